@@ -8,9 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-import jinja2
-
-from mlx_paged.engine.chat_template import render_chat, without_nulls
+from mlx_paged.engine.chat_template import render_chat
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.media.loader import MediaLoader
 from mlx_paged.engine.media.parts import num_characters, sources_of
@@ -24,14 +22,20 @@ from mlx_paged.engine.media.prompt import (
 )
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import bad_request, context_exceeded, shorten
+from mlx_paged.server.tools.acceptance import TemplateForms, Tools, with_tools
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.lexer import added_tokens, special_texts
-from mlx_paged.server.tools.template import as_text, forms_of, knows_tools
+from mlx_paged.server.tools.rewrites import Spelling
+from mlx_paged.server.tools.template import Messages, as_text, knows_tools
 
 T = TypeVar("T")
 
 _ROOM_FOR_ANSWER = 1024  # tokens
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+_MAX_TEMPLATES = 16  # whose forms are remembered
+
+
+class TemplateRefusal(ValueError):
+    """A chat template does not take a conversation; in its own words."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,12 @@ class RenderedPrompt(NamedTuple):
     Attributes:
         token_ids: Of all of it.
         media: What its images, videos and sounds are; None: it has none.
+        spelling: What the template takes; ids of calls are made up in its form.
     """
 
     token_ids: list[int]
     media: PreparedMedia | None = None
+    spelling: Spelling = Spelling()
 
 
 class Renderer:
@@ -101,6 +107,7 @@ class Renderer:
         media_reason: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._forms: dict[str | None, TemplateForms] = {}
         self.added_tokens = added_tokens(tokenizer)
         self.special_texts = special_texts(tokenizer, special_token_ids(tokenizer))
         ends = [token for token in getattr(tokenizer, "eos_token_ids", ()) if token >= 0]
@@ -146,33 +153,33 @@ class Renderer:
             messages, tools = as_text(messages, conversation.tools), []
         # (Before the template sees them; it may drop a part of them, but hardly most.)
         self._check_length(sum(num_characters(m.get("content")) for m in messages))
-        if tools:
-            kwargs["tools"] = tools
         if model is not None:
-            messages, kwargs = literal((messages, kwargs), model, sources)
+            messages, tools, kwargs = literal((messages, tools, kwargs), model, sources)
         template = self._template(conversation)
         if template is not None:
             kwargs["chat_template"] = template
 
-        def render() -> str:
-            text = self._rendered(messages, conversation, kwargs)
+        def render() -> tuple[str, Spelling]:
+            text, spelling = self._rendered(messages, tools, conversation, kwargs)
             self._check_length(len(text))
-            return text
+            return text, spelling
 
-        def tokens() -> list[int]:
-            return chat_tokens(
+        def tokens() -> RenderedPrompt:
+            text, spelling = render()
+            token_ids = chat_tokens(
                 self.tokenizer,
-                render(),
+                text,
                 model,
                 is_multimodal=model is not None or self._media_reason is not None,
                 add_special_tokens=special,
             )
+            return RenderedPrompt(token_ids, spelling=spelling)
 
         try:
             if not sources:
-                return RenderedPrompt(await self.run(tokens))
-            text = await self.run(render)
-        except _REFUSALS as error:
+                return await self.run(tokens)
+            text, spelling = await self.run(render)
+        except (TemplateRefusal, TypeError, ValueError) as error:
             # Templates refuse roles, orders and kinds of content by raising. A template of the
             # request may be broken as well. Both are errors of the client.
             reason = shorten(f"{error}".strip().splitlines()[0] if f"{error}" else "no reason")
@@ -185,35 +192,59 @@ class Renderer:
         media = await loader.run(
             lambda: prepare(model, text, items, "messages", add_special_tokens=special)
         )
-        return RenderedPrompt(list(media.prompt.token_ids), media)
+        return RenderedPrompt(list(media.prompt.token_ids), media, spelling)
 
     def _rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
+        tools: Tools,
         conversation: Conversation,
         kwargs: Mapping[str, Any],
-    ) -> str:
-        """The text of a conversation, in the first of its forms that the template takes."""
+    ) -> tuple[str, Spelling]:
+        """The text of a conversation, and the spelling that the template takes.
 
-        def render(form: Any) -> str:
+        Raises:
+            TemplateRefusal: it takes the conversation in no form.
+        """
+
+        def render(form: Messages, given: Tools) -> str:
             return render_chat(
                 self.tokenizer,
-                without_nulls(form),
+                form,
+                tools=given or None,
                 add_generation_prompt=conversation.add_generation_prompt,
                 continue_final_message=conversation.continue_final_message,
                 **kwargs,
             )
 
-        if self._media is not None:
-            return rendered(messages, self._media[0], render, forms_of)
-        refusal: Exception | None = None
-        for form in forms_of(messages):
-            try:
-                return render(form)
-            except _REFUSALS as error:
-                refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+        forms = self._forms_of(kwargs.get("chat_template"))
+        options = repr((conversation.add_generation_prompt, sorted(kwargs.items(), key=str)))
+        try:
+            if self._media is None or not sources_of(messages):
+                return forms.rendered(messages, tools, render, options), forms.spelling
+            text = rendered(
+                messages,
+                self._media[0],
+                lambda form: with_tools(form, tools, render),
+                lambda messages: forms.with_media(messages, tools, render, options),
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise TemplateRefusal(f"{error}") from error
+        return text, forms.spelling
+
+    def _forms_of(self, template: str | None) -> TemplateForms:
+        """What a template accepts; None: the model's own."""
+        forms = self._forms.get(template)
+        if forms is None:
+            forms = TemplateForms(
+                lambda form, tools: render_chat(
+                    self.tokenizer, form, tools=tools, chat_template=template
+                )
+            )
+            if len(self._forms) >= _MAX_TEMPLATES:  # (requests may bring their own)
+                self._forms.clear()
+            self._forms[template] = forms
+        return forms
 
     @property
     def renders_tools(self) -> bool:

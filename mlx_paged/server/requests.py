@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect, Request
 from mlx_paged.engine.media.items import Content
 from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.media.parts import URL_PARTS, is_media, source_of
-from mlx_paged.engine.media.parts import plain as plain_content
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
 from mlx_paged.server.config import (
@@ -668,7 +667,7 @@ def template_message(message: Message, index: int, io: IoOptions | None = None) 
                     f"{where} must be a text part, or media: this server reads {known}, not "
                     f"{shorten(part.type, 64)!r}",
                 )
-        plain["content"] = plain_content(content)
+        plain["content"] = content or ""
     else:
         plain["content"] = message.content
         if message.content is None and message.role != "assistant":

@@ -31,6 +31,7 @@ from mlx_paged.server.tools.definitions import Tool, ToolChoice
 from mlx_paged.server.tools.events import ContentText, Event
 from mlx_paged.server.tools.format import ToolFormat, arguments_schema, lark_json
 from mlx_paged.server.tools.parameters import refuse_or_tell
+from mlx_paged.server.tools.rewrites import Spelling
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class PreparedTurn:
     _format: ToolFormat | None
     _reads_markers: bool
     _shows_special: bool
+    _spelling: Spelling
+    _num_calls: int
 
     @property
     def is_plain(self) -> bool:
@@ -102,6 +105,7 @@ class PreparedTurn:
             skipped,
             renderer.tokenizer.decode,
             ends,
+            lambda name, index: self._spelling.new_id(name, self._num_calls + index),
         )
 
 
@@ -161,6 +165,8 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
         tool_format,
         reads_markers,
         not params.skip_special_tokens or not reads_markers,
+        rendered.spelling,
+        sum(len(message.get("tool_calls") or ()) for message in conversation.messages),
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from mlx_paged.cli.chat.attachments import refusal
 from mlx_paged.cli.chat.conversation import Call, Message, Turn
 from mlx_paged.cli.entry import deferred_interrupt
-from mlx_paged.engine.chat_template import render_chat, without_nulls
+from mlx_paged.engine.chat_template import render_chat
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.media.loader import MediaLoader, loader_of
@@ -31,13 +31,14 @@ from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.media_kinds import Kind
 from mlx_paged.server.config import GenerationDefaults
 from mlx_paged.server.tools import registry
+from mlx_paged.server.tools.acceptance import TemplateForms, Tools, with_tools
 from mlx_paged.server.tools.answer import AnswerReader, answer_reader
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import ContentText
 from mlx_paged.server.tools.format import ToolFormat
 from mlx_paged.server.tools.hermes import HermesFormat
 from mlx_paged.server.tools.lexer import added_tokens, special_texts
-from mlx_paged.server.tools.template import as_text, forms_of, knows_tools
+from mlx_paged.server.tools.template import Messages, as_text, knows_tools
 
 _ID = "chat"
 
@@ -125,24 +126,33 @@ class LocalBackend:
         ]
         sources, model = sources_of(plain), media_model_of(engine)
         check_kinds(sources, model, engine.media_reason)
-        more: dict[str, Any] = {}
+        tools: Tools = []
         if self.describes_tools:
             plain = as_text(plain, self.tools)
-        elif self.tools:
-            more["tools"] = [tool.for_template() for tool in self.tools]
+        else:
+            tools = [tool.for_template() for tool in self.tools]
 
-        def render(form: Any) -> str:
-            return render_chat(tokenizer, without_nulls(form), **more)
+        def render(form: Messages, given: Tools) -> str:
+            return render_chat(tokenizer, form, tools=given or None)
 
         if model is not None:
-            more = literal(more, model, sources)
-            text = rendered(literal(plain, model, sources), model, render, forms_of)
-            if sources:
-                return TextWithMedia(text, sources)
-        else:
-            text = _first_form(plain, render)
-        is_multimodal = model is not None or engine.media_reason is not None
-        return chat_tokens(tokenizer, text, model, is_multimodal=is_multimodal)
+            plain, tools = literal((plain, tools), model, sources)
+        if not sources:
+            text = self._forms.rendered(plain, tools, render)
+            is_multimodal = model is not None or engine.media_reason is not None
+            return chat_tokens(tokenizer, text, model, is_multimodal=is_multimodal)
+        text = rendered(
+            plain,
+            model,
+            lambda form: with_tools(form, tools, render),
+            lambda messages: self._forms.with_media(messages, tools, render),
+        )
+        return TextWithMedia(text, sources)
+
+    @cached_property
+    def _forms(self) -> TemplateForms:
+        tokenizer = self._llm.tokenizer
+        return TemplateForms(lambda form, tools: render_chat(tokenizer, form, tools=tools))
 
     @cached_property
     def _loader(self) -> MediaLoader:
@@ -176,7 +186,16 @@ class LocalBackend:
         tool_format = self._own_format or HermesFormat(added)
         special = special_texts(tokenizer, special_token_ids(tokenizer))
         ends = special_texts(tokenizer, tokenizer.eos_token_ids).values()
-        return answer_reader(tool_format, reasoning, self.tools, prompt, added, special, ends=ends)
+        return answer_reader(
+            tool_format,
+            reasoning,
+            self.tools,
+            prompt,
+            added,
+            special,
+            ends=ends,
+            new_id=self._forms.spelling.new_id,
+        )
 
     def _note_calls(self, reader: AnswerReader) -> None:
         turn, answer = self.turn, reader.answer
@@ -210,18 +229,6 @@ class LocalBackend:
         """See `Backend`."""
         if "_loader" in vars(self):
             self._loader.close()
-
-
-def _first_form(messages: Sequence[Mapping[str, Any]], render: Callable[[Any], str]) -> str:
-    """The text of a conversation in the first form that a template takes."""
-    reason: Exception | None = None
-    for form in forms_of(messages):
-        try:
-            return render(form)
-        except Exception as error:  # templates may raise any error
-            reason = reason or error
-    assert reason is not None
-    raise reason
 
 
 def _read(reader: AnswerReader, update: SequenceUpdate) -> Iterator[str]:

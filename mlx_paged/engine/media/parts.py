@@ -204,6 +204,14 @@ def joined(
     return [*left, *right]
 
 
+def concatenated(first: str | Content | None, second: str | Content | None) -> str | Content:
+    """Two contents as one, with all their parts; a text that is all there is stays a text."""
+    parts: Content = []
+    for content in (first, second):
+        parts += [content] if isinstance(content, str) and content else content or []
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts or ""
+
+
 def num_characters(content: str | Content | None) -> int:
     """Characters of the texts of a content."""
     if content is None or isinstance(content, str):

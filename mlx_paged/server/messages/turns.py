@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.media.items import Content, MediaSource
-from mlx_paged.engine.media.parts import joined
+from mlx_paged.engine.media.parts import concatenated, joined
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import THREADS, bad_request, own_names, shorten
 from mlx_paged.server.messages.bodies import (
@@ -180,12 +180,17 @@ def _messages(body: CountBody) -> list[dict[str, Any]]:
     return messages
 
 
-def _system(given: str | Blocks | None) -> str:
-    """The system prompt as one text."""
+def _system(given: str | Blocks | None) -> str | Content:
+    """The system prompt."""
     if given is None or isinstance(given, str):
         return given or ""
     texts = [_text(block, f"system.{i}") for i, block in enumerate(given)]
-    return "\n".join(text for text in texts if not text.startswith(_BILLING_HEADER))
+    return _content(text for text in texts if not text.startswith(_BILLING_HEADER))
+
+
+def _content(texts: Iterable[str]) -> str | Content:
+    """Texts as a content."""
+    return concatenated("", [text for text in texts if text])
 
 
 def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
@@ -193,7 +198,7 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if last is None or last["role"] != message["role"] or message["role"] == "tool":
         messages.append(message)
         return
-    last["content"] = joined(last["content"], message["content"], "\n")
+    last["content"] = concatenated(last["content"], message["content"])
     if reasoning := message.get("reasoning"):
         last["reasoning"] = "\n".join(filter(None, (last.get("reasoning"), reasoning)))
     if calls := message.get("tool_calls"):
@@ -229,7 +234,7 @@ def _answer(blocks: Blocks, where: str) -> dict[str, Any]:
             calls.append(_call(block, at))
         else:
             texts.append(_text(block, at))
-    plain: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, texts))}
+    plain: dict[str, Any] = {"role": "assistant", "content": _content(texts)}
     if any(reasoning):
         plain["reasoning"] = "\n".join(filter(None, reasoning))
     if calls:
@@ -256,7 +261,7 @@ def _result(block: Block, where: str) -> dict[str, Any]:
     content: str | Content = ""
     if isinstance(block.content, list):
         for i, part in enumerate(block.content):
-            content = joined(content, _text_or_image(part, f"{where}.content.{i}"), "\n")
+            content = concatenated(content, _text_or_image(part, f"{where}.content.{i}"))
     else:
         content = block.content or ""
     if block.is_error:

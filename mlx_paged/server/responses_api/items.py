@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_paged.engine.media.items import Content
-from mlx_paged.engine.media.parts import plain, source_of
+from mlx_paged.engine.media.parts import concatenated, source_of
 from mlx_paged.server.errors import bad_request, shorten
 from mlx_paged.server.responses_api.body import Input, InputItem, Parts, joined
 
@@ -221,7 +221,7 @@ def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, An
                 answer = {"role": "assistant", "content": None}
                 messages.append(answer)
             if kind == "message":
-                answer["content"] = _text(item["content"])
+                answer["content"] = _content_of(item["content"], f"{where}.content")
             elif kind == "reasoning":
                 if text := reasoning_text(item):
                     answer["reasoning"] = text
@@ -249,17 +249,14 @@ def _begins_another(kind: str, answer: dict[str, Any]) -> bool:
 
 
 def _content_of(parts: Sequence[Item], where: str) -> str | Content:
-    """Parts as the content of a message."""
-    return plain(
+    """Parts as the content of a message. (One text may have been given as such.)"""
+    return concatenated(
+        "",
         [
             source_of(part, f"{where}.{i}") if part["type"] == "input_image" else part["text"]
             for i, part in enumerate(parts)
-        ]
+        ],
     )
-
-
-def _text(parts: Sequence[Item]) -> str:
-    return "\n".join(part["text"] for part in parts)
 
 
 def without_oldest(messages: Messages, count: int) -> list[Mapping[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from mlx_paged.engine.reasoning import ReasoningFormat
@@ -17,6 +16,9 @@ from mlx_paged.server.tools.events import (
 from mlx_paged.server.tools.format import Parser, PlainText, ToolFormat
 from mlx_paged.server.tools.lexer import Lexeme, Lexer, Unseen
 from mlx_paged.server.tools.reasoning import ContentTrimmer, ReasoningParser
+from mlx_paged.server.tools.rewrites import Spelling
+
+NewId = Callable[[str, int], str]
 
 
 class ToolCall:
@@ -130,6 +132,7 @@ class AnswerReader:
         parser: gives it a meaning.
         tools: of the request.
         ends: texts of the model's end tokens. They are never text, markers or not.
+        new_id: makes the id of a call that the model gave none, from its name and its place.
 
     Attributes:
         answer: What was read so far.
@@ -137,10 +140,17 @@ class AnswerReader:
     """
 
     def __init__(
-        self, lexer: Lexer, parser: Parser, tools: Sequence[Tool], ends: Collection[str] = ()
+        self,
+        lexer: Lexer,
+        parser: Parser,
+        tools: Sequence[Tool],
+        ends: Collection[str] = (),
+        new_id: NewId | None = None,
     ) -> None:
         self._lexer = lexer
         self._ends = frozenset(ends)
+        self._new_id = new_id or Spelling().new_id
+        self._num_calls = 0
         self._end = ""  # the end token that was read last; "": something else was
         self._parser = parser
         self._tools = tools
@@ -195,8 +205,10 @@ class AnswerReader:
                 yield event
 
     def _take(self, event: Event) -> Iterator[Event]:
-        if isinstance(event, CallBegin) and event.id is None:
-            event = CallBegin(event.name, f"call_{uuid.uuid4().hex[:24]}")
+        if isinstance(event, CallBegin):
+            id = event.id if event.id is not None else self._new_id(event.name, self._num_calls)
+            event = CallBegin(event.name, id)
+            self._num_calls += 1
         for certain in (event,) if self._trimmer is None else self._trimmer.take(event):
             self.answer.add(certain, self._tools)
             yield certain
@@ -211,6 +223,7 @@ def answer_reader(
     skipped: Mapping[int, str],
     decode: Callable[[Sequence[int]], str] | None = None,
     ends: Collection[str] = (),
+    new_id: NewId | None = None,
 ) -> AnswerReader:
     """What reads an answer to a prompt.
 
@@ -218,7 +231,7 @@ def answer_reader(
         tool_format, reasoning: how the model writes; None: that is text.
         tools: what it may call.
         added_tokens, skipped, decode: of the `Lexer`.
-        ends: of the `AnswerReader`.
+        ends, new_id: of the `AnswerReader`.
     """
     markers: list[str] = []
     if tool_format is not None and tool_format.reads(tools):
@@ -232,7 +245,7 @@ def answer_reader(
         begins_inside=reasoning is not None and reasoning.begins_inside(prompt),
     )
     lexer = Lexer(dict.fromkeys(markers), added_tokens, skipped, decode=decode)
-    return AnswerReader(lexer, parser, tools, ends)
+    return AnswerReader(lexer, parser, tools, ends, new_id)
 
 
 def answer_parser(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -41,70 +40,6 @@ def knows_tools(chat_template: str) -> bool:
     except jinja2.TemplateError:  # with tags of its own, such as those for generation masks
         return "tools" in chat_template
     return "tools" in jinja2.meta.find_undeclared_variables(parsed)
-
-
-def forms_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[Messages]:
-    """A conversation in the forms that templates may take, the most faithful first.
-
-    Templates differ in whether the arguments of a call are an object or its text, and in whether
-    they take "developer", or a system message anywhere but at the beginning.
-    """
-    plain = [_with_reasoning(message) for message in messages]
-    has_calls = any(message.get("tool_calls") for message in plain)
-    for objects in (True, False) if has_calls else (True,):
-        form = [_with_arguments(message, objects) for message in plain]
-        yield form
-        roles = [message["role"] for message in form]
-        if "developer" in roles:
-            form = [{**m, "role": "system"} if m["role"] == "developer" else m for m in form]
-            yield form
-        if "system" in [message["role"] for message in form[1:]]:
-            yield _with_one_system_message(form)
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose reasoning has every name that templates use for it."""
-    plain = dict(message)
-    reasoning = plain.pop("reasoning", None) or plain.get("reasoning_content")
-    plain.pop("reasoning_content", None)
-    if reasoning and plain["role"] == "assistant":
-        plain |= {
-            "reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning,
-        }  # fmt: skip
-    return plain
-
-
-def _with_arguments(message: dict[str, Any], objects: bool) -> dict[str, Any]:
-    """A message whose calls have their arguments as an object, or as its text."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    changed = []
-    for call in calls:
-        function = dict(call.get("function") or {})
-        arguments = function.get("arguments")
-        if objects and isinstance(arguments, str):
-            with suppress(ValueError):  # (of a call that was cut)
-                function["arguments"] = json.loads(arguments or "{}", strict=False)
-        elif not objects and not isinstance(arguments, str):
-            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        changed.append({**call, "function": function})
-    return {**message, "tool_calls": changed}
-
-
-def _with_one_system_message(messages: Messages) -> Messages:
-    """Later system messages as the user's, in their places; neighbours of one role joined."""
-    changed: Messages = []
-    for at, message in enumerate(messages):
-        if at and message["role"] == "system":
-            message = {**message, "role": "user"}
-        last = changed[-1] if changed else None
-        if last and last["role"] == message["role"] and message["role"] in ("user", "system"):
-            content = joined(last.get("content"), message.get("content"), "\n\n")
-            changed[-1] = {**last, "content": content}
-        else:
-            changed.append(message)
-    return changed
 
 
 def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> Messages:

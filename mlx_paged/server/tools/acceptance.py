@@ -1,0 +1,438 @@
+"""Turns any legal conversation into one that a chat template accepts.
+
+Templates differ in the roles, orders and contents that they take. Some raise at what they do not
+know, and some pass over it in silence. So a *skeleton* of the conversation is rendered first: the
+same messages, with a word of its own for each text, name and argument. It costs little, and the
+words that are missing from the prompt show what the template left out. The cheapest rewrites
+(`rewrites`) with which it renders, and with which the least is missing, are then applied to the
+conversation itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mlx_paged.server.tools.rewrites import (
+    ID_FORMS,
+    Rewrite,
+    Spelling,
+    forms_of_tools,
+    normal,
+    rewrites,
+    spelled,
+    with_ids,
+)
+from mlx_paged.server.tools.template import Messages
+
+logger = logging.getLogger(__name__)
+
+Tools = Sequence[Mapping[str, Any]]
+#: The chat template: messages and tools to a text. It may raise any error.
+Render = Callable[[Messages, Tools], str]
+
+_MAX_SKELETONS = 300  # renders of a search
+_MAX_FORMS = 24  # of the conversation itself, where its skeleton hides why it is refused
+_MAX_MEDIA_FORMS = 6
+_MAX_SHAPES = 256  # of conversations, whose rewrites are remembered
+_LONGEST_PERIOD = 6  # messages
+# What a missing word costs, in terms of `Rewrite.cost`. The text beside calls is a remark.
+_LOST, _LOST_REMARK, _REFUSED_LATER = 100, 20, 25
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "tool",
+        "description": "A tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "A text."}},
+            "required": ["x"],
+        },
+    },
+}
+
+
+class TemplateForms:
+    """Conversations in the forms that one chat template accepts.
+
+    Args:
+        render: the template.
+
+    Attributes:
+        spelling: How it wants what can be spelled in several ways.
+    """
+
+    def __init__(self, render: Render) -> None:
+        self.spelling = spelling_of(render)
+        self._rewrites = rewrites(self.spelling)
+        self._found: dict[str, tuple[Rewrite, ...] | None] = {}  # by the shape of conversations
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools,
+        render: Render,
+        options: str = "",
+    ) -> str:
+        """The text of a conversation without media, as faithful as the template allows.
+
+        Args:
+            messages: of a `Conversation`.
+            tools: in OpenAI's form.
+            render: the template, with the variables of this request.
+            options: what these are.
+
+        Raises:
+            Exception: the template takes the conversation in no form; its own error.
+        """
+        plain = normal(messages)
+        chosen = self._cheapest(plain, tools, render, options)
+        others = [] if chosen is None else (r for _, r in _subsets(plain, self._rewrites))
+        refusal: Exception | None = None
+        tried: list[Messages] = []
+        for applied in itertools.islice(itertools.chain([chosen or ()], others), _MAX_FORMS):
+            form = _applied(plain, applied)
+            if form in tried:
+                continue
+            tried.append(form)
+            try:
+                text = with_tools(spelled(form, self.spelling), tools, render)
+            except Exception as error:  # (templates raise whatever they like)
+                refusal = refusal or error
+            else:
+                _tell(applied)
+                return text
+        assert refusal is not None
+        raise refusal
+
+    def with_media(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools,
+        render: Render,
+        options: str = "",
+    ) -> Iterator[Messages]:
+        """A conversation with media in the forms that the template may take, the best one first.
+
+        Contents are left as they are: who puts the media into them knows their forms. For the
+        rest, the template is asked about the texts alone.
+        """
+        plain = normal(messages)
+        texts = [{**m, "content": _texts(m["content"])} if "content" in m else m for m in plain]
+        kept = [rewrite for rewrite in self._rewrites if not rewrite.is_of_contents]
+        chosen = self._cheapest(texts, tools, render, options) or ()
+        best = tuple(rewrite for rewrite in chosen if rewrite in kept)
+        tried: list[Messages] = []
+        for applied in itertools.chain([best], (r for _, r in _subsets(plain, kept))):
+            form = _applied(plain, applied)
+            if form in tried:
+                continue
+            _tell(applied)
+            tried.append(form)
+            # (Only the calls are spelled: contents that are lists become parts later.)
+            yield [
+                {**m, "content": old["content"]} if isinstance(old.get("content"), list) else m
+                for m, old in zip(spelled(form, self.spelling), form)
+            ]
+            if len(tried) == _MAX_MEDIA_FORMS:
+                return
+
+    def _cheapest(
+        self, plain: Messages, tools: Tools, render: Render, options: str
+    ) -> tuple[Rewrite, ...] | None:
+        """The rewrites with which the template takes a conversation; None: it takes it with none.
+
+        Args:
+            plain: in the normal form.
+        """
+        short = _shortened(plain)
+        key = repr(([_shape(message) for message in short], bool(tools), options))
+        if key not in self._found:
+            small_tools = [_TOOL] if tools else []
+            found = _cheapest(
+                Skeleton.of(short),
+                _continued(short),
+                self.spelling,
+                self._rewrites,
+                lambda form: render(form, small_tools),
+            )
+            if len(self._found) >= _MAX_SHAPES:
+                self._found.clear()
+            self._found[key] = found
+        return self._found[key]
+
+
+def _tell(applied: Sequence[Rewrite]) -> None:
+    if lossy := [rewrite.lossy for rewrite in applied if rewrite.lossy]:
+        logger.warning("for the chat template, %s", "; ".join(lossy))
+
+
+def _texts(content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part for part in content if isinstance(part, str))
+
+
+def with_tools(form: Messages, tools: Tools, render: Render) -> str:
+    """The text of a form of a conversation, with the tools in a form that the template takes.
+
+    Raises:
+        Exception: the template refuses it; its error for the tools as they are.
+    """
+    refusal: Exception | None = None
+    for given in forms_of_tools(tools) if tools else ([],):
+        try:
+            return render(form, given)
+        except Exception as error:  # (templates raise whatever they like)
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def spelling_of(render: Render) -> Spelling:
+    """The spelling that a template takes, by a small conversation with a call."""
+    best, least = Spelling(), math.inf
+    empties: tuple[Literal["absent", "text", "null"], ...] = ("absent", "text", "null")
+    for as_lists in (False, True):
+        for ids, objects, empty in itertools.product(ID_FORMS, (True, False), empties):
+            spelling = Spelling(objects, empty, ids)
+            skeleton = Skeleton.of(with_ids(_sample(as_lists), ids))
+            lost = skeleton.penalty(
+                spelled(skeleton.messages, spelling), lambda m: render(m, [_TOOL])
+            )
+            if lost < least:
+                best, least = spelling, lost
+            if not lost:
+                return best
+    return best
+
+
+def _sample(as_lists: bool) -> Messages:
+    function = {"name": "tool", "arguments": '{"x": "y"}'}
+    call = {"id": "call_0", "type": "function", "function": function}
+    text: Any = ["text"] if as_lists else "text"
+    return [
+        {"role": "user", "content": text},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": text},
+    ]
+
+
+# Skeletons.
+
+
+@dataclass
+class Skeleton:
+    """A conversation with words in place of its texts.
+
+    Attributes:
+        messages: In the normal form.
+        words: Those that a prompt must have.
+        remarks: Those that it should have: texts beside calls.
+        objects: Arguments as Python would show them. A template that does so wants their text.
+    """
+
+    messages: Messages = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+    _count: int = 0
+
+    @classmethod
+    def of(cls, messages: Messages) -> Skeleton:
+        """The skeleton of a conversation in the normal form."""
+        skeleton = cls()
+        names: dict[str, str] = {}
+        for message in messages:
+            skeleton.messages.append(skeleton._message(message, names))
+        return skeleton
+
+    def penalty(self, form: Messages, render: Callable[[Messages], str]) -> float:
+        """How much a template leaves out of a form of the messages; infinite: it refuses it."""
+        try:
+            text = render(form)
+        except Exception:  # (templates raise whatever they like)
+            return math.inf
+        lost = sum(word not in text for word in self.words)
+        lost += sum(shown in text for shown in self.objects)
+        if any(isinstance(message.get("content"), list) for message in form):
+            lost += any(part in text for part in ("'type': 'text'", '"type": "text"'))
+        return lost * _LOST + any(word not in text for word in self.remarks) * _LOST_REMARK
+
+    def _word(self) -> str:
+        self._count += 1
+        return f"zq{self._count}qz"
+
+    def _text(self, text: str, words: list[str]) -> str:
+        if not text.strip():
+            return text
+        words.append(self._word())
+        return words[-1]
+
+    def _message(self, message: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
+        found = dict(message)
+        words = self.remarks if message.get("tool_calls") else self.words
+        content = message.get("content")
+        if isinstance(content, str):
+            found["content"] = self._text(content, words)
+        elif isinstance(content, list):
+            found["content"] = [self._text(part, words) for part in content]
+        for key in ("reasoning", "reasoning_content", "thinking"):  # (few show that of old turns)
+            if key in found:
+                found[key] = "zqthought"
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = [self._call(call, names) for call in calls]
+        elif (id := message.get("tool_call_id")) in names:
+            found["tool_call_id"] = _renamed(id, message.get("name", ""), names[id])
+            found["name"] = "zqname"  # (it does not show that the call has one)
+        return found
+
+    def _call(self, call: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
+        name, id = call["function"]["name"], call.get("id")
+        word = self._text(name, self.words)
+        arguments = self.arguments(call["function"].get("arguments"))
+        found = {**call, "function": {**call["function"], "name": word, "arguments": arguments}}
+        if id is not None:
+            names[id] = word
+            found["id"] = _renamed(id, name, word)
+        return found
+
+    def arguments(self, arguments: Any) -> Any:
+        """Arguments with words in place of their first key and value."""
+        try:
+            value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):  # of a call that was cut
+            return self._text("cut", self.words)
+        if not isinstance(value, dict):
+            return json.dumps(self._text("value", self.words))
+        if not value:
+            return "{}"
+        key, inner = self._text("key", self.words), self._text("value", self.words)
+        self.objects.append(str({key: inner}))
+        return json.dumps({key: inner})
+
+
+def _renamed(id: str, name: str, word: str) -> str:
+    """An id with the word of a tool. (Those of Kimi have its name.)"""
+    return id.replace(f".{name}:", f".{word}:")
+
+
+def _shortened(messages: Messages) -> Messages:
+    """A long conversation without turns of a form that has come twice in a row."""
+    found: Messages = []
+    shapes: list[Any] = []
+    for message in messages:
+        found.append(message)
+        shapes.append(_shape(message))
+        for period in range(1, _LONGEST_PERIOD + 1):
+            last = shapes[-period:]
+            if len(shapes) >= 3 * period and shapes[-3 * period :] == last * 3:
+                del found[-period:], shapes[-period:]
+                break
+    return found
+
+
+def _shape(message: Mapping[str, Any]) -> Any:
+    """What a template may tell messages apart by, besides their texts."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        name, arguments = call["function"]["name"], call["function"].get("arguments")
+        calls.append((_id_shape(call.get("id"), name), Skeleton().arguments(arguments)))
+    return (
+        message["role"],
+        _content_shape(message.get("content")),
+        sorted(message),
+        calls,
+        _id_shape(message.get("tool_call_id"), message.get("name")),
+    )
+
+
+def _content_shape(content: Any) -> Any:
+    if isinstance(content, list):
+        return [_content_shape(part) for part in content]
+    return bool(content.strip()) if isinstance(content, str) else str(type(content))
+
+
+def _id_shape(id: str | None, name: str | None) -> Any:
+    return id and (len(id), id.isalnum(), id.isdigit(), f".{name}:" in id)
+
+
+# The search.
+
+
+def _applied(messages: Messages, chosen: Sequence[Rewrite]) -> Messages:
+    for rewrite in chosen:
+        messages = rewrite.apply(messages)
+    return messages
+
+
+def _subsets(
+    messages: Messages, known: Sequence[Rewrite]
+) -> Iterator[tuple[int, tuple[Rewrite, ...]]]:
+    """Sets of rewrites that may change a conversation, the cheapest first: none is the first."""
+    useful = _useful(messages, known)
+    waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+    while waiting:
+        cost, places = heapq.heappop(waiting)
+        yield cost, tuple(useful[i] for i in places)
+        for i in range(places[-1] + 1 if places else 0, len(useful)):
+            heapq.heappush(waiting, (cost + useful[i].cost, (*places, i)))
+
+
+def _useful(messages: Messages, known: Sequence[Rewrite]) -> list[Rewrite]:
+    """The rewrites that change a conversation, or what others have made of it."""
+    found: list[Rewrite] = []
+    # (Each alone and all in turn: one that removes calls hides what others could do with them.)
+    forms, last = [messages], messages
+    for rewrite in known:
+        if any(rewrite.apply(form) != form for form in (*forms, last)):
+            found.append(rewrite)
+            forms.append(rewrite.apply(messages))
+            last = rewrite.apply(last)
+    return found
+
+
+def _continued(messages: Messages) -> Skeleton | None:
+    """A conversation one turn later; None: it does not end with what the assistant answers."""
+    if messages[-1]["role"] not in ("user", "tool"):
+        return None
+    later = [{"role": "assistant", "content": "answer"}, {"role": "user", "content": "ask"}]
+    return Skeleton.of([*messages, *later])
+
+
+def _cheapest(
+    skeleton: Skeleton,
+    later: Skeleton | None,
+    spelling: Spelling,
+    known: Sequence[Rewrite],
+    render: Callable[[Messages], str],
+) -> tuple[Rewrite, ...] | None:
+    """The rewrites with which a template takes a skeleton; None: it takes it with none.
+
+    Args:
+        later: the conversation one turn later. What is refused then should not be written now: the
+            prompt would begin differently, and would not be found in the prefix cache.
+    """
+    best: tuple[Rewrite, ...] | None = None
+    least = math.inf
+    tried: list[Messages] = []
+    for cost, chosen in _subsets(skeleton.messages, known):
+        if cost >= least or len(tried) >= _MAX_SKELETONS:
+            break
+        form = _applied(skeleton.messages, chosen)
+        if form in tried:
+            continue
+        tried.append(form)
+        penalty = cost + skeleton.penalty(spelled(form, spelling), render)
+        if later is not None and penalty < least:
+            form = spelled(_applied(later.messages, chosen), spelling)
+            penalty += _REFUSED_LATER * (later.penalty(form, render) == math.inf)
+        if penalty < least:
+            best, least = chosen, penalty
+    return best
