@@ -11,22 +11,23 @@ else
 BACKEND ?= cpu
 endif
 comma := ,
-# ON: torch too, for tests that compare with transformers' models.
-ORACLE ?= OFF
-EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))$(if $(filter ON,$(ORACLE)),$(comma)oracle)
 
 WERROR ?= OFF
-# ON: also what tests/native/test_sanitizers.py runs. Needs GCC's libasan and libubsan.
+# ON: also builds the extension that tests/native/test_sanitizers.py runs. Needs GCC's libasan and libubsan.
 SANITIZE ?= OFF
+# ON: also installs PyTorch, for the tests that compare with transformers' models.
+ORACLE ?= OFF
 
-# Left out for the CPU also where an NVIDIA GPU is.
+# OFF for the CPU backend, even on a machine with an NVIDIA GPU.
 CUDA := $(if $(filter cuda%,$(BACKEND)),ON,OFF)
 
 SOURCES := pyproject.toml CMakeLists.txt scripts/build_backend.py \
 	$(wildcard csrc/*.* csrc/*/*.* metal/* tests/sim/extension/* tests/sim/runtime/metal_sim.h)
 
-# With what SANITIZE adds, where it is asked for: an installation that has it serves the others, too.
-INSTALLED := $(BIN)/.installed$(if $(filter ON,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
+# What `demo` needs; what the tests need, too; and that with the options above. A marker file stands for each.
+INSTALLED := $(BIN)/.installed
+INSTALLED_DEV := $(INSTALLED)-dev
+INSTALLED_TESTS := $(INSTALLED_DEV)$(if $(filter ON,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
 
 .PHONY: demo test test-mlx-lm soak hostile load lint bench mac-report wheel clean
 
@@ -35,29 +36,29 @@ demo: $(INSTALLED)
 
 # One worker a core; `make test WORKERS=0` runs the tests in one process.
 WORKERS ?= $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)
-test: $(INSTALLED)
+test: $(INSTALLED_TESTS)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # mlx-lm's own tests, fetched from PyPI, without and with `import mlx_paged`. Takes some minutes.
-test-mlx-lm: $(INSTALLED)
+test-mlx-lm: $(INSTALLED_TESTS)
 	$(BIN)/python -m pip install --quiet requests
 	$(BIN)/python scripts/mlx_lm_tests/run.py
 
 # A million tokens with random arrivals, aborts, slow readers and faults. Takes some minutes.
-soak: $(INSTALLED)
+soak: $(INSTALLED_TESTS)
 	MLX_PAGED_SOAK_TOKENS=1000000 $(BIN)/python -m pytest -s tests/engine/test_soak.py
 
 # 10,000 mutated bodies, and 100 generated requests for each path of the API.
-hostile: $(INSTALLED)
+hostile: $(INSTALLED_TESTS)
 	MLX_PAGED_HOSTILE_BODIES=10000 MLX_PAGED_HOSTILE_EXAMPLES=100 \
 		$(BIN)/python -m pytest -s tests/server/test_server_hostile.py
 
 # 256 clients at once for half a minute: aborts, slow readers, half-open sockets.
-load: $(INSTALLED)
+load: $(INSTALLED_TESTS)
 	MLX_PAGED_LOAD_CLIENTS=256 MLX_PAGED_LOAD_SECONDS=30 \
 		$(BIN)/python -m pytest -s tests/server/test_server_load.py
 
-lint: $(INSTALLED)
+lint: $(INSTALLED_TESTS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -66,7 +67,7 @@ lint: $(INSTALLED)
 		tests/sim/extension/*)
 
 # Figures of this machine, written to bench/results.
-bench: $(INSTALLED)
+bench: $(INSTALLED_TESTS)
 	$(BIN)/mlx-paged bench kernels --device cpu --batch 16 --context 2048 --group 1,4,8 --head-dim 64 \
 		--dtype float32,bfloat16 --json bench/results/kernels-cpu.json
 	$(BIN)/mlx-paged bench memory --answer-len 64,256 --json bench/results/memory-cpu.json
@@ -78,25 +79,49 @@ bench: $(INSTALLED)
 
 # On a Mac: build, tests on its GPU, kernels against its copy bandwidth. JSON and Markdown are written
 # to bench/results, to be sent in.
-mac-report: $(INSTALLED)
+mac-report: $(INSTALLED_TESTS)
 	$(BIN)/python bench/mac_report.py
 
-wheel: $(INSTALLED)
+wheel: $(INSTALLED_TESTS)
 	$(BIN)/python -m pip wheel --config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) --no-deps --wheel-dir dist .
 
-# (--no-compile: all modules of all packages take half a minute. Python compiles those that it imports.)
-$(INSTALLED): $(SOURCES)
+# Builds in the environment that it installs into, not in one that pip makes anew: MLX is fetched once, and
+# the objects kept in build/ serve the next build. An installation never loses what a larger one has added.
+# (--no-compile: compiling all modules of all packages takes half a minute. Python compiles those it imports.)
+KEEP_SANITIZED := $(filter ON,$(SANITIZE))$(wildcard $(INSTALLED_DEV)-sanitized)
+KEEP_ORACLE := $(filter ON,$(ORACLE))$(wildcard $(INSTALLED_DEV)-oracle)
+# $(call install,EXTRAS,BUILD_TESTS,SANITIZE)
+define install
+	@scripts/check_tools.sh $(PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python scripts/build_backend.py requirements $(BACKEND) > $(VENV)/build-requirements.txt
 	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose --no-compile \
+		--requirement $(VENV)/build-requirements.txt
+	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose --no-compile \
+		--no-build-isolation --config-settings=build-dir=build/{wheel_tag} \
 		--config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
-		--config-settings=cmake.define.MLX_PAGED_SANITIZE=$(SANITIZE) \
 		--config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) \
-		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=ON --editable '.[$(EXTRAS)]'
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps mlx-vlm==$(MLX_VLM)
-	touch $(BIN)/.installed $@
-# What the extra `vision` needs besides: see pyproject.toml.
+		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=$2 \
+		--config-settings=cmake.define.MLX_PAGED_SANITIZE=$3 \
+		--editable '.[$1]'
+endef
+# mlx-vlm without its dependencies: see `vision` in pyproject.toml.
 MLX_VLM := 0.7.10
+define install_dev
+	$(call install,dev$(if $(BACKEND),$(comma)$(BACKEND))$(if $(KEEP_ORACLE),$(comma)oracle),ON,$(if $(KEEP_SANITIZED),ON,OFF))
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps mlx-vlm==$(MLX_VLM)
+	touch $(INSTALLED) $(INSTALLED_DEV) $(if $(KEEP_SANITIZED),$(INSTALLED_DEV)-sanitized) \
+		$(if $(KEEP_ORACLE),$(INSTALLED_DEV)-oracle) \
+		$(if $(KEEP_SANITIZED),$(if $(KEEP_ORACLE),$(INSTALLED_DEV)-sanitized-oracle))
+endef
+
+$(INSTALLED): $(SOURCES)
+	$(if $(wildcard $(INSTALLED_DEV)),$(install_dev),$(call install,$(BACKEND),OFF,OFF))
+	touch $@
+
+$(INSTALLED_TESTS): $(SOURCES)
+	$(install_dev)
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,8 +19,6 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr int kChunkBytes = 16;
-
 cuda::Streams streams_of(Gpu gpu) {
   return gpu == Gpu::nvidia ? cuda::streams() : cuda::Streams::none;
 }
@@ -282,7 +280,7 @@ std::vector<Launch> portable_product_launches(
     bind(launch, part.out, Access::write);
     launch.constants = bytes_of(params);
     launch.grid = {
-        ceil_div(part.n, paged::PRODUCT_SIMD_GROUPS), ceil_div(step.num_rows, paged::PRODUCT_ROWS),
+        div_up(part.n, paged::PRODUCT_SIMD_GROUPS), div_up(step.num_rows, paged::PRODUCT_ROWS),
         1};
     launch.threadgroup = {32 * paged::PRODUCT_SIMD_GROUPS, 1, 1};
     launch.beside_previous = i > 0;

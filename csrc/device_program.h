@@ -32,6 +32,9 @@ enum class Streams;  // cuda/products.h
 
 class StepRunner;  // step_runner.h
 
+// The widest load of a GPU thread.
+constexpr int kChunkBytes = 16;
+
 // Why a graph is not run as a program.
 class NoProgram : public std::runtime_error {
  public:

@@ -22,12 +22,6 @@
 
 namespace mlx_paged {
 
-namespace {
-
-constexpr int kChunkBytes = 16;
-
-}  // namespace
-
 class DeviceProgramReader {
  public:
   using Residual = DeviceProgram::Residual;
@@ -328,9 +322,9 @@ class DeviceProgramReader {
     launch.constants = bytes_of(params);
     launch.grid = {uint32_t(out.size() / size), 1, 1};
     uint32_t threads =
-        std::min<uint32_t>(paged::NORM_THREADS, ceil_div(params.row_chunks, 32) * 32);
+        std::min<uint32_t>(paged::NORM_THREADS, div_up(params.row_chunks, 32) * 32);
     launch.threadgroup = {threads, 1, 1};
-    launch.threadgroup_memory = ceil_div(threads / 32 * 4, 16) * 16;
+    launch.threadgroup_memory = div_up(threads / 32 * 4, 16) * 16;
     add_step(launch);
   }
 
@@ -392,7 +386,7 @@ class DeviceProgramReader {
     read(launch, rows);
     write(launch, new_value(out));
     launch.constants = bytes_of(params);
-    launch.grid = {uint32_t(out.shape(0)), ceil_div(params.row_chunks, paged::DATA_THREADS), 1};
+    launch.grid = {uint32_t(out.shape(0)), div_up(params.row_chunks, paged::DATA_THREADS), 1};
     launch.threadgroup = {paged::DATA_THREADS, 1, 1};
     add_step(launch);
   }
@@ -417,7 +411,7 @@ class DeviceProgramReader {
     }
     write(launch, new_value(out));
     launch.constants = bytes_of(params);
-    launch.grid = {ceil_div(params.num_chunks, paged::DATA_THREADS), 1, 1};
+    launch.grid = {div_up(params.num_chunks, paged::DATA_THREADS), 1, 1};
     launch.threadgroup = {paged::DATA_THREADS, 1, 1};
     add_step(launch);
   }
@@ -536,7 +530,7 @@ class DeviceProgramReader {
     }
     launch.constants = bytes_of(params);
     int heads = params.num_q_heads + 2 * params.num_kv_heads;
-    launch.grid = {uint32_t(slots.rows()), ceil_div(heads, paged::ROPE_SIMD_GROUPS), 1};
+    launch.grid = {uint32_t(slots.rows()), div_up(heads, paged::ROPE_SIMD_GROUPS), 1};
     launch.threadgroup = {32 * paged::ROPE_SIMD_GROUPS, 1, 1};
     if (step) {
       step->write = std::move(launch);
@@ -774,7 +768,7 @@ class DeviceProgramReader {
 
   template <typename S>
   void add_step(S step) {
-    program_.steps_.push_back(std::move(step));
+    program_.steps_.emplace_back(std::in_place_type<S>, std::move(step));
   }
 
   void add_outputs() {

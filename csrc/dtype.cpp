@@ -11,17 +11,17 @@ namespace mlx_paged {
 
 namespace {
 
-struct Entry {
+struct DTypeName {
   DType dtype;
   const char* name;
   mlx::core::Dtype mlx;
 };
 
 #define ENTRY(unused, name, type) {DType::name, #name, mlx::core::name},
-const Entry kEntries[] = {PAGED_FOR_EACH_DTYPE(ENTRY, unused)};
+const DTypeName kDTypeNames[] = {PAGED_FOR_EACH_DTYPE(ENTRY, unused)};
 
-const Entry* find(const mlx::core::Dtype& dtype) {
-  for (const auto& entry : kEntries) {
+const DTypeName* find(const mlx::core::Dtype& dtype) {
+  for (const auto& entry : kDTypeNames) {
     if (entry.mlx == dtype) {
       return &entry;
     }
@@ -32,7 +32,7 @@ const Entry* find(const mlx::core::Dtype& dtype) {
 }  // namespace
 
 const char* name_of(DType dtype) {
-  return kEntries[int(dtype)].name;
+  return kDTypeNames[int(dtype)].name;
 }
 
 bool is_supported(const mlx::core::Dtype& dtype) {

@@ -11,19 +11,19 @@ namespace mlx_paged {
 
 namespace {
 
-struct Entry {
+struct HostCopy {
   std::shared_ptr<mx::array::Data> data;
   std::shared_ptr<const std::byte> copy;
 };
 
-using Entries = std::array<Entry, 32>;  // plans of a step, of steps under way, of several threads
+using HostCopies = std::array<HostCopy, 32>;  // plans of a step, of steps under way, of several threads
 
 std::mutex mutex;
 size_t next = 0;
 
 // Never destroyed: when the process ends, MLX's allocator may be gone before its buffers are.
-Entries& entries() {
-  static auto* kept = new Entries;
+HostCopies& host_copies() {
+  static auto* kept = new HostCopies;
   return *kept;
 }
 
@@ -31,18 +31,18 @@ Entries& entries() {
 
 void remember_host_copy(const mx::array& a, std::shared_ptr<const std::byte> copy) {
   std::lock_guard lock(mutex);
-  for (auto& entry : entries()) {
+  for (auto& entry : host_copies()) {
     if (entry.data.use_count() == 1) {
       entry = {};
     }
   }
-  entries()[next++ % entries().size()] = {a.data_shared_ptr(), std::move(copy)};
+  host_copies()[next++ % host_copies().size()] = {a.data_shared_ptr(), std::move(copy)};
 }
 
 std::shared_ptr<const std::byte> find_host_copy(const mx::array& a) {
   const auto& data = a.data_shared_ptr();
   std::lock_guard lock(mutex);
-  for (const auto& entry : entries()) {
+  for (const auto& entry : host_copies()) {
     if (data && entry.data == data) {
       return {entry.copy, entry.copy.get() + a.offset()};
     }

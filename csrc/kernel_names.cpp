@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "../metal/kernel_table.h"
 #include "cuda/portable_shape.h"
@@ -24,7 +25,13 @@ namespace {
 #define GREEDY_TEMPLATE(host_name, ...) {host_name, "greedy.h", INSTANCE(__VA_ARGS__)},
 #define ATTENTION_TEMPLATE(host_name, function, ...) \
   {host_name, #function ".h", INSTANCE(function, __VA_ARGS__)},
-const std::vector<KernelName> kKernels = {
+// (As std::vector<KernelName>, tables of so many entries would take GCC 7 s to compile.)
+struct Row {
+  const char* host_name;
+  const char* file;
+  const char* instantiation;
+};
+constexpr Row kKernels[] = {
     // clang-format off
     PAGED_FOR_EACH_DATA_KERNEL(DATA)
     PAGED_FOR_EACH_DATA_TEMPLATE(DATA_TEMPLATE)
@@ -41,7 +48,7 @@ const std::vector<KernelName> kKernels = {
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_DECODE, X) \
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_MATRIX, X) \
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_PREFILL, X)
-const std::vector<KernelName> kPortableKernels = {PORTABLE_ATTENTION(ATTENTION_TEMPLATE)};
+constexpr Row kPortableKernels[] = {PORTABLE_ATTENTION(ATTENTION_TEMPLATE)};
 
 #define DIMS(unused, k_dim, v_dim) {k_dim, v_dim},
 const std::set<std::pair<int, int>> kHeadDims = {PAGED_FOR_EACH_HEAD_DIM(DIMS, unused)};
@@ -71,6 +78,16 @@ void require_dims(int key_dim, int value_dim) {
 
 using ByName = std::unordered_map<std::string, const KernelName*>;
 
+template <size_t N>
+std::vector<KernelName> to_names(const Row (&rows)[N]) {
+  std::vector<KernelName> names;
+  names.reserve(N);
+  for (const auto& row : rows) {
+    names.push_back({row.host_name, row.file, row.instantiation});
+  }
+  return names;
+}
+
 ByName map_of(const std::vector<KernelName>& kernels) {
   ByName map;
   for (const auto& kernel : kernels) {
@@ -90,11 +107,12 @@ KernelName find(const std::string& name, const ByName& by_name) {
 }  // namespace
 
 const std::vector<KernelName>& kernel_names() {
-  return kKernels;
+  static const auto names = to_names(kKernels);
+  return names;
 }
 
 KernelName kernel_named(const std::string& name) {
-  static const auto by_name = map_of(kKernels);
+  static const auto by_name = map_of(kernel_names());
   return find(name, by_name);
 }
 
@@ -108,7 +126,8 @@ KernelName attention_kernel(
   require_dims(key_dim, value_dim);
   auto name = join(function, "_", name_of(dtype), "_", key_dim, "_", value_dim, "_", unit, size);
   if (gpu == Gpu::nvidia) {
-    static const auto by_name = map_of(kPortableKernels);
+    static const auto names = to_names(kPortableKernels);
+    static const auto by_name = map_of(names);
     return find(name, by_name);
   }
   return kernel_named(name);

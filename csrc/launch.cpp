@@ -61,7 +61,7 @@ LaunchList quantise_launches(const Arrays& in, const Arrays& out) {
   launch.buffers[3].access = launch.buffers[4].access = Access::read_write;
   launch.constants = bytes_of(params);
   launch.grid = {
-      ceil_div(2 * int64_t(keys.num_kv_heads), kHeadsAtOnce), uint32_t(in[4].shape(0)), 1};
+      div_up(2 * int64_t(keys.num_kv_heads), kHeadsAtOnce), uint32_t(in[4].shape(0)), 1};
   launch.threadgroup = {kThreads, 1, 1};
   return {{launch}, {}};
 }
@@ -84,7 +84,7 @@ Launch gather_quantised_launch(const Arrays& in, const Arrays& out, int which) {
       bind(in, out, which), bind(in, out, 2), bind(in, out, 3), bind(in, out, 4 + which)};
   launch.constants = bytes_of(params);
   launch.grid = {
-      ceil_div(params.max_context_len, kHeadsAtOnce), uint32_t(layout.num_kv_heads),
+      div_up(params.max_context_len, kHeadsAtOnce), uint32_t(layout.num_kv_heads),
       uint32_t(dense.shape(0))};
   launch.threadgroup = {kThreads, 1, 1};
   return launch;
@@ -98,7 +98,7 @@ Launch rotate_queries_launch(const mx::array& queries, int from, int to) {
   launch.kernel = kernel_of("rotate_queries", queries, params.dim);
   launch.buffers = {{from, Access::read, queries.nbytes()}, {to, Access::write, queries.nbytes()}};
   launch.constants = bytes_of(params);
-  launch.grid = {ceil_div(params.num_rows, kHeadsAtOnce), 1, 1};
+  launch.grid = {div_up(params.num_rows, kHeadsAtOnce), 1, 1};
   launch.threadgroup = {kThreads, 1, 1};
   return launch;
 }
@@ -130,7 +130,7 @@ LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
   launch.buffers[3].access = launch.buffers[4].access = Access::read_write;
   launch.constants = bytes_of(params);
   launch.grid = {
-      ceil_div(params.key_chunks + params.value_chunks, kThreads), uint32_t(num_tokens), 1};
+      div_up(params.key_chunks + params.value_chunks, kThreads), uint32_t(num_tokens), 1};
   launch.threadgroup = {kThreads, 1, 1};
   return {{launch}, {}};
 }
@@ -148,7 +148,7 @@ LaunchList CopyBlocks::launches(const Arrays& in, const Arrays& out, Gpu) const 
     launch.buffers = {bind(in, out, int(out.size())), bind(in, out, int(in.size() + i))};
     launch.buffers[1].access = Access::read_write;
     launch.constants = bytes_of(params);
-    launch.grid = {ceil_div(params.block_chunks, kThreads * kLoads), uint32_t(num_pairs), 1};
+    launch.grid = {div_up(params.block_chunks, kThreads * kLoads), uint32_t(num_pairs), 1};
     launch.threadgroup = {kThreads, 1, 1};
     list.launches.push_back(launch);
   }
@@ -169,9 +169,9 @@ Launch greedy_launch(int num_rows, int vocab_size, DType dtype) {
       {3, Access::write, rows * 4}};
   launch.constants = bytes_of(params);
   launch.grid = {uint32_t(num_rows), 1, 1};
-  uint32_t threads = std::clamp<uint32_t>(ceil_div(chunks, 32) * 32, 32, paged::GREEDY_THREADS);
+  uint32_t threads = std::clamp<uint32_t>(div_up(chunks, 32) * 32, 32, paged::GREEDY_THREADS);
   launch.threadgroup = {threads, 1, 1};
-  launch.threadgroup_memory = ceil_div(threads / 32 * 3 * sizeof(float), 16) * 16;
+  launch.threadgroup_memory = div_up(threads / 32 * 3 * sizeof(float), 16) * 16;
   return launch;
 }
 
@@ -179,7 +179,7 @@ Launch rotations_launch(const paged::RotationParams& params) {
   Launch launch;
   launch.kernel = kernel_named("rope_rotations");
   launch.constants = bytes_of(params);
-  launch.grid = {ceil_div(int64_t(params.num_rows) * params.half_dims, kThreads), 1, 1};
+  launch.grid = {div_up(int64_t(params.num_rows) * params.half_dims, kThreads), 1, 1};
   launch.threadgroup = {kThreads, 1, 1};
   return launch;
 }
@@ -188,7 +188,7 @@ Launch silu_mul_launch(int64_t num_rows, const paged::SiluParams& params, DType 
   Launch launch;
   launch.kernel = kernel_named(std::string("silu_mul_") + name_of(dtype));
   launch.constants = bytes_of(params);
-  launch.grid = {uint32_t(num_rows), ceil_div(params.row_chunks, kThreads), 1};
+  launch.grid = {uint32_t(num_rows), div_up(params.row_chunks, kThreads), 1};
   launch.threadgroup = {kThreads, 1, 1};
   return launch;
 }
@@ -224,7 +224,7 @@ LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
     launch.buffers = {bind(in, out, i), bind(in, out, 2), bind(in, out, 3), bind(in, out, 4 + i)};
     launch.constants = bytes_of(params);
     int64_t head = int64_t(params.max_context_len) * params.head_chunks;
-    launch.grid = {ceil_div(head, kThreads), uint32_t(pool.shape(2)), uint32_t(dense.shape(0))};
+    launch.grid = {div_up(head, kThreads), uint32_t(pool.shape(2)), uint32_t(dense.shape(0))};
     launch.threadgroup = {kThreads, 1, 1};
     list.launches.push_back(launch);
   }
@@ -259,7 +259,7 @@ LaunchList ApplyTokenBitmask::launches(const Arrays& in, const Arrays& out, Gpu)
   launch.buffers[3].access = in_place ? Access::read_write : Access::write;
   launch.constants = bytes_of(params);
   int num_rows = in_place ? params.num_masks : logits.shape(0);
-  launch.grid = {ceil_div(params.vocab_size, kThreads * kLoads), uint32_t(num_rows), 1};
+  launch.grid = {div_up(params.vocab_size, kThreads * kLoads), uint32_t(num_rows), 1};
   launch.threadgroup = {kThreads, 1, 1};
   launch.threadgroup_memory = 16;
   return {{launch}, {}};
@@ -287,7 +287,7 @@ LaunchList copy_strided_launches(const Arrays& in, const Arrays& out) {
   // The input's bytes from its first element on; how far it reaches depends on its strides.
   launch.buffers = {{0, Access::read, a.buffer_size() - a.offset()}, bind(in, out, 1)};
   launch.constants = bytes_of(params);
-  launch.grid = {ceil_div(int64_t(params.shape_2) * params.shape_3, kThreads), rows[1], rows[2]};
+  launch.grid = {div_up(int64_t(params.shape_2) * params.shape_3, kThreads), rows[1], rows[2]};
   launch.threadgroup = {kThreads, 1, 1};
   return {{launch}, {}};
 }

@@ -84,8 +84,9 @@ std::vector<std::byte> bytes_of(const Params& params) {
   return {bytes, bytes + sizeof(Params)};
 }
 
-// How many of `m` cover `n`.
-constexpr uint32_t ceil_div(int64_t n, int64_t m) {
+// n / m, rounded up. (Not ceil_div: with constants of metal/, argument-dependent lookup would prefer
+// that of metal/attention_shape.h.)
+constexpr uint32_t div_up(int64_t n, int64_t m) {
   return uint32_t((n + m - 1) / m);
 }
 

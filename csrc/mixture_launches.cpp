@@ -15,8 +15,6 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr int kChunkBytes = 16;
-
 class Launches {
  public:
   Launches(
@@ -61,8 +59,8 @@ class Launches {
     launch.grid = {1, 1, 1};
     // A SIMD-group for each row, and a thread for each pair.
     int most = std::max(32 * route_.num_rows, step_.num_pairs());
-    launch.threadgroup = {std::min<uint32_t>(paged::ROUTE_THREADS, 32 * ceil_div(most, 32)), 1, 1};
-    launch.threadgroup_memory = 16 * ceil_div(5 * 4 * ceil_div(step_.num_pairs(), 4), 16);
+    launch.threadgroup = {std::min<uint32_t>(paged::ROUTE_THREADS, 32 * div_up(most, 32)), 1, 1};
+    launch.threadgroup_memory = 16 * div_up(5 * 4 * div_up(step_.num_pairs(), 4), 16);
     all_.push_back(std::move(launch));
   }
 
@@ -84,7 +82,7 @@ class Launches {
           paged::ExpertParams{
               part.n, products.k, products.x_stride, route_.top_k, part.bias >= 0, is_first,
               !is_first});
-      launch.grid = {ceil_div(part.n, paged::PRODUCT_SIMD_GROUPS), uint32_t(route_.max_items), 1};
+      launch.grid = {div_up(part.n, paged::PRODUCT_SIMD_GROUPS), uint32_t(route_.max_items), 1};
       launch.threadgroup = {32 * paged::PRODUCT_SIMD_GROUPS, 1, 1};
       launch.beside_previous = i > 0;
       all_.push_back(std::move(launch));
@@ -102,7 +100,7 @@ class Launches {
     int item_size = dtype_ == DType::float32 ? 4 : 2;
     paged::CombineParams params{step_.down.parts[0].n * item_size / kChunkBytes, route_.top_k};
     launch.constants = bytes_of(params);
-    launch.grid = {uint32_t(route_.num_rows), ceil_div(params.row_chunks, paged::DATA_THREADS), 1};
+    launch.grid = {uint32_t(route_.num_rows), div_up(params.row_chunks, paged::DATA_THREADS), 1};
     launch.threadgroup = {paged::DATA_THREADS, 1, 1};
     all_.push_back(std::move(launch));
   }

@@ -2,7 +2,8 @@
 
 pip calls the hooks of this file (pyproject.toml, build-system). They are scikit-build-core's, but
 where a CUDA backend is to be built and the machine has no nvcc, they also ask pip for NVIDIA's.
-CMake (csrc/cuda/cuda.cmake) runs `python scripts/build_backend.py SETTING COMPILER` for the choice.
+CMake (csrc/cuda/cuda.cmake) runs `python scripts/build_backend.py SETTING COMPILER` for the choice,
+and the Makefile `python scripts/build_backend.py requirements EXTRA` for what a build needs.
 
 pip does not tell a build which extras were asked for. So the CUDA backend is built where an NVIDIA
 driver is loaded or the Python that builds has an MLX for CUDA; `MLX_PAGED_CUDA=ON` and `OFF` (an
@@ -17,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -179,10 +181,30 @@ def get_requires_for_build_editable(
     ]
 
 
+def build_requirements(extra: str) -> list[str]:
+    """Lists what pip must install before a build without isolation (Makefile).
+
+    Args:
+        extra: the extra that names MLX's backend, as ``cpu`` or ``cuda13``; empty on a Mac.
+    """
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    requirements: list[str] = project["build-system"]["requires"]
+    if extra:
+        of_backend = project["project"]["optional-dependencies"][extra]
+        requirements = [line for line in requirements if not line.startswith("mlx")]
+        requirements += [line for line in of_backend if line.startswith("mlx[")]
+    if extra.startswith("cuda"):
+        requirements += cuda_requirements({"cmake.define.MLX_PAGED_CUDA": "ON"})
+    return [*requirements, "cmake>=3.25", "ninja>=1.10"]
+
+
 def main() -> None:
     """Prints a word and what goes with it, as a list of CMake's: for csrc/cuda/cuda.cmake."""
     if sys.argv[1:] == ["gpu"]:
         _print_gpu()
+        return
+    if sys.argv[1:2] == ["requirements"]:
+        print(*build_requirements(*sys.argv[2:3] or [""]), sep="\n")
         return
     setting, compiler = (*sys.argv[1:], "", "")[:2]
     nvcc = compiler or find_nvcc()

@@ -28,6 +28,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from support import programs
 from support.reference import ON_GPU
 
 from mlx_paged import drop_in
@@ -48,6 +49,12 @@ _common = {
 settings.register_profile("ci", max_examples=100, **_common)
 settings.register_profile("quick", max_examples=25, **_common)
 settings.load_profile("ci")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = terminalreporter.stats.get("skipped", ())
+    if line := programs.summary(str(report.longrepr[-1]) for report in reports):
+        terminalreporter.write_line(line, yellow=True)
 
 
 _freeze, _unfreeze = gc.freeze, gc.unfreeze

@@ -106,9 +106,9 @@ void relax() {
 }
 
 // One run_phases.
-class Phases : public Job {
+class PhasedJob : public Job {
  public:
-  Phases(const std::vector<int>& num_tasks, const std::function<void(int, int)>& task)
+  PhasedJob(const std::vector<int>& num_tasks, const std::function<void(int, int)>& task)
       : task_(&task), phases_(num_tasks.size()) {
     for (size_t i = 0; i < num_tasks.size(); i++) {
       phases_[i].num_tasks = num_tasks[i];
@@ -274,7 +274,7 @@ void run_phases(
     return;
   }
   std::lock_guard lock(one_job());
-  auto job = std::make_shared<Phases>(num_tasks, task);
+  auto job = std::make_shared<PhasedJob>(num_tasks, task);
   share(job);
   job->rethrow();
 }

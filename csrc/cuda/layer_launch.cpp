@@ -66,7 +66,7 @@ void Rope::eval_gpu(const Arrays& in, Arrays& out) {
   Launch launch;
   launch.kernel = {std::string("rope_rows_") + name_of(dtype_of(in[0].dtype())), "", ""};
   launch.constants = bytes_of(params);
-  launch.grid = {ceil_div(num_chunks, paged::DATA_THREADS), 1, 1};
+  launch.grid = {div_up(num_chunks, paged::DATA_THREADS), 1, 1};
   launch.threadgroup = {paged::DATA_THREADS, 1, 1};
   run(launch, inputs, out, stream());
 }

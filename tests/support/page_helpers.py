@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
+from support.programs import needs
 from support.server_helpers import RunningServer
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
 SCREENSHOTS = os.environ.get("MLX_PAGED_SCREENSHOTS")
-in_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)"
-)
+in_browser = needs("Chromium", found=CHROMIUM is not None)
 PROMPT = "Return the n-th Fibonacci number"
 PATIENCE = 300_000  # milliseconds until a test that waits gives up
 # A name that is not loopback: over plain HTTP, browsers give its pages no clipboard.

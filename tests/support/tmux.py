@@ -13,14 +13,12 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from support.programs import needs
 
 TIMEOUT = 300.0
 # The program as it is installed beside this Python.
 PROGRAM = str(Path(sys.executable).with_name("mlx-paged"))
-needs_tmux = pytest.mark.skipif(
-    shutil.which("tmux") is None, reason="tmux is not installed (see scripts/install_apt.sh)"
-)
+needs_tmux = needs("tmux", found=shutil.which("tmux") is not None)
 
 
 class Terminal:
