@@ -280,8 +280,7 @@ std::vector<Launch> portable_product_launches(
     bind(launch, part.out, Access::write);
     launch.constants = bytes_of(params);
     launch.grid = {
-        div_up(part.n, paged::PRODUCT_SIMD_GROUPS), div_up(step.num_rows, paged::PRODUCT_ROWS),
-        1};
+        div_up(part.n, paged::PRODUCT_SIMD_GROUPS), div_up(step.num_rows, paged::PRODUCT_ROWS), 1};
     launch.threadgroup = {32 * paged::PRODUCT_SIMD_GROUPS, 1, 1};
     launch.beside_previous = i > 0;
     launches.push_back(std::move(launch));

@@ -321,8 +321,7 @@ class DeviceProgramReader {
     is_made(normed, size);
     launch.constants = bytes_of(params);
     launch.grid = {uint32_t(out.size() / size), 1, 1};
-    uint32_t threads =
-        std::min<uint32_t>(paged::NORM_THREADS, div_up(params.row_chunks, 32) * 32);
+    uint32_t threads = std::min<uint32_t>(paged::NORM_THREADS, div_up(params.row_chunks, 32) * 32);
     launch.threadgroup = {threads, 1, 1};
     launch.threadgroup_memory = div_up(threads / 32 * 4, 16) * 16;
     add_step(launch);

@@ -16,7 +16,8 @@ struct HostCopy {
   std::shared_ptr<const std::byte> copy;
 };
 
-using HostCopies = std::array<HostCopy, 32>;  // plans of a step, of steps under way, of several threads
+// Enough for the plans of the steps under way, on several threads.
+using HostCopies = std::array<HostCopy, 32>;
 
 std::mutex mutex;
 size_t next = 0;

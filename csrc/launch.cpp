@@ -60,8 +60,7 @@ LaunchList quantise_launches(const Arrays& in, const Arrays& out) {
   }
   launch.buffers[3].access = launch.buffers[4].access = Access::read_write;
   launch.constants = bytes_of(params);
-  launch.grid = {
-      div_up(2 * int64_t(keys.num_kv_heads), kHeadsAtOnce), uint32_t(in[4].shape(0)), 1};
+  launch.grid = {div_up(2 * int64_t(keys.num_kv_heads), kHeadsAtOnce), uint32_t(in[4].shape(0)), 1};
   launch.threadgroup = {kThreads, 1, 1};
   return {{launch}, {}};
 }

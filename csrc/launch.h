@@ -84,8 +84,8 @@ std::vector<std::byte> bytes_of(const Params& params) {
   return {bytes, bytes + sizeof(Params)};
 }
 
-// n / m, rounded up. (Not ceil_div: with constants of metal/, argument-dependent lookup would prefer
-// that of metal/attention_shape.h.)
+// n / m, rounded up. (Not ceil_div: for constants of metal/, argument-dependent lookup would find
+// the one in metal/attention_shape.h.)
 constexpr uint32_t div_up(int64_t n, int64_t m) {
   return uint32_t((n + m - 1) / m);
 }

@@ -133,3 +133,58 @@ def test_a_compiler_that_links_libstdcxx_statically_is_refused(tmp_path: Path) -
 def test_a_compiler_that_links_the_shared_libstdcxx_is_taken(tmp_path: Path) -> None:
     run = configure(tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "mlx"), [("cpu", "mlx[cpu]=="), ("cuda13", "mlx[cuda13]=="), ("", "mlx[cpu]==")]
+)
+def test_requirements_of_a_build_name_the_backend(monkeypatch, extra: str, mlx: str) -> None:
+    monkeypatch.setattr(build_backend, "find_gpu", lambda: H100)
+    monkeypatch.setattr(build_backend, "find_nvcc", lambda: None)
+    requirements = build_backend.build_requirements(extra)
+    assert next(line for line in requirements if line.startswith("mlx[")).startswith(mlx)
+    assert any(line.startswith("nanobind==") for line in requirements)
+    assert any(line.startswith("cmake") for line in requirements)
+    assert (NVCC_WHEELS[0] in requirements) == (extra == "cuda13")
+
+
+# --- Before a build -------------------------------------------------------------------------------
+
+
+def check_tools(tmp_path: Path, *programs: str, python: str = sys.executable) -> str:
+    """Runs scripts/check_tools.sh where these programs are the only ones; returns its errors."""
+    for program in ("sh", "uname", *programs):
+        found = shutil.which(program)
+        assert found is not None, program
+        (tmp_path / program).symlink_to(found)
+    environment = {"PATH": str(tmp_path)}
+    command = [str(tmp_path / "sh"), str(ROOT / "scripts/check_tools.sh"), python]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (run.returncode == 0) == (run.stderr == ""), run.stderr
+    return run.stderr
+
+
+def test_a_machine_without_compiler_is_told_so_in_one_line(tmp_path: Path) -> None:
+    said = check_tools(tmp_path)
+    assert said.count("\n") == 1 and "a C++20 compiler" in said and "Python" not in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names the remedy of Debian and Ubuntu")
+def test_debian_is_told_the_script_that_installs_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "apt-get").symlink_to(sys.executable)
+    said = check_tools(tmp_path, python=str(tmp_path / "none"))
+    assert "Python 3.11 or newer, a C++20 compiler" in said and "scripts/install_apt.sh" in said
+
+
+def test_an_old_python_is_named(tmp_path: Path) -> None:
+    old = tmp_path / "old-python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    assert f"Python 3.11 or newer ({old} is older" in check_tools(tmp_path, python=str(old))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_machine_that_can_build_passes(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    command = ["sh", str(ROOT / "scripts/check_tools.sh"), sys.executable]
+    subprocess.run(command, check=True)
