@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from mlx_paged.server.tools.channels import Body, ChannelParser
 from mlx_paged.server.tools.definitions import Tool
@@ -22,7 +24,10 @@ _AGAIN, _END, _END_OF_ALL = "<|message_model|>", "<|end_message|>", "<|content_m
 
 
 class InklingFormat(ToolFormat):
-    """One call in each message. Its JSON has no space."""
+    """One call in each message. Its JSON has no space, and its keys are sorted.
+
+    The prompt may leave the first header to the model.
+    """
 
     names = ("inkling",)
     models = "Inkling"
@@ -58,13 +63,31 @@ class InklingFormat(ToolFormat):
             name = json.dumps(tool.name, ensure_ascii=False)
             marks = lark.literal(tool.name + _CALL)
             head = json.dumps('{"name":' + name + ',"args":')
-            calls.append(f'{marks} {head} {lark.rule(lark_arguments(tool, (",", ":")))} "}}"')
+            calls.append(f'{marks} {head} {lark.rule(_arguments(tool))} "}}"')
         call = lark.rule(" | ".join(calls))
         more = f"({lark.literal(_END + _AGAIN)} {call})*" if parallel else ""
         if required:
-            lark.rule(f"{message(_THINK)}* {call} {more}", "start")
+            lark.rule(f"({again})? {message(_THINK)}* {call} {more}", "start")
         else:
             text = lark.terminal(lark.without(self.markers))
             final = f"{lark.literal(_TEXT)} {text}"
-            lark.rule(f"({message(_THINK)} | {message(_TEXT)})* ({call} {more} | {final})", "start")
+            messages = f"({message(_THINK)} | {message(_TEXT)})*"
+            lark.rule(f"({again})? {messages} ({call} {more} | {final})", "start")
         return lark.text()
+
+
+def _arguments(tool: Tool) -> str:
+    sorted_tool = replace(tool, parameters=_with_sorted_keys(tool.parameters))
+    return lark_arguments(sorted_tool, (",", ":"))
+
+
+def _with_sorted_keys(schema: Any) -> Any:
+    """A schema whose properties are in the order in which the chat template writes them."""
+    if isinstance(schema, list):
+        return [_with_sorted_keys(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    parts = {key: _with_sorted_keys(part) for key, part in schema.items()}
+    if isinstance(parts.get("properties"), Mapping):
+        parts["properties"] = dict(sorted(parts["properties"].items()))
+    return parts

@@ -7,6 +7,7 @@ get_weather(city="Oslo", days=3)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ _BEGIN, _END = "<function_calls>", "</function_calls>"
 
 
 class Olmo3Format(ToolFormat):
-    """One block of calls."""
+    """One block of calls. The template says whether the tags have lines of their own."""
 
     names = ("olmo3",)
     models = "OLMo 3"
@@ -44,7 +45,9 @@ class Olmo3Format(ToolFormat):
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
-        line = f'"\\n" {lark.rule(" | ".join(python_call(lark, tool) for tool in tools))}'
-        closing = lark.literal(f"\n{_END}")
-        rest = lark.rule(f"({line}){'+' if parallel else ''} {closing}")
+        call = lark.rule(" | ".join(python_call(lark, tool) for tool in tools))
+        is_tight = re.search(rf"{_BEGIN}[\w.-]+\(", self.chat_template) is not None
+        newline = "" if is_tight else '"\\n"'
+        more = f'("\\n" {call})*' if parallel else ""
+        rest = lark.rule(f"{newline} {call} {more} {newline} {lark.literal(_END)}")
         return lark.answer(_BEGIN, rest, required=required, parallel=False)

@@ -135,3 +135,24 @@ def test_names_and_strings_of_any_script(walker: Walker) -> None:
         ),
     ):
         assert walker.accepts(forced(walker, name, offered), text)
+
+
+def test_calls_of_olmo_are_written_as_its_template_has_them(walker: Walker) -> None:
+    calls = "<function_calls>{0}now()\nnow(){0}</function_calls>"
+    for newline, shown in (("", "<function_calls>now()</function_calls>"), ("\n", "")):
+        format = format_of("olmo3", walker.tokenizer.added, shown)
+        lark = format.forced(TOOLS, required=True, parallel=True)
+        assert walker.accepts(lark, calls.format(newline))
+        assert not walker.accepts(lark, calls.format("" if newline else "\n"))
+
+
+def test_calls_of_inkling_have_sorted_keys_and_may_begin_with_a_header() -> None:
+    parameters = {"properties": {"b": {"type": "integer"}, "a": {"type": "integer"}}}
+    one = Tool(name="f", parameters=parameters)
+    walker = Walker(("<|content_invoke_tool_json|>", "<|message_model|>"))
+    format = format_of("inkling", walker.tokenizer.added)
+    lark = format.forced((one,), required=True, parallel=False)
+    call = 'f<|content_invoke_tool_json|>{"name":"f","args":{"a":1,"b":2}}'
+    assert walker.accepts(lark, call)
+    assert walker.accepts(lark, "<|message_model|>" + call)
+    assert not walker.accepts(lark, call.replace('"a":1,"b":2', '"b":2,"a":1'))

@@ -9,7 +9,7 @@ END, AGAIN = "<|end_message|>", "<|end_message|><|message_model|>"
 
 
 def compact(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
 def render(calls: Sequence[tuple[str, Arguments]]) -> str:
@@ -48,6 +48,8 @@ FAMILIES = [
                 (Call("get_weather", {"city": "Oslo"}), Call("now", {})),
                 reasoning="One.\nTwo.",
             ),
+            # The prompt ends before the header.
+            Golden(f"<|message_model|>{TEXT}Yes.{END}", "Yes."),
             # Without the name in front of it, and text after it.
             Golden(
                 f'{CALL}{{"name": "now", "args": {{}}}}{AGAIN}{TEXT}Done.{END}',
