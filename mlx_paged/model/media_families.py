@@ -418,6 +418,9 @@ def package_of(config: Mapping[str, Any]) -> str | None:
     """mlx-vlm's package for a multimodal ``config.json``; None: it describes a text model."""
     name = str(config.get("model_type", "")).lower()
     name = _PACKAGES.get(name, name)
+    vision = config.get("vision_config")
+    if name == "llava" and isinstance(vision, Mapping) and vision.get("model_type") == "pixtral":
+        name = "pixtral"  # (as transformers names it)
     if any(config.get(section) for section in _SECTIONS) or name in _WITHOUT_SECTIONS:
         return name
     return None

@@ -28,7 +28,9 @@ from mlx_lm.models import cache as mlx_lm_caches
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.model.families import Family
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
+from mlx_paged.model.media_corrections import correct
 from mlx_paged.model.media_families import MLX_VLM_VERSION, MediaFamily
+from mlx_paged.model.multimodal_files import as_published
 from mlx_paged.model.patches import overridden
 from mlx_paged.model.recurrent import WindowedStates
 
@@ -283,14 +285,16 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
     import_mlx_vlm()
     from mlx_vlm.utils import load_model
 
-    vlm = load_model(path)
+    with as_published(path) as config:
+        vlm = load_model(path)
+    correct(family.module, vlm, config)
     reason = family.refuses(vlm)
     if reason is not None:
         raise UnsupportedModelError(model_type, reason)
     try:
         # (Some processors print what they do, which is no output of ours.)
         with contextlib.redirect_stdout(sys.stderr):
-            return MultiModalModel(vlm, family, model_type), _processor(path)
+            return MultiModalModel(vlm, family, model_type), _processor(path, family.module)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         lines = str(error).strip().splitlines()
         raise ModelLoadError(
@@ -300,12 +304,17 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
         ) from error
 
 
-def _processor(path: Path) -> Any:
+def _processor(path: Path, package: str = "") -> Any:
     from mlx_vlm.utils import load_image_processor, load_processor
 
     with _without_word_on_arguments():
         # (mlx-vlm's default is to run code that comes with a checkpoint.)
-        processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
+        if package == "pixtral":  # (whose checkpoints are LLaVA's by their name)
+            from mlx_vlm.models.pixtral.processing_pixtral import PixtralProcessor
+
+            processor = PixtralProcessor.from_pretrained(path, trust_remote_code=False)
+        else:
+            processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
         image_processor = load_image_processor(path)
     # (One of the same class was made with what the checkpoint's files say.)
     if image_processor is not None and not isinstance(

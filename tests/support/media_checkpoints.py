@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from mlx_paged.model.media_families import package_of
+from mlx_paged.model.multimodal_files import read_config
 from support.media_models import package, vary
 
 TEMPLATE = (
@@ -63,8 +64,8 @@ def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0, weights: bool = 
         **checkpoint.more,
     }.items():
         (path / name).write_text(json.dumps(content))
-    # Packages write defaults into what they are given.
-    config = json.loads(json.dumps(config))
+    # (Fields that it leaves out have transformers' defaults.)
+    config = read_config(json.loads(json.dumps(config)))
     if not weights:
         return path
     m = package(package_of(config) or "")

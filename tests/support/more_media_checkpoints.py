@@ -325,6 +325,7 @@ def granite4_vision() -> Checkpoint:
             "image_grid_pinpoints": found.processor["image_grid_pinpoints"],
             "deepstack_layer_map": [[-1, 0]],
             "spatial_target_layers": [1],
+            "vision_feature_select_strategy": "full",
             "downsample_rate": "2/4",
             "vocab_size": _VOCAB,
         }
@@ -429,6 +430,7 @@ def gemma4_unified() -> Checkpoint:
             "model_type": "gemma4_unified_text",
             "hidden_size_per_layer_input": 0,
             "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
         }
         return {
             **config,

@@ -1,0 +1,268 @@
+"""Configs and weights of multimodal checkpoints, as mlx-vlm's code reads them.
+
+Checkpoints name one thing in several ways: transformers 5 saves RoPE, sections and weights under
+other names than transformers 4 did, and leaves out what its own classes have by default. mlx-vlm's
+classes have defaults of their own, which are those of one published checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mlx.utils import tree_flatten
+
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.config_normalization import normalize
+from mlx_paged.model.media_families import package_of
+from mlx_paged.model.media_kinds import KINDS
+
+# mlx-vlm's functions are replaced while a checkpoint is loaded.
+_loading = threading.Lock()
+
+
+def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` with transformers' defaults, under the names of mlx-vlm's classes.
+
+    Raises:
+        UnsupportedModelError: mlx-vlm's model of the family has no room for what it says.
+    """
+    found = normalize(config)
+    package = package_of(found) or ""
+    _spell_placeholders(found)
+    for name in _TEXTS:
+        if isinstance(found.get(name), dict):
+            _spell_text(found[name], package)
+    for name in _TOWERS:
+        if isinstance(found.get(name), dict):
+            _spell_head_dim(found[name])
+    change = _CHANGES.get(package)
+    if change is not None:
+        change(found)
+    return found
+
+
+# Sections of configs.
+_TEXTS = ("text_config", "language_config", "llm_config")
+_TOWERS = ("vision_config", "audio_config")
+
+
+def _spell_placeholders(config: dict[str, Any]) -> None:
+    for kind in KINDS:
+        names = (f"{kind}_token_id", f"{kind}_token_index")
+        token = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+        for name in names:
+            if token is not None and config.get(name) is None:
+                config[name] = token
+
+
+def _spell_head_dim(section: dict[str, Any]) -> None:
+    """Writes the width of a head, for which each package has another default."""
+    heads = section.get("num_attention_heads")
+    width = section.get("hidden_size")
+    if section.get("head_dim") is None and heads and width and "kv_lora_rank" not in section:
+        section["head_dim"] = width // heads
+
+
+def _spell_text(section: dict[str, Any], package: str) -> None:
+    _spell_head_dim(section)
+    kinds = section.get("layer_types")
+    if not kinds:
+        return
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    # Older code knows a period only, whose last layer has full attention.
+    period = full[0] + 1 if full else len(kinds) + 1
+    if full != list(range(period - 1, len(kinds), period)):
+        if package in _PERIODIC:
+            raise UnsupportedModelError(
+                package,
+                f"mlx-vlm's code needs full attention in every n-th layer, and layer_types has it "
+                f"in layers {full}",
+            )
+        return
+    for name in ("sliding_window_pattern", "full_attention_interval"):
+        section[name] = period
+
+
+# Packages whose layers follow a period, whatever `layer_types` says.
+_PERIODIC = frozenset(
+    ("aya_vision", "gemma3", "qwen3_5", "qwen3_5_moe", "minicpmv4_6", "indic_ocr")
+)
+
+
+def _flatten(config: dict[str, Any]) -> None:
+    """Puts the text model's fields at the top, where transformers 4 had them."""
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        own = {name: value for name, value in text.items() if name != "model_type"}
+        config |= {name: value for name, value in own.items() if value is not None}
+    config["vision_config"]["model_type"] = config["model_type"]
+
+
+def _name_vision(config: dict[str, Any]) -> None:
+    config["vision_config"]["model_type"] = config["model_type"]
+
+
+def _gemma3(config: dict[str, Any]) -> None:
+    text = config["text_config"]
+    # (Features are divided by the root of one width and multiplied by that of the other.)
+    config["hidden_size"] = text["hidden_size"]
+    config.setdefault("mm_tokens_per_image", 256)
+    text["mm_tokens_per_image"] = config["mm_tokens_per_image"]
+    if text.get("rope_theta") is not None:
+        text["rope_global_base_freq"] = text["rope_theta"]
+
+
+def _gemma4(config: dict[str, Any]) -> None:
+    text = config["text_config"]
+    for field, other in (
+        ("global_head_dim", "head_dim"),
+        ("num_global_key_value_heads", "num_key_value_heads"),
+    ):
+        if text.get(field) is None and "per_layer_config" in text:
+            layers = (text["per_layer_config"] or {}).values()
+            found = {layer[other] for layer in layers if other in layer}
+            if len(found) > 1:
+                reason = f"its full attention layers differ in {other}: {sorted(found)}"
+                raise UnsupportedModelError("gemma4", reason)
+            if found or field == "global_head_dim":
+                text[field] = found.pop() if found else text[other]
+
+
+def _glm(config: dict[str, Any]) -> None:
+    text = config["text_config"]
+    ends = config.get("eos_token_id", text.get("eos_token_id"))
+    text["eos_token_id"] = config["eos_token_id"] = [] if ends is None else ends
+
+
+def _glm4v_moe(config: dict[str, Any]) -> None:
+    _glm(config)
+    config["text_config"].setdefault("use_qk_norm", False)
+
+
+def _glm_ocr(config: dict[str, Any]) -> None:
+    from mlx_vlm.models.glm_ocr.config import TextConfig, VisionConfig
+
+    for name, made in (("text_config", TextConfig), ("vision_config", VisionConfig)):
+        known = {field.name for field in fields(made)}
+        config[name] = {field: v for field, v in config[name].items() if field in known}
+
+
+def _lfm2(config: dict[str, Any]) -> None:
+    text = config["text_config"]
+    for name in ("block_dim", "conv_dim", "conv_dim_out"):
+        text.setdefault(name, text["hidden_size"])
+    text.setdefault("num_heads", text["num_attention_heads"])
+
+
+def _llama4(config: dict[str, Any]) -> None:
+    config["vision_config"].setdefault("vision_feature_layer", -1)
+
+
+def _pixtral(config: dict[str, Any]) -> None:
+    config["model_type"] = "pixtral"
+
+
+_CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "paddleocr_vl"), _flatten),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _name_vision),
+    "gemma3": _gemma3,
+    **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
+    "glm4v": _glm,
+    "glm4v_moe": _glm4v_moe,
+    "glm_ocr": _glm_ocr,
+    "lfm2_vl": _lfm2,
+    "llama4": _llama4,
+    "pixtral": _pixtral,
+}
+
+
+@contextlib.contextmanager
+def as_published(path: Path) -> Iterator[dict[str, Any]]:
+    """Has mlx-vlm read a checkpoint's files with the names that its code knows; gives the config.
+
+    (Its functions are replaced meanwhile, for one checkpoint at a time.)
+    """
+    from mlx_vlm import utils
+
+    load_config, load_weights = utils.load_config, utils.load_model_weights
+    load_file = utils._load_safetensors
+    config = read_config(load_config(path))
+
+    def config_of(*args: Any, **options: Any) -> dict[str, Any]:
+        return deepcopy(config)
+
+    def file_of(name: str) -> dict[str, Any]:
+        return {key: _laid_out(key, value, config) for key, value in load_file(name).items()}
+
+    def weights_of(
+        model: Any, config: Any, weights: dict[str, Any], *rest: Any, **more: Any
+    ) -> Any:
+        expected = {name for name, _ in tree_flatten(model.parameters())}
+        weights = _tied(_known(weights, expected), expected)
+        return load_weights(model, config, weights, *rest, **more)
+
+    replaced: dict[str, Any] = {
+        "load_config": config_of,
+        "load_model_weights": weights_of,
+        "_load_safetensors": file_of,
+    }
+    with _loading:
+        before = {name: getattr(utils, name) for name in replaced}
+        vars(utils).update(replaced)
+        try:
+            yield config
+        finally:
+            vars(utils).update(before)
+
+
+def _laid_out(name: str, value: Any, config: Mapping[str, Any]) -> Any:
+    """A weight as transformers 4 saved it: experts of Qwen 3 VL have input rows first."""
+    if config.get("model_type") != "qwen3_vl_moe" or ".experts." not in name:
+        return value
+    text = config["text_config"]
+    width, inner = text["hidden_size"], text["moe_intermediate_size"]
+    if name.endswith("gate_up_proj"):
+        rows, columns = width, 2 * inner
+    elif name.endswith("down_proj"):
+        rows, columns = inner, width
+    else:
+        return value
+    is_new = str(config.get("transformers_version", "4")).split(".")[0] >= "5"
+    if tuple(value.shape[1:]) == (columns, rows) and (rows != columns or is_new):
+        return value.swapaxes(1, 2)
+    return value
+
+
+def _known(weights: Mapping[str, Any], expected: set[str]) -> dict[str, Any]:
+    """Weights that the model does not know under the names that it does."""
+    found = {}
+    for name, value in weights.items():
+        if name not in expected:
+            others = (name.replace(old, new, 1) for old, new in _ALIASES if old in name)
+            name = next((other for other in others if other in expected), name)
+        found[name] = value
+    return found
+
+
+def _tied(weights: dict[str, Any], expected: set[str]) -> dict[str, Any]:
+    """Adds an output projection that the file leaves out, because it is the embedding."""
+    head, embedding = "language_model.lm_head.", "language_model.model.embed_tokens."
+    if f"{head}weight" in expected and f"{head}weight" not in weights:
+        for part in ("weight", "scales", "biases"):
+            if f"{embedding}{part}" in weights:
+                weights[f"{head}{part}"] = weights[f"{embedding}{part}"]
+    return weights
+
+
+# Modules that were there once, or are now.
+_ALIASES = (
+    ("vision_tower.", "vision_tower.vision_model."),
+    ("vision_tower.vision_model.", "vision_tower."),
+    ("vision_model.", "vision_model.vision_model."),
+)

@@ -1,0 +1,84 @@
+"""Multimodal checkpoints that transformers saves give transformers' answers, family by family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
+
+from PIL import Image
+from support.reference_vision import MISSING, REFERENCES, kind_of, log_probabilities, save
+
+from mlx_paged import LLM, SamplingParams, load
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+COUNT = 3  # tokens of an answer
+ONE = [(90, 60), "What is this?"]
+TALL = ["Look: ", (61, 133), " What?"]
+TWO = [(90, 60), "and", (200, 40), "compare"]
+LARGE = [(640, 480), "x"]
+TINY = [(1, 1), "x"]
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    shape = (max(1, height // 7 + 1), max(1, width // 7 + 1), 3)
+    pixels = np.random.default_rng(seed).integers(0, 255, shape, dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def prompts(name: str) -> dict[str, list[Any]]:
+    reference = REFERENCES[name]
+    found: dict[str, list[Any]] = {"text": ["What is this?"]}
+    sizes = {"one": ONE, "tall": TALL, "two": TWO, "large": LARGE, "tiny": TINY}
+    for label, parts in sizes.items():
+        if label in reference.without:
+            continue
+        filled = [picture(i, *p) if isinstance(p, tuple) else p for i, p in enumerate(parts)]
+        if reference.pictures_first:
+            pictures = [part for part in filled if not isinstance(part, str)]
+            filled = [*pictures, "".join(part for part in filled if isinstance(part, str))]
+        found[label] = filled
+    if reference.videos:
+        # (Wider than it is long: transformers 5 goes on from a video's width, where its versions
+        # before, and the models' own code, went on from its largest position.)
+        frames = np.random.default_rng(0).integers(0, 255, (3, 64, 160, 3), dtype=np.uint8)
+        video = (frames, {"fps": 4.0})
+        found["video"] = [video, "what happens?"]
+        found["video and image"] = [video, "and", picture(3, 90, 60), "compare"]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_answers_are_those_of_transformers(name: str, tmp_path: Path, record_property: Any) -> None:
+    reference = REFERENCES[name]
+    model = save(name, tmp_path)
+    loaded = load(tmp_path, dtype="float32")
+    assert loaded.media is not None
+    llm = LLM(loaded, kv_cache_memory=32 << 20, block_size=16)
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=1)
+    differences = {}
+    for label, parts in prompts(name).items():
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": kind_of(part), kind_of(part): part}
+            for part in parts
+        ]
+        [output] = llm.chat([{"role": "user", "content": content}], params)
+        [answer] = output.outputs
+        tokens, expected = log_probabilities(
+            name, model, loaded.media, parts, list(output.prompt_token_ids), COUNT
+        )
+        assert list(answer.token_ids) == tokens, label
+        assert answer.logprobs is not None
+        differences[label] = max(
+            abs(float(answer.logprobs[i][token].logprob) - expected[i, token])
+            for i, token in enumerate(tokens)
+        )
+    record_property("differences", differences)
+    assert all(value < reference.tolerance for value in differences.values()), differences
