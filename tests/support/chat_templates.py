@@ -123,6 +123,16 @@ WITH_TOOLS: dict[str, str] = {
     "{%- set content = m['content'].split('</think>')[-1] %}<|Assistant|>{{ content }}<|end|>"
     "{%- endif %}{%- if m['role'] == 'tool' %}<|output|>{{ m['content'] }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|Assistant|>{%- endif %}",
+    # DeepSeek R1: calls, and then the content of the same message unless that is none.
+    "deepseek r1": "{{ bos_token }}{%- for m in messages %}{%- if m['role'] == 'system' %}"
+    "{{ m['content'] }}{%- elif m['role'] == 'user' %}<|User|>{{ m['content'] }}"
+    "{%- elif m['role'] == 'assistant' %}{%- for c in m['tool_calls'] or [] %}<|Assistant|>"
+    "{{ c['function']['name'] + '\n```json\n' + c['function']['arguments'] + '\n```' }}{%- endfor %}"
+    "{%- if m['content'] is not none %}{%- set content = m['content'] %}"
+    "{%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}"
+    "<|Assistant|>{{ content + '<|end|>' }}{%- endif %}"
+    "{%- elif m['role'] == 'tool' %}<|output|>{{ m['content'] }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|Assistant|>{%- endif %}",
     # DeepSeek V3.1: one loop, arguments are text or not.
     "deepseek v3.1": "{%- for m in messages %}{%- if m['role'] == 'system' %}{{ m['content'] }}"
     "{%- elif m['role'] == 'user' %}<|User|>{{ m['content'] }}"

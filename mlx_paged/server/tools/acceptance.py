@@ -198,7 +198,7 @@ def with_tools(form: Messages, tools: Tools, render: Render) -> str:
 def spelling_of(render: Render) -> Spelling:
     """The spelling that a template takes, by a small conversation with a call."""
     best, least = Spelling(), math.inf
-    empties: tuple[Literal["absent", "text", "null"], ...] = ("absent", "text", "null")
+    empties: tuple[Literal["absent", "null", "text"], ...] = ("absent", "null", "text")
     for as_lists in (False, True):
         for ids, objects, empty in itertools.product(ID_FORMS, (True, False), empties):
             spelling = Spelling(objects, empty, ids)
@@ -261,6 +261,8 @@ class Skeleton:
             return math.inf
         lost = sum(word not in text for word in self.words)
         lost += sum(shown in text for shown in self.objects)
+        if any(message.get("content", "") is None for message in form):
+            lost += "None" in text
         if any(isinstance(message.get("content"), list) for message in form):
             lost += any(part in text for part in ("'type': 'text'", '"type": "text"'))
         return lost * _LOST + any(word not in text for word in self.remarks) * _LOST_REMARK

@@ -44,6 +44,7 @@ from mlx_paged.server.tools.pythonic import Llama4PythonicFormat, PythonicFormat
 from mlx_paged.server.tools.qwen3_coder import Qwen3CoderFormat, SeedOssFormat
 from mlx_paged.server.tools.solar_open import SolarOpenFormat
 from mlx_paged.server.tools.step3 import Step3Format
+from mlx_paged.server.tools.template import knows_tools
 from mlx_paged.server.tools.tool_calls import (
     AprielFormat,
     HunyuanA13bFormat,
@@ -137,6 +138,13 @@ def detect(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | No
         format = kind(vocabulary, found.text)
         if not found.calls or any(_reads(format, call) for call in found.calls):
             return format
+    if not found.calls and knows_tools(chat_template):
+        # It offers tools and renders no calls, but may name the tokens of a format in a comment.
+        named = {token for token in vocabulary if token in chat_template}
+        kinds = [kind for kind in FORMATS if kind.markers and named.issuperset(kind.markers)]
+        if kinds:  # (variants of a format have its markers: the plainest)
+            plainest = min(kinds, key=lambda kind: len(kind.mro()))
+            return plainest(vocabulary, found.text)
     return derived_or_none(chat_template, vocabulary)
 
 

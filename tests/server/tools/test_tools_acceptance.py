@@ -470,6 +470,12 @@ def test_ids_are_made_in_the_form_that_the_template_takes(
     assert len(made) == (1 if "5" in form[-1:] else 5)
 
 
+def test_no_text_beside_a_call_is_no_empty_answer(renderers: dict[str, Renderer]) -> None:
+    text = prompt_of(renderers["deepseek r1"], Conversation(histories(OURS)["one call"]))
+    assert "<|Assistant|><|end|>" not in text
+    assert text.count("<|Assistant|>") == 2
+
+
 def test_the_same_id_is_always_rewritten_alike(renderers: dict[str, Renderer]) -> None:
     history = histories(FOREIGN[0])["several turns"]
     begun, more = (

@@ -70,6 +70,13 @@ def test_detection(chat_template: str, name: str | None) -> None:
     assert found == name
 
 
+def test_a_comment_counts_where_tools_are_offered_and_its_words_are_tokens() -> None:
+    template = "{# <tool_call></tool_call> #}{{ tools[0].function.name }}{{ messages[0].content }}"
+    assert name_of(template) is None
+    assert name_of(template, "<tool_call>", "</tool_call>") == "hermes"
+    assert name_of(template.replace("tools[0].function.name", "1"), "<tool_call>") is None
+
+
 def test_ids_that_have_the_name_in_them() -> None:
     call = "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments }}"
     calls = f"<|tool_calls_section_begin|>{each(call + '<|tool_call_end|>')}"
