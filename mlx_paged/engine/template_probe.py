@@ -34,7 +34,7 @@ class TemplateProbe:
 
     def __init__(self, chat_template: str, vocabulary: Iterable[str] = ()) -> None:
         self.source = chat_template
-        tokens = sorted((t for t in vocabulary if len(t) > 1), key=len, reverse=True)
+        tokens = sorted((t for t in vocabulary if len(t.strip()) > 1), key=len, reverse=True)
         self._atom = re.compile("|".join([*map(re.escape, tokens), _ATOM]))
 
     def render(

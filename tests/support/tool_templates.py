@@ -289,4 +289,49 @@ TEMPLATES = (
         reasoning="<|muse|>{{ reasoning }}<|sum|>",
         markers=("<|muse|>", "<|sum|>"),
     ),
+    Invented(
+        "fenced",
+        _each('```tool_call\n{"name": "{{ f.name }}", "arguments": ' + JSON + "}\n```\n"),
+        "json",
+    ),
+    Invented(
+        "object_of_calls",
+        '{"tool_calls": ['
+        + _each(
+            '{"id": "{{ call.id }}", "call": {"arguments": ' + JSON + ', "name": "{{ f.name }}"}}',
+            ", ",
+        )
+        + "]}",
+        "json",
+        has_ids=True,
+    ),
+    Invented(
+        "whole_calls",
+        "<|calls|>" + _each("{{ call | tojson }}", "\n") + "<|/calls|>",
+        "json",
+        tokens=("<|calls|>", "<|/calls|>", "<|im_end|>"),
+        has_ids=True,
+    ),
+    Invented(
+        "invocations",
+        "<function_calls>\n"
+        + _each(
+            '<invoke name="{{ f.name }}">\n'
+            + _parameters('<parameter name="{{ k }}">{{ v }}</parameter>\n')
+            + "</invoke>\n"
+        )
+        + "</function_calls>",
+        "tagged",
+    ),
+    Invented(
+        "function_of_an_object",
+        _each("@call {{ f.name }}(" + JSON + ")", "\n"),
+        "named",
+    ),
+    Invented(
+        "words_around_text",
+        "[CALLS]" + _each("{{ f.name }} := " + JSON, " ;; ") + "[/CALLS]",
+        "named",
+        text="<answer>\n{{ content }}\n</answer>\n",
+    ),
 )

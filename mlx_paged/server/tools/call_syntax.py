@@ -102,6 +102,7 @@ class CallSyntax:
         separators: Of items and of keys in JSON; None: space varies.
         keys: Of "json".
         parameters: Of "tagged".
+        has_json_words: Whether "python" has ``true`` and ``null`` in it.
         has_parallel: Whether an answer may have more than one call.
         text_begins, text_ends: Markers around the text of answers.
     """
@@ -117,6 +118,7 @@ class CallSyntax:
     separators: tuple[str, str] | None = (", ", ": ")
     keys: JsonKeys | None = None
     parameters: Parameters | None = None
+    has_json_words: bool = False
     has_parallel: bool = False
     text_begins: tuple[str, ...] = ()
     text_ends: tuple[str, ...] = ()
@@ -314,7 +316,13 @@ class _Analysis:
             call_end=body[end:],
             are_text=found.are_text,
         )
-        base, second = self._with_sections(base, found)
+        second = None
+        with suppress(NotDerived):  # (otherwise it is known how one call is written)
+            base, second = self._with_sections(base, found)
+        if found.kind == "python":
+            with suppress(Refused):
+                call = replace(_FIRST, arguments={"key_one": True})
+                base = replace(base, has_json_words="=true" in self._writer.body(call))
         if found.kind in ("json", "named"):
             base = self._of_json(base, found, second)
         elif found.kind == "tagged":
@@ -386,7 +394,10 @@ class _Analysis:
         return replace(base, pieces=pieces, separators=_separators(arguments), keys=keys)
 
     def _parameters(self, base: CallSyntax) -> Parameters:
-        first, middle, last = re.split("value one|value two", self._holed(base, self._body, _FIRST))
+        parts = re.split("value one|value two", self._holed(base, self._body, _FIRST))
+        if len(parts) != 3:
+            raise NotDerived("it renders its parameters more than once")
+        first, middle, last = parts
         before, _, string = first.partition(KEY)
         again, _, of_second = middle.rpartition(KEY)
         if string != of_second or KEY in string:
@@ -413,6 +424,8 @@ class _Analysis:
                 are_json = are_json or found is not None
             if found is not None:
                 before_value[type_name] = found
+            elif type_name in ("array", "object") and self._takes(value):
+                raise NotDerived("its parameters that are arrays or objects are not JSON")
         if "integer" not in before_value:
             raise NotDerived("its parameters that are numbers are not JSON")
         if are_json:
@@ -424,6 +437,13 @@ class _Analysis:
         for type_name in _VALUES:
             before_value.setdefault(type_name, before_value["integer"])
         return Parameters(head, key, before_value, value_end, between, tail, empty, are_json)
+
+    def _takes(self, value: Any) -> bool:
+        """Whether the template takes a parameter's value at all."""
+        try:
+            return bool(self._writer.body(replace(_FIRST, arguments={"key_one": value})))
+        except Refused:
+            return False
 
     def _before_value(self, base: CallSyntax, value: Any, lead: str, end: str) -> str | None:
         """What is between a key and a value; None: the value is not JSON, or in another place."""

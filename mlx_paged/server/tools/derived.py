@@ -70,7 +70,7 @@ class Layout:
         Raises:
             NotDerived: nothing tells calls from text.
         """
-        tokens = sorted((t for t in vocabulary if len(t) > 1), key=len, reverse=True)
+        tokens = sorted((t for t in vocabulary if len(t.strip()) > 1), key=len, reverse=True)
         tag = re.compile("|".join([*map(re.escape, tokens), _TAG.pattern]))
         section, section_rest = _split(syntax.section_start, tag)
         call, call_rest = _split(syntax.call_start, tag)
@@ -123,11 +123,15 @@ class DerivedFormat(ToolFormat):
             of = syntax.parameters
             inner = f"{of.head}{of.key}{KEY}{of.before_value['string']}{{value}}{of.value_end}"
             inner = inner.replace(NAME, "{name}").replace(ID, "{id}").replace(KEY, "{key}")
-            return repr(f"{syntax.section_start}{syntax.call_start}{inner}{of.tail}")
+            return repr(f"{syntax.section_start}{syntax.call_start}{inner}{of.tail}") + self._limit
         elif syntax.kind == "python":
             inner = "{name}({key}={value})"
         before, after = syntax.section_start + syntax.call_start, syntax.call_end
-        return repr(before + inner + after + syntax.section_end)
+        return repr(before + inner + after + syntax.section_end) + self._limit
+
+    @property
+    def _limit(self) -> str:
+        return "" if self.syntax.has_parallel else ", one call at a time"
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark, syntax, layout = Lark(self.vocabulary), self.syntax, self.layout
@@ -256,7 +260,7 @@ class _PythonFormat(DerivedFormat):
         return _sections(self, lambda: _UnlistedCalls(tools))
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        return python_call(lark, tool)
+        return python_call(lark, tool, has_json_words=self.syntax.has_json_words)
 
     def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
         return counts(parameters)
@@ -356,8 +360,13 @@ def derived_format(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFor
     Raises:
         NotDerived: the template does not show it.
     """
-    syntax = derive_syntax(TemplateProbe(chat_template, vocabulary))
-    return format_of_syntax(syntax, vocabulary, chat_template)
+    try:
+        syntax = derive_syntax(TemplateProbe(chat_template, vocabulary))
+        return format_of_syntax(syntax, vocabulary, chat_template)
+    except (ArithmeticError, LookupError, RecursionError, ValueError, re.error) as error:
+        # (What a template renders may be anything. A server without tools is better than none.)
+        logger.exception("deriving the syntax of tool calls failed")
+        raise NotDerived(f"it renders what is not understood ({error})") from error
 
 
 def format_of_syntax(
@@ -386,7 +395,7 @@ def format_of_syntax(
         parts = syntax.parameters
         texts += [parts.head, parts.key, *parts.before_value.values(), parts.value_end, parts.tail]
     # (The lexer would leave out special tokens that are no markers.)
-    inside = [t for t in vocabulary if len(t) > 1 and any(t in text for text in texts)]
+    inside = [t for t in vocabulary if len(t.strip()) > 1 and any(t in x for x in texts)]
     return _format(base, syntax, layout, inside)(vocabulary, chat_template)
 
 

@@ -72,13 +72,20 @@ def python_calls(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
     return json_array(call, parallel=parallel)
 
 
-def python_call(lark: Lark, tool: Tool) -> str:
-    """A call: required parameters, and any of the others, in the order of the schema."""
+def python_call(lark: Lark, tool: Tool, *, has_json_words: bool = False) -> str:
+    """A call: required parameters, and any of the others, in the order of the schema.
+
+    Args:
+        has_json_words: whether words are those of JSON: ``true`` and ``null``.
+    """
     branches = []
     for parameters, root in parameter_lists(tool.parameters):
         first: list[str] = []
         items = [
-            (f"{json.dumps(name + '=')} {_value(lark, schema, root, tool)}", is_required)
+            (
+                f"{json.dumps(name + '=')} {_value(lark, schema, root, tool, has_json_words)}",
+                is_required,
+            )
             for name, schema, is_required in parameters
         ]
         for i, (item, is_required) in enumerate(items):
@@ -94,10 +101,14 @@ def python_call(lark: Lark, tool: Tool) -> str:
     return f'{json.dumps(tool.name + "(")} {lark.rule(" | ".join(branches))} ")"'
 
 
-def _value(lark: Lark, schema: Schema, root: Schema, tool: Tool) -> str:
+def _value(
+    lark: Lark, schema: Schema, root: Schema, tool: Tool, has_json_words: bool = False
+) -> str:
     """A value: as JSON writes it, but for the words that Python writes otherwise."""
     types = types_of(schema, root if isinstance(root, Mapping) else {})
     words = {frozenset({"boolean"}): '"True" | "False"', frozenset({"null"}): '"None"'}
+    if has_json_words:
+        words = {}
     if types in words and not (isinstance(schema, Mapping) and schema.keys() & {"enum", "const"}):
         return lark.rule(words[types])
     return lark.json(schema, root, strict=tool.strict)
