@@ -14,7 +14,7 @@ _BOS, _EOS = "\ue0f1", "\ue0f2"
 USER, CONTENT, REASONING = "question zero", "answer content zero", "reasoning text zero"
 
 # A tag or the beginning of one, a word in brackets, a number, a word, or a single character.
-_ATOM = r"""</?[^\s<>"'=]*>?|\[/?\w+\]|\d+|[^\W\d]+|[\s\S]"""
+_ATOM = r"""</?[^\s<>"'=]*>?|\[/?\w+\]|[⟦⟨【〈《«◁⦅]/?\w+[⟧⟩】〉》»▷⦆]|\d+|[^\W\d]+|[\s\S]"""
 
 
 class Refused(Exception):

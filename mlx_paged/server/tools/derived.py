@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -42,8 +42,8 @@ from mlx_paged.server.tools.template import knows_tools
 
 logger = logging.getLogger(__name__)
 
-_TAG = re.compile(r"<[^<>\s]+>|\[/?\w+\]")
-_ID = "/[A-Za-z0-9_.:-]{1,64}/"
+_TAG = re.compile(r"<[^<>\s]+>|\[/?\w+\]|[⟦⟨【〈《«◁⦅]/?\w+[⟧⟩】〉》»▷⦆]")
+_ID = "/[A-Za-z0-9_-]{1,64}/"
 _NUMBER = "/[0-9]{1,12}/"
 
 
@@ -274,8 +274,10 @@ class _TaggedFormat(DerivedFormat):
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         parts, layout = self._parts, self.layout
-        if parts.are_fixed:
-            return self.framed(TaggedParser(_tags(self.syntax), tools))
+        if _has_fixed_tags(self.syntax):
+            inner = TaggedParser(_tags(self.syntax), tools)
+            between = (self.syntax.separator,)
+            return self.framed(SectionParser(inner, between=between, begins=layout.begins))
         texts = ParameterTexts.of(
             parts, "" if layout.call else layout.section_rest, layout.call_rest
         )
@@ -378,7 +380,7 @@ def format_of_syntax(
         NotDerived: calls could not be told from text.
     """
     base = _KINDS[syntax.kind]
-    if syntax.parameters is not None and syntax.parameters.are_fixed:
+    if _has_fixed_tags(syntax):
         return _format(_TaggedFormat, syntax, Layout.of_tags(_tags(syntax)))(
             vocabulary, chat_template
         )
@@ -412,6 +414,14 @@ def _format(
 
     Format.syntax, Format.layout = syntax, layout
     return Format
+
+
+def _has_fixed_tags(syntax: CallSyntax) -> bool:
+    """Whether calls are parameters in tags that are the same in every call."""
+    parts = syntax.parameters
+    if parts is None or not parts.are_fixed:
+        return False
+    return is_marker(syntax.call_start.strip()) and is_marker(parts.tail.strip())
 
 
 def _tags(syntax: CallSyntax) -> Tags:
@@ -463,33 +473,77 @@ def _sections(format: DerivedFormat, reader: Callable[[], CallsReader]) -> Parse
     layout, syntax = format.layout, format.syntax
     inner = CallBlockParser((layout.call or layout.section,), layout.ends, reader)
     section = layout.section if layout.call else ""
-    return format.framed(SectionParser(inner, section, syntax.section_end.strip()))
+    end = next(
+        (mark for mark in reversed(layout.ends) if syntax.section_end.strip().endswith(mark)), ""
+    )
+    between = (syntax.separator, syntax.section_end.strip().removesuffix(end))
+    return format.framed(
+        SectionParser(
+            inner,
+            section,
+            end,
+            lead=layout.section_rest,
+            between=between if layout.call else (),
+            begins=layout.begins,
+            ends=layout.ends,
+        )
+    )
 
 
 class SectionParser:
-    """Leaves out the markers around all calls of an answer. A section without a call is text.
+    """Leaves out what is around all calls of an answer, and between two of them.
+
+    A section without a call is text, and so is a separator that no call follows.
 
     Args:
         inner: reads what is within.
         begin, end: markers of a section; "" where there is none.
+        lead: between the section's marker and the first call.
+        between: texts between two calls, or a call and the section's end.
+        begins: markers with which calls begin.
+        ends: markers after which these texts may come; without any, they come after the call.
     """
 
-    def __init__(self, inner: Parser, begin: str, end: str) -> None:
+    def __init__(
+        self,
+        inner: Parser,
+        begin: str = "",
+        end: str = "",
+        *,
+        lead: str = "",
+        between: Collection[str] = (),
+        begins: Collection[str] = (),
+        ends: Collection[str] = (),
+    ) -> None:
         self._inner = inner
         self._begin = begin
         self._end = end
+        self._lead = "".join(lead.split())
+        self._between = [bare for text in between if (bare := "".join(text.split()))]
+        self._begins = begins
+        self._ends = ends
         self._held: list[str] = []  # of a section in which no call has begun
+        self._gap: str | None = None  # what may be a separator; None: none can be here
         self._is_open = False
         self._in_call = False
+        self._follows_call = False
 
     @property
     def in_string(self) -> bool:
         """Whether a marker may be a part of a call."""
-        return self._in_call
+        return self._in_call or bool(getattr(self._inner, "in_string", False))
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         text, is_marker = lexeme
-        if is_marker and not self._in_call:
+        if self._gap is not None and not self._in_call:
+            bare = "".join((self._gap + text).split())
+            if not is_marker and any(between.startswith(bare) for between in self._between):
+                self._gap += text
+                return
+            gap, self._gap = self._gap, None
+            if gap and not (is_marker and text in (*self._begins, self._end)):
+                yield from self._events(self._inner.feed(Lexeme(gap)))
+        if is_marker and not self.in_string:
             if text == self._begin:
                 yield from self._flush()
                 self._held, self._is_open = [text], False
@@ -500,17 +554,24 @@ class SectionParser:
                     yield from self._flush(text)
                 self._is_open = False
                 return
-        elif self._held and text.isspace() and self._inner.passes(text):
-            self._held.append(text)
-            return
+        elif self._held and self._inner.passes(text):
+            bare = "".join("".join([*self._held[1:], text]).split())
+            if self._lead.startswith(bare):
+                self._held.append(text)
+                return
         yield from self._events(self._inner.feed(lexeme))
+        if self._between and self._follows_call and not self._in_call:
+            self._gap = "" if not self._ends or (is_marker and text in self._ends) else self._gap
 
     def finish(self) -> Iterator[Event]:
+        gap, self._gap = self._gap, None
+        if gap:
+            yield from self._events(self._inner.feed(Lexeme(gap)))
         yield from self._events(self._inner.finish())
         yield from self._flush()
 
     def passes(self, text: str) -> bool:
-        return not self._held and self._inner.passes(text)
+        return self._gap is None and not self._held and self._inner.passes(text)
 
     def _events(self, events: Iterable[Event]) -> Iterator[Event]:
         for event in events:
@@ -519,9 +580,10 @@ class SectionParser:
                 self._held = []
                 self._in_call = True
             elif isinstance(event, CallEnd):
-                self._in_call = False
+                self._in_call, self._follows_call = False, True
             elif isinstance(event, ContentText):
                 yield from self._flush()
+                self._follows_call = self._follows_call and event.text.isspace()
             yield event
 
     def _flush(self, more: str = "") -> Iterator[Event]:

@@ -110,7 +110,7 @@ class HeadedCalls:
             return self._value.in_string
         if self._expected:
             return any(mark in self._expected for mark in self._marks)
-        return self._has_marks_in_head and (bool(self._held) or not self.num_calls)
+        return self._has_marks_in_head and ("".join(self._held).strip() != "" or not self.num_calls)
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
         """See `CallsReader`."""
@@ -139,7 +139,8 @@ class HeadedCalls:
     def unread(self) -> str:
         """See `CallsReader`."""
         held, self._held = "".join(self._held), []
-        return held
+        # (Before another call's marker this was a separator.)
+        return "" if self.num_calls and self._between.fullmatch(held) else held
 
     def _in_head(self, text: str, at: int, out: list[Event]) -> int:
         before = "".join(self._held)

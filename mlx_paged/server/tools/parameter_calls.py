@@ -17,6 +17,8 @@ from mlx_paged.server.tools.json_blocks import CLOSERS
 from mlx_paged.server.tools.json_calls import JsonValue
 from mlx_paged.server.tools.schemas import ArgumentsWriter
 
+_NEVER = "\ue0e5"  # no text has it
+_SPACE = "\ue0e4"  # stands for a text that is any space
 _LONGEST = 512  # characters of a head, or of what is around a key
 _HOLES = {
     NAME: r"(?P<name>[^\s{}<>\"'()/]{1,256}?)",
@@ -48,6 +50,10 @@ class Pattern:
         """What a text begins with; whether it is all that there is decides `may_begin`."""
         return self._whole.match(text)
 
+    def fullmatch(self, text: str) -> re.Match[str] | None:
+        """What is all of a text."""
+        return self._whole.fullmatch(text)
+
     def may_begin(self, text: str) -> bool:
         """Whether a text may become one, with what must follow."""
         return len(text) < _LONGEST and self._partial.fullmatch(text) is not None
@@ -55,6 +61,8 @@ class Pattern:
 
 def _units(text: str) -> list[str]:
     """A text as expressions of single characters; space may be more or less."""
+    if text == _SPACE:
+        return [r"\s"]
     units = [r"\s*"]
     for part in re.findall(r"\s+|\S", text):
         if part in _HOLES:
@@ -134,10 +142,13 @@ class ParameterCalls:
         self._texts = texts
         self._tools = {tool.name: tool for tool in tools}
         parts = texts.parts
-        self._keys = Pattern([parts.key + KEY + before for before in parts.before_value.values()])
-        after = Pattern([parts.key, *texts.tails, parts.between + parts.key])
+        befores = [before.rstrip() for before in parts.before_value.values()]
+        self._keys = Pattern([parts.key + KEY + before for before in befores])
+        tails = [tail for tail in texts.tails if tail.strip()]
+        after = Pattern([parts.key, parts.between + parts.key, *(tails or [_SPACE])])
         head = texts.rest + parts.head
         self._head = Pattern([head, texts.lead + head], after)
+        self._head_alone = Pattern([head, texts.lead + head])
         self._separator = separator.strip()
         self._state = "head"
         self._text = ""  # what was not decided yet
@@ -145,6 +156,7 @@ class ParameterCalls:
         self._holes: dict[str, str] = {}
         self._tail = self._value_end = self._follows = self._head
         self._end = ""
+        self._skipped = ""  # before a value
         self._json: JsonValue | None = None
         self._writer = ArgumentsWriter(None)
         self._seen: set[str] = set()
@@ -217,11 +229,9 @@ class ParameterCalls:
         )
         self._seen = set()
         self._holes = {NAME: name, ID: call_id or ""}
-        tails = [self._filled(tail) for tail in self._texts.tails]
-        self._tail = Pattern(tails)
+        tails = [self._filled(tail) for tail in self._texts.tails if tail.strip()]
+        self._tail = Pattern(tails or [_NEVER])
         self._state = "parameters"
-        if all(not tail.strip() for tail in tails):
-            self._tail = Pattern([self._filled(self._texts.parts.tail) or "\ue0ef"])
 
     @property
     def _trims_newlines(self) -> bool:
@@ -246,10 +256,10 @@ class ParameterCalls:
             return True
         if self._keys.may_begin(self._text) or self._tail.may_begin(self._text):
             return False
-        # The call ends here, without its end.
+        # The call ends here: nothing marks its end, or that is missing.
         self._close(out, is_complete=self._has_required())
-        self._has_ended = True
-        return False
+        self._has_ended = any(tail.strip() for tail in self._texts.tails)
+        return not self._has_ended
 
     def _has_required(self) -> bool:
         required = self._tools[self._holes[NAME]].parameters.get("required") or ()
@@ -268,14 +278,13 @@ class ParameterCalls:
         is_string = kinds.pop() if len(kinds) == 1 else None
         opening = self._writer.begin(key, is_string=is_string)
         self._state = "value"
-        # (Space after the key's end is the value's, but for what the syntax has there.)
-        keep = len(found[0]) - len(found[0].rstrip())
-        space = len(parts.before_value["string"]) - len(parts.before_value["string"].rstrip())
-        self._text = self._text[found.end() - max(0, keep - space) :]
+        # (Space at the end of what is before a value is a part of the syntax, exactly.)
+        self._text = self._text[len(found[0].rstrip()) :]
         self._end = self._filled(parts.value_end, key)
+        string = parts.before_value["string"]
+        self._skipped = string[len(string.rstrip()) :]
         if self._trims_newlines:
-            self._end = self._end.lstrip("\n")
-            self._text = "\n" + self._text
+            self._skipped, self._end = "", self._end.lstrip("\n")
         if parts.are_json:
             self._json = JsonValue()
             comma = "{" if len(self._seen) == 1 else ", "
@@ -287,6 +296,11 @@ class ParameterCalls:
 
     def _read_value(self, out: list[Event]) -> bool:
         """Text up to the value's end."""
+        if self._skipped:
+            if len(self._text) < len(self._skipped) and self._skipped.startswith(self._text):
+                return False
+            self._text = self._text.removeprefix(self._skipped)
+            self._skipped = ""
         at = -1
         while (at := self._text.find(self._end[0], at + 1)) >= 0:
             rest = self._text[at:]
@@ -344,8 +358,14 @@ class ParameterCalls:
 
     def finish(self, out: list[Event]) -> None:
         """See `CallsReader`."""
-        if self._state == "head" or self.has_failed or self._has_ended:
+        if self.has_failed or self._has_ended:
             return
+        if self._state == "head":
+            found = self._head_alone.fullmatch(self._text.rstrip())
+            name = None if found is None else group(found, "name")
+            if found is None or name not in self._tools:
+                return
+            self._begin(name, group(found, "id"), out)
         is_complete = False
         if self._state == "value":
             if self._json is not None:
@@ -365,4 +385,6 @@ class ParameterCalls:
     def unread(self) -> str:
         """See `CallsReader`."""
         text, self._text = self._text, ""
-        return text
+        # (Before another call's marker this was a separator.)
+        is_between = self.num_calls and text.strip(CLOSERS) in ("", self._separator)
+        return "" if is_between else text

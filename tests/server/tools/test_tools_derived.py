@@ -202,10 +202,17 @@ def places(template: Invented, text: str) -> list[int]:
     if template.kind == "named":
         return [*range(len(text))]
     inside: set[int] = set()
-    for name, last in (("write_file", "wc"), ("write_file", "wf"), ("get_weather", "wg")):
+    for name, first, last in (
+        ("write_file", "wa", "wc"),
+        ("write_file", "wd", "wf"),
+        ("get_weather", "wg", "wg"),
+    ):
         if last in text:
-            end = text.index(last)
-            inside |= set(range(text.rindex(name, 0, end) + len(name), end + len(last) + 12))
+            begin, end = text.index(first), text.index(last) + len(last)
+            at = text.rfind(name, 0, begin) + len(name)
+            if at < len(name):  # the name follows the arguments
+                at, end = begin - 30, text.index(name, end) + len(name)
+            inside |= set(range(at, end + 12))
     return [at for at in range(len(text)) if at not in inside]
 
 
