@@ -91,6 +91,6 @@ class MuseFormat(TaggedFormat):
 
 def _body_of(header: str) -> Body:
     found = _RECIPIENT.search(header)
-    if found is None or found[1] == "user":
+    if found is None or found[1] in ("user", "commentary"):
         return Body.TEXT
     return Body.REASONING if found[1] == "self" else Body.CALLS

@@ -50,6 +50,10 @@ FAMILIES = [
                 (Call("get_weather", {"city": "Oslo", "days": 2}), Call("now", {})),
                 reasoning="Hm.",
             ),
+            Golden(
+                f" to=commentary{MESSAGE}Wait.{AGAIN} to=user{MESSAGE}Yes.{END_OF_TURN}",
+                "Wait.\nYes.",
+            ),
             # No recipient, as text and as a call.
             Golden(f"{MESSAGE}Yes.{END_OF_TURN}", "Yes."),
             Golden(f"{MESSAGE}{call('now', {})}{END_OF_TURN}", calls=(Call("now", {}),)),
