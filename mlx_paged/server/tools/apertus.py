@@ -49,7 +49,7 @@ class KeyedCalls:
 
     Attributes:
         num_calls: Calls that have begun.
-        has_failed: Whether what was read last is no call.
+        has_failed: True if the text that was read last is no call.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class KeyedCalls:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends within a string: a marker there is text."""
+        """True while a string is open: a marker in it is text."""
         value = self._value if self._in_call else self._key
         return value.in_string and not self._has_ended and not self.has_failed
 
@@ -86,7 +86,7 @@ class KeyedCalls:
         self._has_ended = True
 
     def unread(self) -> str:
-        """What was read and is no call; it is forgotten."""
+        """Returns text that was read and is no call, and forgets it."""
         raw, self._raw = "".join(self._raw), []
         return raw
 

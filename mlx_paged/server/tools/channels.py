@@ -28,7 +28,7 @@ class ChannelParser:
     Args:
         opens: markers that open a body.
         ends: markers that end one. One that comes where no body is open begins a new header.
-        header: what a header may be, and any beginning of it.
+        header: matches every header, and every beginning of one.
         body_of: the kind of a body, by its header and the marker that opens it.
         calls: reads bodies of calls. It gets the marker that opens them too, if that is one of
             `begins_call`.
@@ -97,7 +97,7 @@ class ChannelParser:
 
     @property
     def _in_string(self) -> bool:
-        """Whether the text so far ends within a string of a call: a marker there is text."""
+        """True while a string of a call is open: a marker in it is text."""
         return bool(getattr(self._calls, "in_string", False))
 
     def _open(self, body: Body) -> None:
@@ -125,7 +125,7 @@ class ChannelParser:
         out.append(self._made[self._body](text))
 
     def _flush(self, out: list[Event]) -> None:
-        """What was taken for a header and is none is text."""
+        """Gives out a held header as text: it turned out to be none."""
         header, self._header = self._header, ""
         if self._body is None and header.strip():
             self._open(Body.TEXT)

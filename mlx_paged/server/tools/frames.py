@@ -62,7 +62,7 @@ class FramedParser:
                 yield ContentText(certain)
 
     def _give(self) -> Iterable[Event]:
-        """What was held back is text."""
+        """Gives out the newlines that were held back."""
         if self._newlines:
             yield ContentText(self._newlines)
         self._newlines = ""

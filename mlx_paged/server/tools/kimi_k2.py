@@ -15,7 +15,7 @@ from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.named_json import Marks, NamedJsonParser
 
 _ID = re.compile(r"(?:functions\.)?(?P<name>[^\s{}<>]+?)(?P<index>:\d+)?")
-# What is around the name where it is written otherwise: ``functions_get_weather_0``.
+# Around a name that is written otherwise: ``functions_get_weather_0``.
 _PREFIX = re.compile(r"(?:functions?[._:])?")
 _INDEX = re.compile(r"(?:[._:-]\d+)?$")
 

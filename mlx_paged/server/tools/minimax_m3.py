@@ -78,14 +78,14 @@ class _Value:
 
     Attributes:
         key: Its tag; "" for all arguments of a call.
-        schema: What its tool says of it.
-        closes: What ends its container's text; "" while it is not known to be one.
-        text: What was read of it, where it is no container and not streamed.
-        streams: Whether it is a string, which is given out as it comes.
-        is_first: Whether a container is still empty.
-        children: Values of an object whose keys no schema lists, by key: one that is there more
-            than once is an array, so they are given out when all are there. None: another value.
-        out: What a child of such an object is so far, in JSON.
+        schema: Its part of the tool's schema.
+        closes: The bracket that closes it, if it is a container; "" until that is known.
+        text: Its text so far, unless it is a container or is streamed.
+        streams: True for a string, which is given out as it comes.
+        is_first: True while a container is empty.
+        children: Values of an object whose keys no schema lists, by key. A key that comes twice
+            makes an array, so they are given out together at the end. None for other values.
+        out: JSON so far, for a child of such an object.
     """
 
     key: str
@@ -237,7 +237,7 @@ class MinimaxM3Parser:
         yield from self._begin_value(found[2])
 
     def _takes_key(self, value: _Value) -> bool:
-        """Whether a value may begin within another one."""
+        """True if another value may begin within this one."""
         return bool(value.closes) or not (value.streams or "".join(value.text).strip())
 
     def _begin_value(self, key: str) -> Iterator[Event]:
@@ -284,7 +284,7 @@ class MinimaxM3Parser:
             parent.children.setdefault(value.key, []).append("".join(value.out))
 
     def _lists_keys(self, value: _Value) -> bool:
-        """Whether the schema says which keys an object has."""
+        """True if the schema lists the keys of an object."""
         schema = resolved(value.schema, self._root)
         return isinstance(schema, Mapping) and "properties" in schema
 
@@ -338,7 +338,7 @@ class _Values:
         return lark.rule(" | ".join(f"{keys} {end}" for keys in self._keys(schema)))
 
     def _keys(self, schema: Schema) -> list[str]:
-        """What an object's keys and values may be."""
+        """Rules of an object's keys and values, one for each list of parameters."""
         lists = []
         for parameters, _ in parameter_lists(schema):
             parts = ['""']

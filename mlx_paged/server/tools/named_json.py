@@ -78,7 +78,7 @@ class NamedJsonParser:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends within a string of a call: a marker there is text."""
+        """True while a string of a call is open: a marker in it is text."""
         return self._state == self._in_arguments and self._value.in_string
 
     def finish(self) -> Iterable[Event]:
@@ -127,7 +127,7 @@ class NamedJsonParser:
             self._raw.append(lexeme.text)
 
     def _is_other(self, lexeme: Lexeme) -> bool:
-        """Whether it is a marker without a meaning of its own."""
+        """True for a marker without a meaning of its own."""
         return lexeme.is_marker and lexeme.text in self._marks.others
 
     def _begin_head(self) -> None:

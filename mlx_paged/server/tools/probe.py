@@ -1,4 +1,4 @@
-"""What a chat template shows of calls: it is rendered with a call, and without."""
+"""Probe for detection: renders a chat template with a call, and without."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 @dataclass(frozen=True)
 class Shown:
-    """What a template shows.
+    """Texts that a template shows.
 
     Attributes:
         text: Its source without comments, and what it renders with tools and with a call.

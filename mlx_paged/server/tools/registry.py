@@ -149,7 +149,7 @@ def detect(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | No
 
 
 def _reads(format: ToolFormat, text: str) -> bool:
-    """Whether a format reads the probe's call, and no other, in what a template renders of it."""
+    """True if a format reads the probe's call, and no other, in a template's rendering of it."""
     reader = AnswerReader(
         Lexer(format.markers, {}),
         answer_parser(format, None, (TOOL,), begins_inside=False),

@@ -247,11 +247,11 @@ class TaggedParser:
         return is_end and self._block_end is not None
 
     def _is_other(self, lexeme: Lexeme) -> bool:
-        """Whether it is a tag without a meaning of its own."""
+        """True for a tag without a meaning of its own."""
         return lexeme.is_marker and lexeme.text in self._tags.others
 
     def _is_word(self, lexeme: Lexeme) -> bool:
-        """Whether it may be a word between such tags, or the next part of it."""
+        """True if it may be a word between such tags, or the next part of one."""
         self._word = "" if lexeme.is_marker else self._word + lexeme.text
         word = self._word.strip()
         return not lexeme.is_marker and (not word or (bool(self._tags.others) and _is_name(word)))

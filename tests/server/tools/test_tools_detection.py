@@ -1,4 +1,4 @@
-"""Which format a chat template has: by what it renders, not by what it mentions."""
+"""Detection of a template's format: by the calls it renders, not by words it mentions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_family_is_found_without_its_tokens_too(family: Family) -> None:
         # Not a word of it is in the source.
         (chat(each("<tool_{{ 'call>\n' }}{{ c.function | tojson }}\n</tool_{{ 'call>' }}")),
          "hermes"),
-        # What it renders is nobody's, whatever it mentions.
+        # It renders calls of its own kind, and mentions others.
         (chat(each("<do>{{ c.function.name }}|{{ c.function.arguments | tojson }}</do>"),
               'Not <tool_call>{"name": ""}</tool_call>, [TOOL_CALLS] or <|python_tag|>.'), None),
         # A comment, and prose.
