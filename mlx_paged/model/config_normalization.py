@@ -86,6 +86,9 @@ def reference_of(config: Mapping[str, Any]) -> Any:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         return None
+    ours = _ARCHITECTURES.get(model_type)
+    if ours is not None and not set(ours) & set(config.get("architectures") or ()):
+        return None
     given = deepcopy(dict(config))
     if given.get("rope_scaling") is None:
         given.pop("rope_scaling", None)  # (some classes take it for `rope_parameters`)
@@ -100,6 +103,10 @@ def reference_of(config: Mapping[str, Any]) -> Any:
             str(error).strip().split("\n")[0],
         )
         return None
+
+
+# Model types that transformers and code in checkpoints use for different models: transformers'.
+_ARCHITECTURES = {"bailing_hybrid": ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")}
 
 
 @contextlib.contextmanager

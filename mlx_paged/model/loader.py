@@ -215,7 +215,7 @@ def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """mlx-lm's `load`, also of embedding models that were saved without their output projection."""
     path = _download(name)
     config = load_config(path)
-    first: ValueError | None = None
+    errors: list[Exception] = []
     # Checkpoints written for mlx-lm leave out fields that have mlx-lm's defaults. Where these and
     # transformers' make different modules, the weights tell which were meant.
     for fill in (True, False):
@@ -229,11 +229,14 @@ def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
             conform(model, loaded, config)
             ends = loaded.get("eos_token_id")
             return model, load_tokenizer(path, eos_token_ids=ends), loaded
-        except ValueError as error:
-            first = first or error
-    assert first is not None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            errors.append(error)
     if not (path / "modules.json").is_file():
-        raise first
+        first, second = errors
+        if isinstance(first, UnsupportedModelError) or str(first) == str(second):
+            raise first
+        own = f"with mlx-lm's own defaults: {type(second).__name__}: {second}"
+        raise ValueError(f"{first}; {own}") from first
     # (Pooling does not use the projection; the embedding stands for it.)
     model, config = load_model(
         path,

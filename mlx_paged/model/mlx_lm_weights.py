@@ -23,12 +23,20 @@ Weights = dict[str, mx.array]
 def renaming(model_class: type[nn.Module]) -> type[nn.Module]:
     """The class with a `sanitize` that takes transformers' names first."""
     sanitize: Any = getattr(model_class, "sanitize", None)
-    rename = _RENAMED.get(model_class.__module__.rpartition(".")[2])
+    module = model_class.__module__.rpartition(".")[2]
+    rename = _RENAMED.get(module)
+    substitutions = [(re.compile(theirs), ours) for theirs, ours in _NAMES.get(module, ())]
+
+    def renamed(name: str) -> str:
+        for theirs, ours in substitutions:
+            name = theirs.sub(ours, name)
+        return name
 
     def of_transformers(self: nn.Module, weights: Weights) -> Any:
-        weights = _stacked(self, weights)
+        weights = {renamed(name): weight for name, weight in weights.items()}
         if rename is not None:
             weights = rename(self, weights)
+        weights = _stacked(self, weights)
         return weights if sanitize is None else sanitize(self, weights)
 
     return overridden(model_class, "sanitize", of_transformers)
@@ -63,12 +71,16 @@ def _stacked(model: Any, weights: Weights) -> Weights:
         target = match and place(match[1], match[2].replace("gate_up", "gate"))
         if match is None or target is None:
             found[key] = weight
-        elif match[2] == "gate_up_proj":
-            gate, up = mx.split(weight, 2, axis=-2)
-            found[target] = gate
-            found[target.replace("gate_proj", "up_proj")] = up
-        else:
-            found[target] = weight
+            continue
+        parts = {match[2]: weight}
+        if match[2] == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), mx.split(weight, 2, axis=-2)))
+        for part, array in parts.items():
+            if module in _READS_SINGLE:
+                for i in range(array.shape[0]):
+                    found[f"{match[1]}.experts.{i}.{part}.weight"] = array[i]
+            else:
+                found[target.replace("gate_proj", part)] = array
     if module in _READS_FUSED_ONLY:
         experts: dict[str, dict[int, str]] = {}
         for key in found:
@@ -81,15 +93,31 @@ def _stacked(model: Any, weights: Weights) -> Weights:
 
 # Modules whose `sanitize` splits experts in one array, or has them in another layout.
 _READS_FUSED = frozenset({"gemma4", "gemma4_text", "gpt_oss", "llama4", "qwen3_5_moe"})
+# Modules whose `sanitize` does nothing at all to a file without single experts.
+_READS_SINGLE = frozenset({"qwen3_next"})
 _READS_FUSED_ONLY = frozenset({"qwen3_5_moe", "qwen3_vl_moe"})
 
 
+def _split_conv(model: Any, weights: Weights) -> Weights:
+    """One convolution over queries, keys and values, of equal sizes, as one for each."""
+    found: Weights = {}
+    for name, weight in weights.items():
+        if name.endswith("attn.conv1d.weight") or name.endswith("attention.conv1d.weight"):
+            parts = zip(("q_conv1d", "k_conv1d", "v_conv1d"), mx.split(weight, 3))
+            found.update({name.replace("conv1d", part): array for part, array in parts})
+        else:
+            found[name] = weight
+    return found
+
+
 def _bailing_moe_v3(model: Any, weights: Weights) -> Weights:
+    weights = _split_conv(model, weights)
     names = {name for name, _ in tree_flatten(model.parameters())}
 
     def renamed(name: str) -> str:
-        other = name.replace(".attention.dense.", ".attention.o_proj.")
-        return other if other in names and name not in names else name
+        output = re.compile(r"\.attention\.(dense|o_proj)\.")
+        forms = [output.sub(f".attention.{form}.", name) for form in ("dense", "o_proj")]
+        return next((form for form in forms if form in names), name)
 
     return {renamed(name): weight for name, weight in weights.items()}
 
@@ -137,10 +165,6 @@ def _gemma3n(model: Any, weights: Weights) -> Weights:
     return found
 
 
-def _gpt2(model: Any, weights: Weights) -> Weights:
-    return {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-
-
 def _gpt_oss(model: Any, weights: Weights) -> Weights:
     """Experts in 16 or 32 bits, ``[num_experts, in, out]``; gates and up projections alternate."""
     if not any(name.endswith(".experts.gate_up_proj") for name in weights):
@@ -164,11 +188,6 @@ def _gpt_oss(model: Any, weights: Weights) -> Weights:
     return found
 
 
-def _kimi_linear(model: Any, weights: Weights) -> Weights:
-    dense = re.compile(r"\.block_sparse_moe\.(gate|up|down)_proj\.")
-    return {dense.sub(r".mlp.\1_proj.", name): weight for name, weight in weights.items()}
-
-
 def _llama4(model: Any, weights: Weights) -> Weights:
     """(A text model that was saved by itself)"""
     if any(name.startswith("language_model.") for name in weights):
@@ -180,63 +199,93 @@ def _longcat_flash(model: Any, weights: Weights) -> Weights:
     """Drops the arrays of experts that do nothing, which transformers saves in part."""
     number = re.compile(r"\.mlp\.experts\.(\d+)\.")
     return {
-        name: weight
+        name: weight[: model.args.n_routed_experts] if name.endswith("gate_up_proj") else weight
         for name, weight in weights.items()
         if not (match := number.search(name)) or int(match[1]) < model.args.n_routed_experts
     }
 
 
-_NANOCHAT = {
-    "model.embed_tokens": "transformer.wte",
-    "model.layers.": "transformer.h.",
-    ".self_attn.q_proj": ".attn.c_q",
-    ".self_attn.k_proj": ".attn.c_k",
-    ".self_attn.v_proj": ".attn.c_v",
-    ".self_attn.o_proj": ".attn.c_proj",
-    ".mlp.fc1": ".mlp.c_fc",
-    ".mlp.fc2": ".mlp.c_proj",
-}
-
-
-def _nanochat(model: Any, weights: Weights) -> Weights:
-    found: Weights = {}
-    for name, weight in weights.items():
-        for theirs, ours in _NANOCHAT.items():
-            name = name.replace(theirs, ours)
-        found[name] = weight
-    return found
-
-
 def _olmo_hybrid(model: Any, weights: Weights) -> Weights:
-    """Norms of linear layers; and convolutions, which transformers saves in three equal parts."""
-    found = {
-        name.replace("attention_layer_norm", "input_layernorm").replace(
-            "feedforward_layer_norm", "post_attention_layernorm"
-        ): weight
-        for name, weight in weights.items()
-    }
+    """Convolutions of linear layers, which transformers saves in one or in three equal parts."""
     parts = ("q_conv1d", "k_conv1d", "v_conv1d")
-    args = model.args
-    keys = args.linear_num_key_heads * args.linear_key_head_dim
-    for name in [name for name in found if name.endswith(".q_conv1d.weight")]:
-        names = [name.replace("q_conv1d", part) for part in parts]
-        if found[name].shape[0] == keys:
+    keys = model.args.linear_num_key_heads * model.args.linear_key_head_dim
+    found = dict(weights)
+    for name in weights:
+        if name.endswith(".linear_attn.conv1d.weight"):
+            names = [name.replace("conv1d", part) for part in parts]
+            whole = found.pop(name)
+        elif name.endswith(".q_conv1d.weight") and weights[name].shape[0] != keys:
+            names = [name.replace("q_conv1d", part) for part in parts]
+            whole = mx.concatenate([weights[each] for each in names])
+        else:
             continue
-        whole = mx.concatenate([found[each] for each in names])
         found.update(zip(names, mx.split(whole, [keys, 2 * keys])))
     return found
 
 
+#: Names by module: what transformers says, as a regular expression, and what mlx-lm does.
+_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "bailing_moe_v3": (
+        (r"^model\.embed_tokens\.", "model.word_embeddings."),
+        (r"\.self_attn\.(forget_gate\.)?", ".attention."),
+        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.gate.expert_bias"),
+    ),
+    "ernie4_5_moe": ((r"\.gate\.moe_statics\.", ".moe_statics."),),
+    "exaone": (
+        (r"^model\.embed_tokens\.", "transformer.wte."),
+        (r"^model\.norm\.", "transformer.ln_f."),
+        (r"^model\.layers\.", "transformer.h."),
+        (r"\.self_attn\.o_proj\.", ".attn.attention.out_proj."),
+        (r"\.self_attn\.", ".attn.attention."),
+        (r"\.input_layernorm\.", ".ln_1."),
+        (r"\.post_attention_layernorm\.", ".ln_2."),
+        (r"\.mlp\.gate_proj\.", ".mlp.c_fc_0."),
+        (r"\.mlp\.up_proj\.", ".mlp.c_fc_1."),
+        (r"\.mlp\.down_proj\.", ".mlp.c_proj."),
+    ),
+    "gpt2": ((r"^transformer\.", ""),),
+    "gpt_neox": ((r"^lm_head\.", "embed_out."),),
+    "granitemoe": ((r"\.router\.weight$", ".router.layer.weight"),),
+    "granitemoehybrid": ((r"\.router\.weight$", ".router.layer.weight"),),
+    "kimi_linear": (
+        (r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj."),
+        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
+        (r"\.self_attn\.forget_gate\.", ".self_attn."),
+    ),
+    "laguna": (
+        (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+        (r"\.mlp\.gate\.weight$", ".mlp.gate.proj.weight"),
+    ),
+    "mimo_v2_flash": ((r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),),
+    "minimax": ((r"\.mlp\.(gate\.|e_score_correction_bias)", r".block_sparse_moe.\1"),),
+    "mixtral": ((r"\.mlp\.gate\.", ".block_sparse_moe.gate."),),
+    "nanochat": (
+        (r"^model\.embed_tokens\.", "transformer.wte."),
+        (r"^model\.layers\.", "transformer.h."),
+        (r"\.self_attn\.([qkv])_proj\.", r".attn.c_\1."),
+        (r"\.self_attn\.o_proj\.", ".attn.c_proj."),
+        (r"\.mlp\.fc1\.", ".mlp.c_fc."),
+        (r"\.mlp\.fc2\.", ".mlp.c_proj."),
+    ),
+    "nemotron_h": (
+        (r"^model\.", "backbone."),
+        (r"\.mixer\.experts\.up_proj$", ".mixer.switch_mlp.fc1.weight"),
+        (r"\.mixer\.experts\.down_proj$", ".mixer.switch_mlp.fc2.weight"),
+    ),
+    "olmo_hybrid": (
+        (r"\.attention_layer_norm\.", ".input_layernorm."),
+        (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+    ),
+    "phimoe": ((r"\.mlp\.router\.", ".block_sparse_moe.gate."),),
+}
 _RENAMED: dict[str, Callable[[Any, Weights], Weights]] = {
     "bailing_moe_v3": _bailing_moe_v3,
     "ernie4_5_moe": _ernie4_5_moe,
     "falcon_h1": _falcon_h1,
     "gemma3n": _gemma3n,
-    "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
-    "kimi_linear": _kimi_linear,
+    "kimi_linear": _split_conv,
     "llama4": _llama4,
     "longcat_flash": _longcat_flash,
-    "nanochat": _nanochat,
     "olmo_hybrid": _olmo_hybrid,
 }

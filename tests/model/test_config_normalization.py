@@ -161,6 +161,15 @@ def test_missing_fields_have_transformers_defaults_and_given_ones_stay() -> None
     assert "hidden_size" not in normalize({"model_type": "cohere"}, fill=False)
 
 
+def test_a_model_type_of_other_code_has_no_defaults_of_transformers() -> None:
+    config = {"model_type": "bailing_hybrid", "rope_theta": 1e4}
+    for name in (None, "BailingMoeV2_5ForCausalLM"):
+        found = normalize({**config, "architectures": [name]})
+        assert "partial_rotary_factor" not in found and "hidden_size" not in found
+    found = normalize({**config, "architectures": ["BailingHybridForCausalLM"]})
+    assert found["partial_rotary_factor"] == 1.0
+
+
 def test_a_list_of_bases_stays_a_list() -> None:
     config = normalize({"model_type": "step3p5", "rope_theta": [1e4, 1e6], "num_hidden_layers": 2})
     assert config["rope_theta"] == [1e4, 1e6]

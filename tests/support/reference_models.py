@@ -29,8 +29,12 @@ MISSING = (
 )
 
 
-def save(reference: Reference, path: Path, *, seed: int = 0) -> Any:
+def save(reference: Reference, path: Path, *, seed: int = 0, original: bool = True) -> Any:
     """Saves a small model with random weights by transformers' `save_pretrained`.
+
+    Args:
+        original: with names and experts as the family was published, which is transformers'
+            default; False: as its own modules have them.
 
     Returns:
         transformers' model, in float32.
@@ -65,17 +69,17 @@ def save(reference: Reference, path: Path, *, seed: int = 0) -> Any:
                 weight.mul_(1.2 / (weight.std() * weight.shape[-1] ** 0.5))
             if "indexer.wk" in name:
                 weight.mul_(0.01)  # (so small that the epsilon of its norm matters)
-    model.eval().save_pretrained(path)
+    model.eval().save_pretrained(path, save_original_format=original)
     return model
 
 
-def differences(reference: Reference, path: Path) -> list[float]:
+def differences(reference: Reference, path: Path, *, original: bool = True) -> list[float]:
     """Saves a model, loads it here, and compares logits after chunks and decodes of one prompt.
 
     Returns:
         RMS of the logits' difference over that of the logits, in float32.
     """
-    model = save(reference, path)
+    model = save(reference, path, original=original)
     embedded().tokenizer.save_pretrained(path)
     tokens = np.random.default_rng(0).integers(3, 90, sum(CHUNKS)).tolist()
     expected = reference_logits(model, tokens)
