@@ -174,12 +174,14 @@ class Span:
         length: Positions up to its last row.
         rows: ``[num_rows]`` int32 prompt positions.
         kind: What the item is.
+        num_items: Items that it holds, which are encoded together.
     """
 
     offset: int
     length: int
     rows: np.ndarray
     kind: Kind
+    num_items: int = 1
 
 
 @dataclass(frozen=True, eq=False)

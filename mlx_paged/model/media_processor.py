@@ -14,6 +14,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,8 @@ _PLURAL = {"image": "images", "video": "videos", "audio": "audios"}
 
 # --- What families do in ways of their own --------------------------------------------------------
 
+# An option of ours: the item is not cut into tiles.
+_WHOLE = "_whole"
 # The processor, the kind, the placeholder, the item, options -> the processor's output.
 _Call = Callable[[Any, Kind, str, Any, Mapping[str, Any]], Mapping[str, Any]]
 
@@ -188,6 +191,10 @@ def _fastvlm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarra
 def _call_deepseek(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
+    if _WHOLE in options:  # (a choice of one size leaves a picture in one piece)
+        options = {name: value for name, value in options.items() if name != _WHOLE}
+        processor = copy(processor)
+        processor.candidate_resolutions = ((processor.image_size, processor.image_size),)
     output = dict(processor(text=marker, images=[item], **options))
     output["pixel_values"] = output.pop("images")
     for name in ("sft_format", "seq_lens"):
@@ -198,8 +205,12 @@ def _call_deepseek(
 def _call_molmo(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    # (It puts the picture's tokens before the text, whatever that says.)
-    return processor(text=[marker.replace(_MOLMO, "", 1)], images=[item], **options)
+    # (The text is behind the picture's tokens.)
+    output = dict(processor(text=[""], images=[item], **options))
+    tokens = _one_row(output["input_ids"])
+    end = processor.tokenizer.convert_tokens_to_ids(processor.image_end_token)
+    last = max(i for i, token in enumerate(tokens) if token == end)
+    return {**output, "input_ids": tokens[: last + 1]}
 
 
 _MOLMO = "<|image|>"
@@ -223,6 +234,15 @@ def _call_llava_next(
     return {**output, "tile_grid": np.array([best[0] // size, best[1] // size])}
 
 
+def _paligemma_text(processor: Any, text: str, places: Sequence[tuple[int, int, Kind]]) -> str:
+    """All rows of each picture in its place, the start token behind the last of them."""
+    parts, done = [], 0
+    for begin, end, _ in places:
+        parts += [text[done:begin], processor.image_token * processor.image_seq_length]
+        done = end
+    return "".join(parts) + processor.tokenizer.bos_token + text[done:] + "\n"
+
+
 def _call_bunny(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
@@ -241,20 +261,24 @@ class _Recipe:
         text: What the processor writes for a placeholder, where it makes one text of all and
             tokens join across the borders; None: tokens take a placeholder's place.
         rows: Finds the rows among the processor's tokens; None: they have the placeholder's id.
-        takes_text: The processor makes the tokens of the whole prompt, which holds one item.
+        joins: The text that the processor makes of a whole prompt, given its text with places for
+            items; they are one span.
+        leads: Items are before all of the text, behind the start token.
         number: What the processor writes before an item, to number it; "": nothing.
-        adds_start: The processor begins prompts with the start token, whatever the tokenizer does.
-        most: Items of a prompt.
+        adds_start: The processor begins prompts with the start token (or with the end token, where
+            there is none), whatever the tokenizer does.
+        whole_from: From so many items on, none is cut into tiles; None: they are cut alike.
     """
 
     marker: Callable[[Any, Kind, int], str] = _attribute_marker
     call: _Call = _call_processor
     text: Callable[[Any, Kind], str] | None = None
     rows: Callable[[Sequence[int], Mapping[str, Any]], np.ndarray] | None = None
-    takes_text: bool = False
+    joins: Callable[[Any, str, Sequence[tuple[int, int, Kind]]], str] | None = None
+    leads: bool = False
     number: Callable[[Any, int], str] | None = None
     adds_start: bool = False
-    most: int | None = None
+    whole_from: int | None = None
 
 
 _RECIPES: dict[str, _Recipe] = {
@@ -266,12 +290,11 @@ _RECIPES: dict[str, _Recipe] = {
     "phi3_v": _Recipe(_phi_marker, rows=_negative),
     "qwen3_omni_moe": _Recipe(call=_call_omni),
     "minicpmo": _Recipe(_minicpmo_marker, rows=_in_bounds),
-    # (Its processor cuts pictures into tiles where a prompt has no more than two.)
-    "deepseek_vl_v2": _Recipe(call=_call_deepseek, adds_start=True, most=2),
+    "deepseek_vl_v2": _Recipe(call=_call_deepseek, adds_start=True, whole_from=3),
     "llava_next": _Recipe(call=_call_llava_next),
     "llava_bunny": _Recipe(lambda *_: "<image>", _call_bunny, rows=lambda *_: np.arange(729)),
-    "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, takes_text=True),
-    "paligemma": _Recipe(takes_text=True),
+    "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, leads=True, adds_start=True),
+    "paligemma": _Recipe(joins=_paligemma_text),
     "phi4mm": _Recipe(_phi_marker, _call_phi4mm, rows=_phi4mm_rows),
     "dots_ocr": _Recipe(call=_call_dots),
     **dict.fromkeys(
@@ -342,6 +365,7 @@ class MediaModel:
         self.family = family
         self.options = dict(options or {})
         self._processed = ProcessedItems(_PROCESSED_BYTES, _num_bytes)
+        self._processed_whole = ProcessedItems(_PROCESSED_BYTES, _num_bytes)  # (`whole_from`)
 
     def with_options(self, options: Mapping[str, Any]) -> MediaModel:
         """The same with these keyword arguments for the processor."""
@@ -450,15 +474,13 @@ class MediaModel:
                     f"{len(given[kind])}"
                 )
         items: dict[Kind, Iterator[Any]] = {kind: iter(given[kind]) for kind in KINDS}
-        most = 1 if self._recipe.takes_text else self._recipe.most
-        if most is not None and len(places) > most:
-            raise ValueError(
-                f"the model takes at most {most} {_PLURAL[places[0][2]]} a prompt but got "
-                f"{len(places)}"
-            )
-        if self._recipe.takes_text and places:
-            return self._whole(text, places[0][2], items)
-        expanded = [(kind, self._expand_once(kind, next(items[kind]))) for _, _, kind in places]
+        least = self._recipe.whole_from
+        whole = least is not None and len(places) >= least
+        expanded = [
+            (kind, self._expand_once(kind, next(items[kind]), whole=whole)) for _, _, kind in places
+        ]
+        if self._recipe.joins is not None and places:
+            return self._joined(self._recipe.joins(self._processor, text, places), expanded)
         if self._recipe.text is not None:
             tokens, offsets = self._with_texts(text, places, expanded, special)
         else:
@@ -475,14 +497,23 @@ class MediaModel:
         positions, delta = rope_positions(len(tokens), self._grids(spans, inputs))
         return replace(result, rope_positions=positions, rope_delta=delta)
 
-    def _whole(self, text: str, kind: Kind, items: Mapping[Kind, Iterator[Any]]) -> MediaPrompt:
-        """A prompt whose tokens the processor makes, with its only item."""
-        item = self._expand(kind, next(items[kind]), marker=text).inputs
-        tokens = item.token_ids.tolist()
-        first, length = int(item.rows[0]), int(item.rows[-1] - item.rows[0]) + 1
+    def _joined(self, text: str, expanded: Sequence[tuple[Kind, _Expanded]]) -> MediaPrompt:
+        """A prompt whose positions all see each other: its items are encoded together."""
+        kind = expanded[0][0]
+        tokens = self.encode(text, add_special_tokens=False)
+        rows = np.flatnonzero(np.isin(tokens, self._placeholder_ids(kind))).astype(np.int32)
+        count = sum(len(item.rows) for _, item in expanded)
+        if len(rows) != count:
+            raise ValueError(f"the prompt has {len(rows)} rows of its {_PLURAL[kind]}, not {count}")
+        arrays = {
+            name: np.concatenate([item.inputs.arrays[name] for _, item in expanded])
+            for name in expanded[0][1].inputs.arrays
+        }
+        inputs = MediaInputs(kind, arrays, np.array(tokens, dtype=np.int32), rows)
+        first, length = int(rows[0]), int(rows[-1] - rows[0]) + 1
         if self.family.sees_whole_prompt:
             first, length = 0, len(tokens)
-        return MediaPrompt(tokens, [Span(first, length, item.rows, kind)], [item])
+        return MediaPrompt(tokens, [Span(first, length, rows, kind, len(expanded))], [inputs])
 
     # Text.
 
@@ -527,6 +558,8 @@ class MediaModel:
 
     def _with_start(self, tokens: list[int], special: bool | None) -> list[int]:
         start = self.tokenizer.bos_token_id
+        if start is None and self._recipe.adds_start:
+            start = self.tokenizer.eos_token_id
         if special is False or not self._recipe.adds_start or tokens[:1] == [start]:
             return tokens
         return [start, *tokens]
@@ -592,6 +625,8 @@ class MediaModel:
         special: bool | None,
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens, and the offset of each span, with tokens for placeholders."""
+        if self._recipe.leads:
+            return self._with_tokens_first(text, places, expanded, special)
         between = self._between(text, places, special)
         tokens, offsets = list(between[0]), []
         for i, ((_, item), following) in enumerate(zip(expanded, between[1:])):
@@ -599,6 +634,26 @@ class MediaModel:
             offsets.append(len(tokens) + int(item.rows[0]))
             tokens += [*item.token_ids, *following]
         return tokens, offsets
+
+    def _with_tokens_first(
+        self,
+        text: str,
+        places: Sequence[tuple[int, int, Kind]],
+        expanded: Sequence[tuple[Kind, _Expanded]],
+        special: bool | None,
+    ) -> tuple[list[int], list[int]]:
+        """Likewise, with all items before the text, wherever their placeholders are."""
+        edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
+        parts = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
+        behind = self.encode("".join(parts), add_special_tokens=special)
+        tokens: list[int] = []
+        if special is not False:
+            tokens, behind = behind[:1], behind[1:]
+        offsets = []
+        for _, item in expanded:
+            offsets.append(len(tokens) + int(item.rows[0]))
+            tokens += item.token_ids
+        return [*tokens, *behind], offsets
 
     def _number(self, index: int) -> list[int]:
         if self._recipe.number is None:
@@ -660,13 +715,15 @@ class MediaModel:
 
     # Items.
 
-    def _expand_once(self, kind: Kind, item: Any) -> _Expanded:
-        return self._processed.get(item, lambda: self._expand(kind, item))
+    def _expand_once(self, kind: Kind, item: Any, *, whole: bool = False) -> _Expanded:
+        if whole:
+            return self._processed_whole.get(item, lambda: self._expand(kind, item, {_WHOLE: True}))
+        return self._processed.get(item, lambda: self._expand(kind, item, {}))
 
-    def _expand(self, kind: Kind, item: Any, *, marker: str | None = None) -> _Expanded:
-        """Runs the processor for one item and its placeholder alone, or another text with it."""
-        text = self.placeholder(kind) if marker is None else marker
-        output = self._recipe.call(self._processor, kind, text, item, self.options)
+    def _expand(self, kind: Kind, item: Any, more: Mapping[str, Any]) -> _Expanded:
+        """Runs the processor for one item and its placeholder alone."""
+        text = self.placeholder(kind)
+        output = self._recipe.call(self._processor, kind, text, item, {**self.options, **more})
         made = _one_row(output["input_ids"])
         arrays = {
             name: _as_numpy(value)

@@ -263,8 +263,13 @@ def test_a_prompt_that_sees_itself_as_a_whole_is_one_span(
     assert len(span.rows) == 16
     assert media.is_atomic("image")
     assert model.model.encode(prompt.inputs[0]).embeds.shape == (16, 32)
-    with pytest.raises(ValueError, match="at most 1 images a prompt but got 2"):
-        media.process("<image><image>", images=[picture(1), picture(2)])
+    text, images = "<image><image>compare", [picture(1), picture(2)]
+    prompt = media.process(text, images=images)
+    whole = media._processor(text=[text], images=images)
+    assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
+    [span] = prompt.spans
+    assert (span.num_items, len(span.rows), span.length) == (2, 32, len(prompt.token_ids))
+    assert model.model.encode(prompt.inputs[0]).embeds.shape == (32, 32)
 
 
 def test_tiles_of_llava_next_are_as_many_rows_as_its_processor_counts(
@@ -307,14 +312,40 @@ def test_a_processor_that_puts_its_picture_first_makes_the_prompt(
     media = media_of(model)
     prompt = media.process("User: <|image|>what?", images=[picture(1)])
     whole = media._processor(text=["User: what?"], images=[picture(1)])
-    assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
+    # (The model's own processor begins with the end token, where there is no start token.)
+    start = model.tokenizer.eos_token_id
+    made = np.array(whole["input_ids"]).reshape(-1).tolist()
+    assert prompt.token_ids == [start, *made]
     arrays = {key: mx.array(np.array(value)) for key, value in whole.items()}
     tokens = arrays.pop("input_ids")
     expected = model.model.vlm.get_input_embeddings(tokens, arrays.pop("pixel_values"), **arrays)
     features = model.model.encode(prompt.inputs[0])
-    assert mx.allclose(features.embeds, expected.inputs_embeds[0][mx.array(prompt.spans[0].rows)])
-    with pytest.raises(ValueError, match="at most 1 images a prompt but got 2"):
-        media.process("<|image|><|image|>", images=[picture(1), picture(2)])
+    rows = mx.array(prompt.spans[0].rows) - 1
+    assert mx.allclose(features.embeds, expected.inputs_embeds[0][rows])
+    # Several come one after another, each with its own tokens.
+    images = [picture(1), picture(2, 60, 150)]
+    two = media.process("User: <|image|>or<|image|>?", images=images)
+    first, second = (media.process("<|image|>", images=[each]).token_ids[1:] for each in images)
+    text = media.process("User: or?").token_ids
+    assert two.token_ids == [start, *first, *second, *text[1:]]
+    for span, item in zip(two.spans, two.inputs):
+        assert len(span.rows) == model.model.encode(item).embeds.shape[0]
+
+
+def test_pictures_are_not_cut_where_there_are_many(loaded: Callable[[str], LoadedModel]) -> None:
+    """As the processor does it from three on."""
+    model = loaded("deepseek_vl_v2")
+    media = media_of(model)
+    images = [picture(i, 200, 60) for i in range(3)]
+    for count in (1, 2, 3):
+        text = "<image>" * count + "compare"
+        prompt = media.process(text, images=images[:count])
+        whole = media._processor(text=text, images=images[:count])
+        assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
+        crops = [item.arrays["images_spatial_crop"].reshape(-1, 2)[0] for item in prompt.inputs]
+        assert [crop.tolist() for crop in crops] == [[1, 1] if count == 3 else [2, 1]] * count
+        for span, item in zip(prompt.spans, prompt.inputs):
+            assert model.model.encode(item).embeds.shape[0] == len(span.rows)
 
 
 def test_a_clip_of_gemma4_has_frames_with_their_times(

@@ -550,7 +550,6 @@ REFERENCES: dict[str, Reference] = {
         "PaliGemmaForConditionalGeneration",
         _paligemma,
         pictures_first=True,
-        without=("two",),
     ),
     "mistral3": Reference(
         "mistral3", "Mistral3ForConditionalGeneration", _mistral3, joins=_sized, without=("tiny",)

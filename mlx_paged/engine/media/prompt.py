@@ -289,18 +289,18 @@ def prepare(
     _check_places(prompt, by_kind, where)
     settings = model.settings_digest
     used = {kind: iter(found) for kind, found in by_kind.items()}
+    held = [[next(used[span.kind]) for _ in range(span.num_items)] for span in prompt.spans]
     spans = tuple(
         MediaSpan(
             span.offset,
             span.length,
-            _key(next(used[span.kind]), settings, prompt, span, inputs),
+            _key(found, settings, prompt, span, inputs),
             len(span.rows),
             bool(model.is_atomic(span.kind)),
         )
-        for span, inputs in zip(prompt.spans, prompt.inputs)
+        for found, span, inputs in zip(held, prompt.spans, prompt.inputs)
     )
-    used = {kind: iter(found) for kind, found in by_kind.items()}
-    parts = tuple(next(used[span.kind]).part for span in prompt.spans)
+    parts = tuple(found[0].part for found in held)
     return PreparedMedia(prompt, spans, parts)
 
 
@@ -332,7 +332,7 @@ def _check_places(
 ) -> None:
     """A prompt of a program may have too many placeholders, and a template may leave some out."""
     for kind, items in by_kind.items():
-        places = sum(span.kind == kind for span in prompt.spans)
+        places = sum(span.num_items for span in prompt.spans if span.kind == kind)
         if places != len(items):
             raise InvalidMediaError(
                 where,
@@ -341,13 +341,17 @@ def _check_places(
 
 
 def _key(
-    item: MediaItem, settings: bytes, prompt: MediaPrompt, span: Span, inputs: MediaInputs
+    items: Sequence[MediaItem],
+    settings: bytes,
+    prompt: MediaPrompt,
+    span: Span,
+    inputs: MediaInputs,
 ) -> bytes:
     """The identity of what a span holds: source, processor settings, grid, and its tokens."""
     hashed = hashlib.sha256(b"mlx-paged media")
     tokens = np.asarray(prompt.token_ids[span.offset : span.offset + span.length], np.int64)
     rows = np.asarray(span.rows, np.int64) - span.offset
-    parts = [item.digest, settings, tokens.tobytes(), rows.tobytes()]
+    parts = [*(item.digest for item in items), settings, tokens.tobytes(), rows.tobytes()]
     for name, array in sorted(inputs.arrays.items()):
         parts.append(f"{name} {getattr(array, 'shape', None)}".encode())
         if isinstance(array, np.ndarray) and array.size <= _MAX_GRID and array.dtype.kind in "iub":
