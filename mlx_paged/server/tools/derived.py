@@ -474,7 +474,12 @@ def _sections(format: DerivedFormat, reader: Callable[[], CallsReader]) -> Parse
     inner = CallBlockParser((layout.call or layout.section,), layout.ends, reader)
     section = layout.section if layout.call else ""
     end = next(
-        (mark for mark in reversed(layout.ends) if syntax.section_end.strip().endswith(mark)), ""
+        (
+            mark
+            for mark in reversed(layout.ends)
+            if syntax.section_end.strip().endswith(mark) and mark not in syntax.call_end
+        ),
+        "",
     )
     between = (syntax.separator, syntax.section_end.strip().removesuffix(end))
     return format.framed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+from mlx_paged.server.tools.beginnings import Beginnings
 from mlx_paged.server.tools.call_syntax import Hole, Piece
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
 from mlx_paged.server.tools.json_blocks import CLOSERS
@@ -13,7 +14,8 @@ from mlx_paged.server.tools.json_calls import JsonValue, unpacked
 _LONGEST_HEAD = 512  # characters
 _WORDS = {Hole.NAME: r"""[^\s{}<>"'()]{1,256}?""", Hole.ID: r"""[^\s{}<>"']{1,128}?"""}
 _NUMBER = r"\d{1,12}"
-_SPACE = re.compile(r"\s*")
+_SPACES = r"\s*"
+_SPACE = re.compile(_SPACES)
 
 
 class Head:
@@ -40,9 +42,7 @@ class Head:
             else:
                 parts.append(f"(?P<{piece.value}>{_WORDS[piece]})")
         self._whole = re.compile("".join(parts) + r"(?=\s*[{\"])")
-        # (Each part may be where the text ends.)
-        partial = "".join(f"(?:\\Z|{part}" for part in parts) + r"\s*"
-        self._partial = re.compile(re.sub(r"\?P<\w+>", "?:", partial) + ")" * len(parts))
+        self._beginnings = Beginnings([[*parts, _SPACES]])
         self._named = re.compile("".join(parts) + r"\s*")
 
     def match(self, text: str) -> re.Match[str] | None:
@@ -55,7 +55,7 @@ class Head:
 
     def may_begin(self, text: str) -> bool:
         """Whether a text may become a head."""
-        return len(text) < _LONGEST_HEAD and self._partial.fullmatch(text) is not None
+        return len(text) < _LONGEST_HEAD and self._beginnings.has(text)
 
 
 def _units(text: str) -> list[str]:

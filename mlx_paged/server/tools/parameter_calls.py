@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from mlx_paged.server.tools.beginnings import Beginnings
 from mlx_paged.server.tools.call_syntax import ID, KEY, NAME, Parameters
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
@@ -41,10 +42,9 @@ class Pattern:
         whole = "|".join(_renamed("".join(units), i) for i, units in enumerate(parts))
         self.expression: str = _unnamed(f"(?:{whole}){after}")
         self._whole = re.compile(f"(?:{whole}){after}")
-        more = [*(follows.units if follows is not None else [])]
         self.units: list[list[str]] = parts
-        partial = "|".join(_partial([*units, *rest]) for units in parts for rest in more or [[]])
-        self._partial = re.compile(partial)
+        more = follows.units if follows is not None else [[]]
+        self._beginnings = Beginnings([*units, *rest] for units in parts for rest in more)
 
     def match(self, text: str) -> re.Match[str] | None:
         """What a text begins with; whether it is all that there is decides `may_begin`."""
@@ -56,7 +56,7 @@ class Pattern:
 
     def may_begin(self, text: str) -> bool:
         """Whether a text may become one, with what must follow."""
-        return len(text) < _LONGEST and self._partial.fullmatch(text) is not None
+        return len(text) < _LONGEST and self._beginnings.has(text)
 
 
 def _units(text: str) -> list[str]:
@@ -72,10 +72,6 @@ def _units(text: str) -> list[str]:
         else:
             units.append(re.escape(part))
     return units
-
-
-def _partial(units: Sequence[str]) -> str:
-    return "".join(f"(?:\\Z|{_unnamed(unit)}" for unit in units) + ")" * len(units)
 
 
 def _unnamed(expression: str) -> str:
