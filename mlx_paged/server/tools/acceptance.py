@@ -10,6 +10,7 @@ conversation itself.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import json
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 from mlx_paged.server.tools.rewrites import (
     ID_FORMS,
+    ROLES,
     Rewrite,
     Spelling,
     forms_of_tools,
@@ -37,7 +39,7 @@ Tools = Sequence[Mapping[str, Any]]
 #: The chat template: messages and tools to a text. It may raise any error.
 Render = Callable[[Messages, Tools], str]
 
-_MAX_SKELETONS = 300  # renders of a search
+_MAX_SKELETONS = 150  # renders of a search
 _MAX_FORMS = 24  # of the conversation itself, where its skeleton hides why it is refused
 _MAX_MEDIA_FORMS = 6
 _MAX_SHAPES = 256  # of conversations, whose rewrites are remembered
@@ -71,7 +73,7 @@ class TemplateForms:
     def __init__(self, render: Render) -> None:
         self.spelling = spelling_of(render)
         self._rewrites = rewrites(self.spelling)
-        self._found: dict[str, tuple[Rewrite, ...] | None] = {}  # by the shape of conversations
+        self._found: dict[bytes, tuple[Rewrite, ...] | None] = {}  # by the shape of conversations
 
     def rendered(
         self,
@@ -125,7 +127,7 @@ class TemplateForms:
         """
         plain = normal(messages)
         texts = [{**m, "content": _texts(m["content"])} if "content" in m else m for m in plain]
-        kept = [rewrite for rewrite in self._rewrites if not rewrite.is_of_contents]
+        kept = [rewrite for rewrite in self._rewrites if not rewrite.contents]
         chosen = self._cheapest(texts, tools, render, options) or ()
         best = tuple(rewrite for rewrite in chosen if rewrite in kept)
         tried: list[Messages] = []
@@ -152,7 +154,8 @@ class TemplateForms:
             plain: in the normal form.
         """
         short = _shortened(plain)
-        key = repr(([_shape(message) for message in short], bool(tools), options))
+        shapes = repr(([_shape(message) for message in short], bool(tools), options))
+        key = hashlib.sha256(shapes.encode(errors="replace")).digest()
         if key not in self._found:
             small_tools = [_TOOL] if tools else []
             found = _cheapest(
@@ -424,17 +427,40 @@ def _cheapest(
     best: tuple[Rewrite, ...] | None = None
     least = math.inf
     tried: list[Messages] = []
-    for cost, chosen in _subsets(skeleton.messages, known):
-        if cost >= least or len(tried) >= _MAX_SKELETONS:
-            break
+
+    def consider(chosen: tuple[Rewrite, ...]) -> bool:
+        """Keeps rewrites that are better than the best ones so far; returns whether they are."""
+        nonlocal best, least
         form = _applied(skeleton.messages, chosen)
         if form in tried:
-            continue
+            return False
         tried.append(form)
-        penalty = cost + skeleton.penalty(spelled(form, spelling), render)
-        if later is not None and penalty < least:
+        total = sum(rewrite.cost for rewrite in chosen) + skeleton.penalty(
+            spelled(form, spelling), render
+        )
+        if later is not None and total < least:
             form = spelled(_applied(later.messages, chosen), spelling)
-            penalty += _REFUSED_LATER * (later.penalty(form, render) == math.inf)
-        if penalty < least:
-            best, least = chosen, penalty
+            total += _REFUSED_LATER * (later.penalty(form, render) == math.inf)
+        if total >= least:
+            return False
+        best, least = chosen, total
+        return True
+
+    for cost, chosen in _subsets(skeleton.messages, known):
+        if cost >= least:
+            return best
+        if len(tried) >= _MAX_SKELETONS:
+            break
+        consider(chosen)
+    # Much is wrong with it: from everything at once, what is not needed is taken away.
+    useful = _useful(skeleton.messages, known)
+    of_one = [{"lists", *ROLES} - {role} for role in ROLES]  # (lists of one role only)
+    for contents in (set[str](), {*ROLES}, {"lists"}, *of_one):
+        kept = tuple(r for r in useful if not r.contents or r.contents in contents)
+        if not consider(kept):
+            continue
+        for rewrite in sorted(kept, key=lambda rewrite: -rewrite.cost):
+            fewer = tuple(other for other in kept if other is not rewrite)
+            if consider(fewer):
+                kept = fewer
     return best

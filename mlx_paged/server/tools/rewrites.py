@@ -182,13 +182,13 @@ class Rewrite:
     Attributes:
         cost: How far the result is from what was meant.
         lossy: What is lost, for the log; "": nothing.
-        is_of_contents: Whether it is about texts and lists of them.
+        contents: "lists" makes lists of all contents, a role joins its lists; "": it does neither.
     """
 
     apply: Callable[[Messages], Messages]
     cost: int
     lossy: str = ""
-    is_of_contents: bool = False
+    contents: str = ""
 
 
 def rewrites(spelling: Spelling) -> list[Rewrite]:
@@ -209,8 +209,8 @@ def rewrites(spelling: Spelling) -> list[Rewrite]:
         Rewrite(_text_into_result, 10, "text behind results of tools is a part of the last one"),
         Rewrite(_neighbours_joined, 4),
         Rewrite(_user_first, 9, "an empty message of the user is put first"),
-        Rewrite(_as_lists, 1, is_of_contents=True),
-        *(Rewrite(_lists_joined(role), 1, is_of_contents=True) for role in ROLES),
+        Rewrite(_as_lists, 1, contents="lists"),
+        *(Rewrite(_lists_joined(role), 1, contents=role) for role in ROLES),
     ]
 
 

@@ -201,6 +201,24 @@ def test_instructions_and_orders_that_chats_may_have(
         assert "'type'" not in text, text
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_with_everything_that_a_template_may_refuse(
+    renderers: dict[str, Renderer], name: str
+) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    first, second = ("call_1", "now", ZONE), ("call_2", "get_weather", '{"city": "Oslo')
+    messages = [
+        said("hello"), {"role": "developer", "content": parts},
+        {"role": "system", "content": "rule"},
+        user(parts), user("ask"), said("look", [first, second], "hmm"), result("call_2", parts),
+        user("wait"), {"role": "system", "content": parts}, {**said(), "content": parts},
+        said("more"), said(None, [("call_3", "now", "[1]")]), user("next"),
+    ]  # fmt: skip
+    conversation = chat_turn(ChatBody.model_validate({"messages": messages})).conversation
+    text = prompt_of(renderers[name], conversation)
+    assert not [word for word in required(messages) if word not in text], text
+
+
 # --- Anything that the APIs take ------------------------------------------------------------------
 
 
