@@ -41,7 +41,7 @@ from mlx_paged.server.tools.plain_json import JsonFormat, XlamFormat
 from mlx_paged.server.tools.plamo3 import Plamo3Format
 from mlx_paged.server.tools.probe import ARGUMENTS, TOOL, shown
 from mlx_paged.server.tools.pythonic import Llama4PythonicFormat, PythonicFormat
-from mlx_paged.server.tools.qwen3_coder import Qwen3CoderFormat, SeedOssFormat
+from mlx_paged.server.tools.qwen3_coder import MimoFormat, Qwen3CoderFormat, SeedOssFormat
 from mlx_paged.server.tools.solar_open import SolarOpenFormat
 from mlx_paged.server.tools.step3 import Step3Format
 from mlx_paged.server.tools.template import knows_tools
@@ -89,6 +89,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
     Glm45Format,
     Glm47Format,
     SeedOssFormat,
+    MimoFormat,
     Qwen3CoderFormat,
     Granite4Format,
     GraniteFormat,

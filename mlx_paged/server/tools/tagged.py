@@ -114,7 +114,12 @@ class TaggedFormat(ToolFormat):
         # (A call is read without its block, too.)
         others = [*self.begins_call, tags.call, *tags.others]
         return lark.answer(
-            begin, lark.rule(rest), required=required, parallel=parallel, others=others
+            begin,
+            lark.rule(rest),
+            required=required,
+            parallel=parallel,
+            between=tags.newline,
+            others=others,
         )
 
     def _call(self, lark: Lark, tool: Tool) -> str:

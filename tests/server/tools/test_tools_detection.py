@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.tool_families import TOOLS, Family, families
 from support.tool_families.tool_calls import CALL, template
-from support.tool_reading import SmallTokenizer
+from support.tool_reading import SmallTokenizer, Walker
 
 from mlx_paged.engine.reasoning import REASONING_FORMATS
 from mlx_paged.server.tools.answer import answer_reader
@@ -168,3 +170,32 @@ def test_names_in_ids_of_kimi(call_id: str, name: str) -> None:
     list(reader.finish())
     [call] = reader.answer.calls
     assert call.name == name
+
+
+@pytest.mark.parametrize(
+    ("before", "text"), [("\n", "Oslo"), ("", "\nOslo\n")], ids=["lines", "verbatim"]
+)
+def test_the_template_says_whose_the_newlines_around_a_value_are(before: str, text: str) -> None:
+    value = f"<parameter={{{{ k }}}}>{before}{{{{ v }}}}{before}</parameter>\n"
+    calls = each(
+        "<seed:tool_call>\n<function={{ c.function.name }}>\n"
+        f"{{% for k, v in c.function.arguments.items() %}}{value}{{% endfor %}}"
+        "</function>\n</seed:tool_call>"
+    )
+    format = detect(chat(calls), {})
+    assert format is not None
+    assert format.names == ("seed_oss",)
+    written = (
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "</function>\n</seed:tool_call>"
+    )
+    reader = answer_reader(format, None, TOOLS, [], {}, {})
+    list(reader.feed(None, written))
+    list(reader.finish())
+    [call] = reader.answer.calls
+    assert json.loads(call.arguments) == {"city": text}
+    walker = Walker(())
+    lark = format.forced(TOOLS, required=True, parallel=False)
+    tight = written.replace("\nOslo\n", "Oslo")
+    assert walker.accepts(lark, tight) == (before == "")
+    assert walker.accepts(lark, written)
