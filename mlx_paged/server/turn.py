@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from starlette.requests import Request
 
 from mlx_paged.engine.grammar import StructuredOutputs
+from mlx_paged.engine.grammar.dead_ends import without_impossible_parts
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.media.parts import sources_of
 from mlx_paged.engine.media.prompt import PreparedMedia
@@ -218,10 +219,15 @@ async def _constraint_in_time(context: Context, turn: Turn, tools: tuple[Tool, .
     # Which field it is about by now. (A thread changes it.)
     schema_field = own_name("structured_outputs.json", turn.names)
     about: list[tuple[str, Any]] = [(schema_field, turn.structured_outputs)]
-    try:
-        found = await compiler.prepare_async(
-            lambda: _constraint(turn, tools, context.tool_format, about), lambda: about[0]
+
+    async def prepared(*, settles: bool) -> _Constraint:
+        return await compiler.prepare_async(
+            lambda: _constraint(turn, tools, context.tool_format, about, settles=settles),
+            lambda: about[0],
         )
+
+    try:
+        found = await prepared(settles=False)
     except InvalidParameterError as error:
         if error.field != "tools":
             raise
@@ -234,7 +240,13 @@ async def _constraint_in_time(context: Context, turn: Turn, tools: tuple[Tool, .
     except InvalidParameterError as error:
         if found.outputs is turn.structured_outputs:
             raise
-        raise await _error_of_part(context, turn, tools, error) from error
+        try:  # (Parts without a value are rare, and finding them takes longer.)
+            found = await prepared(settles=True)
+            assert found.outputs is not None
+            await compiler.compile_async(found.outputs)
+        except InvalidParameterError:
+            raise await _error_of_part(context, turn, tools, error) from error
+        return found
     if found.outputs is turn.structured_outputs:
         relaxed = tuple(own_name(path, found.names) for path in compiled.relaxed)
         return found._replace(relaxed=relaxed)
@@ -272,11 +284,14 @@ def _constraint(
     tools: tuple[Tool, ...],
     tool_format: ToolFormat | None,
     about: list[tuple[str, Any]],
+    *,
+    settles: bool = False,
 ) -> _Constraint:
     """The grammar of an answer, and which parts of schemas it leaves out; None: it is free.
 
     Args:
         about: its item is kept at the field that is worked on, and its value.
+        settles: find the parts of tools' schemas that have no value.
 
     Raises:
         ApiError, InvalidParameterError: a schema that is none, or (strict) cannot be enforced.
@@ -297,7 +312,9 @@ def _constraint(
         others = {key: value for key, value in tool.parameters.items() if key not in counts}
         closed = arguments_schema(others)
         found = prepare_schema(closed, strict=tool.strict, field=tool.field)
-        schema_of_tool = {**cast(dict[str, Any], found.schema), **counts}
+        ready = cast(dict[str, Any], found.schema)
+        settled = without_impossible_parts(ready) if settles else ready
+        schema_of_tool = {**(settled if isinstance(settled, dict) else ready), **counts}
         prepared.append(replace(tool, parameters=schema_of_tool))
         relaxed += found.relaxed
         left_out = refuse_or_tell(

@@ -171,6 +171,24 @@ def test_a_pattern_that_is_none_is_refused(compiler: GrammarCompiler, pattern: s
         compiled(compiler, {"type": "string", "pattern": pattern})
 
 
+@pytest.mark.parametrize(
+    ("bounds", "valid", "invalid"),
+    [
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ["1.25", "1.01"], ["1", "1.0", "1.5"]),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.01"], ["0", "0.0", "0.51"]),
+        ({"minimum": -2.5, "exclusiveMaximum": -2}, ["-2.5", "-2.25"], ["-2", "-2.0"]),
+        ({"exclusiveMinimum": -3, "maximum": -2.5}, ["-2.5", "-2.75"], ["-3", "-3.0"]),
+        ({"minimum": 1.5, "exclusiveMaximum": 2}, ["1.5", "1.75"], ["2", "2.0"]),
+    ],
+)
+def test_an_excluded_whole_number_is_no_answer(
+    compiler: GrammarCompiler, bounds: dict[str, Any], valid: list[str], invalid: list[str]
+) -> None:
+    schema = {"type": "number", **bounds}
+    assert [text for text in valid if not accepts(compiler, schema, text)] == []
+    assert [text for text in invalid if accepts(compiler, schema, text)] == []
+
+
 # --- Limits ---------------------------------------------------------------------------------------
 
 

@@ -9,16 +9,16 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
+from support.grammar_walks import Formats, Walks, is_beyond
 from support.models import embedded
 from support.structured_schemas import REFUSED, SCHEMAS, Schema
 
@@ -26,13 +26,10 @@ from mlx_paged import SamplingParams
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from mlx_paged.engine.grammar.follower import Follower, FollowerRules, fill_masks
 from mlx_paged.errors import InvalidParameterError
 
 SUITE = Path(__file__).parents[1] / "data/json_schema_test_suite/draft2020-12"
 TIMES = int(os.environ.get("MLX_PAGED_WALKS", "1"))
-MOST_TOKENS = 200
-PREFERRED = ('"', "}", "]", ",", ":", "0", "1", "5", '"}', '"]', '":', "},")
 
 
 @pytest.fixture(scope="module")
@@ -51,87 +48,11 @@ def accepts(compiler: GrammarCompiler, grammar: CompiledGrammar, text: str) -> b
     return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
 
 
-class Formats(FormatChecker):
-    """jsonschema's checks of formats, but for what a grammar cannot prevent."""
-
-    def check(self, instance: object, format: str) -> None:
-        if not (isinstance(instance, str) and is_beyond(format, instance)):
-            Draft202012Validator.FORMAT_CHECKER.check(instance, format)
-
-
 def errors_of(schema: Any, value: Any) -> Iterator[ValidationError]:
     return Draft202012Validator(schema, format_checker=Formats()).iter_errors(value)
 
 
-def is_beyond(name: str, value: str) -> bool:
-    """Whether a text has what llguidance's patterns of formats cannot tell: the 29th of February
-    of other years, seconds of 60, the length of all labels and what punycode stands for."""
-    if name in ("date", "date-time") and "-02-29" in value:
-        return True
-    if name in ("time", "date-time") and re.search(r":60(?!\d)", value):
-        return True
-    return name == "hostname" and (len(value) > 253 or "xn--" in value.lower())
-
-
 # --- Walks ----------------------------------------------------------------------------------------
-
-
-class Walks:
-    """Random walks through grammars, many at once, as a step of the engine makes its masks."""
-
-    def __init__(self, compiler: GrammarCompiler, seed: int) -> None:
-        self._compiler = compiler
-        self._rng = np.random.default_rng(seed)
-        tokens = [compiler.tokenizer.tokenize_str(text) for text in PREFERRED]
-        self._preferred = np.array([found[0] for found in tokens if len(found) == 1])
-        self._eos = np.array(sorted(compiler.eos_token_ids))
-
-    def run(self, grammars: Sequence[CompiledGrammar]) -> list[str | None]:
-        """The text of an answer for each grammar; None: it was cut."""
-        num_words = self._compiler.num_words
-        followers = [
-            Follower(
-                FollowerRules(g, eos_token_ids=self._compiler.eos_token_ids, num_words=num_words), 0
-            )
-            for g in grammars
-        ]
-        answers: list[list[int]] = [[] for _ in grammars]
-        texts: list[str | None] = [None] * len(grammars)
-        going = list(range(len(grammars)))
-        for step in range(MOST_TOKENS):
-            words = np.zeros((len(going), num_words), np.int32)
-            fill_masks([followers[i] for i in going], words)
-            left = []
-            for place, i in enumerate(going):
-                assert followers[i].failed is None, followers[i].failed
-                token = self._choose(words[place], step)
-                if token in self._eos:
-                    texts[i] = self._text(answers[i])
-                    continue
-                answers[i].append(token)
-                followers[i].follow(answers[i])
-                if followers[i].is_complete:
-                    texts[i] = self._text(answers[i])
-                else:
-                    left.append(i)
-            going = left
-            if not going:
-                break
-        return texts
-
-    def _choose(self, words: np.ndarray, step: int) -> int:
-        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        assert len(allowed), "no token may follow"
-        if step > 60 and (end := np.intersect1d(allowed, self._eos)).size:
-            return int(end[0])
-        if self._rng.random() < (0.35 if step < 60 else 0.9):
-            liked = self._preferred[np.isin(self._preferred, allowed)]
-            if len(liked):
-                return int(self._rng.choice(liked))
-        return int(self._rng.choice(allowed))
-
-    def _text(self, tokens: list[int]) -> str:
-        return self._compiler.tokenizer.decode_bytes(tokens).decode()
 
 
 def require_valid(schema: Any, text: str) -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from support.server_helpers import ENGINE, RunningServer, running
 
-from mlx_paged.engine.grammar import compiler
+from mlx_paged.engine.grammar import probe
 from mlx_paged.server.config import ServerConfig
 
 ASK: list[Any] = [{"role": "user", "content": "Describe something."}]
@@ -134,7 +134,7 @@ def test_what_fails_within_an_answer_is_not_tried_again(server: RunningServer) -
     def post(client: httpx.Client, **more: Any) -> httpx.Response:
         return client.post(CHATS, json={**body, **more})
 
-    with mock.patch.object(compiler, "_PROBES", ()), server.client() as client:
+    with mock.patch.object(probe, "LENGTHS", ()), server.client() as client:
         answer = post(client)
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
-import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -21,27 +18,17 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from mlx_paged.engine.grammar import lark
+from mlx_paged.engine.grammar import lark, probe
 from mlx_paged.engine.grammar.limits import LIMITS, is_limit
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.grammar.schema_errors import one_line
 from mlx_paged.engine.grammar.structured_outputs import StructuredOutputs
-from mlx_paged.engine.grammar.subschemas import subschemas
 from mlx_paged.engine.reasoning import added_tokens
 from mlx_paged.errors import InvalidParameterError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# How far a grammar is followed when it is compiled, several times, to find out whether it exceeds
-# the limits or ends where no token may follow: a few tokens, and more where they take long.
-_PROBES = (32, 16, 16)  # tokens
-_LONGEST_PROBE = 192
-_SLOW_TOKEN = 0.002  # seconds
-_COUNTS = re.compile(r"\{\d*,?\d*\}")
-_MOST_PATTERNS = 64
-_PROBE_SECONDS = 0.5  # of this thread; where probes take longer, they go no further
 
 # Grammars that are compiled at the same time; others wait. (Those that were refused as they took
 # too long count until they end.)
@@ -222,27 +209,29 @@ class GrammarCompiler:
         if not compiled.first_mask.any():
             expected = "a grammar that some answer follows"
             raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
-        for pattern in _counting_patterns(schemas):
-            self._probe_pattern(pattern, wanted)
-        deadline = time.thread_time() + _PROBE_SECONDS
-        for seed, num_tokens in enumerate(_PROBES):
-            _require_no_error(_probed(compiled, seed, num_tokens, deadline), wanted)
+        prober = probe.Prober()
+        for pattern in probe.counting_patterns(schemas):
+            # (A probe of the whole grammar may not get to the texts that have it.)
+            alone = self._grammar_of_pattern(pattern)
+            if alone is not None:
+                _require_no_error(
+                    prober.run(alone.matcher(), alone.first_mask, 0, max(probe.LENGTHS)), wanted
+                )
+        for seed, length in enumerate(probe.LENGTHS):
+            _require_no_error(
+                prober.run(compiled.matcher(), compiled.first_mask, seed, length), wanted
+            )
         if relaxed:
             logger.warning("structured outputs are not enforced in %s", ", ".join(relaxed))
         return compiled
 
-    def _probe_pattern(self, pattern: str, wanted: StructuredOutputs) -> None:
-        """Refuses a grammar for a pattern in it that alone exceeds the limits.
-
-        (A probe of the whole grammar may not get to the texts that have it.)
-        """
-        schema = {"type": "string", "pattern": pattern, "x-guidance": {"whitespace_pattern": ""}}
+    def _grammar_of_pattern(self, pattern: str) -> CompiledGrammar | None:
+        """A grammar of the texts that have a pattern; None: it cannot be compiled alone."""
+        schema = {"type": "string", "pattern": pattern}
         text = LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=LIMITS)
         compiled = CompiledGrammar(matcher, self.tokenizer, (), self.num_words)
-        if not matcher.is_error():
-            deadline = time.thread_time() + _PROBE_SECONDS
-            _require_no_error(_probed(compiled, 0, max(_PROBES, default=0), deadline), wanted)
+        return None if matcher.is_error() else compiled
 
     def _grammar_of(self, wanted: StructuredOutputs) -> tuple[str, tuple[str, ...], list[Any]]:
         """llguidance's grammar, what was relaxed, and the schemas in it."""
@@ -280,33 +269,6 @@ class GrammarCompiler:
         return json.dumps(grammars, ensure_ascii=False), all_relaxed, all_schemas
 
 
-def _probed(compiled: CompiledGrammar, seed: int, least: int, deadline: float) -> LLMatcher:
-    """A matcher of a grammar after the beginning of a random answer; it may have failed.
-
-    Args:
-        least: tokens of it.
-        deadline: when to end, by `time.thread_time`.
-    """
-    matcher, words = compiled.matcher(), compiled.first_mask.copy()
-    rng = random.Random(seed)
-    began = time.thread_time()
-    for num_tokens in range(1, _LONGEST_PROBE):
-        taken = np.flatnonzero(words)
-        word = int(taken[rng.randrange(len(taken))])
-        bits = int(words[word]) & 0xFFFFFFFF
-        token = rng.choice([32 * word + bit for bit in range(32) if bits >> bit & 1])
-        if not matcher.consume_token(token) or matcher.is_stopped():
-            break
-        now = time.thread_time()
-        is_slow = now - began > _SLOW_TOKEN * num_tokens
-        if num_tokens >= least and (now > deadline or not is_slow):
-            break
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if matcher.is_error():
-            break
-    return matcher
-
-
 def _require_no_error(matcher: LLMatcher, wanted: StructuredOutputs) -> None:
     if matcher.is_error():
         error = matcher.get_error().partition("<state>")[0]
@@ -316,17 +278,6 @@ def _require_no_error(matcher: LLMatcher, wanted: StructuredOutputs) -> None:
         elif is_limit(error):
             expected = f"a grammar within the limits of this server ({one_line(error)})"
         raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
-
-
-def _counting_patterns(schemas: list[Any]) -> list[str]:
-    """The patterns in schemas that count repetitions, which may have any number of states."""
-    found: dict[str, None] = {}
-    for schema in schemas:
-        for _, each in subschemas(schema):
-            by_pattern = each.get("patternProperties")
-            given = [each.get("pattern"), *(by_pattern if isinstance(by_pattern, dict) else ())]
-            found |= {p: None for p in given if isinstance(p, str) and _COUNTS.search(p)}
-    return list(found)[:_MOST_PATTERNS]
 
 
 def _is_spent(compiled: Future[CompiledGrammar]) -> bool:

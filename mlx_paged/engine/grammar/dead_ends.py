@@ -15,6 +15,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
+from mlx_paged.engine.grammar.subschemas import Schema, mapped
+
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 # JSON spells other control characters as \u escapes only.
 _WITHOUT_SHORT_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
@@ -40,6 +42,24 @@ class DeadEnds:
         if isinstance(patterns, dict) and len(patterns) * len(self._names) <= _MOST_NAMES:
             _settle_names(schema, self._names, self._tester)
         return _with_spelled_texts(schema, self._tester)
+
+
+def without_impossible_parts(schema: dict[str, Any]) -> Schema:
+    """A schema of the same values in which each part without one is False, where it is known.
+
+    (llguidance does this by itself in a schema, but not in a grammar that is made of its parts.)
+    """
+    options = {"lenient": True, "coerce_one_of": True}
+    around: dict[str, Any] = {k: v for k, v in schema.items() if k in ("$defs", "definitions")}
+
+    def change(each: dict[str, Any]) -> Schema | None:
+        if "$ref" in each and not around:
+            return None
+        alone = {**around, **each, "x-guidance": options}
+        return None if _has_value(json.dumps(alone, ensure_ascii=False), "") else False
+
+    found: Schema = mapped(schema, change)
+    return found
 
 
 # Names.

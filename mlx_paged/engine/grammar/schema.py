@@ -57,6 +57,8 @@ _EMPTY: Mapping[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": lambda v: v is True or v == {},
     "uniqueItems": lambda v: v is False,
 }
+# A number that differs by less from an excluded bound is none that an answer would have.
+_NEXT = 1e-9
 _SATISFIABLE = "a JSON schema for which there is a value"
 # With these beside it, what a keyword calls unevaluated depends on the value.
 _APPLICATORS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
@@ -245,7 +247,7 @@ def _final(schema: dict[str, Any], options: dict[str, Any], field: str) -> dict[
         if error is not None:
             expected = f"a schema whose patterns can be enforced ({one_line(error)})"
             raise InvalidParameterError(field, expected, schema)
-    final = _without_dead_ends(quoted, options)
+    final = _without_dead_ends(mapped(quoted, _mend_bounds), options)
     if isinstance(final, dict):
         final = _with_one_spelling(final, options)
         spelled = _without_dead_ends(final, final["x-guidance"])
@@ -263,6 +265,26 @@ def _without_dead_ends(schema: dict[str, Any], options: dict[str, Any]) -> Schem
     names = {name: None for _, each in subschemas(schema) for name in _names_of(each)}
     found: Schema = mapped(schema, DeadEnds(options, list(names)).take_out)
     return found
+
+
+def _mend_bounds(schema: dict[str, Any]) -> None:
+    """Moves whole numbers out of ranges that exclude them: llguidance 1.9.1 lets ``1`` pass for a
+    number above 1 and below 1.5."""
+    bounds = [schema.get(key) for key in ("minimum", "maximum")]
+    open_bounds = [schema.get(key) for key in ("exclusiveMinimum", "exclusiveMaximum")]
+    if not all(v is None or isinstance(v, (int, float)) for v in (*bounds, *open_bounds)):
+        return
+    lowest, highest = ([v for v in pair if v is not None] for pair in zip(bounds, open_bounds))
+    if not lowest or not highest or not 0 < min(highest) - max(lowest) < 1:
+        return
+    for key, value, other, sign in (
+        ("exclusiveMinimum", open_bounds[0], "minimum", 1),
+        ("exclusiveMaximum", open_bounds[1], "maximum", -1),
+    ):
+        if value is not None and value == int(value):
+            moved, given = value + sign * _NEXT, schema.get(other, value)
+            schema[other] = max(moved, given) if sign > 0 else min(moved, given)
+            del schema[key]
 
 
 def _quote_patterns(schema: dict[str, Any]) -> None:

@@ -84,6 +84,8 @@ def types_of(
     """The JSON types that a value may have. (All, where it takes too long to find out.)"""
     budget = budget or Budget()
     schema = resolved(schema, root)
+    if schema is False:
+        return frozenset()
     if not isinstance(schema, Mapping) or depth > 16 or not budget.spend():
         return ALL_TYPES
     types = ALL_TYPES

@@ -65,7 +65,7 @@ def test_properties_that_are_not_listed_are_not_written(name: str) -> None:
     tool = Tool("f", parameters={"type": "object", **parameters})
     wanted = Turn(Conversation(()), (tool,), ToolChoice("required"))
     format = format_of(name, walker.tokenizer.added)
-    constraint, relaxed = _constraint(wanted, (tool,), format, [("tools", None)])
+    constraint, relaxed, _ = _constraint(wanted, (tool,), format, [("tools", None)])
     assert constraint is not None and not relaxed
     calls = {
         "hermes": '<tool_call>\n{"name": "f", "arguments": {"city": "Oslo"%s}}\n</tool_call>',

@@ -1,0 +1,72 @@
+"""Follows a grammar a little way, to find out before any answer whether it exceeds the limits."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from mlx_paged.engine.grammar.subschemas import subschemas
+
+#: Tokens of each probe of a grammar.
+LENGTHS = (32, 16, 16)
+
+# Where the masks take long, states may be growing without bounds: those are followed further.
+_SLOW_MASK = 0.01
+_LONGEST = 192  # tokens
+# Seconds of this thread's work for all probes of a grammar, and for those whose masks take long.
+_SECONDS, _SECONDS_IF_SLOW = 0.1, 1.0
+_COUNTS = re.compile(r"\{\d*,?\d*\}")
+_MOST_PATTERNS = 64
+
+
+class Prober:
+    """Writes the beginnings of random answers; what fails on one must not be accepted."""
+
+    def __init__(self) -> None:
+        self._began = time.thread_time()
+
+    def run(
+        self, matcher: LLMatcher, first_mask: npt.NDArray[np.int32], seed: int, length: int
+    ) -> LLMatcher:
+        """A matcher after the beginning of an answer; it may have failed.
+
+        Args:
+            matcher: at the beginning of an answer; it is this one that is returned.
+            first_mask: ``[num_words]``; what may come first.
+            length: tokens to follow.
+        """
+        words, rng = first_mask.copy(), random.Random(seed)
+        is_slow = False
+        for num_tokens in range(1, _LONGEST):
+            taken = np.flatnonzero(words)
+            word = int(taken[rng.randrange(len(taken))])
+            bits = int(words[word]) & 0xFFFFFFFF
+            token = rng.choice([32 * word + bit for bit in range(32) if bits >> bit & 1])
+            before = time.thread_time()
+            if not matcher.consume_token(token) or matcher.is_stopped():
+                break
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            now = time.thread_time()
+            is_slow = now - before > _SLOW_MASK
+            is_long = now - self._began > (_SECONDS_IF_SLOW if is_slow else _SECONDS)
+            if matcher.is_error() or is_long or (num_tokens >= length and not is_slow):
+                break
+        return matcher
+
+
+def counting_patterns(schemas: Iterable[Any]) -> list[str]:
+    """The patterns in schemas that count repetitions, which may have any number of states."""
+    found: dict[str, None] = {}
+    for schema in schemas:
+        for _, each in subschemas(schema):
+            by_pattern = each.get("patternProperties")
+            given = [each.get("pattern"), *(by_pattern if isinstance(by_pattern, dict) else ())]
+            found |= {p: None for p in given if isinstance(p, str) and _COUNTS.search(p)}
+    return list(found)[:_MOST_PATTERNS]
