@@ -401,7 +401,10 @@ def conform(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]
     module = _module(inner)
     for deviation in DEVIATIONS:
         if module in deviation.modules or deviation.modules == ("every module",):
-            deviation.mend(inner, section, reference)
+            changed = deviation.mend(inner, section, reference)
+            if changed and deviation.mend is _windows and inner is not model:
+                # (Wrappers make the caches of their text model.)
+                _override(model, "make_cache", lambda self: _text_model(self).make_cache())
 
 
 def _text_model(model: Any) -> Any:

@@ -180,15 +180,18 @@ def _media_family(path: Path) -> tuple[MediaFamily | None, str | None]:
 
 def _has_towers(path: Path) -> bool:
     """Whether a checkpoint has more weights than a language model's. (mlx-lm leaves them out.)"""
+    return any(part in name for name in _weight_names(path) for part in _TOWERS)
+
+
+def _weight_names(path: Path) -> list[str]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = list(json.loads(index.read_text()).get("weight_map", {}))
-    else:
-        names = []
-        for file in path.glob("*.safetensors"):
-            with safe_open(file, framework="numpy") as weights:
-                names += list(weights.keys())
-    return any(part in name for name in names for part in _TOWERS)
+        return list(json.loads(index.read_text()).get("weight_map", {}))
+    names: list[str] = []
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as weights:
+            names += list(weights.keys())
+    return names
 
 
 def _load_multimodal(
@@ -215,6 +218,7 @@ def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """mlx-lm's `load`, also of embedding models that were saved without their output projection."""
     path = _download(name)
     config = load_config(path)
+    has_head = any(name.endswith("lm_head.weight") for name in _weight_names(path))
     errors: list[Exception] = []
     # Checkpoints written for mlx-lm leave out fields that have mlx-lm's defaults. Where these and
     # transformers' make different modules, the weights tell which were meant.
@@ -222,7 +226,7 @@ def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         try:
             model, loaded = load_model(
                 path,
-                model_config=mlx_lm_config(config, fill=fill),
+                model_config=mlx_lm_config(config, fill=fill, has_head=has_head),
                 get_model_classes=_classes,
             )
             model.__class__ = type(model).__mro__[1]  # (without what `renaming` added)

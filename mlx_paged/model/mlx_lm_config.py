@@ -28,11 +28,15 @@ _WRAPPED = {
 }
 
 
-def mlx_lm_config(config: Mapping[str, Any], *, fill: bool = True) -> Config:
+def mlx_lm_config(
+    config: Mapping[str, Any], *, fill: bool = True, has_head: bool | None = None
+) -> Config:
     """What mlx-lm should be given for a ``config.json``.
 
     Args:
         fill: see `normalize`.
+        has_head: The files have weights of an output projection. The text model of a multimodal
+            one is tied without: transformers 4 and 5 read different fields for that.
 
     Raises:
         UnsupportedModelError: mlx-lm's module cannot express the config; it names the field.
@@ -45,6 +49,11 @@ def mlx_lm_config(config: Mapping[str, Any], *, fill: bool = True) -> Config:
     for name in ("text_config", "llm_config", "language_config"):
         section = found.get(name)
         if isinstance(section, dict):
+            # (Some wrappers take the vocabulary's size from beside the section.)
+            if found.get("vocab_size") is None and section.get("vocab_size") is not None:
+                found["vocab_size"] = section["vocab_size"]
+            if has_head is not None:
+                section["tie_word_embeddings"] = not has_head
             _write_section(section, module_of(section) if "model_type" in section else "")
     wrapper = _WRAPPED.get(str(found.get("model_type")))
     if found.get("model_type") == "llama4_text" and found.get("num_local_experts", 0) > 0:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.models import embedded
-from support.reference_configs import REFERENCES, scaled_references
+from support.reference_configs import REFERENCES, TEXT_OF_MULTIMODAL, scaled_references
 from support.reference_models import MISSING, TOLERANCE, differences, save
 
 # isort: split
@@ -55,6 +55,12 @@ def test_weights_under_the_names_of_transformers_own_modules(name: str, tmp_path
 @pytest.mark.parametrize("name", sorted(SCALED))
 def test_every_type_of_rope_scaling(name: str, tmp_path: Path) -> None:
     found = differences(SCALED[name], tmp_path)
+    assert all(difference < TOLERANCE for difference in found), found
+
+
+@pytest.mark.parametrize("name", sorted(TEXT_OF_MULTIMODAL))
+def test_text_models_of_multimodal_checkpoints(name: str, tmp_path: Path) -> None:
+    found = differences(TEXT_OF_MULTIMODAL[name], tmp_path)
     assert all(difference < TOLERANCE for difference in found), found
 
 

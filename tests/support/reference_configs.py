@@ -62,6 +62,7 @@ class Reference:
         model_type: as transformers names it.
         config: fields beside `BASE`.
         text: fields of ``text_config``, beside `BASE`, which is then not in `config`.
+        vision: fields of ``vision_config``. The tower's weights are not saved.
         architecture: transformers' class; None: the one for causal language models.
         bare: `BASE` is left out.
     """
@@ -69,6 +70,7 @@ class Reference:
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     text: dict[str, Any] | None = None
+    vision: dict[str, Any] | None = None
     architecture: str | None = None
     bare: bool = False
 
@@ -643,6 +645,56 @@ REFERENCES: dict[str, Reference] = {
     "starcoder2": Reference("starcoder2", {"sliding_window": None}),
     "starcoder2-window": Reference("starcoder2", {"sliding_window": WINDOW}),
 }
+
+_TOWER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+}
+_MROPE = {"rope_parameters": plain(1e6, mrope_section=[2, 3, 3])}
+#: Multimodal models whose towers are left out of the files: configs have a section for text.
+TEXT_OF_MULTIMODAL: dict[str, Reference] = {
+    "gemma3": Reference(
+        "gemma3",
+        text={**HEAD, "sliding_window": WINDOW, "num_hidden_layers": 6},
+        vision={**_TOWER, "intermediate_size": 32, "patch_size": 14, "image_size": 28},
+        architecture="Gemma3ForConditionalGeneration",
+    ),
+    "gemma4": Reference(
+        "gemma4",
+        text={**GEMMA4, "pad_token_id": 0},
+        vision={**_TOWER, "intermediate_size": 32, "head_dim": 16},
+        architecture="Gemma4ForConditionalGeneration",
+    ),
+    "mistral3": Reference(
+        "mistral3",
+        text={**HEAD, "model_type": "mistral", "sliding_window": WINDOW},
+        vision={**_TOWER, "model_type": "pixtral", "intermediate_size": 32, "head_dim": 16,
+                "patch_size": 14, "image_size": 28},
+        architecture="Mistral3ForConditionalGeneration",
+    ),
+    "qwen2_vl": Reference(
+        "qwen2_vl",
+        text=_MROPE,
+        vision={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        architecture="Qwen2VLForConditionalGeneration",
+    ),
+    "qwen3_5": Reference(
+        "qwen3_5",
+        text=REFERENCES["qwen3_5_text"].config,
+        vision=_QWEN_TOWER,
+        architecture="Qwen3_5ForConditionalGeneration",
+    ),
+    "qwen3_vl": Reference(
+        "qwen3_vl",
+        text={**HEAD, **_MROPE},
+        vision={**_QWEN_TOWER, "deepstack_visual_indexes": []},
+        architecture="Qwen3VLForConditionalGeneration",
+    ),
+}  # fmt: skip
 
 # Families that other types of RoPE scaling are tried with: the plain module, a part of each head,
 # one scaling per layer type, latent attention, and modules of families' own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ MISSING = (
 )
 
 
+_TOWERS = re.compile("vision|visual|projector|audio|image")
+
+
 def save(reference: Reference, path: Path, *, seed: int = 0, original: bool = True) -> Any:
     """Saves a small model with random weights by transformers' `save_pretrained`.
 
@@ -46,6 +50,8 @@ def save(reference: Reference, path: Path, *, seed: int = 0, original: bool = Tr
     fields.setdefault("eos_token_id", 2)
     if reference.text is not None:
         fields = {**reference.config, "text_config": {**BASE, **reference.text}}
+    if reference.vision is not None:
+        fields["vision_config"] = reference.vision
     config = transformers.CONFIG_MAPPING[reference.model_type](**fields)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
@@ -69,7 +75,10 @@ def save(reference: Reference, path: Path, *, seed: int = 0, original: bool = Tr
                 weight.mul_(1.2 / (weight.std() * weight.shape[-1] ** 0.5))
             if "indexer.wk" in name:
                 weight.mul_(0.01)  # (so small that the epsilon of its norm matters)
-    model.eval().save_pretrained(path, save_original_format=original)
+    weights = None
+    if reference.vision is not None:
+        weights = {n: w for n, w in model.state_dict().items() if not _TOWERS.search(n)}
+    model.eval().save_pretrained(path, state_dict=weights, save_original_format=original)
     return model
 
 
