@@ -122,6 +122,29 @@ def _activation(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     return True
 
 
+_ACTIVATION_FIELDS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
+_SYNONYMS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+
+
+def _require_activation(model: Any, config: Mapping[str, Any], reference: Any) -> None:
+    """Refuses an activation that the module does not read, where the family has another.
+
+    Raises:
+        UnsupportedModelError: it names the field.
+    """
+    arguments = getattr(getattr(model, "args", None), "__dict__", {})
+    for field in _ACTIVATION_FIELDS:
+        given, usual = getattr(reference, field, None), getattr(type(reference), field, None)
+        if field in arguments or not isinstance(given, str) or not isinstance(usual, str):
+            continue
+        if _SYNONYMS.get(given, given) != _SYNONYMS.get(usual, usual):
+            raise UnsupportedModelError(
+                str(config.get("model_type")),
+                f"mlx-lm's code of it has the activation {usual!r}, but config.json says "
+                f"{field}: {given!r}",
+            )
+
+
 def _expert_groups(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """Experts of other groups are out, also where a bias makes all scores of a group negative."""
 
@@ -388,6 +411,9 @@ def conform(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]
     Args:
         config: as `mlx_lm_config` wrote it.
         file: the ``config.json`` as it is.
+
+    Raises:
+        UnsupportedModelError: the config asks for what the model cannot be made to compute.
     """
     inner, section, reference = _text_model(model), config, reference_of(file)
     text = config.get("text_config")
@@ -399,6 +425,8 @@ def conform(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]
             found = reference_of(given)
         reference = reference if given is None else found
     module = _module(inner)
+    if reference is not None and module not in _MLPS:
+        _require_activation(inner, section, reference)
     for deviation in DEVIATIONS:
         if module in deviation.modules or deviation.modules == ("every module",):
             changed = deviation.mend(inner, section, reference)

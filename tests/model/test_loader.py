@@ -207,6 +207,21 @@ def test_a_config_that_lacks_a_field(directory: Path) -> None:
     refused(directory, "hidden_size")
 
 
+def test_an_activation_that_mlx_lm_does_not_read_is_refused_by_name(directory: Path) -> None:
+    rewrite_config(directory, lambda config: config.update(hidden_act="gelu"))
+    with pytest.raises(UnsupportedModelError, match=r"'silu'.*hidden_act: 'gelu'"):
+        load(directory)
+    rewrite_config(directory, lambda config: config.update(hidden_act="swish"))
+    load(directory)
+
+
+def test_layers_of_different_sizes_are_refused_by_name(directory: Path) -> None:
+    sizes = {"1": {"intermediate_size": 32}}
+    rewrite_config(directory, lambda config: config.update(per_layer_config=sizes))
+    with pytest.raises(UnsupportedModelError, match="per_layer_config"):
+        load(directory)
+
+
 def test_a_config_with_a_field_of_the_wrong_type(directory: Path) -> None:
     rewrite_config(directory, lambda config: config.update(hidden_size="many"))
     refused(directory, "")
