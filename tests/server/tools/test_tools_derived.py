@@ -251,6 +251,27 @@ def test_damaged_answers_lose_nothing(template: Invented) -> None:
         assert summary(other) == summary(answer), text
 
 
+@pytest.mark.parametrize("name", ["identified", "special_tokens", "identified_parameters"])
+def test_a_section_without_a_call_is_text(name: str) -> None:
+    [template] = [t for t in TEMPLATES if t.name == name]
+    walker, format = derived(probe_of(template), template.tokens)
+    assert isinstance(format, DerivedFormat)
+    syntax = format.syntax
+    text = f"A {syntax.section_start.strip()} {syntax.section_end.strip()} B"
+    answer, _ = read(format, TOOLS, walker.tokenizer.added, walker.tokenizer.encode(text))
+    assert (answer.content, answer.calls) == (text, [])
+
+
+@pytest.mark.parametrize("name", ["elements", "identified_parameters", "attributes"])
+def test_a_value_may_have_its_own_end(name: str) -> None:
+    """It ends only where another parameter, or the call's end, follows."""
+    [template] = [t for t in TEMPLATES if t.name == name]
+    walker, format = derived(probe_of(template), ())
+    calls = [("write_file", {"path": "a</path>b<|/value|>c</arg>", "text": "d</text> e"})]
+    text = rendered(template, calls, "Before.\n")
+    check_reading(format, walker.tokenizer, text, calls)
+
+
 def test_listed_formats_come_first(caplog: pytest.LogCaptureFixture) -> None:
     [attributes] = [t for t in TEMPLATES if t.name == "attributes"]
     with caplog.at_level(logging.INFO):
