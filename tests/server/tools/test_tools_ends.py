@@ -17,15 +17,16 @@ CASES = [
 ]
 
 
-def answer_of(family: Family, text: str, end: str, *, shown: bool) -> Answer:
+def answer_of(family: Family, text: str, end: str, *, shown: bool, is_end: bool = True) -> Answer:
     """What is in an answer that a token ends.
 
     Args:
         shown: whether the text of that token comes, as with `ignore_eos`.
+        is_end: whether it is an end token of the model, or one that the request named.
     """
     tokenizer = SmallTokenizer(family.tokens)
     format = format_of(family.name, tokenizer.added, family.template)
-    reader = answer_reader(format, None, family.tools, [], tokenizer.added, {}, ends=[end])
+    reader = answer_reader(format, None, family.tools, [], tokenizer.added, {}, ends=[end] * is_end)
     for token, piece in tokenizer.encode(text):
         reader.feed(token, piece)
     reader.feed(tokenizer.added[end], end if shown else "")
@@ -39,6 +40,13 @@ def test_an_end_token_is_no_text(family: Family, end: str) -> None:
         answer = answer_of(family, text, end, shown=False)
         assert end not in answer.content and not answer.calls
         assert answer.content.startswith("Hello")
+
+
+def test_a_token_that_a_request_stops_at_is_no_text() -> None:
+    [family] = [family for family in FAMILIES if family.name == "granite"]
+    for end in ("<|end_of_text|>", "<|tool_call|>"):
+        answer = answer_of(family, "Hello.", end, shown=False, is_end=False)
+        assert answer.content == "Hello."
 
 
 @pytest.mark.parametrize("shown", [False, True])
