@@ -225,13 +225,18 @@ def _yarn(
 def _longrope(
     parameters: Mapping[str, Any], plain: np.ndarray, config: Mapping[str, Any]
 ) -> tuple[np.ndarray, float]:
-    """The factors of contexts beyond the original length, for all (as in mlx-lm and vLLM)."""
+    """The factors of contexts beyond the original length, for all (as in mlx-lm and vLLM).
+
+    A model that has no such contexts takes the factors of short ones.
+    """
     length = parameters["original_max_position_embeddings"]
-    factor = parameters.get("factor") or config.get("max_position_embeddings", length) / length
+    longest = config.get("max_position_embeddings") or length
+    factor = parameters.get("factor") or longest / length
     scale = parameters.get("attention_factor")
     if scale is None:
         # (Phi-3.5-MoE has one for long contexts)
         scale = parameters.get("long_mscale") or (
             1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
         )
-    return np.array(parameters["long_factor"], np.float64) * plain, float(scale)
+    name = "long_factor" if longest > length else "short_factor"
+    return np.array(parameters[name], np.float64) * plain, float(scale)

@@ -589,6 +589,13 @@ REFERENCES: dict[str, Reference] = {
     "phi3-longrope": Reference(
         "phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}
     ),
+    "phi3-short": Reference(
+        "phi3",
+        {
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 512},
+            "original_max_position_embeddings": 512,
+        },
+    ),
     "phi3-window": Reference("phi3", {"sliding_window": WINDOW}),
     "phimoe": Reference(
         "phimoe",
