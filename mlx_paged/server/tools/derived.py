@@ -212,11 +212,11 @@ class _JsonFormat(DerivedFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         assert self.syntax.keys is not None
         kind, layout = _call_kind(self.syntax.keys), self.layout
+        known = {tool.name for tool in tools}
         if not layout.begins:
-            known = {tool.name for tool in tools}
             return BareCallsParser(lambda: JsonCalls(known, kind=kind), "{[", (), layout.ends)
         one = bool(layout.call) and not layout.ends
-        return _sections(self, lambda: JsonCalls(one=one, kind=kind))
+        return _sections(self, lambda: JsonCalls(known, one=one, kind=kind))
 
 
 def _call_kind(keys: JsonKeys) -> type[JsonCall]:
@@ -224,6 +224,7 @@ def _call_kind(keys: JsonKeys) -> type[JsonCall]:
         NAMES = (keys.name,)
         ARGUMENTS = (keys.arguments,)
         IDS = () if keys.id is None else (keys.id,)
+        OTHERS = (*JsonCall.OTHERS, *IDS, *keys.outer)
         OUTER = keys.outer
 
     return Call
