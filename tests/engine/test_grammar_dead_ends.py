@@ -103,6 +103,7 @@ NODE = closed({"next": {"$ref": "#/$defs/node"}}, required=["next"])
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
         {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
         {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
+        {"anyOf": [{"$ref": "#"}, closed({}, required=["a"])]},
         {"allOf": [{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]},
         closed({"a": {"$ref": "#/$defs/no"}}, required=["a"],
                **{"$defs": {"no": {"type": "integer", "minimum": 2, "maximum": 1}}}),
@@ -160,6 +161,19 @@ def test_what_llguidance_does_not_have_is_relaxed(
     assert list(compiled(compiler, schema).relaxed) == paths
     with pytest.raises(InvalidParameterError, match="that can be enforced"):
         compiled(compiler, schema, strict=True)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "string", "required": True}}},
+        {"type": "string", "$defs": {"x": {"required": "a", "properties": 5, "type": 3}}},
+    ],
+)
+def test_a_keyword_of_another_form_where_it_means_nothing(
+    compiler: GrammarCompiler, schema: dict[str, Any]
+) -> None:
+    compiled(compiler, schema)
 
 
 @pytest.mark.parametrize("pattern", ["a{", "[a", "(", "^(a"])

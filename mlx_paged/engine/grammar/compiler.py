@@ -205,10 +205,15 @@ class GrammarCompiler:
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=LIMITS)
         _require_no_error(matcher, wanted)
         compiled = CompiledGrammar(matcher, self.tokenizer, relaxed, self.num_words)
-        _require_no_error(matcher, wanted)  # (the first mask may be too complex)
-        if not compiled.first_mask.any():
-            expected = "a grammar that some answer follows"
+        if matcher.get_error().startswith("NoExtension") or not compiled.first_mask.any():
+            is_schema = wanted.kind == "json"
+            expected = (
+                "a schema for which there is a value"
+                if is_schema
+                else "a grammar that some answer follows"
+            )
             raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
+        _require_no_error(matcher, wanted)  # (the first mask may be too complex)
         prober = probe.Prober()
         for pattern in probe.counting_patterns(schemas):
             # (A probe of the whole grammar may not get to the texts that have it.)

@@ -15,7 +15,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from mlx_paged.engine.grammar.subschemas import Schema, mapped
+from mlx_paged.engine.grammar.subschemas import Schema, mapped, names_of
 
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 # JSON spells other control characters as \u escapes only.
@@ -69,12 +69,14 @@ def _settle_names(schema: dict[str, Any], names: Collection[str], tester: _Teste
     """Declares the properties of patterns that match none but listed names, and closes objects
     whose patterns leave no name to others."""
     by_pattern = dict(schema["patternProperties"])
-    own = [*dict.fromkeys([*schema.get("properties", ()), *schema.get("required", ())])]
+    own = names_of(schema)
     for pattern, value in schema["patternProperties"].items():
         if value is False or tester.has_name(names, {pattern: True}):
             continue
         del by_pattern[pattern]
-        properties = schema["properties"] = dict(schema.get("properties", {}))
+        known_ones = schema.get("properties")
+        properties = dict(known_ones) if isinstance(known_ones, dict) else {}
+        schema["properties"] = properties
         for name in names:
             if tester.matches(name, pattern):
                 known = properties.get(name)
@@ -104,6 +106,8 @@ def _with_spelled_texts(schema: dict[str, Any], tester: _Tester) -> dict[str, An
             schema["enum"] = left
     if isinstance(schema.get("pattern"), str) and not tester.has_text(schema):
         kinds = schema.get("type", list(_TYPES))
+        if not isinstance(kinds, (str, list)):
+            return schema
         kinds = [
             kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "string"
         ]

@@ -100,11 +100,13 @@ def _array_has_end(schema: dict[str, Any], ends: Mapping[str, bool]) -> bool:
 
 
 def _object_has_end(schema: dict[str, Any], ends: Mapping[str, bool]) -> bool:
-    properties, required = schema.get("properties"), _listed(schema, "required")
-    if not isinstance(properties, dict):
-        return True
+    declared = schema.get("properties")
+    properties: dict[str, Any] = declared if isinstance(declared, dict) else {}
+    others = True if "patternProperties" in schema else schema.get("additionalProperties", True)
     return all(
-        _has_end(properties.get(name, True), ends) for name in required if isinstance(name, str)
+        _has_end(properties.get(name, others), ends)
+        for name in _listed(schema, "required")
+        if isinstance(name, str)
     )
 
 

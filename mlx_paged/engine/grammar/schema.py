@@ -31,6 +31,7 @@ from mlx_paged.engine.grammar.subschemas import (
     SCHEMAS_BY_NAME,
     Schema,
     mapped,
+    names_of,
     subschemas,
 )
 from mlx_paged.errors import InvalidParameterError
@@ -262,7 +263,7 @@ def _final(schema: dict[str, Any], options: dict[str, Any], field: str) -> dict[
 
 
 def _without_dead_ends(schema: dict[str, Any], options: dict[str, Any]) -> Schema:
-    names = {name: None for _, each in subschemas(schema) for name in _names_of(each)}
+    names = {name: None for _, each in subschemas(schema) for name in names_of(each)}
     found: Schema = mapped(schema, DeadEnds(options, list(names)).take_out)
     return found
 
@@ -312,17 +313,13 @@ def _with_one_spelling(schema: dict[str, Any], options: dict[str, Any]) -> dict[
     ]
     if not is_open:
         return _with(schema, options)
-    names = "".join(name for each in is_open for name in _names_of(each))
+    names = "".join(name for each in is_open for name in names_of(each))
     composes = any(not _stands_alone(each) for _, each in subschemas(schema))
     if not composes and len(names) <= _MOST_IN_NAMES and _PLAIN_NAMES.fullmatch(names):
         closed = mapped(schema, _close)
         if _problems(closed, options)[0] is None:
             return _with(closed, options)
     return _with(schema, {**options, "json_allowed_escapes": 'nrbtf\\"'})
-
-
-def _names_of(schema: dict[str, Any]) -> list[str]:
-    return [*dict.fromkeys([*schema.get("properties", ()), *schema.get("required", ())])]
 
 
 def _stands_alone(schema: dict[str, Any]) -> bool:
@@ -335,7 +332,7 @@ def _stands_alone(schema: dict[str, Any]) -> bool:
 
 def _close(schema: dict[str, Any]) -> None:
     """Gives the names of an object's other properties as a pattern."""
-    names = _names_of(schema)
+    names = names_of(schema)
     if names and schema.get("additionalProperties", True) is not False:
         others = schema.pop("additionalProperties", {})
         schema["patternProperties"] = {none_of(names): others}

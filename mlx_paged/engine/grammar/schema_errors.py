@@ -146,6 +146,7 @@ def drop_counts(schema: dict[str, Any]) -> list[str]:
             and counts not in ((1, None), (1, 1))  # (these it counts)
             and each.get("additionalProperties") is False
             and isinstance(properties, dict)
+            and isinstance(required, list)
             and any(name not in required for name in properties)
         ):
             del each["minProperties"]

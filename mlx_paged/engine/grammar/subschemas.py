@@ -55,3 +55,14 @@ def mapped(schema: Any, change: Callable[[dict[str, Any]], Schema | None]) -> An
             copy[key] = value
     changed = change(copy)
     return copy if changed is None else changed
+
+
+def names_of(schema: dict[str, Any]) -> list[str]:
+    """The names of properties that an object's schema declares or requires.
+
+    (Older schemas have ``required: true`` in a property, which means nothing there.)
+    """
+    properties, required = schema.get("properties"), schema.get("required")
+    declared = list(properties) if isinstance(properties, dict) else []
+    needed = [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
+    return [*dict.fromkeys([*declared, *needed])]
