@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -218,7 +219,7 @@ def test_nobody_hears_of_a_broken_pipe(size) -> None:
 
 
 def test_a_verb_whose_output_nobody_reads() -> None:
-    line = f"{sys.executable} -m mlx_paged.cli.main serve --help | head -c 1"
+    line = f"{shlex.quote(sys.executable)} -m mlx_paged.cli.main serve --help | head -c 1"
     done = subprocess.run(
         ["bash", "-c", line], check=False, capture_output=True, text=True, timeout=300
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,10 @@ def test_control_c_ends_it_and_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_json_can_be_piped(tmp_path: Path) -> None:
-    command = f"{PROGRAM} doctor --json | python3 -c 'import json, sys; json.load(sys.stdin)'"
+    command = (
+        f"{shlex.quote(PROGRAM)} doctor --json"
+        " | python3 -c 'import json, sys; json.load(sys.stdin)'"
+    )
     with terminal("bash", "-c", command, environment=home(tmp_path)) as pane:
         screen = pane.wait_for("status=")
     assert screen.strip() == "status=0", screen

@@ -55,6 +55,7 @@ def compiled(
     subprocess.run(
         [
             *(shutil.which("c++") or "g++", "-std=c++20", "-Og", "-w", "-pthread"),
+            "-U_FORTIFY_SOURCE",  # Ubuntu's default; its longjmp refuses another fiber's stack
             *(f"-D{name}" for name in definitions),
             *("-isystem", headers, "-isystem", f"{headers}/cccl"),
             *(f"-I{path}" for path in includes),

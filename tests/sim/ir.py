@@ -50,7 +50,13 @@ class DebugInfo:
 
     def _file(self, node: str) -> str:
         found = re.search(r'filename: "([^"]*)"', self.nodes.get(node, ""))
-        return found[1] if found else ""
+        return unescape(found[1]) if found else ""
+
+
+def unescape(string: str) -> str:
+    """Decodes a string of LLVM IR, which writes bytes beyond printable ASCII as ``\\C3``."""
+    raw = re.sub(r"\\([0-9A-F]{2})", lambda found: chr(int(found[1], 16)), string)
+    return raw.encode("latin-1").decode()
 
 
 def reference(text: str, key: str) -> str:
