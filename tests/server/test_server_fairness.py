@@ -6,6 +6,7 @@ No test measures time: they count what is called, what is alive, and how often o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import random
@@ -187,7 +188,10 @@ def test_a_large_body_is_scanned_in_turns(monkeypatch) -> None:
 
         task = asyncio.create_task(other())
         context = SimpleNamespace(
-            max_body_size=1 << 20, config=ServerConfig(), hold_body=lambda trace, size: None
+            max_body_size=1 << 20,
+            config=ServerConfig(),
+            hold_body=lambda trace, size: None,
+            reading_body=contextlib.nullcontext,
         )
         monkeypatch.setattr(requests, "context_of", lambda request: context)
         monkeypatch.setattr(requests, "trace_of", lambda request: None)

@@ -394,7 +394,10 @@ def test_a_client_that_goes_is_not_fetched_for(server, client, engine) -> None:
     part = {"type": "image_url", "image_url": f"http://127.0.0.1:{listener.getsockname()[1]}/a"}
     body = json.dumps(chat(part)).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as leaving:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
         leaving.sendall(head.encode() + body)
         assert asked_for.wait(300)
         # Others are answered meanwhile, with pictures too.
