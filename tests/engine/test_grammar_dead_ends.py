@@ -206,6 +206,20 @@ def test_an_excluded_whole_number_is_no_answer(
 # --- Limits ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keyword", ["items", "allOf", "properties"])
+@pytest.mark.parametrize("levels", [200, 600])
+def test_a_schema_of_too_many_levels_is_refused(
+    compiler: GrammarCompiler, keyword: str, levels: int
+) -> None:
+    schema: dict[str, Any] = INTEGER
+    for _ in range(levels):
+        schema = {
+            keyword: {"items": schema, "allOf": [schema], "properties": {"a": schema}}[keyword]
+        }
+    with pytest.raises(InvalidParameterError, match=r"fewer levels|JSON"):
+        compiled(compiler, schema)
+
+
 def test_hundreds_of_optional_properties(compiler: GrammarCompiler) -> None:
     schema = closed({f"p{i}": {"type": "boolean"} for i in range(900)})
     assert accepts(compiler, schema, '{"p3":true,"p899":false}')

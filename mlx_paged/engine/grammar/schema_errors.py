@@ -74,6 +74,8 @@ def located(schema: dict[str, Any], error: str) -> Located:
     path, value = (found[0].path, found[0].value) if found else ("", schema)
     if error.startswith(_WITHOUT_VALUE):
         kind, is_unsupported = "a schema for which there is a value", False
+    elif error.startswith("recursion limit"):
+        kind, is_unsupported = "a schema of fewer levels", False
     elif _INVALID.match(error) and not _is_other_regex(found, error):
         kind, is_unsupported = "a valid JSON schema", False
     else:
