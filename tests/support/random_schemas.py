@@ -131,7 +131,7 @@ class RandomSchemas:
         )
         for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
             self._maybe(found, 0.3, key, rng.choice(NUMBERS))
-        self._maybe(found, 0.25, "multipleOf", rng.choice((1, 2, 3, 7, 0.5, 0.01, 1.5, 1e-3, 100)))
+        self._maybe(found, 0.25, "multipleOf", rng.choice((1, 2, 3, 7, 0.5, 0.25, 1.5, 0.125, 100)))
         self._maybe(found, 0.1, "format", "int32")
         return found
 
