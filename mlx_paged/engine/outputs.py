@@ -77,6 +77,14 @@ class PositionReport(Mapping[int, Logprob]):
             if other != token:
                 yield other, self._entry(other, logprob, rank)
 
+    def ranked(self) -> Iterator[tuple[int, float, int, str]]:
+        """(token id, log-probability, rank, text) of the same."""
+        token = self.token_id
+        yield token, self.logprob, self.rank, self._text(token)
+        for rank, (other, logprob) in enumerate(self._others(), 1):
+            if other != token:
+                yield other, logprob, rank, self._text(other)
+
     def _entry(self, token: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, self._text(token), self._bytes_of(token))
 

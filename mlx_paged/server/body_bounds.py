@@ -29,8 +29,8 @@ _LONGEST_KEY = 64
 class BodyBounds:
     """Counts the values of one body; takes its bytes in any pieces.
 
-    It costs some hundred nanoseconds a string, list or object, and next to nothing for numbers and
-    long texts. It does not check that the bytes are JSON.
+    It costs some hundred nanoseconds a string, list or object, and next to nothing for numbers,
+    long texts and media in base64. It does not check that the bytes are JSON.
 
     Args:
         max_token_ids: of all lists of token ids together.
@@ -77,7 +77,10 @@ class BodyBounds:
         if self._is_escaped:
             self._is_escaped = False
             position += 1
-        stop = _IN_STRING.match(data, position).end()  # type: ignore[union-attr]
+        stop = data.find(b'"', position)
+        stop = len(data) if stop < 0 else stop
+        if data.find(b"\\", position, stop) >= 0:  # the quote may be escaped
+            stop = _IN_STRING.match(data, position).end()  # type: ignore[union-attr]
         if self._key is not None:
             self._key += data[position : min(stop, position + _LONGEST_KEY)]
         if stop == len(data):

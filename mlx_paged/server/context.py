@@ -207,25 +207,23 @@ class Context:
 
     @contextlib.asynccontextmanager
     async def reading_body(self) -> AsyncIterator[None]:
-        """While a body arrives: limits the time for it, and ends with the server.
+        """While a body arrives: ends when the server shuts down and would do nothing with it.
 
         Raises:
-            ApiError: 408, it was too slow; 503, the server shuts down, so nothing would be done
-                with it.
+            ApiError: 503.
         """
-        seconds = self.config.read_timeout
         try:
-            async with asyncio.timeout(seconds) as arriving:
+            async with asyncio.timeout(None) as arriving:
                 self._arriving.add(arriving)
                 try:
                     yield
                 finally:
                     self._arriving.discard(arriving)
         except TimeoutError:
-            self.check_takes_requests()
-            raise ApiError(
-                408, f"the body did not come within {seconds:g} s", code="read_timeout"
-            ) from None
+            self.metrics.rejected.labels(Phase.DRAINING.value).inc()
+            error = unavailable("the server is shutting down", "shutting_down")
+            error.headers["Connection"] = "close"  # the rest of the body is not read
+            raise error from None
 
     def drain(self) -> None:
         """Takes no more requests, nor the rest of those that are still arriving."""

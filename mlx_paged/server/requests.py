@@ -415,7 +415,8 @@ async def read_body(request: Request, model: type[B]) -> B:
     check_content(request)
     limit = context.renderer.max_model_len
     bounds = BodyBounds(max(MAX_TOKEN_IDS, limit or 0), limit)
-    raw = await _read_bytes(request, bounds)
+    async with context.reading_body():
+        raw = await _read_bytes(request, bounds)
     try:
         body = model.model_validate_json(raw)
     except ValidationError as error:
@@ -475,14 +476,14 @@ def _unsupported_content(message: str, headers: Mapping[str, str] | None = None)
 
 async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
     context, trace = context_of(request), trace_of(request)
-    limit = context.max_body_size
+    limit, read_timeout = context.max_body_size, context.config.read_timeout
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
     chunks: list[bytes] = []
     size = 0
     try:
-        async with context.reading_body():
+        async with asyncio.timeout(read_timeout):
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > limit:
@@ -495,6 +496,11 @@ async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
                         await asyncio.sleep(0)
                         began = time.monotonic()
                     bounds.feed(chunk[begin : begin + _SCANNED_AT_ONCE])
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not come within {read_timeout:g} s", code="read_timeout",
+            headers={"Connection": "close"},
+        ) from None  # fmt: skip
     except ClientDisconnect:
         raise ApiError(499, "the client has gone", code="client_closed") from None
     except ApiError as error:

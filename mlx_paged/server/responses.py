@@ -475,12 +475,8 @@ def _prompt_logprob(report: PositionReport | None) -> dict[str, PromptLogprob] |
     if report is None:
         return None
     return {
-        str(token): {
-            "logprob": _finite(found.logprob),
-            "rank": found.rank,
-            "decoded_token": found.decoded_token,
-        }
-        for token, found in report.entries()
+        str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+        for token, logprob, rank, text in report.ranked()
     }
 
 

@@ -236,6 +236,9 @@ def test_a_large_enum(compiler: GrammarCompiler) -> None:
         {"regex": "(([a-z]{1,1000}){1,1000}){1,1000}"},
         {"json": {"type": "string", "pattern": "^(.{1,300},?){1,300}$"}},
         {"grammar": 'start: "x" T\nT: /(([a-z]{1,1000}){1,1000}){1,1000}/'},
+        {"grammar": "start: " + '("a"|"b")? ' * 3000},
+        {"grammar": "start: a\na: " + '"c"* ' * 3000},
+        {"grammar": 'start: "x" ' + '("a"|"b")? ' * 3000},
     ],
 )
 def test_what_exceeds_the_limits_of_a_step_is_refused_first(

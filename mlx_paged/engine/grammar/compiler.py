@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from mlx_paged.engine.grammar import lark, probe
-from mlx_paged.engine.grammar.limits import LIMITS, is_limit
+from mlx_paged.engine.grammar.limits import LIMITS, MOST_FIRST_MASK, is_limit
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.grammar.schema_errors import one_line
 from mlx_paged.engine.grammar.structured_outputs import StructuredOutputs
@@ -204,7 +205,9 @@ class GrammarCompiler:
         text, relaxed, schemas = self._grammar_of(wanted)
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=LIMITS)
         _require_no_error(matcher, wanted)
+        began = time.thread_time()
         compiled = CompiledGrammar(matcher, self.tokenizer, relaxed, self.num_words)
+        seconds = time.thread_time() - began
         if matcher.get_error().startswith("NoExtension") or not compiled.first_mask.any():
             is_schema = wanted.kind == "json"
             expected = (
@@ -214,6 +217,9 @@ class GrammarCompiler:
             )
             raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
         _require_no_error(matcher, wanted)  # (the first mask may be too complex)
+        if seconds > MOST_FIRST_MASK:
+            expected = "a grammar within the limits of this server (too many parts may come first)"
+            raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
         prober = probe.Prober()
         for pattern in probe.counting_patterns(schemas):
             # (A probe of the whole grammar may not get to the texts that have it.)

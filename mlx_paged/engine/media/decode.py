@@ -42,13 +42,20 @@ _DECODE_THREADS = 2
 
 
 def decode(
-    kind: Kind, content: bytes, limits: MediaLimits, io_options: IoOptions, rate: int, work: Work
+    kind: Kind,
+    content: bytes,
+    limits: MediaLimits,
+    io_options: IoOptions,
+    rate: int,
+    work: Work,
+    is_low: bool = False,
 ) -> Image | VideoFrames | AudioClip:
     """An item from the bytes of its file.
 
     Args:
         rate: samples of a second that a sound gets.
         work: how long it may take.
+        is_low: a picture is made smaller, see `low_detail`.
 
     Raises:
         Unusable: it is none, is broken, or too much; or what decodes it is not installed.
@@ -57,7 +64,7 @@ def decode(
     if not content:
         raise Unusable("it is empty")
     if kind == "image":
-        return image_of(content, limits, io_options)
+        return image_of(content, limits, io_options, is_low=is_low)
     if kind == "video":
         return video_of(content, limits, io_options, work)
     return audio_of(content, limits, rate, work)
@@ -66,7 +73,9 @@ def decode(
 # Pictures.
 
 
-def image_of(content: bytes, limits: MediaLimits, options: IoOptions) -> Image:
+def image_of(
+    content: bytes, limits: MediaLimits, options: IoOptions, *, is_low: bool = False
+) -> Image:
     """A picture in RGB, as it is meant to be seen; the first frame of one that moves.
 
     Raises:
@@ -78,9 +87,12 @@ def image_of(content: bytes, limits: MediaLimits, options: IoOptions) -> Image:
         raise missing("Pillow", "pictures") from None
     try:
         with Image.open(io.BytesIO(content), formats=_image_formats()) as image:
-            _check_pixels(image.width, image.height, limits)
+            check_size(image.width, image.height, limits)
+            if is_low:  # a JPEG is decoded at a fraction of its size
+                image.draft(None, (_LOW_DETAIL, _LOW_DETAIL))
             image.load()
-            return rgb(upright(image), options)
+            found = rgb(upright(image), options)
+            return low_detail(found) if is_low else found
     except Unusable:
         raise
     except UnidentifiedImageError:
@@ -162,13 +174,15 @@ def low_detail(image: Image) -> Image:
     return image
 
 
-def _check_pixels(width: int, height: int, limits: MediaLimits) -> None:
-    if width < 1 or height < 1:
-        raise Unusable(f"it has no pixels ({width} x {height})")
-    if width * height > limits.max_image_pixels:
-        raise Unusable(
-            f"it has {width} x {height} pixels, which is more than {limits.max_image_pixels}"
-        )
+def check_size(width: int, height: int, limits: MediaLimits) -> None:
+    """Refuses what has no pixels, too many, or too long a side.
+
+    Raises:
+        Unusable: it says why.
+    """
+    problem = limits.problem_of_size(width, height)
+    if problem is not None:
+        raise Unusable(problem)
 
 
 # Clips.
@@ -187,7 +201,7 @@ def video_of(content: bytes, limits: MediaLimits, options: IoOptions, work: Work
         stream = container.streams.video[0]
         if stream.codec_context is None:
             raise Unusable("its codec is not known")
-        _check_pixels(stream.codec_context.width, stream.codec_context.height, limits)
+        check_size(stream.codec_context.width, stream.codec_context.height, limits)
         times = sorted(_packet_times(container, stream, limits.max_video_seconds, work))
     if not times:
         raise Unusable("it has no frames")
@@ -297,7 +311,7 @@ def _decoded(container: InputContainer, stream: Any) -> Iterator[VideoFrame]:
 
 def _pixels(frame: VideoFrame, limits: MediaLimits, count: int, num_pixels: int) -> np.ndarray:
     """The pixels of a frame, upright."""
-    _check_pixels(frame.width, frame.height, limits)
+    check_size(frame.width, frame.height, limits)
     total = max(count * frame.width * frame.height, num_pixels + frame.width * frame.height)
     if total > limits.max_video_pixels:
         raise Unusable(

@@ -30,7 +30,7 @@ from mlx_paged.engine.media.items import (
     digest_of,
     num_bytes,
 )
-from mlx_paged.engine.media.options import IoOptions, MediaOptions
+from mlx_paged.engine.media.options import IoOptions, MediaLimits, MediaOptions
 from mlx_paged.engine.media.source import read_file, read_url
 from mlx_paged.errors import InvalidMediaError
 from mlx_paged.model.media_kinds import Kind
@@ -142,7 +142,7 @@ class MediaLoader:
             if len(content) > limits.max_bytes(kind):
                 raise Unusable(f"it has more than {limits.max_bytes(kind)} bytes")
         if content is None:
-            data = of_python(kind, given, limits.max_image_pixels, options, self._rate)
+            data = of_python(kind, given, limits, options, self._rate)
             if source.detail == "low" and kind == "image":
                 data = decode.low_detail(data)
             digest = _digest_of_data(kind, data)
@@ -153,10 +153,8 @@ class MediaLoader:
         digest = digest_of(kind, content, how)
 
         def make() -> Any:
-            data = decode.decode(kind, content, limits, options, self._rate, work)
-            if source.detail == "low" and kind == "image":
-                return decode.low_detail(data)  # type: ignore[arg-type]
-            return data
+            is_low = source.detail == "low"
+            return decode.decode(kind, content, limits, options, self._rate, work, is_low)
 
         return MediaItem(kind, digest, self._decoded.get(digest, make, work), source.part)
 
@@ -382,20 +380,20 @@ def _as_numpy(given: Any) -> Any:
     return np.array(array)
 
 
-def of_python(kind: Kind, given: Any, max_pixels: int, options: IoOptions, rate: int) -> Any:
+def of_python(kind: Kind, given: Any, limits: MediaLimits, options: IoOptions, rate: int) -> Any:
     """An item from an object of Python.
 
     Raises:
         Unusable: it is of no type, shape or range that is taken.
     """
     if kind == "image":
-        return _picture(given, max_pixels, options)
+        return _picture(given, limits, options)
     if kind == "video":
-        return _video(given, max_pixels, options)
+        return _video(given, limits, options)
     return _audio(given, rate)
 
 
-def _picture(given: Any, max_pixels: int, options: IoOptions) -> Any:
+def _picture(given: Any, limits: MediaLimits, options: IoOptions) -> Any:
     if isinstance(given, np.ndarray):
         given = _from_array(given)
     if not (hasattr(given, "convert") and hasattr(given, "mode")):
@@ -403,8 +401,9 @@ def _picture(given: Any, max_pixels: int, options: IoOptions) -> Any:
             "it must be a URL, bytes, a pathlib.Path, a picture of Pillow or an array, not "
             f"{type(given).__name__}"
         )
-    if given.width * given.height > max_pixels or not given.width * given.height:
-        raise Unusable(f"it must have from 1 to {max_pixels} pixels")
+    if not 0 < given.width * given.height <= limits.max_image_pixels:
+        raise Unusable(f"it must have from 1 to {limits.max_image_pixels} pixels")
+    decode.check_size(given.width, given.height, limits)
     try:
         return decode.rgb(decode.upright(given), options)
     except Unusable:
@@ -450,7 +449,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     raise Unusable(f"an array must hold numbers, not {array.dtype}")
 
 
-def _video(given: Any, max_pixels: int, options: IoOptions) -> VideoFrames:
+def _video(given: Any, limits: MediaLimits, options: IoOptions) -> VideoFrames:
     """A clip from frames: an array or a list of pictures, all of which are taken; or a pair of
     them and a mapping with their `fps`."""
     if isinstance(given, VideoFrames):
@@ -468,7 +467,7 @@ def _video(given: Any, max_pixels: int, options: IoOptions) -> VideoFrames:
             "it must be a URL, bytes, a pathlib.Path, an array [frames, height, width, channels] "
             f"or a list of pictures, not {type(given).__name__}"
         )
-    frames = [np.asarray(_picture(each, max_pixels, options)) for each in given]
+    frames = [np.asarray(_picture(each, limits, options)) for each in given]
     if any(frame.shape != frames[0].shape for frame in frames):
         raise Unusable("its frames are not all of one size")
     return VideoFrames(np.stack(frames), float(fps))

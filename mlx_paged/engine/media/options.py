@@ -26,6 +26,9 @@ class MediaLimits:
     Attributes:
         max_image_bytes: Of a picture's file.
         max_image_pixels: Of a picture, and of one frame of a video; as declared, before decoding.
+        max_image_side: Pixels of the longer side of those.
+        max_image_aspect_ratio: Of the longer side to the shorter one. (Where one side is tiny,
+            resizing takes seconds and gigabytes for a few bytes of file.)
         max_video_bytes: Of a clip's file.
         max_video_seconds: Of a clip.
         max_video_pixels: Of all frames together that are taken from a clip.
@@ -40,6 +43,8 @@ class MediaLimits:
 
     max_image_bytes: int = 32 << 20
     max_image_pixels: int = 64 << 20
+    max_image_side: int = 1 << 15
+    max_image_aspect_ratio: int = 200
     max_video_bytes: int = 256 << 20
     max_video_seconds: float = 600.0
     max_video_pixels: int = 128 << 20
@@ -80,6 +85,20 @@ class MediaLimits:
             if name not in names:
                 raise InvalidParameterError("media_limits", f"of {', '.join(names)}", name)
         return cls(**given)
+
+    def problem_of_size(self, width: int, height: int) -> str | None:
+        """Why a picture, or a frame, of a size is refused; None if it is not."""
+        if width < 1 or height < 1:
+            return f"it has no pixels ({width} x {height})"
+        size = f"it has {width} x {height} pixels"
+        longer, shorter = max(width, height), min(width, height)
+        if width * height > self.max_image_pixels:
+            return f"{size}, which is more than {self.max_image_pixels}"
+        if longer > self.max_image_side:
+            return f"{size}, and no side may have more than {self.max_image_side}"
+        if longer > shorter * self.max_image_aspect_ratio:
+            return f"{size}: one side is more than {self.max_image_aspect_ratio} times the other"
+        return None
 
     def max_bytes(self, kind: Kind) -> int:
         """Of the file of an item."""

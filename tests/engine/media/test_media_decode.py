@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 from support.media_files import (
     RED,
     WHITE,
@@ -159,6 +160,54 @@ def test_pixels_are_counted_before_they_are_decoded() -> None:
         image_of(png_of_size(40, 50), max_image_pixels=1999)
     with pytest.raises(Unusable, match=r"truncated|broken"):
         image_of(png_of_size(40, 50), max_image_pixels=2000)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ((1, 8_000_000), "no side may have more than 32768"),
+        ((67_108_864, 1), "no side may have more than 32768"),
+        ((32_769, 200), "no side may have more than 32768"),
+        ((201, 1), "one side is more than 200 times the other"),
+        ((100, 20_001), "one side is more than 200 times the other"),
+    ],
+)
+def test_extreme_sides_are_refused_by_the_header(size: tuple[int, int], said: str) -> None:
+    with pytest.raises(Unusable, match=said):
+        image_of(png_of_size(*size))
+
+
+def test_sides_up_to_the_limits_are_decoded() -> None:
+    content = saved(Image.new("RGB", (200, 1)))
+    assert image_of(content).size == (200, 1)
+    assert image_of(content, max_image_side=200, max_image_aspect_ratio=200).size == (200, 1)
+    for limit in ({"max_image_side": 199}, {"max_image_aspect_ratio": 199}):
+        with pytest.raises(Unusable, match="200 x 1 pixels"):
+            image_of(content, **limit)
+
+
+def test_programs_may_not_give_extreme_sides_either() -> None:
+    loader = MediaLoader(MediaOptions())
+    for given in (Image.new("RGB", (201, 1)), np.zeros((1, 201, 3), np.uint8)):
+        with pytest.raises(InvalidMediaError, match="one side is more than 200 times"):
+            loader.load([MediaSource("image", given, "image")])
+    loader.close()
+
+
+def test_a_jpeg_of_low_detail_is_decoded_at_a_fraction_of_its_size() -> None:
+    content = saved(Image.new("RGB", (4096, 2048), RED), "JPEG")
+    loaded = []
+    with pytest.MonkeyPatch.context() as patch:
+        load = JpegImageFile.load
+
+        def seen(image: Any) -> Any:
+            loaded.append(image.size)
+            return load(image)
+
+        patch.setattr(JpegImageFile, "load", seen)
+        found = decode.image_of(content, MediaLimits(), IoOptions(), is_low=True)
+    assert found.size == (512, 256) and set(loaded) == {(1024, 512)}
+    assert np.abs(np.array(found)[10, 10].astype(int) - RED).max() < 4
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
