@@ -44,7 +44,7 @@ class MediaLimits:
     max_image_bytes: int = 32 << 20
     max_image_pixels: int = 64 << 20
     max_image_side: int = 1 << 15
-    max_image_aspect_ratio: int = 200
+    max_image_aspect_ratio: int = 1 << 12
     max_video_bytes: int = 256 << 20
     max_video_seconds: float = 600.0
     max_video_pixels: int = 128 << 20
