@@ -401,7 +401,7 @@ BAD = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
-    ({"guided_choice": []}, "structured_outputs.choice"),
+    ({"guided_choice": []}, "guided_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"verbosity": 1}, "verbosity"),

@@ -55,8 +55,8 @@ class DebugInfo:
 
 def unescape(string: str) -> str:
     """Decodes a string of LLVM IR, which writes bytes beyond printable ASCII as ``\\C3``."""
-    raw = re.sub(r"\\([0-9A-F]{2})", lambda found: chr(int(found[1], 16)), string)
-    return raw.encode("latin-1").decode()
+    escape = re.compile(rb"\\([0-9A-F]{2})")
+    return escape.sub(lambda e: bytes([int(e[1], 16)]), string.encode()).decode()
 
 
 def reference(text: str, key: str) -> str:

@@ -59,7 +59,7 @@ def tokens(text: str) -> list[Token]:
         if kind == "marker":
             parts = _MARKER.match(piece)
             assert parts
-            file, line = parts[2], int(parts[1]) - 1  # the newline that follows counts
+            file, line = unescape(parts[2]), int(parts[1]) - 1  # the newline that follows counts
         found.append(Token(kind, piece, file, line))
         line += piece.count("\n")
     _fold_attributes(found)
@@ -82,6 +82,13 @@ def _attribute(part: list[Token]) -> Attribute:
     if len(names) > 1 and names[1].text == "::":  # metal::kernel
         names = names[2:]
     return Attribute(names[0].text, "".join(t.text for t in names[2:-1]))
+
+
+def unescape(string: str) -> str:
+    """Decodes a file name of the preprocessor, which writes bytes beyond ASCII as ``\\303``."""
+    escape = re.compile(rb"\\([0-7]{3}|.)")
+    raw = escape.sub(lambda e: bytes([int(e[1], 8)]) if len(e[1]) == 3 else e[1], string.encode())
+    return raw.decode()
 
 
 def text_of(found: Iterable[Token]) -> str:

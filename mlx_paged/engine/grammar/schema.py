@@ -115,10 +115,10 @@ def prepare_schema(
         raise InvalidParameterError(field, _SATISFIABLE, schema)
     try:
         clean = _Cleaner(disable_additional_properties)(schema)
+        assert isinstance(clean, dict)
+        _check_integers(clean, field)
     except RecursionError:
         raise InvalidParameterError(field, "a schema of fewer levels", schema) from None
-    assert isinstance(clean, dict)
-    _check_integers(clean, field)
     for path, each in subschemas(clean):
         for key in ("const", "enum"):
             if key in each and not _is_exact(each[key], is_integer=_is_integer(each)):
