@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_paged.model import deepseek_vl
 from mlx_paged.model.patches import overridden
 
 #: What the deviations were found in.
@@ -243,6 +244,21 @@ def _cohere2_vision(vlm: Any, config: Mapping[str, Any]) -> None:
     tower.__class__ = overridden(base, "__call__", call)
 
 
+def _deepseek_vl(vlm: Any, config: Mapping[str, Any]) -> None:
+    """DeepSeek-VL is run as LLaVA, which takes a layer's output before the tower's last norm."""
+    if config.get("published_type") not in deepseek_vl.TYPES:
+        return
+    tower = vlm.vision_tower
+    base = type(tower)
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        pooled, last, states = base.__call__(self, *args, **options)
+        normed = self.vision_model.post_layernorm(last)
+        return pooled, normed, (*states[:-1], normed)
+
+    tower.__class__ = overridden(base, "__call__", call)
+
+
 def _internvl(vlm: Any, config: Mapping[str, Any]) -> None:
     name = config.get("projector_hidden_act", "gelu")
     vlm.multi_modal_projector.activation = _Activation(_ACTIVATIONS[name])
@@ -260,6 +276,7 @@ _CORRECTIONS: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "idefics2": _idefics2,
     "aya_vision": _cohere2_vision,
     "internvl": _internvl,
+    "llava": _deepseek_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v,

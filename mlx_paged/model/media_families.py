@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.model.deepseek_vl import is_served
 from mlx_paged.model.layout import Mode
 from mlx_paged.model.media import MediaFeatures
 from mlx_paged.model.media_kinds import Kind
@@ -313,7 +314,7 @@ MEDIA_REFUSED: dict[str, str] = {
     "diffusion_gemma": "it makes text by diffusion, not token by token",
     "locateanything": "it makes blocks of tokens that see each other, not token by token",
     "moss_image": "it makes pictures, and no text",
-    "multi_modality": "mlx-vlm's code of it needs opencv",
+    "multi_modality": "its second tower (SAM) needs opencv in mlx-vlm, or it makes pictures",
     "inkling": "mlx-vlm's code of it needs mlx-audio",
     "nemotron_voicechat": "mlx-vlm's code of it needs mlx-audio",
     "phi4_siglip": "mlx-vlm's processor of it needs torchvision",
@@ -390,6 +391,7 @@ MEDIA_REFUSED: dict[str, str] = {
 
 # Names of configs whose package has another one (as in mlx-vlm's own table).
 _PACKAGES = {
+    "deepseek_vl_hybrid": "multi_modality",
     "llava_qwen2": "fastvlm",
     "granite4-vision": "granite4_vision",
     "lfm2-vl": "lfm2_vl",
@@ -421,6 +423,8 @@ def package_of(config: Mapping[str, Any]) -> str | None:
     vision = config.get("vision_config")
     if name == "llava" and isinstance(vision, Mapping) and vision.get("model_type") == "pixtral":
         name = "pixtral"  # (as transformers names it)
+    if is_served(config):
+        name = "llava"
     if any(config.get(section) for section in _SECTIONS) or name in _WITHOUT_SECTIONS:
         return name
     return None

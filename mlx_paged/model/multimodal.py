@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import sys
@@ -26,6 +27,7 @@ import numpy as np
 from mlx_lm.models import cache as mlx_lm_caches
 
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged.model import deepseek_vl
 from mlx_paged.model.families import Family
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
 from mlx_paged.model.media_corrections import correct
@@ -307,12 +309,15 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
 def _processor(path: Path, package: str = "") -> Any:
     from mlx_vlm.utils import load_image_processor, load_processor
 
+    config_type = json.loads((path / "config.json").read_text()).get("model_type")
     with _without_word_on_arguments():
         # (mlx-vlm's default is to run code that comes with a checkpoint.)
         if package == "pixtral":  # (whose checkpoints are LLaVA's by their name)
             from mlx_vlm.models.pixtral.processing_pixtral import PixtralProcessor
 
             processor = PixtralProcessor.from_pretrained(path, trust_remote_code=False)
+        elif config_type in deepseek_vl.TYPES:
+            return deepseek_vl.processor(path)
         else:
             processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
         image_processor = load_image_processor(path)

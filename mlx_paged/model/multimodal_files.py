@@ -18,6 +18,7 @@ from typing import Any
 from mlx.utils import tree_flatten
 
 from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model import deepseek_vl
 from mlx_paged.model.config_normalization import normalize
 from mlx_paged.model.media_families import package_of
 from mlx_paged.model.media_kinds import KINDS
@@ -44,6 +45,8 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     change = _CHANGES.get(package)
     if change is not None:
         change(found)
+    if found.get("model_type") in deepseek_vl.TYPES:
+        deepseek_vl.as_llava(found)
     return found
 
 
@@ -198,7 +201,10 @@ def as_published(path: Path) -> Iterator[dict[str, Any]]:
         return deepcopy(config)
 
     def file_of(name: str) -> dict[str, Any]:
-        return {key: _laid_out(key, value, config) for key, value in load_file(name).items()}
+        weights: dict[str, Any] = load_file(name)
+        if config.get("published_type") in deepseek_vl.TYPES:
+            weights = deepseek_vl.llava_weights(weights)
+        return {key: _laid_out(key, value, config) for key, value in weights.items()}
 
     def weights_of(
         model: Any, config: Any, weights: dict[str, Any], *rest: Any, **more: Any

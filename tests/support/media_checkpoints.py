@@ -757,6 +757,23 @@ def aya_vision() -> Checkpoint:
     )
 
 
+def deepseek_vl() -> Checkpoint:
+    """Of the processor and the tokenizer: the model is LLaVA's."""
+    return Checkpoint(
+        config=lambda ids: {"model_type": "deepseek_vl"},
+        special=["<image_placeholder>"],
+        marks={"image": "<image_placeholder>"},
+        processor={
+            "image_processor_type": "DeepseekVLImageProcessor",
+            "processor_class": "DeepseekVLProcessor",
+            "size": {"height": 56, "width": 56},
+            **_NORMALIZED,
+        },
+        more={"processor_config.json": {"num_image_tokens": 16}},
+        named={"image_token": "<image_placeholder>"},
+    )
+
+
 def deepseek_vl_v2() -> Checkpoint:
     return Checkpoint(
         config=lambda ids: {

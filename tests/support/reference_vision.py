@@ -114,6 +114,17 @@ def _llava(ids: Mapping[str, int]) -> Any:
     )
 
 
+def _deepseek_vl(ids: Mapping[str, int]) -> Any:
+    return _made("DeepseekVLConfig")(
+        text_config=_text("Llama"),
+        vision_config=_made("SiglipVisionConfig")(
+            **_VISION, **_NO_HEAD, hidden_act="gelu", layer_norm_eps=1e-6
+        ),
+        image_token_id=ids["<image_placeholder>"],
+        tie_word_embeddings=False,
+    )
+
+
 def _llava_next(ids: Mapping[str, int]) -> Any:
     return _made("LlavaNextConfig")(
         text_config=_text("Mistral", sliding_window=None),
@@ -524,6 +535,7 @@ _MM = "mm_token_type_ids"
 
 REFERENCES: dict[str, Reference] = {
     "llava": Reference("llava", "LlavaForConditionalGeneration", _llava),
+    "deepseek_vl": Reference("deepseek_vl", "DeepseekVLForConditionalGeneration", _deepseek_vl),
     "llava_next": Reference(
         "llava_next", "LlavaNextForConditionalGeneration", _llava_next, joins=_padded_tiles
     ),
@@ -626,12 +638,12 @@ REFERENCES: dict[str, Reference] = {
 
 def save(name: str, path: Path, *, seed: int = 3) -> Any:
     """Writes a checkpoint as transformers saves it; returns its model."""
-    from support.media_checkpoints import write_tokenizer
+    from support.media_checkpoints import deepseek_vl, write_tokenizer
     from support.more_media_checkpoints import ALL_CHECKPOINTS
 
     reference = REFERENCES[name]
     path.mkdir(parents=True, exist_ok=True)
-    checkpoint = ALL_CHECKPOINTS[reference.checkpoint]()
+    checkpoint = {**ALL_CHECKPOINTS, "deepseek_vl": deepseek_vl}[reference.checkpoint]()
     ids = write_tokenizer(path, checkpoint)
     torch.manual_seed(seed)
     model = _made(reference.model)(reference.config(ids)).float().eval()
