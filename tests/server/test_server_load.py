@@ -32,10 +32,10 @@ NUM_CLIENTS = int(os.environ.get("MLX_PAGED_LOAD_CLIENTS", "64"))
 SECONDS = float(os.environ.get("MLX_PAGED_LOAD_SECONDS", "6"))
 
 
-def head(body: bytes, path: str = "/v1/completions") -> bytes:
+def head(body: bytes, *, connection: str = "keep-alive") -> bytes:
     return (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Connection: {connection}\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode()
 
 
@@ -201,7 +201,7 @@ def test_sigterm_under_load() -> None:
                     seen["refused"] += 1
                     return
                 try:
-                    writer.write(head(body) + body)
+                    writer.write(head(body, connection="close") + body)
                     answer = await asyncio.wait_for(reader.read(), 300)
                 except ConnectionResetError:
                     seen["refused"] += 1
