@@ -202,8 +202,9 @@ class ChatAdapter(OpenAIAdapter):
         return message
 
     def _finish_reason(self, piece: Piece) -> responses.Reason | None:
-        has_calls = self._readers is not None and self._readers[piece.index].answer.calls
-        if piece.finish_reason == "stop" and has_calls:
+        calls = self._readers[piece.index].answer.calls if self._readers is not None else []
+        # (What cuts a call is why the answer ended: there is nothing to call.)
+        if piece.finish_reason == "stop" and calls and calls[-1].is_complete:
             return "function_call" if self._is_legacy else "tool_calls"
         return piece.finish_reason
 

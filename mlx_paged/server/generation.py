@@ -72,6 +72,11 @@ class Piece:
         return itertools.zip_longest(self.token_ids, self.texts, fillvalue=None)  # type: ignore[arg-type]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether something else than the model ended the sequence: a limit, or a stop string."""
+        return self.finish_reason != "stop" or isinstance(self.stop_reason, str)
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is neither the first nor the last piece, and has text and tokens only."""
         return self.num_before > 0 and self.finish_reason is None and not self.logprobs

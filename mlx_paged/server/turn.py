@@ -107,6 +107,7 @@ class PreparedTurn:
             renderer.tokenizer.decode,
             ends,
             lambda name, index: self._spelling.new_id(name, self._num_calls + index),
+            is_calls=self.forces_a_call,
         )
 
 
@@ -391,7 +392,7 @@ class AnswerReaders:
         for token, text in piece.updates:
             events += reader.feed(token, text)
         if piece.finish_reason is not None:
-            events += reader.finish()
+            events += reader.finish(is_cut=piece.is_cut)
         return events
 
     async def run(self, generation: Generation) -> None:

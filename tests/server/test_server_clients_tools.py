@@ -194,7 +194,8 @@ def test_what_is_cut_raises(sdk, engine) -> None:
     engine.says(CALL)
     with pytest.raises(openai.LengthFinishReasonError) as cut:
         sdk.chat.completions.parse(
-            model=MODEL, messages=ASK, tools=[openai.pydantic_function_tool(GetWeather)],
+            model=MODEL, messages=ASK, tools=[openai.pydantic_function_tool(
+                GetWeather, name="get_weather")],
             max_tokens=30,
         )  # fmt: skip
     assert cut.value.completion.choices[0].message.tool_calls

@@ -184,7 +184,8 @@ class MessagesAdapter(TurnAdapter):
             return "max_tokens", None
         if isinstance(piece.stop_reason, str):
             return "stop_sequence", piece.stop_reason
-        return ("tool_use" if self.answer(0).calls else "end_turn"), None
+        calls = self.answer(0).calls
+        return ("tool_use" if calls and calls[-1].is_complete else "end_turn"), None
 
     def _usage(self, num_tokens: int, *, is_begin: bool = False) -> Usage:
         num_cached = 0 if is_begin else self.generation.num_cached_tokens

@@ -156,7 +156,7 @@ class ResponseAdapter(Adapter):
             if items and isinstance(items[-1], ReasoningText):
                 self._logprobs.clear()  # (of the marker that ends it)
         if piece.finish_reason is not None:
-            for event in reader.finish():
+            for event in reader.finish(is_cut=piece.is_cut):
                 yield event, self._gained()
             self._is_cut = piece.finish_reason == "length"
 

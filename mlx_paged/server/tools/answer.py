@@ -9,6 +9,7 @@ from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import (
     CallArguments,
     CallBegin,
+    CallEnd,
     ContentText,
     Event,
     ReasoningText,
@@ -27,7 +28,7 @@ class ToolCall:
     Attributes:
         id: Its id: the model's, or one made up; it never changes.
         name: Of the tool, as the model wrote it.
-        tool: The tool of the request that it names; None where there is none.
+        tool: The tool of the request that it names.
         is_complete: False while it is being written, and where the answer ended within it.
     """
 
@@ -74,12 +75,6 @@ class Answer:
     def items(self) -> list[ReasoningText | ContentText | ToolCall]:
         """Reasoning, texts and calls, in the order in which they were written."""
         return [i if isinstance(i, ToolCall) else i[0](i[1].text) for i in self._items]
-
-    @property
-    def ends_with_reasoning(self) -> bool:
-        """Whether reasoning is what was written last."""
-        last = self._items[-1] if self._items else None
-        return isinstance(last, tuple) and last[0] is ReasoningText
 
     @property
     def reasoning(self) -> str:
@@ -133,6 +128,7 @@ class AnswerReader:
         tools: of the request.
         ends: texts of the model's end tokens. They are never text, markers or not.
         new_id: makes the id of a call that the model gave none, from its name and its place.
+        is_calls: whether a grammar leaves nothing but calls, and reasoning.
 
     Attributes:
         answer: What was read so far.
@@ -146,7 +142,11 @@ class AnswerReader:
         tools: Sequence[Tool],
         ends: Collection[str] = (),
         new_id: NewId | None = None,
+        *,
+        is_calls: bool = False,
     ) -> None:
+        self._is_calls = is_calls
+        self._num_undecided = 0  # tokens that may belong to the reasoning
         self._lexer = lexer
         self._ends = frozenset(ends)
         self._new_id = new_id or Spelling().new_id
@@ -168,24 +168,46 @@ class AnswerReader:
         ):
             return (ContentText(text),)
         found: list[Event] = []
+        self._num_undecided += token is not None
+        is_reasoning: bool | None = None
         for lexeme in self._lexer.feed(token, text):
             for event in self._parsed(lexeme):
                 found += self._take(event)
-        if token is not None and self.answer.ends_with_reasoning:
-            self.num_reasoning_tokens += 1
+            in_reasoning = getattr(self._parser, "in_reasoning", False)
+            if in_reasoning is not None:
+                is_reasoning = is_reasoning or in_reasoning
+        self._count(is_reasoning)
         return found
 
-    def finish(self) -> Iterator[Event]:
-        """The answer has ended."""
-        for lexeme in self._lexer.finish():
-            for event in self._parsed(lexeme):
-                yield from self._take(event)
-        for event in self._without_end(self._parser.finish()):
+    def finish(self, *, is_cut: bool = False) -> Iterator[Event]:
+        """The answer has ended.
+
+        Args:
+            is_cut: whether something else than the model ended it, such as ``max_tokens``.
+        """
+        for event in self._rest():
+            if isinstance(event, ContentText) and self._is_calls and is_cut:
+                continue  # the beginning of a call that nobody can make
+            if isinstance(event, CallEnd) and event.lacks_end and is_cut:
+                event = CallEnd(is_complete=False)
             yield from self._take(event)
+        self._count(bool(getattr(self._parser, "in_reasoning", False)))
         if self._trimmer is not None:
             for event in self._trimmer.finish():
-                self.answer.add(event, self._tools)
-                yield event
+                if not (self._is_calls and is_cut):
+                    self.answer.add(event, self._tools)
+                    yield event
+
+    def _rest(self) -> Iterator[Event]:
+        for lexeme in self._lexer.finish():
+            yield from self._parsed(lexeme)
+        yield from self._without_end(self._parser.finish())
+
+    def _count(self, is_reasoning: bool | None) -> None:
+        """Counts the tokens that were undecided, once it is known what they are."""
+        if is_reasoning is not None:
+            self.num_reasoning_tokens += self._num_undecided if is_reasoning else 0
+            self._num_undecided = 0
 
     def _parsed(self, lexeme: Lexeme) -> Iterator[Event]:
         """The events of a lexeme.
@@ -224,6 +246,8 @@ def answer_reader(
     decode: Callable[[Sequence[int]], str] | None = None,
     ends: Collection[str] = (),
     new_id: NewId | None = None,
+    *,
+    is_calls: bool = False,
 ) -> AnswerReader:
     """What reads an answer to a prompt.
 
@@ -231,7 +255,7 @@ def answer_reader(
         tool_format, reasoning: how the model writes; None: that is text.
         tools: what it may call.
         added_tokens, skipped, decode: of the `Lexer`.
-        ends, new_id: of the `AnswerReader`.
+        ends, new_id, is_calls: of the `AnswerReader`.
     """
     markers: list[str] = []
     if tool_format is not None and tool_format.reads(tools):
@@ -245,7 +269,7 @@ def answer_reader(
         begins_inside=reasoning is not None and reasoning.begins_inside(prompt),
     )
     lexer = Lexer(dict.fromkeys(markers), added_tokens, skipped, decode=decode)
-    return AnswerReader(lexer, parser, tools, ends, new_id)
+    return AnswerReader(lexer, parser, tools, ends, new_id, is_calls=is_calls)
 
 
 def answer_parser(
@@ -258,14 +282,18 @@ def answer_parser(
     """The parser of an answer: reasoning around calls and text."""
     if tool_format is not None and tool_format.reads_everything:
         return tool_format.parser(tools)
-    inner: Parser = PlainText()
-    interrupted_by: list[str] = []
-    if tool_format is not None and tool_format.reads(tools):
-        inner = tool_format.parser(tools)
-        # (A marker that is a word may be one of the reasoning.)
-        interrupted_by = [m for m in tool_format.begins_call if not m.isalnum()]
+
+    takes_calls = tool_format is not None and tool_format.reads(tools)
+
+    def inner() -> Parser:
+        return tool_format.parser(tools) if tool_format is not None and takes_calls else PlainText()
+
     if reasoning_format is None:
-        return inner
+        return inner()
+    begins_call: list[str] = []
+    if tool_format is not None and takes_calls:
+        # (A marker that is a word may be one of the reasoning.)
+        begins_call = [marker for marker in tool_format.begins_call if not marker.isalnum()]
     return ReasoningParser(
-        reasoning_format, inner, begins_inside=begins_inside, interrupted_by=interrupted_by
+        reasoning_format, inner, begins_inside=begins_inside, begins_call=begins_call
     )

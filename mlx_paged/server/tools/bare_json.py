@@ -28,6 +28,9 @@ class BareCallsParser:
         first: characters with which calls begin.
         begin: markers after which a call may begin as well.
         end: markers that may follow a call.
+        within: a character with which calls begin anywhere in a line, too, and what makes a reader
+            of those.
+        behind: texts behind which a line begins, as far as calls are concerned.
     """
 
     def __init__(
@@ -36,7 +39,11 @@ class BareCallsParser:
         first: str = "{[",
         begin: Collection[str] = (),
         end: Collection[str] = (),
+        within: tuple[str, Callable[[], CallsReader]] | None = None,
+        behind: Collection[str] = (),
     ) -> None:
+        self._within = within
+        self._behind = behind
         self._reader = reader
         self._first = first
         self._begin = begin
@@ -54,7 +61,14 @@ class BareCallsParser:
         if is_marker and (self._calls is None or not self._calls.in_string):
             if text in self._begin:
                 self._close(out)
-                self._marker, self._at_line_start = text, True
+                # (Twice, or behind a call, it has no meaning.)
+                self._marker = self._marker + text if self._marker else text
+                self._at_line_start = True
+                return out
+            if text in self._behind:
+                self._close(out)
+                self._add_text(text, out)
+                self._at_line_start = True
                 return out
             if text in self._end and (self._calls is not None or self._follows_call):
                 self._close(out, text)
@@ -75,10 +89,13 @@ class BareCallsParser:
             and not self._at_line_start
             and not self._follows_call
             and "\n" not in text
+            and (self._within is None or self._within[0] not in text)
         )
 
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
+        if self._follows_call and self._calls is None and not self._held.strip():
+            self._marker = ""  # a marker that nothing follows
         self._close(out)
         return out
 
@@ -86,6 +103,12 @@ class BareCallsParser:
         if not self._at_line_start:
             newline = text.find("\n", at)
             end = len(text) if newline < 0 else newline + 1
+            inner = text.find(self._within[0], at, end) if self._within is not None else -1
+            if self._within is not None and inner >= 0:
+                self._add_text(text[at:inner], out)
+                self._before = ""
+                self._calls = self._within[1]()
+                return inner
             self._at_line_start = newline >= 0
             self._add_text(text[at:end], out)
             return end
@@ -122,7 +145,7 @@ class BareCallsParser:
             text, self._marker = self._marker + text, ""
         if text:
             out.append(ContentText(text))
-            self._follows_call = False
+            self._follows_call = self._follows_call and not text.strip()
 
     def _close(self, out: list[Event], marker: str = "") -> None:
         """Ends the calls that are read. Without a call they are text."""
@@ -143,21 +166,36 @@ class BareCallsParser:
 class BareJsonFormat(ToolFormat):
     """Call objects on lines of their own, or an array of them.
 
-    An object is a call if its name is a tool's, or if it has arguments. Anything else is text: an
-    answer in JSON, for one.
+    An object is a call if its name is a tool's. Anything else is text: an answer in JSON, for one.
 
     Attributes:
         is_array: Whether templates render calls as an array.
         arguments_key: What the arguments are called.
+        within: A character with which calls with arguments begin anywhere in a line; "" for none.
+        behind: See `BareCallsParser`.
     """
 
     is_array: ClassVar[bool] = True
     arguments_key: ClassVar[str] = "arguments"
+    within: ClassVar[str] = ""
+    behind: ClassVar[tuple[str, ...]] = ()
 
     def parser(self, tools: Sequence[Tool]) -> BareCallsParser:
-        ends = [marker for marker in self.markers if marker not in self.begins_call]
+        others = (*self.begins_call, *self.behind)
+        ends = [marker for marker in self.markers if marker not in others]
         known = {tool.name for tool in tools}
-        return BareCallsParser(lambda: JsonCalls(known), "{[", self.begins_call, ends)
+
+        def within() -> JsonCalls:  # (where a name alone is a mention)
+            return JsonCalls(known, is_bare=True, needs_arguments=True)
+
+        return BareCallsParser(
+            lambda: JsonCalls(known, is_bare=True),
+            "{[",
+            self.begins_call,
+            ends,
+            within=(self.within, within) if self.within else None,
+            behind=self.behind,
+        )
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
@@ -166,5 +204,9 @@ class BareJsonFormat(ToolFormat):
         if self.is_array:
             calls = json_array(call, parallel=parallel)
         return lark.bare_answer(
-            lark.rule(calls), r"{\[", required=required, others=self.begins_call
+            lark.rule(calls),
+            r"{\[",
+            required=required,
+            others=(*self.begins_call, *self.behind),
+            within=self.within,
         )

@@ -16,6 +16,7 @@ from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallBegin, Event
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.server.tools.json_blocks import CallBlockParser
+from mlx_paged.server.tools.json_calls import JsonCalls
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
 
@@ -36,7 +37,7 @@ class CohereFormat(ToolFormat):
         return _BEGIN in chat_template or _BEGIN in vocabulary
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
-        return CohereParser()
+        return CohereParser(tools)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
@@ -64,8 +65,9 @@ class CohereFormat(ToolFormat):
 class CohereParser(CallBlockParser):
     """Reads actions; the markers around text are left out."""
 
-    def __init__(self) -> None:
-        super().__init__((_BEGIN,), (_END,))
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        known = {tool.name for tool in tools}
+        super().__init__((_BEGIN,), (_END,), lambda: JsonCalls(known))
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         if lexeme.is_marker and lexeme.text in _AROUND_TEXT and not self.in_string:

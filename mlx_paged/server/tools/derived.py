@@ -214,7 +214,9 @@ class _JsonFormat(DerivedFormat):
         kind, layout = _call_kind(self.syntax.keys), self.layout
         known = {tool.name for tool in tools}
         if not layout.begins:
-            return BareCallsParser(lambda: JsonCalls(known, kind=kind), "{[", (), layout.ends)
+            return BareCallsParser(
+                lambda: JsonCalls(known, is_bare=True, kind=kind), "{[", (), layout.ends
+            )
         one = bool(layout.call) and not layout.ends
         return _sections(self, lambda: JsonCalls(known, one=one, kind=kind))
 

@@ -49,10 +49,13 @@ class CallEnd:
     """The call that began last has ended.
 
     Attributes:
-        is_complete: False where the answer ended in the middle of it: its arguments are cut.
+        is_complete: False where the answer ended within it, or its arguments are not JSON.
+        lacks_end: Whether the answer ended where more arguments could have followed: if something
+            cut the answer, then nothing shows that these are all.
     """
 
     is_complete: bool = True
+    lacks_end: bool = False
 
 
 Event: TypeAlias = ReasoningText | ContentText | CallBegin | CallArguments | CallEnd

@@ -14,7 +14,11 @@ from mlx_paged.server.tools.lexer import Lexeme
 
 
 class Parser(Protocol):
-    """Turns lexemes into events. One parser reads one answer."""
+    """Turns lexemes into events. One parser reads one answer.
+
+    One that tells reasoning from the rest has an attribute `in_reasoning` as well: whether what was
+    read last is reasoning, None while that is not known.
+    """
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         """Takes the next lexeme. A marker that means nothing where it stands is text."""
@@ -54,8 +58,8 @@ class ToolFormat(ABC):
         names: vLLM's names of the format, for ``--tool-call-parser``.
         models: Whose it is, for the documentation.
         markers: Texts that mean something to its parser, for the `Lexer`.
-        begins_call: Those of them with which a call begins; they also end a reasoning that the
-            model forgot to end.
+        begins_call: Those of them with which a call begins, also within a reasoning that the model
+            forgot to end.
         reads_everything: Whether its parser tells reasoning, text and calls apart by itself, with
             tools or without (channels).
         frames_text: Whether text stands between markers as well, so that its parser reads answers

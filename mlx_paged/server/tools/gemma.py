@@ -28,9 +28,12 @@ from mlx_paged.server.tools.schemas import (
     types_of,
 )
 
-_HEAD = re.compile(r"\s*call:\s*([^\s{}<>:]{1,256})\s*")
+# (Models forget "call", or write a colon too many.)
+_HEAD = re.compile(r"\s*:?\s*(?:call\s*:+)?\s*([^\s{}<>:]{1,256})\s*")
+_BARE = "call:"  # how a call begins whose marker is missing
 _LONGEST_HEAD = 512  # characters
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.$-]+")
+_LITERAL = re.compile(r"|null|true|false|[-+.0-9eE]+")  # no string goes on behind it
 _ANY = Parameter(ALL_TYPES)
 
 
@@ -66,8 +69,14 @@ class Gemma4Format(ToolFormat):
             values = _Values(lark, self.quote, tool)
             calls.append(f"{lark.literal(f'call:{tool.name}')} {values.arguments()}")
         call = f"({' | '.join(calls)}) {lark.literal(self.end)}"
+        bare = [f"{_BARE}{tool.name}{{" for tool in tools]  # (is read as a call, too)
         return lark.answer(
-            self.begin, call, required=required, parallel=parallel, between="", others=[self.quote]
+            self.begin,
+            call,
+            required=required,
+            parallel=parallel,
+            between="",
+            others=[self.quote, *bare],
         )
 
 
@@ -86,17 +95,22 @@ class FunctionGemmaFormat(Gemma4Format):
 class GemmaParser:
     """Reads calls in this notation and writes their arguments as JSON, piece by piece.
 
+    A string without quotes ends at a comma only if a key follows.
+
     Args:
-        begin, end: markers around a call.
+        begin, end: markers around a call. A line may begin with a call without its marker.
         quote: the marker on both sides of a string.
-        tools: of the request; the types of their parameters are kept to.
+        tools: that may be called; the types of their parameters are kept to.
     """
 
     def __init__(self, begin: str, end: str, quote: str, tools: Sequence[Tool]) -> None:
         self._begin, self._end, self._quote = begin, end, quote
         self._tools = {tool.name: tool for tool in tools}
         self._state: Callable[[Lexeme, list[Event]], None] = self._outside
+        self._marker = ""  # of the open call; "" where it is missing
         self._head = ""
+        self._at_line_start = True
+        self._follows_call = False
         self._parameters: Mapping[str, Any] = {}
         self._open: list[str] = []  # brackets
         self._is_first: list[bool] = []  # whether the open container is still empty
@@ -108,6 +122,7 @@ class GemmaParser:
         self._in_key = False
         self._is_quoted = False
         self._has_value = False  # after a value: a comma or a bracket follows
+        self._pending: str | None = None  # a value without quotes that may go on
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         out: list[Event] = []
@@ -115,13 +130,19 @@ class GemmaParser:
         return out
 
     def passes(self, text: str) -> bool:
-        return self._state == self._outside
+        is_outside = self._state == self._outside and not self._follows_call
+        return is_outside and not self._at_line_start and "\n" not in text
 
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         if self._state == self._in_head:
-            out.append(ContentText(self._begin + self._head))
+            if not (self._follows_call and not self._head.strip()):
+                out.append(ContentText(self._marker + self._head))
         elif self._state == self._in_arguments:
+            pieces: list[str] = []
+            if self._pending is not None or (self._text and not self._in_key):
+                self._end_value(pieces)
+            _give(pieces, out)
             out.append(CallEnd(is_complete=False))
         elif self._state == self._after_arguments:
             out.append(CallEnd())
@@ -131,20 +152,49 @@ class GemmaParser:
     # States.
 
     def _outside(self, lexeme: Lexeme, out: list[Event]) -> None:
+        text, is_marker = lexeme
         if lexeme == (self._begin, True):
-            self._head = ""
+            self._marker, self._head = text, ""
             self._state = self._in_head
-        elif lexeme != (self._quote, True):
-            out.append(ContentText(lexeme.text))
+        elif is_marker:
+            if text != self._quote and not (text == self._end and self._follows_call):
+                self._add_text(text, out)
+        else:
+            for line in text.splitlines(keepends=True) if "\n" in text else [text]:
+                if self._state != self._outside:
+                    self._state(Lexeme(line), out)
+                elif self._at_line_start and self._may_be_bare(line):
+                    self._marker, self._head = "", ""
+                    self._state = self._in_head
+                    self._in_head(Lexeme(line), out)
+                else:
+                    self._add_text(line, out)
+                    is_blank = not line.strip()
+                    self._at_line_start = line.endswith("\n") or (self._at_line_start and is_blank)
+
+    def _add_text(self, text: str, out: list[Event]) -> None:
+        if text:
+            self._follows_call = self._follows_call and not text.strip()
+            out.append(ContentText(text))
+
+    @staticmethod
+    def _may_be_bare(text: str) -> bool:
+        """Whether a line may begin with a call without its marker."""
+        begun = text.lstrip()
+        return begun.startswith(_BARE) or (begun != "" and _BARE.startswith(begun))
 
     def _in_head(self, lexeme: Lexeme, out: list[Event]) -> None:
         before, bracket, rest = lexeme.text.partition("{")
         if lexeme.is_marker:
+            if lexeme.text == self._begin and not self._head.strip():  # once more
+                self._marker += self._head + lexeme.text
+                self._head = ""
+                return
             before, bracket, rest = "", "", lexeme.text
         self._head += before
-        if bracket and (found := _HEAD.fullmatch(self._head)):
-            tool = self._tools.get(found[1])
-            self._parameters = tool.parameters if tool is not None else {}
+        found = _HEAD.fullmatch(self._head) if bracket else None
+        if found is not None and found[1] in self._tools:
+            self._parameters = self._tools[found[1]].parameters
             self._properties = properties_of(self._parameters)
             out += [CallBegin(found[1]), CallArguments("{")]
             self._open, self._is_first = ["{"], [True]
@@ -152,12 +202,22 @@ class GemmaParser:
             self._state = self._in_arguments
             if rest:
                 self._in_arguments(Lexeme(rest), out)
-        elif bracket or lexeme.is_marker or len(self._head) > _LONGEST_HEAD:
-            out.append(ContentText(self._begin + self._head + bracket))
+        elif (
+            bracket
+            or lexeme.is_marker
+            or len(self._head) > _LONGEST_HEAD
+            or not (self._marker or (self._may_be_bare(self._head) and "\n" not in self._head))
+        ):
+            self._follows_call = False
             self._state = self._outside
-            if lexeme.is_marker and lexeme.text == self._end:
-                out.append(ContentText(rest))
-            elif rest:
+            self._at_line_start = False
+            if self._marker:
+                self._add_text(self._marker, out)
+                self._outside(Lexeme(self._head + bracket), out)
+            else:
+                head, self._head = self._head + bracket, ""
+                self._outside(Lexeme(head), out)
+            if rest:
                 self._outside(Lexeme(rest, lexeme.is_marker), out)
 
     def _begin_key(self) -> None:
@@ -178,6 +238,7 @@ class GemmaParser:
         elif lexeme == (self._end, True):
             # Brackets are missing: what is there is given out as far as it goes.
             self._state = self._outside
+            self._follows_call = True
             self._end_value(pieces)
             _give(pieces, out)
             out.append(CallEnd(is_complete=False))
@@ -193,6 +254,7 @@ class GemmaParser:
     def _after_arguments(self, lexeme: Lexeme, out: list[Event]) -> None:
         if lexeme.is_marker or lexeme.text.strip():
             self._state = self._outside
+            self._follows_call = True
             out.append(CallEnd())
             if lexeme != (self._end, True):
                 self._outside(lexeme, out)
@@ -237,6 +299,10 @@ class GemmaParser:
                 self._is_first.append(True)
                 self._begin_key() if c == "{" else self._begin_value()
             elif c == "," or c in "}]":
+                if c == "," and self._open[-1] == "{" and not self._has_value:
+                    self._pending = "".join(self._text)
+                    self._begin_key()
+                    continue
                 self._end_value(pieces)
                 if c == ",":
                     self._begin_key() if self._open[-1] == "{" else self._begin_value()
@@ -253,14 +319,41 @@ class GemmaParser:
 
     def _in_key_at(self, c: str, pieces: list[str]) -> None:
         """A character that means something ends a key, or is a part of it."""
+        text, quoted, pending = "".join(self._text), self._quoted_key, self._pending
         if c == ":":
-            quoted = self._quoted_key
-            self._key = "".join(self._text).strip() if quoted is None else quoted
+            key = text.strip() if quoted is None else quoted
+            if pending is not None and quoted is None and not self._is_key(key, pending):
+                self._begin_value()
+                self._pending = None
+                self._add_plain(f"{pending},{text}:")
+                return
+            self._end_pending(pieces)
+            self._key = key
             self._begin_value()
-        elif c == "}" and self._is_blank:
+        elif c == "}" and (self._is_blank or pending is not None):
+            if not self._is_blank:
+                self._pending = f"{pending},{text}"
+            self._end_pending(pieces)
             self._close(pieces)
+        elif c == "," and pending is not None:
+            self._pending = f"{pending},{text}"
+            self._begin_key()
         elif c != ",":
             self._add_plain(c)
+
+    def _is_key(self, text: str, before: str) -> bool:
+        """Whether a text after a comma is a key, not more of the value without quotes before it."""
+        if _LITERAL.fullmatch(before.strip()):
+            return True
+        if len(self._open) == 1 and self._properties:
+            return text in self._properties
+        return re.search(r"\s", text) is None
+
+    def _end_pending(self, pieces: list[str]) -> None:
+        """The value without quotes before the key has ended."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._write_plain(pending, pieces)
 
     def _separate(self, pieces: list[str]) -> None:
         """What comes before a value: a comma, and its key."""
@@ -272,10 +365,19 @@ class GemmaParser:
 
     def _end_value(self, pieces: list[str]) -> None:
         """A value without quotes has ended."""
-        text = "".join(self._text).strip()
-        self._text = []
-        if self._has_value or self._in_key:
+        if self._pending is not None:
+            text = "".join(self._text)
+            self._pending += f",{text}" if text.strip() else ""
+            self._text = []
+            self._end_pending(pieces)
             return
+        text = "".join(self._text)
+        self._text = []
+        if not (self._has_value or self._in_key):
+            self._write_plain(text, pieces)
+
+    def _write_plain(self, text: str, pieces: list[str]) -> None:
+        text = text.strip()
         if text or self._open[-1] == "{":
             self._separate(pieces)
             parameter = _ANY

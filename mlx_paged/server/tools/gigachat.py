@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import Event
 from mlx_paged.server.tools.json_blocks import CallBlockParser, JsonBlockFormat, json_call
+from mlx_paged.server.tools.json_calls import JsonCalls
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
 
@@ -40,7 +41,8 @@ class GigaChat3Format(JsonBlockFormat):
         return has_role or _TOKEN in chat_template
 
     def parser(self, tools: Sequence[Tool]) -> GigaChatParser:
-        return GigaChatParser(self.begins_call)
+        known = {tool.name for tool in tools}
+        return GigaChatParser(self.begins_call, (), lambda: JsonCalls(known, one=True))
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. There is never more than one call."""

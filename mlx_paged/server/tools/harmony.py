@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import (
@@ -23,7 +24,7 @@ from mlx_paged.server.tools.events import (
     ReasoningText,
 )
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
-from mlx_paged.server.tools.json_calls import JsonValue
+from mlx_paged.server.tools.json_calls import JsonArguments
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
 
@@ -35,6 +36,18 @@ _ENDS = (END, CALL, RETURN)
 _LONGEST_HEADER = 512  # characters; what is longer is no header
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_CHANNELS = ("analysis", "commentary", "final")
+# A header: role, recipient, channel and constraint, all of which may be missing.
+_HEADER = re.compile(
+    rf"\s*(?:{re.escape(START)}\s*(?:assistant|functions\.[^\s<]+)?)?(?:\s*to=[^\s<]+)?"
+    rf"(?:\s*{re.escape(CHANNEL)}\s*(?:{'|'.join(_CHANNELS)})?(?:\s*to=[^\s<]+)?"
+    rf"(?:\s*{re.escape(CONSTRAIN)}\s*\w*)?)?\s*"
+)
+# Constraints that templates render without their marker.
+_WORDS = ("json", "code")
+_JSON_FOLLOWS = re.compile(r"json\s*(?=[{\[])")
+
+_Text: TypeAlias = type[ReasoningText] | type[ContentText]
 
 
 class HarmonyFormat(ToolFormat):
@@ -91,34 +104,40 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyParser:
-    """Reads an answer that begins behind ``<|start|>assistant``, within a message's header."""
+    """Reads an answer that begins behind ``<|start|>assistant``, within a message's header.
+
+    Messages of a kind that follow each other are joined by a newline. Where a header lacks its
+    ``<|message|>``, the text begins where the header cannot go on.
+    """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._known = {tool.name for tool in tools}
         self._state: Callable[[Lexeme, list[Event]], None] = self._in_header
         self._header: list[str] = []
-        self._num_header = 0
-        self._make: Callable[[str], Event] = ContentText  # of a message that is no call
+        self._make: _Text = ContentText  # of a message that is no call
+        self._written: set[_Text] = set()  # kinds of which there is text
+        self._is_new = False  # whether the open message has no text yet
         self._name = ""
-        self._value: JsonValue | None = None  # of a call that has begun
+        self._arguments = JsonArguments()
+        self._has_begun = False  # the open call
         self._space: list[str] = []  # before a call's arguments
+        self.in_reasoning = False
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         out: list[Event] = []
+        self.in_reasoning = self._state == self._in_text and self._make is ReasoningText
         self._state(lexeme, out)
+        self.in_reasoning = self.in_reasoning or any(isinstance(e, ReasoningText) for e in out)
         return out
 
     def passes(self, text: str) -> bool:
-        return self._state == self._in_text and self._make is ContentText
+        return self._state == self._in_text and self._make is ContentText and not self._is_new
 
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         if self._state == self._in_header:
-            header = "".join(self._header)
-            # (A header that is cut says nothing to anyone.)
-            if CHANNEL not in header and not header.startswith(START) and header.strip():
-                out.append(ContentText(header))
-        elif self._state == self._in_call:
+            self._end_header(out)
+        if self._state == self._in_call:
             self._end_call(out, is_cut=True)
         self._state = self._between
         return out
@@ -131,37 +150,44 @@ class HarmonyParser:
             self._begin_message("".join(self._header))
             return
         if is_marker and text in _ENDS:
-            self._no_header(out)
+            self._end_header(out)
+            if self._state == self._in_call:
+                self._end_call(out, is_cut=False)
+            self._state = self._between
             return
         if is_marker and text == START:
-            self._header = []
-            self._num_header = 0
+            self._end_header(out)
+            self._state, self._header = self._in_header, [START]
+            return
         self._header.append(text)
-        self._num_header += len(text)
-        if self._num_header > _LONGEST_HEADER:
-            self._no_header(out)
-            self._state = self._in_text
-            self._make = ContentText
+        if not is_marker and not _may_be_header("".join(self._header)):
+            self._end_header(out)
 
-    def _no_header(self, out: list[Event]) -> None:
-        """What was read begins no message: it is text."""
-        header, self._header, self._num_header = "".join(self._header), [], 0
-        if header.strip() and not header.startswith(START):
-            out.append(ContentText(header))
-        self._state = self._between
+    def _end_header(self, out: list[Event]) -> None:
+        """The header lacks ``<|message|>``: what it cannot be is the message's text."""
+        header, text = _split("".join(self._header))
+        self._header = []
+        if header.rstrip().endswith(CHANNEL) and any(c.startswith(text) for c in _CHANNELS):
+            text = ""  # (a header that is cut)
+        self._begin_message(header)
+        if text:
+            self._state(Lexeme(_JSON_FOLLOWS.sub("", text, count=1)), out)
+        elif self._state == self._in_text:
+            self._state = self._between
 
     def _begin_message(self, header: str) -> None:
-        self._header, self._num_header = [], 0
+        self._header = []
         role = header.removeprefix(START).split(CHANNEL)[0]
         channel = found[1] if (found := _CHANNEL.search(header)) else "final"
         recipient = found[1] if (found := _RECIPIENT.search(header.replace(CHANNEL, " "))) else ""
         self._make = ReasoningText if channel == "analysis" else ContentText
+        self._is_new = True
         self._state = self._in_text
-        is_function = recipient.startswith("functions.") or recipient in self._known
+        name = recipient.removeprefix("functions.")
         is_ours = "functions." not in role.split("to=")[0]  # (and no answer of a tool)
-        if is_ours and (is_function or (recipient and channel == "commentary")):
-            self._name = recipient.removeprefix("functions.")
-            self._value, self._space = None, []
+        if is_ours and name in self._known:
+            self._name = name
+            self._arguments, self._has_begun, self._space = JsonArguments(), False, []
             self._state = self._in_call
 
     def _leaves(self, lexeme: Lexeme) -> bool:
@@ -171,47 +197,83 @@ class HarmonyParser:
     def _leave(self, lexeme: Lexeme) -> None:
         self._state = self._between
         if lexeme.text in (START, CHANNEL):  # the end of the message is missing
-            self._header, self._num_header = [lexeme.text], 0
+            self._header = [lexeme.text]
             self._state = self._in_header
 
     def _in_text(self, lexeme: Lexeme, out: list[Event]) -> None:
         if self._leaves(lexeme):
             self._leave(lexeme)
         else:
-            out.append(self._make(lexeme.text))
+            self._write(lexeme.text, out)
+
+    def _write(self, text: str, out: list[Event]) -> None:
+        """More of the open message, which begins on a line of its own."""
+        if self._is_new and self._make in self._written:
+            text = "\n" + text
+        self._is_new = False
+        self._written.add(self._make)
+        out.append(self._make(text))
 
     def _in_call(self, lexeme: Lexeme, out: list[Event]) -> None:
-        in_string = self._value is not None and self._value.in_string
-        if self._leaves(lexeme) and not in_string:
+        arguments = self._arguments
+        if self._leaves(lexeme) and not arguments.in_string:
             self._end_call(out, is_cut=False)
             self._leave(lexeme)
             return
-        if self._value is None:
-            if not lexeme.text.strip():
-                self._space.append(lexeme.text)
-                return
-            text = "".join(self._space) + lexeme.text
-            if not text.lstrip().startswith("{"):  # it calls nothing that we know
-                self._state = self._in_text
-                out.append(self._make(text))
-                return
-            self._value = JsonValue()
-            out.append(CallBegin(self._name))
-            lexeme = Lexeme(text)
-        _, piece = self._value.take(lexeme.text)
+        if arguments.has_ended:
+            return
+        text = "".join(self._space) + lexeme.text
+        self._space = []
+        if not text.strip():
+            self._space = [text]
+            return
+        at, piece = arguments.take(text)
+        if arguments.has_failed:  # it calls nothing that we know
+            self._state = self._in_text
+            self._write("".join(arguments.raw) + text[at:], out)
+            return
+        if arguments.has_begun and not self._has_begun:
+            self._begin_call(out)
         if piece:
             out.append(CallArguments(piece))
 
+    def _begin_call(self, out: list[Event]) -> None:
+        out.append(CallBegin(self._name))
+        self._has_begun = True
+
     def _end_call(self, out: list[Event], *, is_cut: bool) -> None:
-        if self._value is None:
-            out.append(CallBegin(self._name))
-            if not is_cut:
-                out.append(CallArguments("{}"))
-        out.append(CallEnd(self._value.has_ended if self._value is not None else not is_cut))
+        arguments = self._arguments
+        is_empty = not "".join(arguments.raw).strip() and not self._has_begun
+        if not self._has_begun:
+            self._begin_call(out)
+        if rest := arguments.rest():
+            out.append(CallArguments(rest))
+        elif is_empty and not is_cut:
+            out.append(CallArguments("{}"))
+        out.append(CallEnd(arguments.is_complete or (is_empty and not is_cut)))
 
     def _between(self, lexeme: Lexeme, out: list[Event]) -> None:
         """After a message."""
         if lexeme.is_marker and lexeme.text in (START, CHANNEL):
             self._leave(lexeme)
         elif not lexeme.is_marker and lexeme.text.strip():
-            out.append(ContentText(lexeme.text))
+            self._make, self._is_new = ContentText, True
+            self._state = self._in_text
+            self._write(lexeme.text, out)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """A header, and what is none."""
+    found = _HEADER.match(text)
+    assert found is not None  # (it may be empty)
+    return found[0], text[found.end() :]
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether a text is the beginning of a header, as far as it goes."""
+    header, rest = _split(text)
+    if not rest or len(text) > _LONGEST_HEADER:
+        return not rest
+    if header.rstrip().endswith((CHANNEL, START)):  # a channel or a role that we do not know
+        return not re.search(r"\s", rest)
+    return rest.rstrip() in _WORDS or any(word.startswith(rest) for word in ("to=", *_WORDS))

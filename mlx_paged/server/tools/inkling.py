@@ -17,6 +17,7 @@ from mlx_paged.server.tools.channels import Body, ChannelParser
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.server.tools.json_blocks import CallBlockParser
+from mlx_paged.server.tools.json_calls import JsonCalls
 from mlx_paged.server.tools.lark import Lark
 
 _THINK, _TEXT, _CALL = "<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>"
@@ -40,12 +41,13 @@ class InklingFormat(ToolFormat):
         return _CALL in chat_template or _CALL in vocabulary
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
+        known = {tool.name for tool in tools}
         return ChannelParser(
             opens=(_THINK, _TEXT, _CALL),
             ends=(_AGAIN, _END, _END_OF_ALL),
             header=re.compile(r"\s*[\w.-]{0,256}\s*"),
             body_of=lambda header, marker: Body.REASONING if marker == _THINK else Body.TEXT,
-            calls=CallBlockParser((_CALL,)),
+            calls=CallBlockParser((_CALL,), (), lambda: JsonCalls(known, one=True)),
             begins_call=(_CALL,),
         )
 

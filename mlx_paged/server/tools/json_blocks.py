@@ -21,23 +21,23 @@ class CallBlockParser:
 
     A block begins with a marker and holds calls: objects of JSON, or an array of them. It ends with
     another marker or with what is no call any more; where there is no such marker, with the array
-    or the object. A block without a call is text.
+    or the object. A block without a call is text. Markers that models write twice are not.
 
     Args:
         begin: markers with which a block begins.
         end: markers with which it ends.
-        reader: reads what is in a block, if that is not JSON.
+        reader: makes a reader of the calls in a block.
     """
 
     def __init__(
         self,
         begin: Collection[str],
-        end: Collection[str] = (),
-        reader: Callable[[], CallsReader] | None = None,
+        end: Collection[str],
+        reader: Callable[[], CallsReader],
     ) -> None:
         self._begin = begin
         self._end = end
-        self._reader = reader or (lambda: JsonCalls(one=not end))
+        self._reader = reader
         self._calls: CallsReader | None = None  # of the open block
         self._marker = ""  # with which it began
         self._follows_call = False
@@ -53,8 +53,7 @@ class CallBlockParser:
         calls = self._calls
         if is_marker and not self.in_string:
             if text in self._begin:
-                self._close(out)
-                self._calls, self._marker = self._reader(), text
+                self._begin_block(text, out)
                 return out
             if text in self._end and (calls is not None or self._follows_call):
                 self._close(out, text)
@@ -65,8 +64,20 @@ class CallBlockParser:
         if at < len(text):
             out.append(ContentText(text[at:]))
             # (Another marker may end the calls after space.)
-            self._follows_call = self._follows_call and text[at:].isspace()
+            self._follows_call = self._follows_call and not text[at:].strip()
         return out
+
+    def _begin_block(self, marker: str, out: list[Event]) -> None:
+        calls, before = self._calls, ""
+        if calls is not None and not calls.num_calls:
+            read = calls.unread()
+            if read.strip():
+                out.append(ContentText(self._marker + read))
+            else:  # the marker comes twice
+                before = self._marker + read
+        else:
+            self._close(out)
+        self._calls, self._marker = self._reader(), before + marker
 
     def _read(self, calls: CallsReader, text: str, out: list[Event]) -> int:
         """Reads a text within a block; returns where the block ended."""
@@ -78,7 +89,7 @@ class CallBlockParser:
                 at += 1
             if at == len(text):
                 return at
-        self._close(out)
+        self._close(out, rest=text[at:])
         return at
 
     def passes(self, text: str) -> bool:
@@ -89,19 +100,25 @@ class CallBlockParser:
         self._close(out)
         return out
 
-    def _close(self, out: list[Event], marker: str = "") -> None:
-        """Ends the open block. Without a call it is text, and so is the marker that ends it."""
+    def _close(self, out: list[Event], marker: str = "", *, rest: str = "") -> None:
+        """Ends the open block. Without a call it is text, and so is the marker that ends it.
+
+        Args:
+            rest: the text that follows, if no marker ends the block.
+        """
         calls = self._calls
         if calls is None:
             return
         calls.finish(out)
         unread = calls.unread()
-        if not calls.num_calls:
+        # (A marker that nothing follows is one too many.)
+        is_stray = self._follows_call and not (unread + rest).strip()
+        if not calls.num_calls and not is_stray:
             unread = self._marker + unread + marker
         if unread.strip():
             out.append(ContentText(unread))
         self._calls = None
-        self._follows_call = calls.num_calls > 0 and not unread.strip()
+        self._follows_call = calls.num_calls > 0 or is_stray
 
 
 class JsonBlockFormat(ToolFormat):
@@ -124,7 +141,8 @@ class JsonBlockFormat(ToolFormat):
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         ends = [marker for marker in self.markers if marker not in self.begins_call]
-        return CallBlockParser(self.begins_call, ends)
+        known = {tool.name for tool in tools}
+        return CallBlockParser(self.begins_call, ends, lambda: JsonCalls(known, one=not ends))
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         marker = next(marker for marker in self.begins_call if self.begin.startswith(marker))

@@ -5,48 +5,85 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
+from enum import Enum
 from typing import ClassVar, Protocol
 
-from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
+from mlx_paged.server.tools.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ContentText,
+    Event,
+)
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_OUTSIDE = re.compile(r'[^"{}\[\], \t\r\n]+')  # numbers, words, colons
+_LITERAL = re.compile(r'[^"{}\[\]:, \t\r\n]+')  # numbers and words
 _INSIDE = re.compile(r'[^"\\\x00-\x1f]+')  # a part of a string that needs no change
 _HEX = frozenset("0123456789abcdefABCDEF")
+_JSON_LITERAL = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
+_STARTS_LITERAL = frozenset("-0123456789tfn")
+
+
+class _Expected(Enum):
+    """What may come next in JSON, apart from space."""
+
+    VALUE = "a value"
+    VALUE_OR_END = "a value, or the end of an empty array"
+    KEY = "a key"
+    KEY_OR_END = "a key, or the end of an empty object"
+    COLON = "a colon"
+    MORE = "a comma, or the end of what is open"
 
 
 class JsonValue:
     """One JSON value in text that comes in pieces: where it ends, and its text made valid.
 
     What models write wrong within strings is mended: raw control characters are escaped, and a
-    backslash that begins no escape is doubled. Otherwise it follows strings and brackets only.
+    backslash that begins no escape is doubled. Anything else that is wrong is passed on as it is,
+    by following strings and brackets only.
 
     Attributes:
         has_begun: Whether its first character came.
         has_ended: Whether its last one did. A number ends with what follows it.
         in_string: Whether the text so far ends within a string.
         first: Its first character.
+        is_broken: Whether it is not JSON.
+        is_proven: Whether a part of it that has a value of its own (a string, a number, a word, or
+            all of an object or array) came before anything that is not JSON. Text in braces that is
+            no JSON at all never gets there.
     """
 
-    __slots__ = ("_depth", "_escape", "first", "has_begun", "has_ended", "in_string")
+    __slots__ = (
+        *("_escape", "_expected", "_in_key", "_literal", "_open"),
+        *("first", "has_begun", "has_ended", "in_string", "is_broken", "is_proven"),
+    )
 
     def __init__(self) -> None:
-        self._depth = 0
+        self._open: list[str] = []  # brackets
+        self._expected = _Expected.VALUE
+        self._in_key = False  # whether the open string is one
+        self._literal = ""  # a number or word that may go on
         self._escape = ""  # a backslash and what is known of its escape
         self.first = ""
         self.has_begun = False
         self.has_ended = False
         self.in_string = False
+        self.is_broken = False
+        self.is_proven = False
 
     @property
     def has_literal(self) -> bool:
         """Whether it is a number, or a word."""
         return self.has_begun and self.first not in '"{['
 
-    def take(self, text: str, at: int = 0) -> tuple[int, str]:
+    def take(self, text: str, at: int = 0, *, stops_if_broken: bool = False) -> tuple[int, str]:
         """Reads on from an index: where it stopped, and the value's text up to there.
 
         Space before the value is dropped. It stops at the end of the value, or of the text.
+
+        Args:
+            stops_if_broken: stop also behind the character that shows that it is not JSON, unless
+                it is proven.
         """
         out: list[str] = []
         if not self.has_begun:
@@ -54,6 +91,8 @@ class JsonValue:
             if at < len(text):
                 self.has_begun, self.first = True, text[at]
         while at < len(text) and not self.has_ended:
+            if stops_if_broken and self.is_broken and not self.is_proven:
+                break
             c = text[at]
             if self._escape:
                 at += 1
@@ -72,38 +111,78 @@ class JsonValue:
                     self._escape = c
                 elif c == '"':
                     out.append(c)
-                    self.in_string = False
-                    self.has_ended = self._depth == 0
+                    self._end_string()
                 else:
                     out.append(json.dumps(c)[1:-1])
-            elif self._depth == 0 and self.has_literal:
-                run = _OUTSIDE.match(text, at)
-                self.has_ended = run is None
-                if run is not None:
-                    out.append(run[0])
-                    at = run.end()
-            elif c == '"':
-                out.append(c)
-                at += 1
-                self.in_string = True
-            elif c in "{[":
-                out.append(c)
-                at += 1
-                self._depth += 1
-            elif c in "}]":
-                out.append(c)
-                at += 1
-                self._depth -= 1
-                self.has_ended = self._depth == 0
-            elif c in ", \t\r\n":
-                out.append(c)
-                at += 1
-            else:
-                run = _OUTSIDE.match(text, at)
-                assert run is not None
+            elif (run := _LITERAL.match(text, at)) is not None:
+                if not self._literal:
+                    self._begin_value(is_possible=c in _STARTS_LITERAL)
+                self._literal += run[0]
                 out.append(run[0])
                 at = run.end()
+            else:
+                if self._literal:
+                    self._end_literal()
+                    if self.has_ended:
+                        break
+                if self.has_literal:  # (it began with what begins no value)
+                    self.is_broken = self.has_ended = True
+                    break
+                out.append(c)
+                at += 1
+                self._take_syntax(c)
         return at, "".join(out)
+
+    def _begin_value(self, *, is_possible: bool = True) -> None:
+        expected = self._expected
+        if expected not in (_Expected.VALUE, _Expected.VALUE_OR_END) or not is_possible:
+            self.is_broken = True
+
+    def _end_value(self) -> None:
+        self.is_proven = self.is_proven or not self.is_broken
+        self._expected = _Expected.MORE
+        self.has_ended = not self._open
+
+    def _end_literal(self) -> None:
+        literal, self._literal = self._literal, ""
+        if _JSON_LITERAL.fullmatch(literal) is None:
+            self.is_broken = True
+        self._end_value()
+
+    def _end_string(self) -> None:
+        self.in_string = False
+        if self._in_key:
+            self._in_key = False
+            self._expected = _Expected.COLON
+        else:
+            self._end_value()
+
+    def _take_syntax(self, c: str) -> None:
+        """Takes a character that means something outside of strings."""
+        expected = self._expected
+        if c == '"':
+            self.in_string = True
+            self._in_key = expected in (_Expected.KEY, _Expected.KEY_OR_END)
+            if not self._in_key:
+                self._begin_value()
+                self.is_proven = self.is_proven or not self.is_broken
+        elif c in "{[":
+            self._begin_value()
+            self._open.append(c)
+            self._expected = _Expected.KEY_OR_END if c == "{" else _Expected.VALUE_OR_END
+        elif c in "}]":
+            ends = (_Expected.MORE, _Expected.KEY_OR_END, _Expected.VALUE_OR_END)
+            if expected not in ends or self._open[-1] != ("{" if c == "}" else "["):
+                self.is_broken = True
+            self._open.pop()
+            self._end_value()
+        elif c == ",":
+            self.is_broken = self.is_broken or expected is not _Expected.MORE
+            is_object = self._open[-1] == "{"
+            self._expected = _Expected.KEY if is_object else _Expected.VALUE
+        elif c == ":":
+            self.is_broken = self.is_broken or expected is not _Expected.COLON
+            self._expected = _Expected.VALUE
 
     def _go_on_escape(self, c: str, out: list[str]) -> None:
         """Takes the next character after a backslash."""
@@ -126,25 +205,86 @@ class JsonValue:
             self._escape = "again"
 
 
+class JsonArguments:
+    """Reads the arguments of a call, a JSON object; holds them until they prove to be JSON.
+
+    Attributes:
+        has_failed: Whether they are no JSON object: nothing of them was given out.
+        raw: Their text as written, while nothing of them was given out.
+    """
+
+    def __init__(self) -> None:
+        self._value = JsonValue()
+        self._held: list[str] = []
+        self.has_failed = False
+        self.raw: list[str] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether they have proven to be JSON."""
+        return self._value.is_proven and not self.has_failed
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether their last bracket was read."""
+        return self._value.has_ended
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of them were read, and are JSON."""
+        return self._value.has_ended and not self._value.is_broken
+
+    @property
+    def in_string(self) -> bool:
+        """Whether the text so far ends within a string: a marker there is text."""
+        return self._value.in_string
+
+    def take(self, text: str, at: int = 0) -> tuple[int, str]:
+        """Reads on from an index: where it stopped, and the JSON that became certain."""
+        start = at
+        at, piece = self._value.take(text, at, stops_if_broken=True)
+        value = self._value
+        is_object = not value.has_begun or value.first == "{"
+        self.has_failed = self.has_failed or not is_object
+        self.has_failed = self.has_failed or (value.is_broken and not value.is_proven)
+        self._held.append(piece)
+        if not self.has_begun:
+            self.raw.append(text[start:at])
+            return at, ""
+        return at, self.rest()
+
+    def rest(self) -> str:
+        """The part that is held: where the answer ends within them, it is all there is."""
+        held = "".join(self._held)
+        self._held.clear()
+        self.raw.clear()
+        return held
+
+
 _State = Callable[[str, int], int]
 
 
 class JsonCall:
-    """Reads one call object; name and pieces of arguments come as soon as they are known.
+    """Reads one call object; name and pieces of arguments come as soon as they are certain.
 
-    Arguments that are written before the name are held until it is known. Some models write them
-    as a JSON string: it is unpacked when it is whole. Some put name and arguments into another
-    object, as OpenAI's API has it (``{"type": "function", "function": {...}}``): it is entered.
+    That is when the name is one of a tool and the arguments have proven to be JSON. Arguments that
+    are written before the name are held until it is known. Some models write them as a JSON string:
+    it is unpacked when it is whole. Some put name and arguments into another object, as OpenAI's
+    API has it (``{"type": "function", "function": {...}}``): it is entered.
 
     Args:
-        known: names of tools. None: any object with a name is a call, as between the markers of a
-            call. Otherwise an object whose name is none of them is a call only if it has
-            arguments; this is for syntaxes in which any JSON may be a call.
+        known: names of the tools that may be called.
+        is_bare: whether any JSON may stand here, not only a call: an object with keys that no call
+            has is none as soon as one of them comes.
+        skips: whether a call of no tool is read to its end, because others may follow it. Otherwise
+            it has failed as soon as its name is known.
+        needs_arguments: whether an object without arguments is no call.
 
     Attributes:
         has_begun: Whether its name was given out: until then it may turn out to be no call.
         has_ended: Whether its last bracket was read.
         has_failed: Whether it is no call.
+        is_skipped: Whether it is a call of no tool that is read to its end.
         raw: Its text as written, while it may turn out to be no call.
     """
 
@@ -163,8 +303,18 @@ class JsonCall:
         "tool",
     )  # of an object that has name and arguments
 
-    def __init__(self, known: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        known: Collection[str],
+        *,
+        is_bare: bool = False,
+        skips: bool = False,
+        needs_arguments: bool = False,
+    ) -> None:
         self._known = known
+        self._needs_arguments = needs_arguments
+        self._is_bare = is_bare
+        self._skips = skips
         self._state: _State = self._open
         self._depth = 0  # of objects entered
         self._key = ""
@@ -172,19 +322,22 @@ class JsonCall:
         self._value_text: list[str] = []
         self._name: str | None = None
         self._id: str | None = None
-        self._arguments: list[str] = []  # read and not given out
-        self._has_arguments = False
+        self._arguments: JsonArguments | None = None
+        self._pieces: list[str] = []  # of the arguments, read and not given out
         self._gave_arguments = False
-        self._arguments_ended = False
         self.has_begun = False
         self.has_ended = False
         self.has_failed = False
+        self.is_skipped = False
         self.raw: list[str] = []
 
     @property
     def in_string(self) -> bool:
         """Whether the text so far ends within a string: a marker there is text."""
-        return self._value.in_string and not self.has_ended and not self.has_failed
+        if self.has_ended or self.has_failed:
+            return False
+        arguments = self._arguments
+        return self._value.in_string or (arguments is not None and arguments.in_string)
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
         """Reads on from an index; adds events to `out`, returns the index where it stopped."""
@@ -199,38 +352,57 @@ class JsonCall:
     def finish(self, out: list[Event]) -> None:
         """The answer, or the block of the call, ends here."""
         if not self.has_begun:
-            self.has_failed = True
-        elif not self.has_ended:
+            lacks_arguments = self._needs_arguments and self._arguments is None
+            is_none = self._name not in self._known or lacks_arguments
+            if is_none or self.has_failed or self.has_ended:
+                self.has_failed = True
+                return
+            self._begin(out)
+        if not self.has_ended:
+            arguments = self._arguments
+            if arguments is not None:
+                self._pieces.append(arguments.rest())
+            self._give_pieces(out)
             self.has_ended = True
-            if self._arguments_ended and not self._gave_arguments:
+            is_complete = arguments is not None and arguments.is_complete
+            if is_complete and not self._gave_arguments:
                 out.append(CallArguments("{}"))
-            out.append(CallEnd(is_complete=self._arguments_ended))
+            out.append(CallEnd(is_complete))
+
+    def _begin(self, out: list[Event]) -> None:
+        assert self._name is not None
+        self.has_begun = True
+        self.raw.clear()
+        out.append(CallBegin(self._name, self._id))
 
     def _give(self, out: list[Event]) -> None:
         """Gives out what is certain by now."""
         if not self.has_begun:
-            if self._name is None or self.has_failed:
+            if self._name is None or self.has_failed or self.is_skipped:
                 return
-            if (
-                self._known is not None
-                and not self._has_arguments
-                and self._name not in self._known
-            ):
-                self.has_failed = self.has_ended
+            if self._name not in self._known:
+                self.is_skipped = self._skips
+                self.has_failed = not self._skips
                 return
-            self.has_begun = True
-            self.raw.clear()
-            out.append(CallBegin(self._name, self._id))
-        if self._arguments:
-            piece = "".join(self._arguments)
-            self._arguments.clear()
-            if piece:
-                self._gave_arguments = True
-                out.append(CallArguments(piece))
+            arguments = self._arguments
+            if not self.has_ended and (arguments is None or not arguments.has_begun):
+                return
+            if arguments is None and self._needs_arguments:
+                self.has_failed = True
+                return
+            self._begin(out)
+        self._give_pieces(out)
         if self.has_ended:
             if not self._gave_arguments:
                 out.append(CallArguments("{}"))
-            out.append(CallEnd())
+            out.append(CallEnd(self._arguments is None or self._arguments.is_complete))
+
+    def _give_pieces(self, out: list[Event]) -> None:
+        piece = "".join(self._pieces)
+        self._pieces.clear()
+        if piece:
+            self._gave_arguments = True
+            out.append(CallArguments(piece))
 
     # States: each reads on from an index and returns where it stopped.
 
@@ -266,7 +438,7 @@ class JsonCall:
         if self._value.has_ended:
             self._key = _string("".join(self._value_text))
             known = self.NAMES + self.ARGUMENTS + self.OTHERS
-            if self._known is not None and self._name is None and self._key not in known:
+            if self._is_bare and self._name is None and self._key not in known:
                 self.has_failed = True
             self._state = self._before_value
         return at
@@ -289,26 +461,34 @@ class JsonCall:
             self._depth += 1
             self._state = self._before_key
             return at + 1
-        if self._key in self.ARGUMENTS and not self._has_arguments:
-            self._has_arguments = True
-            self._begin_value(self._in_arguments if text[at] in "{[" else self._in_other_arguments)
+        if self._key in self.ARGUMENTS and self._arguments is None:
+            self._begin_value(self._in_other_arguments)
+            if text[at] == "{":
+                self._arguments = JsonArguments()
+                self._state = self._in_arguments
         else:
             self._begin_value(self._in_other)
         return at
 
     def _in_arguments(self, text: str, at: int) -> int:
-        at, piece = self._value.take(text, at)
-        self._arguments.append(piece)
-        if self._value.has_ended:
-            self._arguments_ended = True
+        assert self._arguments is not None
+        at, piece = self._arguments.take(text, at)
+        self._pieces.append(piece)
+        if self._arguments.has_failed:
+            self.has_failed = True
+        elif self._arguments.has_ended:
             self._state = self._before_key
         return at
 
     def _in_other_arguments(self, text: str, at: int) -> int:
+        """Arguments that are no object: one may be within a string."""
         at = self._read_value(text, at)
         if self._value.has_ended:
-            self._arguments.append(unpacked("".join(self._value_text)))
-            self._arguments_ended = True
+            self._arguments = JsonArguments()
+            inner = unpacked("".join(self._value_text))
+            self._pieces.append(self._arguments.take(inner)[1])
+            # (Text of a skipped call's means nothing.)
+            self.has_failed = self._arguments.has_failed or not self._arguments.has_ended
             self._state = self._before_key
         return at
 
@@ -378,8 +558,11 @@ class CallsReader(Protocol):
 class JsonCalls:
     """Reads call objects that follow each other, or an array of them.
 
+    A call of no tool is text; others of the same array are calls all the same.
+
     Args:
-        known: see `JsonCall`.
+        known: names of the tools that may be called.
+        is_bare, needs_arguments: see `JsonCall`.
         one: whether it ends with an object that is in no array.
         kind: reads an object.
 
@@ -391,16 +574,21 @@ class JsonCalls:
 
     def __init__(
         self,
-        known: Collection[str] | None = None,
+        known: Collection[str],
         *,
+        is_bare: bool = False,
+        needs_arguments: bool = False,
         one: bool = False,
         kind: type[JsonCall] = JsonCall,
     ) -> None:
         self._known = known
+        self._needs_arguments = needs_arguments
+        self._is_bare = is_bare
         self._one = one
         self._kind = kind
         self._call: JsonCall | None = None
-        self._space: list[str] = []  # before the first call, in case there is none
+        self._skipped: list[str] = []  # calls of no tool, and what is before them
+        self._space: list[str] = []  # between calls, in case none follows
         self.is_array = False
         self.has_ended = False
         self.num_calls = 0
@@ -430,26 +618,44 @@ class JsonCalls:
             if self._call is None:
                 c = text[at]
                 if c == "{":
-                    self._call = self._kind(self._known)
+                    skips = self.is_array or not self._is_bare
+                    self._call = self._kind(
+                        self._known,
+                        is_bare=self._is_bare,
+                        skips=skips,
+                        needs_arguments=self._needs_arguments,
+                    )
                     continue
                 if c not in " \t\r\n,;" and (c != "[" or self.is_array):
                     if c != "]" or not self.is_array:
                         return at
                     self.is_array, self.has_ended = False, True
-                    self._hold(c)
+                    self._space.append(c)
                     return at + 1
                 self.is_array = self.is_array or c == "["
-                self._hold(c)
+                self._space.append(c)
                 at += 1
                 continue
-            begun = self._call.has_begun
-            at = self._call.feed(text, at, out)
-            self.num_calls += self._call.has_begun and not begun
-            if self._call.has_failed:
+            at = self._feed_call(self._call, text, at, out)
+            if self._call is not None and self._call.has_failed:
                 return at
-            if self._call.has_ended:
-                self._call = None
-                self.has_ended = self._one and not self.is_array
+        return at
+
+    def _feed_call(self, call: JsonCall, text: str, at: int, out: list[Event]) -> int:
+        begun, before = call.has_begun, len(out)
+        at = call.feed(text, at, out)
+        if call.has_begun and not begun:
+            self.num_calls += 1
+            if skipped := "".join(self._skipped).strip():
+                out.insert(before, ContentText(skipped))
+            self._skipped.clear()
+            self._space.clear()
+        if call.has_ended and not call.has_failed:
+            self._call = None
+            if call.is_skipped:
+                self._skipped += [*self._space, *call.raw]
+                self._space.clear()
+            self.has_ended = self._one and not self.is_array
         return at
 
     def finish(self, out: list[Event]) -> None:
@@ -458,20 +664,23 @@ class JsonCalls:
         What turned out to be no call is left for `unread`, as are brackets without calls.
         """
         if self._call is not None:
+            begun, before = self._call.has_begun, len(out)
             self._call.finish(out)
             if not self._call.has_failed:
+                self.num_calls += not begun
+                if not begun and (skipped := "".join(self._skipped).strip()):
+                    out.insert(before, ContentText(skipped))
+                if not begun:
+                    self._skipped.clear()
                 self._call = None
 
     def unread(self) -> str:
         """What was read and is no call; it is forgotten."""
-        before = [] if self.num_calls else self._space
+        is_needed = self._skipped or not self.num_calls
+        before = [*self._skipped, *self._space] if is_needed else []
         raw = "".join(before + (self._call.raw if self._call is not None else []))
-        self._space, self._call, self.is_array = [], None, False
+        self._skipped, self._space, self._call, self.is_array = [], [], None, False
         return raw
-
-    def _hold(self, c: str) -> None:
-        if not self.num_calls:
-            self._space.append(c)
 
 
 def _after_space(text: str, at: int) -> int:
@@ -488,7 +697,7 @@ def _string(text: str) -> str:
 
 def unpacked(text: str) -> str:
     """Arguments that were written as no object: those in a string, or none at all."""
-    if text in ("null", ""):
+    if text in ("null", "", "[]"):
         return "{}"
     inner = _string(text) if text.startswith('"') else ""
     value = JsonValue()

@@ -183,7 +183,13 @@ class Lark:
         return self.text()
 
     def bare_answer(
-        self, calls: str, first: str, *, required: bool, others: Iterable[str] = ()
+        self,
+        calls: str,
+        first: str,
+        *,
+        required: bool,
+        others: Iterable[str] = (),
+        within: str = "",
     ) -> str:
         """The whole grammar of an answer where calls have no markers, but a line of their own.
 
@@ -192,14 +198,20 @@ class Lark:
             first: characters with which calls begin, for a class of a regular expression: no line
                 of the text begins with one.
             required, others: see `answer`.
+            within: a character with which calls may begin anywhere in a line: none of the text has
+                it before a string.
         """
         if required:
             lead = self.terminal(r"/\n{1,2}/")
             self.rule(f"{lead}? {calls}", "start")
         else:
             line = rf"[ \t]*([^{first} \t\n][^\n]*)?"
-            lines = self.terminal(self.without(others, allowed=rf"/({line}\n)+/"))
-            text = self.terminal(self.without(others, allowed=rf"/({line}\n)*{line}/"))
+            lines, text = rf"/({line}\n)+/", rf"/({line}\n)*{line}/"
+            if within:
+                no_call = rf"~/(?s:.*){lark_escape(within)}[ \t\r\n]*\"(?s:.*)/"
+                lines, text = f"({lines} & {no_call})", f"({text} & {no_call})"
+            lines = self.terminal(self.without(others, allowed=lines))
+            text = self.terminal(self.without(others, allowed=text))
             self.rule(f"{text} | {lines}? {calls}", "start")
         return self.text()
 

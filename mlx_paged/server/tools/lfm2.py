@@ -55,6 +55,7 @@ class _Calls:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = tools
+        self._known = {tool.name for tool in tools}
         self._reader: CallsReader | None = None
         self._held = ""  # before that character
         self.num_calls = 0
@@ -74,7 +75,7 @@ class _Calls:
                 at += 1
             if at == len(text):
                 return at
-            self._reader = JsonCalls() if text[at] == "{" else PythonCalls(self._tools)
+            self._reader = JsonCalls(self._known) if text[at] == "{" else PythonCalls(self._tools)
             self._reader.feed(self._held, 0, out)
         at = self._reader.feed(text, at, out)
         self.num_calls = self._reader.num_calls

@@ -11,13 +11,14 @@ from mlx_paged.server.tools.bare_json import BareJsonFormat
 
 
 class Llama3JsonFormat(BareJsonFormat):
-    """A call object; several are separated by semicolons."""
+    """A call object, which may follow text on its line; several are separated by semicolons."""
 
     names = ("llama3_json", "llama4_json")
     models = "Llama 3.1, 3.2 and 3.3; Llama 4 with its own template"
     markers = ("<|python_tag|>", "<|eom_id|>")
     begins_call = ("<|python_tag|>",)
     is_array = False
+    within = "{"
     arguments_key = "parameters"
 
     @classmethod

@@ -20,7 +20,7 @@ from mlx_paged.server.tools.events import (
 )
 from mlx_paged.server.tools.format import ToolFormat, lark_arguments
 from mlx_paged.server.tools.json_blocks import CallBlockParser, json_array, json_call
-from mlx_paged.server.tools.json_calls import JsonValue
+from mlx_paged.server.tools.json_calls import JsonArguments, JsonCalls
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
 
@@ -47,7 +47,7 @@ class MistralFormat(ToolFormat):
         return _CALLS in chat_template or _CALLS in vocabulary
 
     def parser(self, tools: Sequence[Tool]) -> MistralParser:
-        return MistralParser()
+        return MistralParser(tools)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
@@ -68,34 +68,47 @@ class MistralFormat(ToolFormat):
 
 
 class MistralParser:
-    """Text, then calls. What follows ``[TOOL_CALLS]`` shows which form it is."""
+    """Text, then calls. What follows ``[TOOL_CALLS]`` shows which form it is.
 
-    def __init__(self) -> None:
+    Args:
+        tools: that may be called: a call of any other is text.
+    """
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._known = {tool.name for tool in tools}
         self._array: CallBlockParser | None = None  # reads the old form
         self._state: Callable[[Lexeme, list[Event]], None] = self._in_text
-        self._raw: list[str] = []  # of a call whose name is not known yet
+        self._raw: list[str] = []  # of a call that may be none
         self._name = ""
         self._id = ""
-        self._value = JsonValue()
+        self._arguments = JsonArguments()
+        self._has_begun = False  # the open call
+        self._follows_call = False
 
     @property
     def _in_string(self) -> bool:
         if self._array is not None:
             return self._array.in_string
-        return self._value.in_string
+        return self._state == self._in_arguments and self._arguments.in_string
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         out: list[Event] = []
-        if lexeme == (_CALLS, True) and not self._in_string:
-            self._close(out)
-            self._raw, self._name, self._id = [_CALLS], "", ""
+        if lexeme == (_CALLS, True) and self._array is not None:
+            self._state(lexeme, out)
+        elif lexeme == (_CALLS, True) and not self._in_string:
+            if self._state == self._in_name and not self._name.strip():  # once more
+                self._raw.append(_CALLS)
+            else:
+                self._close(out)
+                self._raw = [_CALLS]
+            self._name, self._id = "", ""
             self._state = self._in_name
         else:
             self._state(lexeme, out)
         return out
 
     def passes(self, text: str) -> bool:
-        return self._state == self._in_text and self._array is None
+        return self._state == self._in_text and self._array is None and not self._follows_call
 
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
@@ -104,72 +117,113 @@ class MistralParser:
 
     def _close(self, out: list[Event]) -> None:
         """Ends an open call."""
+        has_name = self._name.strip() in self._known
         if self._array is not None:
             out.extend(self._array.finish())
             self._array = None
-        elif self._state == self._in_arguments:
-            if not self._value.has_begun:
-                out.append(CallArguments("{}"))
+        elif self._state == self._in_arguments or (self._state == self._in_id and has_name):
+            if not self._has_begun:
+                self._begin(out)
+            if rest := self._arguments.rest():
+                out.append(CallArguments(rest))
             out.append(CallEnd(is_complete=False))
-        elif self._state == self._in_id:
-            out.append(CallBegin(self._name.strip(), new_id()))
-            out.append(CallEnd(is_complete=False))
-        elif self._raw:
-            out.append(ContentText("".join(self._raw)))
+            self._follows_call = True
+        elif self._raw and not (self._follows_call and not self._name.strip()):
+            self._as_text(out)
         self._raw = []
-        self._value = JsonValue()
         self._state = self._in_text
 
     def _in_text(self, lexeme: Lexeme, out: list[Event]) -> None:
+        self._follows_call = self._follows_call and not lexeme.text.strip()
         out.append(ContentText(lexeme.text))
+
+    def _as_text(self, out: list[Event]) -> None:
+        """What was read is no call."""
+        out.append(ContentText("".join(self._raw)))
+        self._raw = []
+        self._follows_call = False
+        self._state = self._in_text
 
     def _in_array(self, lexeme: Lexeme, out: list[Event]) -> None:
         assert self._array is not None
+        if lexeme == (_CALLS, True) and not self._array.in_string and self._array.passes("x"):
+            self._array = None
+            self._raw, self._name, self._id = [_CALLS], "", ""
+            self._state = self._in_name
+            return
         out.extend(self._array.feed(lexeme))
+
+    def _begin_array(self) -> CallBlockParser:
+        known = self._known
+        array = CallBlockParser((_CALLS,), (), lambda: JsonCalls(known, one=True))
+        for raw in self._raw:
+            list(array.feed(Lexeme(raw, raw == _CALLS)))
+        self._raw = []
+        return array
 
     def _in_name(self, lexeme: Lexeme, out: list[Event]) -> None:
         text, is_marker = lexeme
         name = self._name.strip()
-        if is_marker and name:
+        if is_marker and name in self._known:
+            self._raw.append(text)
             self._state = self._in_id
             if text == _ARGUMENTS:
-                self._begin_arguments(out)
+                self._begin_arguments()
             return
-        bracket = -1 if is_marker else text.find("{")
-        if not is_marker and not name and text.lstrip()[:1] in ("[", "{"):
-            self._array = CallBlockParser(_CALLS)
-            self._array.feed(Lexeme(_CALLS, True))
-            out.extend(self._array.feed(Lexeme(self._name + text)))
-            self._state, self._raw = self._in_array, []
+        if is_marker:
+            self._raw.append(text)
+            self._as_text(out)
             return
-        self._name += text if bracket < 0 else text[:bracket]
-        self._raw.append(text if bracket < 0 else text[:bracket])
+        if not name and text.lstrip()[:1] in ("[", "{"):
+            self._array = self._begin_array()
+            self._state = self._in_array
+            self._in_array(lexeme, out)
+            return
+        bracket = text.find("{")
+        before = text if bracket < 0 else text[:bracket]
+        self._name += before
+        self._raw.append(before)
         name = self._name.strip()
-        if is_marker or len(name.split(maxsplit=1)) > 1 or len(self._name) > _LONGEST_NAME:
-            self._close(out)  # it is no call
-            if bracket >= 0:
-                out.append(ContentText(text[bracket:]))
-        elif bracket >= 0:  # (without [ARGS])
-            self._begin_arguments(out)
+        if bracket >= 0 and name in self._known:  # (without [ARGS])
+            self._begin_arguments()
             self._in_arguments(Lexeme(text[bracket:]), out)
+        elif bracket >= 0 or len(name.split(maxsplit=1)) > 1 or len(self._name) > _LONGEST_NAME:
+            self._as_text(out)
+            if bracket >= 0:
+                self._in_text(Lexeme(text[bracket:]), out)
 
     def _in_id(self, lexeme: Lexeme, out: list[Event]) -> None:
+        self._raw.append(lexeme.text)
         if lexeme == (_ARGUMENTS, True):
-            self._begin_arguments(out)
+            self._begin_arguments()
         else:
             self._id += lexeme.text
 
-    def _begin_arguments(self, out: list[Event]) -> None:
-        out.append(CallBegin(self._name.strip(), self._id.strip() or new_id()))
-        self._raw = []
+    def _begin_arguments(self) -> None:
+        self._arguments, self._has_begun = JsonArguments(), False
         self._state = self._in_arguments
 
+    def _begin(self, out: list[Event]) -> None:
+        out.append(CallBegin(self._name.strip(), self._id.strip() or new_id()))
+        self._raw = []
+        self._has_begun = True
+
     def _in_arguments(self, lexeme: Lexeme, out: list[Event]) -> None:
-        at, piece = self._value.take(lexeme.text)
+        arguments, text = self._arguments, lexeme.text
+        at, piece = arguments.take(text)
+        if arguments.has_failed:
+            self._raw += arguments.raw
+            self._as_text(out)
+            if at < len(text):
+                self._in_text(Lexeme(text[at:]), out)
+            return
+        if arguments.has_begun and not self._has_begun:
+            self._begin(out)
         if piece:
             out.append(CallArguments(piece))
-        if self._value.has_ended:
-            out.append(CallEnd())
+        if arguments.has_ended:
+            out.append(CallEnd(arguments.is_complete))
+            self._follows_call = True
             self._state = self._in_text
-            if at < len(lexeme.text):
-                out.append(ContentText(lexeme.text[at:]))
+            if at < len(text):
+                self._in_text(Lexeme(text[at:]), out)

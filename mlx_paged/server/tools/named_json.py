@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
-from mlx_paged.server.tools.json_calls import JsonValue
+from mlx_paged.server.tools.json_calls import JsonArguments
 from mlx_paged.server.tools.lexer import Lexeme
 
 _LONGEST_HEAD = 512  # characters between a call's marker and its arguments
@@ -42,13 +42,14 @@ class Marks:
 class NamedJsonParser:
     """Reads calls whose arguments are JSON objects.
 
-    What is between the markers of a call but is no name and no object is text.
+    What is between the markers of a call but is no tool's name and no object is text. Markers that
+    models write twice, or once too often behind a call, are not.
 
     Args:
         marks: the family's markers.
         name_of: name and id of a call, from the text before and after the marker `Marks.arguments`,
             up to the object's bracket; None: it is no call.
-        tools: of the request.
+        tools: that may be called.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class NamedJsonParser:
         self._head: list[str] = []  # of the open call, before its arguments
         self._num_head = 0
         self._tail: list[str] | None = None  # the part of it after the marker
-        self._value = JsonValue()
+        self._arguments = JsonArguments()
+        self._has_begun = False  # the open call
+        self._follows_call = False
         self._ids: set[str] = set()
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
@@ -74,28 +77,29 @@ class NamedJsonParser:
         return out
 
     def passes(self, text: str) -> bool:
-        return self._state == self._outside
+        return self._state == self._outside and not self._follows_call
 
     @property
     def in_string(self) -> bool:
         """True while a string of a call is open: a marker in it is text."""
-        return self._state == self._in_arguments and self._value.in_string
+        return self._state == self._in_arguments and self._arguments.in_string
 
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         if self._state == self._in_arguments:
-            out.append(CallEnd(self._value.has_ended))
-        elif self._state == self._in_head and self._names_a_tool():
+            self._end_call(out)
+        elif self._state == self._in_head and self._named_tool() is not None:
             self._begin(out)
             out.append(CallEnd(is_complete=False))
-        else:
+        elif not self._follows_call or "".join(self._raw).strip() not in ("", *self._marks.all):
             self._as_text(out)
         self._state = self._outside
         return out
 
-    def _names_a_tool(self) -> bool:
+    def _named_tool(self) -> tuple[str, str | None] | None:
+        """Name and id of the open call, if it is one of a tool."""
         found = self._name_of("".join(self._head), "".join(self._tail or ()))
-        return found is not None and found[0] in self._known
+        return found if found is not None and found[0] in self._known else None
 
     # States.
 
@@ -106,8 +110,13 @@ class NamedJsonParser:
             self._state = self._in_block
             if lexeme.text == marks.call:  # (Some models forget to open the block.)
                 self._begin_head()
-        else:
+        elif not (self._follows_call and self._is_end(lexeme)):
+            self._follows_call = self._follows_call and not lexeme.text.strip()
             out.append(ContentText(lexeme.text))
+
+    def _is_end(self, lexeme: Lexeme) -> bool:
+        ends = (self._marks.call_end, self._marks.block[1], self._marks.arguments)
+        return lexeme.is_marker and lexeme.text in ends
 
     def _in_block(self, lexeme: Lexeme, out: list[Event]) -> None:
         marks = self._marks
@@ -115,16 +124,22 @@ class NamedJsonParser:
             self._raw.append(lexeme.text)
             self._begin_head()
         elif lexeme == (marks.block[1], True):
-            if self._raw:  # a block without a call
+            if self._raw and not self._follows_call:  # a block without a call
                 self._raw.append(lexeme.text)
                 self._as_text(out)
+            self._raw = []
             self._state = self._outside
-        elif not self._is_other(lexeme) and (lexeme.is_marker or lexeme.text.strip()):
-            self._as_text(out)
-            self._state = self._outside
-            self._outside(lexeme, out)
-        elif self._raw:
+        elif self._is_end(lexeme) and self._follows_call:
+            return
+        elif lexeme == (marks.block[0], True) or self._is_other(lexeme):  # once more
             self._raw.append(lexeme.text)
+        elif lexeme.is_marker:
+            self._no_call(out)
+            self._outside(lexeme, out)
+        else:  # (Some models write text into the block, which means nothing if a call follows.)
+            self._raw.append(lexeme.text)
+            if sum(len(text.strip()) for text in self._raw) > _LONGEST_HEAD:
+                self._no_call(out)
 
     def _is_other(self, lexeme: Lexeme) -> bool:
         """True for a marker without a meaning of its own."""
@@ -139,10 +154,13 @@ class NamedJsonParser:
         if lexeme == (marks.arguments, True) and self._tail is None:
             self._raw.append(text)
             self._tail = []
-        elif lexeme == (marks.call_end, True) and self._names_a_tool():
+        elif lexeme == (marks.call_end, True) and self._named_tool() is not None:
             self._begin(out)  # without any arguments
             out += [CallArguments("{}"), CallEnd()]
+            self._follows_call = True
             self._state = self._in_block
+        elif lexeme == (marks.call, True) and not self._num_head and self._tail is None:
+            self._raw.append(text)  # once more
         elif lexeme.is_marker and not self._is_other(lexeme):
             self._no_call(out)
             self._outside(lexeme, out)
@@ -153,33 +171,33 @@ class NamedJsonParser:
             before = text if at < 0 else text[:at]
             part.append(before)
             self._raw.append(before)
-            self._num_head += len(before)
+            self._num_head += len(before.strip())
             if self._num_head > _LONGEST_HEAD:
                 self._no_call(out)
                 self._outside(Lexeme(text[len(before) :]), out)
             elif at >= 0:
-                if self._begin(out):
-                    self._value = JsonValue()
+                if self._named_tool() is not None:
+                    self._arguments, self._has_begun = JsonArguments(), False
                     self._state = self._in_arguments
                     self._in_arguments(Lexeme(text[at:]), out)
                 else:
                     self._no_call(out)
                     self._outside(Lexeme(text[at:]), out)
 
-    def _begin(self, out: list[Event]) -> bool:
-        """Gives out a call's name, if it has one."""
-        found = self._name_of("".join(self._head), "".join(self._tail or ()))
-        if found is None:
-            return False
+    def _begin(self, out: list[Event]) -> None:
+        """Gives out a call's name."""
+        found = self._named_tool()
+        assert found is not None
         name, call_id = found
         # (An id that was there before would not tell calls apart.)
         out.append(CallBegin(name, call_id if call_id not in self._ids else None))
         if call_id is not None:
             self._ids.add(call_id)
         self._raw = []
-        return True
+        self._has_begun = True
 
     def _no_call(self, out: list[Event]) -> None:
+        self._follows_call = False
         self._as_text(out)
         self._state = self._outside
 
@@ -189,15 +207,33 @@ class NamedJsonParser:
             out.append(ContentText(raw))
 
     def _in_arguments(self, lexeme: Lexeme, out: list[Event]) -> None:
-        marks, value = self._marks, self._value
+        marks, arguments = self._marks, self._arguments
         ends = lexeme.text in (marks.call_end, marks.call, marks.block[1])
-        if lexeme.is_marker and ends and not value.in_string:
-            out.append(CallEnd(value.has_ended))
+        if lexeme.is_marker and ends and not arguments.in_string:
+            self._end_call(out)
             self._state = self._in_block
             if lexeme.text != marks.call_end:
                 self._in_block(lexeme, out)
             return
-        if not value.has_ended:
-            _, piece = value.take(lexeme.text)
-            if piece:
-                out.append(CallArguments(piece))
+        if arguments.has_ended:
+            return
+        at, piece = arguments.take(lexeme.text)
+        if arguments.has_failed:
+            self._raw += arguments.raw
+            self._no_call(out)
+            if at < len(lexeme.text):
+                self._outside(Lexeme(lexeme.text[at:]), out)
+            return
+        if arguments.has_begun and not self._has_begun:
+            self._begin(out)
+        if piece:
+            out.append(CallArguments(piece))
+
+    def _end_call(self, out: list[Event]) -> None:
+        """The open call ends; where its arguments have not, they are cut."""
+        if not self._has_begun:
+            self._begin(out)
+        if rest := self._arguments.rest():
+            out.append(CallArguments(rest))
+        out.append(CallEnd(self._arguments.is_complete))
+        self._follows_call = True

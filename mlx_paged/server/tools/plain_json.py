@@ -13,7 +13,8 @@ class XlamFormat(BareJsonFormat):
 
     names = ("xlam",)
     models = "xLAM"
-    markers = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+    markers = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "</think>")
+    behind = ("</think>",)
     begins_call = ("<tool_call>", "[TOOL_CALLS]")
 
 

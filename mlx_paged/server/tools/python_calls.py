@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_paged.server.tools.definitions import Tool
-from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
+from mlx_paged.server.tools.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ContentText,
+    Event,
+)
 from mlx_paged.server.tools.schemas import ArgumentsWriter
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -117,7 +123,8 @@ class PythonCalls:
     the tool's schema, or by what they look like where it has none.
 
     Args:
-        tools: of the request.
+        tools: that may be called: a call of any other is text, and those beside it are calls all
+            the same.
         in_list: whether the calls are in a list; otherwise they follow each other.
 
     Attributes:
@@ -139,7 +146,10 @@ class PythonCalls:
         self._bare: list[str] = []  # of a value that is no string
         self._depth = 0
         self._quote = ""  # of a string within it
-        self._raw: list[str] = []  # before the first call, in case there is none
+        self._raw: list[str] = []  # what was read since the last call of a tool
+        self._skipped: list[str] = []  # calls of no tool
+        self._is_skipped = False  # the open call
+        self._num_ended = 0  # calls of tools
         self.num_calls = 0
         self.has_ended = False
         self.has_failed = False
@@ -155,12 +165,16 @@ class PythonCalls:
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
         """Reads on from an index; adds events to `out`, returns the index where it stopped."""
-        start = at
         self._out = out
         while at < len(text) and not self.has_ended and not self.has_failed:
-            at = self._state(text, at)
-        if not self.num_calls:
-            self._raw.append(text[start:at])
+            num_ended = self._num_ended
+            start, at = at, self._state(text, at)
+            if self._is_skipped or not (self._in_call or self._num_ended > num_ended):
+                self._raw.append(text[start:at])
+            if self._is_skipped and not self._in_call:
+                self._is_skipped = False
+                self._skipped += self._raw
+                self._raw = []
         return at
 
     def finish(self, out: list[Event]) -> None:
@@ -171,34 +185,48 @@ class PythonCalls:
         elif self._in_call:
             if self._state == self._in_string and self._string.has_closed:
                 self._give(self._writer.end())
-            out.append(CallEnd(is_complete=False))
+            self._add_end(is_complete=False)
             self._in_call = False
         self.has_ended = True
 
     def unread(self) -> str:
         """What was read and is no call; it is forgotten."""
-        raw, self._raw = "".join(self._raw), []
+        is_needed = self._skipped or not self.num_calls or self._is_skipped
+        raw = "".join([*self._skipped, *self._raw]) if is_needed else ""
+        self._skipped, self._raw = [], []
         return raw
 
     def _give(self, text: str) -> None:
-        if text:
+        if text and not self._is_skipped:
             self._out.append(CallArguments(text))
+
+    def _add_end(self, *, is_complete: bool) -> None:
+        if not self._is_skipped:
+            self._out.append(CallEnd(is_complete))
+            self._raw = []
+            self._num_ended += 1
 
     def _give_up(self) -> None:
         """It is no list of calls any more."""
         self.has_failed = not self.num_calls
         self.has_ended = not self.has_failed
         if self._in_call:
-            self._out.append(CallEnd(is_complete=False))
+            self._add_end(is_complete=False)
             self._in_call = False
 
     def _begin_call(self) -> None:
-        if not self._in_call:
-            self._in_call = True
-            self.num_calls += 1
-            self._raw.clear()
-            self._writer = ArgumentsWriter(self._parameters.get(self._name))
-            self._out.append(CallBegin(self._name))
+        if self._in_call:
+            return
+        self._in_call = True
+        self._writer = ArgumentsWriter(self._parameters.get(self._name))
+        self._is_skipped = self._name not in self._parameters
+        if self._is_skipped:
+            return
+        self.num_calls += 1
+        if skipped := "".join(self._skipped).strip():
+            self._out.append(ContentText(skipped))
+        self._raw, self._skipped = [], []
+        self._out.append(CallBegin(self._name))
 
     # States: each reads on from an index and returns where it stopped.
 
@@ -318,7 +346,7 @@ class PythonCalls:
 
     def _end_call(self, at: int) -> int:
         self._give(self._writer.close())
-        self._out.append(CallEnd())
+        self._add_end(is_complete=True)
         self._in_call = False
         self._state = self._after_call
         return at + 1

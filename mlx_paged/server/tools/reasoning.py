@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from mlx_paged.engine.reasoning import ReasoningFormat
 from mlx_paged.server.tools.events import CallBegin, CallEnd, ContentText, Event, ReasoningText
@@ -17,45 +17,48 @@ class ReasoningParser:
     text, not a token, opens reasoning only where the answer begins: later it is a mention. Newlines
     that the template puts around reasoning are part of neither.
 
+    A call that begins within reasoning ends it, as some models forget to. Whether a marker begins
+    one is for the parser of calls to say: what it finds to be text is reasoning.
+
     Args:
         format: its markers.
-        inner: reads the answer.
+        parser: makes a parser of the answer.
         begins_inside: whether the prompt ends within the reasoning, as many templates do.
-        interrupted_by: markers that end reasoning as well: those of calls, which some models begin
-            without ending it.
+        begins_call: markers with which a call may begin within reasoning.
+
+    Attributes:
+        in_reasoning: Whether what was read last is reasoning, its end marker included; None while
+            it may be the beginning of a call.
     """
 
     def __init__(
         self,
         format: ReasoningFormat,
-        inner: Parser,
+        parser: Callable[[], Parser],
         *,
         begins_inside: bool,
-        interrupted_by: Collection[str] = (),
+        begins_call: Collection[str] = (),
     ) -> None:
         self._start = Lexeme(format.start, True)
         self._end = Lexeme(format.end, True)
         self._is_spelled = format.tokens is not None and len(format.tokens.start) > 1
-        self._inner = inner
+        self._parser = parser
+        self._inner = parser()
+        self._trial: Parser | None = None  # reads what may be a call within the reasoning
         self._is_inside = begins_inside
-        self._interrupted_by = interrupted_by
+        self._begins_call = begins_call
         self._has_ended = False
         self._was_interrupted = False
         self._reasoning = _Trimmed()
         self._follows_reasoning = False  # the answer's first newlines are dropped
         self._has_answered = False
         self._in_call = False
+        self.in_reasoning: bool | None = False
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        self.in_reasoning = self._is_inside
         if self._is_inside:
-            if lexeme == self._end:
-                self._leave()
-            elif lexeme.is_marker and lexeme.text in self._interrupted_by:
-                self._leave()
-                self._was_interrupted = True
-                yield from self._answer(lexeme)
-            elif lexeme != self._start and (text := self._reasoning.take(lexeme.text)):
-                yield ReasoningText(text)
+            yield from self._feed_reasoning(lexeme)
             return
         if lexeme.is_marker and not self._in_call:
             is_text = self._has_ended or (self._is_spelled and self._has_answered)
@@ -69,7 +72,9 @@ class ReasoningParser:
             lexeme = Lexeme(lexeme.text.lstrip("\n"))
             if not lexeme.text:
                 return
-        yield from self._answer(lexeme)
+        self._follows_reasoning = False
+        self._has_answered = self._has_answered or lexeme.is_marker or not lexeme.text.isspace()
+        yield from self._answer(self._inner.feed(lexeme))
 
     def passes(self, text: str) -> bool:
         return (
@@ -79,17 +84,53 @@ class ReasoningParser:
             and self._inner.passes(text)
         )
 
-    def finish(self) -> Iterable[Event]:
-        return self._inner.finish()
+    def finish(self) -> Iterator[Event]:
+        if self._trial is not None:
+            self.in_reasoning = True
+            yield from self._tried(self._trial.finish())
+        if not self._is_inside:
+            yield from self._inner.finish()
+
+    def _feed_reasoning(self, lexeme: Lexeme) -> Iterator[Event]:
+        if lexeme == self._end:
+            if self._trial is not None:
+                yield from self._tried(self._trial.finish())
+            self._trial = None
+            self._leave()
+            return
+        if self._trial is None and lexeme.is_marker and lexeme.text in self._begins_call:
+            self._trial = self._parser()
+        if self._trial is not None:
+            self.in_reasoning = None
+            yield from self._tried(self._trial.feed(lexeme))
+        elif lexeme != self._start:
+            yield from self._reason(lexeme.text)
+
+    def _tried(self, events: Iterable[Event]) -> Iterator[Event]:
+        """The events of a parser that was tried: text is reasoning, and a call ends that."""
+        for event in events:
+            if isinstance(event, ContentText) and self._is_inside:
+                self.in_reasoning = True
+                yield from self._reason(event.text)
+                continue
+            if self._is_inside:
+                assert self._trial is not None
+                self._inner, self._trial = self._trial, None
+                self._leave()
+                self._was_interrupted = self._has_answered = True
+                self._follows_reasoning = self.in_reasoning = False
+            yield from self._answer((event,))
+
+    def _reason(self, text: str) -> Iterator[Event]:
+        if certain := self._reasoning.take(text):
+            yield ReasoningText(certain)
 
     def _leave(self) -> None:
         self._is_inside = False
         self._has_ended = self._follows_reasoning = True
 
-    def _answer(self, lexeme: Lexeme) -> Iterator[Event]:
-        self._follows_reasoning = False
-        self._has_answered = self._has_answered or lexeme.is_marker or not lexeme.text.isspace()
-        for event in self._inner.feed(lexeme):
+    def _answer(self, events: Iterable[Event]) -> Iterator[Event]:
+        for event in events:
             if isinstance(event, (CallBegin, CallEnd)):
                 self._in_call = isinstance(event, CallBegin)
             yield event

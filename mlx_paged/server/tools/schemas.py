@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,6 +22,8 @@ _LENIENT_DECIMAL = re.compile(r"([+-]?)(?=\.?[0-9])0*([0-9]*)\.([0-9]*)")
 _MOST_REFERENCES = 64
 # Parts of a schema that are looked at: references let a few stand for any number.
 _MOST_PARTS = 1 << 12
+#: Names under which models put all arguments.
+WRAPPERS = ("arguments", "input")
 _LONGEST_NULL = 16  # characters, with space around it
 
 
@@ -201,9 +204,10 @@ def _container(text: str, types: frozenset[str]) -> str | None:
     except (ValueError, RecursionError):
         pass
     try:
-        read = ast.literal_eval(text)
-        if isinstance(read, tuple):
-            read = list(read)
+        node = ast.parse(text, mode="eval").body
+        if isinstance(node, (ast.Set, ast.Tuple)):
+            node = ast.List(elts=node.elts)
+        read = ast.literal_eval(node)
         if _type(read) in types:
             return json.dumps(read, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -237,6 +241,7 @@ class ArgumentsWriter:
         self._parameter = Parameter()
         self._text: list[str] = []  # of a value that is not written yet
         self._streams = False
+        self._wrapper: str | None = None  # a parameter that may hold all arguments
         self._at_start = False
         self._newline = ""
 
@@ -257,13 +262,24 @@ class ArgumentsWriter:
         self._streams = False
         self._at_start = self._trims_newlines
         self._newline = ""
-        self._num_parameters += 1
-        opening = "{" if self._num_parameters == 1 else ", "
-        opening += json.dumps(name, ensure_ascii=False) + ": "
-        if self._parameter.is_string:
+        self._wrapper = None
+        if not self._num_parameters and self._may_wrap(name):
+            self._wrapper = name
+            return ""
+        opening = self._opening(name)
+        if self._parameter.is_string and is_string is not False:
             self._streams = True
             return opening + '"'
         return opening
+
+    def _opening(self, name: str) -> str:
+        self._num_parameters += 1
+        opening = "{" if self._num_parameters == 1 else ", "
+        return opening + json.dumps(name, ensure_ascii=False) + ": "
+
+    def _may_wrap(self, name: str) -> bool:
+        """Whether a parameter is none of the tool's, but a name for all of them."""
+        return name in WRAPPERS and bool(self._properties) and self._schema(name) is None
 
     @property
     def is_string(self) -> bool:
@@ -279,12 +295,12 @@ class ArgumentsWriter:
 
     def _parameter_of(self, name: str, is_string: bool | None) -> Parameter:
         schema = self._schema(name)
-        if is_string or (is_string is None and schema is None):
-            return Parameter()
-        parameter = (
-            Parameter(ALL_TYPES) if schema is None else Parameter.of(schema, self._parameters)
-        )
-        return Parameter(ALL_TYPES) if is_string is False and parameter.is_string else parameter
+        if schema is None:
+            # (A value that is said to be no string may be anything else.)
+            return Parameter() if is_string is not False else Parameter(ALL_TYPES - {"string"})
+        parameter = Parameter.of(schema, self._parameters)
+        # (The schema knows better than the model what the value is, where they differ.)
+        return Parameter() if is_string and "string" in parameter.types else parameter
 
     def add(self, text: str) -> str:
         """More of its value."""
@@ -298,7 +314,11 @@ class ArgumentsWriter:
         if self._streams:
             return json.dumps(text, ensure_ascii=False)[1:-1]
         self._text.append(text)
-        if self._parameter.types == {"string", "null"} and self._parameter.values is None:
+        if (
+            self._wrapper is None
+            and self._parameter.types == {"string", "null"}
+            and self._parameter.values is None
+        ):
             so_far = "".join(self._text)
             if not _may_be_null(so_far):
                 self._streams = True
@@ -310,7 +330,28 @@ class ArgumentsWriter:
         """Its value is whole."""
         if self._streams:
             return '"'
-        return self._parameter.to_json("".join(self._text))
+        text = "".join(self._text)
+        if self._wrapper is not None:
+            return self._unwrapped(self._wrapper, text)
+        if self._parameter.is_string:  # (which the model says is none: JSON, if it is right)
+            with suppress(ValueError):
+                text = found if isinstance(found := json.loads(text), str) else text
+        return self._parameter.to_json(text)
+
+    def _unwrapped(self, name: str, text: str) -> str:
+        """All parameters that one of them holds; or that one, if it does not."""
+        inner = text
+        with suppress(ValueError):
+            inner = found if isinstance(found := json.loads(text), str) else text
+        value = JsonValue()
+        end, mended = value.take(inner)
+        if value.has_ended and not value.is_broken and not inner[end:].strip():
+            read = json.loads(mended)
+            if isinstance(read, dict) and read.keys() <= self._properties.keys():
+                self._num_parameters += len(read)
+                return "{" + mended[1:-1].strip() if read else ""
+        self._parameter = self._parameter_of(name, None)
+        return self._opening(name) + self._parameter.to_json(text)
 
     def close(self) -> str:
         """All parameters were there."""

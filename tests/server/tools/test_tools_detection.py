@@ -154,7 +154,6 @@ def test_formats_that_read_everything_have_a_reasoning_format(name: str) -> None
         ("functions.search.web-v2:1", "search.web-v2"),
         ("functions_step_2_1", "step_2"),  # a name that ends as ids do
         ("step_2", "step_2"),
-        ("functions.other:4", "other"),
     ],
 )
 def test_names_in_ids_of_kimi(call_id: str, name: str) -> None:
@@ -170,6 +169,19 @@ def test_names_in_ids_of_kimi(call_id: str, name: str) -> None:
     list(reader.finish())
     [call] = reader.answer.calls
     assert call.name == name
+
+
+def test_an_id_of_kimi_that_names_no_tool_is_text() -> None:
+    family = FAMILIES["kimi_k2"]
+    text = family.render([("now", {})]).replace("functions.now:0", "functions.other:4")
+    tokenizer = SmallTokenizer(family.tokens)
+    reader = answer_reader(
+        format_of("kimi_k2", tokenizer.added), None, TOOLS, [], tokenizer.added, {}
+    )
+    for token, piece in tokenizer.encode(text):
+        list(reader.feed(token, piece))
+    list(reader.finish())
+    assert not reader.answer.calls and "functions.other:4" in reader.answer.content
 
 
 @pytest.mark.parametrize(

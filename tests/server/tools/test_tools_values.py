@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
+from mlx_paged.server.tools.definitions import Tool
+from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
 from mlx_paged.server.tools.json_calls import JsonCalls, JsonValue
 from mlx_paged.server.tools.python_calls import PythonCalls, PythonString
 from mlx_paged.server.tools.schemas import ArgumentsWriter, Parameter, properties_of
@@ -58,16 +59,16 @@ def calls_of(reader: JsonCalls, text: str) -> tuple[list[Event], int]:
 
 
 def test_an_object_that_is_no_call_is_left() -> None:
-    reader = JsonCalls()
+    reader = JsonCalls({"now"})
     assert calls_of(reader, '[{"a": 1}, 2]') == ([], 9)
     assert reader.unread() == '[{"a": 1}'
-    reader = JsonCalls({"now"})
+    reader = JsonCalls({"now"}, is_bare=True)
     assert calls_of(reader, '{"city": 5}') == ([], 7)
     assert reader.unread() == '{"city"'
 
 
 def test_an_array_ends_with_its_bracket() -> None:
-    out, at = calls_of(JsonCalls(), '[{"name": "f"}] [{"name": "g"}]')
+    out, at = calls_of(JsonCalls({"f", "g"}), '[{"name": "f"}] [{"name": "g"}]')
     assert at == 15
     assert out == [CallBegin("f"), CallArguments("{}"), CallEnd()]
 
@@ -77,12 +78,52 @@ def test_arguments_that_are_no_object() -> None:
         ("null", "{}"),
         ('""', "{}"),
         ('"{\\"a\\": 1}"', '{"a": 1}'),
-        ("[1]", "[1]"),
-        ("5", "5"),
-        ('"words"', '"words"'),
+        ("[]", "{}"),
     ):
-        out, _ = calls_of(JsonCalls(), f'{{"arguments": {written}, "name": "f"}}')
+        out, _ = calls_of(JsonCalls({"f"}), f'{{"arguments": {written}, "name": "f"}}')
         assert "".join(e.text for e in out if isinstance(e, CallArguments)) == expected
+    for written in ("[1]", "5", '"words"', "{words}", "{'a': 1}", '{"a": x}', '{"a" 1}', "{5}"):
+        for order in ('{{"arguments": {}, "name": "f"}}', '{{"name": "f", "arguments": {}}}'):
+            reader = JsonCalls({"f"})
+            out, at = calls_of(reader, order.format(written))
+            assert (out, reader.has_failed) == ([], True), written
+            assert reader.unread() == order.format(written)[:at]
+
+
+def test_arguments_that_are_no_json_later_on_are_cut() -> None:
+    """Their beginning was given out."""
+    out, _ = calls_of(JsonCalls({"f"}), '{"name": "f", "arguments": {"a": 1, b: 2}}')
+    assert out[0] == CallBegin("f")
+    assert "".join(e.text for e in out if isinstance(e, CallArguments)) == '{"a": 1, b: 2}'
+    assert out[-1] == CallEnd(is_complete=False)
+
+
+def test_a_call_of_no_tool_is_text_beside_others() -> None:
+    reader = JsonCalls({"f"})
+    out, _ = calls_of(reader, '[{"name": "g", "arguments": {"a": 1}}, {"name": "f"}, {"name": "h"}')
+    assert out == [
+        ContentText('[{"name": "g", "arguments": {"a": 1}}'),
+        CallBegin("f"),
+        CallArguments("{}"),
+        CallEnd(),
+    ]
+    assert reader.unread() == ', {"name": "h"}'
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from('{}[]",:\\ \n019.-eEtrufalsn'), max_size=14))
+def test_json_is_told_from_what_is_none(text: str) -> None:
+    value = JsonValue()
+    _, mended = value.take(text + " ")
+    try:
+        json.loads(mended)
+        is_json = True
+    except ValueError:
+        is_json = False
+    if value.has_ended and not value.is_broken:
+        assert is_json, mended
+    if is_json and value.has_ended:
+        assert not value.is_broken, mended
 
 
 def written(parameters: Any, values: list[tuple[str, str]], *, by_character: bool) -> str:
@@ -180,7 +221,7 @@ class Counted(str):
         return super().__getitem__(key)
 
 
-@pytest.mark.parametrize("make", [JsonCalls, lambda: PythonCalls(())], ids=["json", "python"])
+@pytest.mark.parametrize("make", [JsonCalls, PythonCalls], ids=["json", "python"])
 @pytest.mark.parametrize("size", [16, 200])
 def test_long_arguments_are_looked_at_once(make: Any, size: int) -> None:
     """200 kB of arguments: work grows with the length, not with its square."""
@@ -189,7 +230,7 @@ def test_long_arguments_are_looked_at_once(make: Any, size: int) -> None:
         whole = json.dumps([{"name": "f", "arguments": {"a": text, "b": [text[:99]]}}])
     else:
         whole = f"[f(a={json.dumps(text)}, b=[{json.dumps(text[:99])}])]"
-    reader = make()
+    reader = make({"f"} if make is JsonCalls else (Tool("f"),))
     out: list[Event] = []
     Counted.looked = 0
     given = 0

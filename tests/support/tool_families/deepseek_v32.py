@@ -50,11 +50,11 @@ FAMILIES = [
             ),
             # Parameters that the tool does not have.
             Golden(
-                f'<{D}function_calls>\n<{D}invoke name="other">\n'
+                f'<{D}function_calls>\n<{D}invoke name="now">\n'
                 f'<{D}parameter name="n" string="false">1</{D}parameter>\n'
                 f'<{D}parameter name="s" string="true">1</{D}parameter>\n'
                 f"</{D}invoke>\n</{D}function_calls>",
-                calls=(Call("other", {"n": 1, "s": "1"}),),
+                calls=(Call("now", {"n": 1, "s": "1"}),),
             ),
         ),
     ),

@@ -25,7 +25,8 @@ FAMILIES = [
             Golden(
                 '<|python_tag|>{"name": "unknown_tool", "parameters": {"a": "1"}}; '
                 '{"name": "now", "parameters": {}}',
-                calls=(Call("unknown_tool", {"a": "1"}), Call("now", {})),
+                '<|python_tag|>{"name": "unknown_tool", "parameters": {"a": "1"}};',
+                (Call("now", {}),),
             ),
             Golden(
                 'I look it up.\n  {"type": "function", "name": "now"}\n\nThat was it.',
@@ -37,6 +38,16 @@ FAMILIES = [
             Golden('{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}'),
             Golden('[\n  {"name": "Bob"},\n  7\n]', '[\n  {"name": "Bob"},\n  7\n]'),
             Golden('See {"name": "now"} here.', 'See {"name": "now"} here.'),
+            # Behind text on its line; arguments that are no JSON.
+            Golden(
+                'Here is: {"name": "now", "parameters": {}} More? {"a": {"name": "now"}}',
+                'Here is:More? {"a": {"name": "now"}}',
+                (Call("now", {}),),
+            ),
+            Golden(
+                '{"name": "now", "parameters": {invalid json}}',
+                '{"name": "now", "parameters": {invalid json}}',
+            ),
             Golden("<|python_tag|>print(1)", "<|python_tag|>print(1)"),
             Golden(
                 '{"name": "get_weather", "parameters": {"city": "Os',

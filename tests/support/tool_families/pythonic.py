@@ -49,8 +49,8 @@ GOLDENS = (
         ),
     ),
     Golden(
-        "[unknown.tool(a=1, b=[1, \"x\"], c=true, d='\\u00e9\\U0001F600\\n')]",
-        calls=(Call("unknown.tool", {"a": 1, "b": [1, "x"], "c": True, "d": "é😀\n"}),),
+        "[now(a=1, b=[1, \"x\"], c=true, d='\\u00e9\\U0001F600\\n')]",
+        calls=(Call("now", {"a": 1, "b": [1, "x"], "c": True, "d": "é😀\n"}),),
     ),
     Golden(
         '[now(), get_weather(city="Os',
@@ -59,6 +59,13 @@ GOLDENS = (
     Golden(
         '[get_weather(city="Oslo")',
         calls=(Call("get_weather", {"city": "Oslo"}),),
+    ),
+    # A call of no tool is text, and does not keep others from being calls.
+    Golden("[unknown(a=1)]", "[unknown(a=1)]"),
+    Golden(
+        '[now(), unknown(a="]"), get_weather(city="Oslo")]',
+        ', unknown(a="]")',
+        (Call("now", {}), Call("get_weather", {"city": "Oslo"})),
     ),
     Golden("[1, 2] and [link](http://x)", "[1, 2] and [link](http://x)"),
     Golden("[a(b)]", "[a(b)]"),
