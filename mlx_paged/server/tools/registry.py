@@ -133,10 +133,12 @@ def detect(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | No
     listed format does, what the template renders shows the syntax.
     """
     found = shown(chat_template)
+    # Where a template offers tools and renders no calls, all it says counts, comments included.
+    text = found.text if found.calls or not knows_tools(chat_template) else chat_template
     for kind in FORMATS:
-        if not kind.matches(found.text, vocabulary):
+        if not kind.matches(text, vocabulary):
             continue
-        format = kind(vocabulary, found.text)
+        format = kind(vocabulary, text)
         if not found.calls or any(_reads(format, call) for call in found.calls):
             return format
     if not found.calls and knows_tools(chat_template):

@@ -367,7 +367,7 @@ class TaggedParser:
 
     def _begin_call(self, name: str) -> Iterator[Event]:
         noise, self._raw, self._noise = "".join(self._noise).strip(), [], []
-        # (Text in the block, where only calls belong; a word beside tags without a meaning has none.)
+        # (Text where only calls belong. A word beside tags without a meaning has none, either.)
         if noise and not (self._tags.others and _is_name(noise)):
             yield ContentText(noise)
         parameters = self._tools[name].parameters
