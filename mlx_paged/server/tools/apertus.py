@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
@@ -31,7 +31,8 @@ class ApertusFormat(ToolFormat):
         return _BEGIN in chat_template
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
-        return CallBlockParser((_BEGIN,), (_END,), reader=KeyedCalls)
+        known = {tool.name for tool in tools}
+        return CallBlockParser((_BEGIN,), (_END,), lambda: KeyedCalls(known))
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
@@ -47,12 +48,16 @@ class ApertusFormat(ToolFormat):
 class KeyedCalls:
     """Reads ``[{name: arguments}, ...]``; see `CallsReader`.
 
+    Args:
+        known: names of the tools that may be called. A call of another ends the calls.
+
     Attributes:
         num_calls: Calls that have begun.
         has_failed: True if the text that was read last is no call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Collection[str]) -> None:
+        self._known = known
         self._state: Callable[[str, int, list[Event]], int] = self._before_object
         self._key = JsonValue()
         self._key_text: list[str] = []
@@ -116,12 +121,18 @@ class KeyedCalls:
 
     def _before_value(self, text: str, at: int, out: list[Event]) -> int:
         c = text[at]
+        name = json.loads("".join(self._key_text))
+        if name not in self._known:
+            if self.num_calls:
+                self._raw = ["{", *self._key_text]
+            self.has_failed, self._has_ended = not self.num_calls, self.num_calls > 0
+            return at
         if c == "{":
             self._in_call = True
             self._value = JsonValue()
             self.num_calls += 1
             self._raw = []
-            out.append(CallBegin(json.loads("".join(self._key_text))))
+            out.append(CallBegin(name))
             self._state = self._in_value
             return at
         if not (c.isspace() or c == ":"):

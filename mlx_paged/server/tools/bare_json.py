@@ -11,7 +11,7 @@ from mlx_paged.server.tools.events import ContentText, Event
 from mlx_paged.server.tools.format import ToolFormat
 from mlx_paged.server.tools.json_blocks import CLOSERS, json_array, json_call
 from mlx_paged.server.tools.json_calls import CallsReader, JsonCalls
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 
 # What may stand before a call on its line: space, and a line that opens a block of code.
@@ -200,7 +200,7 @@ class BareJsonFormat(ToolFormat):
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         call = json_call(lark, tools, self.arguments_key)
-        calls = f'{call} ("; " {call})*' if parallel else call
+        calls = f'{call} ("; " {call}){MORE_CALLS}' if parallel else call
         if self.is_array:
             calls = json_array(call, parallel=parallel)
         return lark.bare_answer(

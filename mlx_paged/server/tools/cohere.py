@@ -17,7 +17,7 @@ from mlx_paged.server.tools.events import CallBegin, Event
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.server.tools.json_blocks import CallBlockParser
 from mlx_paged.server.tools.json_calls import JsonCalls
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 
 _BEGIN, _END = "<|START_ACTION|>", "<|END_ACTION|>"
@@ -49,7 +49,7 @@ class CohereFormat(ToolFormat):
             calls.append(f"{head} {lark.rule(lark_arguments(tool))}")
         opening = json.dumps('\n    {"tool_call_id": "')
         call = lark.rule(f'{opening} {index} ({" | ".join(calls)}) "}}"')
-        more = f'("," {call})*' if parallel else ""
+        more = f'("," {call}){MORE_CALLS}' if parallel else ""
         rest = f'"[" {call} {more} "\\n]" {lark.literal(_END)}'
         if required or not lark.has_token(_BEGIN):
             others = _AROUND_TEXT

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.named_json import Marks, NamedJsonParser
 
 _MARKS = Marks(
@@ -55,7 +55,8 @@ class DeepseekV31Format(ToolFormat):
             calls.append(f"{head} {lark.rule(lark_arguments(tool))}")
         opening, closing = lark.literal(_MARKS.call), lark.literal(after + _MARKS.call_end)
         call = lark.rule(f"{opening} {lark.rule(' | '.join(calls))} {closing}")
-        more = f"({lark.literal(separator)} {call})*" if separator else f"{call}*"
+        next_call = f"({lark.literal(separator)} {call})" if separator else call
+        more = f"{next_call}{MORE_CALLS}"
         rest = f"{call} {more if parallel else ''} {lark.literal(_MARKS.block[1])}"
         return lark.answer(
             _MARKS.block[0],

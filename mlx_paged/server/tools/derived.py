@@ -30,7 +30,7 @@ from mlx_paged.server.tools.frames import FramedParser
 from mlx_paged.server.tools.headed_json import Head, HeadedCalls
 from mlx_paged.server.tools.json_blocks import CallBlockParser
 from mlx_paged.server.tools.json_calls import CallsReader, JsonCall, JsonCalls
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 from mlx_paged.server.tools.parameter_calls import ParameterCalls, ParameterTexts
 from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
@@ -141,7 +141,7 @@ class DerivedFormat(ToolFormat):
         end = _literal(lark, syntax.call_end if syntax.kind != "tagged" else "")
         if not layout.begins:
             before = _literal(lark, syntax.section_start + syntax.call_start)
-            more = f"({_literal(lark, syntax.separator)} {call})*" if parallel else ""
+            more = f"({_literal(lark, syntax.separator)} {call}){MORE_CALLS}" if parallel else ""
             after = _literal(lark, syntax.section_end)
             calls = lark.rule(f"{before} {call} {end} {more} {after}")
             return lark.bare_answer(calls, r"{\[", required=required)
@@ -149,7 +149,7 @@ class DerivedFormat(ToolFormat):
         start = syntax.call_start
         if is_shared:
             one = f"{_literal(lark, start)} {call} {end}"
-            more = f"({_literal(lark, syntax.separator)} {one})*" if parallel else ""
+            more = f"({_literal(lark, syntax.separator)} {one}){MORE_CALLS}" if parallel else ""
             whole = f"{one} {more} {_literal(lark, syntax.section_end)}"
             start = syntax.section_start
         else:

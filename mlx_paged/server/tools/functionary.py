@@ -17,7 +17,7 @@ from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.server.tools.json_calls import JsonValue
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 from mlx_paged.server.tools.named_json import Marks, NamedJsonParser
 
@@ -80,7 +80,7 @@ class FunctionaryV32Format(ToolFormat):
             calls.append(f"{head} {lark.rule(lark_arguments(tool))}")
         call = lark.rule(" | ".join(calls))
         marker = lark.literal(_NEXT)
-        more = lark.rule(f"{call} ({marker} {call})*") if parallel else call
+        more = lark.rule(f"{call} ({marker} {call}){MORE_CALLS}") if parallel else call
         if required:
             lark.rule(f"({marker})? {more}", "start")
         else:

@@ -18,7 +18,7 @@ from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.server.tools.json_blocks import CallBlockParser
 from mlx_paged.server.tools.json_calls import JsonCalls
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 
 _THINK, _TEXT, _CALL = "<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>"
 _AGAIN, _END, _END_OF_ALL = "<|message_model|>", "<|end_message|>", "<|content_model_end_sampling|>"
@@ -67,7 +67,7 @@ class InklingFormat(ToolFormat):
             head = json.dumps('{"name":' + name + ',"args":')
             calls.append(f'{marks} {head} {lark.rule(_arguments(tool))} "}}"')
         call = lark.rule(" | ".join(calls))
-        more = f"({lark.literal(_END + _AGAIN)} {call})*" if parallel else ""
+        more = f"({lark.literal(_END + _AGAIN)} {call}){MORE_CALLS}" if parallel else ""
         if required:
             lark.rule(f"({again})? {message(_THINK)}* {call} {more}", "start")
         else:

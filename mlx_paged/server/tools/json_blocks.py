@@ -10,7 +10,7 @@ from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import ContentText, Event
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.server.tools.json_calls import CallsReader, JsonCalls
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 
 CLOSERS = " \t\r\n,;}]"  #: What may be left over after a call.
@@ -175,4 +175,4 @@ def json_call(lark: Lark, tools: Sequence[Tool], arguments_key: str = "arguments
 
 def json_array(call: str, *, parallel: bool) -> str:
     """An array of calls in Lark; of one, if there may be no more."""
-    return f'"[" {call} (", " {call})* "]"' if parallel else f'"[" {call} "]"'
+    return f'"[" {call} (", " {call}){MORE_CALLS} "]"' if parallel else f'"[" {call} "]"'

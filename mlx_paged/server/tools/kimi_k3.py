@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from mlx_paged.server.tools.channels import Body, ChannelParser
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import ONE_TO_MOST_CALLS, Lark
 from mlx_paged.server.tools.schemas import Schema
 from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, Tags
 
@@ -79,7 +79,7 @@ class KimiK3Format(TaggedFormat):
             " | ".join(f"{lark.literal(self.tags.call)} {self._call(lark, tool)}" for tool in tools)
         )
         begin, end = lark.literal(_TOOLS), lark.literal(_TOOLS_END)
-        calls = lark.rule(f"{begin} {call}{'+' if parallel else ''} {end}")
+        calls = lark.rule(f"{begin} {call}{ONE_TO_MOST_CALLS if parallel else ''} {end}")
         opening, closing = lark.literal(_TEXT), lark.literal(_TEXT_END)
         frame = f"({opening})? ({closing})?"
         if required:

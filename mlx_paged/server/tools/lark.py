@@ -36,6 +36,11 @@ _FORMATS = {
 }
 
 
+# A forced answer has an end, whatever the model would like: at most 32 calls.
+MORE_CALLS = "{0,31}"  # after the first
+ONE_TO_MOST_CALLS = "{1,32}"
+
+
 class Lark:
     """A grammar that grows.
 
@@ -169,7 +174,8 @@ class Lark:
         frames = [marker for marker in frames if self.has_token(marker)]
         if required:
             one = f"{self.literal(begin)} {call}"
-            more = f" ({self.literal(between) if between else ''} {one})*" if parallel else ""
+            space = self.literal(between) if between else ""
+            more = f" ({space} {one}){MORE_CALLS}" if parallel else ""
             lead = self.terminal(r"/\n{1,2}/")
             self.rule(f"{lead}? {one}{more}", "start")
         else:

@@ -17,7 +17,7 @@ from typing import Any
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
 from mlx_paged.server.tools.format import Parser, ToolFormat, arguments_schema
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import ONE_TO_MOST_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
 from mlx_paged.server.tools.schemas import (
@@ -66,7 +66,7 @@ class MinimaxM3Format(ToolFormat):
             calls.append(f"{opening} {_Values(lark, tool).arguments()}")
         call = lark.rule(" | ".join(calls))
         end = lark.literal(f"\n{_TOKEN}{_END}")
-        rest = lark.rule(f"{call}{'+' if parallel else ''} {end}")
+        rest = lark.rule(f"{call}{ONE_TO_MOST_CALLS if parallel else ''} {end}")
         return lark.answer(
             _TOKEN + _BEGIN, rest, required=required, parallel=False, others=[_TOKEN]
         )
@@ -190,7 +190,7 @@ class MinimaxM3Parser:
         invoked = _INVOKE.fullmatch(tag)
         if self._open:
             yield from self._in_call(tag, invoked)
-        elif invoked is not None:
+        elif invoked is not None and invoked[1] in self._tools:
             self._raw = []
             yield from self._begin_call(invoked[1])
         elif tag == _BEGIN:
@@ -207,8 +207,7 @@ class MinimaxM3Parser:
             yield ContentText(_TOKEN + tag)
 
     def _begin_call(self, name: str) -> Iterator[Event]:
-        tool = self._tools.get(name)
-        self._root = tool.parameters if tool is not None else {}
+        self._root = self._tools[name].parameters
         self._open, self._keys = [_Value("", {**self._root, "type": "object"}, "}")], set()
         yield CallBegin(name)
         yield CallArguments("{")

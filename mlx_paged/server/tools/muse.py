@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from mlx_paged.server.tools.channels import Body, ChannelParser
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, Tags
 
 _MESSAGE, _START, _END, _END_OF_TURN = "<|message|>", "<|start|>", "<|eom|>", "<|eot|>"
@@ -77,7 +77,7 @@ class MuseFormat(TaggedFormat):
             calls.append(f"{opening} {self._call(lark, tool)}")
         closing = lark.literal("\n" + end)
         call = lark.rule(f"({' | '.join(calls)}) {closing}")
-        more = f"({lark.literal(_END)} {again} {call})*" if parallel else ""
+        more = f"({lark.literal(_END)} {again} {call}){MORE_CALLS}" if parallel else ""
         if required:
             lark.rule(f"{message('self')}* {call} {more}", "start")
         else:

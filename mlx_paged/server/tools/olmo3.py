@@ -14,7 +14,7 @@ from typing import Any
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser, ToolFormat
 from mlx_paged.server.tools.json_blocks import CallBlockParser
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.parameters import counts, unenforced
 from mlx_paged.server.tools.python_calls import PythonCalls
 from mlx_paged.server.tools.pythonic import python_call
@@ -48,6 +48,6 @@ class Olmo3Format(ToolFormat):
         call = lark.rule(" | ".join(python_call(lark, tool) for tool in tools))
         is_tight = re.search(rf"{_BEGIN}[\w.-]+\(", self.chat_template) is not None
         newline = "" if is_tight else '"\\n"'
-        more = f'("\\n" {call})*' if parallel else ""
+        more = f'("\\n" {call}){MORE_CALLS}' if parallel else ""
         rest = lark.rule(f"{newline} {call} {more} {newline} {lark.literal(_END)}")
         return lark.answer(_BEGIN, rest, required=required, parallel=False)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import ONE_TO_MOST_CALLS, Lark
 from mlx_paged.server.tools.named_json import Marks, NamedJsonParser
 
 
@@ -58,7 +58,9 @@ class Plamo3Format(ToolFormat):
             calls.append(f"{head} {lark.rule(lark_arguments(tool))}")
         end = lark.literal(_MARKS.call_end + _REQUEST_END)
         call = lark.rule(f"({' | '.join(calls)}) {end}")
-        rest = lark.rule(f"{call}{'+' if parallel else ''} {lark.literal(_MARKS.block[1])}")
+        rest = lark.rule(
+            f"{call}{ONE_TO_MOST_CALLS if parallel else ''} {lark.literal(_MARKS.block[1])}"
+        )
         return lark.answer(
             _MARKS.block[0],
             rest,

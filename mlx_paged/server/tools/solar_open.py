@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from mlx_paged.server.tools.channels import Body, ChannelParser
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import ONE_TO_MOST_CALLS, Lark
 from mlx_paged.server.tools.named_json import Marks, NamedJsonParser
 
 _THINK, _CONTENT, _CALLS = "<|think|>", "<|content|>", "<|tool_calls|>"
@@ -73,7 +73,7 @@ class SolarOpenFormat(ToolFormat):
             calls.append(f"{head} {lark.rule(lark_arguments(tool))}")
         opening, closing = lark.literal(_MARKS.call), lark.literal(_MARKS.call_end)
         call = lark.rule(f"{opening} {identity} ({' | '.join(calls)}) {closing}")
-        block = lark.rule(f"{lark.literal(_CALLS)} {call}{'+' if parallel else ''}")
+        block = lark.rule(f"{lark.literal(_CALLS)} {call}{ONE_TO_MOST_CALLS if parallel else ''}")
         if required:
             lark.rule(f"{message(_THINK)}* {block}", "start")
         else:

@@ -20,7 +20,7 @@ from mlx_paged.server.tools.events import (
 )
 from mlx_paged.server.tools.format import Parser, ToolFormat
 from mlx_paged.server.tools.json_calls import JsonCalls, JsonValue
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import ONE_TO_MOST_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
 from mlx_paged.server.tools.schemas import ArgumentsWriter, Schema, properties_of, types_of
@@ -110,7 +110,9 @@ class TaggedFormat(ToolFormat):
         opening = lark.literal(tags.newline + tags.before_call + tags.call)
         call = lark.rule(" | ".join(f"{opening} {self._call(lark, tool)}" for tool in tools))
         is_repeated = parallel and tags.has_shared_block
-        rest = f"{call}{'+' if is_repeated else ''} {lark.literal(tags.newline + end)}"
+        rest = (
+            f"{call}{ONE_TO_MOST_CALLS if is_repeated else ''} {lark.literal(tags.newline + end)}"
+        )
         # (A call is read without its block, too.)
         others = [*self.begins_call, tags.call, *tags.others]
         return lark.answer(

@@ -14,7 +14,7 @@ from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser
 from mlx_paged.server.tools.frames import FramedParser
 from mlx_paged.server.tools.json_blocks import JsonBlockFormat, json_call
-from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lark import MORE_CALLS, ONE_TO_MOST_CALLS, Lark
 
 _BEGIN, _END = "<tool_calls>", "</tool_calls>"
 _ANSWER = ("<answer>", "</answer>")
@@ -78,7 +78,7 @@ class JambaFormat(_ToolCallsFormat):
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         call = json_call(lark, tools)
-        more = f'(",\\n    " {call})*' if parallel else ""
+        more = f'(",\\n    " {call}){MORE_CALLS}' if parallel else ""
         rest = f'"[\\n    " {call} {more} "\\n]" {lark.literal(_END)}'
         return lark.answer(_BEGIN, lark.rule(rest), required=required, parallel=False)
 
@@ -97,7 +97,7 @@ class MinimaxM1Format(_ToolCallsFormat):
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         line = f'{json_call(lark, tools)} "\\n"'
-        rest = f'"\\n" ({line}){"+" if parallel else ""} {lark.literal(_END)}'
+        rest = f'"\\n" ({line}){ONE_TO_MOST_CALLS if parallel else ""} {lark.literal(_END)}'
         return lark.answer(_BEGIN, lark.rule(rest), required=required, parallel=False)
 
 
