@@ -10,7 +10,6 @@ from typing import Any
 from mlx_paged.cli.chat.attachments import refusal
 from mlx_paged.cli.chat.conversation import Call, Message, Turn
 from mlx_paged.cli.entry import deferred_interrupt
-from mlx_paged.core import FinishReason
 from mlx_paged.engine.chat_template import render_chat
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.llm import LLM
@@ -236,5 +235,5 @@ def _read(reader: AnswerReader, update: SequenceUpdate) -> Iterator[str]:
     """The text of an update that is for the reader."""
     events = [*reader.feed(update.token_id, update.text)]
     if update.finish_reason is not None:
-        events += reader.finish(is_cut=update.finish_reason is not FinishReason.STOP)
+        events += reader.finish(is_cut=update.finish_reason != "stop")
     yield from (event.text for event in events if isinstance(event, ContentText))
