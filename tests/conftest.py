@@ -7,6 +7,7 @@ mlx_paged` ships it; oracles take mlx-lm as it is from `support.plain`.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -106,6 +107,20 @@ def device() -> None:
         from mlx_paged.engine import warm_up
 
         warm_up.is_needed = lambda config: False
+
+
+@pytest.fixture(autouse=True)
+def no_log_handlers() -> Iterator[None]:
+    """Removes log handlers that a test installed: pytest closes the stream they write to."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    # (pytest's own handlers are of derived classes)
+    installed = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
+    for handler in installed:
+        root.removeHandler(handler)
+    if installed:
+        root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

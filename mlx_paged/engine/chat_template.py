@@ -66,7 +66,7 @@ def render_chat(
 
 
 def _renders_as_transformers(inner: Any) -> bool:
-    """Whether a tokenizer has no renderer of its own."""
+    """True if a tokenizer relies on a template to render chats."""
     function = getattr(inner.apply_chat_template, "__func__", None)
     return function is PreTrainedTokenizerBase.apply_chat_template
 

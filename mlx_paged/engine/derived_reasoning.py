@@ -119,12 +119,12 @@ def _markers(probe: TemplateProbe, prompt: str, plain: str, text: str) -> Reason
 
 
 def _before(text: str, sentinel: str) -> str:
-    """What is between the user's text and another."""
+    """Returns the text between the user's text and the next one."""
     return text[text.rfind(USER, 0, text.find(sentinel)) + len(USER) : text.find(sentinel)]
 
 
 def _header(prompt: str) -> str:
-    """What begins the assistant's turn, without a marker of reasoning at its end."""
+    """Returns the start of the assistant's turn, without a reasoning marker at its end."""
     return prompt[prompt.rfind(USER) + len(USER) :]
 
 
@@ -146,6 +146,6 @@ def _is_tag(atom: str) -> bool:
 
 
 def _pairs(start: str, end: str) -> bool:
-    """Whether the words of two markers belong together: think and /think, START_X and END_X."""
+    """True if two markers form a pair: think and /think, START_X and END_X."""
     words = [set(re.findall(r"[^\W\d_]{3,}", text.lower())) for text in (start, end)]
     return bool(words[0] & words[1])

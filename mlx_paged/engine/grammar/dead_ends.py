@@ -138,7 +138,7 @@ class _Tester:
     def has_name(
         self, taken: Collection[str], patterns: Mapping[str, bool], *, additional: bool = False
     ) -> bool:
-        """Whether a property can have a name besides those that are taken."""
+        """True if a property can have another name than those taken."""
         return self._has_value(
             {
                 "type": "object",
@@ -151,12 +151,12 @@ class _Tester:
         )
 
     def matches(self, name: str, pattern: str) -> bool:
-        """Whether a pattern has a name among its matches."""
+        """True if a pattern matches a possible name."""
         schema = {"type": "string", "allOf": [{"const": name}, {"pattern": pattern}]}
         return self._has_value(schema, "")
 
     def has_text(self, schema: Mapping[str, Any]) -> bool:
-        """Whether there is a text that has a schema's pattern."""
+        """True if some text matches a schema's pattern."""
         kept = ("pattern", "minLength", "maxLength")
         return self._has_value(
             {"type": "string", **{key: schema[key] for key in kept if key in schema}}, ""

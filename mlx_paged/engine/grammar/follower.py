@@ -75,7 +75,7 @@ class FollowerRules:
         _clear(self.any_but_ends, self._all)
 
     def is_end(self, token: int, num_tokens: int) -> bool:
-        """Whether a token ends an answer that has `num_tokens` with it."""
+        """True if a token ends an answer of `num_tokens` tokens, this one included."""
         return token in (self._all if num_tokens >= self.min_tokens else self._eos)
 
 

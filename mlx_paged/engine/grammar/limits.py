@@ -16,7 +16,7 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 
-#: Most seconds of the processor for the first mask, of which llguidance does not count the items.
+#: CPU seconds allowed for the first mask; llguidance does not count the items of that one.
 #: Taking a token after that takes half as long, and holds the interpreter's lock.
 MOST_FIRST_MASK = 0.2
 
@@ -25,5 +25,5 @@ _WORDS = ("too many", "max is", "limit", "fuel", "too large", "too complex", "ex
 
 
 def is_limit(error: str) -> bool:
-    """Whether an error of llguidance is about a limit."""
+    """True if llguidance reports that a limit was reached."""
     return any(word in error for word in _WORDS)
