@@ -122,8 +122,12 @@ void Validator::pool(const mx::array& a, const char* what, mx::Stream stream) co
 void Validator::pools(const mx::array& keys, const mx::array& values, mx::Stream stream) const {
   pool(keys, "key_pool", stream);
   pool(values, "value_pool", stream);
-  bool plain = format_of(keys.dtype()) == PoolFormat::plain;
-  if (plain || format_of(values.dtype()) == PoolFormat::plain) {
+  // Kernels are made for the pairs of `mlx_paged/model/kv_formats.py` alone.
+  if (keys.dtype() == mx::int8) {
+    require(
+        values.dtype() == mx::int8 || values.dtype() == mx::uint32, "value_pool",
+        "int8 or uint32 beside an int8 key_pool", values.dtype());
+  } else {
     same_dtype(values, "value_pool", keys, "key_pool");
   }
   shape(values, "value_pool", {keys.shape(0), keys.shape(1), keys.shape(2), -1});

@@ -15,7 +15,8 @@ Its first three extents are those of a plain pool, and the last one is what a to
 on average (`allocate_pool` knows it): a block is ``[block_size][num_kv_heads]`` codes of a head,
 and behind them ``[num_kv_heads][block_size]`` of its scales in float16. Keys of the first two
 formats are rotated before they are quantised, and queries alike, so that outliers of single dims
-cost little: `gather_kv` gives them back as they were. Keys and values may be of different formats.
+cost little: `gather_kv` gives them back as they were. Keys and values have the same format, or keys
+are int8 and values uint32; every op refuses other pairs.
 
 `write_kv` and `copy_blocks` work **in place, unconditionally**: the arrays they return share the
 buffers of those passed in. (A pool that is not dense, or that on a GPU does not begin at a multiple

@@ -85,12 +85,14 @@ struct Layout {
     key_dim = round_up(args.keys.head_dim, kWidth);
     value_dim = round_up(args.values.head_dim, kWidth);
     bool tiles = lanes >= kTransposeFrom;
-    // Decode converts nibbles, a few tokens at a time.
-    int converted = tiles ? kTile : args.values.format == PoolFormat::int4 ? kChunk : 0;
+    // Decode converts nibbles, a few tokens at a time; keys and values may differ in format.
+    auto converted = [&](PoolFormat format) {
+      return size_t(tiles ? kTile : format == PoolFormat::int4 ? kChunk : 0);
+    };
     keys = 0;
-    values = keys + size_t(converted) * key_dim;
+    values = keys + converted(args.keys.format) * key_dim;
     // A transposed K tile is stored here too: it is not used once the tile's values are converted.
-    shared_end = values + size_t(converted) * max(key_dim, value_dim);
+    shared_end = values + converted(args.values.format) * max(key_dim, value_dim);
     size_t padded_lanes = round_up(lanes, kWidth);
     queries = 0;
     acc = queries + size_t(lanes) * key_dim;

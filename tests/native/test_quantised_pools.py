@@ -263,7 +263,7 @@ def test_outliers_of_single_dims_cost_little(rng, name) -> None:
 def test_formats_do_not_mix_with_plain_pools(rng) -> None:
     batch = make_quantised(rng, [40], [1], name="int8")
     plain = batch.plain
-    with pytest.raises(ValueError, match="value_pool must be int8 like key_pool"):
+    with pytest.raises(ValueError, match="value_pool must be int8 or uint32 beside an int8"):
         ops.paged_attention(
             plain.queries, batch.key_pool, plain.value_pool, plain.plan(), scale=1.0
         )

@@ -88,6 +88,7 @@ def test_the_operations_pass_under_sanitizers(which) -> None:
         "write_kv",
         "copy_blocks",
         "gather_kv",
+        "format_pairs",
         "layer_ops",
         "rounded_products",
         "token_bitmask",
