@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import typing
 from collections.abc import AsyncIterator, Iterator
@@ -21,6 +22,7 @@ from mlx_paged.server import streaming
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.messages.bodies import CountBody, MessagesBody
+from mlx_paged.server.messages.tools import call_id, use_id
 
 WEATHER = {
     "name": "get_weather",
@@ -39,6 +41,7 @@ THOUGHT = "<think>\nSix of 7.\n</think>\n\n42"
 # A model that is free may think for as long as it likes.
 BRIEFLY = {"type": "enabled", "budget_tokens": 8}
 COUNT = "/v1/messages/count_tokens"
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjcK/w=="}
 # It writes down what it is given.
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.reasoning %}({{ m.reasoning }}){% endif %}"
@@ -348,6 +351,35 @@ def test_other_results_are_read(client, engine) -> None:
         assert prompt == f"[user]<tool_response>\n{expected}\n</tool_response>"
 
 
+def test_documents_of_text(client, engine) -> None:
+    def document(**source: Any) -> dict[str, Any]:
+        return {"type": "document", "source": source}
+
+    plain = {
+        **document(type="text", media_type="text/plain", data="It rains."), "title": "Oslo",
+        "context": "A report.", "citations": {"enabled": False},
+    }  # fmt: skip
+    encoded = document(type="base64", media_type="text/plain", data="SXQgcmFpbnMuIMOp")
+    parts = document(type="content", content=[{"type": "text", "text": t} for t in ("a", "b")])
+    opening = "<document>\n<document_content>\n"
+    closing = "\n</document_content>\n</document>"
+    assert prompt_of(client, engine, messages=[{"role": "user", "content": [plain]}]) == (
+        "[user]<document>\n<title>Oslo</title>\n<context>A report.</context>\n"
+        f"<document_content>\nIt rains.{closing}"
+    )
+    for block, text in (
+        (encoded, "It rains. é"),
+        (parts, "a\nb"),
+        (document(type="content", content="c"), "c"),
+    ):
+        content = [block, {"type": "text", "text": "So?"}]
+        prompt = prompt_of(client, engine, messages=[{"role": "user", "content": content}])
+        assert prompt == f"[user]{opening}{text}{closing}\nSo?"
+        result = [{"type": "tool_result", "tool_use_id": "t", "content": [block]}]
+        prompt = prompt_of(client, engine, messages=[{"role": "user", "content": result}])
+        assert f"{opening}{text}{closing}" in prompt
+
+
 @pytest.mark.parametrize(
     ("content", "where"),
     [
@@ -356,7 +388,20 @@ def test_other_results_are_read(client, engine) -> None:
             "messages.0.content.0.source:",
         ),
         ([{"type": "image", "source": {"type": "file"}}], "messages.0.content.0.source.type"),
-        ([{"type": "text", "text": "a"}, {"type": "document"}], "messages.0.content.1"),
+        ([{"type": "text", "text": "a"}, {"type": "document"}], "messages.0.content.1.source"),
+        *(
+            ([{"type": "document", **fields}], f"messages.0.content.0.{where}")
+            for fields, where in (
+                ({"source": PDF}, "source.media_type"),
+                ({"source": {"type": "url", "url": "http://x/y.pdf"}}, "source.type"),
+                ({"source": {"type": "file", "file_id": "f"}}, "source.type"),
+                ({"source": {**PDF, "media_type": "text/plain"}}, "source.data"),
+                ({"source": {"type": "content", "content": [{"type": "x"}]}},
+                 "source.content.0.type"),
+                ({"source": {"type": "content"}}, "source.content"),
+                ({"source": PDF, "citations": {"enabled": True}}, "citations"),
+            )
+        ),
         (
             [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}],
             "messages.0.content.0.content.0.source",
@@ -367,7 +412,8 @@ def test_other_results_are_read(client, engine) -> None:
         ([{"type": "tool_result", "content": "x"}], "messages.0.content.0.tool_use_id"),
     ],
     ids=[
-        "image", "file", "document", "image in a result", "server tool", "user's call", "text",
+        "image", "file", "document", "PDF", "PDF by URL", "stored file", "not text", "odd part",
+        "no content", "citations", "image in a result", "server tool", "user's call", "text",
         "id",
     ],
 )  # fmt: skip
@@ -443,17 +489,43 @@ def test_a_call_that_is_cut_is_reported(client, engine) -> None:
     assert found[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
-def test_tools_of_anthropics_servers(client, engine, caplog) -> None:
-    """Left out where there are others; a request that can do nothing without them is refused."""
-    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
-    with caplog.at_level("WARNING"):
-        prompt = prompt_of(client, engine, tools=[search, WEATHER])
-    assert "web_search" not in prompt and "get_weather" in prompt
-    assert "web_search_20250305" in caplog.text
-    named = {"type": "tool", "name": "web_search"}
-    for body in (body_of(tools=[search]), body_of(tools=[search, WEATHER], tool_choice=named)):
-        error = error_of(client.post(ANSWERS, json=body))
-        assert error["message"].startswith("tools.0.type 'web_search_20250305'")
+@pytest.mark.parametrize("kind", ["web_search_20250305", "computer_20250124", "bash_20300101"])
+def test_tools_that_are_not_here_are_refused_by_name(client, kind) -> None:
+    tools = [WEATHER, {"type": kind, "name": "x", "display_width_px": 1, "max_uses": 8}]
+    error = error_of(client.post(ANSWERS, json=body_of(tools=tools)))
+    assert error["message"].startswith(f"tools.1.type {kind!r} is not supported")
+
+
+def test_tools_that_anthropic_has_defined(client, engine) -> None:
+    """Their input is the documented one, offered to the model and enforced."""
+    bash = {"type": "bash_20250124", "name": "bash", "cache_control": {"type": "ephemeral"}}
+    edit = {
+        "type": "text_editor_20250728", "name": "str_replace_based_edit_tool",
+        "max_characters": 9000,
+    }  # fmt: skip
+    old = {"type": "text_editor_20250124", "name": "str_replace_editor"}
+    prompt = prompt_of(client, engine, tools=[bash, edit, old])
+    assert '"name": "bash"' in prompt and '"restart"' in prompt
+    assert '"insert_text"' in prompt and "9000 characters" in prompt and '"undo_edit"' in prompt
+    choice = {"type": "tool", "name": "str_replace_based_edit_tool"}
+    body = body_of(
+        tools=[bash, {**edit, "strict": True}], tool_choice=choice, thinking=BRIEFLY,
+        max_tokens=1500,
+    )  # fmt: skip
+    call = whole(client, body)["content"][-1]
+    assert call["input"]["command"] in ("view", "create", "str_replace", "insert")
+    assert isinstance(call["input"]["path"], str)
+
+
+def test_ids_of_uses_are_anthropics(client, engine) -> None:
+    """They come back as those of the calls, whatever form the template has for these."""
+    engine.says(CLOCK, CLOCK)
+    [call] = whole(client, body_of(tools=[NOW]))["content"]
+    [made] = joined(streamed(client, body_of(tools=[NOW])))["content"]
+    assert all(re.fullmatch("toolu_[0-9a-f]{24}", use["id"]) for use in (call, made))
+    for id in ("a1B2c3D4e", "functions.now:5", "5"):
+        assert re.fullmatch("toolu_[a-zA-Z0-9_-]+", use_id(id))
+    assert call_id(use_id("a1B2c3D4e")) == "a1B2c3D4e"
 
 
 @pytest.mark.parametrize(
@@ -464,6 +536,11 @@ def test_tools_of_anthropics_servers(client, engine, caplog) -> None:
         (
             {"tools": [{"name": "x", "input_schema": {"type": "array"}}]},
             "tools.0.input_schema.type",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "sh"}]}, "tools.0.name"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]},
+            "tools.0.input_schema",
         ),
         ({"tools": [NOW, NOW]}, "tools"),
         ({"tools": [NOW], "tool_choice": {"type": "tool"}}, "tool_choice.name"),

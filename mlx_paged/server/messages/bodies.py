@@ -31,8 +31,12 @@ class Block(Body):
     )
     is_error: bool | None = None
     tool_name: str | None = Field(None, description="Of a tool that was found.")
-    title: str | None = Field(None, description="Of a search result.")
-    source: Any = None
+    title: str | None = Field(None, description="Of a search result, or of a document.")
+    context: str | None = Field(None, description="Of a document: what it is about.")
+    citations: dict[str, Any] | None = Field(
+        None, description="Of a document: citations are not supported, only enabled: false."
+    )
+    source: Any = Field(None, description="Of an image, a document or a search result.")
 
 
 Blocks = Annotated[list[Block], Field(fail_fast=True)]
@@ -46,14 +50,21 @@ class MessageBody(Body):
 
 
 class ClientTool(Body):
-    """A tool that the client runs. Tools of Anthropic's servers have another `type`."""
+    """A tool that the client runs."""
 
-    type: str | None = Field(None, description='null or "custom"; others are those of servers.')
+    type: str | None = Field(
+        None,
+        description='null or "custom"; bash_20250124, text_editor_20250728 and memory_20250818, '
+        "and the older ones, have an input that Anthropic has defined. Others: 400.",
+    )
     name: Name | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = Field(None, description="JSON Schema of an object.")
     strict: bool | None = Field(
         None, description="Refuse the request where calls cannot be held to the schema."
+    )
+    max_characters: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Of a text editor: how much of a file it shows."
     )
 
 

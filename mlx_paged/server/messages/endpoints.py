@@ -26,6 +26,7 @@ from mlx_paged.server.messages.answers import (
     Usage,
 )
 from mlx_paged.server.messages.bodies import CountBody, MessagesBody
+from mlx_paged.server.messages.tools import use_id
 from mlx_paged.server.messages.turns import turn_of
 from mlx_paged.server.requests import check_priority, read_body
 from mlx_paged.server.streaming import TextEvent, respond
@@ -54,7 +55,7 @@ async def messages(request: Request) -> Response:
     if body.metadata is not None and body.metadata.user_id is not None:
         trace.fields["user"] = shorten(body.metadata.user_id)
     check_priority(body.priority, context.config)
-    turn = await prepare(request, turn_of(body, trace.request_id), _params(body, context))
+    turn = await prepare(request, turn_of(body), _params(body, context))
     limit, room = turn.params.max_tokens, _room(context, turn.prompt)
     is_cut_by_context = room is not None and limit is not None and room < limit
     if is_cut_by_context:
@@ -71,7 +72,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens a prompt has."""
     body = await read_body(request, CountBody)
-    turn = turn_of(body, trace_of(request).request_id)
+    turn = turn_of(body)
     prepared = await prepare(request, turn, SamplingParams())
     return JSONResponse(TokenCount(input_tokens=len(prepared.prompt)))
 
@@ -168,7 +169,12 @@ class MessagesAdapter(TurnAdapter):
         for item in self.answer(0).items:
             if isinstance(item, ToolCall):
                 arguments = _arguments(item.arguments)
-                yield {"type": "tool_use", "id": item.id, "name": item.name, "input": arguments}
+                yield {
+                    "type": "tool_use",
+                    "id": use_id(item.id),
+                    "name": item.name,
+                    "input": arguments,
+                }
             elif isinstance(item, ContentText):
                 yield {"type": "text", "text": item.text}
             elif self._shows_thinking:
@@ -249,7 +255,7 @@ class MessagesAdapter(TurnAdapter):
         elif isinstance(event, CallBegin):
             assert event.id is not None
             yield from self._begin(
-                {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+                {"type": "tool_use", "id": use_id(event.id), "name": event.name, "input": {}}
             )
         elif isinstance(event, CallArguments):
             pattern = {"type": "input_json_delta", "partial_json": TextEvent.TEXT}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.media.items import Content, MediaSource
@@ -19,24 +21,18 @@ from mlx_paged.server.messages.bodies import (
     CountBody,
     MessageBody,
 )
+from mlx_paged.server.messages.tools import call_id, choice_of, tools_of
 from mlx_paged.server.requests import contradiction, template_kwargs_of
-from mlx_paged.server.tool_requests import check_parameters, require_distinct
-from mlx_paged.server.tools.definitions import Tool, ToolChoice
 from mlx_paged.server.turn import Turn
-
-logger = logging.getLogger(__name__)
 
 # The first system block of Claude Code. It names the version of the client and a checksum of the
 # conversation, so a prompt with it would share no prefix with the next one.
 _BILLING_HEADER = "x-anthropic-billing-header:"
-_MODES: dict[str, Any] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+_BLOCKS: TypeAdapter[list[Block]] = TypeAdapter(list[Block])
 
 
-def turn_of(body: CountBody, request_id: str) -> Turn:
+def turn_of(body: CountBody) -> Turn:
     """What a body asks for.
-
-    Args:
-        request_id: for the log.
 
     Raises:
         ApiError: 400 for what this server does not have, and for fields that contradict each other.
@@ -45,7 +41,7 @@ def turn_of(body: CountBody, request_id: str) -> Turn:
         if getattr(body, name, None) not in (None, []):
             code = THREADS if name == "thread" else "unsupported_parameter"
             raise bad_request(name, f"{name} is not supported by this server", code)
-    tools = _tools(body, request_id)
+    tools = tools_of(body)
     messages = _messages(body)
     continues = messages[-1]["role"] == "assistant"
     if continues and messages[-1].get("tool_calls"):
@@ -62,7 +58,7 @@ def turn_of(body: CountBody, request_id: str) -> Turn:
             template_kwargs=_template_kwargs(body),
         ),
         tuple(tools),
-        _choice(body, tools),
+        choice_of(body, tools),
         _structured_outputs(body),
         names=_names(body),
     )
@@ -104,62 +100,6 @@ def _structured_outputs(body: CountBody) -> StructuredOutputs | None:
     # Anthropic's answers are always valid for the schema: one that cannot be enforced is refused.
     with own_names(_names(body)):
         return StructuredOutputs(json=wanted.schema_, strict=True)
-
-
-# Tools.
-
-
-def _tools(body: CountBody, request_id: str) -> list[Tool]:
-    """The tools that the client runs itself.
-
-    Tools of Anthropic's servers (web_search_20250305, ...) cannot be called here. Clients list them
-    beside their own, so they are left out; a request with no others needs them, and is refused.
-    """
-    found: list[Tool] = []
-    left_out: list[tuple[str, str, str | None]] = []
-    for i, tool in enumerate(body.tools or ()):
-        where = f"tools.{i}"
-        if tool.type not in (None, "custom"):
-            left_out.append((where, shorten(tool.type, 64), tool.name))
-            continue
-        for field in ("name", "input_schema"):
-            if getattr(tool, field) is None:
-                at = f"{where}.{field}"
-                raise bad_request(at, f"{at} is missing", "missing_field")
-        assert tool.name is not None and tool.input_schema is not None
-        schema, at = tool.input_schema, f"{where}.input_schema"
-        check_parameters(schema, at)
-        found.append(Tool(tool.name, tool.description, schema, bool(tool.strict), field=at))
-    chosen = body.tool_choice.name if body.tool_choice is not None else None
-    for where, kind, name in left_out:
-        if not found or (chosen is not None and chosen == name):
-            raise bad_request(
-                f"{where}.type",
-                f"{where}.type {kind!r} is not supported: this server runs no tools; those that "
-                'the client runs are of type "custom"',
-                "unsupported_parameter",
-            )
-    if left_out:
-        kinds = [kind for _, kind, _ in left_out[:8]]
-        logger.warning("tools that are not there: %s", kinds, extra={"request_id": request_id})
-    require_distinct(found)
-    return found
-
-
-def _choice(body: CountBody, tools: Sequence[Tool]) -> ToolChoice:
-    given = body.tool_choice
-    if not tools:
-        if given is not None and given.type in ("any", "tool"):
-            raise bad_request("tool_choice", f"tool_choice {given.type!r} needs tools")
-        return ToolChoice("none")
-    if given is None:
-        return ToolChoice("auto")
-    parallel = not given.disable_parallel_tool_use
-    if given.type != "tool":
-        return ToolChoice(_MODES[given.type], parallel=parallel)
-    if given.name is None:
-        raise bad_request("tool_choice.name", "tool_choice.name is missing", "missing_field")
-    return ToolChoice("named", (given.name,), parallel=parallel)
 
 
 # Messages.
@@ -217,7 +157,7 @@ def _plain(message: MessageBody, where: str) -> list[dict[str, Any]]:
         if block.type == "tool_result" and message.role == "user":
             found.append(_result(block, at))
         else:
-            _add(found, {"role": message.role, "content": _text_or_image(block, at)})
+            _add(found, {"role": message.role, "content": _content_of(block, at)})
     return found or [{"role": message.role, "content": ""}]
 
 
@@ -246,9 +186,10 @@ def _call(block: Block, where: str) -> dict[str, Any]:
     for name in ("id", "name", "input"):
         if getattr(block, name) is None:
             raise bad_request(f"{where}.{name}", f"{where}.{name} is missing", "missing_field")
+    assert block.id is not None
     arguments = json.dumps(block.input, ensure_ascii=False)
     return {
-        "id": block.id, "type": "function",
+        "id": call_id(block.id), "type": "function",
         "function": {"name": block.name, "arguments": arguments},
     }  # fmt: skip
 
@@ -261,27 +202,28 @@ def _result(block: Block, where: str) -> dict[str, Any]:
     content: str | Content = ""
     if isinstance(block.content, list):
         for i, part in enumerate(block.content):
-            content = concatenated(content, _text_or_image(part, f"{where}.content.{i}"))
+            content = concatenated(content, _content_of(part, f"{where}.content.{i}"))
     else:
         content = block.content or ""
     if block.is_error:
         text = content if isinstance(content, str) else content[0]
         if not isinstance(text, str) or not text.lower().startswith("error"):
             content = joined("Error: ", content, "")
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    return {"role": "tool", "tool_call_id": call_id(block.tool_use_id), "content": content}
 
 
-def _text_or_image(block: Block, where: str) -> str | Content:
-    """The text of a block, or its image.
+def _content_of(block: Block, where: str) -> str | Content:
+    """The text of a block, its image, or its document.
 
     Raises:
-        ApiError, InvalidMediaError: 400 for what is neither.
+        ApiError, InvalidMediaError: 400 for what is none of them.
     """
+    if block.type == "document":
+        return _document(block, where)
     if block.type != "image":
         return _text(block, where)
-    source, where = block.source, f"{where}.source"
-    if not isinstance(source, dict):
-        raise bad_request(where, f"{where} must be an object", "missing_field")
+    source = _source(block, where)
+    where = f"{where}.source"
     kind = source.get("type")
     if kind == "base64":
         data, media_type = source.get("data"), source.get("media_type")
@@ -297,6 +239,90 @@ def _text_or_image(block: Block, where: str) -> str | Content:
         f"{where}.type must be 'base64' or 'url' but got {shorten(repr(kind), 64)}",
         "unsupported_parameter",
     )
+
+
+def _source(block: Block, where: str) -> dict[str, Any]:
+    source = block.source
+    if not isinstance(source, dict):
+        where = f"{where}.source"
+        raise bad_request(where, f"{where} must be an object", "missing_field")
+    return source
+
+
+def _document(block: Block, where: str) -> str | Content:
+    """A document between tags, as Anthropic's guides have them in prompts."""
+    if (block.citations or {}).get("enabled"):
+        at = f"{where}.citations"
+        raise bad_request(
+            at, f"{at} is not supported: answers do not cite", "unsupported_parameter"
+        )
+    found: str | Content = "<document>\n"
+    for tag, text in (("title", block.title), ("context", block.context)):
+        if text:
+            found = joined(found, f"<{tag}>{text}</{tag}>\n", "")
+    found = joined(found, "<document_content>\n", "")
+    found = joined(found, _document_content(_source(block, where), f"{where}.source"), "")
+    return joined(found, "\n</document_content>\n</document>", "")
+
+
+def _document_content(source: Mapping[str, Any], where: str) -> str | Content:
+    """What a document says.
+
+    Raises:
+        ApiError: 400 for a PDF, and for what is not here.
+    """
+    kind, media_type = source.get("type"), source.get("media_type")
+    if kind == "content":
+        return _parts(source.get("content"), f"{where}.content")
+    if kind in ("file", "url"):
+        what = "there are no stored files" if kind == "file" else "it would be a PDF"
+        raise bad_request(
+            f"{where}.type",
+            f"{where}.type {kind!r} is not supported: {what}; this server reads documents of text",
+            "unsupported_parameter",
+        )
+    if kind not in ("text", "base64"):
+        raise bad_request(
+            f"{where}.type",
+            f"{where}.type must be 'text', 'content' or 'base64' but got {shorten(repr(kind), 64)}",
+            "unsupported_parameter",
+        )
+    if media_type != "text/plain":
+        raise bad_request(
+            f"{where}.media_type",
+            f"{where}.media_type must be 'text/plain' but got {shorten(repr(media_type), 64)}: "
+            "this server reads documents of text, and no PDF",
+            "unsupported_parameter",
+        )
+    data = source.get("data")
+    if not isinstance(data, str):
+        raise bad_request(f"{where}.data", f"{where}.data must be a text", "missing_field")
+    if kind == "text":
+        return data
+    try:
+        return base64.b64decode(data, validate=True).decode()
+    except ValueError:  # (UnicodeDecodeError and binascii.Error are)
+        at = f"{where}.data"
+        raise bad_request(at, f"{at} must be text in UTF-8, in base64") from None
+
+
+def _parts(content: Any, where: str) -> str | Content:
+    """Text, or blocks of text and images."""
+    if isinstance(content, str):
+        return content
+    try:
+        blocks = _BLOCKS.validate_python(content)
+    except ValidationError:
+        raise bad_request(where, f"{where} must be a text or a list of blocks") from None
+    found: str | Content = ""
+    for i, block in enumerate(blocks):
+        if block.type not in ("text", "image"):
+            at = f"{where}.{i}.type"
+            raise bad_request(
+                at, f"{at} must be 'text' or 'image' but got {shorten(block.type, 64)!r}"
+            )
+        found = joined(found, _content_of(block, f"{where}.{i}"), "\n")
+    return found
 
 
 def _text(block: Block, where: str) -> str:
@@ -317,7 +343,7 @@ def _text(block: Block, where: str) -> str:
         return f"The tool {block.tool_name} is available."
     raise bad_request(
         where,
-        f"{where} must be a text block here (or an image, of the user or of a tool), not "
-        f"{shorten(block.type, 64)!r}",
+        f"{where} must be a text block here (or an image or a document, of the user or of a "
+        f"tool), not {shorten(block.type, 64)!r}",
         "unsupported_parameter",
     )
