@@ -6,11 +6,12 @@ Nothing here asks for consent: whoever calls `McpServers.call` has it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,6 +29,8 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 #: Seconds that a server has to start and to list its tools, and to answer a call.
 START_TIMEOUT = 60.0
 CALL_TIMEOUT = 120.0
+#: Seconds between questions whether a server is still there.
+WATCH_INTERVAL = 30.0
 _MOST_CHARACTERS = 100_000  # of a result, so that one call cannot fill the context
 _MOST_IMAGE_CHARACTERS = 16 << 20  # of base64
 _LONGEST_NAME = 64  # as OpenAI limits it
@@ -207,15 +210,22 @@ class Status(StrEnum):
 class McpServers:
     """Running servers. A context manager: they are started, and ended.
 
-    A server that cannot be started is left out; `errors` says why.
+    A server that cannot be started is left out; `errors` says why. One that has ended is started
+    again by the next call.
+
+    Args:
+        specs: how each is reached.
+        on_failure: called with the name of a server that cannot be started or has ended, and why.
 
     Attributes:
         specs: How each is reached.
     """
 
-    def __init__(self, specs: Sequence[ServerSpec]) -> None:
+    def __init__(
+        self, specs: Sequence[ServerSpec], on_failure: Callable[[str, str], None] | None = None
+    ) -> None:
         self.specs = tuple(specs)
-        self._servers = {spec.name: _Server(spec) for spec in specs}
+        self._servers = {spec.name: _Server(spec, on_failure) for spec in specs}
 
     async def __aenter__(self) -> McpServers:
         await asyncio.gather(*(server.start() for server in self._servers.values()))
@@ -290,8 +300,11 @@ class _Server:
         error: Why it does not run; None: it does.
     """
 
-    def __init__(self, spec: ServerSpec) -> None:
+    def __init__(
+        self, spec: ServerSpec, on_failure: Callable[[str, str], None] | None = None
+    ) -> None:
         self.spec = spec
+        self._on_failure = on_failure
         self.status = Status.STARTING
         self.tools: tuple[mcp.types.Tool, ...] = ()
         self.error: str | None = None
@@ -330,16 +343,38 @@ class _Server:
                         self.tools = await _tools_of(client)
                     self._client, self.status = client, Status.READY
                     started.set()
-                    await self._closing.wait()
+                    await self._until_closed_or_dead(client)
                     self._client = None
             except Exception as error:
                 is_program = isinstance(error, OSError) and self.spec.command is not None
                 program = f"{self.spec.command}: " if is_program else ""
-                self.status = Status.FAILED
-                self.error = f"{program}{_reason(error)}{_last_line(log)}"
+                self._fail(f"{program}{_reason(error)}{_last_line(log)}")
             finally:
                 self._client = None
                 started.set()
+
+    async def _until_closed_or_dead(self, client: mcp.Client) -> None:
+        """Waits for `close`, and asks the server now and then whether it is there.
+
+        Raises:
+            Exception: it is not.
+        """
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_INTERVAL):
+                    await self._closing.wait()
+                    return
+            try:
+                await client.list_tools(cache_mode="refresh")
+            except mcp.MCPError as error:
+                if error.code == mcp.types.CONNECTION_CLOSED:
+                    raise
+                # (It answers, or is busy.)
+
+    def _fail(self, reason: str) -> None:
+        self.status, self.error = Status.FAILED, reason
+        if self._on_failure is not None:
+            self._on_failure(self.spec.name, reason)
 
     async def _connect(self, stack: AsyncExitStack, log: IO[str]) -> mcp.Client:
         spec = self.spec
@@ -376,6 +411,7 @@ class _Server:
             if isinstance(error, mcp.MCPError) and error.code != mcp.types.CONNECTION_CLOSED:
                 raise MlxPagedError(f"the MCP server {spec.name!r} says: {error}") from error
             await self.close()
+            self._fail(_reason(error))
             raise MlxPagedError(
                 f"the connection to the MCP server {spec.name!r} has ended: {_reason(error)}"
             ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import lru_cache
@@ -16,14 +17,21 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
 
 from mlx_paged import __version__
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.server import endpoints, mcp_tools, pooling, pooling_bodies, requests, responses
+from mlx_paged.server import (
+    endpoints,
+    mcp_tools,
+    pages,
+    pooling,
+    pooling_bodies,
+    requests,
+    responses,
+)
 from mlx_paged.server.chat import chat_completions
 from mlx_paged.server.completions import completions
 from mlx_paged.server.config import ServerConfig
@@ -40,7 +48,8 @@ from mlx_paged.server.responses_api.body import InputTokensBody, ResponseBody
 from mlx_paged.server.sites import SiteMiddleware, known_hosts
 from mlx_paged.server.streaming import RELAXED
 
-_WEB = Path(__file__).parent / "web"
+logger = logging.getLogger(__name__)
+
 # Paths that need no key: health checks, and pages without user data.
 OPEN_PATHS = ("/health", "/ping", "/live", "/ready", "/", "/web/", "/docs", "/openapi.json")
 # Need a key only with `metrics_need_key`: numbers for other programs.
@@ -242,7 +251,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
     if config.mcp_config is not None:
         from mlx_paged.mcp import McpServers, read_config
 
-        context.mcp_servers = McpServers(read_config(Path(config.mcp_config)))
+        context.mcp_servers = McpServers(
+            read_config(Path(config.mcp_config)),
+            lambda name, reason: logger.warning("the MCP server %r does not run: %s", name, reason),
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -262,14 +274,16 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
     routes: list[BaseRoute] = [
         Route(path, _by_method(found), methods=list(found)) for path, found in methods.items()
     ]
+    routes.append(Route("/v1/responses/compact", response_endpoints.compact, methods=["POST"]))
     if context.mcp_servers is not None:  # (for the page, and so no part of the API)
         routes.append(Route("/mcp/tools", mcp_tools.tools))
         routes.append(Route("/mcp/call", mcp_tools.call, methods=["POST"]))
     routes.append(Route("/openapi.json", _document))
-    routes.append(Route("/docs", _file("docs.html")))
+    routes.append(Route("/docs", pages.page("docs.html"), methods=["GET"]))
     # (Anthropic's clients ask for the head of it first, to see whether there is a server.)
-    routes.append(Route("/", _file("index.html") if config.serve_page else _no_page))
-    routes.append(Mount("/web", _WebFiles(directory=_WEB)))
+    page = pages.page("index.html") if config.serve_page else _no_page
+    routes.append(Route("/", page, methods=["GET"]))
+    routes.append(Mount("/web", pages.files()))
     paths = [route.path for route in routes if isinstance(route, Route)]
 
     generating = [operation.path for operation in API if operation.needs_runner is not None]
@@ -335,36 +349,10 @@ def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
     return endpoint
 
 
-def _file(name: str) -> Endpoint:
-    async def endpoint(_: Request) -> Response:
-        headers = {
-            # Only resources from this server: it works offline, and no foreign code runs. Only the
-            # sanitiser makes elements from text.
-            "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; "
-            "media-src blob:; style-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
-            "form-action 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
-            "Cache-Control": "no-cache",
-        }
-        return FileResponse(_WEB / name, media_type="text/html", headers=headers)
-
-    return endpoint
-
-
 async def _no_page(request: Request) -> Response:
     if request.method == "HEAD":
         return Response()
     raise HTTPException(404)
-
-
-class _WebFiles(StaticFiles):
-    """Files of the pages. A browser asks each time whether they are new: they change together."""
-
-    def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        response = super().file_response(*args, **kwargs)
-        response.headers["Cache-Control"] = "no-cache"
-        if isinstance(response, FileResponse) and str(response.path).endswith(".woff2"):
-            response.headers["Content-Type"] = "font/woff2"  # unknown to Python before 3.14
-        return response
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -61,16 +61,16 @@ async def model(request: Request) -> Response:
 
 
 def _model_info(context: Context, name: str) -> ModelInfo:
-    limit = context.renderer.max_model_len if context.is_loaded else None
-    return {
+    found: ModelInfo = {
         "type": "model",
         "id": name,
         "display_name": name,
         "created_at": datetime.fromtimestamp(int(context.started), UTC).isoformat(),
         "lifecycle": "active",
-        "max_input_tokens": limit,
-        "max_tokens": limit,
     }
+    if context.is_loaded:
+        found["max_input_tokens"] = found["max_tokens"] = context.renderer.max_model_len
+    return found
 
 
 def _model(context: Context, name: str) -> responses.Model:
@@ -81,9 +81,10 @@ def _model(context: Context, name: str) -> responses.Model:
         "owned_by": "mlx-paged",
         "root": context.config.model_name,
         "parent": None,
-        "max_model_len": context.renderer.max_model_len if context.is_loaded else None,
     }
-    if context.is_loaded:  # (as OpenRouter has it)
+    if context.is_loaded:
+        found["max_model_len"] = context.renderer.max_model_len
+        # (as OpenRouter has it)
         found["input_modalities"] = ["text", *_media(context)["kinds"]]
     return found
 

@@ -153,7 +153,7 @@ class GenerationBody(Unsupported):
     model: str | None = Field(None, description="One of the served names; null: the first.")
 
     # Sampling.
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
+    temperature: Annotated[float, Field(ge=0)] | None = Field(
         None, description="0 is greedy; 1 by default, unless the model has a default of its own."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

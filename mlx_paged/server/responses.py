@@ -225,7 +225,7 @@ class CompletionAnswer(Answer):
 
 
 class Model(TypedDict):
-    """A name of the model."""
+    """A name of the model. The fields that may be missing are not known while it loads."""
 
     id: str
     object: Literal["model"]
@@ -233,7 +233,7 @@ class Model(TypedDict):
     owned_by: str
     root: str
     parent: str | None
-    max_model_len: int | None
+    max_model_len: NotRequired[int | None]
     input_modalities: NotRequired[list[str]]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
@@ -17,6 +18,7 @@ from support.page_helpers import answered, in_browser, send, shoot, visiting
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running
 
+from mlx_paged import mcp
 from mlx_paged.cli.entry import ExitCode, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.server.config import ServerConfig
@@ -62,6 +64,33 @@ def body_of(name: str, arguments: str, /, **consent: str) -> dict[str, Any]:
 def say_call(name: str, **arguments: Any) -> str:
     body = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def test_dead_servers_are_logged(tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(mcp, "WATCH_INTERVAL", 0.05)
+    others = set(psutil.Process().children())
+    config = ServerConfig(mcp_config=config_file(tmp_path))
+
+    def told(name: str, reason: str) -> bool:
+        return any(
+            r.levelname == "WARNING" and repr(name) in r.getMessage() and reason in r.getMessage()
+            for r in caplog.records
+        )
+
+    with running(config, lambda: ScriptedEngine.from_model(**ENGINE)) as server:
+        server.until(lambda: told("missing", "no-such-program"))
+        with server.client() as client:
+
+            def status() -> str:
+                return client.get("/mcp/tools").json()["servers"][0]["status"]
+
+            server.until(lambda: status() == "ready")
+            assert not told("test", "")
+            # It ends without a call that would notice.
+            [program] = set(psutil.Process().children()) - others
+            program.kill()
+            server.until(lambda: status() == "failed")
+            assert told("test", "")
 
 
 # --- The paths ------------------------------------------------------------------------------------

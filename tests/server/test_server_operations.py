@@ -16,12 +16,13 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.server_helpers import RunningServer, events, running
+from support.server_helpers import RunningServer, events, running, validate
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.model.loader import load
+from mlx_paged.server import responses
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Phase
 
@@ -401,7 +402,11 @@ def test_while_the_model_loads() -> None:
             assert client.get(path).json() == {"status": "loading"}
         refused = client.post("/v1/completions", json={"prompt": PROMPT})
         assert error(refused, 503)["code"] == "loading" and refused.headers["retry-after"]
-        assert client.get("/v1/models").status_code == 200
+        [model] = client.get("/v1/models").json()["data"]
+        assert not model.keys() & {"max_model_len", "input_modalities"}  # not known yet
+        validate(responses.ModelList, client.get("/v1/models").json())
+        anthropic = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+        assert not anthropic["data"][0].keys() & {"max_tokens", "max_input_tokens"}
         assert client.get("/server_info").status_code == 200
         found = metrics(client)
         assert value(found, "process_open_fds") > 3 and value(found, "process_start_time_seconds")

@@ -76,6 +76,24 @@ def page(visitor: Visitor) -> Page:
     return visitor.open()
 
 
+def test_texts_are_compressed_for_clients_that_take_it(page_server) -> None:
+    for path in ("/", "/docs", "/web/page.js", "/web/page.css", "/web/icon.svg"):
+        packed = httpx.get(f"{page_server.url}{path}", headers={"Accept-Encoding": "gzip"})
+        plain = httpx.get(f"{page_server.url}{path}", headers={"Accept-Encoding": "identity"})
+        if len(plain.content) >= 1024:
+            assert packed.headers["Content-Encoding"] == "gzip", path
+            assert "Accept-Encoding" in packed.headers["Vary"]
+        assert "Content-Encoding" not in plain.headers and packed.content == plain.content
+    font = "/web/vendor/katex/fonts/KaTeX_Main-Regular.woff2"
+    part = {"Range": "bytes=0-1999", "Accept-Encoding": "gzip"}
+    for path, headers in ((font, {}), ("/web/page.js", part), ("/v1/models", {})):
+        answer = httpx.get(f"{page_server.url}{path}", headers=headers)
+        assert "Content-Encoding" not in answer.headers, path
+    body = {"prompt": "x", "stream": True, "max_tokens": 200, "ignore_eos": True}
+    stream = httpx.post(f"{page_server.url}/v1/completions", json=body)
+    assert len(stream.content) > 2000 and "Content-Encoding" not in stream.headers
+
+
 def test_files_are_revalidated_and_typed(page_server) -> None:
     kinds = {
         "": "text/html", "web/page.js": "text/javascript", "web/page.css": "text/css",
@@ -89,6 +107,7 @@ def test_files_are_revalidated_and_typed(page_server) -> None:
         if path:
             again = httpx.get(f"{page_server.url}/{path}", headers=tag)
             assert again.status_code == 304 and again.headers["Cache-Control"] == "no-cache"
+        assert answer.headers["Referrer-Policy"] == "no-referrer"
     policy = httpx.get(page_server.url).headers["Content-Security-Policy"]
     assert "unsafe" not in policy and "require-trusted-types-for 'script'" in policy
 

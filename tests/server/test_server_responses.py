@@ -66,6 +66,27 @@ def sdk(server: RunningServer) -> Iterator[openai.OpenAI]:
 # Text.
 
 
+def test_penalties_are_shown_as_they_are_applied(client, engine) -> None:
+    engine.says("a", "a", "a")
+    for asked in ({}, {"presence_penalty": 0.5, "frequency_penalty": -1}):
+        whole = ask(client, **asked)
+        events = [e["response"] for e in stream(client, **asked) if "response" in e]
+        for response in (whole, *events):
+            for name in ("presence_penalty", "frequency_penalty"):
+                assert response[name] == asked.get(name, 0)
+
+
+def test_a_temperature_above_two_is_taken(client, engine) -> None:
+    engine.says("a")
+    assert ask(client, temperature=250.0)["temperature"] == 250
+
+
+def test_conversations_are_not_compacted(client) -> None:
+    answer = client.post(f"{PATH}/compact", json={"model": MODEL, "input": "x"})
+    assert answer.status_code == 404 and "truncation" in answer.json()["error"]["message"]
+    assert client.get(f"{PATH}/compact").status_code == 404  # no response of that id
+
+
 def test_a_text_whole_and_streamed(client, engine) -> None:
     engine.says("Hello there", "Hello there")
     whole = ask(client, metadata={"k": "v"}, user="me", instructions="Be brief.")

@@ -125,8 +125,8 @@ class ModelInfo(TypedDict):
     display_name: str
     created_at: str
     lifecycle: Literal["active"]
-    max_input_tokens: int | None
-    max_tokens: int | None
+    max_input_tokens: NotRequired[int | None]  # (not known while the model loads)
+    max_tokens: NotRequired[int | None]
 
 
 class ModelPage(TypedDict):

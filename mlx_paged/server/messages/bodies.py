@@ -141,7 +141,7 @@ class MessagesBody(CountBody):
         description="0: only compute the prompt, so that its prefix is cached."
     )
     stop_sequences: Annotated[list[StopString], Field(max_length=64)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
+    temperature: Annotated[float, Field(ge=0)] | None = Field(
         None, description="0 is greedy; 1 by default, unless the model has a default of its own."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -242,6 +242,7 @@ def _head(body: ResponseBody, turn: PreparedTurn, generation: Generation) -> Res
         "status": "in_progress",
         "background": False,
         "error": None,
+        "frequency_penalty": turn.params.frequency_penalty,
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -250,6 +251,7 @@ def _head(body: ResponseBody, turn: PreparedTurn, generation: Generation) -> Res
         "model": body.model or generation.context.config.model_name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": turn.params.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {

@@ -128,6 +128,7 @@ class Response(TypedDict):
     status: Status
     background: Literal[False]
     error: ResponseError | None
+    frequency_penalty: float
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
@@ -136,6 +137,7 @@ class Response(TypedDict):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]

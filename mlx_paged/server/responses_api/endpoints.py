@@ -129,6 +129,19 @@ async def cancel(request: Request) -> HttpResponse:
     )
 
 
+async def compact(_: Request) -> HttpResponse:
+    """Not found: an item that stands for a conversation would need a model that shortens it.
+
+    (A path of its own, because it looks like the id of a response that takes no POST.)
+    """
+    raise ApiError(
+        404,
+        "this server compacts no conversations: send fewer items, or let truncation 'auto' leave "
+        "out the oldest",
+        code="not_found",
+    )
+
+
 async def input_items(request: Request) -> HttpResponse:
     """The items that a stored response is an answer to, a page at a time."""
     query = _check_query(request, "include", "after", "limit", "order")

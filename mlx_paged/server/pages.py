@@ -1,0 +1,85 @@
+"""The chat page and the API's reference: their files, compressed, and what browsers are told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+_WEB = Path(__file__).parent / "web"
+_HEADERS = {
+    # A browser asks each time whether files are new: they change together.
+    "Cache-Control": "no-cache",
+    # Sites that answers link to learn nothing of this server's address.
+    "Referrer-Policy": "no-referrer",
+}
+_PAGE_HEADERS = {
+    **_HEADERS,
+    # Only resources from this server: it works offline, and no foreign code runs. Only the
+    # sanitizer makes elements from text.
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; "
+    "media-src blob:; style-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
+}
+# Fonts and pictures are compressed already.
+_COMPRESSIBLE = (".css", ".html", ".js", ".json", ".md", ".svg", ".txt")
+_SMALLEST, _LEVEL = 1024, 6
+
+
+def page(name: str) -> ASGIApp:
+    """An HTML page.
+
+    Args:
+        name: of its file.
+    """
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = FileResponse(_WEB / name, media_type="text/html", headers=_PAGE_HEADERS)
+        await response(scope, receive, send)
+
+    return _Compressed(app, name)
+
+
+def files() -> ASGIApp:
+    """The files that pages load, by their paths below the mount."""
+    return _Compressed(_WebFiles(directory=_WEB))
+
+
+class _Compressed:
+    """Sends files of text with gzip to clients that take it.
+
+    Args:
+        app: sends files.
+        name: of the only file; None: the path says which one is asked for.
+    """
+
+    def __init__(self, app: ASGIApp, name: str | None = None) -> None:
+        self._plain, self._name = app, name
+        self._gzip = GZipMiddleware(app, minimum_size=_SMALLEST, compresslevel=_LEVEL)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = self._name or scope["path"]
+        # (A range is of the file, and parts that are compressed each by itself are none of it.)
+        is_whole = "range" not in Headers(scope=scope)
+        compresses = is_whole and name.endswith(_COMPRESSIBLE)
+        await (self._gzip if compresses else self._plain)(scope, receive, send)
+
+
+class _WebFiles(StaticFiles):
+    def file_response(
+        self,
+        full_path: str | os.PathLike[str],
+        stat_result: os.stat_result,
+        scope: Scope,
+        status_code: int = 200,
+    ) -> Response:
+        response = super().file_response(full_path, stat_result, scope, status_code)
+        response.headers.update(_HEADERS)
+        if isinstance(response, FileResponse) and str(response.path).endswith(".woff2"):
+            response.headers["Content-Type"] = "font/woff2"  # unknown to Python before 3.14
+        return response
