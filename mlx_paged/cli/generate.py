@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -39,10 +39,10 @@ _STRUCTURED = "Structured outputs"
 # Options that apply to a batch; everything else is in its lines.
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
-     "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations", "async_scheduling",
-     "progress"}
+     "runner", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
+     "async_scheduling", "progress"}
 )  # fmt: skip
-_ONLY_BATCH = ("output", "overwrite", "served_model_name")
+_ONLY_BATCH = ("output", "overwrite", "served_model_name", "runner")
 _GREEDY = SamplingOptions(
     max_tokens=256,
     temperature=0.0,
@@ -120,6 +120,11 @@ def generate(
         option(_BATCH, "What a line may give as `model`. Repeatable; the first one is in answers.",
                show_default="the model's path or id"),
     ] = None,
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        option(_BATCH, "generate text, or embed and score texts (pooling); auto: pooling for "
+               "models that say how they are pooled."),
+    ] = "auto",
     sampling: SamplingOptions = _GREEDY,
     structured: StructuredOptions,
     model: Model = None,
@@ -163,7 +168,7 @@ def generate(
                 model,
                 tuple(served_model_name or ()),
                 progress,
-                engine_options,
+                {**engine_options, "runner": runner},
             )
         )
         if num_failed:

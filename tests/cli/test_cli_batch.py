@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.cli.batch import BatchRunner, Reply
-from mlx_paged.cli.batch_files import MAX_LINE, Journal, LineError, parse, read_lines
 from mlx_paged.errors import EngineDeadError, MlxPagedError
+from mlx_paged.server.batches.journal import Journal
+from mlx_paged.server.batches.lines import MAX_LINE, LineError, parse, read_lines
+from mlx_paged.server.batches.runner import BatchRunner, Reply, Room
 
 CHAT = "/v1/chat/completions"
 
@@ -48,7 +49,7 @@ def run(
     journal = Journal(output, overwrite=overwrite)
     try:
         journal.check(file)
-        runner = BatchRunner(answer, journal, max_in_flight=max_in_flight)
+        runner = BatchRunner(answer, journal, room=Room(max_in_flight))
         asyncio.run(runner.run(read_lines(file)))
         return runner
     finally:
@@ -90,9 +91,10 @@ def test_a_line_that_is_too_long_is_not_held() -> None:
         (b"{}", "invalid_custom_id", "custom_id must be a string, not empty, is missing"),
         (json.dumps(request(1, custom_id=7)).encode(), "invalid_custom_id", "but got 7"),
         (json.dumps(request(1, method="GET")).encode(), "invalid_request", "but got 'GET'"),
-        (json.dumps(request(1, url="/v1/embeddings")).encode(), "invalid_request", "embeddings"),
+        (json.dumps(request(1, url="/v1/files")).encode(), "invalid_request", "/v1/files"),
         (json.dumps(request(1, body="x")).encode(), "invalid_request", "must be an object"),
         (json.dumps(request(1, body={"stream": True})).encode(), "invalid_request", "stream"),
+        (json.dumps(request(1, body={"background": 1})).encode(), "invalid_request", "background"),
         (json.dumps(request(1, extra=1)).encode(), "invalid_request", "unknown field 'extra'"),
         (b'{"custom_id": "a", "url": "x"}', "invalid_request", "method is missing"),
     ],
@@ -267,9 +269,9 @@ def test_memory_stays_bounded_over_a_hundred_thousand_lines(tmp_path) -> None:
             file.write(json.dumps(request(i, body=body)).encode() + b"\n")
     script = """
 import asyncio, pathlib, resource, sys
-from mlx_paged.cli.batch import BatchRunner, Reply
-from mlx_paged.cli.batch_files import Journal
-from mlx_paged.cli.batch_files import read_lines
+from mlx_paged.server.batches.journal import Journal
+from mlx_paged.server.batches.lines import read_lines
+from mlx_paged.server.batches.runner import BatchRunner, Reply, Room
 
 now = most = 0
 
@@ -287,7 +289,7 @@ for _ in range(2):  # the whole batch, and the look at what is done
     journal._syncs = False  # there are tests enough of that, on whatever disk this is
     with open(sys.argv[1], "rb") as file:
         count = journal.check(file)
-        runner = BatchRunner(echo, journal, max_in_flight=64)
+        runner = BatchRunner(echo, journal, room=Room(64))
         asyncio.run(runner.run(read_lines(file)))
     print(count, journal.done.count, runner.counts.answered, most,
           resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

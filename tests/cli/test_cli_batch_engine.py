@@ -139,12 +139,14 @@ def test_bodies_mean_what_they_mean_to_the_server(tmp_path) -> None:
         line("too long", PLAIN, prompt=[5] * 5000),
         line("model", CHAT, messages=ask("x"), model="gpt-4o"),
         line("named", CHAT, messages=ask("x"), model="mine", max_tokens=1),
+        line("response", "/v1/responses", input="x", max_output_tokens=2),
+        line("vector", "/v1/embeddings", input="x"),
     ]
     write(tmp_path / "in", lines)
     names = ["--served-model-name", "mine", "--served-model-name", "other"]
     status, _, told = finish(start("-i", tmp_path / "in", "-o", tmp_path / "out", *names))
     assert status == 3, told
-    assert "7 lines answered, 4 failed" in told
+    assert "8 lines answered, 5 failed" in told
     found = {name: answer["response"] for name, answer in read(tmp_path / "out").items()}
     bodies = {name: response["body"] for name, response in found.items()}
     assert "text[::-1]" in bodies["chat"]["choices"][0]["message"]["content"]
@@ -156,6 +158,8 @@ def test_bodies_mean_what_they_mean_to_the_server(tmp_path) -> None:
     assert len(bodies["two"]["choices"]) == 2
     assert bodies["default"]["usage"]["completion_tokens"] == 16, "OpenAI's default"
     assert bodies["named"]["model"] == "mine"
+    assert bodies["response"]["object"] == "response" and bodies["response"]["store"] is False
+    assert bodies["vector"]["error"]["code"] == "wrong_runner"
     errors = {
         name: (found[name]["status_code"], bodies[name]["error"]["param"])
         for name in ("wrong", "unsupported", "too long", "model")
@@ -166,6 +170,28 @@ def test_bodies_mean_what_they_mean_to_the_server(tmp_path) -> None:
         "too long": (400, "prompt"),
         "model": (404, "model"),
     }
+
+
+def test_lines_are_embedded_scored_and_ranked(tmp_path) -> None:
+    sides = {"text_1": "import os", "text_2": ["import sys", "class Stack:"]}
+    documents = {"query": "import os", "documents": ["class Stack:", "import os"]}
+    lines = [line("vectors", "/v1/embeddings", input=["a", "b"], encoding_format="base64")]
+    lines += [line(url, url, **sides) for url in ("/score", "/v1/score")]
+    lines += [line(url, url, **documents) for url in ("/rerank", "/v1/rerank", "/v2/rerank")]
+    lines += [line("chat", CHAT, messages=ask("x"))]
+    write(tmp_path / "in", lines)
+    status, _, told = finish(
+        start("-i", tmp_path / "in", "-o", tmp_path / "out", "--runner", "pooling")
+    )
+    assert status == 3 and "6 lines answered, 1 failed" in told, told
+    found = {name: answer["response"] for name, answer in read(tmp_path / "out").items()}
+    assert len(found["vectors"]["body"]["data"]) == 2
+    for url in ("/score", "/v1/score"):
+        first, second = (entry["score"] for entry in found[url]["body"]["data"])
+        assert first > second
+    for url in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        assert [result["index"] for result in found[url]["body"]["results"]] == [1, 0]
+    assert found["chat"]["status_code"] == 400
 
 
 def test_pipes_and_a_batch_that_fails_as_a_whole(tmp_path) -> None:

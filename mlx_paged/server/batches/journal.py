@@ -1,155 +1,25 @@
-"""The files of a batch in OpenAI's format: a JSONL file of requests, and one of answers."""
+"""Journal: the answers of a batch in a file that is appended to, and continued after a crash."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 import re
 import stat
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.server.batches.lines import Line, read_lines
+from mlx_paged.server.batches.runner import Output
 
-#: Most bytes of a line, as of a request's body on a server whose model takes media.
-MAX_LINE = 48 << 20
-URLS = ("/v1/chat/completions", "/v1/completions")
-_FIELDS = ("custom_id", "method", "url", "body")
-_CHUNK = 1 << 16
-_BOM = b"\xef\xbb\xbf"
 _BEGIN = b'{"id": "batch_req_'
 _ID = re.compile(re.escape(_BEGIN) + rb'([0-9]{1,9})_([0-9a-f]{16})", ')
 _REMEDY = "give another --output, or --overwrite"
-
-
-# --- Requests -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of the input that is not blank.
-
-    Attributes:
-        number: Its place in the file; the first line is 1.
-        digest: 64 bits of its SHA-256, never 0: whether it is the same line as before.
-        content: Without the line break; None where it is longer than `MAX_LINE`.
-    """
-
-    number: int
-    digest: int
-    content: bytes | None
-
-    @property
-    def id(self) -> str:
-        """Id of the output line: the same in every run over the same input."""
-        return f"batch_req_{self.number}_{self.digest:016x}"
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """The request of a line.
-
-    Attributes:
-        body: JSON.
-    """
-
-    custom_id: str
-    url: str
-    body: bytes
-
-
-class LineError(Exception):
-    """A line that holds no request; it becomes an error line of the output.
-
-    Attributes:
-        code: A word for programs.
-        custom_id: If the line has a usable one.
-    """
-
-    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.custom_id = custom_id
-
-
-def read_lines(file: BinaryIO, max_line: int = MAX_LINE) -> Iterator[Line]:
-    """The lines of a file from its beginning. At most one is in memory, and no long one."""
-    file.seek(0)
-    number = 0
-    while piece := file.readline(_CHUNK):
-        number += 1
-        digest, pieces, size = hashlib.sha256(), list[bytes](), 0
-        while piece:
-            size += len(piece)
-            digest.update(piece.rstrip(b"\r\n"))
-            if size <= max_line:
-                pieces.append(piece)
-            else:
-                pieces.clear()
-            if piece.endswith(b"\n"):
-                break
-            piece = file.readline(_CHUNK)
-        content = b"".join(pieces).strip() if size <= max_line else None
-        if number == 1 and content is not None:
-            content = content.removeprefix(_BOM)
-        if content != b"":
-            yield Line(number, int.from_bytes(digest.digest()[:8]) or 1, content)
-
-
-def parse(line: Line) -> BatchRequest:
-    """The request of a line.
-
-    Raises:
-        LineError: it is not a request. The body is validated by the endpoint.
-    """
-    if line.content is None:
-        raise LineError("line_too_long", f"the line must be at most {MAX_LINE} bytes")
-    try:
-        given = json.loads(line.content)
-    except (ValueError, RecursionError) as error:
-        raise LineError("invalid_json_line", f"the line is not valid JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise LineError("invalid_json_line", "the line must be a JSON object")
-    custom_id = given.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        shown = "is missing" if "custom_id" not in given else f"but got {_short(custom_id)}"
-        raise LineError("invalid_custom_id", f"custom_id must be a string, not empty, {shown}")
-    problem = _problem(given)
-    if problem is not None:
-        raise LineError("invalid_request", problem, custom_id)
-    return BatchRequest(custom_id, given["url"], json.dumps(given["body"]).encode())
-
-
-def _problem(given: dict[str, Any]) -> str | None:
-    for name in _FIELDS:
-        if name not in given:
-            return f"{name} is missing"
-    if unknown := [name for name in given if name not in _FIELDS]:
-        return f"unknown field {_short(unknown[0])}: a line has {', '.join(_FIELDS)}"
-    if given["method"] != "POST":
-        return f"method must be 'POST' but got {_short(given['method'])}"
-    if given["url"] not in URLS:
-        return f"url must be {' or '.join(URLS)} but got {_short(given['url'])}"
-    if not isinstance(given["body"], dict):
-        return f"body must be an object but got {_short(given['body'])}"
-    if given["body"].get("stream"):
-        return "body.stream must be false: a batch is written whole"
-    return None
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:80] + "..."
-
-
-# --- Answers --------------------------------------------------------------------------------------
 
 
 class Done:
@@ -270,6 +140,10 @@ class Journal:
     def is_done(self, line: Line) -> bool:
         """Whether the line has its output line already."""
         return self.done.digest(line.number) != 0
+
+    def write(self, outputs: Sequence[Output]) -> None:
+        """Writes the output of lines; see `append`."""
+        self.append([output.content for output in outputs])
 
     def append(self, lines: Iterable[bytes]) -> None:
         """Writes output lines; they survive a crash of the machine once it has returned.

@@ -1,0 +1,1 @@
+"""Batches: files of requests in OpenAI's format, and their answers."""

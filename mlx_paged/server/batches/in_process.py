@@ -1,0 +1,92 @@
+"""InProcess: sends requests to the application without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from mlx_paged.errors import EngineDeadError
+from mlx_paged.server.batches.runner import Reply
+
+# Statuses of a server that takes no requests: OpenAI's and Anthropic's.
+_UNAVAILABLE = (503, 529)
+# Seconds until a request that found the server busy is sent again; first, then at most.
+_FIRST_WAIT, _MOST_WAIT = 0.02, 1.0
+
+
+class InProcess:
+    """A client of an ASGI application in the same process and event loop.
+
+    Args:
+        app: the application.
+        state: goes into the scope of each request, where no client of the network can put anything.
+    """
+
+    def __init__(self, app: ASGIApp, **state: Any) -> None:
+        self._app = app
+        self._state = state
+        self._num_pending = 0
+
+    async def post(self, url: str, body: bytes, request_id: str) -> Reply:
+        """Answers a request. One that finds the server busy waits and is sent again.
+
+        Args:
+            url: a path.
+            body: JSON.
+
+        Raises:
+            EngineDeadError: the server takes no further requests.
+        """
+        self._num_pending += 1
+        delay = _FIRST_WAIT
+        try:
+            while True:
+                reply = await self._post(url, body, request_id)
+                unavailable = reply.status_code in _UNAVAILABLE
+                waits_for_memory = unavailable and b'"body_memory"' in reply.body
+                if unavailable and not waits_for_memory:
+                    raise EngineDeadError("it failed while it worked on the batch")
+                # (Alone, and yet too much for the queue: it will never fit.)
+                if not waits_for_memory and (reply.status_code != 429 or self._num_pending == 1):
+                    return reply
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _MOST_WAIT)
+        finally:
+            self._num_pending -= 1
+
+    async def _post(self, url: str, body: bytes, request_id: str) -> Reply:
+        pending = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            if not pending:
+                await asyncio.Event().wait()  # the client never disconnects
+            return pending.pop()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": url,
+            "raw_path": url.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"x-request-id", request_id.encode()),
+            ],
+            "client": None,
+            "server": None,
+            "state": dict(self._state),
+        }
+        await self._app(scope, receive, send)
+        start, *parts = sent
+        answer_id = dict(start["headers"]).get(b"x-request-id", b"").decode()
+        return Reply(start["status"], answer_id, b"".join(part.get("body", b"") for part in parts))
