@@ -523,6 +523,7 @@ def serve(
             )
         server_options = fields_of(ServerConfig, options) | {
             "served_model_names": tuple(options.served_model_names or (default_model_name(model),)),
+            "model": model,
             "api_keys": _keys(options.api_keys),
             "chat_template": _template(options.chat_template),
             "override_generation_config": overrides_of(options.override_generation_config),

@@ -41,7 +41,7 @@ from mlx_paged.server.messages import answers
 from mlx_paged.server.messages import endpoints as anthropic
 from mlx_paged.server.messages.bodies import CountBody, MessagesBody
 from mlx_paged.server.metrics import Metrics
-from mlx_paged.server.middleware import KeyMiddleware, RequestMiddleware
+from mlx_paged.server.middleware import KeyMiddleware, PrefixMiddleware, RequestMiddleware
 from mlx_paged.server.responses_api import answers as response_answers
 from mlx_paged.server.responses_api import endpoints as response_endpoints
 from mlx_paged.server.responses_api.body import InputTokensBody, ResponseBody
@@ -288,6 +288,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
 
     generating = [operation.path for operation in API if operation.needs_runner is not None]
     middleware = [
+        Middleware(PrefixMiddleware, [*paths, "/web"]),
         Middleware(
             RequestMiddleware, context.metrics,
             log=config.log_requests, paths=paths, generating=generating,

@@ -21,6 +21,8 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OVERRIDES = (*SAMPLING, "max_new_tokens")
 
 
+#: What clients give as `model` that know no name: the one that is served.
+DEFAULT_MODEL = "default"
 #: Most bytes of a body where nothing is said.
 MAX_BODY_SIZE = 16 << 20
 #: Likewise with media, whose base64 takes four bytes for three: OpenAI's API takes 50 MB, and
@@ -35,6 +37,7 @@ class ServerConfig:
     Attributes:
         served_model_names: Names that requests may give as `model`; answers
             have the first.
+        model: Path or hub id that was given to `serve`; requests may give it as `model` too.
         api_keys: Requests need one of these; none: no request does.
         metrics_need_key: Whether `/metrics` and `/load` need a key too.
         chat_template: Jinja source that replaces the model's own.
@@ -72,6 +75,7 @@ class ServerConfig:
     """
 
     served_model_names: tuple[str, ...] = ("mlx-paged-demo",)
+    model: str | None = None
     api_keys: tuple[str, ...] = ()
     metrics_need_key: bool = False
     chat_template: str | None = None
@@ -117,6 +121,22 @@ class ServerConfig:
     def model_name(self) -> str:
         """The name in answers."""
         return self.served_model_names[0]
+
+    def served_name(self, model: str) -> str | None:
+        """The served name that a request means.
+
+        Args:
+            model: a served name, the path or id that was given to `serve`, or "default".
+
+        Returns:
+            None: it means no model of this server.
+        """
+        if model in self.served_model_names:
+            return model
+        others = {DEFAULT_MODEL}
+        if self.model is not None:
+            others |= {self.model, str(Path(self.model).resolve())}
+        return self.model_name if model in others else None
 
 
 def default_model_name(model: str | None) -> str:

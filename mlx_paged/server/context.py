@@ -265,9 +265,14 @@ class Context:
                 code="wrong_runner",
             )
 
-    def check_model(self, model: str | None) -> None:
-        """404 for a model that is not served."""
-        if model is not None and model not in self.config.served_model_names:
+    def served_name(self, model: str) -> str:
+        """The served name that a request means (`ServerConfig.served_name`).
+
+        Raises:
+            ApiError: 404, it means no model of this server.
+        """
+        found = self.config.served_name(model)
+        if found is None:
             names = ", ".join(self.config.served_model_names)
             raise ApiError(
                 404,
@@ -275,6 +280,7 @@ class Context:
                 param="model",
                 code="model_not_found",
             )
+        return found
 
 
 def _tool_format(config: ServerConfig, renderer: Renderer) -> ToolFormat | None:

@@ -53,8 +53,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request) -> Response:
     """One name of the model."""
     context = context_of(request)
-    name = request.path_params["model"]
-    context.check_model(name)
+    name = context.served_name(request.path_params["model"])
     if speaks_anthropic(request.scope):
         return JSONResponse(_model_info(context, name))
     return JSONResponse(_model(context, name))

@@ -19,6 +19,7 @@ from mlx_paged.server.metrics import Metrics
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("mlx_paged.access")
 
+_PREFIX = "v1"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # Polled every few seconds by machines: logged only at level debug.
 _QUIET_PATHS = frozenset(
@@ -98,6 +99,27 @@ class RequestMiddleware:
         if self._log:
             level = logging.DEBUG if trace.path in _QUIET_PATHS else logging.INFO
             access_logger.log(level, "request", extra=trace.log_fields())
+
+
+class PrefixMiddleware:
+    """Takes paths of the APIs without `/v1`, for clients whose base URL lacks it.
+
+    Args:
+        paths: all there are. What one of them has below `/v1` is taken without it, too, unless
+            others begin with that.
+    """
+
+    def __init__(self, app: ASGIApp, paths: Sequence[str]) -> None:
+        self._app = app
+        first = [path.split("/")[1] for path in paths]
+        below = {path.split("/")[2] for path, name in zip(paths, first) if name == _PREFIX}
+        self._names = frozenset(below.difference(first))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if "path" in scope and (path := _path(scope)).split("/")[1] in self._names:
+            root = scope["path"].removesuffix(path)
+            scope = {**scope, "path": f"{root}/{_PREFIX}{path}"}
+        await self._app(scope, receive, send)
 
 
 class KeyMiddleware:

@@ -150,7 +150,7 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 class GenerationBody(Unsupported):
     """What chat and plain completions have in common. null means the default everywhere."""
 
-    model: str | None = Field(None, description="One of the served names; null: the first.")
+    model: str | None = Field(None, description="A served name; null and default: the first.")
 
     # Sampling.
     temperature: Annotated[float, Field(ge=0)] | None = Field(
@@ -426,7 +426,8 @@ async def read_body(request: Request, model: type[B]) -> B:
         unsupported = body.unsupported()
         if unsupported is not None:
             raise bad_request(*unsupported, code="unsupported_parameter")
-    context.check_model(getattr(body, "model", None))
+    if (name := getattr(body, "model", None)) is not None:
+        setattr(body, "model", context.served_name(name))  # noqa: B010 (not every body has it)
     if isinstance(body, GenerationBody):
         trace.request_id = body.request_id or trace.request_id
         trace.fields |= {"model": body.model, "stream": bool(body.stream)}

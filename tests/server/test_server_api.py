@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +22,9 @@ PROMPT = "def is_even(n: int) -> bool:\n"
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     config = ServerConfig(
-        served_model_names=("demo", "other/name"), trust_request_chat_template=True
+        served_model_names=("demo", "other/name"),
+        model="./models/demo",
+        trust_request_chat_template=True,
     )
     with running(config, max_model_len=512) as server:
         yield server
@@ -572,6 +575,29 @@ def test_models(client) -> None:
     assert listed["data"][0]["max_model_len"] == 512
     assert listed["data"][0]["input_modalities"] == ["text"]
     assert complete(client, model="other/name")["model"] == "other/name"
+    # Clients that know no name give "default", or what they gave to `serve`.
+    for name in ("default", "./models/demo", str(Path("models/demo").resolve())):
+        assert complete(client, model=name)["model"] == "demo"
+    assert client.get("/v1/models/default").json() == listed["data"][0]
+    error(client.get("/v1/models/demo2"), 404)
+
+
+def test_paths_without_their_prefix(client, server) -> None:
+    """Base URLs of clients often lack /v1."""
+    assert client.get("/models").json() == client.get("/v1/models").json()
+    assert client.get("/models/other/name").json()["id"] == "other/name"
+    for path, body in (
+        ("/chat/completions", {"messages": FIBONACCI, "max_tokens": 2}),
+        ("/completions", {"prompt": PROMPT, "max_tokens": 2}),
+        ("/responses", {"input": "a", "max_output_tokens": 2}),
+        ("/messages", {"messages": FIBONACCI, "max_tokens": 2}),
+        ("/messages/count_tokens", {"messages": FIBONACCI}),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+    error(client.get("/v1x/models"), 404)
+    error(client.get("/model"), 404)
+    assert 'path="/models"' not in client.get("/metrics").text
 
 
 def test_tokenize_and_back(client, llm) -> None:

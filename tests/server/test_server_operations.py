@@ -266,7 +266,7 @@ def test_behind_a_proxy_that_shows_another_path() -> None:
         for path in ("/health", "/", "/web/page.js", "/openapi.json"):
             assert client.get(path).status_code == 200, path
         assert client.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
-        for path in ("/v1/models", "/metrics", "/load"):
+        for path in ("/v1/models", "/models", "/metrics", "/load"):
             assert client.get(path).status_code == 401
             allowed = client.get(path, headers={"Authorization": "Bearer k"})
             assert allowed.status_code == 200, path

@@ -277,7 +277,7 @@ def test_every_parameter_of_the_sdk_is_known() -> None:
 @pytest.mark.parametrize("body", [EmbeddingBody, PoolingBody, ScoreBody, RerankBody])
 def test_every_known_field_is_looked_at(body) -> None:
     code = (SERVER / "pooling.py").read_text()
-    # These have one value, or are checked by `check_model`.
+    # These have one value, or are checked by `Context.served_name`.
     fixed = {"model", "embed_dtype", "endianness", "task", "rank_fields"}
     for name in body.model_fields.keys() - fixed:
         assert f"body.{name}" in code or f'"{name}"' in code, name

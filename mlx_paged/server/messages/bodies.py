@@ -111,7 +111,7 @@ class Metadata(Body):
 class CountBody(Body):
     """`POST /v1/messages/count_tokens`: what a prompt consists of."""
 
-    model: str | None = Field(None, description="One of the served names; null: the first.")
+    model: str | None = Field(None, description="A served name; null and default: the first.")
     messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
     system: str | Blocks | None = None
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
