@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class Logprob:
 
 
 class PositionReport(Mapping[int, Logprob]):
-    """The report on one position, by token id: the token itself, then the likeliest others.
+    """The report on one position, by token id: the token itself, then others, listed or likeliest.
 
     Its entries are made when they are read, on the reader's thread: hundreds of sequences with
     twenty alternatives each would cost the engine's thread more than the step, and the garbage
@@ -44,9 +45,10 @@ class PositionReport(Mapping[int, Logprob]):
         likeliest: ids and log-probabilities, likeliest first; the token may be among them.
         text: gives the text of a token, decoded alone.
         bytes_of: gives the bytes of a token.
+        ranks: of `likeliest`, where these are tokens that the request has listed, in its order.
     """
 
-    __slots__ = ("_bytes_of", "_likeliest", "_text", "logprob", "rank", "token_id")
+    __slots__ = ("_bytes_of", "_likeliest", "_ranks", "_text", "logprob", "rank", "token_id")
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class PositionReport(Mapping[int, Logprob]):
         likeliest: tuple[np.ndarray, np.ndarray] | None,
         text: Callable[[int], str],
         bytes_of: Callable[[int], bytes],
+        ranks: np.ndarray | None = None,
     ) -> None:
         self.token_id = token_id
         self.logprob = logprob
@@ -63,6 +66,15 @@ class PositionReport(Mapping[int, Logprob]):
         self._likeliest = likeliest
         self._text = text
         self._bytes_of = bytes_of
+        self._ranks = ranks
+
+    @property
+    def listed(self) -> list[int] | None:
+        """The tokens that the request has listed; None: it has not."""
+        if self._ranks is None or self._likeliest is None:
+            return None
+        ids: list[int] = self._likeliest[0].tolist()
+        return ids
 
     @property
     def decoded_token(self) -> str:
@@ -73,7 +85,7 @@ class PositionReport(Mapping[int, Logprob]):
         """The token itself, then the others."""
         token = self.token_id
         yield token, self._entry(token, self.logprob, self.rank)
-        for rank, (other, logprob) in enumerate(self._others(), 1):
+        for other, logprob, rank in self._others():
             if other != token:
                 yield other, self._entry(other, logprob, rank)
 
@@ -81,30 +93,32 @@ class PositionReport(Mapping[int, Logprob]):
         """(token id, log-probability, rank, text) of the same."""
         token = self.token_id
         yield token, self.logprob, self.rank, self._text(token)
-        for rank, (other, logprob) in enumerate(self._others(), 1):
+        for other, logprob, rank in self._others():
             if other != token:
                 yield other, logprob, rank, self._text(other)
 
     def _entry(self, token: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, self._text(token), self._bytes_of(token))
 
-    def _others(self) -> Iterable[tuple[int, float]]:
+    def _others(self) -> Iterable[tuple[int, float, int]]:
+        """(token id, log-probability, rank)."""
         if self._likeliest is None:
             return ()
         ids, logprobs = self._likeliest
-        return zip(ids.tolist(), logprobs.tolist())
+        ranks = itertools.count(1) if self._ranks is None else self._ranks.tolist()
+        return zip(ids.tolist(), logprobs.tolist(), ranks)
 
     def __getitem__(self, token_id: int) -> Logprob:
         if token_id == self.token_id:
             return self._entry(token_id, self.logprob, self.rank)
-        for rank, (other, logprob) in enumerate(self._others(), 1):
+        for other, logprob, rank in self._others():
             if other == token_id:
                 return self._entry(other, logprob, rank)
         raise KeyError(token_id)
 
     def __iter__(self) -> Iterator[int]:
         yield self.token_id
-        yield from (other for other, _ in self._others() if other != self.token_id)
+        yield from (other for other, _, _ in self._others() if other != self.token_id)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -447,7 +447,13 @@ def _report_samples(
     if len(asking) < len(metadata):
         at = mx.array(np.array(asking, dtype=np.int32))
         logits, tokens = logits[at], tokens[at]
-    arrays = logprobs_of(logits, tokens, likeliest=any(count for _, count in metadata.logprobs))
+    listed = dict(metadata.logprob_token_ids)
+    arrays = logprobs_of(
+        logits,
+        tokens,
+        likeliest=any(count for _, count in metadata.logprobs),
+        listed=[listed.get(i, ()) for i in asking] if listed else (),
+    )
     places = [place for place, s in enumerate(output.sequences) if s.samples]
     return Reported(arrays, [(places[i], 1) for i in asking])
 

@@ -16,6 +16,8 @@ from mlx_paged.errors import InvalidParameterError
 
 #: Most alternatives that `logprobs` and `prompt_logprobs` report for a position, as in vLLM.
 MAX_LOGPROBS = 20
+#: Most tokens that `logprob_token_ids` may have, as in vLLM.
+MAX_LOGPROB_TOKEN_IDS = 128
 #: Most answers to one prompt, as in vLLM.
 MAX_N = 16384
 
@@ -56,6 +58,8 @@ class SamplingParams:
             all of which count. None and, as in vLLM, -1: different every time.
         logprobs: report the log-probability of each token of the answer, and of this many of the
             likeliest, at most 20; None: none.
+        logprob_token_ids: beside the log-probability of each token of the answer, report those of
+            these tokens, at most 128, in place of the likeliest.
         prompt_logprobs: the same for the tokens of the prompt. It computes the whole prompt: the
             prefix cache is not read.
         structured_outputs: what the answer must be (a JSON schema, a grammar, ...): the parameters
@@ -88,6 +92,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     thinking_token_budget: int | None = None
@@ -123,6 +128,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 expected = f"None or an integer in [0, {MAX_LOGPROBS}]"
                 self._take_integer(name, expected, 0, MAX_LOGPROBS)
+        if self.logprob_token_ids is not None:
+            object.__setattr__(self, "logprobs", 0)
         if self.thinking_token_budget is not None:
             self._take_integer("thinking_token_budget", f"None or {natural} 0", 0)
         outputs = structured_outputs_of(self.structured_outputs)
@@ -138,15 +145,18 @@ class SamplingParams:
             ok = texts is not None and all(is_text(s) and s for s in texts)
             self._check(name, ok, "strings of Unicode characters that are not empty")
             set_field(self, name, texts)
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             given = getattr(self, name)
             ids = _as_tuple(given)
             ok = ids is not None and all(_is_integer(i, 0) for i in ids)
             self._check(name, ok, "token ids of at least 0")
-            if name == "allowed_token_ids" and given is None:
+            if name != "stop_token_ids" and given is None:
                 continue
             set_field(self, name, tuple(int(i) for i in ids or ()))  # type: ignore[call-overload]
         self._check("allowed_token_ids", self.allowed_token_ids != (), "None or at least one id")
+        if self.logprob_token_ids is not None:
+            ok = 1 <= len(self.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS
+            self._check("logprob_token_ids", ok, f"None or 1 to {MAX_LOGPROB_TOKEN_IDS} ids")
         if self.logit_bias is not None:
             ok = isinstance(self.logit_bias, Mapping) and all(
                 _is_integer(i, 0) and _is_number(b, -100, 100) for i, b in self.logit_bias.items()

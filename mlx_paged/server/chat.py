@@ -44,13 +44,16 @@ async def chat_completions(request: Request) -> Response:
             "truncate_prompt_tokens",
             "truncate_prompt_tokens must not be given with media: a picture cannot be cut",
         )
-    prompt = context.renderer.truncate(turn.prompt, body.truncate_prompt_tokens, params.max_tokens)
+    prompt = context.renderer.truncate(
+        turn.prompt, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side
+    )
     generation = Generation(
         request,
         [prompt],
         turn.params,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        stream_interval=body.stream_interval,
         media=turn.media,
         names=turn.names,
     )

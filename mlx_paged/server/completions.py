@@ -43,7 +43,9 @@ async def completions(request: Request) -> Response:
     for prompt in prompts:
         encoded = await context.renderer.encode(prompt, add_special_tokens=special)
         tokens.append(
-            context.renderer.truncate(encoded, body.truncate_prompt_tokens, params.max_tokens)
+            context.renderer.truncate(
+                encoded, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side
+            )
         )
     generation = Generation(
         request,
@@ -51,6 +53,7 @@ async def completions(request: Request) -> Response:
         params,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        stream_interval=body.stream_interval,
         names=names_of(body),
     )
     echoes = await _echoes(context.renderer, body, prompts, tokens)

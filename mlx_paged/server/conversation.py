@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from mlx_paged.engine.chat_template import render_chat
 from mlx_paged.engine.detokenizer import special_token_ids
@@ -320,13 +320,20 @@ class Renderer:
                 self.max_model_len, f"the prompt has {num_characters} characters, which is more"
             )
 
-    def truncate(self, tokens: list[int], limit: int | None, num_answer: int | None) -> list[int]:
-        """Keeps the last tokens of a prompt.
+    def truncate(
+        self,
+        tokens: list[int],
+        limit: int | None,
+        num_answer: int | None,
+        side: Literal["left", "right"] | None = None,
+    ) -> list[int]:
+        """Keeps the last tokens of a prompt, or the first ones.
 
         Args:
             limit: how many; -1: as many as leave room for the answer; None: all.
             num_answer: most tokens of the answer; None: a quarter of the context, at most
                 `_ROOM_FOR_ANSWER`, is left free.
+            side: "right" keeps the first tokens, "left" and None the last ones.
         """
         if limit is None:
             return tokens
@@ -338,10 +345,11 @@ class Renderer:
                 return tokens
             room = min(most // 4, _ROOM_FOR_ANSWER) if num_answer is None else num_answer
             # (An answer that takes all of the context is refused by the engine.)
-            return tokens[-max(1, most - max(1, room)) :]
+            limit = max(1, most - max(1, room))
+            return tokens[:limit] if side == "right" else tokens[-limit:]
         if most is not None and limit > most:
             raise bad_request(
                 "truncate_prompt_tokens",
                 f"truncate_prompt_tokens must be at most {most} but got {limit}",
             )
-        return tokens[-limit:]
+        return tokens[:limit] if side == "right" else tokens[-limit:]

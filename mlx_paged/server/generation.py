@@ -107,6 +107,7 @@ class Generation:
         params: for all of them.
         priority, cache_salt: see `AsyncEngine.add_request`.
         media: of the only prompt.
+        stream_interval: tokens of a streamed chunk, where that is more than the server's.
         names: how the request calls what the engine calls otherwise (`errors.own_name`).
 
     Attributes:
@@ -123,6 +124,7 @@ class Generation:
         cache_salt: str | None = None,
         media: PreparedMedia | None = None,
         names: Mapping[str, str] | None = None,
+        stream_interval: int | None = None,
     ) -> None:
         self.context = context_of(request)
         self.trace = trace_of(request)
@@ -130,6 +132,7 @@ class Generation:
         self.params = params
         self.num_sent = 0
         self._names = names or {}
+        self._interval = max(self.context.config.stream_interval, stream_interval or 1)
         self.context.renderer.check_tokens("stop_token_ids", params.stop_token_ids or ())
         self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
         if media is not None:
@@ -229,7 +232,7 @@ class Generation:
         Raises:
             ApiError: a sequence ended without being finished.
         """
-        interval = self.context.config.stream_interval
+        interval = self._interval
         places = {stream.request_id: place for place, stream in enumerate(self._streams)}
         waiting: dict[tuple[str, int], Piece] = {}
         num_sent: dict[tuple[str, int], int] = {}

@@ -212,7 +212,10 @@ class Embeddings:
             raise bad_request("truncate_prompt_tokens", "truncate_prompt_tokens must not be 0")
         self._body = body
         self._params = params
-        self._cut = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+        self._cut = PoolingParams(
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
+        )
         self.scores_pairs = self.context.engine.engine.scores_pairs
         self._prompts: list[list[int]] = []
         self._outputs: list[RequestOutput] = []

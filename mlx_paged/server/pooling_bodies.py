@@ -27,6 +27,9 @@ class PoolingRequest(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None, description="Keep only so many of the last tokens; -1: as many as the model takes."
     )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="right keeps the first tokens instead."
+    )
     add_special_tokens: bool | None = Field(
         None, description="Those that the tokenizer adds to a text; true by default."
     )

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 
 from mlx_paged.engine.media.items import Content
 from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.media.parts import URL_PARTS, is_media, source_of
-from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.engine.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
 from mlx_paged.server.config import (
     MAX_SEQUENCES_PER_REQUEST,
@@ -31,6 +31,7 @@ from mlx_paged.server.config import (
 from mlx_paged.server.context import context_of, trace_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, shorten
+from mlx_paged.server.request_fields import REFUSED
 from mlx_paged.server.tool_requests import (
     MAX_TOOLS,
     CallBody,
@@ -96,33 +97,41 @@ class StreamOptions(Body):
 
 
 class Unsupported(Body):
-    """Known fields of features that this server does not have: refused, never ignored."""
+    """Fields that change no answer, and those that are refused (`server.request_fields`)."""
 
-    prediction: Any = Field(None, description="Not supported: 400.")
-    audio: Any = Field(None, description="Not supported: 400.")
-    modalities: list[str] | None = Field(None, description='Only ["text"].')
+    prediction: Any = Field(None, description="A hint.")
+    service_tier: Label | None = Field(None, description="A hint: there is one tier.")
+    prompt_cache_key: Label | None = Field(
+        None, description="A hint for the placement of requests; there is one cache here."
+    )
+    prompt_cache_options: Any = Field(None, description="A hint.")
+    prompt_cache_retention: Label | None = Field(None, description="A hint.")
+    session_id: Label | None = Field(None, description="A hint.")
+    return_token_offsets: bool | None = Field(None, description="Means nothing here.")
+    return_mm_kwargs: bool | None = Field(None, description="Means nothing here.")
     store: bool | None = Field(
         None, description="Taken, and nothing is stored: this API cannot ask for it again."
     )
-    service_tier: str | None = Field(None, description='Only "auto" or "default".')
+
+    audio: Any = Field(None, description="Not supported: 400.")
+    modalities: list[str] | None = Field(None, description='Only ["text"].')
     web_search_options: Any = Field(None, description="Not supported: 400.")
+    moderation: Any = Field(None, description="Not supported: 400.")
     prompt_embeds: Any = Field(None, description="Not supported: 400.")
     use_beam_search: bool | None = Field(None, description="true is not supported: 400.")
     length_penalty: float | None = Field(None, description="Of beam search: only 1.")
-    moderation: Any = Field(None, description="Not supported: 400.")
-    prompt_cache_retention: str | None = Field(None, description='Only "in_memory".')
-    prompt_cache_options: Any = Field(None, description="Not supported: 400.")
     logits_processors: Any = Field(None, description="Not supported: 400.")
     mm_processor_kwargs: Any = Field(None, description="Not supported: 400.")
     kv_transfer_params: Any = Field(None, description="Not supported: 400.")
+    ec_transfer_params: Any = Field(None, description="Not supported: 400.")
     vllm_xargs: Any = Field(None, description="Not supported: 400.")
+    watermarking: bool | None = Field(None, description="true is not supported: 400.")
+    repetition_detection: Any = Field(None, description="Not supported: 400.")
+    routed_experts_prompt_start: int | None = Field(None, description="Only 0.")
+    return_prompt_text: bool | None = Field(None, description="true is not supported: 400.")
 
-    #: Refused where they are given at all ([] is nothing).
-    refused: ClassVar[tuple[str, ...]] = (
-        "prediction", "audio", "web_search_options", "prompt_embeds", "moderation",
-        "prompt_cache_options", "logits_processors", "mm_processor_kwargs", "kv_transfer_params",
-        "vllm_xargs",
-    )  # fmt: skip
+    #: Refused, besides what `REFUSED` has, where they are given at all ([] is nothing).
+    refused: ClassVar[tuple[str, ...]] = ()
 
     def unsupported(self) -> tuple[str, str] | None:
         """The first field that asks for such a feature, and why it is refused."""
@@ -130,21 +139,17 @@ class Unsupported(Body):
             value = getattr(self, name)
             if value is not None and value != []:
                 return name, f"{name} is not supported by this server"
-        for name, allowed, reason in _ONLY:
-            if getattr(self, name, None) not in (None, *allowed):
-                return name, f"{name} must be {' or '.join(map(repr, allowed))}: {reason}"
+        for name, allowed, reason in REFUSED:
+            value = getattr(self, name)
+            if value is not None and not any(_is_same(value, each) for each in allowed):
+                values = " or ".join(json.dumps(each) for each in (*allowed, None) if each != [])
+                return name, f"{name} must be {values}: {reason}"
         return None
 
 
-# (field, values that are allowed because they change nothing, why no others are).
-_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("modalities", (["text"],), "this server writes text only"),
-    ("service_tier", ("auto", "default"), "there is one tier"),
-    ("use_beam_search", (False,), "this server has no beam search"),
-    ("length_penalty", (1,), "this server has no beam search"),
-    ("guided_decoding_backend", ("auto", "guidance"), "there is one"),
-    ("prompt_cache_retention", ("in_memory",), "prefixes are kept in memory only"),
-)
+def _is_same(value: Any, other: Any) -> bool:
+    """Equality that tells false from 0, and true from 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 class GenerationBody(Unsupported):
@@ -201,11 +206,17 @@ class GenerationBody(Unsupported):
     guided_whitespace_pattern: str | None = Field(None, description=_OLDER)
     guided_decoding_backend: str | None = Field(None, description='Only "auto" or "guidance".')
     structural_tag: dict[str, Any] | str | None = Field(None, description=_OLDER)
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
-        None, description="Most tokens of reasoning; its end is forced."
+    thinking_token_budget: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(
+        None, description="Most tokens of reasoning; its end is forced. -1: any number."
     )
 
     # What the answer contains.
+    logprob_token_ids: (
+        Annotated[TokenIds, Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None
+    ) = Field(
+        None,
+        description="Alternatives are these tokens, not the likeliest; needs log-probabilities.",
+    )
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Log-probabilities of the prompt, and of so many alternatives."
     )
@@ -223,15 +234,15 @@ class GenerationBody(Unsupported):
     # Streaming.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
+        None, description="Tokens of a chunk, if that is more than --stream-interval."
+    )
 
     # The request as such.
     user: Label | None = Field(None, description="Logged.")
     safety_identifier: Label | None = Field(None, description="Logged.")
     metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = Field(
         None, description="Logged."
-    )
-    prompt_cache_key: Label | None = Field(
-        None, description="A hint for the placement of requests; there is one cache here."
     )
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
         None, description="Lower is served first; needs --scheduling-policy priority."
@@ -246,6 +257,9 @@ class GenerationBody(Unsupported):
     # The prompt.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None, description="Keep only so many of the last tokens; -1: as many as the model takes."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="right keeps the first tokens instead."
     )
 
 
@@ -310,6 +324,20 @@ class MediaFields(Body):
     max_frames: int | None = Field(None, description="video_max_frames too.")
 
 
+class ChatReasoning(Body):
+    """About the reasoning of an answer, as the Responses API and OpenRouter have it."""
+
+    effort: Label | None = Field(None, description="The same as reasoning_effort.")
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
+        None, description="The same as thinking_token_budget."
+    )
+    enabled: bool | None = Field(None, description="The same as enable_thinking.")
+    exclude: bool | None = Field(None, description="true: include_reasoning is false.")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="A hint: the reasoning comes as it is."
+    )
+
+
 class ChatBody(GenerationBody, MediaFields):
     """`POST /v1/chat/completions`."""
 
@@ -342,8 +370,35 @@ class ChatBody(GenerationBody, MediaFields):
     )
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = Field(None, description="Handed to the template.")
-    reasoning_effort: str | None = Field(None, description="Handed to the template.")
+    reasoning_effort: str | None = Field(
+        None, description="Handed to the template; none turns reasoning off."
+    )
+    reasoning: ChatReasoning | None = Field(
+        None, description='{"effort": ...}: another form of reasoning_effort and its like.'
+    )
     verbosity: str | None = Field(None, description="A hint; handed to the template.")
+
+    @model_validator(mode="after")
+    def _take_reasoning(self) -> ChatBody:
+        """Sets the fields that `reasoning` means.
+
+        Raises:
+            ApiError: 400 for one that is given in both forms, with different values.
+        """
+        given = self.reasoning
+        if given is None:
+            return self
+        for name, other, value in (
+            ("effort", "reasoning_effort", given.effort),
+            ("max_tokens", "thinking_token_budget", given.max_tokens),
+            ("enabled", "enable_thinking", given.enabled),
+            ("exclude", "include_reasoning", None if given.exclude is None else not given.exclude),
+        ):
+            if value is not None and getattr(self, other) not in (None, value):
+                raise contradiction(f"reasoning.{name}", other)
+            if value is not None:
+                setattr(self, other, value)
+        return self
 
 
 class CompletionBody(GenerationBody):
@@ -558,9 +613,10 @@ def _check_unknown(body: BaseModel, config: ServerConfig, request_id: str) -> No
 
 def _unknown(body: BaseModel) -> Iterator[str]:
     yield from body.model_extra or ()
-    options = getattr(body, "stream_options", None)
-    if options is not None:
-        yield from (f"stream_options.{name}" for name in options.model_extra or ())
+    for field in ("stream_options", "reasoning"):
+        options = getattr(body, field, None)
+        if options is not None:
+            yield from (f"{field}.{name}" for name in options.model_extra or ())
 
 
 # What `chat_template_kwargs` must not replace: the arguments of the renderer itself.
@@ -602,8 +658,8 @@ def conversation_of(body: ChatBody | TokenizeBody, io: IoOptions | None = None) 
             value = getattr(body, name)
             if value is not None and kwargs.setdefault(name, value) != value:
                 raise contradiction(name, f"chat_template_kwargs.{name}")
-        if body.reasoning_effort == "none":
-            kwargs.setdefault("enable_thinking", False)
+        if body.reasoning_effort is not None:  # (templates that think only if told to)
+            kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise bad_request(
@@ -725,6 +781,10 @@ def sampling_params(
             "server shows them as they are",
             "unsupported_parameter",
         )
+    if body.logprob_token_ids is not None and given.get("logprobs") is None:
+        raise bad_request(
+            "logprob_token_ids", "logprob_token_ids needs log-probabilities to be asked for"
+        )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options", "stream_options needs stream to be true")
     values = {name: getattr(body, name) for name in _SAMPLING}
@@ -733,6 +793,10 @@ def sampling_params(
     if body.allowed_token_ids is not None:
         # (There may be many, and each is looked at several times.)
         values["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))
+    if body.logprob_token_ids is not None:
+        values["logprob_token_ids"] = tuple(body.logprob_token_ids)
+    if body.thinking_token_budget == -1:
+        values["thinking_token_budget"] = None
     values.update(given)
     limits = (values.pop("max_tokens"), defaults.max_new_tokens)
     asked = {name: value for name, value in values.items() if value is not None}

@@ -415,7 +415,7 @@ def chat_logprobs(
         entries = list(report.entries())
         yield {
             **entry(*entries[0]),
-            "top_logprobs": [entry(*top) for top in _likeliest(entries, num_top)],
+            "top_logprobs": [entry(*top) for top in _alternatives(report, entries, num_top)],
         }
 
 
@@ -455,7 +455,7 @@ class CompletionLogprobs:
 
     def _top(self, report: PositionReport) -> dict[str, float]:
         entries = list(report.entries())
-        top = [entries[0], *_likeliest(entries, self._num_top)]
+        top = [entries[0], *_alternatives(report, entries, self._num_top)]
         return {_name(token, found, self._as_ids): _finite(found.logprob) for token, found in top}
 
     def _advance(self, report: PositionReport | None) -> int:
@@ -482,6 +482,16 @@ def _prompt_logprob(report: PositionReport | None) -> dict[str, PromptLogprob] |
 
 def _name(token: int, entry: Logprob, as_ids: bool) -> str:
     return f"token_id:{token}" if as_ids else entry.decoded_token
+
+
+def _alternatives(
+    report: PositionReport, entries: list[tuple[int, Logprob]], count: int
+) -> list[tuple[int, Logprob]]:
+    """The tokens that the request has listed, or else the likeliest ones."""
+    if (listed := report.listed) is None:
+        return _likeliest(entries, count)
+    by_id = dict(entries)
+    return [(token, by_id[token]) for token in listed]
 
 
 def _likeliest(entries: list[tuple[int, Logprob]], count: int) -> list[tuple[int, Logprob]]:

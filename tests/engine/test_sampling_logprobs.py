@@ -242,3 +242,26 @@ def test_a_prompt_computed_anew_is_reported_once() -> None:
             report.record(start, found)
     assert [next(iter(p)) for p in report.positions if p is not None] == prompt[1:]
     assert report.targets(0, 10) is None, "nothing is left to report"
+
+
+def test_listed_tokens_are_reported_in_place_of_the_likeliest(llm) -> None:
+    lists = [[5, 900, 17], None, [3], [900, 5]]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=3, ignore_eos=True, logprob_token_ids=listed, logprobs=2
+        )
+        for listed in lists
+    ]
+    for output, listed in zip(llm.generate(PROMPTS, params), lists, strict=True):
+        [answer] = output.outputs
+        if listed is None:
+            check_answer(output, answer, 2)
+            continue
+        prompt = output.prompt_token_ids
+        expected = dense_logprobs((*prompt, *answer.token_ids))[len(prompt) - 1 :]
+        assert answer.logprobs is not None and len(answer.logprobs) == 3
+        for token, report, row in zip(answer.token_ids, answer.logprobs, expected):
+            assert list(report) == list(dict.fromkeys([token, *listed])) and report.listed == listed
+            for each, entry in report.items():
+                assert entry.logprob == pytest.approx(row[each], abs=TOLERANCE)
+                assert entry.rank == pytest.approx((row > row[each]).sum() + 1, abs=3)

@@ -73,6 +73,7 @@ INVALID: dict[str, list[Any]] = {
     "min_tokens": [-1, 1.0, None, True, 17],
     "include_stop_str_in_output": [1, None, "yes"],
     "logprobs": [-1, 21, 1.0, True, "5"],
+    "logprob_token_ids": [[], [-1], "5", 5, list(range(129))],
     "prompt_logprobs": [-1, 21, 1.0, True, "5"],
 }
 

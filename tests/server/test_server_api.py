@@ -408,7 +408,7 @@ BAD = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"verbosity": 1}, "verbosity"),
-    ({"service_tier": "flex"}, "service_tier"),
+    ({"watermarking": True}, "watermarking"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"model": 7}, "model"),
 ]

@@ -513,7 +513,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "x"}, "previous_response_id"),
     ({"conversation": "c"}, "conversation"), ({"prompt": {"id": "p"}}, "prompt"),
     ({"context_management": [{"type": "compaction"}]}, "context_management"),
-    ({"service_tier": "flex"}, "service_tier"), ({"n": 2}, "n"),
+    ({"watermarking": True}, "watermarking"), ({"n": 2}, "n"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"stream": "yes"}, "stream"),
     ({"instructions": ["x"]}, "instructions"), ({"metadata": {"a": 1}}, "metadata.a"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from mlx_paged.core import StopPolicy
 from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
@@ -111,6 +111,7 @@ class PoolingParams:
         normalize: scale the vector to length 1; None: as the engine's `PoolerConfig` says.
         truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as the
             model takes; None: all. (`LLM` cuts; `Engine` gets prompts that are cut.)
+        truncation_side: "right" keeps the first tokens instead.
 
     Raises:
         InvalidParameterError: an invalid value; it names the field.
@@ -119,6 +120,7 @@ class PoolingParams:
     dimensions: int | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
 
     logprobs: ClassVar[None] = None  # (none are reported)
 
@@ -130,13 +132,17 @@ class PoolingParams:
             raise InvalidParameterError(
                 "truncate_prompt_tokens", "None, -1 or an integer of at least 1", limit
             )
+        if self.truncation_side not in ("left", "right"):
+            raise InvalidParameterError(
+                "truncation_side", "'left' or 'right'", self.truncation_side
+            )
 
     def stop_policy(self) -> StopPolicy:
         """A sequence ends with its prompt: the token after it is no part of the answer."""
         return StopPolicy(max_tokens=1, ignore_eos=True)
 
     def truncated(self, prompt: list[int], most: int) -> list[int]:
-        """The last tokens of a prompt, as `truncate_prompt_tokens` says.
+        """A part of a prompt, as `truncate_prompt_tokens` and `truncation_side` say.
 
         Args:
             most: tokens that the model takes.
@@ -149,7 +155,8 @@ class PoolingParams:
             return prompt
         if limit > most:
             raise InvalidParameterError("truncate_prompt_tokens", f"at most {most}", limit)
-        return prompt[-(most if limit == -1 else limit) :]
+        limit = most if limit == -1 else limit
+        return prompt[:limit] if self.truncation_side == "right" else prompt[-limit:]
 
 
 def overridden(given: PoolerConfig | None, overrides: Any) -> PoolerConfig | None:

@@ -19,6 +19,14 @@ from mlx_paged.engine.outputs import PositionReport
 from mlx_paged.engine.sampling_params import MAX_LOGPROBS
 
 
+class ListedLogprobs(NamedTuple):
+    """Tokens that a request has listed, at one position."""
+
+    token_ids: Sequence[int]
+    logprobs: np.ndarray  # [len(token_ids)] float32
+    ranks: np.ndarray  # [len(token_ids)] int32
+
+
 class PositionLogprobs(NamedTuple):
     """One position, read."""
 
@@ -27,6 +35,7 @@ class PositionLogprobs(NamedTuple):
     rank: int  # 1: no token is likelier
     # Up to MAX_LOGPROBS ids and log-probabilities, likeliest first; None where not asked for.
     likeliest: tuple[np.ndarray, np.ndarray] | None  # [k] int32, [k] float32
+    listed: ListedLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -38,11 +47,17 @@ class LogprobArrays:
     ranks: mx.array  # [n] int32
     top_tokens: mx.array | None  # [n, MAX_LOGPROBS] int32, in no order
     top_logprobs: mx.array | None  # [n, MAX_LOGPROBS] float32
+    listed: Sequence[Sequence[int]] = ()  # n lists, or none at all
+    listed_logprobs: mx.array | None = None  # [n, longest list] float32
+    listed_ranks: mx.array | None = None  # [n, longest list] int32
 
     @property
     def arrays(self) -> list[mx.array]:
         """All of them, to be evaluated with the step."""
-        every = (self.tokens, self.logprobs, self.ranks, self.top_tokens, self.top_logprobs)
+        every = (
+            self.tokens, self.logprobs, self.ranks, self.top_tokens, self.top_logprobs,
+            self.listed_logprobs, self.listed_ranks,
+        )  # fmt: skip
         return [array for array in every if array is not None]
 
     def read(self) -> list[PositionLogprobs]:
@@ -56,10 +71,28 @@ class LogprobArrays:
             order = np.lexsort((ids, -values), axis=-1)  # equal ones by id
             ids, values = (np.take_along_axis(a, order, axis=-1) for a in (ids, values))
             tops = zip(ids, values)
-        return [PositionLogprobs(*position) for position in zip(tokens, logprobs, ranks, tops)]
+        columns = zip(tokens, logprobs, ranks, tops, self._read_listed())
+        return [PositionLogprobs(*position) for position in columns]
+
+    def _read_listed(self) -> Iterable[ListedLogprobs | None]:
+        if self.listed_logprobs is None or self.listed_ranks is None:
+            return [None] * len(self.tokens)
+        logprobs, ranks = np.array(self.listed_logprobs), np.array(self.listed_ranks)
+        return [
+            ListedLogprobs(ids, logprobs[i, : len(ids)].copy(), ranks[i, : len(ids)].copy())
+            if ids
+            else None
+            for i, ids in enumerate(self.listed)
+        ]
 
 
-def logprobs_of(logits: mx.array, tokens: mx.array, *, likeliest: bool) -> LogprobArrays:
+def logprobs_of(
+    logits: mx.array,
+    tokens: mx.array,
+    *,
+    likeliest: bool,
+    listed: Sequence[Sequence[int]] = (),
+) -> LogprobArrays:
     """Log-probabilities of one token in each row.
 
     Args:
@@ -67,6 +100,7 @@ def logprobs_of(logits: mx.array, tokens: mx.array, *, likeliest: bool) -> Logpr
         tokens: ``[n]`` int32.
         likeliest: find the `MAX_LOGPROBS` likeliest of each row, too. (Always that many: so how
             ties are broken does not depend on what other rows ask for.)
+        listed: n lists of further tokens to report; empty: no row has one.
     """
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1)
@@ -79,7 +113,17 @@ def logprobs_of(logits: mx.array, tokens: mx.array, *, likeliest: bool) -> Logpr
         top_tokens = mx.argpartition(logits, vocab_size - count, axis=-1)[:, -count:]
         top_logprobs = mx.take_along_axis(logits, top_tokens, axis=-1) - total[:, None]
         top_tokens = top_tokens.astype(mx.int32)
-    return LogprobArrays(tokens, chosen.squeeze(1) - total, ranks, top_tokens, top_logprobs)
+    found = tokens, chosen.squeeze(1) - total, ranks, top_tokens, top_logprobs
+    if not any(listed):
+        return LogprobArrays(*found)
+    ids = np.zeros((len(listed), max(map(len, listed))), np.int32)
+    for row, token_ids in zip(ids, listed):
+        row[: len(token_ids)] = token_ids
+    values = mx.take_along_axis(logits, mx.array(ids), axis=-1)
+    # (A list at once would take a copy of the logits for each of its tokens.)
+    above = [(logits > values[:, i : i + 1]).sum(axis=-1) for i in range(ids.shape[1])]
+    listed_ranks = mx.stack(above, axis=1).astype(mx.int32) + 1
+    return LogprobArrays(*found, listed, values - total[:, None], listed_ranks)
 
 
 class LogprobReport:
@@ -94,20 +138,25 @@ class LogprobReport:
         self._bytes_of = TokenBytes(tokenizer)
 
     def __call__(self, position: PositionLogprobs, num_likeliest: int) -> PositionReport:
-        """The token of a position, then the likeliest other ones.
+        """The token of a position, then the listed or the likeliest other ones.
 
         Raises:
             Exception: the tokenizer cannot decode one of them.
         """
-        token, logprob, rank, likeliest = position
+        token, logprob, rank, likeliest, listed = position
         self._text(token)
-        if likeliest is not None:
+        if listed is not None:
+            likeliest = np.array(listed.token_ids, np.int32), listed.logprobs
+            for other in listed.token_ids:
+                self._text(other)
+        elif likeliest is not None:
             # (Views would keep the rows of the whole batch for as long as the answer lives.)
             ids, logprobs = (array[:num_likeliest].copy() for array in likeliest)
             likeliest = ids, logprobs
             for other in ids.tolist():
                 self._text(other)
-        return PositionReport(token, logprob, rank, likeliest, self._text, self._bytes_of)
+        ranks = None if listed is None else listed.ranks
+        return PositionReport(token, logprob, rank, likeliest, self._text, self._bytes_of, ranks)
 
 
 @dataclass(frozen=True)

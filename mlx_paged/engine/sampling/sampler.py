@@ -43,6 +43,7 @@ class SamplingMetadata:
     min_p: FloatArray  # [n] float32
     edits: list[tuple[int, Edits]]  # of those rows that have any
     logprobs: list[tuple[int, int]]  # of those rows that ask for them: how many
+    logprob_token_ids: list[tuple[int, tuple[int, ...]]]  # of those rows that have any
     drawn: npt.NDArray[np.intp]  # rows that are not greedy
 
     @classmethod
@@ -51,7 +52,7 @@ class SamplingMetadata:
         if isinstance(rows, SamplingMetadata):
             return rows
         columns = list(zip(*rows)) or [()] * len(SamplingRow._fields)
-        temperatures, seeds, positions, top_k, top_p, min_p, edits, logprobs = columns
+        temperatures, seeds, positions, top_k, top_p, min_p, edits, logprobs, listed = columns
         temperature = np.array(temperatures, dtype=np.float32)
         return cls(
             temperature,
@@ -63,6 +64,7 @@ class SamplingMetadata:
             np.array(min_p, dtype=np.float32),
             [(i, edit) for i, edit in enumerate(edits) if edit is not None],
             [(i, count) for i, count in enumerate(logprobs) if count is not None],
+            [(i, token_ids) for i, token_ids in enumerate(listed) if token_ids],
             np.flatnonzero(temperature.astype(np.float64) >= _GREEDY_BELOW),
         )
 
@@ -78,6 +80,7 @@ class SamplingMetadata:
             self.top_k[at],
             self.top_p[at],
             self.min_p[at],
+            [],
             [],
             [],
             np.flatnonzero(np.isin(at, self.drawn)),
@@ -133,7 +136,7 @@ class MetadataCache:
         ]
         c = self._columns  # (`replace` takes several times as long)
         settings = (c.temperature, c.key, positions.astype(np.uint32), c.top_k, c.top_p, c.min_p)
-        return SamplingMetadata(*settings, edits, c.logprobs, c.drawn)
+        return SamplingMetadata(*settings, edits, c.logprobs, c.logprob_token_ids, c.drawn)
 
 
 class Sampled(NamedTuple):

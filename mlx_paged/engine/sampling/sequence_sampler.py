@@ -51,6 +51,7 @@ class SamplingRow(NamedTuple):
     min_p: float = 0.0
     edits: Edits | None = None
     logprobs: int | None = None  # likeliest tokens to report besides the chosen one
+    logprob_token_ids: tuple[int, ...] = ()  # tokens to report in place of the likeliest
 
 
 class RequestSampling:
@@ -94,6 +95,7 @@ class RequestSampling:
         self.token_mask = token_mask
         bias = dict(params.logit_bias or {})
         _require_known("logit_bias", bias, vocab_size)
+        _require_known("logprob_token_ids", params.logprob_token_ids or (), vocab_size)
         self.allowed: Mask | None = None
         if params.allowed_token_ids is not None:
             _require_known("allowed_token_ids", params.allowed_token_ids, vocab_size)
@@ -299,6 +301,7 @@ class SequenceSampler:
             params.min_p,
             None,
             params.logprobs,
+            tuple(params.logprob_token_ids or ()),
         )
         self._sampling = sampling
         self._index = index

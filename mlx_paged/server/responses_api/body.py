@@ -179,6 +179,9 @@ class ResponseBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = Field(None, description="Taken; means nothing.")
 
+    enable_response_messages: bool | None = Field(None, description="true: 400.")
+    previous_input_messages: Any = Field(None, description="Not supported: 400.")
+    previous_response: Any = Field(None, description="Not supported: 400.")
     background: bool | None = Field(None, description="true is not supported: 400.")
     conversation: Any = Field(None, description="Not supported: 400.")
     prompt: Any = Field(None, description="Not supported: 400.")
@@ -205,6 +208,10 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("response_format", (), "is a field of chats: give text.format"),
     ("prompt_logprobs", (), "is not part of a response"),
     ("truncate_prompt_tokens", (), "is a field of chats: give truncation"),
+    ("truncation_side", (), "is a field of chats: give truncation"),
+    ("enable_response_messages", (False,), "must be false: a response has items"),
+    ("previous_input_messages", (), "is not supported: give input"),
+    ("previous_response", (), "is not supported: give previous_response_id, or input"),
     ("return_token_ids", (False,), "must be false: a response has no place for them"),
 )
 

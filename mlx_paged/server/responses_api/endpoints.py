@@ -77,6 +77,7 @@ async def create(request: Request) -> HttpResponse:
             prepared.params,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            stream_interval=body.stream_interval,
             media=prepared.media,
             names=prepared.names,
         )
