@@ -84,6 +84,14 @@ class StepProgram:
     def num_nodes(self) -> int:
         """Phases that are operations of MLX's own."""
 
+class ArrayContents:
+    """An array's contents, known but not kept."""
+
+    def __init__(self, array: mlx.core.array) -> None: ...
+
+    def are_still_of(self, array: mlx.core.array) -> bool:
+        """False once the array object has been replaced, or updated in place."""
+
 def has_transfers() -> bool:
     """Whether `upload` and `to_host` are there."""
 

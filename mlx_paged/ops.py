@@ -35,7 +35,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -844,6 +844,22 @@ class DeviceProgram:
         return self._ext.run_device_program(
             self._program, list(inputs), returns_pools=returns_pools, stream=stream
         )
+
+
+class ArrayContents(Protocol):
+    """See `array_contents`."""
+
+    def are_still_of(self, array: mx.array, /) -> bool:
+        """Whether this array has them."""
+
+
+def array_contents(array: mx.array) -> ArrayContents:
+    """The contents that `array` has now, remembered without keeping them alive.
+
+    ``array_contents(a).are_still_of(a)`` is false once `a` has been updated in place (``a -= b``,
+    ``a[...] = b``), and for another array. Writes that MLX does not see change nothing.
+    """
+    return ext.ArrayContents(array)
 
 
 def pool_copies() -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "stats",
     "store",
     "unpatch",
+    "weights_changed",
 ]
 
 
@@ -54,3 +55,24 @@ def stats(model: Any) -> StoreStats | None:
 
     stores = stores_of(model)
     return stores[-1].stats() if stores else None
+
+
+def weights_changed(model: Any) -> None:
+    """Makes the next call begin with an empty store; live prompt caches keep what they have.
+
+    MLX's own updates are noticed without it: new arrays, `w -= x`, `w *= s`, `w[...] = y`. Call
+    this after other code has written to a weight's memory, for example through a NumPy view.
+
+    Raises:
+        InvalidParameterError: `model` is no model.
+    """
+    import mlx.nn as nn
+
+    from mlx_paged.drop_in.registry import entry_of
+    from mlx_paged.errors import InvalidParameterError
+
+    if not isinstance(model, nn.Module):
+        raise InvalidParameterError("model", "a model as mlx_lm.load returns it", model)
+    entry = entry_of(model)
+    if entry is not None:
+        entry.forget_weights()

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 
+from mlx_paged import ops
 from mlx_paged.drop_in.caches import is_loops, leaves_of, sequence_of
 from mlx_paged.drop_in.locking import InterruptsDeferred
 from mlx_paged.drop_in.paged_store import PagedStore
@@ -82,6 +83,12 @@ class _Entry:
         _warn(reason)
         return None
 
+    def forget_weights(self) -> None:
+        """Makes the next call begin a new store, whatever the weights look like."""
+        with InterruptsDeferred(), self.lock:
+            self.retire()
+            self._weights = None
+
     def retire(self) -> None:
         """The stores are for nobody new."""
         stores, self.stores = self.stores, {}
@@ -100,25 +107,26 @@ class _Entry:
 
 
 class _Weight:
-    """An array, remembered without keeping it alive; a small one is kept."""
+    """An array's contents, remembered without keeping them alive; a small array's are kept."""
 
     def __init__(self, array: mx.array) -> None:
-        self._identity = weakref.ref(array)
-        self._value = array if array.nbytes <= _SMALL else None
+        self._contents = ops.array_contents(array)
+        # (Another Python object: an update in place shall not reach it.)
+        self._value = mx.array(array) if array.nbytes <= _SMALL else None
 
     def is_still(self, array: mx.array) -> bool:
-        """Whether this is the same array, or a small one of the same values.
+        """Whether this array has the same contents, or is a small one of the same values.
 
         (Gemma 3n replaces small weights of its own, by what they are already, in every forward.)
         """
-        if self._identity() is array:
+        if self._contents.are_still_of(array):
             return True
         old = self._value
         if old is None or (old.shape, old.dtype) != (array.shape, array.dtype):
             return False
         if not mx.array_equal(old, array).item():
             return False
-        self._identity = weakref.ref(array)
+        self._contents = ops.array_contents(array)
         return True
 
 

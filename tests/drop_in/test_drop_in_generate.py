@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm import generate as generate_text
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -27,6 +28,7 @@ from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.drop_in import caches as drop_in_caches
 from mlx_paged.drop_in.registry import stores_of
 from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model import families
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]  # (the package has a function of that name)
@@ -359,6 +361,81 @@ def test_new_weights_do_not_meet_old_keys(model) -> None:
     assert tokens_of(model, other) == tokens_of(twin, other)
     assert drop_in.stats(model) == drop_in.stats(twin)
     assert tokens_of(model, prompt) == dense(tokens_of, twin, prompt)
+
+
+@pytest.fixture
+def own_weights(model) -> nn.Module:
+    """The model with arrays of its own, which a test may write to."""
+    model.update(tree_map(lambda w: w + 0, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def subtract(w: mx.array) -> None:
+    w -= 1.7 * w
+
+
+def multiply(w: mx.array) -> None:
+    w *= 1.5
+
+
+def assign(w: mx.array) -> None:
+    w[...] = -w
+
+
+def assign_a_part(w: mx.array) -> None:
+    w[: len(w) // 2] = 0
+
+
+@pytest.mark.usefixtures("paged")
+@pytest.mark.parametrize(
+    ("part", "update"),
+    [
+        ("self_attn.k_proj", subtract),
+        ("self_attn.k_proj", assign),
+        ("input_layernorm", multiply),
+        ("input_layernorm", assign_a_part),
+    ],
+)
+def test_updates_in_place_do_not_meet_old_keys(own_weights, part, update) -> None:
+    prompt = chat(CHATS[0], SYSTEM)[:80]
+    weights = dict(tree_flatten(own_weights.layers[0].parameters()))
+    for _ in range(2):
+        tokens_of(own_weights, prompt, max_tokens=2)
+        update(weights[f"{part}.weight"])
+        found = tokens_of(own_weights, prompt, max_tokens=8)
+        assert found == dense(tokens_of, own_weights, prompt, max_tokens=8)
+
+
+@pytest.mark.usefixtures("paged")
+def test_a_weight_that_is_not_changed_in_place_keeps_the_store(own_weights) -> None:
+    prompt = chat(CHATS[0], SYSTEM)[:80]
+    tokens_of(own_weights, prompt, max_tokens=4)
+    [store] = stores_of(own_weights)
+    weight = own_weights.layers[0].input_layernorm.weight
+    weight *= 1  # the same values, and few of them
+    other = weight - 1  # another array
+    other -= 1
+    mx.eval(own_weights.parameters(), other)
+    tokens_of(own_weights, prompt, max_tokens=4)
+    assert stores_of(own_weights) == [store]
+
+
+@pytest.mark.usefixtures("paged")
+def test_a_program_can_say_that_weights_have_changed(own_weights) -> None:
+    prompt = chat(CHATS[0], SYSTEM)[:80]
+    tokens_of(own_weights, prompt, max_tokens=4)
+    [store] = stores_of(own_weights)
+    view = np.array(own_weights.layers[0].input_layernorm.weight, copy=False)
+    view[:] = view[::-1].copy()  # MLX does not see this
+    drop_in.weights_changed(own_weights)
+    found = tokens_of(own_weights, prompt, max_tokens=8)
+    assert found == dense(tokens_of, own_weights, prompt, max_tokens=8)
+    tokens_of(own_weights, prompt, max_tokens=4)
+    assert stores_of(own_weights) != [store]
+    drop_in.weights_changed(tiny_model(tiny_config("llama")))  # has no store: nothing to forget
+    with pytest.raises(InvalidParameterError, match=r"model must be a model as mlx_lm\.load"):
+        drop_in.weights_changed([])
 
 
 @pytest.mark.usefixtures("paged")
