@@ -81,8 +81,8 @@ class StepMedia(NamedTuple):
     Attributes:
         rows: ``[m]`` int32, ascending: rows of the step whose embeddings come from `features`.
         features: Of these rows, in their order; None where there are none.
-        rope_positions: ``[3, T]`` int32: time, height and width, for a model whose RoPE has these;
-            None: all three are a row's position in its sequence.
+        rope_positions: ``[3, T]`` int32 or float32: time, height and width, for a model whose RoPE
+            has these; None: all three are a row's position in its sequence.
         bounds: ``[2, T]`` int32: first and last visible position of each row; None: causal.
     """
 
@@ -124,7 +124,7 @@ class MediaRows:
     Attributes:
         rows: ``[m]`` int32; None: no row has features.
         features: Of these rows.
-        rope_positions: ``[3, T, 1]`` int32, or None.
+        rope_positions: ``[3, T, 1]`` int32 or float32, or None.
     """
 
     rows: mx.array | None
@@ -138,7 +138,8 @@ class MediaRows:
         if len(media.rows):
             rows = ops.upload(np.ascontiguousarray(media.rows, dtype=np.int32))[0]
         if media.rope_positions is not None:
-            found = np.ascontiguousarray(media.rope_positions[:, :, None], dtype=np.int32)
+            dtype = np.float32 if media.rope_positions.dtype.kind == "f" else np.int32
+            found = np.ascontiguousarray(media.rope_positions[:, :, None], dtype=dtype)
             positions = ops.upload(found)[0]
         return cls(rows, media.features if rows is not None else None, positions)
 
@@ -192,7 +193,8 @@ class MediaPrompt:
         token_ids: Of the whole prompt; the rows of an item hold the id of its placeholder.
         spans: One for each item, in the order of the prompt.
         inputs: One for each span.
-        rope_positions: ``[3, len(token_ids)]`` int32; None: RoPE's positions are the tokens'.
+        rope_positions: ``[3, len(token_ids)]`` int32, or float32 for a model whose frames may lie
+            between two positions; None: RoPE's positions are the tokens'.
         rope_delta: A generated token at index i has position ``i + rope_delta``.
     """
 
@@ -200,4 +202,4 @@ class MediaPrompt:
     spans: list[Span] = field(default_factory=list)
     inputs: list[MediaInputs] = field(default_factory=list)
     rope_positions: np.ndarray | None = None
-    rope_delta: int = 0
+    rope_delta: int | float = 0

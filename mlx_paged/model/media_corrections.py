@@ -52,6 +52,10 @@ DEVIATIONS = (
         "has approximate activations in the projector or the merger; the reference exact ones",
     ),
     Deviation(
+        ("llama4",),
+        "has approximate activations in the tower and its adapter; the reference exact ones",
+    ),
+    Deviation(
         ("gemma3",),
         "scales an image's features by the root of two widths, of which one is a default; in the "
         "reference they cancel out",
@@ -75,7 +79,11 @@ DEVIATIONS = (
         "has a causal mask in generation; in the reference an image's rows, or a whole prompt, see "
         "each other",
     ),
-    Deviation(("gemma3n",), "leaves the scale of a prompt's embeddings out, and has it in decodes"),
+    Deviation(
+        ("gemma3n",),
+        "leaves the scale of a prompt's embeddings out, and has it in decodes; the reference has "
+        "it in both",
+    ),
     Deviation(
         ("qwen2_5_vl", "qwen3_omni_moe"),
         "ignores how many seconds lie between a video's frames",
@@ -272,11 +280,18 @@ def _qwen3_vl_moe(vlm: Any, config: Mapping[str, Any]) -> None:
             module.act_fn = _Activation(nn.gelu if is_merger else _ACTIVATIONS[name])
 
 
+def _llama4(vlm: Any, config: Mapping[str, Any]) -> None:
+    for module in vlm.vision_model.modules():
+        if "activation_fn" in module:
+            module.activation_fn = _Activation(nn.gelu)
+
+
 _CORRECTIONS: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "idefics2": _idefics2,
     "aya_vision": _cohere2_vision,
     "internvl": _internvl,
     "llava": _deepseek_vl,
+    "llama4": _llama4,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v,

@@ -47,6 +47,7 @@ class MediaFamily:
         kinds: What its prompts may hold.
         mode: How the language model runs.
         uses_rope_positions: Its RoPE turns by time, height and width.
+        has_fractions: These positions may be fractions, of a video's frames and what follows.
         takes_positions: Its language model is always given positions: without them it keeps those
             of one request on itself.
         embeds: Makes input embeddings of ``[B, L]`` tokens, for a model that is to be given these
@@ -68,6 +69,7 @@ class MediaFamily:
     kinds: tuple[Kind, ...] = ("image",)
     mode: Mode = Mode.NATIVE
     uses_rope_positions: bool = False
+    has_fractions: bool = False
     takes_positions: bool = False
     embeds: Callable[[Any, mx.array], mx.array] | None = None
     tower: Tower | None = None
@@ -82,6 +84,19 @@ class MediaFamily:
 def _embed_tokens(vlm: Any, tokens: mx.array) -> mx.array:
     # (`get_input_embeddings` would compute positions too, on the host.)
     return vlm.language_model.model.embed_tokens(tokens)
+
+
+def _gemma3n_embeds(vlm: Any, tokens: mx.array) -> mx.array:
+    """Marks around items, whose ids are beyond those of text, have embeddings of the towers'."""
+    found = _embed_tokens(vlm, tokens) * vlm.language_model.model.hidden_size**0.5
+    image, audio = vlm.embed_vision, vlm.embed_audio
+    for embedder, is_own in (
+        (image, (tokens >= image.vocab_offset) & (tokens < audio.vocab_offset)),
+        (audio, tokens >= audio.vocab_offset),
+    ):
+        ids = mx.where(is_own, tokens, embedder.vocab_offset)
+        found = mx.where(is_own[..., None], embedder(input_ids=ids), found)
+    return found
 
 
 def _pixels(kind: Kind, arrays: Mapping[str, Any]) -> tuple[mx.array, mx.array]:
@@ -205,7 +220,15 @@ _PICTURES_AND_VIDEOS: tuple[Kind, ...] = ("image", "video")
 
 
 def _qwen(module: str, tower: Tower, mode: Mode = Mode.NATIVE) -> MediaFamily:
-    return MediaFamily(module, _PICTURES_AND_VIDEOS, mode, True, True, _embed_tokens, tower)
+    return MediaFamily(
+        module,
+        _PICTURES_AND_VIDEOS,
+        mode,
+        uses_rope_positions=True,
+        takes_positions=True,
+        embeds=_embed_tokens,
+        tower=tower,
+    )
 
 
 def _with_rope_positions(module: str) -> MediaFamily:
@@ -241,14 +264,13 @@ _FAMILIES = (
     MediaFamily(
         "gemma3n",
         ("image", "audio"),
-        embeds=lambda vlm, tokens: (
-            _embed_tokens(vlm, tokens) * vlm.language_model.model.hidden_size**0.5
-        ),
+        embeds=_gemma3n_embeds,
     ),
     MediaFamily(
         "qwen3_omni_moe",
         ("image", "video", "audio"),
         uses_rope_positions=True,
+        has_fractions=True,
         takes_positions=True,
         embeds=_embed_tokens,
         tower=_omni_tower,

@@ -494,7 +494,9 @@ class MediaModel:
         result = MediaPrompt(tokens, spans, inputs)
         if not (self.uses_rope_positions and spans):
             return result
-        positions, delta = rope_positions(len(tokens), self._grids(spans, inputs))
+        positions, delta = rope_positions(
+            len(tokens), self._grids(spans, inputs), fractions=self.family.has_fractions
+        )
         return replace(result, rope_positions=positions, rope_delta=delta)
 
     def _joined(self, text: str, expanded: Sequence[tuple[Kind, _Expanded]]) -> MediaPrompt:

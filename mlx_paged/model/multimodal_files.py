@@ -8,6 +8,7 @@ classes have defaults of their own, which are those of one published checkpoint.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -15,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_paged.errors import UnsupportedModelError
@@ -36,12 +38,9 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     found = normalize(config)
     package = package_of(found) or ""
     _spell_placeholders(found)
-    for name in _TEXTS:
-        if isinstance(found.get(name), dict):
-            _spell_text(found[name], package)
-    for name in _TOWERS:
-        if isinstance(found.get(name), dict):
-            _spell_head_dim(found[name])
+    for holder in (found, *(found.get(name) for name in _HOLDERS)):
+        if isinstance(holder, dict):
+            _spell_sections(holder, package)
     change = _CHANGES.get(package)
     if change is not None:
         change(found)
@@ -50,9 +49,19 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Sections of configs.
-_TEXTS = ("text_config", "language_config", "llm_config")
+# Sections of configs, and those that hold such sections.
+_TEXTS = ("text_config", "language_config", "llm_config", "code_predictor_config")
 _TOWERS = ("vision_config", "audio_config")
+_HOLDERS = ("thinker_config", "talker_config")
+
+
+def _spell_sections(holder: dict[str, Any], package: str) -> None:
+    for name in _TEXTS:
+        if isinstance(holder.get(name), dict):
+            _spell_text(holder[name], package)
+    for name in _TOWERS:
+        if isinstance(holder.get(name), dict):
+            _spell_head_dim(holder[name])
 
 
 def _spell_placeholders(config: dict[str, Any]) -> None:
@@ -209,8 +218,9 @@ def as_published(path: Path) -> Iterator[dict[str, Any]]:
     def weights_of(
         model: Any, config: Any, weights: dict[str, Any], *rest: Any, **more: Any
     ) -> Any:
-        expected = {name for name, _ in tree_flatten(model.parameters())}
-        weights = _tied(_known(weights, expected), expected)
+        parameters = dict(tree_flatten(model.parameters()))
+        weights = _tied(_known(weights, parameters), parameters)
+        weights |= _unread(model, weights, parameters)
         return load_weights(model, config, weights, *rest, **more)
 
     replaced: dict[str, Any] = {
@@ -245,7 +255,7 @@ def _laid_out(name: str, value: Any, config: Mapping[str, Any]) -> Any:
     return value
 
 
-def _known(weights: Mapping[str, Any], expected: set[str]) -> dict[str, Any]:
+def _known(weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """Weights that the model does not know under the names that it does."""
     found = {}
     for name, value in weights.items():
@@ -256,7 +266,7 @@ def _known(weights: Mapping[str, Any], expected: set[str]) -> dict[str, Any]:
     return found
 
 
-def _tied(weights: dict[str, Any], expected: set[str]) -> dict[str, Any]:
+def _tied(weights: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """Adds an output projection that the file leaves out, because it is the embedding."""
     head, embedding = "language_model.lm_head.", "language_model.model.embed_tokens."
     if f"{head}weight" in expected and f"{head}weight" not in weights:
@@ -264,6 +274,22 @@ def _tied(weights: dict[str, Any], expected: set[str]) -> dict[str, Any]:
             if f"{embedding}{part}" in weights:
                 weights[f"{head}{part}"] = weights[f"{embedding}{part}"]
     return weights
+
+
+def _unread(model: Any, weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys' and values' weights of Gemma 3n's layers that share other layers'. No layer reads them,
+    and transformers 5 leaves them out."""
+    language = getattr(getattr(model, "language_model", None), "model", None)
+    first = getattr(language, "first_kv_shared_layer_idx", None)
+    if first is None:
+        return {}
+    found = {}
+    for name, value in expected.items():
+        layer = re.search(r"\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.", name)
+        if layer and int(layer[1]) >= first and name not in weights:
+            other = weights.get(name.replace(f".layers.{layer[1]}.", ".layers.0."), value)
+            found[name] = mx.zeros(value.shape, other.dtype)
+    return found
 
 
 # Modules that were there once, or are now.

@@ -37,27 +37,34 @@ class Grid:
         return self.frames * self.height * self.width
 
 
-def rope_positions(num_tokens: int, grids: Sequence[Grid]) -> tuple[np.ndarray, int]:
+def rope_positions(
+    num_tokens: int, grids: Sequence[Grid], *, fractions: bool = False
+) -> tuple[np.ndarray, int | float]:
     """The positions of a prompt, and by how much those of generated tokens differ.
 
     Args:
         num_tokens: of the prompt.
         grids: in the order of the prompt.
+        fractions: the frames of a video may lie between two positions.
 
     Returns:
-        ``[3, num_tokens]`` int32, and the delta: a token at index i >= num_tokens has i + delta.
+        ``[3, num_tokens]`` int32 (with `fractions` float32), and the delta: a token at index
+        i >= num_tokens has i + delta.
     """
-    positions = np.empty((3, num_tokens), dtype=np.int32)
-    done = following = 0  # prompt positions, and the next RoPE position
+    number, dtype = (float, np.float32) if fractions else (int, np.int32)
+    positions = np.empty((3, num_tokens), dtype=dtype)
+    done, following = 0, number(0)  # prompt positions, and the next RoPE position
     for grid in grids:
         text = grid.offset - done
         positions[:, done : grid.offset] = following + np.arange(text)
         following += text
         place = np.indices((grid.frames, grid.height, grid.width)).reshape(3, -1).astype(np.float64)
-        place[0] = np.floor(place[0] * grid.seconds)
+        place[0] *= grid.seconds
+        if not fractions:
+            place[0] = np.floor(place[0])
         done = grid.offset + grid.length
-        positions[:, grid.offset : done] = following + place.astype(np.int32)
-        following = int(positions[:, grid.offset : done].max()) + 1
+        positions[:, grid.offset : done] = following + place
+        following = number(positions[:, grid.offset : done].max()) + 1
     positions[:, done:] = following + np.arange(num_tokens - done)
     following += num_tokens - done
     return positions, following - num_tokens

@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
 
 from PIL import Image
-from support.reference_vision import MISSING, REFERENCES, kind_of, log_probabilities, save
+from support.more_reference_vision import ALL_REFERENCES
+from support.reference_answers import MISSING, kind_of, log_probabilities, save
 
 from mlx_paged import LLM, SamplingParams, load
 
@@ -32,7 +33,7 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
 
 
 def prompts(name: str) -> dict[str, list[Any]]:
-    reference = REFERENCES[name]
+    reference = ALL_REFERENCES[name]
     found: dict[str, list[Any]] = {"text": ["What is this?"]}
     sizes = {"one": ONE, "tall": TALL, "two": TWO, "large": LARGE, "tiny": TINY}
     for label, parts in sizes.items():
@@ -50,14 +51,26 @@ def prompts(name: str) -> dict[str, list[Any]]:
         video = (frames, {"fps": 4.0})
         found["video"] = [video, "what happens?"]
         found["video and image"] = [video, "and", picture(3, 90, 60), "compare"]
+    if reference.sounds:
+        samples = np.random.default_rng(1).normal(0, 0.1, 6_000).astype(np.float32)
+        found["sound"] = [(samples, 16_000), "what is said?"]
+        found["sound and image"] = [(samples, 16_000), "and", picture(4, 60, 90), "compare"]
     return found
 
 
-@pytest.mark.parametrize("name", sorted(REFERENCES))
+@pytest.mark.parametrize("name", sorted(ALL_REFERENCES))
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path, record_property: Any) -> None:
-    reference = REFERENCES[name]
-    model = save(name, tmp_path)
-    loaded = load(tmp_path, dtype="float32")
+    reference = ALL_REFERENCES[name]
+    with reference.running():
+        differences = compared(name, tmp_path)
+    record_property("differences", differences)
+    assert all(value < reference.tolerance for value in differences.values()), differences
+
+
+def compared(name: str, path: Path) -> dict[str, float]:
+    """By prompt: the largest difference of log-probabilities."""
+    model = save(name, path)
+    loaded = load(path, dtype="float32")
     assert loaded.media is not None
     llm = LLM(loaded, kv_cache_memory=32 << 20, block_size=16)
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=1)
@@ -80,5 +93,4 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path, record_pro
             abs(float(answer.logprobs[i][token].logprob) - expected[i, token])
             for i, token in enumerate(tokens)
         )
-    record_property("differences", differences)
-    assert all(value < reference.tolerance for value in differences.values()), differences
+    return differences

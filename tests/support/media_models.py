@@ -722,7 +722,9 @@ def gemma3n(*, num_shared: int = 0) -> Case:
     def scaled(self: Any, input_ids: mx.array, *args: Any, **kwargs: Any) -> Any:
         """(mlx-vlm leaves this out for prompts, and has it for the tokens that follow.)"""
         found = base.get_input_embeddings(self, input_ids, *args, **kwargs)
-        text = (input_ids != IMG) & (input_ids != SOUND)
+        text = (
+            (input_ids != IMG) & (input_ids != SOUND) & (input_ids < self.embed_audio.vocab_offset)
+        )
         found.inputs_embeds = mx.where(text[..., None], 8.0, 1.0) * found.inputs_embeds
         return found
 

@@ -1,4 +1,4 @@
-"""Multimodal models of transformers with random weights, as it saves them, and their answers.
+"""Configs of small multimodal models of transformers, which `reference_answers` builds.
 
 mlx-vlm is the oracle of `test_media_families.py`, and cannot show where it deviates from the code
 that a model was published with. Here the reference is transformers. A configuration is shaped like
@@ -8,11 +8,9 @@ models differ, and a tower has several layers.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -21,14 +19,9 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import numpy as np
 
 try:
-    import torch
     import transformers
 except ImportError:
-    torch = None
     transformers = None
-
-#: Why no test can run; None: transformers' models are there.
-MISSING = None if torch else "torch is not installed: pip install 'mlx-paged[oracle]'"
 
 _VOCAB = 400
 _TEXT = {
@@ -59,7 +52,6 @@ _QWEN_IDS = {
     "vision_end_token_id": "<|vision_end|>",
 }
 _PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
-_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 @dataclass(frozen=True)
@@ -78,6 +70,9 @@ class Reference:
         logit_scale: What transformers leaves out, where it does, since version 5.
         without: Prompts that transformers' model, or its processor, does not take.
         pictures_first: The model wants them before the text.
+        sounds: Whether prompts with sounds are compared.
+        generates: The part of transformers' model that generates text.
+        running: Entered while the models run: it replaces large towers, or mends transformers.
     """
 
     checkpoint: str
@@ -90,6 +85,13 @@ class Reference:
     logit_scale: float = 1.0
     without: tuple[str, ...] = ()
     pictures_first: bool = False
+    sounds: bool = False
+    generates: Callable[[Any], Any] = lambda model: model
+    running: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def made(self) -> Any:
+        """transformers' class."""
+        return _made(self.model)
 
 
 def _made(name: str) -> Any:
@@ -426,47 +428,6 @@ def _lfm2(ids: Mapping[str, int]) -> Any:
     )
 
 
-def _gemma4(ids: Mapping[str, int]) -> Any:
-    return _made("Gemma4Config")(
-        text_config={
-            **_TEXT,
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "global_head_dim": 16,
-            "vocab_size_per_layer_input": _VOCAB,
-            "hidden_size_per_layer_input": 8,
-            "num_kv_shared_layers": 0,
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "use_bidirectional_attention": None,
-            "tie_word_embeddings": True,
-        },
-        vision_config={
-            "hidden_size": 32,
-            "num_hidden_layers": 3,
-            "intermediate_size": 48,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "patch_size": 16,
-            "pooling_kernel_size": 3,
-            "default_output_length": 70,
-            "position_embedding_size": 64,
-        },
-        audio_config=None,
-        **_ids(
-            ids,
-            {
-                "image_token_id": "<|image|>",
-                "audio_token_id": "<|audio|>",
-                "video_token_id": "<|video|>",
-                "boi_token_id": "<|boi|>",
-                "eoi_token_id": "<|eoi|>",
-            },
-        ),
-    )
-
-
 def _paddleocr(ids: Mapping[str, int]) -> Any:
     return _made("PaddleOCRVLConfig")(
         text_config={
@@ -619,13 +580,6 @@ REFERENCES: dict[str, Reference] = {
     ),
     "internvl": Reference("internvl", "InternVLForConditionalGeneration", _internvl, joins=_tiles),
     "lfm2_vl": Reference("lfm2_vl", "Lfm2VlForConditionalGeneration", _lfm2),
-    "gemma4": Reference(  # (its pictures are cut into patches by transformers' processor only)
-        "gemma4",
-        "Gemma4ForConditionalGeneration",
-        _gemma4,
-        _MM,
-        without=("one", "tall", "two", "large", "tiny"),
-    ),
     "paddleocr_vl": Reference(
         "paddleocr_vl",
         "PaddleOCRVLForConditionalGeneration",
@@ -634,100 +588,3 @@ REFERENCES: dict[str, Reference] = {
         joins=_patches,
     ),
 }
-
-
-def save(name: str, path: Path, *, seed: int = 3) -> Any:
-    """Writes a checkpoint as transformers saves it; returns its model."""
-    from support.media_checkpoints import deepseek_vl, write_tokenizer
-    from support.more_media_checkpoints import ALL_CHECKPOINTS
-
-    reference = REFERENCES[name]
-    path.mkdir(parents=True, exist_ok=True)
-    checkpoint = {**ALL_CHECKPOINTS, "deepseek_vl": deepseek_vl}[reference.checkpoint]()
-    ids = write_tokenizer(path, checkpoint)
-    torch.manual_seed(seed)
-    model = _made(reference.model)(reference.config(ids)).float().eval()
-    with torch.no_grad():
-        for parameter_name, weight in model.named_parameters():
-            if weight.ndim >= 2:
-                weight.normal_(0, 0.5 if "embed" in parameter_name else 0.12)
-            else:
-                weight.add_(torch.randn_like(weight) * 0.1)
-    model.set_attn_implementation("eager")
-    model.save_pretrained(path)
-    files = {"preprocessor_config.json": checkpoint.processor, **checkpoint.more}
-    for file, content in files.items():
-        (path / file).write_text(json.dumps(content))
-    return model
-
-
-def log_probabilities(
-    name: str, model: Any, media: Any, parts: Sequence[Any], token_ids: list[int], count: int
-) -> tuple[list[int], np.ndarray]:
-    """Greedy tokens of transformers' model for a prompt, and their distributions.
-
-    Args:
-        media: the `MediaModel` whose processor made the prompt.
-        parts: of a message: texts, pictures, and pairs of frames and their fps.
-        token_ids: of the prompt.
-        count: tokens to generate.
-
-    Returns:
-        The tokens, and ``[count, vocab_size]`` log-probabilities.
-    """
-    reference = REFERENCES[name]
-    kinds = [kind_of(part) for part in parts]
-    content = [
-        {"type": "text", "text": part} if kind == "text" else {"type": kind}
-        for part, kind in zip(parts, kinds)
-    ]
-    prompt = media.process(
-        [{"role": "user", "content": content}],
-        images=[part for part, kind in zip(parts, kinds) if kind == "image"],
-        videos=[
-            SimpleNamespace(frames=part[0], fps=part[1]["fps"])
-            for part, kind in zip(parts, kinds)
-            if kind == "video"
-        ],
-    )
-    found: dict[str, list[np.ndarray]] = {}
-    for item in prompt.inputs:
-        for key, value in item.arrays.items():
-            found.setdefault(key, []).append(np.array(value))
-    if found and reference.joins is not None:
-        joined = reference.joins(found)
-    else:
-        joined = {key: np.concatenate(values) for key, values in found.items() if values[0].ndim}
-    tokens = torch.tensor([token_ids])
-    arguments: dict[str, Any] = {}
-    for key, array in joined.items():
-        value = torch.tensor(array)
-        arguments[key] = value.float() if value.is_floating_point() else value
-    if reference.token_types is not None:
-        types = torch.zeros_like(tokens)
-        for span in prompt.spans:
-            types[0, torch.tensor(np.asarray(span.rows), dtype=torch.long)] = _TYPES[span.kind]
-        if arguments:
-            arguments[reference.token_types] = types
-    with torch.no_grad():
-        output = model.generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            **arguments,
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-    logits = torch.stack([each[0] for each in output.logits]).double() * reference.logit_scale
-    return output.sequences[0, len(token_ids) :].tolist(), torch.log_softmax(logits, -1).numpy()
-
-
-def kind_of(part: Any) -> str:
-    """Of a part of a message."""
-    if isinstance(part, str):
-        return "text"
-    return "video" if isinstance(part, tuple) else "image"

@@ -43,7 +43,7 @@ class SequenceMedia:
         rows: Prompt positions of each item's rows, ascending.
         seen: (first, after) of positions that see each other: adjacent rows of an atomic item (a
             picture, or each frame of a clip), or all of its span where that is more than its rows.
-        rope_positions: ``[3, num_prompt_tokens]`` int32, or None.
+        rope_positions: ``[3, num_prompt_tokens]`` int32 or float32, or None.
         rope_delta: A token after the prompt, at index i, has position ``i + rope_delta``.
     """
 
@@ -140,7 +140,8 @@ class StepMediaBuilder:
         self._owners: tuple[CoreSequence, ...] = ()  # of the step before,
         self._media: list[SequenceMedia | None] = []  # theirs,
         self._prompt_lens = np.zeros(0, dtype=np.int64)  # [num_seqs]; 0: it has no media,
-        self._deltas = np.zeros(0, dtype=np.int64)  # [num_seqs], and their RoPE deltas
+        self._deltas = np.zeros(0)  # [num_seqs], their RoPE deltas,
+        self._has_fractions = False  # and whether their RoPE positions may be fractions
 
     def build(
         self,
@@ -165,10 +166,12 @@ class StepMediaBuilder:
         if owners != self._owners:
             self._owners = owners
             self._media = [s.media for s in owners]
-            known = [
-                (0, 0) if m is None else (m.num_prompt_tokens, m.rope_delta) for m in self._media
-            ]
-            self._prompt_lens, self._deltas = np.array(known, dtype=np.int64).T
+            self._prompt_lens = np.array(
+                [0 if m is None else m.num_prompt_tokens for m in self._media], dtype=np.int64
+            )
+            self._deltas = np.array([0 if m is None else m.rope_delta for m in self._media])
+            given = [None if m is None else m.rope_positions for m in self._media]
+            self._has_fractions = any(np.asarray(p).dtype.kind == "f" for p in given)
         has_items = output.media is not None
         if not (has_items or self._uses_rope_positions) or not self._prompt_lens.any():
             return None
@@ -185,7 +188,7 @@ class StepMediaBuilder:
             chunks.append(_Chunk(media, start, start + count, int(ends[place]) - count))
         rope = bounds = features = None
         if self._uses_rope_positions:
-            rope = _rope_positions(positions + deltas, chunks)
+            rope = _rope_positions(positions + deltas, chunks, fractions=self._has_fractions)
         rows: IntArray = np.zeros(0, dtype=np.int32)
         if has_items:
             rows, features = self._features(chunks)
@@ -221,9 +224,9 @@ class _Chunk(NamedTuple):
     row: int  # of the first position
 
 
-def _rope_positions(behind: IntArray, chunks: list[_Chunk]) -> IntArray:
+def _rope_positions(behind: np.ndarray, chunks: list[_Chunk], *, fractions: bool) -> np.ndarray:
     """``[3, T]``: of a row of a prompt with media that prompt's, of any other one `behind`."""
-    rope = np.empty((3, len(behind)), dtype=np.int32)
+    rope = np.empty((3, len(behind)), dtype=np.float32 if fractions else np.int32)
     rope[:] = behind
     for media, start, end, row in chunks:
         end = min(end, media.num_prompt_tokens)

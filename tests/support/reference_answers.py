@@ -1,0 +1,141 @@
+"""Multimodal models of transformers with random weights, as it saves them, and their answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+from support.more_reference_vision import ALL_REFERENCES
+
+#: Why no test can run; None: transformers' models are there.
+MISSING = None if torch else "torch is not installed: pip install 'mlx-paged[oracle]'"
+
+_TYPES = {"image": 1, "video": 2, "audio": 3}
+# Values of what is stored with the weights, where a model begins with one that does nothing.
+_BUFFERS = {
+    "input_min": -1.5,
+    "input_max": 1.2,
+    "output_min": -1.0,
+    "output_max": 1.3,
+    "std_bias": 0.2,
+    "std_scale": 0.8,
+}
+
+
+def save(name: str, path: Path, *, seed: int = 3) -> Any:
+    """Writes a checkpoint as transformers saves it; returns its model."""
+    from support.media_checkpoints import deepseek_vl, write_tokenizer
+    from support.more_media_checkpoints import ALL_CHECKPOINTS
+
+    reference = ALL_REFERENCES[name]
+    path.mkdir(parents=True, exist_ok=True)
+    checkpoint = {**ALL_CHECKPOINTS, "deepseek_vl": deepseek_vl}[reference.checkpoint]()
+    ids = write_tokenizer(path, checkpoint)
+    torch.manual_seed(seed)
+    model = reference.made()(reference.config(ids)).float().eval()
+    with torch.no_grad():
+        for parameter_name, weight in model.named_parameters():
+            if weight.ndim >= 2:
+                weight.normal_(0, 0.5 if "embed" in parameter_name else 0.12)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            field = buffer_name.rpartition(".")[2]
+            if field in _BUFFERS:
+                buffer.copy_(torch.full_like(buffer, _BUFFERS[field]))
+    model.set_attn_implementation("eager")
+    model.save_pretrained(path)
+    files = {"preprocessor_config.json": checkpoint.processor, **checkpoint.more}
+    for file, content in files.items():
+        (path / file).write_text(json.dumps(content))
+    return model
+
+
+def log_probabilities(
+    name: str, model: Any, media: Any, parts: Sequence[Any], token_ids: list[int], count: int
+) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens of transformers' model for a prompt, and their distributions.
+
+    Args:
+        media: the `MediaModel` whose processor made the prompt.
+        parts: of a message: texts, pictures, pairs of frames and their fps, and pairs of samples
+            and their rate.
+        token_ids: of the prompt.
+        count: tokens to generate.
+
+    Returns:
+        The tokens, and ``[count, vocab_size]`` log-probabilities.
+    """
+    reference = ALL_REFERENCES[name]
+    kinds = [kind_of(part) for part in parts]
+    content = [
+        {"type": "text", "text": part} if kind == "text" else {"type": kind}
+        for part, kind in zip(parts, kinds)
+    ]
+    prompt = media.process(
+        [{"role": "user", "content": content}],
+        images=[part for part, kind in zip(parts, kinds) if kind == "image"],
+        videos=[
+            SimpleNamespace(frames=part[0], fps=part[1]["fps"])
+            for part, kind in zip(parts, kinds)
+            if kind == "video"
+        ],
+        audios=[
+            SimpleNamespace(samples=part[0], rate=part[1])
+            for part, kind in zip(parts, kinds)
+            if kind == "audio"
+        ],
+    )
+    found: dict[str, list[np.ndarray]] = {}
+    for item in prompt.inputs:
+        for key, value in item.arrays.items():
+            found.setdefault(key, []).append(np.array(value))
+    if found and reference.joins is not None:
+        joined = reference.joins(found)
+    else:
+        joined = {key: np.concatenate(values) for key, values in found.items() if values[0].ndim}
+    tokens = torch.tensor([token_ids])
+    arguments: dict[str, Any] = {}
+    for key, array in joined.items():
+        value = torch.tensor(array)
+        arguments[key] = value.float() if value.is_floating_point() else value
+    if reference.token_types is not None:
+        types = torch.zeros_like(tokens)
+        for span in prompt.spans:
+            types[0, torch.tensor(np.asarray(span.rows), dtype=torch.long)] = _TYPES[span.kind]
+        if arguments:
+            arguments[reference.token_types] = types
+    with torch.no_grad():
+        output = reference.generates(model).generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            **arguments,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+    logits = torch.stack([each[0] for each in output.logits]).double() * reference.logit_scale
+    return output.sequences[0, len(token_ids) :].tolist(), torch.log_softmax(logits, -1).numpy()
+
+
+def kind_of(part: Any) -> str:
+    """Of a part of a message."""
+    if isinstance(part, str):
+        return "text"
+    if isinstance(part, tuple):
+        return "audio" if isinstance(part[1], int) else "video"
+    return "image"
