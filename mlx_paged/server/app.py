@@ -145,7 +145,7 @@ API = (
     ),
     Operation(
         "/v1/responses/{response_id}", "GET", response_endpoints.retrieve, "A stored response.",
-        response_answers.Response, _STORED,
+        response_answers.Response, _STORED, query=("stream", "starting_after"),
     ),
     Operation(
         "/v1/responses/{response_id}", "DELETE", response_endpoints.delete,
@@ -158,7 +158,7 @@ API = (
     ),
     Operation(
         "/v1/responses/{response_id}/cancel", "POST", response_endpoints.cancel,
-        "Refused: no response runs in the background.", response_answers.Response, _STORED,
+        "End a response in the background.", response_answers.Response, _STORED,
     ),
     Operation(
         "/v1/embeddings", "POST", pooling.embeddings, "Vectors of texts.",
@@ -263,6 +263,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
             tools = asyncio.create_task(context.mcp_servers.__aenter__())
         yield
         starting.cancel()
+        await context.background.close()
         if context.mcp_servers is not None:
             tools.cancel()
             await context.mcp_servers.__aexit__(None, None, None)

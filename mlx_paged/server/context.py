@@ -27,6 +27,7 @@ from mlx_paged.server.config import (
 from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.errors import ApiError, shorten, unavailable
 from mlx_paged.server.metrics import Metrics
+from mlx_paged.server.responses_api.background import BackgroundRuns
 from mlx_paged.server.responses_api.store import ResponseStore
 from mlx_paged.server.tools import registry
 from mlx_paged.server.tools.derived import why_not_derived
@@ -91,6 +92,7 @@ class Context:
 
     Attributes:
         response_store: Responses that later requests may go on from.
+        background: Responses that run without a request.
         defaults: For fields that a request leaves out; read from the model once it is loaded.
         failure: Why the engine could not be started.
         tool_format: How the model writes calls; None: not known, or not to be parsed.
@@ -106,6 +108,7 @@ class Context:
     draining: bool = False
     failure: Exception | None = None
     response_store: ResponseStore = field(init=False)
+    background: BackgroundRuns = field(init=False)
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     tool_format: ToolFormat | None = None
     no_tool_format: str = ""
@@ -118,7 +121,11 @@ class Context:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.response_store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+        most, most_bytes = config.max_stored_responses, config.max_stored_bytes
+        self.response_store = ResponseStore(most, most_bytes)
+        self.background = BackgroundRuns(
+            self.metrics, most, most_bytes, log=config.log_requests
+        )  # fmt: skip
 
     @property
     def phase(self) -> Phase:
@@ -228,6 +235,7 @@ class Context:
     def drain(self) -> None:
         """Takes no more requests, nor the rest of those that are still arriving."""
         self.draining = True
+        self.background.drain()
         for arriving in self._arriving:
             if not arriving.expired():
                 arriving.reschedule(asyncio.get_running_loop().time())

@@ -143,6 +143,7 @@ class Generation:
         self._last: dict[tuple[str, int], float] = {}  # by engine request and sequence
         self._num_received = 0
         self._reasons: set[FinishReason] = set()
+        self._is_closed = False
 
     @property
     def outputs(self) -> list[RequestOutput]:
@@ -202,8 +203,14 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._close_streams()
-        self._account()
+        self.close()
+
+    def close(self) -> None:
+        """Aborts what is unfinished, and writes metrics and the fields of the log; once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._close_streams()
+            self._account()
 
     def _close_streams(self) -> None:
         for stream in self._streams:

@@ -22,6 +22,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_paged.server import responses
+from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.context import Trace
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.requests import GenerationBody
@@ -113,7 +115,10 @@ async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Respon
     """
     if stream:
         await adapter.generation.submit()
-        return EventStream(adapter)
+        return EventStream(
+            events_of(adapter), adapter.generation.trace, adapter.generation.context.config,
+            ping=adapter.ping, headers=adapter.headers,
+        )  # fmt: skip
     whole = await unless_disconnected(request, _whole(adapter))
     return await json_response(whole, adapter.headers)
 
@@ -190,7 +195,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(adapter: Adapter) -> AsyncIterator[bytes]:
+async def events_of(adapter: Adapter) -> AsyncIterator[bytes]:
+    """The events of an adapter's stream, errors included."""
     trace = adapter.generation.trace
     try:
         async with adapter.generation as generation:
@@ -217,19 +223,31 @@ async def _events(adapter: Adapter) -> AsyncIterator[bytes]:
 
 
 class EventStream(EventSourceResponse):
-    """The events of an adapter; drops a client that reads none for `read_timeout`."""
+    """Server-sent events; drops a client that reads none for `read_timeout`.
 
-    def __init__(self, adapter: Adapter) -> None:
-        ping = adapter.ping
-        self._trace = adapter.generation.trace
-        self._patience = adapter.generation.context.config.read_timeout
+    Args:
+        trace: of the request that the events answer, or are read by.
+        ping: what is sent now and then while there is nothing else; None: a comment.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        trace: Trace,
+        config: ServerConfig,
+        *,
+        ping: ServerSentEvent | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._trace = trace
+        self._patience = config.read_timeout
         self._sending_since: float | None = None
         super().__init__(
-            _events(adapter),
+            events,
             ping=_PING_INTERVAL,
             ping_message_factory=(lambda: ping) if ping is not None else None,
             sep="\n",
-            headers={"Cache-Control": "no-store", **adapter.headers},
+            headers={"Cache-Control": "no-store", **(headers or {})},
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvloop
 from support.server_helpers import drained, process
@@ -198,4 +199,13 @@ def test_sigterm_does_not_wait_for_silent_clients_of_tls(certificate) -> None:
             assert sock.recv(12) == b"HTTP/1.1 200"
         # One more is in the middle of its handshake.
         open_.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(b"\x16\x03\x01")
+        stop()
+
+
+def test_a_response_in_the_background_does_not_hold_up_the_end() -> None:
+    """No client could ask for it any more."""
+    body = {"input": "x", "background": True, "ignore_eos": True, "temperature": 0}
+    with ending() as (port, stop):
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/responses", json=body)
+        assert answer.json()["status"] == "queued"
         stop()

@@ -37,6 +37,11 @@ from mlx_paged.server.turn import PreparedTurn
 _TEXTS = (ContentText, ReasoningText, CallArguments)
 
 
+_NO_ROOM = ApiError(
+    500, "the response is larger than all that may be stored (--max-stored-bytes)", code="too_large"
+)
+
+
 @dataclass(frozen=True)
 class Remembered:
     """What the store is told of a response's input.
@@ -64,6 +69,10 @@ class ResponseAdapter(Adapter):
     """The one answer of a turn. Once it has ended it is stored, unless `store` is false.
 
     It reads token by token, not piece by piece: log-probabilities belong to the tokens of text.
+
+    Attributes:
+        id: Of the response.
+        status: Its status by now.
     """
 
     def __init__(
@@ -89,6 +98,13 @@ class ResponseAdapter(Adapter):
         self._sequence = itertools.count()
         self._logprobs: list[ContentLogprob] = []  # of tokens whose text has not come yet
         self._is_cut = False
+        self._is_background = bool(body.background)
+        self.status: Status = "queued" if self._is_background else "in_progress"
+
+    @property
+    def remembered(self) -> Remembered:
+        """What the store is told of its input."""
+        return self._remembered
 
     @property
     def relaxed(self) -> tuple[str, ...]:
@@ -106,25 +122,56 @@ class ResponseAdapter(Adapter):
         self._store(response)
         return response
 
+    def now(self) -> Response:
+        """The response as it is by now, with the items that have ended."""
+        response = self._response(self.status)
+        response["output"] = self._output.items
+        return response
+
     def begin(self) -> Iterable[bytes]:
-        response = self._response("in_progress")
+        response = self._response(self.status)
         yield self._sse({"type": "response.created", "response": response})
-        yield self._sse({"type": "response.in_progress", "response": response})
+        yield self._sse({"type": f"response.{self.status}", "response": response})
 
     def piece(self, piece: Piece) -> Iterable[bytes]:
-        return map(self._sse, self._read(piece))
+        if self.status == "queued":
+            self.status = "in_progress"
+            response = self._response(self.status)
+            yield self._sse({"type": "response.in_progress", "response": response})
+        yield from map(self._sse, self._read(piece))
 
     def end(self) -> Iterable[bytes]:
         yield from map(self._sse, self._finish())
         response = self._ended()
-        self._store(response)
-        yield self._sse({"type": f"response.{response['status']}", "response": response})
+        if self._store(response) or not self._is_background:
+            yield self._sse({"type": f"response.{response['status']}", "response": response})
+        else:  # (its client would never get it)
+            yield self.failed(_NO_ROOM)
 
     def failed(self, error: ApiError) -> bytes:
-        response = self._response("failed")
-        response["output"] = self._output.items
+        self.status = "failed"
+        response = self.now()
         response["error"] = {"code": failure_code(error), "message": error.message}
+        if self._is_background:
+            self._store_end(response)
         return self._sse({"type": "response.failed", "response": response})
+
+    def stopped(self, failure: ApiError | None) -> Iterable[bytes]:
+        """The last events of a response that was ended before its time.
+
+        Args:
+            failure: why it fails; None: it is cancelled.
+        """
+        yield from map(self._sse, self._output.close("incomplete"))
+        if failure is not None:
+            yield self.failed(failure)
+            return
+        self.status = "cancelled"
+        response = self.now()
+        response["usage"] = self._usage()
+        self._store_end(response)
+        # (There is no event of that name. Clients take this one for the end.)
+        yield self._sse({"type": "response.incomplete", "response": response})
 
     # From tokens to events.
 
@@ -191,7 +238,8 @@ class ResponseAdapter(Adapter):
         }
 
     def _ended(self) -> Response:
-        response = self._response("incomplete" if self._is_cut else "completed")
+        self.status = "incomplete" if self._is_cut else "completed"
+        response = self._response(self.status)
         if self._is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -217,10 +265,17 @@ class ResponseAdapter(Adapter):
             "total_tokens": num_input + num_output,
         }  # fmt: skip
 
-    def _store(self, response: Response) -> None:
+    def _store(self, response: Response) -> bool:
+        """Stores the response, where it is to be stored; returns whether there was room for it."""
         store, remembered = self.generation.context.response_store, self._remembered
-        if stores(self._body, store):
-            store.put(response, remembered.new_input, remembered.before)
+        if not stores(self._body, store):
+            return True
+        return store.put(response, remembered.new_input, remembered.before)
+
+    def _store_end(self, response: Response) -> None:
+        """Stores a response in the background that was not completed: its client asks for it."""
+        if not self._store(response):
+            self._store({**response, "output": []})
 
 
 def failure_code(error: ApiError) -> str:
@@ -240,7 +295,7 @@ def _head(body: ResponseBody, turn: PreparedTurn, generation: Generation) -> Res
         "created_at": 0,
         "completed_at": None,
         "status": "in_progress",
-        "background": False,
+        "background": bool(body.background),
         "error": None,
         "frequency_penalty": turn.params.frequency_penalty,
         "incomplete_details": None,

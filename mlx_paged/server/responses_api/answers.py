@@ -9,7 +9,7 @@ from typing_extensions import TypedDict  # (pydantic needs this one before Pytho
 from mlx_paged.server.responses import ContentLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class TextPart(TypedDict):
@@ -126,7 +126,7 @@ class Response(TypedDict):
     created_at: int
     completed_at: int | None
     status: Status
-    background: Literal[False]
+    background: bool
     error: ResponseError | None
     frequency_penalty: float
     incomplete_details: IncompleteDetails | None

@@ -182,7 +182,9 @@ class ResponseBody(GenerationBody):
     enable_response_messages: bool | None = Field(None, description="true: 400.")
     previous_input_messages: Any = Field(None, description="Not supported: 400.")
     previous_response: Any = Field(None, description="Not supported: 400.")
-    background: bool | None = Field(None, description="true is not supported: 400.")
+    background: bool | None = Field(
+        None, description="true: answer at once; the response is generated whoever reads it."
+    )
     conversation: Any = Field(None, description="Not supported: 400.")
     prompt: Any = Field(None, description="Not supported: 400.")
     context_management: Any = Field(None, description="Not supported: 400.")
@@ -203,7 +205,6 @@ class ResponseBody(GenerationBody):
 
 # (field, values that change nothing, why no others are taken).
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("background", (False,), "must be false: this server answers within the request"),
     ("n", (1,), "must be 1: a response is one answer"),
     ("response_format", (), "is a field of chats: give text.format"),
     ("prompt_logprobs", (), "is not part of a response"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from starlette.responses import Response as HttpResponse
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server import requests
-from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.context import Context, context_of, trace_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, from_engine, own_name, shorten
 from mlx_paged.server.generation import Generation
@@ -41,7 +41,7 @@ from mlx_paged.server.responses_api.items import (
     without_oldest,
 )
 from mlx_paged.server.responses_api.store import ResponseStore, Segment
-from mlx_paged.server.streaming import json_response, respond
+from mlx_paged.server.streaming import EventStream, events_of, json_response, respond
 from mlx_paged.server.turn import PreparedTurn, Turn, prepare
 
 _MAX_PAGE, _PAGE = 100, 20
@@ -67,7 +67,9 @@ async def create(request: Request) -> HttpResponse:
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
         )
-        new_input, before = _input_of(body, context.response_store)
+        new_input, before = _input_of(body, context)
+        if body.background:
+            _check_background(body, context, new_input, before)
         turn = await _turn_of(body, request, new_input, before)
         turn = replace(turn, structured_outputs=text_of(body), names=names_of(body))
         prepared = await _prepare(request, turn, params, truncates=body.truncation == "auto")
@@ -82,14 +84,52 @@ async def create(request: Request) -> HttpResponse:
             names=prepared.names,
         )
         adapter = ResponseAdapter(generation, prepared, body, Remembered(new_input, before))
+        if body.background:
+            return await _in_background(adapter, stream=bool(body.stream))
         return await respond(request, adapter, stream=bool(body.stream))
+
+
+def _check_background(
+    body: ResponseBody, context: Context, new_input: list[Item], before: Segment | None
+) -> None:
+    """Refuses a response in the background that its client could never ask for.
+
+    Raises:
+        ApiError: 400 where it would not be stored, 429 where too many run.
+    """
+    if body.store is False:
+        raise bad_request("background", "background needs store: true, to be asked for later")
+    if not context.response_store.max_responses:
+        raise bad_request(
+            "background",
+            "background needs stored responses: the server was started with "
+            "--max-stored-responses 0",
+            "unsupported_parameter",
+        )
+    if not context.response_store.fits(new_input, before):
+        raise bad_request(
+            "input", "input is larger than all that may be stored (--max-stored-bytes)"
+        )
+    context.background.check_room()
+
+
+async def _in_background(adapter: ResponseAdapter, *, stream: bool) -> HttpResponse:
+    """Begins a response in the background; answers with what it is by now, or with its events."""
+    generation = adapter.generation
+    await generation.submit()
+    run = generation.context.background.start(adapter, events_of(adapter))
+    if not stream:
+        return await json_response(adapter.now(), adapter.headers)
+    return EventStream(
+        run.follow(0), generation.trace, generation.context.config, headers=adapter.headers
+    )
 
 
 async def input_tokens(request: Request) -> HttpResponse:
     """How many tokens the prompt of a response would have."""
     body = await requests.read_body(request, InputTokensBody)
     with _own_names(request):
-        new_input, before = _input_of(body, context_of(request).response_store)
+        new_input, before = _input_of(body, context_of(request))
         turn = await _turn_of(body, request, new_input, before)
         prepared = await prepare(request, turn, SamplingParams())
     answer: answers.InputTokens = {
@@ -99,35 +139,52 @@ async def input_tokens(request: Request) -> HttpResponse:
 
 
 async def retrieve(request: Request) -> HttpResponse:
-    """A stored response."""
-    _check_query(request, "include")
+    """A stored response, or one in the background; of that, also its events."""
+    query = _check_query(request, "include", "stream", "starting_after", "include_obfuscation")
     response_id = _id_of(request)
-    found = _store_of(request).get(response_id)
+    place = _place(query)
+    context = context_of(request)
+    running = context.background.running(response_id)
+    found: Mapping[str, Any] | None = _store_of(request).get(response_id)
+    if running is not None and running.adapter is not None:
+        found = running.adapter.now()
     if found is None:
         raise _unknown(response_id)
-    return await json_response(found)
+    if place is None:
+        return await json_response(found)
+    run = context.background.find(response_id)
+    if run is None:
+        reason = "its events are not kept any more (--max-stored-bytes)"
+        if not found["background"]:
+            reason = "it was no response in the background"
+        raise bad_request("stream", f"stream must be false for {response_id}: {reason}")
+    run.check_has(place)
+    return EventStream(run.follow(place), trace_of(request), context.config)
 
 
-async def delete(request: Request) -> HttpResponse:
-    """Forgets a stored response."""
-    response_id = _id_of(request)
-    if not _store_of(request).delete(response_id):
-        raise _unknown(response_id)
-    answer: answers.Deleted = {"id": response_id, "object": "response", "deleted": True}
-    return JSONResponse(answer)
+def _place(query: Mapping[str, str]) -> int | None:
+    """The sequence number from which a query wants events; None: it wants none.
 
-
-async def cancel(request: Request) -> HttpResponse:
-    """Refuses: there are no responses in the background."""
-    response_id = _id_of(request)
-    if _store_of(request).segment(response_id) is None:
-        raise _unknown(response_id)
-    raise ApiError(
-        400,
-        "only a response in the background can be cancelled, and this server has none; to end a "
-        "response, close its connection",
-        code="unsupported_operation",
-    )
+    Raises:
+        ApiError: 400 for values that are wrong.
+    """
+    for name, allowed in (("stream", ("true", "false")), ("include_obfuscation", ("false",))):
+        if query.get(name, "false") not in allowed:
+            expected = " or ".join(allowed)
+            raise bad_request(name, f"{name} must be {expected} but got {shorten(query[name])!r}")
+    after = query.get("starting_after")
+    if query.get("stream") != "true":
+        if after is not None:
+            raise bad_request("starting_after", "starting_after needs stream=true")
+        return None
+    if after is None:
+        return 0
+    if not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise bad_request(
+            "starting_after",
+            f"starting_after must be the sequence number of an event but got {shorten(after)!r}",
+        )
+    return int(after) + 1
 
 
 async def compact(_: Request) -> HttpResponse:
@@ -143,6 +200,35 @@ async def compact(_: Request) -> HttpResponse:
     )
 
 
+async def delete(request: Request) -> HttpResponse:
+    """Forgets a stored response; one in the background ends."""
+    response_id = _id_of(request)
+    await context_of(request).background.forget(response_id)
+    if not _store_of(request).delete(response_id):
+        raise _unknown(response_id)
+    answer: answers.Deleted = {"id": response_id, "object": "response", "deleted": True}
+    return JSONResponse(answer)
+
+
+async def cancel(request: Request) -> HttpResponse:
+    """Ends a response in the background; one that has ended stays as it is."""
+    response_id = _id_of(request)
+    run = context_of(request).background.running(response_id)
+    if run is not None:
+        await run.stop()
+    found = _store_of(request).get(response_id)
+    if found is None:
+        raise _unknown(response_id)
+    if not found["background"]:
+        raise ApiError(
+            400,
+            "only a response in the background can be cancelled; to end another one, close its "
+            "connection",
+            code="unsupported_operation",
+        )
+    return await json_response(found)
+
+
 async def input_items(request: Request) -> HttpResponse:
     """The items that a stored response is an answer to, a page at a time."""
     query = _check_query(request, "include", "after", "limit", "order")
@@ -155,11 +241,16 @@ async def input_items(request: Request) -> HttpResponse:
             "limit", f"limit must be a number from 1 to {_MAX_PAGE} but got {shorten(limit)!r}"
         )
     response_id = _id_of(request)
+    run = context_of(request).background.running(response_id)
     segment = _store_of(request).segment(response_id)
-    if segment is None:
+    if run is not None and run.adapter is not None:
+        remembered = run.adapter.remembered
+        items = [*await _items_before(remembered.before), *remembered.new_input]
+    elif segment is not None:
+        items = await _items_before(segment.before)
+        items += from_json(segment.input)
+    else:
         raise _unknown(response_id)
-    items = await _items_before(segment.before)
-    items += from_json(segment.input)
     if order == "desc":
         items.reverse()
     begin = 0
@@ -224,16 +315,27 @@ def _check_query(request: Request, *known: str) -> dict[str, str]:
 # From a body to a turn.
 
 
-def _input_of(body: PromptBody, store: ResponseStore) -> tuple[list[Item], Segment | None]:
+def _input_of(body: PromptBody, context: Context) -> tuple[list[Item], Segment | None]:
     """The new items of a body, and the conversation that they go on from.
 
     Raises:
         ApiError: 400 for an item that is wrong, or a response that is not there.
     """
+    store = context.response_store
     new_input = [_dereferenced(item, i, store) for i, item in enumerate(items_of(body.input))]
     before = None
     if body.previous_response_id is not None:
         before = store.segment(body.previous_response_id)
+        status = store.status(body.previous_response_id)
+        if context.background.running(body.previous_response_id) is not None:
+            status = "in progress"
+        if status in ("failed", "cancelled", "in progress"):
+            raise bad_request(
+                "previous_response_id",
+                f"previous_response_id {shorten(body.previous_response_id, 64)!r} is {status}: "
+                "only a response with an answer can be gone on from",
+                "previous_response_not_completed",
+            )
         if before is None and not store.max_responses:
             raise bad_request(
                 "previous_response_id",

@@ -111,6 +111,16 @@ class ResponseStore:
         found["output"] = from_json(entry.segment.output)
         return found
 
+    def status(self, response_id: str) -> str | None:
+        """The status of a response; None: there is none of that id."""
+        entry = self._entries.get(response_id)
+        return None if entry is None else from_json(entry.head).get("status")
+
+    def fits(self, new_input: list[dict[str, Any]], before: Segment | None) -> bool:
+        """Whether there is room for a conversation, before it has an answer."""
+        segment = Segment(before, to_json(new_input), b"", ())
+        return _sum_of_sizes(segment) <= self.max_bytes
+
     def segment(self, response_id: str) -> Segment | None:
         """The conversation up to and with a response; None: there is none of that id."""
         entry = self._used(response_id)
