@@ -390,6 +390,15 @@ class ServeOptions:
         bool, option(_API, "Refuse unknown fields instead of logging them.", "--strict-requests")
     ] = False
     stream_interval: Annotated[int, option(_API, "Tokens of a streamed chunk.", min=1)] = 1
+    stream_keepalive_deltas: Annotated[
+        bool,
+        option(
+            _API,
+            "Send empty chunks every 15 s while a prompt is computed, for clients that ignore "
+            "comments.",
+            "--stream-keepalive-deltas",
+        ),
+    ] = False
     serve_page: Annotated[bool, option(_API, "Serve the chat page at /.", "--page/--no-page")] = (
         True
     )

@@ -224,6 +224,10 @@ class ChatAdapter(OpenAIAdapter):
                 }
             )
 
+    def keepalive(self) -> Iterable[bytes]:
+        # (No content: a delta of "" would make a text of an answer that is only calls.)
+        yield self.event({"index": 0, "delta": {}, "logprobs": None, "finish_reason": None})
+
     def piece(self, piece: Piece) -> Iterable[bytes]:
         if self._readers is None:
             return super().piece(piece)

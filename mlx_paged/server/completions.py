@@ -143,6 +143,12 @@ class CompletionAdapter(OpenAIAdapter):
             yield from self._echo_events(piece)
         yield from super().piece(piece)
 
+    def keepalive(self) -> Iterable[bytes]:
+        choice: responses.CompletionChoice = {
+            "index": 0, "text": "", "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+        yield self.event(choice)
+
     def _echo_events(self, piece: Piece) -> Iterator[bytes]:
         """The prompt, before the first piece: its log-probabilities may take several events."""
         text, reports = self._echo(piece.prompt), self._prompt_reports(piece.prompt)

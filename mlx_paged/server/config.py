@@ -54,6 +54,8 @@ class ServerConfig:
         max_logprobs: Most alternatives a request may ask for, at most 20.
         strict_requests: Refuse unknown fields instead of logging them.
         stream_interval: Tokens that a streamed chunk waits for, at most.
+        stream_keepalive_deltas: Send events without content, besides comments, while a stream has
+            nothing else: for clients that ignore comments.
         request_timeout: Seconds until an unfinished request ends with 422; None: no limit.
         read_timeout: Seconds a client has to send the head of a request, then its body, and a
             reader of a stream to take a chunk.
@@ -88,6 +90,7 @@ class ServerConfig:
     max_logprobs: int = 20
     strict_requests: bool = False
     stream_interval: int = 1
+    stream_keepalive_deltas: bool = False
     request_timeout: float | None = None
     read_timeout: float = 60.0
     max_body_size: int | None = None

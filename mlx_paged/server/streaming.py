@@ -99,6 +99,11 @@ class Adapter(ABC):
         """Events after the last piece."""
         return ()
 
+    def keepalive(self) -> Iterable[bytes]:
+        """Events that say nothing, for clients that give up on streams with comments only. None
+        where `ping` is such an event."""
+        return ()
+
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """The events of an error in the middle of a stream."""
@@ -195,6 +200,31 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+async def _pieces(generation: Generation) -> AsyncIterator[Piece | None]:
+    """The pieces of a generation; with ``--stream-keepalive-deltas`` None for each
+    `_PING_INTERVAL` without one."""
+    pieces = generation.pieces()
+    if not generation.context.config.stream_keepalive_deltas:
+        async for piece in pieces:
+            yield piece
+        return
+    waiting = asyncio.ensure_future(anext(pieces, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({waiting}, timeout=_PING_INTERVAL)
+            if not done:
+                yield None
+                continue
+            found = waiting.result()
+            if found is None:
+                return
+            yield found
+            waiting = asyncio.ensure_future(anext(pieces, None))
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
 async def events_of(adapter: Adapter) -> AsyncIterator[bytes]:
     """The events of an adapter's stream, errors included."""
     trace = adapter.generation.trace
@@ -202,7 +232,11 @@ async def events_of(adapter: Adapter) -> AsyncIterator[bytes]:
         async with adapter.generation as generation:
             for event in adapter.begin():
                 yield event
-            async for piece in generation.pieces():
+            async for piece in _pieces(generation):
+                if piece is None:
+                    for event in adapter.keepalive():
+                        yield event
+                    continue
                 several = False
                 for event in adapter.piece(piece):
                     if several:

@@ -140,6 +140,11 @@ class ResponseAdapter(Adapter):
             yield self._sse({"type": "response.in_progress", "response": response})
         yield from map(self._sse, self._read(piece))
 
+    def keepalive(self) -> Iterable[bytes]:
+        response = self._response("in_progress")
+        response["output"] = self._output.items
+        yield self._sse({"type": "response.in_progress", "response": response})
+
     def end(self) -> Iterable[bytes]:
         yield from map(self._sse, self._finish())
         response = self._ended()
