@@ -70,7 +70,7 @@ class SequenceQueue:
         del self.items[place]
 
 
-def _order(seq: Sequence) -> tuple[int, int, int]:
+def _order(seq: Sequence) -> tuple[tuple[bool, int], int, int]:
     return seq.order
 
 
@@ -82,10 +82,11 @@ class WaitingQueue:
 
     Attributes:
         size: How many wait.
+        num_background: How many of them belong to background requests.
     """
 
     def __init__(self, is_long: Callable[[int], bool]) -> None:
-        self.size = 0
+        self.size = self.num_background = 0
         self._is_long = is_long
         self._short = SequenceQueue()
         self._long = SequenceQueue()
@@ -123,6 +124,7 @@ class WaitingQueue:
     def add(self, seq: Sequence) -> None:
         self._ready(seq).add(seq)
         self.size += 1
+        self.num_background += seq.request.background
 
     def add_token(self, seq: Sequence, token: int) -> None:
         """A waiting sequence gains the token that was in flight when it was preempted."""
@@ -132,6 +134,7 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         self.size -= 1
+        self.num_background -= seq.request.background
         if seq.waits_for is None:
             self._ready(seq).remove(seq)
             return
@@ -201,6 +204,9 @@ class WaitingQueue:
                         raise IntegrityError(f"{seq!r} is parked, but waits for something else")
         if num_waiting != self.size:
             raise IntegrityError(f"{self.size} are counted as waiting, but {num_waiting} are")
+        num_background = sum(seq.request.background for seq in self)
+        if num_background != self.num_background:
+            raise IntegrityError(f"{num_background} background sequences wait, not counted")
 
 
 class _Parked:

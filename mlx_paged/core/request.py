@@ -112,6 +112,8 @@ class Request:
         stop: When its sequences end.
         n: Sequences to generate; they share the prompt's blocks.
         priority: Lower is served first under the priority policy; ignored under FCFS.
+        background: Under either policy, served only with what the others leave: they are scheduled
+            first, take its place where there is none, and do not see it in the waiting queue.
         timeout: Seconds from `Scheduler.add` until the request is ended with
             `FinishReason.TIMEOUT`.
         cache_salt: Requests share cached blocks only with requests of the same salt.
@@ -127,6 +129,7 @@ class Request:
     stop: StopPolicy = field(default_factory=StopPolicy)
     n: int = 1
     priority: int = 0
+    background: bool = False
     timeout: float | None = None
     cache_salt: str | None = None
     read_prefix_cache: bool = True
@@ -152,6 +155,7 @@ class Request:
         self._check("n", _is_integer(self.n), "an integer")
         self._check("n", self.n >= 1, "at least 1")
         self._check("priority", _is_integer(self.priority), "an integer")
+        self._check("background", isinstance(self.background, bool), "a bool")
         if self.timeout is not None:
             seconds = _as_float(self.timeout)
             self._check("timeout", seconds >= 0, "at least 0 seconds, or None")
@@ -213,7 +217,7 @@ class Sequence:
         seq_id: Unique in the scheduler's life.
         request: What it belongs to.
         index: Which of the request's `n` sequences it is.
-        order: (class, arrival, index): smaller is served first, preempted last.
+        order: ((background, class), arrival, index): smaller is served first, preempted last.
         tokens: Prompt and generated tokens; only ever appended to.
         status: Whether it waits, runs or has finished.
         finish_reason: Why it ended; None while it continues.
@@ -267,7 +271,7 @@ class Sequence:
     )
 
     def __init__(
-        self, seq_id: int, request: Request, index: int, order: tuple[int, int, int]
+        self, seq_id: int, request: Request, index: int, order: tuple[tuple[bool, int], int, int]
     ) -> None:
         self.seq_id = seq_id
         self.request = request

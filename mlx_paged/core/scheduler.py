@@ -102,6 +102,7 @@ class Scheduler:
         self._clock = clock
         self._watermark = int(config.watermark * kv.pool.num_usable)
         self._requests: dict[str, Request] = {}  # unfinished ones by id
+        self._num_background = 0  # of those
         self._deadlines = Deadlines()
         self._unreported: list[SequenceOutcome] = []
         self._num_arrived = 0
@@ -136,8 +137,11 @@ class Scheduler:
             raise DuplicateRequestError(request.request_id)
         max_output_tokens = self._max_output_tokens(request)
         max_num_waiting = self.config.max_num_waiting
-        if max_num_waiting is not None and self.num_waiting + request.n > max_num_waiting:
-            raise EngineOverloadedError(self.num_waiting, max_num_waiting)
+        num_waiting = self.waiting.num_background
+        if not request.background:
+            num_waiting = self.num_waiting - num_waiting
+        if max_num_waiting is not None and num_waiting + request.n > max_num_waiting:
+            raise EngineOverloadedError(num_waiting, max_num_waiting)
         if request.prompt_media is not None:
             self._check_atomic(request)
             self._name_media(request)
@@ -148,7 +152,8 @@ class Scheduler:
         if request.timeout is not None:
             request.deadline = self._clock() + request.timeout
             self._deadlines.add(request)
-        rank = request.priority if self.config.policy is SchedulingPolicy.PRIORITY else 0
+        by_priority = self.config.policy is SchedulingPolicy.PRIORITY
+        rank = (request.background, request.priority if by_priority else 0)
         query = None
         for index in range(request.n):
             self._next_seq_id += 1
@@ -160,6 +165,7 @@ class Scheduler:
             self.waiting.add(seq)
         request.num_unfinished = request.n
         self._requests[request.request_id] = request
+        self._num_background += request.background
         return request.sequences
 
     def _max_output_tokens(self, request: Request) -> int:
@@ -250,6 +256,7 @@ class Scheduler:
         seq.request.num_unfinished -= 1
         if seq.request.is_finished:
             del self._requests[seq.request.request_id]
+            self._num_background -= seq.request.background
             self._deadlines.discard(seq.request)
         return True
 
@@ -281,6 +288,8 @@ class Scheduler:
            in service order is preempted, even if that is the sequence that needs the block.
         2. Running prompts, in chunks. Their blocks were reserved when they were admitted.
         3. Waiting sequences, in service order, while there is room for *all* their known tokens.
+
+        2 and 3 are done for background requests when they are done for all others.
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "commit a step before scheduling another"
         self._expire()
@@ -293,16 +302,18 @@ class Scheduler:
         waiting = self.waiting
         if waiting.size:
             waiting.wake()
-            if self.config.policy is SchedulingPolicy.PRIORITY:
+            if self._num_background or self.config.policy is SchedulingPolicy.PRIORITY:
                 self._make_way()
         self._schedule_decodes()
         self._prompt_budget = self._budget
         if self._prefilling or waiting.size:
             self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
-            self._schedule_running_prefills()
-        # (Blocks of a preempted sequence do not go to waiting ones.)
-        if waiting.size and not self._preempted:
-            self._admit_waiting()
+            # Background prompts get what is left by all others, waiting ones included.
+            for background in (False, True) if self._num_background else (False,):
+                self._schedule_running_prefills(background)
+                # (Blocks of a preempted sequence do not go to waiting ones.)
+                if waiting.size and not self._preempted:
+                    self._admit_waiting(background)
         if not self._scheduled:
             self._step -= 1
             return None
@@ -416,6 +427,7 @@ class Scheduler:
                 self.waiting.add(seq)
             if unfinished:
                 self._requests[request.request_id] = request
+                self._num_background += request.background
                 if request.deadline is not None:
                     self._deadlines.add(request)
 
@@ -485,9 +497,10 @@ class Scheduler:
 
     # Prompts.
 
-    def _schedule_running_prefills(self) -> None:
+    def _schedule_running_prefills(self, background: bool) -> None:
         for seq in self._prefilling:
-            if seq.is_running:  # (not preempted for one before it)
+            # (Not preempted for one before it.)
+            if seq.is_running and seq.request.background == background:
                 num_tokens = self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens)
                 if seq.request.prompt_media is not None:
                     num_tokens = self._media_chunk(seq, num_tokens)
@@ -621,12 +634,12 @@ class Scheduler:
 
     # Admission.
 
-    def _admit_waiting(self) -> None:
+    def _admit_waiting(self, background: bool) -> None:
         # Whoever is first is admitted, parked, or keeps all behind it waiting.
         while self._budget > 0 and len(self.running) < self.config.max_num_seqs:
             # (Where long prompts have had their share, short ones behind them use what is left.)
             seq = self._first_to_admit(with_long=self._long_budget > 0)
-            if seq is None:
+            if seq is None or seq.request.background > background:
                 return
             if not self.config.enable_chunked_prefill and not self._fits_whole(seq):
                 return  # it is not cut, so it waits for a step with room, and none overtakes it
@@ -784,7 +797,7 @@ class Scheduler:
         head = self._first_to_admit(with_long=True)
         if head is None:
             return
-        while self.running and self.running.last.request.priority > head.request.priority:
+        while self.running and self.running.last.order[0] > head.order[0]:
             if len(self.running) < self.config.max_num_seqs and self.kv.will_have_room(
                 len(head.tokens), self._query(head), headroom=self._watermark
             ):

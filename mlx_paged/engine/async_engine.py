@@ -65,7 +65,7 @@ class AsyncEngine:
         self._thread = EngineThread(make_engine)
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._num_adding = 0
+        self._num_adding = {False: 0, True: 0}  # by whether they are background requests
         self._media: MediaLoader | None = None
         self._thread.start()
         atexit.register(self._at_exit)
@@ -129,6 +129,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        background: bool = False,
         timeout: float | None = None,
         cache_salt: str | None = None,
         token_mask: TokenMask | None = None,
@@ -145,6 +146,7 @@ class AsyncEngine:
             params: how to choose tokens, and when to stop.
             request_id: unique among unfinished requests; None generates one.
             priority: lower is served first under the priority policy.
+            background: served with what other requests leave, under either policy.
             timeout: seconds until the request ends with "timeout".
             cache_salt: requests of different salts share no cached blocks.
             token_mask: gives before each token those that may follow; called on the engine's
@@ -204,6 +206,7 @@ class AsyncEngine:
                 params,
                 prompt=text,
                 priority=priority,
+                background=background,
                 timeout=timeout,
                 cache_salt=cache_salt,
                 token_mask=token_mask,
@@ -212,7 +215,7 @@ class AsyncEngine:
                 **with_media,
             )
 
-        with self._counted_as_adding():
+        with self._counted_as_adding(background):
             try:
                 await self._call(add)
             except BaseException:
@@ -227,6 +230,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        background: bool = False,
         timeout: float | None = None,
         cache_salt: str | None = None,
     ) -> RequestStream:
@@ -236,7 +240,8 @@ class AsyncEngine:
 
         Args:
             prompt: token ids.
-            params, request_id, priority, timeout, cache_salt: see `Engine.add_pooling_request`.
+            params, request_id, priority, background, timeout, cache_salt: see
+                `Engine.add_pooling_request`.
 
         Raises:
             InvalidParameterError, RequestTooLargeError, DuplicateRequestError,
@@ -263,12 +268,13 @@ class AsyncEngine:
                 tokens,
                 params,
                 priority=priority,
+                background=background,
                 timeout=timeout,
                 cache_salt=cache_salt,
                 sink=channel,
             )
 
-        with self._counted_as_adding():
+        with self._counted_as_adding(background):
             try:
                 await self._call(add)
             except BaseException:
@@ -334,18 +340,19 @@ class AsyncEngine:
         return await asyncio.wrap_future(future)
 
     @contextlib.contextmanager
-    def _counted_as_adding(self) -> Iterator[None]:
+    def _counted_as_adding(self, background: bool) -> Iterator[None]:
         """Limits the requests that the engine's thread has not taken yet: a step may be long."""
         limit = self._thread.engine.config.max_num_waiting
         with self._lock:
-            if limit is not None and self._num_adding >= limit:
-                raise EngineOverloadedError(self._num_adding, limit)
-            self._num_adding += 1
+            count = self._num_adding[background]
+            if limit is not None and count >= limit:
+                raise EngineOverloadedError(count, limit)
+            self._num_adding[background] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_adding -= 1
+                self._num_adding[background] -= 1
 
     def _at_exit(self) -> None:
         # A thread inside MLX while the interpreter is taken down would crash.

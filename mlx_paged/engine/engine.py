@@ -229,6 +229,7 @@ class Engine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        background: bool = False,
         timeout: float | None = None,
         cache_salt: str | None = None,
         token_mask: TokenMask | None = None,
@@ -244,6 +245,7 @@ class Engine:
             params: how to choose tokens, and when to stop.
             prompt: the text of the tokens, for the output.
             priority: lower is served first under the priority policy.
+            background: served with what other requests leave, under either policy.
             timeout: seconds until the request ends with "timeout".
             cache_salt: requests of different salts share no cached blocks.
             token_mask: gives before each token those that may follow. (A grammar of
@@ -280,6 +282,7 @@ class Engine:
             params.stop_policy(self._eos_token_ids),
             n=params.n,
             priority=priority,
+            background=background,
             timeout=timeout,
             cache_salt=self.config.salted(cache_salt),
             read_prefix_cache=params.prompt_logprobs is None,
@@ -319,6 +322,7 @@ class Engine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        background: bool = False,
         timeout: float | None = None,
         cache_salt: str | None = None,
         sink: UpdateSink | None = None,
@@ -327,8 +331,8 @@ class Engine:
 
         Args:
             params: what the request chooses; a prompt is cut by the caller.
-            request_id, prompt_token_ids, prompt, priority, timeout, cache_salt, sink: see
-                `add_request`.
+            request_id, prompt_token_ids, prompt, priority, background, timeout, cache_salt, sink:
+                see `add_request`.
 
         Raises:
             InvalidParameterError: the engine's runner is "generate"; an option that is not of its
@@ -364,6 +368,7 @@ class Engine:
             prompt_tokens,
             params.stop_policy(),
             priority=priority,
+            background=background,
             timeout=timeout,
             cache_salt=self.config.salted(cache_salt),
         )

@@ -358,7 +358,7 @@ def largest_step(
         num_blocks = -(-(end - begin) // config.block_size)
         table = StepTable(tuple(range(first_block, first_block + num_blocks)), 0)
         first_block += num_blocks
-        sequence = Sequence(-1 - i, request, i, (0, 0, i))
+        sequence = Sequence(-1 - i, request, i, ((False, 0), 0, i))
         sequence.sampler = _ProfileSampler()
         state = StateMove(0, 1 + i) if has_states else None
         tables = (table,) * (1 + num_windows)

@@ -166,7 +166,7 @@ def _step(runner: ModelRunner, kind: Kind, index: int) -> SchedulerOutput:
         # (Any blocks: what they hold is not read again. A sequence's may all be the same.)
         own = 1 + i % blocks
         table = StepTable((own,) * -(-end // size), 0)
-        sequence = Sequence(-1 - i, request, i, (0, 0, i))
+        sequence = Sequence(-1 - i, request, i, ((False, 0), 0, i))
         sequence.sampler = _Sampler(kind.temperature)  # type: ignore[assignment]
         tables = (table,) * (1 + len(runner.windows))
         # (It begins with no state, and leaves none.)

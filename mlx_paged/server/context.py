@@ -53,6 +53,7 @@ class Trace:
         fields: Of the log line: model, prompt_tokens, cached_tokens, completion_tokens, ttft,
             finish_reason, ...; set by the code that knows them.
         held_bytes: Of its body, see `Context.hold_body`.
+        background: Whether it is a line of a batch, served with what other requests leave.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class Trace:
     status: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
     held_bytes: int = 0
+    background: bool = False
 
     def log_fields(self) -> dict[str, Any]:
         """Everything, for one line."""

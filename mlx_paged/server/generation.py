@@ -135,6 +135,8 @@ class Generation:
         self._interval = max(self.context.config.stream_interval, stream_interval or 1)
         self.context.renderer.check_tokens("stop_token_ids", params.stop_token_ids or ())
         self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+        if self.trace.background:
+            self._options["background"] = True
         if media is not None:
             self._options["media"] = media
         self._streams: list[RequestStream] = []

@@ -65,7 +65,9 @@ class RequestMiddleware:
             _path(scope),
             (scope.get("client") or ("",))[0],
         )
-        scope.setdefault("state", {})["trace"] = trace
+        state = scope.setdefault("state", {})
+        trace.background = state.get("background", False)
+        state["trace"] = trace
         is_anthropic = speaks_anthropic(scope)
 
         async def send_with_id(message: Message) -> None:

@@ -327,6 +327,7 @@ class Embeddings:
                     self._params,
                     request_id=f"{self.trace.request_id}-{next(_serial)}",
                     priority=self._body.priority or 0,
+                    background=self.trace.background,
                     timeout=left,
                     cache_salt=self._body.cache_salt,
                 )

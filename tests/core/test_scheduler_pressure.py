@@ -10,6 +10,7 @@ from support.fake_model import generate
 from support.scheduling_helpers import OVERLAP, check_outputs, make, request, rows
 
 from mlx_paged.core import FinishReason, PrefixQuery, SchedulingPolicy
+from mlx_paged.errors import EngineOverloadedError
 
 
 @OVERLAP
@@ -144,6 +145,58 @@ def test_under_fcfs_priority_means_nothing():
     engine.scheduler.add(request("b", [2], priority=0))
     engine.step()
     assert rows(engine) == [("a", 1)]
+
+
+# --- Background requests --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("limits", [{"num_blocks": 6}, {"max_num_seqs": 1}], ids=str)
+def test_background_requests_make_way_for_others(policy, limits):
+    engine = make(**limits, policy=policy)
+    batch = request("batch", [1] * 12, 4, background=True, priority=-5)
+    engine.scheduler.add(batch)
+    engine.step()
+    chat = request("chat", [2] * 12, 4, priority=5)
+    engine.scheduler.add(chat)
+    engine.step()
+    assert rows(engine) == [("chat", 12)]
+    more = [request(name, [3, i], background=i > 0) for i, name in enumerate("abc")]
+    for each in more:
+        engine.scheduler.add(each)
+    engine.run()
+    check_outputs(engine, batch, chat, *more)
+    last = {row.request_id: b.step for b in engine.batches for row in b.sequences}
+    assert max(last["chat"], last["a"]) < min(last["batch"], last["b"], last["c"])
+
+
+def test_the_prompts_of_background_requests_get_the_tokens_that_others_leave():
+    engine = make(
+        num_blocks=129, max_num_batched_tokens=16, max_num_seqs=4, long_prefill_token_threshold=8
+    )
+    for name in "ab":  # each takes half of a step
+        engine.scheduler.add(request(name, [ord(name)] * 60, background=True))
+    engine.step()
+    assert rows(engine) == [("a", 8), ("b", 8)]
+    chat = request("chat", [7] * 24)
+    engine.scheduler.add(chat)
+    engine.step()
+    assert rows(engine) == [("chat", 8), ("a", 8)]
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_background_requests_do_not_fill_the_waiting_queue():
+    engine = make(max_num_waiting=2, max_num_seqs=1)
+    for i in range(2):
+        engine.scheduler.add(request(f"batch {i}", [1, i], background=True))
+    with pytest.raises(EngineOverloadedError):
+        engine.scheduler.add(request("batch 2", [1, 2], background=True))
+    for i in range(2):
+        engine.scheduler.add(request(f"chat {i}", [2, i]))
+    with pytest.raises(EngineOverloadedError):
+        engine.scheduler.add(request("chat 2", [2, 2]))
+    engine.run()
 
 
 @OVERLAP

@@ -491,7 +491,7 @@ def test_options_are_checked(name: str, value: Any) -> None:
 
 def _sequence(prompt: MediaPrompt, spans: list[MediaSpan]) -> CoreSequence:
     request = Request("r", prompt.token_ids, media=spans)
-    sequence = CoreSequence(1, request, 0, (0, 0, 0))
+    sequence = CoreSequence(1, request, 0, ((False, 0), 0, 0))
     if spans:
         sequence.media = SequenceMedia(prompt, PromptMedia(spans, len(prompt.token_ids), None))
     return sequence

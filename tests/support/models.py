@@ -66,7 +66,7 @@ def scheduled(
     input_from: int = -1,
 ) -> ScheduledSequence:
     """A sequence's part of a step that no scheduler planned."""
-    sequence = CoreSequence(seq_id, Request(name, (0,)), 0, (0, 0, 0))
+    sequence = CoreSequence(seq_id, Request(name, (0,)), 0, ((False, 0), 0, 0))
     sequence.sampler = FixedSampler() if sampler is None else sampler
     tables = (StepTable(tuple(blocks), 0),)
     return ScheduledSequence(sequence, tuple(token_ids), start, samples, input_from, tables)

@@ -50,6 +50,10 @@ class PlainQueue:
 
     size = property(__len__)
 
+    @property
+    def num_background(self) -> int:
+        return sum(seq.request.background for seq in self._sequences)
+
     def __iter__(self) -> Iterator[Sequence]:
         return iter(sorted(self._sequences, key=lambda seq: seq.order))
 
