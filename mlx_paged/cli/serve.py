@@ -380,6 +380,22 @@ class ServeOptions:
     max_stored_bytes: Annotated[
         int, option(_LIMITS, "Most bytes of them; the least recently used are forgotten.", min=0)
     ] = 64 << 20
+    max_file_size: Annotated[
+        int, option(_LIMITS, "Most bytes of a file of --files-dir; more get 413.", min=1)
+    ] = 200 << 20
+    max_files_size: Annotated[
+        int,
+        option(_LIMITS, "Most bytes of all those files; then a further one gets 413.", min=1),
+    ] = 10 << 30
+    max_batch_lines: Annotated[
+        int | None,
+        option(
+            _LIMITS,
+            "Most lines of all batches that are answered at once.",
+            min=1,
+            show_default="--max-num-seqs and 32 more",
+        ),
+    ] = None
     max_logprobs: Annotated[
         int, option(_LIMITS, "Most alternatives a request may ask for.", min=0, max=20)
     ] = 20
@@ -410,6 +426,15 @@ class ServeOptions:
             "--mcp",
             exists=True,
             dir_okay=False,
+        ),
+    ] = None
+    files_dir: Annotated[
+        Path | None,
+        option(
+            _API,
+            "Folder for files and batches, which survive a restart; without it there are none.",
+            file_okay=False,
+            show_default="none",
         ),
     ] = None
     host: Annotated[str, option(_NET, "Address to listen on.")] = "127.0.0.1"
@@ -539,6 +564,7 @@ def serve(
             "allowed_origins": tuple(options.allowed_origins or ()),
             "allowed_hosts": tuple(options.allowed_hosts or ()),
             "priority_scheduling": options.policy == "priority",
+            "files_dir": None if options.files_dir is None else str(options.files_dir),
             "mcp_config": None if options.mcp_config is None else str(options.mcp_config),
         }
         sampling = generation_config_of(options.generation_config)

@@ -32,6 +32,9 @@ from mlx_paged.server import (
     requests,
     responses,
 )
+from mlx_paged.server.batches import bodies as batch_bodies
+from mlx_paged.server.batches import endpoints as batches
+from mlx_paged.server.batches.setup import add_batches, start_batches
 from mlx_paged.server.chat import chat_completions
 from mlx_paged.server.completions import completions
 from mlx_paged.server.config import ServerConfig
@@ -61,17 +64,18 @@ _ERRORS = {
     "400": "A field is wrong; `param` names it.",
     "401": "A valid API key is needed.",
     "403": "A page of another site sent it, or by a name that is not this server's.",
-    "404": "There is no such model, or stored response.",
+    "404": "There is no such model, stored response, file or batch.",
     "408": "The body came too slowly.",
-    "413": "The body is too large.",
-    "415": "The body is not application/json, or is compressed.",
+    "413": "The body or the file is too large.",
+    "415": "The body is not of the right type, or is compressed.",
     "422": "The answer took longer than the server allows.",
     "429": "The queue is full; see Retry-After.",
     "500": "The server failed; its log has more under the request's id.",
+    "507": "The disk is full.",
     "503": "Not now: loading, shutting down, or dead.",
     "529": "Not now: loading, shutting down, or dead.",
 }
-_GENERATION = tuple(_ERRORS)[:-1]
+_GENERATION = tuple(status for status in _ERRORS if status not in ("507", "529"))
 # Events of OpenAI's older APIs.
 _UNNAMED = (responses.ChatChunk, responses.CompletionAnswer)
 _STORED = ("400", "401", "403", "404", "500")
@@ -89,6 +93,7 @@ class Operation(NamedTuple):
         runner: What the engine must do; None: whatever. (Streams are generated.)
         query: Names that may be in the query.
         error: Body of its errors.
+        content: Type of its body.
     """
 
     path: str
@@ -103,6 +108,7 @@ class Operation(NamedTuple):
     runner: str | None = None
     query: tuple[str, ...] = ()
     error: type = responses.ErrorAnswer
+    content: str = "application/json"
 
     @property
     def needs_runner(self) -> str | None:
@@ -184,6 +190,42 @@ API = (
         for prefix in ("", "/v1", "/v2")
     ),
     Operation(
+        "/v1/files", "POST", batches.upload, "Store a file.", batch_bodies.FileAnswer,
+        (*_BODY, "507"), batch_bodies.FileForm, content="multipart/form-data",
+    ),
+    Operation(
+        "/v1/files", "GET", batches.list_files, "All files, in pages.", batch_bodies.FileList,
+        _STORED, query=("purpose", "limit", "order", "after"),
+    ),
+    Operation(
+        "/v1/files/{file_id}", "GET", batches.retrieve_file, "What is known of a file.",
+        batch_bodies.FileAnswer, _STORED,
+    ),
+    Operation(
+        "/v1/files/{file_id}/content", "GET", batches.file_content, "The content of a file.",
+        None, _STORED,
+    ),
+    Operation(
+        "/v1/files/{file_id}", "DELETE", batches.delete_file, "Delete a file.",
+        batch_bodies.FileDeleted, _STORED,
+    ),
+    Operation(
+        "/v1/batches", "POST", batches.create_batch, "Answer all lines of a file.",
+        batch_bodies.BatchAnswer, (*_BODY, "429", "507"), batch_bodies.BatchBody,
+    ),
+    Operation(
+        "/v1/batches", "GET", batches.list_batches, "All batches, the newest first, in pages.",
+        batch_bodies.BatchList, _STORED, query=("limit", "after"),
+    ),
+    Operation(
+        "/v1/batches/{batch_id}", "GET", batches.retrieve_batch, "A batch as it is now.",
+        batch_bodies.BatchAnswer, _STORED,
+    ),
+    Operation(
+        "/v1/batches/{batch_id}/cancel", "POST", batches.cancel_batch, "End a batch.",
+        batch_bodies.BatchAnswer, _STORED,
+    ),
+    Operation(
         "/v1/models", "GET", endpoints.models, "All names of the model.", responses.ModelList
     ),
     Operation(
@@ -256,9 +298,14 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
             lambda name, reason: logger.warning("the MCP server %r does not run: %s", name, reason),
         )
 
+    async def start() -> None:
+        await context.start()
+        if context.failure is None:
+            start_batches(context)
+
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        starting = asyncio.create_task(context.start())
+        starting = asyncio.create_task(start())
         if context.mcp_servers is not None:
             tools = asyncio.create_task(context.mcp_servers.__aenter__())
         yield
@@ -267,6 +314,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
         if context.mcp_servers is not None:
             tools.cancel()
             await context.mcp_servers.__aexit__(None, None, None)
+        if context.batches is not None:
+            await context.batches.close()
         context.close()
 
     methods: dict[str, dict[str, Endpoint]] = {}
@@ -311,15 +360,13 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
         )
     open_paths = (*OPEN_PATHS, *(() if config.metrics_need_key else METRICS_PATHS))
     middleware.append(Middleware(KeyMiddleware, config.api_keys, open_paths))
+    handlers = {
+        ApiError: _on_api_error, MlxPagedError: _on_engine_error, HTTPException: _on_http_error,
+    }  # fmt: skip
+    if config.files_dir is not None:
+        add_batches(context, routes, handlers)
     app = Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers={
-            ApiError: _on_api_error,
-            MlxPagedError: _on_engine_error,
-            HTTPException: _on_http_error,
-        },
-        lifespan=lifespan,
+        routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan
     )
     app.router.redirect_slashes = False
     app.state.context = context
@@ -440,7 +487,8 @@ def _described(operation: Operation) -> dict[str, Any]:
         refusal = {"description": "No.", "content": _json(operation.refusal)}
         described["responses"]["503"] = refusal
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": _json(operation.body)}
+        content = _json(operation.body, operation.content)
+        described["requestBody"] = {"required": True, "content": content}
     in_path = [name.partition(":")[0] for name in re.findall(r"{([^}]+)}", operation.path)]
     parameters = [(name, "path") for name in in_path] + [(n, "query") for n in operation.query]
     if parameters:
@@ -453,5 +501,5 @@ def _described(operation: Operation) -> dict[str, Any]:
     return described
 
 
-def _json(kind: type) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+def _json(kind: type, content: str = "application/json") -> dict[str, Any]:
+    return {content: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}

@@ -35,14 +35,19 @@ class BodyBounds:
     Args:
         max_token_ids: of all lists of token ids together.
         max_model_len: for the message about a prompt of too many; None where there is no limit.
+        is_in_line: whether the body is the value of a field, as in a line of a batch.
     """
 
     def __init__(
-        self, max_token_ids: int = MAX_TOKEN_IDS, max_model_len: int | None = None
+        self,
+        max_token_ids: int = MAX_TOKEN_IDS,
+        max_model_len: int | None = None,
+        *,
+        is_in_line: bool = False,
     ) -> None:
         self._max_token_ids = max_token_ids
         self._max_model_len = max_model_len
-        self._depth = 0
+        self._depth = -1 if is_in_line else 0
         self._in_string = False
         self._is_escaped = False  # the first byte of the next piece
         self._expects_key = False  # of the body itself

@@ -65,6 +65,11 @@ class ServerConfig:
             the first MiB of each.
         max_stored_responses: Most responses that are kept for later requests; 0: none is.
         max_stored_bytes: Most bytes of those, as JSON.
+        files_dir: Folder of the files and batches of clients; None: there are none.
+        max_file_size: Most bytes of a file.
+        max_files_size: Most bytes of all files, as far as clients send more.
+        max_batch_lines: Most lines of all batches that are answered at once; None: a few more than
+            the engine runs at once.
         shutdown_timeout: Seconds that running requests have to finish after SIGTERM.
         allowed_origins: Origins of browser pages that may call the endpoint ("*": any).
         allowed_hosts: Names and addresses by which the server may be called, besides its own
@@ -97,6 +102,10 @@ class ServerConfig:
     max_body_memory: int = 1 << 30
     max_stored_responses: int = 1024
     max_stored_bytes: int = 64 << 20
+    files_dir: str | None = None
+    max_file_size: int = 200 << 20
+    max_files_size: int = 10 << 30
+    max_batch_lines: int | None = None
     shutdown_timeout: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()

@@ -36,6 +36,7 @@ from mlx_paged.server.tools.hermes import HermesFormat
 
 if TYPE_CHECKING:
     from mlx_paged.mcp import McpServers
+    from mlx_paged.server.batches.manager import BatchManager
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Context:
         no_tool_format: Why it is not known; "" where it is.
         reasoning_format: How it marks its reasoning; None: it does not.
         mcp_servers: Those whose tools the page may use.
+        batches: Files and batches of clients; None: this server has none.
     """
 
     engine: AsyncEngine
@@ -116,6 +118,7 @@ class Context:
     no_tool_format: str = ""
     reasoning_format: ReasoningFormat | None = None
     mcp_servers: McpServers | None = None
+    batches: BatchManager | None = None
     _held_bytes: int = 0
     _arriving: set[asyncio.Timeout] = field(default_factory=set)
     _renderer: Renderer | None = None
@@ -238,6 +241,8 @@ class Context:
         """Takes no more requests, nor the rest of those that are still arriving."""
         self.draining = True
         self.background.drain()
+        if self.batches is not None:
+            self.batches.stop()
         for arriving in self._arriving:
             if not arriving.expired():
                 arriving.reschedule(asyncio.get_running_loop().time())

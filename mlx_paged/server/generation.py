@@ -135,8 +135,10 @@ class Generation:
         self._interval = max(self.context.config.stream_interval, stream_interval or 1)
         self.context.renderer.check_tokens("stop_token_ids", params.stop_token_ids or ())
         self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+        self._timeout = self.context.config.request_timeout
         if self.trace.background:
             self._options["background"] = True
+            self._timeout = None  # (others may go first for any time)
         if media is not None:
             self._options["media"] = media
         self._streams: list[RequestStream] = []
@@ -183,7 +185,7 @@ class Generation:
                         self.params,
                         # Clients may use an id twice; in the engine it must be unique.
                         request_id=f"{request_id}-{next(_serial)}",
-                        timeout=context.config.request_timeout,
+                        timeout=self._timeout,
                         **self._options,
                     )
                 )
@@ -299,7 +301,7 @@ class Generation:
         if reason is not None:
             self._reasons.add(reason)
             if reason is FinishReason.TIMEOUT:
-                raise errors.timed_out(self.context.config.request_timeout)
+                raise errors.timed_out(self._timeout)
             if reason is FinishReason.ABORT:
                 self.context.check_takes_requests()
                 raise errors.unavailable("the request was aborted", "aborted")

@@ -315,7 +315,7 @@ class Embeddings:
     async def _embed(self, prompt: list[int]) -> RequestOutput:
         context = self.context
         while True:
-            limit = context.config.request_timeout
+            limit = None if self.trace.background else context.config.request_timeout
             left = None if limit is None else limit - (time.monotonic() - self._started)
             if left is not None and left <= 0:
                 raise errors.timed_out(limit)

@@ -510,20 +510,21 @@ def check_content(request: Request) -> None:
     kind = request.headers.get("content-type")
     if kind is None or kind.partition(";")[0].strip().lower() != "application/json":
         shown = "missing" if kind is None else repr(shorten(kind, 64))
-        raise _unsupported_content(
+        raise unsupported_content(
             f"Content-Type must be application/json but is {shown}: send the header "
             "'Content-Type: application/json' (with curl: -H 'Content-Type: application/json')"
         )
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", ""):
-        raise _unsupported_content(
+        raise unsupported_content(
             f"Content-Encoding must be identity but is {shorten(encoding, 64)!r}: send the body "
             "uncompressed",
             {"Accept-Encoding": "identity"},
         )
 
 
-def _unsupported_content(message: str, headers: Mapping[str, str] | None = None) -> ApiError:
+def unsupported_content(message: str, headers: Mapping[str, str] | None = None) -> ApiError:
+    """415; the connection is closed, as the body is not read."""
     return ApiError(
         415, message, code="unsupported_media_type",
         headers={"Connection": "close", **(headers or {})},
@@ -535,7 +536,7 @@ async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
     limit, read_timeout = context.max_body_size, context.config.read_timeout
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     chunks: list[bytes] = []
     size = 0
     try:
@@ -543,7 +544,7 @@ async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > limit:
-                    raise _too_large(limit)
+                    raise too_large(limit)
                 context.hold_body(trace, size)
                 chunks.append(chunk)
                 began = time.monotonic()
@@ -565,10 +566,11 @@ async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
     return b"".join(chunks)
 
 
-def _too_large(limit: int) -> ApiError:
+def too_large(limit: int, what: str = "the body") -> ApiError:
+    """413, which says the limit."""
     return ApiError(
         413,
-        f"the body must be at most {limit} bytes",
+        f"{what} must be at most {limit} bytes",
         code="body_too_large",
         headers={"Connection": "close"},
     )

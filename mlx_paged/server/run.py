@@ -20,6 +20,7 @@ from mlx_paged import descriptors
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.app import create_app
+from mlx_paged.server.batches.folder import Folder
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.connection import impatient
 from mlx_paged.server.context import Context
@@ -124,6 +125,8 @@ def serve(
     logger.info("at most %d connections and files may be open at once", most)
     sock = bind(host, port, config.read_timeout)
     with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        if config.files_dir is not None:
+            Folder(Path(config.files_dir)).close()  # (refused before the model is loaded)
         service = _Service(make_engine(), config, sock, ssl_keyfile, ssl_certfile)
         status = runner.run(service.run())
     if service.is_loading:

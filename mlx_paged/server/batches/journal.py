@@ -53,6 +53,7 @@ class Journal:
     Args:
         path: None: stdout.
         overwrite: empty the file first.
+        mode: permissions of a file that is made.
 
     Attributes:
         done: The lines that were found in it.
@@ -63,7 +64,7 @@ class Journal:
             writes to it.
     """
 
-    def __init__(self, path: Path | None, *, overwrite: bool = False) -> None:
+    def __init__(self, path: Path | None, *, overwrite: bool = False, mode: int = 0o644) -> None:
         self.path = path
         self.done = Done()
         self.num_torn_bytes = 0
@@ -71,7 +72,7 @@ class Journal:
             self._fd = os.dup(sys.stdout.fileno())
         else:
             try:
-                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
             except OSError as error:
                 raise MlxPagedError(f"cannot write {path}: {error.strerror}") from error
         self._syncs = stat.S_ISREG(os.fstat(self._fd).st_mode)

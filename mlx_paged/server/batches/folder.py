@@ -1,0 +1,254 @@
+"""Folder: files that survive a restart. What was reported of them is on disk before it is reported.
+
+    lock                  held by the one server that uses the folder
+    files/ID.json         a file of the API: name, purpose, size, times
+    files/ID.data         its content, or that of an output that is still being written
+    files/*.part          uploads under way; removed at the next start
+    batches/ID.json       a batch
+    batches/ID.input      the requests of a batch that are no file of the API
+    batches/ID.answers, ID.failures    its output
+
+Names are made here, never taken from a client. Everything is readable by the user alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mlx_paged.errors import InvalidParameterError
+
+_FILES, _BATCHES = "files", "batches"
+_PART, _DATA, _META = ".part", ".data", ".json"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the API.
+
+    Attributes:
+        filename: As the client called it; only for showing.
+        purpose: "batch" or "batch_output".
+        bytes: Its size.
+        created_at, expires_at: Seconds since 1970; None: it is kept until it is deleted.
+    """
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+
+class Upload:
+    """A file that is being received.
+
+    Attributes:
+        size: Bytes so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._file: BinaryIO | None = open_new(path)
+
+    def write(self, data: bytes) -> None:
+        """Appends to it."""
+        assert self._file is not None
+        self._file.write(data)
+        self.size += len(data)
+
+    def sync(self) -> None:
+        """Makes its content durable, and closes it."""
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.close()
+
+    def close(self) -> None:
+        """Closes it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Folder:
+    """The files of a server; one at a time may use a folder.
+
+    The methods that change something wait for the disk, so the server calls them on threads.
+
+    Args:
+        path: made if it is not there.
+
+    Attributes:
+        files: The files of the API by id, the oldest first.
+        num_receiving: Bytes of the uploads under way.
+
+    Raises:
+        InvalidParameterError: the folder cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # (Replaced, not changed: others may be looking at them.)
+        self.files: Mapping[str, StoredFile] = {}
+        self.num_receiving = 0
+        self._changing = threading.Lock()
+        try:
+            for each in (path, path / _FILES, path / _BATCHES):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            expected = f"a folder that can be written ({error.strerror})"
+            raise InvalidParameterError("files_dir", expected, str(path)) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            expected = "a folder that no other server uses"
+            raise InvalidParameterError("files_dir", expected, str(path)) from error
+        records = [StoredFile(**found) for found in self._read_all(_FILES)]
+        records.sort(key=lambda file: (file.created_at, file.id))
+        self.files = {file.id: file for file in records}
+
+    def close(self) -> None:
+        """Lets another server use the folder."""
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files of the API."""
+        return sum(file.bytes for file in self.files.values())
+
+    # Files of the API.
+
+    def begin_upload(self) -> Upload:
+        """A file to receive."""
+        return Upload(self.path / _FILES / f"{uuid.uuid4().hex}{_PART}")
+
+    def discard(self, upload: Upload) -> None:
+        """Forgets what was received."""
+        upload.close()
+        upload.path.unlink(missing_ok=True)
+
+    def keep(
+        self, upload: Upload, filename: str, purpose: str, expires_after: int | None
+    ) -> StoredFile:
+        """Makes what was received a file.
+
+        Args:
+            expires_after: seconds; None: never.
+        """
+        now = int(time.time())
+        expires_at = None if expires_after is None else now + expires_after
+        file = StoredFile(new_file_id(), filename, purpose, upload.size, now, expires_at)
+        upload.sync()
+        upload.path.rename(self.data_path(file.id))
+        self.publish(file)
+        return file
+
+    def publish(self, file: StoredFile) -> None:
+        """Makes a file of content that is on disk."""
+        self._write(_FILES, file.id, asdict(file))
+        with self._changing:
+            self.files = {**self.files, file.id: file}
+
+    def delete(self, file_id: str) -> None:
+        """Deletes a file."""
+        self._unlink(_FILES, file_id + _META)  # (first: what has no record is removed at the start)
+        self._unlink(_FILES, file_id + _DATA)
+        with self._changing:
+            self.files = {name: file for name, file in self.files.items() if name != file_id}
+
+    def data_path(self, file_id: str) -> Path:
+        """Where the content of a file is, or will be."""
+        return self.path / _FILES / f"{file_id}{_DATA}"
+
+    def remove_leftovers(self, in_use: set[Path]) -> None:
+        """Removes content that belongs to no file.
+
+        Args:
+            in_use: outputs that are being written.
+        """
+        known = {self.data_path(file_id) for file_id in self.files} | in_use
+        for kind in (_FILES, _BATCHES):
+            for path in (self.path / kind).iterdir():
+                is_content = kind == _FILES and path.suffix == _DATA and path not in known
+                if is_content or path.suffix == _PART:
+                    path.unlink(missing_ok=True)
+
+    # Batches.
+
+    def batches(self) -> Iterator[dict[str, Any]]:
+        """The records of all batches."""
+        return self._read_all(_BATCHES)
+
+    def write_batch(self, batch_id: str, record: dict[str, Any]) -> None:
+        """Writes the record of a batch."""
+        self._write(_BATCHES, batch_id, record)
+
+    def batch_path(self, batch_id: str, part: str) -> Path:
+        """Where a part of a batch is: its input, answers or failures."""
+        return self.path / _BATCHES / f"{batch_id}.{part}"
+
+    def delete_batch(self, batch_id: str) -> None:
+        """Deletes a batch, but not its files of the API."""
+        for part in ("json", "input", "answers", "failures"):
+            self._unlink(_BATCHES, f"{batch_id}.{part}")
+
+    # Records.
+
+    def _read_all(self, kind: str) -> Iterator[dict[str, Any]]:
+        for path in (self.path / kind).glob(f"*{_META}"):
+            try:
+                yield json.loads(path.read_bytes())
+            except (OSError, ValueError) as error:
+                expected = f"a folder of whole records ({path.name}: {error})"
+                raise InvalidParameterError("files_dir", expected, str(self.path)) from error
+
+    def _write(self, kind: str, name: str, record: dict[str, Any]) -> None:
+        folder = self.path / kind
+        part = folder / f"{name}{_PART}"
+        part.unlink(missing_ok=True)
+        with open_new(part) as file:
+            file.write(json.dumps(record).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(folder / f"{name}{_META}")
+        _sync_folder(folder)
+
+    def _unlink(self, kind: str, name: str) -> None:
+        folder = self.path / kind
+        (folder / name).unlink(missing_ok=True)
+        _sync_folder(folder)
+
+
+def new_file_id() -> str:
+    """An id that cannot be guessed."""
+    return f"file-{uuid.uuid4().hex}"
+
+
+def open_new(path: Path) -> BinaryIO:
+    """A new file that the user alone may read."""
+    return os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
+    )
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,479 @@
+"""BatchManager: runs the batches of a folder, all at the same time, and goes on after a restart.
+
+    validating --> in_progress --> finalizing --> completed, or expired when its time is over
+         |              |
+         |              +--> cancelling --> cancelled
+         +--> failed
+
+Every change is on disk before it is reported. Output lines are appended to journals, which tell
+after a restart which lines are done; the rest is answered then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.errors import EngineDeadError, MlxPagedError
+from mlx_paged.server.batches.folder import Folder, StoredFile, new_file_id
+from mlx_paged.server.batches.journal import Journal
+from mlx_paged.server.batches.lines import Line, LineError, parse, read_lines
+from mlx_paged.server.batches.records import BatchRecord, Status
+from mlx_paged.server.batches.runner import (
+    BatchRunner,
+    Counts,
+    Endpoint,
+    Output,
+    Room,
+    error_line,
+)
+from mlx_paged.server.body_bounds import BodyBounds
+from mlx_paged.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+#: Most batches that have not ended, and most that are remembered; the oldest are forgotten.
+MAX_UNFINISHED, MAX_BATCHES = 100, 10_000
+# Most errors of a batch that failed, and lines that are written together.
+_MAX_ERRORS, _AT_ONCE = 100, 1000
+_SCANNED_AT_ONCE = 1 << 16  # bytes of a line
+_TURN = 0.002  # seconds
+# Codes and reasons of lines that were not answered.
+_UNANSWERED: dict[Status, LineError] = {
+    "cancelled": LineError("batch_cancelled", "the batch was cancelled before it was answered"),
+    "expired": LineError("batch_expired", "the time of the batch was over before it was answered"),
+}
+
+
+class Outputs:
+    """The output of a batch: answers in one journal, everything else in another."""
+
+    def __init__(self, answers: Path, failures: Path) -> None:
+        self._answers = Journal(answers, mode=0o600)
+        try:
+            self._failures = Journal(failures, mode=0o600)
+        except BaseException:
+            self._answers.close()
+            raise
+
+    @property
+    def counts(self) -> Counts:
+        """The lines that were found in them."""
+        return Counts(self._answers.done.count, self._failures.done.count)
+
+    def is_done(self, line: Line) -> bool:
+        """True if a line has its output already."""
+        return self._answers.is_done(line) or self._failures.is_done(line)
+
+    def write(self, outputs: Sequence[Output]) -> None:
+        """Appends output lines; they survive a crash once it has returned."""
+        for journal, is_answer in ((self._answers, True), (self._failures, False)):
+            lines = [output.content for output in outputs if output.is_answer is is_answer]
+            if lines:
+                journal.append(lines)
+
+    def close(self) -> None:
+        """Closes both."""
+        self._answers.close()
+        self._failures.close()
+
+
+class BatchManager:
+    """The batches of a folder.
+
+    Args:
+        folder: whose files they use; `close` closes it.
+        post: answers a line.
+        now: seconds since 1970.
+    """
+
+    def __init__(
+        self, folder: Folder, post: Endpoint, now: Callable[[], float] = time.time
+    ) -> None:
+        self.folder = folder
+        self._post = post
+        self._now = now
+        self._records: dict[str, BatchRecord] = {}
+        self._counts: dict[str, Counts] = {}  # of those that are being answered
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._answering: dict[str, asyncio.Task[None]] = {}
+        self._changing, self._validating = asyncio.Lock(), asyncio.Lock()
+        self._room: Room | None = None
+        self._max_line = 0
+        self._bounds: Callable[[], BodyBounds] = BodyBounds
+        self._closed = False
+        found = [BatchRecord.of(record) for record in folder.batches()]
+        for record in sorted(found, key=lambda record: (record.created_at, record.id)):
+            self._records[record.id] = record
+        unfinished = [record for record in found if not record.has_ended]
+        folder.remove_leftovers({path for r in unfinished for path in self._output_paths(r)})
+        for record in unfinished:
+            if record.ending is None:  # (its counts are reported before it goes on)
+                outputs = Outputs(*self._output_paths(record))
+                self._counts[record.id] = outputs.counts
+                outputs.close()
+
+    def start(
+        self, max_lines: int, max_line: int, bounds: Callable[[], BodyBounds] = BodyBounds
+    ) -> None:
+        """Goes on with what is unfinished; the engine takes requests.
+
+        Args:
+            max_lines: most lines in flight, of all batches.
+            max_line: most bytes of a line.
+            bounds: of the body in a line.
+        """
+        self._room, self._max_line, self._bounds = Room(max_lines), max_line, bounds
+        for record in self._records.values():
+            if not record.has_ended:
+                self._begin(record.id)
+
+    def stop(self) -> None:
+        """Answers no more lines; those in flight are answered after the next start."""
+        self._closed = True
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def close(self) -> None:
+        """Stops, and lets another server use the folder."""
+        self.stop()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self.folder.close()
+
+    # Batches.
+
+    def get(self, batch_id: str) -> BatchRecord | None:
+        """A batch as it is now, with the lines that are written so far."""
+        record = self._records.get(batch_id)
+        if record is None:
+            return None
+        counts = self._counts.get(batch_id)
+        if counts is None or record.ending is not None:
+            return record
+        return replace(record, completed=counts.answered, failed=counts.failed)
+
+    def batches(self, kind: str) -> list[BatchRecord]:
+        """All batches of an API, the newest first."""
+        found = (self.get(record.id) for record in reversed(self._records.values()))
+        return [record for record in found if record is not None and record.kind == kind]
+
+    def check_room(self) -> None:
+        """Refuses a further batch where there are too many.
+
+        Raises:
+            ApiError: 429.
+        """
+        if sum(not record.has_ended for record in self._records.values()) >= MAX_UNFINISHED:
+            message = f"there are {MAX_UNFINISHED} unfinished batches, which is the most"
+            raise ApiError(429, message, code="too_many_batches", headers={"Retry-After": "60"})
+
+    def uses(self, file_id: str) -> bool:
+        """Whether a batch still reads a file."""
+        return any(
+            record.input_file_id == file_id
+            for record in self._records.values()
+            if not record.has_ended
+        )
+
+    async def create(self, record: BatchRecord) -> BatchRecord:
+        """Takes a batch, whose input is on disk, and starts it.
+
+        Raises:
+            KeyError: the file of its input has been deleted.
+        """
+        if record.kind == "openai":
+            record = replace(record, output_file_id=new_file_id(), error_file_id=new_file_id())
+        async with self._changing:
+            if record.input_file_id is not None:
+                _ = self.folder.files[record.input_file_id]
+            await asyncio.to_thread(self.folder.write_batch, record.id, record.stored())
+            self._records[record.id] = record
+            for old in list(self._records.values())[: max(0, len(self._records) - MAX_BATCHES)]:
+                if old.has_ended:
+                    await self._forget(old.id)
+        if self._room is not None and not self._closed:
+            self._begin(record.id)
+        return record
+
+    async def cancel(self, batch_id: str) -> BatchRecord:
+        """Ends a batch that has not ended: it is cancelling until its output is written."""
+        now = int(self._now())
+        record = await self._change(
+            batch_id, ("validating", "in_progress"), status="cancelling", cancelling_at=now
+        )
+        if record.status == "cancelling" and batch_id in self._answering:
+            self._answering[batch_id].cancel()
+        return record
+
+    async def delete(self, batch_id: str) -> None:
+        """Forgets a batch that has ended."""
+        async with self._changing:
+            await self._forget(batch_id)
+
+    async def delete_file(self, file_id: str) -> bool:
+        """Deletes a file, unless a batch still reads it; returns whether it did."""
+        async with self._changing:
+            if self.uses(file_id):
+                return False
+            await asyncio.to_thread(self.folder.delete, file_id)
+            return True
+
+    async def sweep(self) -> None:
+        """Deletes the files whose time is over."""
+        now = self._now()
+        for file in self.folder.files.values():
+            if file.expires_at is not None and file.expires_at <= now:
+                await self.delete_file(file.id)
+
+    async def _forget(self, batch_id: str) -> None:
+        await asyncio.to_thread(self.folder.delete_batch, batch_id)
+        self._records.pop(batch_id, None)
+
+    async def _change(
+        self, batch_id: str, among: tuple[Status, ...], **changes: Any
+    ) -> BatchRecord:
+        """Changes a batch if its status is among some; returns it as it is then."""
+        async with self._changing:
+            record = self._records[batch_id]
+            if record.status in among:
+                record = replace(record, **changes)
+                await asyncio.to_thread(self.folder.write_batch, batch_id, record.stored())
+                self._records[batch_id] = record
+            return record
+
+    # Running.
+
+    def _begin(self, batch_id: str) -> None:
+        task = asyncio.create_task(self._run(batch_id))
+        self._tasks[batch_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(batch_id, None))
+
+    async def _run(self, batch_id: str) -> None:
+        try:
+            if self._records[batch_id].status == "validating":
+                await self._validate(batch_id)
+            if not self._records[batch_id].has_ended:
+                await self._finish(batch_id)
+        except EngineDeadError:
+            pass  # it goes on after a restart
+        except (MlxPagedError, OSError) as error:
+            await self._fail(batch_id, [_described("storage_error", f"{error}")])
+        except Exception:
+            logger.exception("batch %s failed", batch_id)
+            await self._fail(batch_id, [_described("internal_error", "see the server's log")])
+        finally:
+            self._counts.pop(batch_id, None)
+
+    async def _validate(self, batch_id: str) -> None:
+        """Counts and checks the lines. A batch with a wrong one fails, as at OpenAI."""
+        record = self._records[batch_id]
+        async with self._validating:  # one after the other, as each takes time from all else
+            total, errors = await asyncio.to_thread(self._checked, record)
+        if errors:
+            await self._fail(batch_id, errors)
+            return
+        now = int(self._now())
+        changed = await self._change(
+            batch_id, ("validating",), status="in_progress", in_progress_at=now, total=total
+        )
+        if changed.status == "cancelling":
+            await self._change(batch_id, ("cancelling",), total=total)
+
+    def _checked(self, record: BatchRecord) -> tuple[int, list[dict[str, Any]]]:
+        """The number of lines, and what is wrong with some. Runs on a thread."""
+        errors: list[dict[str, Any]] = []
+        custom_ids: set[int] = set()
+        total = 0
+        with self._input_path(record).open("rb") as file:
+            began = time.monotonic()
+            for line in read_lines(file, self._max_line):
+                total += 1
+                if time.monotonic() - began > _TURN:
+                    time.sleep(_TURN)  # Python runs one thread at a time: others have a turn
+                    began = time.monotonic()
+                try:
+                    self._check_bounds(line)
+                    custom_id = parse(line, (record.endpoint,)).custom_id
+                    if hash(custom_id) in custom_ids:
+                        raise LineError("duplicate_custom_id", "an earlier line has this custom_id")
+                    custom_ids.add(hash(custom_id))
+                except LineError as error:
+                    errors.append(_described(error.code, f"{error}", line.number))
+                    if len(errors) == _MAX_ERRORS:
+                        break
+        if not total:
+            errors.append(_described("empty_file", "the file has no lines"))
+        return total, errors
+
+    def _check_bounds(self, line: Line) -> None:
+        """Refuses a line that takes long to parse: that stops everything else."""
+        if line.content is None:
+            raise LineError("line_too_long", f"a line must be at most {self._max_line} bytes")
+        bounds = self._bounds()
+        try:
+            for begin in range(0, len(line.content), _SCANNED_AT_ONCE):
+                bounds.feed(line.content[begin : begin + _SCANNED_AT_ONCE])
+        except ApiError as error:
+            raise LineError("invalid_request", error.message) from None
+
+    async def _finish(self, batch_id: str) -> None:
+        """Answers the lines, and ends the batch."""
+        record = self._records[batch_id]
+        outputs = await asyncio.to_thread(Outputs, *self._output_paths(record))
+        try:
+            if record.ending is None:
+                counts = self._counts[batch_id] = outputs.counts
+                ending = await self._answer(record, outputs, counts)
+                record = await self._end(batch_id, ending, counts)
+        finally:
+            await _to_the_end(asyncio.to_thread(outputs.close))
+        if record.ending in _UNANSWERED and record.total:
+            await _to_the_end(asyncio.to_thread(self._write_rest, record))
+        await self._publish(record)
+
+    async def _answer(self, record: BatchRecord, outputs: Outputs, counts: Counts) -> Status:
+        """Answers the lines that have no output; returns how the batch ends."""
+        if record.status == "cancelling":
+            return "cancelled"
+        assert self._room is not None
+        runner = BatchRunner(
+            self._post, outputs, room=self._room, urls=(record.endpoint,), counts=counts
+        )
+        with self._input_path(record).open("rb") as file:
+            lines = read_lines(file, self._max_line)
+            answering = asyncio.ensure_future(runner.run(lines))
+            self._answering[record.id] = answering
+            try:
+                left = max(0.0, record.expires_at - self._now())
+                await asyncio.wait({answering}, timeout=left)
+                if answering.done() and not answering.cancelled():
+                    answering.result()
+                    return "completed"
+                expired = not answering.done()
+            finally:
+                del self._answering[record.id]
+                answering.cancel()
+                await _to_the_end(asyncio.wait({answering}))
+        return "expired" if expired else "cancelled"
+
+    async def _end(self, batch_id: str, ending: Status, counts: Counts) -> BatchRecord:
+        """Notes that nothing is answered any more."""
+        results = {"ending": ending, "completed": counts.answered, "failed": counts.failed}
+        now = int(self._now())
+        record = await self._change(
+            batch_id, ("in_progress",), status="finalizing", finalizing_at=now, **results
+        )
+        if record.status == "cancelling":
+            results["ending"] = "cancelled"
+            record = await self._change(batch_id, ("cancelling",), **results)
+        return record
+
+    def _write_rest(self, record: BatchRecord) -> None:
+        """Writes the output of lines that were not answered. Runs on a thread."""
+        assert record.ending is not None
+        reason = _UNANSWERED[record.ending]
+        rest: list[Output] = []
+        outputs = Outputs(*self._output_paths(record))
+        try:
+            with self._input_path(record).open("rb") as file:
+                for line in read_lines(file, self._max_line):
+                    if outputs.is_done(line):
+                        continue
+                    custom_id = parse(line, (record.endpoint,)).custom_id
+                    error = LineError(reason.code, f"{reason}", custom_id)
+                    rest.append(Output(error_line(line, error), False))
+                    if len(rest) == _AT_ONCE:
+                        outputs.write(rest)
+                        rest.clear()
+            outputs.write(rest)
+        finally:
+            outputs.close()
+
+    async def _publish(self, record: BatchRecord) -> None:
+        """Makes the output files of the API, and ends the batch."""
+        assert record.ending is not None
+        changes: dict[str, Any] = {"status": record.ending}
+        now = int(self._now())
+        changes[f"{record.ending}_at"] = now
+        if record.kind == "openai":
+            expires_after = record.output_expires_after
+            expires_at = None if expires_after is None else now + expires_after
+            for name, word in (("output_file_id", "output"), ("error_file_id", "error")):
+                file_id = getattr(record, name)
+                path = self.folder.data_path(file_id)
+                size = path.stat().st_size if path.exists() else 0
+                if size:
+                    filename = f"{record.id}_{word}.jsonl"
+                    file = StoredFile(file_id, filename, "batch_output", size, now, expires_at)
+                    await asyncio.to_thread(self.folder.publish, file)
+                else:
+                    path.unlink(missing_ok=True)
+                    changes[name] = None
+        record = await self._change(record.id, ("finalizing", "cancelling"), **changes)
+        logger.info(
+            "batch %s is %s: %d of %d lines answered, %d failed",
+            record.id, record.status, record.completed, record.total, record.failed,
+        )  # fmt: skip
+
+    async def _fail(self, batch_id: str, errors: list[dict[str, Any]]) -> None:
+        now = int(self._now())
+        among: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+        with contextlib.suppress(OSError):  # (of a full disk; it is tried again after a restart)
+            await self._change(
+                batch_id, among, status="failed", failed_at=now, errors=errors,
+                output_file_id=None, error_file_id=None,
+            )  # fmt: skip
+        logger.error("batch %s failed: %s", batch_id, errors[0]["message"])
+
+    # Where things are.
+
+    def _input_path(self, record: BatchRecord) -> Path:
+        if record.input_file_id is None:
+            return self.folder.batch_path(record.id, "input")
+        return self.folder.data_path(record.input_file_id)
+
+    def _output_paths(self, record: BatchRecord) -> tuple[Path, Path]:
+        """Of the answers, and of everything else."""
+        if record.kind == "openai":
+            assert record.output_file_id is not None and record.error_file_id is not None
+            of = self.folder.data_path
+            return of(record.output_file_id), of(record.error_file_id)
+        of_batch = self.folder.batch_path
+        return of_batch(record.id, "answers"), of_batch(record.id, "failures")
+
+    def results(self, record: BatchRecord) -> Iterator[bytes]:
+        """The output lines of a batch that is no file of the API."""
+        for path in self._output_paths(record):
+            if path.exists():
+                with path.open("rb") as file:
+                    yield from file
+
+
+def new_batch_id(prefix: str) -> str:
+    """An id that cannot be guessed."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _described(code: str, message: str, line: int | None = None) -> dict[str, Any]:
+    return {"code": code, "line": line, "message": message, "param": None}
+
+
+async def _to_the_end(work: Any) -> None:
+    """Waits for something, also if the waiting task is cancelled; passes that on then."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError

@@ -1,0 +1,65 @@
+"""Puts batches into an application: the folder, and the application that answers the lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
+
+from mlx_paged.server.batches.folder import Folder
+from mlx_paged.server.batches.in_process import InProcess
+from mlx_paged.server.batches.manager import BatchManager
+from mlx_paged.server.batches.runner import SPARE
+from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
+from mlx_paged.server.context import Context
+from mlx_paged.server.middleware import RequestMiddleware
+
+
+def add_batches(
+    context: Context,
+    routes: Sequence[BaseRoute],
+    exception_handlers: Mapping[Any, Callable[..., Any]],
+) -> None:
+    """Gives a server the batches of its folder.
+
+    Lines are answered by the same routes, without the checks of clients: who made the batch passed
+    them. They are neither logged nor part of the server's load.
+
+    Raises:
+        InvalidParameterError: the folder cannot be used.
+    """
+    assert context.config.files_dir is not None
+    inner = Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(
+                RequestMiddleware, context.metrics,
+                log=False, paths=(), generating=(), on_end=context.release_body,
+            )
+        ],
+        exception_handlers=dict(exception_handlers),
+    )  # fmt: skip
+    inner.state.context = context
+    folder = Folder(Path(context.config.files_dir))
+    try:
+        context.batches = BatchManager(folder, InProcess(inner, background=True).post)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def start_batches(context: Context) -> None:
+    """Goes on with unfinished batches; the engine is ready."""
+    if context.batches is None:
+        return
+    most, limit = context.config.max_batch_lines, context.renderer.max_model_len
+    context.batches.start(
+        context.engine.engine.config.max_num_seqs + SPARE if most is None else most,
+        context.max_body_size,
+        partial(BodyBounds, max(MAX_TOKEN_IDS, limit or 0), limit, is_in_line=True),
+    )
