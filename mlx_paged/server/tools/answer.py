@@ -185,7 +185,7 @@ class AnswerReader:
         Args:
             is_cut: whether something else than the model ended it, such as ``max_tokens``.
         """
-        for event in self._rest():
+        for event in self._rest(is_cut=is_cut):
             if isinstance(event, ContentText) and self._is_calls and is_cut:
                 continue  # the beginning of a call that nobody can make
             if isinstance(event, CallEnd) and event.lacks_end and is_cut:
@@ -198,10 +198,15 @@ class AnswerReader:
                     self.answer.add(event, self._tools)
                     yield event
 
-    def _rest(self) -> Iterator[Event]:
-        for lexeme in self._lexer.finish():
+    def _rest(self, *, is_cut: bool) -> Iterator[Event]:
+        for lexeme in self._lexer.finish(is_cut=is_cut):
             yield from self._parsed(lexeme)
-        yield from self._without_end(self._parser.finish())
+        for event in self._without_end(self._parser.finish()):
+            if is_cut and isinstance(event, ContentText):
+                event = ContentText(self._lexer.without_call(event.text))
+                if not event.text:
+                    continue
+            yield event
 
     def _count(self, is_reasoning: bool | None) -> None:
         """Counts the tokens that were undecided, once it is known what they are."""

@@ -137,7 +137,9 @@ class ChannelParser:
     def _give(self, events: Iterable[Event], out: list[Event]) -> None:
         for event in events:
             if isinstance(event, ContentText):
-                if not event.text.strip() and Body.TEXT not in self._has_written:
-                    continue
+                if Body.TEXT not in self._has_written:
+                    event = ContentText(event.text.lstrip())
+                    if not event.text:
+                        continue
                 self._has_written.add(Body.TEXT)
             out.append(event)

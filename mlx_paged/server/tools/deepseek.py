@@ -84,6 +84,10 @@ def _name_of(head: str, tail: str) -> tuple[str, None] | None:
     """The name is in front of the separator, or in the line after it."""
     line, _, code = tail.strip().partition("\n")
     name = line.strip().removesuffix("```json").strip() or head.strip()
-    if _NAME.fullmatch(name) is None or code.strip() not in ("", "```json", "```"):
+    if (
+        len(head.split()) > 1
+        or _NAME.fullmatch(name) is None
+        or code.strip() not in ("", "```json", "```")
+    ):
         return None
     return name, None

@@ -95,7 +95,8 @@ class FunctionGemmaFormat(Gemma4Format):
 class GemmaParser:
     """Reads calls in this notation and writes their arguments as JSON, piece by piece.
 
-    A string without quotes ends at a comma only if a key follows.
+    A string without quotes ends at a comma only if a key follows. Text where the notation has no
+    place for any comes out behind the call.
 
     Args:
         begin, end: markers around a call. A line may begin with a call without its marker.
@@ -122,6 +123,9 @@ class GemmaParser:
         self._in_key = False
         self._is_quoted = False
         self._has_value = False  # after a value: a comma or a bracket follows
+        self._is_empty = False  # the open string
+        self._space: str | None = None  # behind an empty string, if its quotes may be one, doubled
+        self._stray: list[str] = []  # text in the call where there is no place for it
         self._pending: str | None = None  # a value without quotes that may go on
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
@@ -140,12 +144,13 @@ class GemmaParser:
                 out.append(ContentText(self._marker + self._head))
         elif self._state == self._in_arguments:
             pieces: list[str] = []
+            self._settle(Lexeme("", True), pieces)
             if self._pending is not None or (self._text and not self._in_key):
                 self._end_value(pieces)
             _give(pieces, out)
-            out.append(CallEnd(is_complete=False))
+            self._end_call(out, is_complete=False)
         elif self._state == self._after_arguments:
-            out.append(CallEnd())
+            self._end_call(out)
         self._state = self._outside
         return out
 
@@ -231,6 +236,11 @@ class GemmaParser:
     def _in_arguments(self, lexeme: Lexeme, out: list[Event]) -> None:
         pieces: list[str] = []
         rest = ""
+        if self._space is not None:
+            if not lexeme.is_marker and not lexeme.text.strip():
+                self._space += lexeme.text
+                return
+            self._settle(lexeme, pieces)
         if lexeme.is_marker and lexeme.text == self._quote:
             self._at_quote(pieces)
         elif self._is_quoted:
@@ -241,7 +251,7 @@ class GemmaParser:
             self._follows_call = True
             self._end_value(pieces)
             _give(pieces, out)
-            out.append(CallEnd(is_complete=False))
+            self._end_call(out, is_complete=False)
             return
         else:
             rest = self._read(lexeme.text, pieces)
@@ -255,27 +265,56 @@ class GemmaParser:
         if lexeme.is_marker or lexeme.text.strip():
             self._state = self._outside
             self._follows_call = True
-            out.append(CallEnd())
+            self._end_call(out)
             if lexeme != (self._end, True):
                 self._outside(lexeme, out)
 
+    def _end_call(self, out: list[Event], *, is_complete: bool = True) -> None:
+        out.append(CallEnd(is_complete))
+        stray, self._stray = " ".join("".join(self._stray).split()), []
+        if stray:
+            out.append(ContentText(stray))
+
+    def _settle(self, lexeme: Lexeme, pieces: list[str]) -> None:
+        """What follows an empty string shows whether it is one, or its quote was written twice."""
+        space, self._space = self._space, None
+        if space is None:
+            return
+        if lexeme.is_marker or lexeme.text.lstrip()[0] in ",}]":
+            pieces.append('"')
+        else:
+            self._is_quoted, self._has_value = True, False
+            self._add_quoted(space, pieces)
+
+    def _take_stray(self) -> None:
+        """The text without quotes that came last has no place here."""
+        self._stray += [*self._text, " "] if not self._is_blank else []
+        self._text, self._is_blank = [], True
+
     def _at_quote(self, pieces: list[str]) -> None:
         if self._in_key:
+            if not self._is_quoted:
+                self._take_stray()
             self._is_quoted = not self._is_quoted
             self._quoted_key = None if self._is_quoted else "".join(self._text)
             self._text = []
         elif not self._is_quoted and not self._has_value:
+            self._take_stray()
             self._separate(pieces)
             pieces.append('"')
-            self._is_quoted = True
+            self._is_quoted = self._is_empty = True
         elif self._is_quoted:
-            pieces.append('"')
+            if self._is_empty:
+                self._space = ""
+            else:
+                pieces.append('"')
             self._is_quoted, self._has_value = False, True
 
     def _add_quoted(self, text: str, pieces: list[str]) -> None:
         if self._in_key:
             self._text.append(text)
         else:
+            self._is_empty = self._is_empty and not text
             pieces.append(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _read(self, text: str, pieces: list[str]) -> str:
@@ -284,7 +323,9 @@ class GemmaParser:
         while at < len(text) and self._open:
             found = _SYNTAX.search(text, at)
             end = len(text) if found is None else found.start()
-            if not self._has_value:
+            if self._has_value:
+                self._stray.append(text[at:end])
+            else:
                 self._add_plain(text[at:end])
             at = end + 1
             if found is None:
@@ -308,7 +349,9 @@ class GemmaParser:
                     self._begin_key() if self._open[-1] == "{" else self._begin_value()
                 else:
                     self._close(pieces)
-            elif not self._has_value:  # a colon, or a bracket within a word
+            elif self._has_value:
+                self._stray.append(c)
+            else:  # a colon, or a bracket within a word
                 self._add_plain(c)
         return text[at:]
 
@@ -328,6 +371,8 @@ class GemmaParser:
                 self._add_plain(f"{pending},{text}:")
                 return
             self._end_pending(pieces)
+            if quoted is not None:
+                self._take_stray()
             self._key = key
             self._begin_value()
         elif c == "}" and (self._is_blank or pending is not None):

@@ -24,6 +24,7 @@ from mlx_paged.server.tools.events import (
     ReasoningText,
 )
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
+from mlx_paged.server.tools.json_blocks import CLOSERS
 from mlx_paged.server.tools.json_calls import JsonArguments
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
@@ -121,6 +122,7 @@ class HarmonyParser:
         self._arguments = JsonArguments()
         self._has_begun = False  # the open call
         self._space: list[str] = []  # before a call's arguments
+        self._after: list[str] = []  # the text behind them
         self.in_reasoning = False
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
@@ -136,7 +138,12 @@ class HarmonyParser:
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         if self._state == self._in_header:
-            self._end_header(out)
+            header = "".join(self._header)
+            is_cut = START in header or (CHANNEL in header and _channel(header) != "final")
+            if not (is_cut and _may_be_header(header)):
+                self._end_header(out)
+            else:
+                self._begin_message(_split(header)[0])
         if self._state == self._in_call:
             self._end_call(out, is_cut=True)
         self._state = self._between
@@ -178,7 +185,7 @@ class HarmonyParser:
     def _begin_message(self, header: str) -> None:
         self._header = []
         role = header.removeprefix(START).split(CHANNEL)[0]
-        channel = found[1] if (found := _CHANNEL.search(header)) else "final"
+        channel = _channel(header)
         recipient = found[1] if (found := _RECIPIENT.search(header.replace(CHANNEL, " "))) else ""
         self._make = ReasoningText if channel == "analysis" else ContentText
         self._is_new = True
@@ -188,6 +195,7 @@ class HarmonyParser:
         if is_ours and name in self._known:
             self._name = name
             self._arguments, self._has_begun, self._space = JsonArguments(), False, []
+            self._after = []
             self._state = self._in_call
 
     def _leaves(self, lexeme: Lexeme) -> bool:
@@ -221,10 +229,11 @@ class HarmonyParser:
             self._leave(lexeme)
             return
         if arguments.has_ended:
+            self._after.append("" if lexeme.is_marker else lexeme.text)
             return
         text = "".join(self._space) + lexeme.text
         self._space = []
-        if not text.strip():
+        if not (text.strip() or arguments.has_begun or "".join(arguments.raw).strip()):
             self._space = [text]
             return
         at, piece = arguments.take(text)
@@ -236,6 +245,7 @@ class HarmonyParser:
             self._begin_call(out)
         if piece:
             out.append(CallArguments(piece))
+        self._after.append(text[at:])
 
     def _begin_call(self, out: list[Event]) -> None:
         out.append(CallBegin(self._name))
@@ -251,6 +261,9 @@ class HarmonyParser:
         elif is_empty and not is_cut:
             out.append(CallArguments("{}"))
         out.append(CallEnd(arguments.is_complete or (is_empty and not is_cut)))
+        if "".join(self._after).strip(CLOSERS):
+            self._make, self._is_new = ContentText, True
+            self._write("".join(self._after).strip(), out)
 
     def _between(self, lexeme: Lexeme, out: list[Event]) -> None:
         """After a message."""
@@ -259,7 +272,12 @@ class HarmonyParser:
         elif not lexeme.is_marker and lexeme.text.strip():
             self._make, self._is_new = ContentText, True
             self._state = self._in_text
-            self._write(lexeme.text, out)
+            self._write(lexeme.text.lstrip(), out)
+
+
+def _channel(header: str) -> str:
+    found = _CHANNEL.search(header)
+    return found[1] if found is not None else "final"
 
 
 def _split(text: str) -> tuple[str, str]:

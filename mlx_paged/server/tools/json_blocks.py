@@ -41,6 +41,7 @@ class CallBlockParser:
         self._calls: CallsReader | None = None  # of the open block
         self._marker = ""  # with which it began
         self._follows_call = False
+        self._awaits_end = False  # text came before the end of a block with calls
 
     @property
     def in_string(self) -> bool:
@@ -55,8 +56,9 @@ class CallBlockParser:
             if text in self._begin:
                 self._begin_block(text, out)
                 return out
-            if text in self._end and (calls is not None or self._follows_call):
+            if text in self._end and (calls is not None or self._follows_call or self._awaits_end):
                 self._close(out, text)
+                self._awaits_end = False
                 return out
         at = 0
         if calls is not None:
@@ -69,6 +71,7 @@ class CallBlockParser:
 
     def _begin_block(self, marker: str, out: list[Event]) -> None:
         calls, before = self._calls, ""
+        self._awaits_end = False
         if calls is not None and not calls.num_calls:
             read = calls.unread()
             if read.strip():
@@ -90,6 +93,7 @@ class CallBlockParser:
             if at == len(text):
                 return at
         self._close(out, rest=text[at:])
+        self._awaits_end = self._follows_call and bool(self._end)
         return at
 
     def passes(self, text: str) -> bool:

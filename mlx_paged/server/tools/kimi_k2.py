@@ -30,6 +30,7 @@ class KimiK2Format(ToolFormat):
         arguments="<|tool_call_argument_begin|>",
         call_end="<|tool_call_end|>",
         block=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        hides_text=True,
     )
     markers = marks.all
     begins_call = (marks.block[0], marks.call)

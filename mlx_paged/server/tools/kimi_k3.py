@@ -48,6 +48,7 @@ class KimiK3Format(TaggedFormat):
         value_end="<|close|>argument<|sep|>",
         blocks=((_TOOLS, _TOOLS_END),),
         newline="",
+        attributes=r'\s*(?:index="[^"]*")?\s*<\|sep\|>',
         others=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
     )
     markers = (*tags.markers, _TEXT, *_ENDS)

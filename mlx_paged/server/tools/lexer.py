@@ -7,6 +7,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+# An object or an array that may be a call, also in a block of code or behind another call.
+_BRACKET = re.compile(r"[\s,;]*(?:```\w*\s*)?[\[{]")
+_PROSE = re.compile(r"\s*[^\W\d_][\w'-]*[,.;:!?]?\s+[^\W\d_]")  # two words
+
 
 class Lexeme(NamedTuple):
     """A marker, or a piece of text without any.
@@ -57,6 +61,7 @@ class Lexer:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         markers = dict.fromkeys(markers)
+        self._markers = list(markers)
         self._tokens = {vocabulary[text]: (text, True) for text in markers if text in vocabulary}
         spelled = sorted((m for m in markers if m not in vocabulary), key=len, reverse=True)
         for token, text in (skipped or {}).items():
@@ -100,10 +105,14 @@ class Lexer:
         self._held += text
         return self._cut()
 
-    def finish(self) -> Iterator[Lexeme]:
+    def finish(self, *, is_cut: bool = False) -> Iterator[Lexeme]:
         """The answer has ended: what was held back is text.
 
         A marker whose text never came is the token that ended the answer.
+
+        Args:
+            is_cut: the model would have gone on, so the beginning of a marker is no text. (A single
+                character, or a word, is.)
         """
         while self._awaited:
             awaited = self._awaited.popleft()
@@ -112,8 +121,25 @@ class Lexer:
             self._held = ""
             if awaited.is_marker:
                 yield Unseen(awaited.text, True)
-        yield from self._text(self._held, is_whole=True)
-        self._held = ""
+        held, self._held = self._held, ""
+        is_marker = held in self._beginnings and len(held) > 1 and not _is_words(held)
+        if not (is_cut and is_marker):
+            yield from self._text(held, is_whole=True)
+
+    def without_call(self, text: str) -> str:
+        """The text that a parser held when an answer was cut, without the beginning of a call.
+
+        That begins with a marker or a bracket. Words that a model wrote behind the marker stay.
+        """
+        if _BRACKET.match(text):
+            return ""
+        places = [at for marker in self._markers if (at := text.find(marker)) >= 0]
+        if not places:
+            return text
+        before, rest = text[: min(places)], text[min(places) :]
+        for marker in sorted(self._markers, key=len, reverse=True):
+            rest = rest.replace(marker, "")
+        return before + rest if _PROSE.match(rest) else before
 
     def _await(self, text: str, is_marker: bool) -> None:
         num_before = 0
@@ -176,6 +202,10 @@ class Lexer:
             if text[at:] in self._beginnings:
                 return at
         return len(text)
+
+
+def _is_words(text: str) -> bool:
+    return all(c.isalnum() or c.isspace() for c in text)
 
 
 def _overlap(text: str, marker: str) -> int:

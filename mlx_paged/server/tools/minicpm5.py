@@ -103,3 +103,9 @@ class MiniCpm5Parser(TaggedParser):
         else:
             closing, self._closing = self._closing, None
             yield from self._add("".join(closing) + lexeme.text)
+
+    def _not_ended(self, lexeme: Lexeme) -> Iterator[Event]:
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            yield from self._add("".join(closing))
+        yield from super()._not_ended(lexeme)

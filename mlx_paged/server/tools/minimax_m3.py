@@ -102,7 +102,7 @@ class MinimaxM3Parser:
     """Reads tags, and writes their values as JSON, piece by piece.
 
     A tag counts where the syntax has a place for it; anywhere else it is text. One that closes an
-    outer value closes those within it, too.
+    outer value closes those within it, too. Text where no value is comes out behind the call.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -114,6 +114,7 @@ class MinimaxM3Parser:
         self._raw: list[str] = []  # of a block without a call
         self._follows_block = False
         self._keys: set[str] = set()  # parameters of the open call
+        self._stray: list[str] = []  # text in it where there is no place for any
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         text, is_marker = lexeme
@@ -145,13 +146,19 @@ class MinimaxM3Parser:
             is_complete = len(self._open) == 1 and self._has_required()
             if is_complete:
                 yield from self._close()
-            yield CallEnd(is_complete)
+            yield CallEnd(is_complete, lacks_end=True)
+            yield from self._beside_call()
             self._open = []
         else:
             yield from self._leave_block()
             if tag:
                 yield ContentText(_TOKEN + tag)
         self._in_block = False
+
+    def _beside_call(self) -> Iterator[Event]:
+        stray, self._stray = "".join(self._stray).replace(_TOKEN, " ").strip(), []
+        if stray:
+            yield ContentText(stray)
 
     def _has_required(self) -> bool:
         return self._keys >= set(self._root.get("required") or ())
@@ -184,6 +191,8 @@ class MinimaxM3Parser:
                 yield from self._give(json.dumps(text, ensure_ascii=False)[1:-1])
             else:
                 value.text.append(text)
+        else:
+            self._stray.append(text)
 
     def _at(self, tag: str) -> Iterator[Event]:
         """A tag after a token."""
@@ -226,6 +235,7 @@ class MinimaxM3Parser:
             while self._open:
                 yield from self._close()
             yield CallEnd()
+            yield from self._beside_call()
             self._follows_block = self._in_block = self._in_block or tag == _INVOKE_END
             if tag != _INVOKE_END:
                 yield from self._at(tag)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -26,6 +27,7 @@ from mlx_paged.server.tools.lexer import Lexeme
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _ID_CHARACTERS = string.ascii_letters + string.digits
+_CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 _LONGEST_NAME = 256  # characters, with space around it
 
 
@@ -193,18 +195,31 @@ class MistralParser:
                 self._in_text(Lexeme(text[bracket:]), out)
 
     def _in_id(self, lexeme: Lexeme, out: list[Event]) -> None:
-        self._raw.append(lexeme.text)
         if lexeme == (_ARGUMENTS, True):
+            self._raw.append(lexeme.text)
             self._begin_arguments()
-        else:
-            self._id += lexeme.text
+            return
+        before, bracket, rest = lexeme.text.partition("{")
+        self._raw.append(before)
+        self._id += before
+        if bracket:  # (without [ARGS])
+            self._begin_arguments()
+            self._in_arguments(Lexeme(bracket + rest), out)
+        elif len(self._id) > _LONGEST_NAME:
+            self._as_text(out)
 
     def _begin_arguments(self) -> None:
         self._arguments, self._has_begun = JsonArguments(), False
         self._state = self._in_arguments
 
     def _begin(self, out: list[Event]) -> None:
-        out.append(CallBegin(self._name.strip(), self._id.strip() or new_id()))
+        # (Of several words one is the id, and the others are text.)
+        words = self._id.split()
+        call_id = next((word for word in words if _CALL_ID.fullmatch(word)), "")
+        call_id = call_id or (words[0] if len(words) == 1 else "")
+        if rest := " ".join(word for word in words if word != call_id):
+            out.append(ContentText(rest))
+        out.append(CallBegin(self._name.strip(), call_id or new_id()))
         self._raw = []
         self._has_begun = True
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
+from mlx_paged.server.tools.json_blocks import CLOSERS
 from mlx_paged.server.tools.json_calls import JsonArguments
 from mlx_paged.server.tools.lexer import Lexeme
 
 _LONGEST_HEAD = 512  # characters between a call's marker and its arguments
+
+_AFTER = CLOSERS + "`"  # what may be left over after arguments
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Marks:
         block: Around all calls; "" for nothing.
         others: Markers without a meaning of their own: in a head they are a part of it, between
             calls they are left out.
+        hides_text: Whether text between the block's marker and a call's is left out.
     """
 
     call: str
@@ -31,6 +35,7 @@ class Marks:
     call_end: str
     block: tuple[str, str]
     others: tuple[str, ...] = ()
+    hides_text: bool = False
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -42,8 +47,8 @@ class Marks:
 class NamedJsonParser:
     """Reads calls whose arguments are JSON objects.
 
-    What is between the markers of a call but is no tool's name and no object is text. Markers that
-    models write twice, or once too often behind a call, are not.
+    What is between the markers of a call but is no tool's name and no object is text, and so is
+    text between calls. Markers that models write twice, or once too often behind a call, are not.
 
     Args:
         marks: the family's markers.
@@ -63,6 +68,8 @@ class NamedJsonParser:
         self._known: Collection[str] = {tool.name for tool in tools}
         self._state: Callable[[Lexeme, list[Event]], None] = self._outside
         self._raw: list[str] = []  # what was read and may be no call
+        self._noise: list[str] = []  # the text in it that is no part of a call
+        self._after = ""  # the text behind the arguments of the open call
         self._head: list[str] = []  # of the open call, before its arguments
         self._num_head = 0
         self._tail: list[str] | None = None  # the part of it after the marker
@@ -91,6 +98,8 @@ class NamedJsonParser:
         elif self._state == self._in_head and self._named_tool() is not None:
             self._begin(out)
             out.append(CallEnd(is_complete=False))
+        elif self._state == self._in_block and self._follows_call:
+            self._noise_as_text(out)
         elif not self._follows_call or "".join(self._raw).strip() not in ("", *self._marks.all):
             self._as_text(out)
         self._state = self._outside
@@ -127,8 +136,13 @@ class NamedJsonParser:
             if self._raw and not self._follows_call:  # a block without a call
                 self._raw.append(lexeme.text)
                 self._as_text(out)
-            self._raw = []
+            self._noise_as_text(out)
             self._state = self._outside
+        elif lexeme == (marks.arguments, True) and "".join(self._noise).strip():
+            self._raw.append(lexeme.text)  # the call's marker is missing
+            head, self._noise = self._noise, []
+            self._begin_head()
+            self._head, self._tail = head, []
         elif self._is_end(lexeme) and self._follows_call:
             return
         elif lexeme == (marks.block[0], True) or self._is_other(lexeme):  # once more
@@ -136,8 +150,9 @@ class NamedJsonParser:
         elif lexeme.is_marker:
             self._no_call(out)
             self._outside(lexeme, out)
-        else:  # (Some models write text into the block, which means nothing if a call follows.)
+        else:
             self._raw.append(lexeme.text)
+            self._noise.append(lexeme.text)
             if sum(len(text.strip()) for text in self._raw) > _LONGEST_HEAD:
                 self._no_call(out)
 
@@ -189,12 +204,21 @@ class NamedJsonParser:
         found = self._named_tool()
         assert found is not None
         name, call_id = found
+        if self._marks.hides_text and not self._follows_call:
+            self._noise = []
+        self._noise_as_text(out)
         # (An id that was there before would not tell calls apart.)
         out.append(CallBegin(name, call_id if call_id not in self._ids else None))
         if call_id is not None:
             self._ids.add(call_id)
-        self._raw = []
         self._has_begun = True
+
+    def _noise_as_text(self, out: list[Event]) -> None:
+        """Text between calls."""
+        noise, self._raw, self._noise = "".join(self._noise).strip(), [], []
+        if noise:
+            self._follows_call = False
+            out.append(ContentText(noise))
 
     def _no_call(self, out: list[Event]) -> None:
         self._follows_call = False
@@ -202,7 +226,7 @@ class NamedJsonParser:
         self._state = self._outside
 
     def _as_text(self, out: list[Event]) -> None:
-        raw, self._raw = "".join(self._raw), []
+        raw, self._raw, self._noise = "".join(self._raw), [], []
         if raw:
             out.append(ContentText(raw))
 
@@ -216,6 +240,7 @@ class NamedJsonParser:
                 self._in_block(lexeme, out)
             return
         if arguments.has_ended:
+            self._after += "" if lexeme.is_marker else lexeme.text
             return
         at, piece = arguments.take(lexeme.text)
         if arguments.has_failed:
@@ -228,6 +253,7 @@ class NamedJsonParser:
             self._begin(out)
         if piece:
             out.append(CallArguments(piece))
+        self._after = lexeme.text[at:]
 
     def _end_call(self, out: list[Event]) -> None:
         """The open call ends; where its arguments have not, they are cut."""
@@ -237,3 +263,6 @@ class NamedJsonParser:
             out.append(CallArguments(rest))
         out.append(CallEnd(self._arguments.is_complete))
         self._follows_call = True
+        after, self._after = self._after.strip(_AFTER), ""
+        if after:
+            out.append(ContentText(after))

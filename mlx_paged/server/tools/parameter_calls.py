@@ -375,7 +375,7 @@ class ParameterCalls:
             is_complete = self._has_required()
         if is_complete:
             self._give("}" if self._seen else "{}", out)
-        out.append(CallEnd(is_complete))
+        out.append(CallEnd(is_complete, lacks_end=True))
         self._state, self._text = "head", ""
 
     def unread(self) -> str:

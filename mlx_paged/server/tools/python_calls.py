@@ -187,14 +187,28 @@ class PythonCalls:
                 self._give(self._writer.end())
             self._add_end(is_complete=False)
             self._in_call = False
+        elif self._state == self._in_name and self._begins_name():
+            self._raw = []
+        elif (
+            self._state in (self._in_key, self._after_key)
+            and self._name in self._parameters
+            and not self.has_ended
+        ):
+            self._begin_call()
+            self._add_end(is_complete=False)
+            self._in_call = False
         self.has_ended = True
+
+    def _begins_name(self) -> bool:
+        """Whether the name that was read last may be the beginning of a tool's."""
+        return any(name.startswith(self._name) for name in self._parameters)
 
     def unread(self) -> str:
         """What was read and is no call; it is forgotten."""
-        is_needed = self._skipped or not self.num_calls or self._is_skipped
-        raw = "".join([*self._skipped, *self._raw]) if is_needed else ""
+        raw = "".join([*self._skipped, *self._raw])
+        is_needed = not self.num_calls or re.search(r"\w", raw) is not None
         self._skipped, self._raw = [], []
-        return raw
+        return raw if is_needed else ""
 
     def _give(self, text: str) -> None:
         if text and not self._is_skipped:

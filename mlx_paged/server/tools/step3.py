@@ -31,6 +31,7 @@ class Step3Format(TaggedFormat):
         value_end="</steptml:parameter>",
         blocks=(("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"), (_BEGIN, _END)),
         others=(_BEGIN, _SEPARATOR, _END),
+        words=("function",),
         before_call=f"{_BEGIN}function{_SEPARATOR}",
         after_call=_END,
     )

@@ -26,6 +26,7 @@ from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforce
 from mlx_paged.server.tools.schemas import ArgumentsWriter, Schema, properties_of, types_of
 
 _LONGEST_NAME = 256  # characters; what is longer is no name
+_LONGEST_KEY = 2 * _LONGEST_NAME  # with what ends it
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class Tags:
         has_shared_block: Whether all calls are in one block; otherwise each has its own.
         newline: Between tags, as the chat template writes it.
         trims_newlines: Whether a newline at either end of a value belongs to the tags.
-        others: Tags without a meaning of their own: they are left out around calls and keys, and so
-            are words between them.
+        others: Tags without a meaning of their own: they are left out around calls and keys.
+        words: Words beside them that have none, either.
+        attributes: A regular expression of what may follow a name and has none, either.
         before_call, after_call: Text around a call, as the chat template writes it: others of the
             tags.
     """
@@ -63,6 +65,8 @@ class Tags:
     newline: str = "\n"
     trims_newlines: bool = False
     others: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    attributes: str = ""
     before_call: str = ""
     after_call: str = ""
 
@@ -181,7 +185,8 @@ class TaggedParser:
     A tag counts where the syntax has a place for it; anywhere else it is text. A value ends at its
     end tag only if another key, or the end of the call, follows, so a value may contain the tag.
     Where models leave out the end tag, the value ends before the key of another parameter of the
-    tool, or where the call ends.
+    tool, or where the call ends. Text where the syntax has no place for any comes out beside the
+    call.
 
     Args:
         tags: of the family.
@@ -200,6 +205,7 @@ class TaggedParser:
         self._state: _State = self._outside
         self._raw: list[str] = []  # what was read of a call that may be none
         self._noise: list[str] = []  # text in a block, before a call
+        self._stray: list[str] = []  # text in a call where there is no place for it
         self._name = ""
         self._missing: set[str] = set()  # the call's required parameters
         self._known: set[str] = set()  # those that its tool has
@@ -231,8 +237,8 @@ class TaggedParser:
         elif state == self._in_json_arguments:
             yield CallEnd(self._value.has_ended and not self._value.is_broken)
         elif state == self._in_block:
-            if self._noise or not self._follows_call:  # a block without a call is text
-                yield from self._as_content()
+            if self._noise or not self._follows_call:
+                yield from self._end_block("")
         elif state == self._in_name:
             name = self._name.strip()
             if name in self._tools and not self._tags.name_end:
@@ -247,12 +253,18 @@ class TaggedParser:
             if is_complete := self._missing <= self._keys:
                 yield CallArguments(self._writer.close())
             yield CallEnd(is_complete, lacks_end=True)
+            if self._tags.attributes and not self._keys:
+                self._stray = []  # (attributes that are cut)
+            yield from self._beside_call()
         else:
             if state in (self._in_held_key, self._in_held_end):
                 yield from self._add("".join(lexeme.text for lexeme in self._held))
             if state in (self._in_value, self._in_held_key, self._in_held_end):
                 yield from self._add_space()
             yield CallEnd(is_complete=False)
+            yield from self._beside_call()
+            if self._key and state in (self._in_key, self._before_value):
+                yield ContentText(self._tags.key + self._key)
 
     # States.
 
@@ -268,6 +280,8 @@ class TaggedParser:
             self._begin_name()
         elif self._is_other(lexeme):
             return
+        elif lexeme.is_marker and lexeme.text == self._block_end:
+            self._block_end = None
         elif not (self._follows_call and lexeme.is_marker and lexeme.text in self._ends):
             # (Behind a call an end tag is one too many.)
             self._follows_call = self._follows_call and not lexeme.text.strip()
@@ -282,9 +296,7 @@ class TaggedParser:
             self._raw.append(lexeme.text)
             self._begin_name()
         elif lexeme.is_marker and lexeme.text == self._block_end:
-            if self._raw:  # no call was there
-                self._raw.append(lexeme.text)
-                yield from self._as_content()
+            yield from self._end_block(lexeme.text)
             self._block_end = None
             self._state = self._outside
         elif self._takes_json and not lexeme.is_marker and lexeme.text.lstrip()[:1] in ("{", "["):
@@ -292,25 +304,48 @@ class TaggedParser:
             self._state = self._in_json
             yield from self._in_json(lexeme)
         elif self._is_other(lexeme):
-            # (Words between such tags are left out with them, if a call follows.)
-            self._raw += [lexeme.text] if self._raw or not self._follows_call else []
-            self._noise.clear()
+            self._raw.append(lexeme.text)
+            self._noise.append(" ")
         elif lexeme.is_marker and lexeme.text in self._block_ends:  # once more
             self._block_end = self._block_ends[lexeme.text]
             self._raw.append(lexeme.text)
         elif self._follows_call and lexeme.is_marker and lexeme.text in self._ends:
             return
-        elif not lexeme.text.strip():
-            self._raw += [lexeme.text] if self._raw else []
         elif not lexeme.is_marker and len("".join(self._noise) + lexeme.text) <= _LONGEST_NAME:
             self._raw.append(lexeme.text)
             self._noise.append(lexeme.text)
         else:
-            self._leave_block()
+            self._noise.append(lexeme.text)
             self._raw.append(lexeme.text)
-            self._follows_call = self._block_end is not None and self._follows_call
-            yield from self._as_content()
+            yield from self._end_block("")
             self._state = self._outside
+
+    @property
+    def _has_call(self) -> bool:
+        """Whether a call was in the open block."""
+        return not (self._raw and self._raw[0] in self._block_ends)
+
+    def _end_block(self, tag: str) -> Iterator[Event]:
+        """A block without a call is text, tags included; of another, what is left."""
+        if self._has_call:
+            yield from self._noise_as_content()
+            return
+        self._raw.append(tag)
+        self._block_end = None
+        yield from self._as_content()
+
+    def _noise_as_content(self, name: str = "") -> Iterator[Event]:
+        """Text between calls.
+
+        Args:
+            name: of the call that follows, which some models write beside it, too.
+        """
+        noise, self._raw, self._noise = "".join(self._noise), [], []
+        for word in (*self._tags.words, name) if self._tags.words else ():
+            noise = re.sub(rf"(?<!\S){re.escape(word)}(?!\S)", "", noise)
+        if noise := noise.strip():
+            self._follows_call = False
+            yield ContentText(noise)
 
     def _begin_name(self) -> None:
         self._name = ""
@@ -350,7 +385,7 @@ class TaggedParser:
 
     def _leave_block(self) -> None:
         """A block in which no call was is none: its end will be text."""
-        if self._raw and self._raw[0] in self._block_ends:
+        if not self._has_call:
             self._block_end = None
 
     def _no_call(self) -> Iterator[Event]:
@@ -368,10 +403,8 @@ class TaggedParser:
             yield ContentText(raw)
 
     def _begin_call(self, name: str) -> Iterator[Event]:
-        noise, self._raw, self._noise = "".join(self._noise).strip(), [], []
-        # (Text where only calls belong. A word beside tags without a meaning has none, either.)
-        if noise and not (self._tags.others and _is_name(noise)):
-            yield ContentText(noise)
+        yield from self._noise_as_content(name)
+        self._stray = []
         parameters = self._tools[name].parameters
         self._writer = ArgumentsWriter(parameters, trims_newlines=self._tags.trims_newlines)
         self._missing = set(parameters.get("required") or ())
@@ -381,7 +414,7 @@ class TaggedParser:
         yield CallBegin(name)
 
     def _in_arguments(self, lexeme: Lexeme) -> Iterator[Event]:
-        """Between a name or a value and the next key. (Other text there has no meaning.)"""
+        """Between a name or a value and the next key."""
         if not lexeme.is_marker and not self._keys and lexeme.text.lstrip()[:1] == "{":
             self._value = JsonValue()
             self._state = self._in_json_arguments
@@ -400,14 +433,40 @@ class TaggedParser:
             yield CallArguments(self._writer.close())
             yield from self._end_call()
             yield from self._state(lexeme)
+        elif not lexeme.is_marker:
+            self._stray.append(lexeme.text)
 
     def _end_call(self, *, is_complete: bool = True) -> Iterator[Event]:
         self._state = self._in_block if self._block_end is not None else self._outside
         self._follows_call = True
         yield CallEnd(is_complete)
+        yield from self._beside_call()
+
+    def _beside_call(self) -> Iterator[Event]:
+        """Text within the call that is none of its parts."""
+        text, self._stray = "".join(self._stray), []
+        if self._tags.attributes:
+            text = re.sub(self._tags.attributes, "", text)
+        if text := text.strip():
+            yield ContentText(text)
+
+    def _ends_key(self, lexeme: Lexeme) -> bool:
+        """Whether a tag shows that the key before it is none."""
+        tags = self._tags
+        others = (tags.key, tags.call, tags.call_end, tags.value_end, self._block_end)
+        return lexeme.is_marker and (lexeme.text in others or lexeme.text in self._block_ends)
+
+    def _no_key(self, lexeme: Lexeme) -> Iterator[Event]:
+        self._stray.append(f" {self._key} ")
+        self._key = ""
+        self._state = self._in_arguments
+        yield from self._in_arguments(lexeme)
 
     def _in_key(self, lexeme: Lexeme) -> Iterator[Event]:
         ends = dict(self._tags.key_ends)
+        if self._ends_key(lexeme) or len(self._key) > _LONGEST_KEY:
+            yield from self._no_key(lexeme)
+            return
         if lexeme.is_marker and self._tags.value:
             if lexeme.text in ends:
                 self._is_string = ends[lexeme.text]
@@ -439,6 +498,8 @@ class TaggedParser:
     def _before_value(self, lexeme: Lexeme) -> Iterator[Event]:
         if lexeme == (self._tags.value, True):
             yield from self._begin_value()
+        elif self._ends_key(lexeme):
+            yield from self._no_key(lexeme)
         elif not lexeme.is_marker and lexeme.text.strip():  # the value's tag is missing
             yield from self._begin_value()
             yield from self._in_value(Lexeme(lexeme.text.lstrip()))
@@ -617,7 +678,9 @@ class TaggedParser:
         if at < len(lexeme.text):
             yield from self._end_json("")
             self._state = self._outside
-            yield ContentText(lexeme.text[at:])
+            if self._follows_call and self._block_end is None:
+                self._block_end = self._tags.call_end
+            yield from self._outside(Lexeme(lexeme.text[at:]))
 
     def _end_json(self, tag: str) -> Iterator[Event]:
         assert self._json is not None
