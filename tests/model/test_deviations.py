@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.oracle_torch import MISSING
 from support.reference_configs import REFERENCES
-from support.reference_models import MISSING, TOLERANCE, differences
+from support.reference_models import TOLERANCE, differences
 
 # isort: split
 import mlx_lm

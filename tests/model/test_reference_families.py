@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from support.models import embedded
+from support.oracle_torch import MISSING
 from support.reference_configs import REFERENCES, TEXT_OF_MULTIMODAL, scaled_references
-from support.reference_models import MISSING, TOLERANCE, differences, save
+from support.reference_models import TOLERANCE, differences, save
 
 # isort: split
 from mlx_lm.utils import MODEL_REMAPPING

@@ -12,7 +12,8 @@ pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test i
 
 from PIL import Image
 from support.more_reference_vision import ALL_REFERENCES
-from support.reference_answers import MISSING, kind_of, log_probabilities, save
+from support.oracle_torch import MISSING
+from support.reference_answers import kind_of, log_probabilities, save
 
 from mlx_paged import LLM, SamplingParams, load
 

@@ -10,15 +10,8 @@ from typing import Any
 
 import numpy as np
 
-try:
-    import torch
-except ImportError:
-    torch = None
-
 from support.more_reference_vision import ALL_REFERENCES
-
-#: Why no test can run; None: transformers' models are there.
-MISSING = None if torch else "torch is not installed: pip install 'mlx-paged[oracle]'"
+from support.oracle_torch import oracle_torch
 
 _TYPES = {"image": 1, "video": 2, "audio": 3}
 # Values of what is stored with the weights, where a model begins with one that does nothing.
@@ -37,7 +30,7 @@ def save(name: str, path: Path, *, seed: int = 3) -> Any:
     from support.media_checkpoints import deepseek_vl, write_tokenizer
     from support.more_media_checkpoints import ALL_CHECKPOINTS
 
-    reference = ALL_REFERENCES[name]
+    reference, torch = ALL_REFERENCES[name], oracle_torch()
     path.mkdir(parents=True, exist_ok=True)
     checkpoint = {**ALL_CHECKPOINTS, "deepseek_vl": deepseek_vl}[reference.checkpoint]()
     ids = write_tokenizer(path, checkpoint)
@@ -76,7 +69,7 @@ def log_probabilities(
     Returns:
         The tokens, and ``[count, vocab_size]`` log-probabilities.
     """
-    reference = ALL_REFERENCES[name]
+    reference, torch = ALL_REFERENCES[name], oracle_torch()
     kinds = [kind_of(part) for part in parts]
     content = [
         {"type": "text", "text": part} if kind == "text" else {"type": kind}

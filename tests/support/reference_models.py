@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
 
 from support.metal_stand_ins import standing_in
 from support.models import embedded
+from support.oracle_torch import oracle_torch
 from support.parity import Driver, relative_rms
 from support.reference_configs import BASE, Reference
 
@@ -22,14 +22,6 @@ from mlx_paged.model.wrap import serve
 CHUNKS = (40, 10, 1, 1, 8)
 #: RMS of the logits' difference over that of the logits, float32.
 TOLERANCE = 1e-4
-#: Why transformers' models cannot be run; None: they can.
-MISSING = (
-    None
-    if importlib.util.find_spec("torch") is not None
-    else "transformers' models need torch: pip install 'mlx-paged[oracle]'"
-)
-
-
 _TOWERS = re.compile("vision|visual|projector|audio|image")
 
 
@@ -43,8 +35,9 @@ def save(reference: Reference, path: Path, *, seed: int = 0, original: bool = Tr
     Returns:
         transformers' model, in float32.
     """
-    import torch
     import transformers
+
+    torch = oracle_torch()
 
     fields = dict(reference.config) if reference.bare else {**BASE, **reference.config}
     fields.setdefault("eos_token_id", 2)
@@ -105,8 +98,7 @@ def differences(reference: Reference, path: Path, *, original: bool = True) -> l
 
 def reference_logits(model: Any, tokens: list[int]) -> np.ndarray:
     """``[len(tokens), vocab_size]`` by transformers, of the whole prompt at once."""
-    import torch
-
+    torch = oracle_torch()
     with torch.no_grad():
         found = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
     return found[0].float().numpy()
