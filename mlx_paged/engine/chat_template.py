@@ -5,6 +5,7 @@ mlx-lm's wrapper adds `enable_thinking` to every call, which overrides the defau
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def render_chat(
     }
     written_in_python = getattr(tokenizer, "_chat_template", None)  # (mlx_lm.chat_templates)
     if written_in_python is not None and chat_template is None:
-        return str(written_in_python(list(messages), tools=tools, **options))
+        return _called(written_in_python, messages, {"tools": tools, **options}, variables)
     if not _renders_as_transformers(inner):
         if chat_template is not None:
             options["chat_template"] = chat_template
@@ -65,12 +66,29 @@ def render_chat(
     return str(text)
 
 
+def _called(
+    program: Any, messages: Messages, options: dict[str, Any], variables: Mapping[str, Any]
+) -> str:
+    """The text that a program renders. It gets no variables that it does not have, as a template
+    reads none of those."""
+    while True:
+        try:
+            return str(program(list(messages), **options))
+        except TypeError as error:
+            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if found is None or found[1] not in options or found[1] not in variables:
+                raise
+            del options[found[1]]
+
+
+def is_program(tokenizer: Any) -> bool:
+    """True if a function renders a tokenizer's chats, in place of a Jinja template."""
+    inner = tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
+    has_own = getattr(tokenizer, "_chat_template", None) is not None
+    return has_own or not _renders_as_transformers(inner)
+
+
 def _renders_as_transformers(inner: Any) -> bool:
     """True if a tokenizer relies on a template to render chats."""
     function = getattr(inner.apply_chat_template, "__func__", None)
     return function is PreTrainedTokenizerBase.apply_chat_template
-
-
-def without_nulls(messages: Messages) -> list[dict[str, Any]]:
-    """Messages without the keys whose value is None, as transformers gives them to templates."""
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
+from mlx_paged.engine.chat.variables import possible_switches
 from mlx_paged.engine.template_probe import (
     CONTENT,
     REASONING,
@@ -50,8 +50,8 @@ def derive_reasoning(chat_template: str, vocabulary: Iterable[str] = ()) -> Reas
 
 def reasoning_of(probe: TemplateProbe) -> ReasoningMarkers | None:
     """The same for a template that is compiled already."""
-    switches: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": True}, {"thinking": True})
-    for variables in switches:
+    switches = ({each.name: each.on} for each in possible_switches(probe.source) if each.on)
+    for variables in ({}, *switches):
         prompt = prompt_of(probe, variables=variables)
         try:
             plain = probe.render([user_turn(), _answer()], variables=variables)

@@ -9,26 +9,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mlx_paged.engine import collector
-from mlx_paged.engine.chat_template import render_chat, without_nulls
+from mlx_paged.engine.chat.messages import messages_of
+from mlx_paged.engine.chat.renderer import ChatRenderer
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.guard import check_process
-from mlx_paged.engine.media.items import Content
 from mlx_paged.engine.media.loader import MediaLoader, loader_of
-from mlx_paged.engine.media.parts import content_of, sources_of
-from mlx_paged.engine.media.prompt import (
-    PreparedMedia,
-    chat_tokens,
-    check_kinds,
-    literal,
-    media_model_of,
-    prepare,
-    rendered,
-)
+from mlx_paged.engine.media.prompt import PreparedMedia, check_kinds, media_model_of, prepare
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.outputs import (
     EmbeddingRequestOutput,
@@ -153,11 +145,15 @@ class LLM:
             messages: one conversation (messages with `role` and `content`), or a sequence of them.
                 A content is a text, or a list of parts: OpenAI's (`text`, `image_url`, `video_url`,
                 `input_audio`), or `{"type": "image", "image": ...}` (also video, audio) with a
-                picture of Pillow, an array, bytes, a `pathlib.Path` or a URL.
+                picture of Pillow, an array, bytes, a `pathlib.Path` or a URL. Answers may have
+                `tool_calls` and `reasoning`. What the chat template does not take is written
+                differently, as the server does it; a warning names what is lost.
             params: for all conversations, or one for each.
 
         Raises:
             InvalidMediaError: an item that cannot be used, or that the model does not take.
+            InvalidParameterError: a message that cannot be, or a model without a chat template.
+            TemplateRefusal: the template takes a conversation in no form.
         """
         return self.generate(self.chat_prompts(messages), params)
 
@@ -282,6 +278,11 @@ class LLM:
 
         Args:
             messages: see `chat`.
+
+        Raises:
+            InvalidMediaError: see `chat`.
+            InvalidParameterError: a message that cannot be, or a model without a chat template.
+            TemplateRefusal: the template takes a conversation in no form.
         """
         if not self.tokenizer.has_chat_template:
             raise InvalidParameterError(
@@ -289,32 +290,20 @@ class LLM:
             )
         chats = conversations_of(messages)
         names = ["messages"] if len(chats) == 1 else [f"messages[{i}]" for i in range(len(chats))]
-        return [self._chat_prompt(chat, name) for chat, name in zip(chats, names)]
-
-    def _chat_prompt(self, chat: list[Message], name: str) -> list[int] | TextWithMedia:
         io = self.engine.config.media_options.io
-        contents: list[str | Content | None] = [
-            content_of(message.get("content"), f"{name}[{i}].content", io)
-            for i, message in enumerate(chat)
+        texts = [
+            self._chats.render(messages_of(chat, name, io)) for chat, name in zip(chats, names)
         ]
-        plain = [
-            {**message, "content": content} if "content" in message else message
-            for message, content in zip(chat, contents)
+        return [
+            TextWithMedia(each.text, each.sources)
+            if each.sources
+            else self._chats.tokens(each.text)
+            for each in texts
         ]
-        sources, model = sources_of(plain), media_model_of(self.engine)
-        check_kinds(sources, model, self.engine.media_reason)
 
-        def render(form: Any) -> str:
-            return render_chat(self.tokenizer, without_nulls(form))
-
-        if model is None:
-            text = render(plain)
-        else:
-            text = rendered(literal(plain, model, sources), model, render)
-        if sources:
-            return TextWithMedia(text, sources)
-        is_multimodal = model is not None or self.engine.media_reason is not None
-        return chat_tokens(self.tokenizer, text, model, is_multimodal=is_multimodal)
+    @cached_property
+    def _chats(self) -> ChatRenderer:
+        return ChatRenderer.of(self.engine)
 
     def _prepared(self, prompt: TextWithMedia, name: str) -> PreparedMedia:
         """Loads the media of a prompt, and makes its tokens."""

@@ -8,34 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from mlx_paged.engine.chat_template import render_chat
+from mlx_paged.engine.chat.renderer import ChatRenderer, ChatText
+from mlx_paged.engine.chat.rewrites import Spelling
+from mlx_paged.engine.chat.tools_as_text import as_text, knows_tools
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.media.loader import MediaLoader
-from mlx_paged.engine.media.parts import num_characters, sources_of
-from mlx_paged.engine.media.prompt import (
-    PreparedMedia,
-    chat_tokens,
-    check_kinds,
-    literal,
-    prepare,
-    rendered,
-)
+from mlx_paged.engine.media.parts import num_characters
+from mlx_paged.engine.media.prompt import PreparedMedia, prepare
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import bad_request, context_exceeded, shorten
-from mlx_paged.server.tools.acceptance import TemplateForms, Tools, with_tools
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.lexer import added_tokens, special_texts
-from mlx_paged.server.tools.rewrites import Spelling
-from mlx_paged.server.tools.template import Messages, as_text, knows_tools
 
 T = TypeVar("T")
 
 _ROOM_FOR_ANSWER = 1024  # tokens
-_MAX_TEMPLATES = 16  # whose forms are remembered
-
-
-class TemplateRefusal(ValueError):
-    """A chat template does not take a conversation; in its own words."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,6 @@ class Renderer:
         media_reason: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._forms: dict[str | None, TemplateForms] = {}
         self.added_tokens = added_tokens(tokenizer)
         self.special_texts = special_texts(tokenizer, special_token_ids(tokenizer))
         ends = [token for token in getattr(tokenizer, "eos_token_ids", ()) if token >= 0]
@@ -115,7 +101,8 @@ class Renderer:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._config = config
-        self._media, self._media_reason = media, media_reason
+        self._loader = None if media is None else media[1]
+        self._chats = ChatRenderer(tokenizer, None if media is None else media[0], media_reason)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mlx-paged-text")
         # Any text of more characters than this has too many tokens for the model.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -141,110 +128,50 @@ class Renderer:
                 template of its own where that is not allowed.
             InvalidMediaError: media that cannot be used, or that the model does not take.
         """
-        sources = sources_of(conversation.messages)
-        model = self._media[0] if self._media else None
-        if sources:
-            check_kinds(sources, model, self._media_reason)
-        kwargs = dict(conversation.template_kwargs)
         messages: Sequence[Mapping[str, Any]] = conversation.messages
+        sources = self._chats.check_media(messages)
         tools = [tool.for_template() for tool in conversation.tools]
         special = conversation.add_special_tokens
         if self._config.tool_template:
-            messages, tools = as_text(messages, conversation.tools), []
+            messages, tools = as_text(messages, tools), []
         # (Before the template sees them; it may drop a part of them, but hardly most.)
         self._check_length(sum(num_characters(m.get("content")) for m in messages))
-        if model is not None:
-            messages, tools, kwargs = literal((messages, tools, kwargs), model, sources)
         template = self._template(conversation)
-        if template is not None:
-            kwargs["chat_template"] = template
 
-        def render() -> tuple[str, Spelling]:
-            text, spelling = self._rendered(messages, tools, conversation, kwargs)
-            self._check_length(len(text))
-            return text, spelling
+        def render() -> ChatText:
+            found = self._chats.render(
+                messages,
+                tools,
+                chat_template=template,
+                add_generation_prompt=conversation.add_generation_prompt,
+                continue_final_message=conversation.continue_final_message,
+                variables=conversation.template_kwargs,
+            )
+            self._check_length(len(found.text))
+            return found
 
         def tokens() -> RenderedPrompt:
-            text, spelling = render()
-            token_ids = chat_tokens(
-                self.tokenizer,
-                text,
-                model,
-                is_multimodal=model is not None or self._media_reason is not None,
-                add_special_tokens=special,
-            )
-            return RenderedPrompt(token_ids, spelling=spelling)
+            found = render()
+            return RenderedPrompt(self._chats.tokens(found.text, special), spelling=found.spelling)
 
         try:
             if not sources:
                 return await self.run(tokens)
-            text, spelling = await self.run(render)
-        except (TemplateRefusal, TypeError, ValueError) as error:
+            found = await self.run(render)
+        except (TypeError, ValueError) as error:
             # Templates refuse roles, orders and kinds of content by raising. A template of the
             # request may be broken as well. Both are errors of the client.
-            reason = shorten(f"{error}".strip().splitlines()[0] if f"{error}" else "no reason")
+            lines = f"{error}".strip().splitlines() or ["no reason"]
             raise bad_request(
-                "messages", f"the chat template does not take these messages: {reason}"
+                "messages", f"the chat template does not take these messages: {shorten(lines[0])}"
             ) from error
-        assert self._media is not None
-        _, loader = self._media
+        assert self._loader is not None
+        loader, model = self._loader, self._chats.media
         items = await loader.load_async(sources)
         media = await loader.run(
-            lambda: prepare(model, text, items, "messages", add_special_tokens=special)
+            lambda: prepare(model, found.text, items, "messages", add_special_tokens=special)
         )
-        return RenderedPrompt(list(media.prompt.token_ids), media, spelling)
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Tools,
-        conversation: Conversation,
-        kwargs: Mapping[str, Any],
-    ) -> tuple[str, Spelling]:
-        """The text of a conversation, and the spelling that the template takes.
-
-        Raises:
-            TemplateRefusal: it takes the conversation in no form.
-        """
-
-        def render(form: Messages, given: Tools) -> str:
-            return render_chat(
-                self.tokenizer,
-                form,
-                tools=given or None,
-                add_generation_prompt=conversation.add_generation_prompt,
-                continue_final_message=conversation.continue_final_message,
-                **kwargs,
-            )
-
-        forms = self._forms_of(kwargs.get("chat_template"))
-        options = repr((conversation.add_generation_prompt, sorted(kwargs.items(), key=str)))
-        try:
-            if self._media is None or not sources_of(messages):
-                return forms.rendered(messages, tools, render, options), forms.spelling
-            text = rendered(
-                messages,
-                self._media[0],
-                lambda form: with_tools(form, tools, render),
-                lambda messages: forms.with_media(messages, tools, render, options),
-            )
-        except Exception as error:  # templates raise whatever they like
-            raise TemplateRefusal(f"{error}") from error
-        return text, forms.spelling
-
-    def _forms_of(self, template: str | None) -> TemplateForms:
-        """What a template accepts; None: the model's own."""
-        forms = self._forms.get(template)
-        if forms is None:
-            forms = TemplateForms(
-                lambda form, tools: render_chat(
-                    self.tokenizer, form, tools=tools, chat_template=template
-                )
-            )
-            if len(self._forms) >= _MAX_TEMPLATES:  # (requests may bring their own)
-                self._forms.clear()
-            self._forms[template] = forms
-        return forms
+        return RenderedPrompt(list(media.prompt.token_ids), media, found.spelling)
 
     @property
     def renders_tools(self) -> bool:

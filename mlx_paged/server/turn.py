@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from starlette.requests import Request
 
+from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.dead_ends import without_impossible_parts
 from mlx_paged.engine.grammar.schema import prepare_schema
@@ -32,7 +33,6 @@ from mlx_paged.server.tools.definitions import Tool, ToolChoice
 from mlx_paged.server.tools.events import ContentText, Event
 from mlx_paged.server.tools.format import ToolFormat, arguments_schema, lark_json
 from mlx_paged.server.tools.parameters import refuse_or_tell
-from mlx_paged.server.tools.rewrites import Spelling
 
 
 @dataclass(frozen=True)

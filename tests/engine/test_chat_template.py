@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from mlx_lm.chat_templates import deepseek_v32
 from support.thinking import tokenizer_with
 
 # isort: split
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.engine.chat_template import render_chat, without_nulls
+from mlx_paged.engine.chat_template import render_chat
 
 USER = {"role": "user", "content": "hi"}
 # Off unless it is asked for, as in DeepSeek V3.1 and Gemma 4; and on, as in Qwen 3.
@@ -47,12 +48,11 @@ def test_a_template_sees_what_transformers_gives_it() -> None:
     assert other == "1None"
 
 
-def test_a_null_is_there_unless_it_is_left_out() -> None:
+def test_a_null_is_there() -> None:
     template = "{{ messages[0].content is none }} {{ messages[0].content is defined }}"
     tokenizer = tokenizer_with(template=template)
     messages = [{"role": "assistant", "content": None}]
     assert render_chat(tokenizer, messages) == "True True"
-    assert render_chat(tokenizer, without_nulls(messages)) == "False False"
 
 
 @pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
@@ -79,3 +79,14 @@ def test_a_renderer_in_python_gets_what_is_asked(name: str, monkeypatch) -> None
     render_chat(tokenizer, [USER])
     render_chat(tokenizer, [USER], enable_thinking=False)
     assert {"enable_thinking", "thinking"}.isdisjoint(seen[2]) and seen[3][name] is False
+
+
+def test_a_renderer_in_python_gets_no_variable_that_it_lacks(monkeypatch) -> None:
+    tokenizer = thinking_tokenizer()
+    monkeypatch.setattr(tokenizer, "_chat_template", deepseek_v32.apply_chat_template)
+    asked = render_chat(tokenizer, [USER], reasoning_effort="medium", verbosity="low")
+    assert asked == render_chat(tokenizer, [USER]) != ""
+    assert render_chat(tokenizer, [USER], enable_thinking=False, verbosity="low") != asked
+    monkeypatch.setattr(tokenizer, "_chat_template", lambda messages, tools: "text")
+    with pytest.raises(TypeError, match="add_generation_prompt"):
+        render_chat(tokenizer, [USER])

@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from mlx_paged.cli.chat.attachments import refusal
 from mlx_paged.cli.chat.conversation import Call, Message, Turn
 from mlx_paged.cli.entry import deferred_interrupt
-from mlx_paged.engine.chat_template import render_chat
+from mlx_paged.engine.chat.messages import messages_of
+from mlx_paged.engine.chat.renderer import ChatRenderer, TemplateRefusal
+from mlx_paged.engine.chat.tools_as_text import as_text, knows_tools
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.media.loader import MediaLoader, loader_of
-from mlx_paged.engine.media.parts import content_of, sources_of
-from mlx_paged.engine.media.prompt import (
-    PreparedMedia,
-    chat_tokens,
-    check_kinds,
-    literal,
-    media_model_of,
-    prepare,
-    rendered,
-)
+from mlx_paged.engine.media.prompt import PreparedMedia, prepare
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
-from mlx_paged.engine.request_options import TextWithMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.media_kinds import Kind
 from mlx_paged.server.config import GenerationDefaults
 from mlx_paged.server.tools import registry
-from mlx_paged.server.tools.acceptance import TemplateForms, Tools, with_tools
 from mlx_paged.server.tools.answer import AnswerReader, answer_reader
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import ContentText
 from mlx_paged.server.tools.format import ToolFormat
 from mlx_paged.server.tools.hermes import HermesFormat
 from mlx_paged.server.tools.lexer import added_tokens, special_texts
-from mlx_paged.server.tools.template import Messages, as_text, knows_tools
 
 _ID = "chat"
 
@@ -101,58 +91,24 @@ class LocalBackend:
 
     def _prompt(self, messages: list[Message]) -> tuple[list[int], PreparedMedia | None]:
         """Tokens of a conversation, and its files where it has some."""
+        plain = messages_of(messages, "messages", self._llm.engine.config.media_options.io)
+        offered = [tool.for_template() for tool in self.tools]
+        has_tools = bool(offered) or any("tool_calls" in message for message in messages)
+        if has_tools and self.describes_tools:
+            plain, offered = as_text(plain, offered), []
         try:
-            if self.tools or any("tool_calls" in message for message in messages):
-                prompt = self._render_tools(messages)
-            else:
-                [prompt] = self._llm.chat_prompts(messages)
-        except MlxPagedError:
-            raise
-        except Exception as error:  # templates may raise any error
+            found = self._chats.render(plain, offered)
+        except TemplateRefusal as error:
             raise MlxPagedError(f"the model's chat template does not take this: {error}") from error
-        if not isinstance(prompt, TextWithMedia):
-            return prompt, None
-        items = self._loader.load(prompt.sources)
-        prepared = prepare(self._llm.engine.media, prompt.text, items, "messages")
+        if not found.sources:
+            return self._chats.tokens(found.text), None
+        items = self._loader.load(found.sources)
+        prepared = prepare(self._llm.engine.media, found.text, items, "messages")
         return prepared.prompt.token_ids, prepared
 
-    def _render_tools(self, messages: list[Message]) -> list[int] | TextWithMedia:
-        """The conversation in the first of its forms that the template takes."""
-        engine, tokenizer = self._llm.engine, self._llm.tokenizer
-        io = engine.config.media_options.io
-        plain: Sequence[Mapping[str, Any]] = [
-            {**message, "content": content_of(message["content"], f"messages[{i}].content", io)}
-            for i, message in enumerate(messages)
-        ]
-        sources, model = sources_of(plain), media_model_of(engine)
-        check_kinds(sources, model, engine.media_reason)
-        tools: Tools = []
-        if self.describes_tools:
-            plain = as_text(plain, self.tools)
-        else:
-            tools = [tool.for_template() for tool in self.tools]
-
-        def render(form: Messages, given: Tools) -> str:
-            return render_chat(tokenizer, form, tools=given or None)
-
-        if model is not None:
-            plain, tools = literal((plain, tools), model, sources)
-        if not sources:
-            text = self._forms.rendered(plain, tools, render)
-            is_multimodal = model is not None or engine.media_reason is not None
-            return chat_tokens(tokenizer, text, model, is_multimodal=is_multimodal)
-        text = rendered(
-            plain,
-            model,
-            lambda form: with_tools(form, tools, render),
-            lambda messages: self._forms.with_media(messages, tools, render),
-        )
-        return TextWithMedia(text, sources)
-
     @cached_property
-    def _forms(self) -> TemplateForms:
-        tokenizer = self._llm.tokenizer
-        return TemplateForms(lambda form, tools: render_chat(tokenizer, form, tools=tools))
+    def _chats(self) -> ChatRenderer:
+        return ChatRenderer.of(self._llm.engine)
 
     @cached_property
     def _loader(self) -> MediaLoader:
@@ -194,7 +150,7 @@ class LocalBackend:
             added,
             special,
             ends=ends,
-            new_id=self._forms.spelling.new_id,
+            new_id=self._chats.spelling().new_id,
         )
 
     def _note_calls(self, reader: AnswerReader) -> None:

@@ -147,7 +147,7 @@ def _input_audio(given: Any, where: str) -> str:
 
 
 def content_of(given: Any, where: str, io: IoOptions) -> str | Content | None:
-    """The content of a message of `LLM.chat`: a text, or texts and media.
+    """The content of a message of `LLM.chat`: a text, or a list of texts and media.
 
     Args:
         given: a text, or parts; None: there is none.
@@ -171,7 +171,7 @@ def content_of(given: Any, where: str, io: IoOptions) -> str | Content | None:
             found.append(source_of(part, at, io, objects=True))
         else:
             found.append(_text(part, at))
-    return plain(found)
+    return found or ""
 
 
 def _text(part: Mapping[str, Any], where: str) -> str:

@@ -123,21 +123,32 @@ def forms_of(messages: Messages, model: Any) -> Iterator[list[dict[str, Any]]]:
     Some templates want a list of parts in every message, some only where there are media, and some
     know texts only, in which the placeholders stand already.
     """
+    return (form for form, _ in _forms_and_notes(messages, model))
+
+
+def _forms_and_notes(
+    messages: Messages, model: Any
+) -> Iterator[tuple[list[dict[str, Any]], tuple[str, ...]]]:
+    """The forms, and what each of them loses."""
     has_media = any(isinstance(message.get("content"), list) for message in messages)
     if has_media:
-        yield [{**message, "content": _parts(message.get("content"))} for message in messages]
-        yield [
-            {**message, "content": _parts(message["content"])}
-            if isinstance(message.get("content"), list)
-            else dict(message)
-            for message in messages
-        ]
-        yield _with_placeholders(messages, model)
+        yield [{**message, "content": _parts(message.get("content"))} for message in messages], ()
+        yield (
+            [
+                {**message, "content": _parts(message["content"])}
+                if isinstance(message.get("content"), list)
+                else dict(message)
+                for message in messages
+            ],
+            (),
+        )
+        yield _with_placeholders(messages, model), ()
         if any(m["role"] == "tool" and isinstance(m.get("content"), list) for m in messages):
-            yield from forms_of(_after_tools(messages), model)
+            for form in forms_of(_after_tools(messages), model):
+                yield form, ("media in results of tools are the user's",)
     else:
-        yield [dict(message) for message in messages]
-        yield [{**message, "content": _parts(message.get("content"))} for message in messages]
+        yield [dict(message) for message in messages], ()
+        yield [{**message, "content": _parts(message.get("content"))} for message in messages], ()
 
 
 def _after_tools(messages: Messages) -> list[Mapping[str, Any]]:
@@ -221,33 +232,39 @@ def rendered(
     messages: Messages,
     model: Any,
     render: Callable[[Any], str],
-    variants: Callable[[Messages], Iterable[Messages]] = lambda messages: (messages,),
+    variants: Callable[[Messages], Iterable[tuple[Messages, Sequence[str]]]] | None = None,
+    tell: Callable[[Sequence[str]], None] = lambda lost: None,
 ) -> str:
     """The text of a conversation, of the first form that a template takes as it is meant.
 
     Args:
         messages: what users wrote in them is `literal`.
         render: the template; it raises where it does not take a form.
-        variants: the conversation in other ways to write what is no media.
+        variants: the conversation in other ways to write what is no media, each with what it
+            loses.
+        tell: called with what the text has lost.
 
     Raises:
         Exception: the template takes no form; that of the first.
     """
-    first: str | None = None
+    first: tuple[str, Sequence[str]] | None = None
     refusal: Exception | None = None
-    for form in (form for variant in variants(messages) for form in forms_of(variant, model)):
-        try:
-            text = render(form)
-        except Exception as error:  # (templates raise whatever they like)
-            refusal = refusal or error
-            continue
-        if is_complete(text, messages, model):
-            return text
-        first = text if first is None else first
+    for variant, lost in variants(messages) if variants is not None else [(messages, ())]:
+        for form, moved in _forms_and_notes(variant, model):
+            try:
+                text = render(form)
+            except Exception as error:  # (templates raise whatever they like)
+                refusal = refusal or error
+                continue
+            if is_complete(text, messages, model):
+                tell([*lost, *moved])
+                return text
+            first = first or (text, [*lost, *moved, "texts or media of the user are left out"])
     if first is None:
         assert refusal is not None
         raise refusal
-    return first  # (the places of media are counted once it is tokenized)
+    tell(first[1])
+    return first[0]  # (the places of media are counted once it is tokenized)
 
 
 # The tokens and the spans.

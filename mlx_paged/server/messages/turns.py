@@ -69,8 +69,7 @@ def _template_kwargs(body: CountBody) -> dict[str, Any]:
     kwargs = template_kwargs_of(body.chat_template_kwargs)
     if body.thinking is not None:
         thinks = body.thinking.type != "disabled"
-        # (Templates know one of these names, or none.)
-        kwargs = {"enable_thinking": thinks, "thinking": thinks, **kwargs}
+        kwargs = {"enable_thinking": thinks, **kwargs}
     if body.output_config is not None and body.output_config.effort is not None:
         kwargs = {"reasoning_effort": body.output_config.effort, **kwargs}
     return kwargs

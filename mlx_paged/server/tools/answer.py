@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.reasoning import ReasoningFormat
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import (
@@ -17,7 +18,6 @@ from mlx_paged.server.tools.events import (
 from mlx_paged.server.tools.format import Parser, PlainText, ToolFormat
 from mlx_paged.server.tools.lexer import Lexeme, Lexer, Unseen
 from mlx_paged.server.tools.reasoning import ContentTrimmer, ReasoningParser
-from mlx_paged.server.tools.rewrites import Spelling
 
 NewId = Callable[[str, int], str]
 

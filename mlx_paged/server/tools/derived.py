@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from mlx_paged.engine.chat.tools_as_text import knows_tools
 from mlx_paged.engine.template_probe import TemplateProbe, is_marker
 from mlx_paged.server.tools.bare_json import BareCallsParser
 from mlx_paged.server.tools.call_syntax import (
@@ -38,7 +39,6 @@ from mlx_paged.server.tools.python_calls import PythonCalls
 from mlx_paged.server.tools.pythonic import python_call
 from mlx_paged.server.tools.schemas import Schema, types_of
 from mlx_paged.server.tools.tagged import TaggedParser, Tags
-from mlx_paged.server.tools.template import knows_tools
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from mlx_paged.engine.chat.tools_as_text import knows_tools
 from mlx_paged.server.tools.answer import AnswerReader, answer_parser
 from mlx_paged.server.tools.apertus import ApertusFormat
 from mlx_paged.server.tools.cohere import CohereFormat
@@ -44,7 +45,6 @@ from mlx_paged.server.tools.pythonic import Llama4PythonicFormat, PythonicFormat
 from mlx_paged.server.tools.qwen3_coder import MimoFormat, Qwen3CoderFormat, SeedOssFormat
 from mlx_paged.server.tools.solar_open import SolarOpenFormat
 from mlx_paged.server.tools.step3 import Step3Format
-from mlx_paged.server.tools.template import knows_tools
 from mlx_paged.server.tools.tool_calls import (
     AprielFormat,
     HunyuanA13bFormat,

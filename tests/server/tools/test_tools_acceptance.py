@@ -16,6 +16,8 @@ from support.chat_templates import TEMPLATES, WITH_TOOLS
 from support.thinking import tokenizer_with
 from support.tool_families import families
 
+from mlx_paged.engine.chat.acceptance import _shortened
+from mlx_paged.engine.chat.rewrites import normal
 from mlx_paged.engine.chat_template import render_chat
 from mlx_paged.server.chat import turn_of as chat_turn
 from mlx_paged.server.config import ServerConfig
@@ -26,9 +28,7 @@ from mlx_paged.server.messages.turns import turn_of as messages_turn
 from mlx_paged.server.requests import ChatBody
 from mlx_paged.server.responses_api.body import ResponseBody
 from mlx_paged.server.responses_api.items import items_of, messages_of
-from mlx_paged.server.tools.acceptance import _shortened
 from mlx_paged.server.tools.definitions import Tool
-from mlx_paged.server.tools.rewrites import normal
 
 #: More of what is random.
 THOROUGH = int(os.environ.get("MLX_PAGED_TEST_TOOLS", "1"))
@@ -164,14 +164,19 @@ HISTORIES = [
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_answers_of_the_server_sent_back(renderers: dict[str, Renderer], name: str) -> None:
+def test_answers_of_the_server_sent_back(
+    renderers: dict[str, Renderer], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for kind, messages, has_tools in HISTORIES:
+        caplog.clear()
         conversation = chat_turn(ChatBody.model_validate({"messages": messages})).conversation
         tools = TOOLS if has_tools and name in WITH_TOOLS else []
         text = prompt_of(renderers[name], Conversation(conversation.messages, tools=tools))
         assert not [word for word in required(messages) if word not in text], (kind, text)
         assert "None" not in text and "'type'" not in text, (kind, text)
         assert "{'" not in text, ("Python's notation", kind, text)
+        shows_all = any("look" in (m["content"] or "") for m in messages) <= ("look" in text)
+        assert shows_all or "left out: text beside calls" in caplog.text, (kind, text)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -433,6 +438,11 @@ def test_what_is_lost_is_logged(renderers: dict[str, Renderer], caplog) -> None:
         assert not caplog.records
         prompt_of(renderers["gemma2"], conversation)
     assert "system messages are the user's" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "mlx_paged"):
+        history = histories(OURS)["several turns"]
+        assert "look" not in prompt_of(renderers["mistral v3"], Conversation(history))
+    assert caplog.messages == ["for the chat template, left out: text beside calls"]
 
 
 def test_a_refusal_is_the_template_s_own() -> None:

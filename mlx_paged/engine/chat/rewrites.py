@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mlx_paged.engine.chat.tools_as_text import Messages, as_text
 from mlx_paged.engine.media.items import MediaSource
 from mlx_paged.engine.media.parts import joined, plain
-from mlx_paged.server.tools.template import Messages, as_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _INSTRUCTIONS = ("system", "developer")

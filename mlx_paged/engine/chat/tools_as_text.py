@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import jinja2
-import jinja2.meta
 
+from mlx_paged.engine.chat.variables import variables_of
 from mlx_paged.engine.media.parts import joined
-from mlx_paged.server.tools.definitions import Tool
 
 Messages = list[dict[str, Any]]
 
@@ -32,21 +30,22 @@ To call one, write a JSON object with its name and arguments:
 {END}"""
 
 
-@lru_cache(maxsize=8)
 def knows_tools(chat_template: str) -> bool:
     """Whether a template does anything with tools."""
     try:
-        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(chat_template)
-    except jinja2.TemplateError:  # with tags of its own, such as those for generation masks
+        return "tools" in variables_of(chat_template)
+    except jinja2.TemplateError:  # with tags that are not known
         return "tools" in chat_template
-    return "tools" in jinja2.meta.find_undeclared_variables(parsed)
 
 
-def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> Messages:
+def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Messages:
     """A conversation for a template that knows no tools (``--tool-template``).
 
     Tools are described in the system message; calls and their results are texts, in Hermes's
     syntax.
+
+    Args:
+        tools: in OpenAI's form.
     """
     changed: Messages = []
     for message in messages:
@@ -65,7 +64,7 @@ def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> Mes
                 continue
         changed.append(plain)
     if tools:
-        described = "\n".join(json.dumps(tool.for_template(), ensure_ascii=False) for tool in tools)
+        described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         text = _BEFORE_TOOLS + described + _AFTER_TOOLS
         if changed and changed[0]["role"] in ("system", "developer"):
             content = joined(changed[0].get("content"), text, "\n\n")

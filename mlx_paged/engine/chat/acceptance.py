@@ -18,9 +18,9 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from mlx_paged.server.tools.rewrites import (
+from mlx_paged.engine.chat.rewrites import (
     ID_FORMS,
     ROLES,
     Rewrite,
@@ -31,7 +31,7 @@ from mlx_paged.server.tools.rewrites import (
     spelled,
     with_ids,
 )
-from mlx_paged.server.tools.template import Messages
+from mlx_paged.engine.chat.tools_as_text import Messages
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class TemplateForms:
     def __init__(self, render: Render) -> None:
         self.spelling = spelling_of(render)
         self._rewrites = rewrites(self.spelling)
-        self._found: dict[bytes, tuple[Rewrite, ...] | None] = {}  # by the shape of conversations
+        self._found: dict[bytes, _Choice | None] = {}  # by the shape of conversations
 
     def rendered(
         self,
@@ -96,9 +96,10 @@ class TemplateForms:
         plain = normal(messages)
         chosen = self._cheapest(plain, tools, render, options)
         others = [] if chosen is None else (r for _, r in _subsets(plain, self._rewrites))
+        first = () if chosen is None else chosen.rewrites
         refusal: Exception | None = None
         tried: list[Messages] = []
-        for applied in itertools.islice(itertools.chain([chosen or ()], others), _MAX_FORMS):
+        for applied in itertools.islice(itertools.chain([first], others), _MAX_FORMS):
             form = _applied(plain, applied)
             if form in tried:
                 continue
@@ -108,7 +109,10 @@ class TemplateForms:
             except Exception as error:  # (templates raise whatever they like)
                 refusal = refusal or error
             else:
-                _tell(applied)
+                if chosen is not None and applied == chosen.rewrites:
+                    tell(chosen.lost)
+                else:
+                    tell(self._lost(plain, applied, tools, render))
                 return text
         assert refusal is not None
         raise refusal
@@ -119,8 +123,9 @@ class TemplateForms:
         tools: Tools,
         render: Render,
         options: str = "",
-    ) -> Iterator[Messages]:
-        """A conversation with media in the forms that the template may take, the best one first.
+    ) -> Iterator[tuple[Messages, list[str]]]:
+        """A conversation with media in the forms that the template may take, each with what it
+        loses, the best one first.
 
         Contents are left as they are: who puts the media into them knows their forms. For the
         rest, the template is asked about the texts alone.
@@ -128,26 +133,33 @@ class TemplateForms:
         plain = normal(messages)
         texts = [{**m, "content": _texts(m["content"])} if "content" in m else m for m in plain]
         kept = [rewrite for rewrite in self._rewrites if not rewrite.contents]
-        chosen = self._cheapest(texts, tools, render, options) or ()
-        best = tuple(rewrite for rewrite in chosen if rewrite in kept)
+        chosen = self._cheapest(texts, tools, render, options)
+        first = () if chosen is None else chosen.rewrites
+        best = tuple(rewrite for rewrite in first if rewrite in kept)
         tried: list[Messages] = []
         for applied in itertools.chain([best], (r for _, r in _subsets(plain, kept))):
             form = _applied(plain, applied)
             if form in tried:
                 continue
-            _tell(applied)
             tried.append(form)
+            if applied == best and chosen is not None:
+                lost = chosen.lost
+            else:
+                lost = [rewrite.lossy for rewrite in applied if rewrite.lossy]
             # (Only the calls are spelled: contents that are lists become parts later.)
-            yield [
-                {**m, "content": old["content"]} if isinstance(old.get("content"), list) else m
-                for m, old in zip(spelled(form, self.spelling), form)
-            ]
+            yield (
+                [
+                    {**m, "content": old["content"]} if isinstance(old.get("content"), list) else m
+                    for m, old in zip(spelled(form, self.spelling), form)
+                ],
+                lost,
+            )
             if len(tried) == _MAX_MEDIA_FORMS:
                 return
 
     def _cheapest(
         self, plain: Messages, tools: Tools, render: Render, options: str
-    ) -> tuple[Rewrite, ...] | None:
+    ) -> _Choice | None:
         """The rewrites with which the template takes a conversation; None: it takes it with none.
 
         Args:
@@ -165,15 +177,35 @@ class TemplateForms:
                 self._rewrites,
                 lambda form: render(form, small_tools),
             )
+            choice = None
+            if found is not None:
+                choice = _Choice(found, self._lost(short, found, tools, render))
             if len(self._found) >= _MAX_SHAPES:
                 self._found.clear()
-            self._found[key] = found
+            self._found[key] = choice
         return self._found[key]
 
+    def _lost(
+        self, plain: Messages, applied: Sequence[Rewrite], tools: Tools, render: Render
+    ) -> list[str]:
+        """What a conversation loses: by rewrites, and by what the template leaves out then."""
+        skeleton = Skeleton.of(_shortened(plain))
+        form = spelled(_applied(skeleton.messages, applied), self.spelling)
+        lost = [rewrite.lossy for rewrite in applied if rewrite.lossy]
+        return lost + skeleton.left_out(form, lambda form: render(form, [_TOOL] if tools else []))
 
-def _tell(applied: Sequence[Rewrite]) -> None:
-    if lossy := [rewrite.lossy for rewrite in applied if rewrite.lossy]:
-        logger.warning("for the chat template, %s", "; ".join(lossy))
+
+class _Choice(NamedTuple):
+    """How a conversation is written for a template, and what it loses by that."""
+
+    rewrites: tuple[Rewrite, ...]
+    lost: list[str]
+
+
+def tell(lost: Sequence[str]) -> None:
+    """Logs what a prompt has lost of its conversation; nothing where it has lost nothing."""
+    if lost:
+        logger.warning("for the chat template, %s", "; ".join(lost))
 
 
 def _texts(content: str | list[Any]) -> str:
@@ -236,14 +268,14 @@ class Skeleton:
 
     Attributes:
         messages: In the normal form.
-        words: Those that a prompt must have.
+        words: Those that a prompt must have, with what each stands for.
         remarks: Those that it should have: texts beside calls.
         objects: Arguments as Python would show them. A template that does so wants their text.
     """
 
     messages: Messages = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    words: dict[str, str] = field(default_factory=dict)
+    remarks: dict[str, str] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
     _count: int = 0
 
@@ -270,24 +302,34 @@ class Skeleton:
             lost += any(part in text for part in ("'type': 'text'", '"type": "text"'))
         return lost * _LOST + any(word not in text for word in self.remarks) * _LOST_REMARK
 
-    def _word(self) -> str:
-        self._count += 1
-        return f"zq{self._count}qz"
+    def left_out(self, form: Messages, render: Callable[[Messages], str]) -> list[str]:
+        """What a template leaves out of a form of the messages without an error, in words."""
+        try:
+            text = render(form)
+        except Exception:  # (templates raise whatever they like)
+            return []
+        meanings = {**self.words, **self.remarks}
+        missing = dict.fromkeys(meanings[word] for word in meanings if word not in text)
+        return [f"left out: {', '.join(missing)}"] if missing else []
 
-    def _text(self, text: str, words: list[str]) -> str:
+    def _text(self, text: str, words: dict[str, str], meaning: str) -> str:
         if not text.strip():
             return text
-        words.append(self._word())
-        return words[-1]
+        self._count += 1
+        word = f"zq{self._count}qz"
+        words[word] = meaning
+        return word
 
     def _message(self, message: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
         found = dict(message)
-        words = self.remarks if message.get("tool_calls") else self.words
+        words, meaning = self.words, f"text of the role {message['role']}"
+        if message.get("tool_calls"):
+            words, meaning = self.remarks, "text beside calls"
         content = message.get("content")
         if isinstance(content, str):
-            found["content"] = self._text(content, words)
+            found["content"] = self._text(content, words, meaning)
         elif isinstance(content, list):
-            found["content"] = [self._text(part, words) for part in content]
+            found["content"] = [self._text(part, words, meaning) for part in content]
         for key in ("reasoning", "reasoning_content", "thinking"):  # (few show that of old turns)
             if key in found:
                 found[key] = "zqthought"
@@ -300,7 +342,7 @@ class Skeleton:
 
     def _call(self, call: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
         name, id = call["function"]["name"], call.get("id")
-        word = self._text(name, self.words)
+        word = self._text(name, self.words, "the name of a called tool")
         arguments = self.arguments(call["function"].get("arguments"))
         found = {**call, "function": {**call["function"], "name": word, "arguments": arguments}}
         if id is not None:
@@ -310,15 +352,16 @@ class Skeleton:
 
     def arguments(self, arguments: Any) -> Any:
         """Arguments with words in place of their first key and value."""
+        meaning = "the arguments of a call"
         try:
             value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):  # of a call that was cut
-            return self._text("cut", self.words)
+            return self._text("cut", self.words, meaning)
         if not isinstance(value, dict):
-            return json.dumps(self._text("value", self.words))
+            return json.dumps(self._text("value", self.words, meaning))
         if not value:
             return "{}"
-        key, inner = self._text("key", self.words), self._text("value", self.words)
+        key, inner = (self._text(text, self.words, meaning) for text in ("key", "value"))
         self.objects.append(str({key: inner}))
         return json.dumps({key: inner})
 

@@ -1,0 +1,75 @@
+"""Messages that a program gives, checked: what `LLM.chat` and the terminal chat take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_paged.engine.chat.tools_as_text import Messages
+from mlx_paged.engine.media.options import IoOptions
+from mlx_paged.engine.media.parts import content_of
+from mlx_paged.errors import InvalidParameterError
+
+_TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content", "thinking")
+
+
+def messages_of(chat: Sequence[Mapping[str, Any]], field: str, io: IoOptions) -> Messages:
+    """The messages of a conversation as `ChatRenderer.render` takes them.
+
+    Args:
+        chat: OpenAI's messages; calls and results may have the legacy form of functions.
+        field: what errors call the conversation.
+        io: how media are read where their parts say nothing.
+
+    Raises:
+        InvalidMediaError, InvalidParameterError: a message, a part or a call that cannot be.
+    """
+    return [_message(message, i, f"{field}[{i}]", io) for i, message in enumerate(chat)]
+
+
+def _message(given: Mapping[str, Any], index: int, where: str, io: IoOptions) -> dict[str, Any]:
+    found = dict(given)
+    _require(isinstance(given.get("role"), str), f"{where}.role", "a text", given.get("role"))
+    for name in _TEXTS:
+        value = given.get(name)
+        _require(value is None or isinstance(value, str), f"{where}.{name}", "a text", value)
+    if "content" in given:
+        found["content"] = content_of(given["content"], f"{where}.content", io)
+    if given["role"] == "function":  # the legacy form of a result
+        found["role"] = "tool"
+    calls = given.get("tool_calls")
+    is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
+    _require(calls is None or is_list, f"{where}.tool_calls", "a list of calls", calls)
+    made = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
+    legacy = found.pop("function_call", None)
+    if legacy is not None:
+        made.append(_call({"function": legacy}, where, "function_call"))
+    for i, call in enumerate(made):
+        call["id"] = call.get("id") or f"call_{index}_{i}"
+    if made:
+        found["tool_calls"] = made
+    return found
+
+
+def _call(given: Any, where: str, name: str = "function") -> dict[str, Any]:
+    """A call of an earlier answer, its arguments as JSON text."""
+    _require(isinstance(given, Mapping), where, "a call with a function", given)
+    id, function = given.get("id"), given.get("function")
+    _require(id is None or isinstance(id, str), f"{where}.id", "a text", id)
+    where = f"{where}.{name}"
+    _require(isinstance(function, Mapping), where, "a mapping of name and arguments", function)
+    _require(isinstance(function.get("name"), str), f"{where}.name", "a text", function.get("name"))
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    is_text = arguments is None or isinstance(arguments, str)
+    _require(is_text, f"{where}.arguments", "JSON text or a mapping", arguments)
+    made = {**given, "type": "function"}
+    made["function"] = {**function, "arguments": arguments or "{}"}
+    return made
+
+
+def _require(ok: bool, field: str, expected: str, actual: object) -> None:
+    if not ok:
+        raise InvalidParameterError(field, expected, actual)

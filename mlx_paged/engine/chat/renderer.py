@@ -1,0 +1,220 @@
+"""ChatRenderer: turns any legal conversation into a prompt that a model's chat template accepts.
+
+The server, `LLM.chat`, the terminal chat and batch files all use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+
+from mlx_paged.engine.chat.acceptance import TemplateForms, Tools, tell, with_tools
+from mlx_paged.engine.chat.rewrites import Spelling
+from mlx_paged.engine.chat.tools_as_text import Messages
+from mlx_paged.engine.chat.variables import (
+    THINKS,
+    Switch,
+    switches_of,
+    variables_of,
+    with_wish,
+)
+from mlx_paged.engine.chat_template import is_program, render_chat
+from mlx_paged.engine.media.items import MediaSource
+from mlx_paged.engine.media.parts import sources_of
+from mlx_paged.engine.media.prompt import (
+    chat_tokens,
+    check_kinds,
+    literal,
+    media_model_of,
+    rendered,
+)
+from mlx_paged.errors import MlxPagedError
+
+_MAX_TEMPLATES = 16  # whose forms are remembered
+
+
+class TemplateRefusal(MlxPagedError, ValueError):
+    """A chat template does not take a conversation; in its own words."""
+
+
+class ChatText(NamedTuple):
+    """A conversation as a chat template writes it.
+
+    Attributes:
+        text: With the model's placeholders, those of users marked (`model.media_text`).
+        sources: The media of the placeholders, in their order.
+        spelling: What the template takes; ids of calls are made up in its form.
+    """
+
+    text: str
+    sources: list[MediaSource]
+    spelling: Spelling
+
+
+class ChatRenderer:
+    """Renders conversations for one model. Any thread may call it.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        media: `LoadedModel.media`; None: the model reads text only.
+        media_reason: why it does, where the checkpoint has media.
+    """
+
+    def __init__(
+        self, tokenizer: Any, media: Any | None = None, media_reason: str | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.media, self._media_reason = media, media_reason
+        self._templates: dict[tuple[str | None, str], _Template] = {}
+
+    @classmethod
+    def of(cls, engine: Any) -> ChatRenderer:
+        """The renderer for an engine's model."""
+        return cls(engine.tokenizer, media_model_of(engine), engine.media_reason)
+
+    @property
+    def is_multimodal(self) -> bool:
+        """True if the checkpoint has a processor."""
+        return self.media is not None or self._media_reason is not None
+
+    def check_media(self, messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
+        """Returns the media of a conversation.
+
+        Raises:
+            InvalidMediaError: the model does not take them.
+        """
+        sources = sources_of(messages)
+        check_kinds(sources, self.media, self._media_reason)
+        return sources
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools = (),
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> ChatText:
+        """Renders a conversation in the most faithful form that the template takes.
+
+        Args:
+            messages: `role`, `content` as a text or a list of texts and `MediaSource`s, and any
+                other fields. An answer may have `reasoning` and `tool_calls` (`function` with
+                `name` and `arguments`, JSON text or an object), a result the role "tool" and a
+                `tool_call_id`.
+            tools: in OpenAI's form.
+            chat_template: Jinja source in place of the model's.
+            add_generation_prompt: whether the text ends with the beginning of an answer.
+            continue_final_message: whether the text ends inside the last message.
+            variables: other variables of the template. Whether to think (`enable_thinking`) is
+                given under the name that the template reads.
+
+        Raises:
+            TemplateRefusal: the template takes the conversation in no form.
+            InvalidMediaError: the model does not take its media.
+        """
+        sources, given = self.check_media(messages), dict(variables or {})
+        if self.media is not None:
+            messages, tools, given = literal((messages, tools, given), self.media, sources)
+        known = self._known(chat_template, bool(tools))
+        forms = known.forms
+        given = with_wish(given, known.variables, known.switches)
+
+        def render(form: Messages, offered: Tools) -> str:
+            return render_chat(
+                self.tokenizer,
+                form,
+                tools=offered or None,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **given,
+            )
+
+        options = repr((add_generation_prompt, sorted(given.items(), key=str)))
+        try:
+            if not sources:
+                text = forms.rendered(messages, tools, render, options)
+            else:
+                text = rendered(
+                    messages,
+                    self.media,
+                    lambda form: with_tools(form, tools, render),
+                    lambda messages: forms.with_media(messages, tools, render, options),
+                    tell,
+                )
+        except Exception as error:  # templates raise whatever they like
+            raise TemplateRefusal(f"{error}") from error
+        return ChatText(text, sources, forms.spelling)
+
+    def tokens(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """The tokens of a rendered conversation without media; see `chat_tokens`."""
+        return chat_tokens(
+            self.tokenizer,
+            text,
+            self.media,
+            is_multimodal=self.is_multimodal,
+            add_special_tokens=add_special_tokens,
+        )
+
+    def spelling(self, chat_template: str | None = None) -> Spelling:
+        """How a template wants what can be spelled in several ways; None: the model's own."""
+        return self._known(chat_template, has_tools=False).forms.spelling
+
+    def _known(self, template: str | None, has_tools: bool) -> _Template:
+        """What is known of a template; None: the model's own."""
+        source = self._source(template, has_tools)
+        known = self._templates.get((template, source))
+        if known is None:
+            forms = TemplateForms(
+                lambda form, tools: render_chat(
+                    self.tokenizer, form, tools=tools, chat_template=template
+                )
+            )
+            known = _Template(forms, *self._variables(source))
+            if len(self._templates) >= _MAX_TEMPLATES:  # (requests may bring their own)
+                self._templates.clear()
+            self._templates[template, source] = known
+        return known
+
+    def _source(self, template: str | None, has_tools: bool) -> str:
+        """The source of a template; "": the model's is none, but a program."""
+        if template is not None or is_program(self.tokenizer):
+            return template or ""
+        found = getattr(self.tokenizer, "chat_template", None) or ""
+        if isinstance(found, Mapping):
+            names = ("tool_use", "default") if has_tools else ("default", "tool_use")
+            found = next((found[name] for name in names if name in found), "")
+        return str(found)
+
+    def _variables(self, source: str) -> tuple[frozenset[str], tuple[Switch, ...]]:
+        """The variables that a template reads, and its switches."""
+        question = [{"role": "user", "content": "question"}]
+        try:
+            names = variables_of(source)
+        except jinja2.TemplateError:
+            return frozenset([THINKS]), ()
+        return names, switches_of(
+            source,
+            lambda variables: render_chat(
+                self.tokenizer, question, chat_template=source, **variables
+            ),
+        )
+
+
+class _Template(NamedTuple):
+    """A chat template.
+
+    Attributes:
+        forms: The conversations that it accepts.
+        variables: What it reads.
+        switches: Those of them that switch thinking.
+    """
+
+    forms: TemplateForms
+    variables: frozenset[str]
+    switches: tuple[Switch, ...]
