@@ -115,7 +115,7 @@ def prompts(
     body = MessagesBody.model_validate(
         {"model": None, "max_tokens": 1, "messages": USER, **messages}
     )
-    of_messages = messages_turn(body, "id").conversation
+    of_messages = messages_turn(body).conversation
     kwargs = template_kwargs_of(ResponseBody.model_validate({"input": "hi", **response}))
     found = [
         tokenizer.decode(asyncio.run(renderer.render(conversation)))

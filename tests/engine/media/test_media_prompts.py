@@ -350,7 +350,7 @@ def test_contents_are_joined_at_their_texts() -> None:
     assert joined("a", None, "\n") == "a" and joined("", "b", "\n") == "b"
     assert joined("a", [image], "\n") == ["a", image]
     assert joined([image, "a"], ["b", image], "\n") == [image, "a\nb", image]
-    assert content_of(["a", {"type": "text", "text": "b"}], "content", IoOptions()) == "a\nb"
+    assert content_of(["a", {"type": "text", "text": "b"}], "content", IoOptions()) == ["a", "b"]
 
 
 # --- AsyncEngine ----------------------------------------------------------------------------------

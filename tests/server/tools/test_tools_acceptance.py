@@ -335,7 +335,7 @@ class Author:
         found.append({"role": "user", "content": "ask"})
         system = self.some(None, self.text(), self.parts())
         body = {"model": None, "max_tokens": 1, "messages": found, "system": system}
-        return messages_turn(MessagesBody.model_validate(body), "id").conversation.messages
+        return messages_turn(MessagesBody.model_validate(body)).conversation.messages
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, *FAMILIES])
