@@ -111,6 +111,23 @@ class EngineOverloadedError(MlxPagedError, RuntimeError):
         self.max_num_waiting = max_num_waiting
 
 
+class GrammarsBusyError(EngineOverloadedError):
+    """Grammars that have used up their time are still being compiled, and no other can be; try
+    again later (HTTP 429).
+
+    Attributes:
+        num_running: How many there are.
+    """
+
+    def __init__(self, num_running: int) -> None:
+        MlxPagedError.__init__(
+            self,
+            f"{num_running} grammars that take too long are still being compiled, and no more are "
+            "compiled at the same time; try again later",
+        )
+        self.num_running = self.num_waiting = self.max_num_waiting = num_running
+
+
 class EngineDeadError(MlxPagedError, RuntimeError):
     """The engine stopped and takes no more requests."""
 

@@ -152,7 +152,7 @@ class ServeOptions:
         ),
     ] = "auto"
     structured_outputs_timeout: Annotated[
-        float, option(_LIMITS, "Seconds that compiling a grammar may take; then it is refused.")
+        float, option(_LIMITS, "CPU seconds that compiling a grammar may take; then it is refused.")
     ] = 5.0
     structured_outputs_cache_size: Annotated[
         int, option(_LIMITS, "Compiled grammars that are kept.")

@@ -86,8 +86,8 @@ class EngineConfig:
         reasoning_parser: The format of the model's reasoning, by vLLM's name
             (`engine.reasoning.REASONING_FORMATS`). It says where a grammar begins, and what
             `thinking_token_budget` counts. "auto": by vocabulary and template; "none" or "": none.
-        structured_outputs_timeout: Most seconds that compiling a grammar may take; a request whose
-            grammar takes longer is refused.
+        structured_outputs_timeout: Most CPU seconds that compiling a grammar may take; a request
+            whose grammar takes longer is refused.
         structured_outputs_cache_size: Most compiled grammars that are kept for later requests.
         limit_mm_per_prompt: Most items of each kind in one prompt: a mapping of "image", "video"
             and "audio". vLLM's 999 where it says nothing.

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -30,7 +31,7 @@ from mlx_paged.server.config import (
 )
 from mlx_paged.server.context import context_of, trace_of
 from mlx_paged.server.conversation import Conversation
-from mlx_paged.server.errors import ApiError, bad_request, shorten
+from mlx_paged.server.errors import ApiError, bad_request, shorten, speaks_anthropic
 from mlx_paged.server.request_fields import REFUSED
 from mlx_paged.server.tool_requests import (
     MAX_TOOLS,
@@ -475,7 +476,7 @@ async def read_body(request: Request, model: type[B]) -> B:
     try:
         body = model.model_validate_json(raw)
     except ValidationError as error:
-        raise _from_validation(error) from None
+        raise _from_validation(error, is_openai=not speaks_anthropic(request.scope)) from None
     _check_unknown(body, context.config, trace.request_id)
     if isinstance(body, Unsupported):
         unsupported = body.unsupported()
@@ -576,18 +577,19 @@ def too_large(limit: int, what: str = "the body") -> ApiError:
     )
 
 
-def _from_validation(error: ValidationError) -> ApiError:
+def _from_validation(error: ValidationError, *, is_openai: bool) -> ApiError:
     found = error.errors(include_url=False, include_context=False)
     # Of the branches of a union, the client meant the one that matched most: all but its length.
     top = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
-    first = max(top, key=lambda e: (e["type"] == "too_long", len(_param(e["loc"]).split("."))))
+    first = max(top, key=lambda e: (e["type"] == "too_long", len(_path_of(e["loc"]))))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
-    param = _param(first["loc"]) or None
+    path = _path_of(first["loc"])
+    param = _spelled(path, is_openai=is_openai) or None
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_field")
     # Each branch of a union reports what it expected.
-    same = [e["msg"] for e in found if _param(e["loc"]) == (param or "")]
+    same = [e["msg"] for e in found if _path_of(e["loc"]) == path]
     expected = ", or ".join(dict.fromkeys(m[:1].lower() + m[1:] for m in same))
     value = first["input"]
     if isinstance(value, str):
@@ -597,10 +599,17 @@ def _from_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{where}: {shorten(expected + given)}", param=param, code="invalid_value")
 
 
-def _param(path: Sequence[int | str]) -> str:
+def _path_of(path: Sequence[int | str]) -> list[int | str]:
     """The path of a field as the client wrote it: without the branches of unions."""
     names = [p for p in path if isinstance(p, int) or (p.isidentifier() and p not in _BRANCHES)]
-    return ".".join(map(str, names[:4]))
+    return names[:8]
+
+
+def _spelled(path: Sequence[int | str], *, is_openai: bool) -> str:
+    """A path in the notation of an API: ``messages[0].role`` in OpenAI's, ``messages.0.role`` in
+    Anthropic's."""
+    text = ".".join(map(str, path))
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", text) if is_openai else text
 
 
 def _check_unknown(body: BaseModel, config: ServerConfig, request_id: str) -> None:
@@ -719,7 +728,7 @@ def template_message(message: Message, index: int, io: IoOptions | None = None) 
     if isinstance(message.content, list):
         content: Content = []
         for j, part in enumerate(message.content):
-            where = f"messages.{index}.content.{j}"
+            where = f"messages[{index}].content[{j}]"
             text = part.refusal if part.type == "refusal" else part.text
             if is_media(vars(part)):
                 content.append(source_of({**vars(part), **(part.model_extra or {})}, where, io))
@@ -736,7 +745,7 @@ def template_message(message: Message, index: int, io: IoOptions | None = None) 
     else:
         plain["content"] = message.content
         if message.content is None and message.role != "assistant":
-            where = f"messages.{index}.content"
+            where = f"messages[{index}].content"
             raise bad_request(where, f"{where} must be a text or text parts but is null")
     return plain
 

@@ -108,13 +108,13 @@ def tools_of(tools: list[ToolBody] | None, functions: list[FunctionBody] | None)
     found = []
     for i, tool in enumerate(tools or ()):
         if tool.type != "function":
-            where = f"tools.{i}.type"
+            where = f"tools[{i}].type"
             raise bad_request(where, f"{where} must be 'function' but got {tool.type!r}")
         if tool.function is None:
-            where = f"tools.{i}.function"
+            where = f"tools[{i}].function"
             raise bad_request(where, f"{where} is missing", "missing_field")
-        found.append(_tool(tool.function, f"tools.{i}.function"))
-    found += [_tool(function, f"functions.{i}") for i, function in enumerate(functions or ())]
+        found.append(_tool(tool.function, f"tools[{i}].function"))
+    found += [_tool(function, f"functions[{i}]") for i, function in enumerate(functions or ())]
     require_distinct(found)
     return found
 
@@ -180,7 +180,7 @@ def choice_of(
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
-            where = f"tool_choice.allowed_tools.tools.{i}"
+            where = f"tool_choice.allowed_tools.tools[{i}]"
             raise bad_request(where, f"{where} must name a function")
         names.append(name)
     return ToolChoice(given.allowed_tools.mode, tuple(names), parallel=several)

@@ -150,8 +150,8 @@ def test_retry_undo_clear_and_files(folder) -> None:
 
 def test_errors_name_the_file_and_not_its_place(folder) -> None:
     here = MlxPagedError("messages[0].content[1].image_url: it is no picture")
-    there = MlxPagedError("the server answers 400: messages.0.content.0.image_url: too large")
-    other = MlxPagedError("messages.7.content.0.image_url: it is not ours")
+    there = MlxPagedError("the server answers 400: messages[0].content[0].image_url: too large")
+    other = MlxPagedError("messages[7].content[0].image_url: it is not ours")
     session = chat([here], [there], [other])
     handle(session, "/image a.png b.png")
     handle(session, "What?")
@@ -160,7 +160,7 @@ def test_errors_name_the_file_and_not_its_place(folder) -> None:
     assert session.view.errors == [
         "b.png: it is no picture",
         "the server answers 400: a.png: too large",
-        "messages.7.content.0.image_url: it is not ours",
+        "messages[7].content[0].image_url: it is not ours",
     ]
 
 

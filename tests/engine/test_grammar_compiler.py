@@ -17,8 +17,9 @@ from support.models import embedded
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar import compiler as compiler_module
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
+from mlx_paged.engine.grammar.jobs import Jobs
 from mlx_paged.engine.grammar.schema import prepare_schema
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import GrammarsBusyError, InvalidParameterError
 
 VOCAB_SIZE = embedded().vocab_size
 EOS = embedded().tokenizer.eos_token_ids
@@ -341,6 +342,12 @@ def test_a_failure_is_not_kept() -> None:
     assert compiler.num_compiled == 2 and not compiler._cache
 
 
+def burn_until(finish: threading.Event) -> None:
+    """Uses CPU time, of which alone there is a limit."""
+    while not finish.is_set():
+        sum(range(1000))
+
+
 def test_what_takes_too_long_is_refused_and_not_waited_for() -> None:
     """(LM Studio #824: a compile at 100% CPU for ever.)"""
     compiler = make(timeout=0.01)
@@ -349,28 +356,65 @@ def test_what_takes_too_long_is_refused_and_not_waited_for() -> None:
 
     def slow(self: GrammarCompiler, wanted: StructuredOutputs) -> Any:
         begun.set()
-        assert finish.wait(300)
+        burn_until(finish)
         return compile_grammar(self, wanted)
 
     async def compile_async(wanted: StructuredOutputs) -> None:
         await compiler.compile_async(wanted)
 
+    most = compiler_module._MOST_AT_ONCE
     with mock.patch.object(GrammarCompiler, "_compile", slow):
-        for i in range(compiler_module._MOST_AT_ONCE + 2):  # the last two do not even begin
-            for _ in range(2):
-                with pytest.raises(InvalidParameterError, match="compiles within") as raised:
-                    compiler.compile(StructuredOutputs(regex=f"a{i}"))
-            with pytest.raises(InvalidParameterError, match="compiles within"):
-                asyncio.run(compile_async(StructuredOutputs(regex=f"a{i}")))
-            assert raised.value.field == "structured_outputs.regex"
-        assert begun.is_set()
-        num_compiled = compiler.num_compiled
-        finish.set()
-        # What was refused is there once it is compiled.
-        compiler._timeout = 300
-        compiler.compile(StructuredOutputs(regex="a0"))
-    assert compiler.num_compiled == num_compiled
-    compiler.compile(StructuredOutputs(regex=f"a{compiler_module._MOST_AT_ONCE}"))
+        try:
+            for i in range(most):
+                for _ in range(2):
+                    with pytest.raises(InvalidParameterError, match="compiles within") as raised:
+                        compiler.compile(StructuredOutputs(regex=f"a{i}"))
+                with pytest.raises(InvalidParameterError, match="compiles within"):
+                    asyncio.run(compile_async(StructuredOutputs(regex=f"a{i}")))
+                assert raised.value.field == "structured_outputs.regex"
+            assert begun.is_set() and compiler.num_compiled == most
+            # No other has its turn, which is not its own fault.
+            for wanted in (StructuredOutputs(regex="b"), StructuredOutputs(regex="b")):
+                with pytest.raises(GrammarsBusyError, match=f"^{most} grammars"):
+                    compiler.compile(wanted)
+                with pytest.raises(GrammarsBusyError):
+                    asyncio.run(compile_async(wanted))
+        finally:
+            finish.set()
+    # What was too slow is refused each time, and what has waited is compiled.
+    with pytest.raises(InvalidParameterError, match="compiles within"):
+        compiler._cache[StructuredOutputs(regex="a0").canonical_text].future.result(300)
+    compiler._timeout = 300
+    compiler.compile(StructuredOutputs(regex="b"))
+    assert compiler.num_compiled == most + 1
+
+
+def test_a_grammar_may_wait_for_the_machine() -> None:
+    """Time in which its thread does not run is not counted."""
+    compiler, limit = make(timeout=5), 0.5
+    release = threading.Event()
+    compile_grammar = GrammarCompiler._compile
+    num_looks = 0
+
+    def late(self: GrammarCompiler, wanted: StructuredOutputs) -> Any:
+        assert release.wait(300)
+        return compile_grammar(self, wanted)
+
+    def pause(*given: Any) -> float:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 8:
+            release.set()
+        return min(0.1, Jobs._pause(compiler._jobs, *given))
+
+    with (
+        mock.patch.object(GrammarCompiler, "_compile", late),
+        mock.patch.object(compiler._jobs, "_pause", pause),
+    ):
+        job = compiler._begun(StructuredOutputs(regex="a"))
+        refused = AssertionError("it has used no time")
+        assert compiler._jobs.wait(job, limit, lambda: refused).first_mask.any()
+    assert num_looks >= 8
 
 
 def test_many_new_grammars_at_once() -> None:

@@ -236,7 +236,7 @@ BAD_PARTS = [
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_parts_of_chats_are_named(client, engine, part, field, reason, stream) -> None:
     error = error_of(client.post(CHAT, json=chat(text("a"), part, stream=stream)))
-    where = "messages.0.content.1"
+    where = "messages[0].content[1]"
     assert error["param"].startswith(f"{where}.{field}".rstrip("."))
     assert error["message"].startswith(error["param"]) and reason in error["message"]
     assert not engine.given
@@ -244,7 +244,7 @@ def test_bad_parts_of_chats_are_named(client, engine, part, field, reason, strea
 
 def test_too_many_pictures_are_refused(client, engine) -> None:
     error = error_of(client.post(CHAT, json=chat(*[image_part(png())] * 5)))
-    assert error["param"] == "messages.0.content.4.image_url" and "at most 4" in error["message"]
+    assert error["param"] == "messages[0].content[4].image_url" and "at most 4" in error["message"]
 
 
 def test_media_cannot_be_cut(client, engine) -> None:
@@ -284,11 +284,11 @@ def test_responses_with_pictures_and_what_follows_them(client, engine) -> None:
 @pytest.mark.parametrize(
     ("part", "where", "reason"),
     [
-        ({"type": "input_image", "file_id": "f"}, "input.1.content.0.file_id", "not stored"),
-        ({"type": "input_image"}, "input.1.content.0.image_url", "missing"),
-        (input_image(b"no"), "input.1.content.0.image_url", "no picture"),
-        ({"type": "input_file", "file_id": "f"}, "input.1.content.0", "input_file"),
-        ({"type": "input_audio"}, "input.1.content.0", "input_audio"),
+        ({"type": "input_image", "file_id": "f"}, "input[1].content[0].file_id", "not stored"),
+        ({"type": "input_image"}, "input[1].content[0].image_url", "missing"),
+        (input_image(b"no"), "input[1].content[0].image_url", "no picture"),
+        ({"type": "input_file", "file_id": "f"}, "input[1].content[0]", "input_file"),
+        ({"type": "input_audio"}, "input[1].content[0]", "input_audio"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -431,7 +431,7 @@ def test_a_uuid_is_taken_and_names_nothing(client, engine) -> None:
     part = {**image_part(png(5, 4)), "uuid": "one"}
     assert client.post(CHAT, json=chat(part)).status_code == 200
     again = {"type": "image_url", "image_url": None, "uuid": "one"}
-    assert error_of(client.post(CHAT, json=chat(again)))["param"] == "messages.0.content.0.uuid"
+    assert error_of(client.post(CHAT, json=chat(again)))["param"] == "messages[0].content[0].uuid"
 
 
 def refused_size(server: RunningServer, size: int) -> bytes:
@@ -459,12 +459,12 @@ def test_bodies_may_be_larger_where_there_are_media(server) -> None:
 def test_a_model_of_text_takes_no_pictures() -> None:
     with running() as server, server.client() as client:
         error = error_of(client.post(CHAT, json=chat(text("a"), image_part(png()))))
-        assert error["param"] == "messages.0.content.1.image_url"
+        assert error["param"] == "messages[0].content[1].image_url"
         assert error["message"].endswith("this model takes no images: it reads text only")
         assert error["code"] == "invalid_media"
         items = [{"role": "user", "content": [input_image(png())]}]
         error = error_of(client.post(RESPONSES, json={"input": items}))
-        assert error["param"] == "input.0.content.0.image_url"
+        assert error["param"] == "input[0].content[0].image_url"
         error = error_of(
             client.post(
                 MESSAGES,
@@ -534,7 +534,7 @@ def test_what_the_tower_rejects_is_an_error_of_the_request(tmp_path, monkeypatch
         error = error_of(client.post(CHAT, json=body))
         assert (error["code"], error["param"]) == (
             "invalid_media",
-            "messages.0.content.1.image_url",
+            "messages[0].content[1].image_url",
         )
         assert "tower does not take this image: [broadcast_shapes]" in error["message"]
         assert len(calls) <= 2  # (when the step is launched, and when its requests are told apart)

@@ -126,7 +126,7 @@ def test_items_may_be_referred_to(client, engine, store) -> None:
     assert "Hello Ada." in engine.prompts[-1]
     client.delete(f"{PATH}/{first['id']}")
     error = refused(client, input=[reference])
-    assert (error["param"], error["code"]) == ("input.0.id", "item_not_found")
+    assert (error["param"], error["code"]) == ("input[0].id", "item_not_found")
 
 
 def test_stored_responses(client, sdk, engine, store) -> None:

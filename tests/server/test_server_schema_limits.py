@@ -27,7 +27,7 @@ TEMPLATE = (
 )
 BIT = {"enum": [0, 1]}
 ABC = {"a": BIT, "b": BIT, "c": BIT}
-WHERE = "tools.0.function.parameters"
+WHERE = "tools[0].function.parameters"
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,8 @@ def test_a_schema_that_takes_long_to_prepare_holds_nothing_up(server, is_tool: b
     def slow(schema: Any, **options: Any) -> Any:
         if schema.get("title") == "hostile":
             begun.set()
-            assert finish.wait(300)
+            while not finish.is_set():  # (of CPU time there is a limit)
+                sum(range(1000))
         return prepare_schema(schema, **options)
 
     hostile = {"title": "hostile", "properties": ABC}
@@ -115,7 +116,7 @@ def test_a_schema_that_takes_long_to_prepare_holds_nothing_up(server, is_tool: b
 
     with (
         mock.patch.object(turn, "prepare_schema", slow),
-        mock.patch.object(compiler, "_timeout", 0.5),
+        mock.patch.object(compiler, "_timeout", 0.2),
     ):
         try:
             refused, other = asyncio.run(ask())

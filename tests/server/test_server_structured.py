@@ -142,7 +142,7 @@ def test_tools_are_relaxed_and_refused_by_their_own_fields(client) -> None:
     function = {"name": "f", "parameters": schema}
     body = {"messages": ASK, "tools": [{"type": "function", "function": function}],
             "tool_choice": "required", "max_tokens": 20}  # fmt: skip
-    where = "tools.0.function.parameters.properties.a.uniqueItems"
+    where = "tools[0].function.parameters.properties.a.uniqueItems"
     assert client.post(CHATS, json=body).headers["x-structured-outputs-relaxed"] == where
     function["strict"] = True
     refused = client.post(CHATS, json=body)

@@ -128,7 +128,8 @@ def test_a_schema_that_takes_for_ever_is_refused_and_others_are_answered(server)
     def slow(self: GrammarCompiler, wanted: Any) -> Any:
         if wanted.regex == "(hostile){3}":
             begun.set()
-            assert finish.wait(300)
+            while not finish.is_set():  # (of CPU time there is a limit)
+                sum(range(1000))
         return compile_grammar(self, wanted)
 
     async def ask() -> tuple[httpx.Response, httpx.Response]:
@@ -142,7 +143,7 @@ def test_a_schema_that_takes_for_ever_is_refused_and_others_are_answered(server)
 
     with (
         mock.patch.object(GrammarCompiler, "_compile", slow),
-        mock.patch.object(compiler, "_timeout", 1.0),
+        mock.patch.object(compiler, "_timeout", 0.2),
     ):
         try:
             other, refused = asyncio.run(ask())

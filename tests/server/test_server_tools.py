@@ -257,12 +257,12 @@ def test_functions_are_tools_by_their_older_names(client, engine) -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
-        ({"tools": [{"type": "function"}]}, "tools.0.function"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
         ({"tools": [{"type": "function", "function": {**NOW, "parameters": {"type": "string"}}}]},
-         "tools.0.function.parameters"),
+         "tools[0].function.parameters"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
@@ -277,7 +277,7 @@ def test_functions_are_tools_by_their_older_names(client, engine) -> None:
          "response_format.json_schema.schema"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-         "messages.0.tool_calls.0"),
+         "messages[0].tool_calls[0].function"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(client, change, param) -> None:

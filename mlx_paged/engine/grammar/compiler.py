@@ -10,7 +10,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from copy import copy
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from mlx_paged.engine.grammar import lark, probe
+from mlx_paged.engine.grammar.jobs import Job, Jobs
 from mlx_paged.engine.grammar.limits import LIMITS, MOST_FIRST_MASK, is_limit
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.grammar.schema_errors import one_line
@@ -78,7 +78,7 @@ class GrammarCompiler:
         tokenizer: mlx-lm's, of the model.
         vocab_size: the model's, padding included: token ids are below it.
         eos_token_ids: tokens that end an answer. They may come where the grammar is complete.
-        timeout: most seconds for one grammar.
+        timeout: most CPU seconds for one grammar.
         cache_size: most compiled grammars that are kept.
 
     Attributes:
@@ -106,8 +106,8 @@ class GrammarCompiler:
         self._timeout = timeout
         self._cache_size = cache_size
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
-        self._slots = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._cache: OrderedDict[str, Job[CompiledGrammar]] = OrderedDict()
+        self._jobs = Jobs(_MOST_AT_ONCE)
         # This takes seconds for a large vocabulary, and nothing else runs in the meantime (it holds
         # the interpreter's lock): now, while the model is loaded, and not with the first request.
         self._tokenizer = _shared_tokenizer(tokenizer, size, self.eos_token_ids)
@@ -125,19 +125,18 @@ class GrammarCompiler:
         """The grammar of what is asked for; waits for it.
 
         Raises:
+            GrammarsBusyError: others that take too long are before it.
             InvalidParameterError: it is invalid, cannot be enforced, or takes too long.
         """
         self.tokenizer  # noqa: B018 (its time is not the grammar's)
-        try:
-            return self._begun(wanted).result(self._timeout)
-        except FutureTimeoutError:
-            raise self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text) from None
+        too_slow = lambda: self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text)  # noqa: E731
+        return self._jobs.wait(self._begun(wanted), self._timeout, too_slow)
 
     async def compile_async(self, wanted: StructuredOutputs) -> CompiledGrammar:
         """The same; no thread waits."""
         await asyncio.shield(asyncio.wrap_future(self._tokenizer))
-        too_slow = self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text)
-        return await self._within_limit(self._begun(wanted), lambda: too_slow)
+        too_slow = lambda: self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text)  # noqa: E731
+        return await self._jobs.wait_async(self._begun(wanted), self._timeout, too_slow)
 
     async def prepare_async(self, work: Callable[[], T], about: Callable[[], tuple[str, Any]]) -> T:
         """What `work` returns, which makes schemas ready to be compiled; it has the same limits.
@@ -146,58 +145,50 @@ class GrammarCompiler:
             about: which field is worked on now, and its value, for the error.
 
         Raises:
+            GrammarsBusyError: see `compile`.
             InvalidParameterError: it takes too long, or what `work` raises.
         """
         too_slow = lambda: self._too_slow(*about())  # noqa: E731
-        begun = _in_background(lambda: self._in_turn(work, too_slow))
-        return await self._within_limit(begun, too_slow)
+        job = self._jobs.start(lambda: self._within_limit(work, too_slow))
+        return await self._jobs.wait_async(job, self._timeout, too_slow)
 
-    async def _within_limit(
-        self, begun: Future[T], too_slow: Callable[[], InvalidParameterError]
-    ) -> T:
-        waiting = asyncio.wrap_future(begun)
-        # (Where nobody waits any more, its failure is nobody's.)
-        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            return await asyncio.wait_for(asyncio.shield(waiting), self._timeout)
-        except TimeoutError:
-            raise too_slow() from None
-
-    def _begun(self, wanted: StructuredOutputs) -> Future[CompiledGrammar]:
+    def _begun(self, wanted: StructuredOutputs) -> Job[CompiledGrammar]:
         """What is compiled, or kept, for the same text."""
         key = wanted.canonical_text
         with self._lock:
             found = self._cache.get(key)
-            if found is None or _is_spent(found):
+            if found is None or _is_spent(found.future):
                 self.num_compiled += 1
                 too_slow = self._too_slow(f"{_FIELD}.{wanted.kind}", key)
-                found = self._cache[key] = _in_background(
-                    lambda: self._in_turn(lambda: self._compile(wanted), lambda: too_slow)
+                found = self._cache[key] = self._jobs.start(
+                    lambda: self._within_limit(lambda: self._compile(wanted), lambda: too_slow)
                 )
             self._cache.move_to_end(key)
             while len(self._cache) > self._cache_size:
                 # (One that is still compiled may be waited for; it is dropped all the same.)
                 self._cache.popitem(last=False)
-        found.add_done_callback(lambda done: self._drop_failure(key, done))
-        return found
+        job = found
+        job.future.add_done_callback(lambda done: self._drop_failure(key, job))
+        return job
 
-    def _drop_failure(self, key: str, compiled: Future[CompiledGrammar]) -> None:
-        if compiled.exception() is not None:
+    def _drop_failure(self, key: str, job: Job[CompiledGrammar]) -> None:
+        if job.future.exception() is not None:
             with self._lock:
-                if self._cache.get(key) is compiled:
+                if self._cache.get(key) is job:
                     del self._cache[key]
 
-    def _in_turn(self, work: Callable[[], T], too_slow: Callable[[], InvalidParameterError]) -> T:
-        if not self._slots.acquire(timeout=self._timeout):
-            raise too_slow()  # others that take too long are before it
-        try:
-            return work()
-        finally:
-            self._slots.release()
+    def _within_limit(self, work: Callable[[], T], too_slow: Callable[[], Exception]) -> T:
+        """What `work` returns, unless it has taken too long: each request gets the same answer."""
+        began = time.thread_time()
+        result = work()
+        if time.thread_time() - began > self._timeout:
+            raise too_slow()
+        return result
 
     def _too_slow(self, field: str, given: Any) -> InvalidParameterError:
         expected = (
-            f"a grammar that compiles within {self._timeout:g} s (structured_outputs_timeout)"
+            f"a grammar that compiles within {self._timeout:g} CPU seconds "
+            "(structured_outputs_timeout)"
         )
         return InvalidParameterError(field, expected, given)
 
@@ -299,25 +290,6 @@ def _given(wanted: StructuredOutputs) -> Any:
     return getattr(wanted, wanted.kind)
 
 
-def _in_background(work: Callable[[], T]) -> Future[T]:
-    """Runs a function on a thread that the interpreter's exit does not wait for.
-
-    (It cannot be interrupted, and may take long: an executor's threads are joined.)
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name="mlx-paged-grammar", daemon=True).start()
-    return future
-
-
 def _backend_of(tokenizer: Any) -> Any:
     """The Rust tokenizer in mlx-lm's wrapper or transformers' tokenizer; None: there is none."""
     return getattr(tokenizer, "backend_tokenizer", None)
@@ -353,7 +325,8 @@ def _shared_tokenizer(
     with _tokenizers_lock:
         made = _tokenizers.setdefault(tokenizer, {})
         if key not in made:
-            made[key] = _in_background(lambda: _tokenizer_of(tokenizer, size, eos_token_ids))
+            job = Jobs(1).start(lambda: _tokenizer_of(tokenizer, size, eos_token_ids))
+            made[key] = job.future
         return made[key]
 
 

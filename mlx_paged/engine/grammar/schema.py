@@ -213,7 +213,7 @@ def _check_integers(value: object, path: str) -> None:
             _check_integers(inner, at)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            _check_integers(inner, f"{path}.{i}")
+            _check_integers(inner, f"{path}[{i}]")
     elif isinstance(value, int) and -(1 << 63) <= value <= highest:
         raise InvalidParameterError(path, f"an integer above {highest}", value)
 

@@ -198,7 +198,7 @@ class ResponseBody(GenerationBody):
                 return name, f"{name} {reason}"
         for i, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
-                where = f"include.{i}"
+                where = f"include[{i}]"
                 return where, f"{where} must be one of {', '.join(INCLUDABLE)} but got {name!r}"
         return None
 
@@ -250,7 +250,7 @@ def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
     found: list[Tool] = []
     ignored = []
     for i, tool in enumerate(body.tools or ()):
-        where = f"tools.{i}"
+        where = f"tools[{i}]"
         if tool.type == "function":
             found.append(_function(tool, where))
         elif tool.type == "namespace":
@@ -286,7 +286,7 @@ def _namespace(tool: ResponseTool, where: str) -> list[Tool]:
         raise bad_request(f"{where}.name", f"{where}.name is missing", "missing_field")
     found = []
     for i, inner in enumerate(tool.tools or ()):
-        there = f"{where}.tools.{i}"
+        there = f"{where}.tools[{i}]"
         if inner.type != "function":
             raise bad_request(
                 f"{there}.type",
@@ -343,7 +343,7 @@ def choice_of(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
     assert given.mode is not None and given.tools is not None
     allowed: list[str] = []
     for i, entry in enumerate(given.tools):
-        allowed += _allowed(entry, tools, f"tool_choice.tools.{i}")
+        allowed += _allowed(entry, tools, f"tool_choice.tools[{i}]")
     if not allowed and given.mode == "auto":
         return ToolChoice("none")
     if not allowed:

@@ -360,8 +360,8 @@ def _dereferenced(item: Item, place: int, store: ResponseStore) -> Item:
     found = store.item(item["id"])
     if found is None:
         raise bad_request(
-            f"input.{place}.id",
-            f"input.{place}.id {shorten(item['id'], 64)!r} is no item of a stored response",
+            f"input[{place}].id",
+            f"input[{place}].id {shorten(item['id'], 64)!r} is no item of a stored response",
             "item_not_found",
         )
     return found

@@ -39,7 +39,7 @@ def items_of(given: Input | None) -> list[Item]:
         return []
     if isinstance(given, str):
         return [_message("user", [{"type": "input_text", "text": given}])]
-    return [_item(item, f"input.{i}") for i, item in enumerate(given)]
+    return [_item(item, f"input[{i}]") for i, item in enumerate(given)]
 
 
 def _message(role: str, content: list[Item], id: str | None = None) -> Item:
@@ -113,13 +113,13 @@ def _parts(parts: Parts, kind: str, where: str) -> list[Item]:
     found: list[Item] = []
     for i, part in enumerate(parts):
         if part.type == "input_image" and kind == "input_text":
-            source_of(vars(part), f"{where}.{i}")  # (checks it)
+            source_of(vars(part), f"{where}[{i}]")  # (checks it)
             image: Item = {"type": "input_image", "image_url": part.image_url}
             found.append(image | {"detail": part.detail or "auto"})
             continue
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("input_text", "output_text", "text", "refusal") or text is None:
-            there = f"{where}.{i}"
+            there = f"{where}[{i}]"
             raise bad_request(
                 there,
                 f"{there} must be a part with a text, or an input_image of the input, not "
@@ -149,7 +149,7 @@ def _reasoning(given: InputItem, where: str) -> Item:
     ):
         for i, part in enumerate(parts):
             if part.type not in (kind, "text") or part.text is None:
-                there = f"{where}.{name}.{i}"
+                there = f"{where}.{name}[{i}]"
                 raise bad_request(there, f"{there} must be a {kind} part but got {part.type!r}")
         if parts:
             item[name] = [{"type": kind, "text": part.text} for part in parts]
@@ -196,7 +196,7 @@ def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, An
     names: dict[str, str] = {}  # of functions, by the id of the call
     for i, item in enumerate(items):
         kind = item["type"]
-        where = f"input.{i - num_before}" if i >= num_before else "previous_response_id"
+        where = f"input[{i - num_before}]" if i >= num_before else "previous_response_id"
         if kind == "message" and item["role"] != "assistant":
             content = _content_of(item["content"], f"{where}.content")
             messages.append({"role": item["role"], "content": content})
@@ -253,7 +253,7 @@ def _content_of(parts: Sequence[Item], where: str) -> str | Content:
     return concatenated(
         "",
         [
-            source_of(part, f"{where}.{i}") if part["type"] == "input_image" else part["text"]
+            source_of(part, f"{where}[{i}]") if part["type"] == "input_image" else part["text"]
             for i, part in enumerate(parts)
         ],
     )

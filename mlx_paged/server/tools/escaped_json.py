@@ -46,7 +46,7 @@ def left_out(schema: Any, path: str, depth: int = 0) -> Iterator[tuple[str, obje
                 yield from left_out(inner, f"{here}.{name}", depth + 1)
         elif key in ("anyOf", "oneOf") and isinstance(value, Sequence):
             for i, inner in enumerate(value):
-                yield from left_out(inner, f"{here}.{i}", depth + 1)
+                yield from left_out(inner, f"{here}[{i}]", depth + 1)
         elif key == "items":
             yield from left_out(value, here, depth + 1)
 

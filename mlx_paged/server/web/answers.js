@@ -201,7 +201,7 @@ class Answer {
   told(error) {
     if (error instanceof MediaError) return error.message;
     if (!(error instanceof ApiError)) return `${error.name}: ${error.message}`;
-    const [, i, j] = /^messages\.(\d+)\.content\.(\d+)\b/.exec(error.param ?? "") ?? [];
+    const [, i, j] = /^messages\[(\d+)\]\.content\[(\d+)\]/.exec(error.param ?? "") ?? [];
     const name = i === undefined ? undefined : this.nameOf?.(i, j);
     return name ? error.message.replace(error.param, name) : error.message;
   }

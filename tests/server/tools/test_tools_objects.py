@@ -127,11 +127,11 @@ def test_objects_are_valid(walkers, name: str, schema: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_enforced_is_told_and_where_strict_refused(schema, paths) -> None:
-    tool = Tool("f", parameters={"type": "object", **schema}, field="tools.0.parameters")
+    tool = Tool("f", parameters={"type": "object", **schema}, field="tools[0].parameters")
     found = list(format_of("qwen3_coder", {}).unenforced(tool))
     assert [path for path, _ in found] == paths
     told = refuse_or_tell(found, tool.field, strict=False)
-    assert told == tuple(f"tools.0.parameters{path}" for path in paths)
+    assert told == tuple(f"tools[0].parameters{path}" for path in paths)
     if paths:
         with pytest.raises(InvalidParameterError, match="that can be enforced") as refused:
             refuse_or_tell(found, tool.field, strict=True)
