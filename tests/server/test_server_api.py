@@ -382,7 +382,7 @@ BAD = [
     ({"logit_bias": []}, "logit_bias"),
     ({"stop": [""]}, "stop[0]"),
     ({"stop": 5}, "stop"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [1 << 30]}, "stop_token_ids"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"seed": 1 << 70}, "seed"),

@@ -275,7 +275,7 @@ def test_functions_are_tools_by_their_older_names(client, engine) -> None:
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
          "response_format.json_schema.schema"),
-        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
          "messages[0].tool_calls[0].function"),
     ],
