@@ -738,7 +738,7 @@ def test_integers_that_end_llguidance_are_refused(client, value) -> None:
     """(Its stack overflows: the whole server was gone.)"""
     for schema, where in (
         ({"enum": [1, value]}, "enum[1]"),
-        ({"properties": {"a": {"const": {"b": [value]}}}}, "properties.a.const.b.0"),
+        ({"properties": {"a": {"const": {"b": [value]}}}}, "properties.a.const.b[0]"),
         ({"type": "integer", "minimum": value, "maximum": value}, "minimum"),
         ({"type": "integer", "minimum": -9.3e18, "maximum": -9.3e18}, "maximum"),
     ):
