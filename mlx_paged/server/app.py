@@ -34,6 +34,7 @@ from mlx_paged.server import (
 )
 from mlx_paged.server.batches import bodies as batch_bodies
 from mlx_paged.server.batches import endpoints as batches
+from mlx_paged.server.batches import messages as message_batches
 from mlx_paged.server.batches.setup import add_batches, start_batches
 from mlx_paged.server.chat import chat_completions
 from mlx_paged.server.completions import completions
@@ -224,6 +225,34 @@ API = (
     Operation(
         "/v1/batches/{batch_id}/cancel", "POST", batches.cancel_batch, "End a batch.",
         batch_bodies.BatchAnswer, _STORED,
+    ),
+    Operation(
+        "/v1/messages/batches", "POST", message_batches.create, "Answer many conversations.",
+        message_batches.MessageBatch, _of_messages((*_BODY, "429", "507")),
+        message_batches.MessageBatchBody, error=answers.MessageError,
+    ),
+    Operation(
+        "/v1/messages/batches", "GET", message_batches.list_batches,
+        "All batches, the newest first, in pages.", message_batches.MessageBatchList, _STORED,
+        query=("limit", "after_id", "before_id"), error=answers.MessageError,
+    ),
+    Operation(
+        "/v1/messages/batches/{batch_id}", "GET", message_batches.retrieve, "A batch as it is now.",
+        message_batches.MessageBatch, _STORED, error=answers.MessageError,
+    ),
+    Operation(
+        "/v1/messages/batches/{batch_id}", "DELETE", message_batches.delete,
+        "Delete a batch that has ended.", message_batches.MessageBatchDeleted, _STORED,
+        error=answers.MessageError,
+    ),
+    Operation(
+        "/v1/messages/batches/{batch_id}/cancel", "POST", message_batches.cancel, "End a batch.",
+        message_batches.MessageBatch, _STORED, error=answers.MessageError,
+    ),
+    Operation(
+        "/v1/messages/batches/{batch_id}/results", "GET", message_batches.results,
+        "Results of a batch, a line for each conversation.", None, _STORED,
+        error=answers.MessageError,
     ),
     Operation(
         "/v1/models", "GET", endpoints.models, "All names of the model.", responses.ModelList

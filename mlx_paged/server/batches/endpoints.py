@@ -61,18 +61,14 @@ async def upload(request: Request) -> Response:
     manager, config = manager_of(request), context_of(request).config
     await manager.sweep()
     folder = manager.folder
-    room = config.max_files_size - folder.num_bytes
+    room = config.max_files_size - await asyncio.to_thread(folder.num_bytes)
     receiving = folder.begin_upload()
 
     def take(data: bytes) -> None:
         if receiving.size + len(data) > config.max_file_size:
             raise too_large(config.max_file_size, "the file")
         if folder.num_receiving + len(data) > room:
-            raise ApiError(
-                413,
-                f"all files together must be at most {config.max_files_size} bytes: delete some",
-                code="files_too_large",
-            )
+            raise files_too_large(config.max_files_size)
         receiving.write(data)
         folder.num_receiving += len(data)
 
@@ -86,7 +82,7 @@ async def upload(request: Request) -> Response:
         name = _UNSHOWN.sub("", filename)[-_MAX_NAME:] or "file"
         file = await asyncio.to_thread(folder.keep, receiving, name, form.purpose, expires_after)
     except OSError as error:
-        raise _storage(error) from error
+        raise storage_error(error) from error
     finally:
         folder.num_receiving -= receiving.size
         folder.discard(receiving)  # (where it was kept, nothing is left to discard)
@@ -117,7 +113,7 @@ def _form(fields: Mapping[str, str]) -> bodies.FileForm:
 async def list_files(request: Request) -> Response:
     """All files, in pages."""
     manager = manager_of(request)
-    query = _query(request, "purpose", "limit", "order", "after")
+    query = query_of(request, "purpose", "limit", "order", "after")
     await manager.sweep()
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -179,8 +175,14 @@ def _file(file: StoredFile) -> bodies.FileAnswer:
     }
 
 
-def _storage(error: OSError) -> ApiError:
-    """What a client is told where the disk does not take a file."""
+def files_too_large(limit: int) -> ApiError:
+    """413 for a file that would be too much together with the others."""
+    message = f"all files together must be at most {limit} bytes: delete some"
+    return ApiError(413, message, code="files_too_large")
+
+
+def storage_error(error: OSError) -> ApiError:
+    """507 where the disk is full; another error is raised again."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, "the disk of this server is full", code="storage_full")
     raise error
@@ -224,14 +226,14 @@ async def create_batch(request: Request) -> Response:
     except KeyError:
         raise unknown from None
     except OSError as error:
-        raise _storage(error) from error
+        raise storage_error(error) from error
     trace_of(request).fields["batch"] = record.id
     return JSONResponse(_batch(record))
 
 
 async def list_batches(request: Request) -> Response:
     """All batches, the newest first, in pages."""
-    query = _query(request, "limit", "after")
+    query = query_of(request, "limit", "after")
     page, has_more = _page(manager_of(request).batches("openai"), query, _BATCHES, _MAX_BATCHES)
     answer: bodies.BatchList = {
         "object": "list", "data": [_batch(record) for record in page], "has_more": has_more,
@@ -300,7 +302,7 @@ def _batch(record: BatchRecord) -> bodies.BatchAnswer:
 # Pages.
 
 
-def _query(request: Request, *known: str) -> dict[str, str]:
+def query_of(request: Request, *known: str) -> dict[str, str]:
     """The query of a path.
 
     Raises:

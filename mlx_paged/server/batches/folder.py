@@ -85,7 +85,8 @@ class Upload:
 class Folder:
     """The files of a server; one at a time may use a folder.
 
-    The methods that change something wait for the disk, so the server calls them on threads.
+    The methods that change something or look at the disk wait for it: the server calls them on
+    threads.
 
     Args:
         path: made if it is not there.
@@ -126,10 +127,16 @@ class Folder:
         with contextlib.suppress(OSError):
             os.close(self._lock)
 
-    @property
     def num_bytes(self) -> int:
-        """Of all files of the API."""
-        return sum(file.bytes for file in self.files.values())
+        """Of all that is stored, without uploads under way."""
+        total = 0
+        for kind in (_FILES, _BATCHES):
+            with os.scandir(self.path / kind) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        if not entry.name.endswith(_PART):
+                            total += entry.stat().st_size
+        return total
 
     # Files of the API.
 
@@ -197,6 +204,13 @@ class Folder:
     def write_batch(self, batch_id: str, record: dict[str, Any]) -> None:
         """Writes the record of a batch."""
         self._write(_BATCHES, batch_id, record)
+
+    def write_input(self, batch_id: str, content: bytes) -> None:
+        """Writes the input of a batch that is no file of the API."""
+        with open_new(self.batch_path(batch_id, "input")) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
 
     def batch_path(self, batch_id: str, part: str) -> Path:
         """Where a part of a batch is: its input, answers or failures."""

@@ -417,6 +417,8 @@ class BatchManager:
                     path.unlink(missing_ok=True)
                     changes[name] = None
         record = await self._change(record.id, ("finalizing", "cancelling"), **changes)
+        if record.input_file_id is None:
+            self._input_path(record).unlink(missing_ok=True)
         logger.info(
             "batch %s is %s: %d of %d lines answered, %d failed",
             record.id, record.status, record.completed, record.total, record.failed,

@@ -1,0 +1,264 @@
+"""`/v1/messages/batches`: batches of Anthropic's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal, overload
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+
+from mlx_paged.server.batches.endpoints import (
+    files_too_large,
+    found_batch,
+    limit_of,
+    manager_of,
+    place_of,
+    query_of,
+    storage_error,
+)
+from mlx_paged.server.batches.manager import BatchManager, new_batch_id
+from mlx_paged.server.batches.records import BatchRecord
+from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.errors import ApiError, bad_request, message_error
+from mlx_paged.server.requests import Body, Label, read_body
+
+_ENDPOINT = "/v1/messages"
+_KIND: Literal["anthropic"] = "anthropic"
+_HOURS = 24
+_PAGE, _MAX_PAGE = 20, 1000
+_NO_MEANING = "Taken; it changes nothing here."
+
+
+class MessageBatchRequest(Body):
+    """One message of a batch."""
+
+    custom_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    params: dict[str, Any] = Field(description="A body of /v1/messages; stream must be false.")
+
+
+class MessageBatchBody(Body):
+    """`POST /v1/messages/batches`."""
+
+    requests: Annotated[list[MessageBatchRequest], Field(min_length=1, fail_fast=True)]
+    user_profile_id: Label | None = Field(None, description=_NO_MEANING)
+    workspace_id: Label | None = Field(None, description=_NO_MEANING)
+
+
+class MessageBatchCounts(TypedDict):
+    """Messages by what became of them; all are processing until the batch has ended."""
+
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(TypedDict):
+    """A batch. Times are of RFC 3339."""
+
+    id: str
+    type: Literal["message_batch"]
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageBatchCounts
+    created_at: str
+    expires_at: str
+    cancel_initiated_at: str | None
+    ended_at: str | None
+    archived_at: None
+    results_url: str | None
+
+
+class MessageBatchList(TypedDict):
+    """`GET /v1/messages/batches`."""
+
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class MessageBatchDeleted(TypedDict):
+    """`DELETE /v1/messages/batches/{id}`."""
+
+    id: str
+    type: Literal["message_batch_deleted"]
+
+
+async def create(request: Request) -> Response:
+    """Takes a batch."""
+    manager = manager_of(request)
+    body = await read_body(request, MessageBatchBody)
+    content = _lines(body.requests)
+    manager.check_room()
+    now = int(time.time())
+    record = BatchRecord(
+        new_batch_id("msgbatch"), _KIND, _ENDPOINT, now, now + 3600 * _HOURS, f"{_HOURS}h",
+        status="in_progress", in_progress_at=now, total=len(body.requests),
+    )  # fmt: skip
+    folder, most = manager.folder, context_of(request).config.max_files_size
+    if await asyncio.to_thread(folder.num_bytes) + len(content) > most:
+        raise files_too_large(most)
+    try:
+        await asyncio.to_thread(folder.write_input, record.id, content)
+        record = await manager.create(record)
+    except OSError as error:
+        raise storage_error(error) from error
+    trace_of(request).fields["batch"] = record.id
+    return JSONResponse(_batch(record, request))
+
+
+def _lines(requests: Sequence[MessageBatchRequest]) -> bytes:
+    """The messages as lines of a batch.
+
+    Raises:
+        ApiError: 400 for a custom_id that is there twice, and for a stream.
+    """
+    lines, custom_ids = [], set[str]()
+    for i, each in enumerate(requests):
+        if each.custom_id in custom_ids:
+            raise bad_request(
+                f"requests.{i}.custom_id",
+                f"requests.{i}.custom_id {each.custom_id!r} must be there once: an earlier request "
+                "has it",
+            )
+        custom_ids.add(each.custom_id)
+        if each.params.get("stream"):
+            name = f"requests.{i}.params.stream"
+            raise bad_request(name, f"{name} must be false: results are written whole")
+        line = {
+            "custom_id": each.custom_id, "method": "POST", "url": _ENDPOINT, "body": each.params,
+        }  # fmt: skip
+        lines.append(json.dumps(line).encode() + b"\n")
+    return b"".join(lines)
+
+
+async def retrieve(request: Request) -> Response:
+    """A batch as it is now."""
+    return JSONResponse(_batch(found_batch(request, _KIND), request))
+
+
+async def list_batches(request: Request) -> Response:
+    """All batches, the newest first, in pages."""
+    query = query_of(request, "limit", "after_id", "before_id", "workspace_id")
+    records, limit = manager_of(request).batches(_KIND), limit_of(query, _PAGE, _MAX_PAGE)
+    if "before_id" in query and "after_id" in query:
+        raise bad_request("before_id", "before_id must not be given with after_id")
+    if "before_id" in query:
+        end = place_of("before_id", query["before_id"], records)
+        begin = max(0, end - limit)
+        has_more = begin > 0
+    else:
+        begin = 0
+        if "after_id" in query:
+            begin = 1 + place_of("after_id", query["after_id"], records)
+        end = begin + limit
+        has_more = end < len(records)
+    page = records[begin:end]
+    answer: MessageBatchList = {
+        "data": [_batch(record, request) for record in page],
+        "has_more": has_more,
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+    }
+    return JSONResponse(answer)
+
+
+async def cancel(request: Request) -> Response:
+    """Ends a batch; what is answered stays."""
+    record = found_batch(request, _KIND)
+    if record.has_ended:
+        raise bad_request("message_batch_id", f"{record.id} has ended and cannot be canceled")
+    await manager_of(request).cancel(record.id)
+    return JSONResponse(_batch(found_batch(request, _KIND), request))
+
+
+async def delete(request: Request) -> Response:
+    """Deletes a batch that has ended, with its results."""
+    record = found_batch(request, _KIND)
+    if not record.has_ended:
+        message = f"{record.id} has not ended: cancel it, and delete it then"
+        raise bad_request("message_batch_id", message)
+    await manager_of(request).delete(record.id)
+    answer: MessageBatchDeleted = {"id": record.id, "type": "message_batch_deleted"}
+    return JSONResponse(answer)
+
+
+async def results(request: Request) -> Response:
+    """The results of a batch that has ended, a line for each message."""
+    record = found_batch(request, _KIND)
+    if not record.has_ended:
+        raise bad_request("message_batch_id", f"{record.id} has not ended: there are no results")
+    lines = _results(manager_of(request), record)
+    return StreamingResponse(lines, media_type="application/x-jsonl")
+
+
+def _results(manager: BatchManager, record: BatchRecord) -> Iterator[bytes]:
+    for content in manager.results(record):
+        line = json.loads(content)
+        made = {"custom_id": line["custom_id"], "result": _result(line)}
+        yield json.dumps(made).encode() + b"\n"
+
+
+def _result(line: dict[str, Any]) -> dict[str, Any]:
+    """What became of a message, from its output line."""
+    response, error = line["response"], line["error"]
+    if response is None and error["code"] == "batch_cancelled":
+        return {"type": "canceled"}
+    if response is None and error["code"] == "batch_expired":
+        return {"type": "expired"}
+    if response is None:
+        return {"type": "errored", "error": message_error(ApiError(500, error["message"]), None)}
+    if response["status_code"] == 200:
+        return {"type": "succeeded", "message": response["body"]}
+    return {"type": "errored", "error": response["body"]}
+
+
+def _batch(record: BatchRecord, request: Request) -> MessageBatch:
+    ended = record.has_ended
+    rest = record.total - record.completed - record.failed
+    counts: MessageBatchCounts = {
+        "processing": 0 if ended else record.total,
+        "succeeded": record.completed if ended else 0,
+        "errored": record.failed if ended else 0,
+        "canceled": rest if record.status == "cancelled" else 0,
+        "expired": rest if record.status == "expired" else 0,
+    }
+    if record.status == "failed":  # (of the server)
+        counts["errored"] += rest
+    status: Literal["in_progress", "canceling", "ended"] = "ended" if ended else "in_progress"
+    if record.status == "cancelling":
+        status = "canceling"
+    ended_at = record.completed_at or record.cancelled_at or record.expired_at or record.failed_at
+    base = str(request.base_url).rstrip("/")
+    return {
+        "id": record.id,
+        "type": "message_batch",
+        "processing_status": status,
+        "request_counts": counts,
+        "created_at": _moment(record.created_at),
+        "expires_at": _moment(record.expires_at),
+        "cancel_initiated_at": _moment(record.cancelling_at),
+        "ended_at": _moment(ended_at),
+        "archived_at": None,
+        "results_url": f"{base}/v1/messages/batches/{record.id}/results" if ended else None,
+    }
+
+
+@overload
+def _moment(seconds: int) -> str: ...
+@overload
+def _moment(seconds: None) -> None: ...
+@overload
+def _moment(seconds: int | None) -> str | None: ...
+def _moment(seconds: int | None) -> str | None:
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,197 @@
+"""The life of a batch: its time, a full disk, and a stop at any moment. Answers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_paged.errors import EngineDeadError, MlxPagedError
+from mlx_paged.server.batches.folder import Folder
+from mlx_paged.server.batches.in_process import InProcess
+from mlx_paged.server.batches.journal import Journal
+from mlx_paged.server.batches.manager import BatchManager
+from mlx_paged.server.batches.records import BatchRecord
+from mlx_paged.server.batches.runner import Reply
+
+URL = "/v1/completions"
+Post = Callable[[str, bytes, str], Awaitable[Reply]]
+
+
+async def echo(url: str, body: bytes, request_id: str) -> Reply:
+    await asyncio.sleep(0)
+    return Reply(200, request_id, body)
+
+
+def until(number: int, then: Callable[[], Awaitable[Any]]) -> Post:
+    """Answers so many lines; the next ones do something else first."""
+    count = 0
+
+    async def post(url: str, body: bytes, request_id: str) -> Reply:
+        nonlocal count
+        count += 1
+        if count > number:
+            await then()
+        return await echo(url, body, request_id)
+
+    return post
+
+
+async def hang() -> None:
+    await asyncio.Event().wait()
+
+
+async def die() -> None:
+    raise EngineDeadError("a test")
+
+
+class Life:
+    """Servers one after the other over one folder, with a batch of some lines."""
+
+    def __init__(self, path: Path, num_lines: int = 10) -> None:
+        self.path, self.now = path, 1000.0
+        folder = Folder(path)
+        upload = folder.begin_upload()
+        for i in range(num_lines):
+            line = {"custom_id": f"r{i}", "method": "POST", "url": URL, "body": {"prompt": "x"}}
+            upload.write(json.dumps(line).encode() + b"\n")
+        self.file = folder.keep(upload, "in", "batch", None)
+        folder.close()
+        self.id = ""
+
+    def run(self, post: Post, act: Callable[[BatchManager], Awaitable[Any]]) -> BatchRecord:
+        """A server, until something is done; returns the batch as the next one finds it."""
+
+        async def live() -> None:
+            manager = BatchManager(Folder(self.path), post, lambda: self.now)
+            manager.start(4, 1 << 20)
+            if not self.id:
+                record = BatchRecord("batch_1", "openai", URL, 1000, 4600, "1h", self.file.id)
+                self.id = (await manager.create(record)).id
+            try:
+                await asyncio.wait_for(act(manager), 60)
+            finally:
+                await manager.close()
+
+        asyncio.run(live())
+        folder = Folder(self.path)
+        record = BatchManager(folder, echo).get(self.id)
+        folder.close()
+        assert record is not None
+        return record
+
+    def outputs(self, file_id: str | None) -> dict[str, Any]:
+        if file_id is None:
+            return {}
+        content = (self.path / "files" / f"{file_id}.data").read_text().splitlines()
+        found = {each["custom_id"]: each for each in map(json.loads, content)}
+        assert len(found) == len(content)
+        return found
+
+    async def ended(self, manager: BatchManager) -> None:
+        while not manager.get(self.id).has_ended:  # type: ignore[union-attr]
+            await asyncio.sleep(0.001)
+
+    def answered(self, number: int) -> Callable[[BatchManager], Awaitable[None]]:
+        async def wait(manager: BatchManager) -> None:
+            while manager.get(self.id).completed < number:  # type: ignore[union-attr]
+                await asyncio.sleep(0.001)
+
+        return wait
+
+
+def test_a_stop_at_any_line_loses_none(tmp_path) -> None:
+    life = Life(tmp_path)
+    for number in (1, 2, 5):
+        record = life.run(until(number, hang), life.answered(number))
+        assert record.status == "in_progress" and record.completed >= number
+    record = life.run(echo, life.ended)
+    assert (record.status, record.completed, record.total) == ("completed", 10, 10)
+    assert len(life.outputs(record.output_file_id)) == 10 and record.error_file_id is None
+
+
+def test_a_dead_engine_leaves_the_rest_for_the_next_start(tmp_path) -> None:
+    life = Life(tmp_path)
+
+    async def stopped(manager: BatchManager) -> None:
+        while manager._tasks:
+            await asyncio.sleep(0.001)
+
+    assert life.run(until(3, die), stopped).status == "in_progress"
+    assert life.run(echo, life.ended).completed == 10
+
+
+def test_a_batch_expires(tmp_path) -> None:
+    life = Life(tmp_path)
+    record = life.run(until(4, hang), life.answered(4))
+    life.now = 4601
+    record = life.run(until(0, hang), life.ended)
+    assert (record.status, record.completed, record.expired_at) == ("expired", 4, 4601)
+    rest = life.outputs(record.error_file_id)
+    assert len(life.outputs(record.output_file_id)) == 4 and len(rest) == 6
+    assert {each["error"]["code"] for each in rest.values()} == {"batch_expired"}
+    assert {each["response"] for each in rest.values()} == {None}
+
+
+@pytest.mark.parametrize("step", ["_end", "_write_rest", "_publish"])
+def test_an_ending_that_is_broken_off_is_done_again(tmp_path, monkeypatch, step) -> None:
+    """As if the process ended right before a step of a cancelled batch."""
+    life = Life(tmp_path)
+
+    async def cancelled(manager: BatchManager) -> None:
+        broken = asyncio.Event()
+
+        def stop(*_: Any) -> Any:
+            manager._tasks[life.id].get_loop().call_soon_threadsafe(broken.set)
+            raise EngineDeadError("a test")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, step, stop)
+            await life.answered(3)(manager)
+            await manager.cancel(life.id)
+            await broken.wait()
+
+    record = life.run(until(3, hang), cancelled)
+    assert record.status == "cancelling"
+    record = life.run(until(0, die), life.ended)
+    assert (record.status, record.completed, record.failed) == ("cancelled", 3, 0)
+    assert len(life.outputs(record.output_file_id)) == 3
+    assert len(life.outputs(record.error_file_id)) == 7
+
+
+def test_a_full_disk_fails_the_batch(tmp_path, monkeypatch) -> None:
+    def full(*_: Any) -> None:
+        raise MlxPagedError("cannot write out: No space left on device")
+
+    life = Life(tmp_path)
+    monkeypatch.setattr(Journal, "append", full)
+    record = life.run(echo, life.ended)
+    assert record.status == "failed"
+    assert [error["code"] for error in record.errors] == ["storage_error"]
+
+
+def test_lines_wait_for_a_busy_server_but_not_for_ever() -> None:
+    busy, answers = 3, []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal busy
+        asked = await receive()
+        too_much = asked["body"] == b"too much"
+        status = 429 if too_much or busy else 200
+        busy = max(0, busy - (not too_much))
+        answers.append(status)
+        await asyncio.sleep(0)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def post() -> list[Reply]:
+        endpoint = InProcess(app)
+        return await asyncio.gather(*(endpoint.post(URL, b"x", str(i)) for i in range(2)),
+                                    endpoint.post(URL, b"too much", "2"))  # fmt: skip
+
+    assert [reply.status_code for reply in asyncio.run(post())] == [200, 200, 429]
+    assert answers.count(429) >= 4

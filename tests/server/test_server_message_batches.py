@@ -1,0 +1,119 @@
+"""Batches of Anthropic's API, with its SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from support.server_helpers import RunningServer, running, until, validate
+
+from mlx_paged.server.batches.messages import MessageBatch, MessageBatchList
+from mlx_paged.server.config import ServerConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
+    config = ServerConfig(("demo",), files_dir=str(folder), api_keys=("key",))
+    with running(config, max_num_seqs=4) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sdk(server: RunningServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0)
+
+
+def message(custom_id: str, **params: Any) -> Any:
+    messages = [{"role": "user", "content": f"Return {custom_id}"}]
+    params = {"model": "demo", "max_tokens": 3, "messages": messages, **params}
+    return {"custom_id": custom_id, "params": params}
+
+
+def ended(sdk: anthropic.Anthropic, batch_id: str) -> Any:
+    until(lambda: sdk.messages.batches.retrieve(batch_id).processing_status == "ended")
+    return sdk.messages.batches.retrieve(batch_id)
+
+
+def test_the_sdk_runs_a_batch(sdk, folder) -> None:
+    batches = sdk.messages.batches
+    requests = [message(f"m{i}") for i in range(6)] + [message("wrong", temperature=-1)]
+    batch = batches.create(requests=requests)
+    assert batch.processing_status == "in_progress" and batch.results_url is None
+    assert batch.request_counts.processing == 7
+    with pytest.raises(anthropic.BadRequestError, match="has not ended"):
+        batches.delete(batch.id)
+    batch = ended(sdk, batch.id)
+    counts = batch.request_counts
+    assert (counts.processing, counts.succeeded, counts.errored) == (0, 6, 1)
+    assert batch.results_url.endswith(f"/v1/messages/batches/{batch.id}/results")
+    results = {each.custom_id: each.result for each in batches.results(batch.id)}
+    assert results.keys() == {each["custom_id"] for each in requests}
+    wrong = results.pop("wrong")
+    assert wrong.type == "errored" and wrong.error.error.type == "invalid_request_error"
+    assert "temperature" in wrong.error.error.message
+    for result in results.values():
+        assert result.type == "succeeded" and result.message.usage.output_tokens == 3
+    with pytest.raises(anthropic.BadRequestError, match="has ended"):
+        batches.cancel(batch.id)
+    # It is no batch, and its results are no files, of OpenAI's API.
+    headers = {"x-api-key": "key"}
+    for path in ("files", "batches"):
+        url = str(sdk.base_url).rstrip("/") + f"/v1/{path}"
+        assert httpx.get(url, headers=headers).json()["data"] == []
+    assert batches.delete(batch.id).type == "message_batch_deleted"
+    assert not list(folder.rglob(f"{batch.id}*"))
+    with pytest.raises(anthropic.NotFoundError):
+        batches.retrieve(batch.id)
+
+
+def test_a_batch_is_canceled(sdk, server) -> None:
+    batches = sdk.messages.batches
+    long = [message(f"m{i}", max_tokens=400) for i in range(40)]
+    batch = batches.create(requests=long)
+    until(lambda: server.stats().num_running == 4)
+    assert batches.cancel(batch.id).processing_status in ("canceling", "ended")
+    batch = ended(sdk, batch.id)
+    assert batch.cancel_initiated_at <= batch.ended_at
+    counts = batch.request_counts
+    assert counts.canceled > 0 and counts.succeeded + counts.canceled == 40
+    kinds = [each.result.type for each in batches.results(batch.id)]
+    assert kinds.count("canceled") == counts.canceled and len(kinds) == 40
+
+
+def test_batches_come_in_pages(sdk, server) -> None:
+    batches = sdk.messages.batches
+    ids = [batches.create(requests=[message("m")]).id for _ in range(3)][::-1]
+    for batch_id in ids:
+        ended(sdk, batch_id)
+    first = batches.list(limit=2)
+    assert [each.id for each in first.data] == ids[:2] and first.has_more
+    assert [each.id for each in batches.list(after_id=ids[0], limit=2).data] == ids[1:]
+    assert [each.id for each in batches.list(before_id=ids[2], limit=1).data] == ids[1:2]
+    assert [each.id for each in batches.list(limit=2)][:3] == ids
+    headers = {"x-api-key": "key"}
+    answer = httpx.get(f"{server.url}/v1/messages/batches", headers=headers).json()
+    validate(MessageBatchList, answer)
+    validate(MessageBatch, answer["data"][0])
+
+
+@pytest.mark.parametrize(
+    ("requests", "told"),
+    [
+        ([], "requests"),
+        ([message("a"), message("a")], "requests.1.custom_id 'a' must be there once"),
+        ([message("a b")], "requests.0.custom_id"),
+        ([message("a"), message("b", stream=True)], "requests.1.params.stream must be false"),
+    ],
+)
+def test_a_wrong_batch_is_refused_by_the_field(sdk, requests, told) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=told.replace(".", r"\.")):
+        sdk.messages.batches.create(requests=requests)
