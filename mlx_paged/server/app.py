@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from mlx_paged import __version__
 from mlx_paged.engine.async_engine import AsyncEngine
@@ -48,6 +48,7 @@ from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.middleware import KeyMiddleware, PrefixMiddleware, RequestMiddleware
 from mlx_paged.server.responses_api import answers as response_answers
 from mlx_paged.server.responses_api import endpoints as response_endpoints
+from mlx_paged.server.responses_api import websocket as response_websocket
 from mlx_paged.server.responses_api.body import InputTokensBody, ResponseBody
 from mlx_paged.server.sites import SiteMiddleware, known_hosts
 from mlx_paged.server.streaming import RELAXED
@@ -353,6 +354,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
     routes: list[BaseRoute] = [
         Route(path, _by_method(found), methods=list(found)) for path, found in methods.items()
     ]
+    routes.append(WebSocketRoute(response_websocket.PATH, response_websocket.responses_socket))
     routes.append(Route("/v1/responses/compact", response_endpoints.compact, methods=["POST"]))
     if context.mcp_servers is not None:  # (for the page, and so no part of the API)
         routes.append(Route("/mcp/tools", mcp_tools.tools))

@@ -57,6 +57,7 @@ class ImpatientProtocol(HttpToolsProtocol):
     _parsed_size = 0
     _received_size = 0
     _is_refused = False
+    _is_upgraded = False
     _look: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -78,7 +79,7 @@ class ImpatientProtocol(HttpToolsProtocol):
             return
         self._is_new_head = False
         super().data_received(data)
-        if self._is_refused or self.transport.is_closing():
+        if self._is_refused or self._is_upgraded or self.transport.is_closing():
             return
         if self._deadline is None and not self._is_answering:
             self._set_deadline()
@@ -115,6 +116,16 @@ class ImpatientProtocol(HttpToolsProtocol):
         else:
             self._in_head = False
             super().on_headers_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hands the connection over to another protocol."""
+        if self._is_refused:
+            return
+        if self._is_answering:
+            self._refuse(400, "a WebSocket must not be asked for before earlier answers have come")
+            return
+        self._is_upgraded = True
+        super().handle_websocket_upgrade()
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:

@@ -98,6 +98,7 @@ class Context:
         background: Responses that run without a request.
         defaults: For fields that a request leaves out; read from the model once it is loaded.
         failure: Why the engine could not be started.
+        drained: Set when the server takes no more requests.
         tool_format: How the model writes calls; None: not known, or not to be parsed.
         no_tool_format: Why it is not known; "" where it is.
         reasoning_format: How it marks its reasoning; None: it does not.
@@ -119,6 +120,7 @@ class Context:
     reasoning_format: ReasoningFormat | None = None
     mcp_servers: McpServers | None = None
     batches: BatchManager | None = None
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
     _held_bytes: int = 0
     _arriving: set[asyncio.Timeout] = field(default_factory=set)
     _renderer: Renderer | None = None
@@ -240,6 +242,7 @@ class Context:
     def drain(self) -> None:
         """Takes no more requests, nor the rest of those that are still arriving."""
         self.draining = True
+        self.drained.set()
         self.background.drain()
         if self.batches is not None:
             self.batches.stop()

@@ -27,6 +27,9 @@ _QUIET_PATHS = frozenset(
 )
 
 
+_STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
+
+
 class RequestMiddleware:
     """Outermost: a trace for each request, and a 500 without internals for unexpected errors.
 
@@ -55,13 +58,13 @@ class RequestMiddleware:
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
         trace = Trace(
             given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
-            scope["method"],
+            scope.get("method", "WEBSOCKET"),
             _path(scope),
             (scope.get("client") or ("",))[0],
         )
@@ -71,8 +74,9 @@ class RequestMiddleware:
         is_anthropic = speaks_anthropic(scope)
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                trace.status = message["status"]
+            if message["type"] in _STARTS:
+                trace.status = message.get("status", 101)
+                message.setdefault("headers", [])
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = trace.request_id
                 if is_anthropic:
@@ -80,7 +84,8 @@ class RequestMiddleware:
                 headers["X-Content-Type-Options"] = "nosniff"
             await send(message)
 
-        load = int(trace.path in self._generating)
+        # (A WebSocket's turns count by themselves.)
+        load = int(scope["type"] == "http" and trace.path in self._generating)
         self._metrics.server_load += load
         try:
             await self._app(scope, receive, send_with_id)
@@ -96,11 +101,21 @@ class RequestMiddleware:
             self._log_end(trace)
 
     def _log_end(self, trace: Trace) -> None:
-        path = trace.path if trace.path in self._paths else "other"
-        self._metrics.responses.labels(path, str(trace.status)).inc()
-        if self._log:
-            level = logging.DEBUG if trace.path in _QUIET_PATHS else logging.INFO
-            access_logger.log(level, "request", extra=trace.log_fields())
+        known = trace.path in self._paths
+        log_end(trace, self._metrics, log=self._log, path=trace.path if known else "other")
+
+
+def log_end(trace: Trace, metrics: Metrics, *, log: bool, path: str | None = None) -> None:
+    """Counts a request that has ended, and writes its line.
+
+    Args:
+        log: whether to write it.
+        path: what metrics call its path; None: as it is.
+    """
+    metrics.responses.labels(path or trace.path, str(trace.status)).inc()
+    if log:
+        level = logging.DEBUG if trace.path in _QUIET_PATHS else logging.INFO
+        access_logger.log(level, "request", extra=trace.log_fields())
 
 
 class PrefixMiddleware:
@@ -139,7 +154,8 @@ class KeyMiddleware:
         self._open_below = tuple(p for p in open_paths if p.endswith("/") and p != "/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope) or self._has_key(scope):
+        is_request = scope["type"] in ("http", "websocket")
+        if not is_request or self._is_open(scope) or self._has_key(scope):
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -152,7 +168,7 @@ class KeyMiddleware:
 
     def _is_open(self, scope: Scope) -> bool:
         path = _path(scope)
-        if not self._keys or scope["method"] == "OPTIONS":
+        if not self._keys or scope.get("method") == "OPTIONS":
             return True
         return path in self._open or path.startswith(self._open_below or ("\0",))
 

@@ -21,11 +21,12 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.app import create_app
 from mlx_paged.server.batches.folder import Folder
-from mlx_paged.server.config import GenerationDefaults, ServerConfig
+from mlx_paged.server.config import MAX_MEDIA_BODY_SIZE, GenerationDefaults, ServerConfig
 from mlx_paged.server.connection import impatient
 from mlx_paged.server.context import Context
 from mlx_paged.server.listener import Listener, bind
 from mlx_paged.server.sites import is_loopback, known_hosts
+from mlx_paged.server.websocket import SETTINGS, WebSocketProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,9 @@ class _Service:
             app,
             http=impatient(config.read_timeout),
             lifespan="on",
-            ws="none",
+            ws=WebSocketProtocol,
+            ws_max_size=config.max_body_size or MAX_MEDIA_BODY_SIZE,
+            **SETTINGS,
             access_log=False,
             log_config=None,
             server_header=False,

@@ -42,13 +42,14 @@ class SiteMiddleware:
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         try:
             self._check_host(headers, scope)
-            if scope["method"] not in _SAFE_METHODS:
+            # (A browser asks nobody before it opens a WebSocket.)
+            if scope.get("method") not in _SAFE_METHODS:
                 check_origin(headers, self._origins)
         except ApiError as error:
             await error.response(scope)(scope, receive, send)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 from support.hash_model import hash_model
@@ -281,3 +282,13 @@ def test_elsewhere_a_step_has_2048_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(memory.ops, "has_cuda", lambda: False)
     config = memory.with_step_tokens(EngineConfig())
     assert config.step_tokens == config.scheduler_config(None).max_num_batched_tokens == 2048
+
+
+def test_live_arrays_are_counted_beside_dead_proxies() -> None:
+    class Thing:
+        pass
+
+    thing = Thing()
+    dead = [weakref.proxy(thing)]
+    del thing
+    assert memory.live_arrays() >= 0 and len(dead) == 1

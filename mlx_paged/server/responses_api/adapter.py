@@ -153,6 +153,12 @@ class ResponseAdapter(Adapter):
         else:  # (its client would never get it)
             yield self.failed(_NO_ROOM)
 
+    def without_answer(self) -> Iterable[bytes]:
+        """The end of a response whose prompt was computed, and nothing generated."""
+        response = self._ended()
+        self._store(response)
+        yield self._sse({"type": f"response.{response['status']}", "response": response})
+
     def failed(self, error: ApiError) -> bytes:
         self.status = "failed"
         response = self.now()

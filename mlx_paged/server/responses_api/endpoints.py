@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ from mlx_paged.server.responses_api.items import (
     num_turns,
     without_oldest,
 )
-from mlx_paged.server.responses_api.store import ResponseStore, Segment
+from mlx_paged.server.responses_api.store import LatestResponse, ResponseStore, Segment
 from mlx_paged.server.streaming import EventStream, events_of, json_response, respond
 from mlx_paged.server.turn import PreparedTurn, Turn, prepare
 
@@ -57,36 +57,50 @@ _NAMES = {
 async def create(request: Request) -> HttpResponse:
     """Answers the input, at once or as a stream."""
     body = await requests.read_body(request, ResponseBody)
-    context = context_of(request)
-    with _own_names(request):
-        requests.check_logprobs("top_logprobs", body.top_logprobs, context.config)
-        params = requests.sampling_params(
-            body,
-            context.config,
-            context.defaults,
-            max_tokens=body.max_output_tokens,
-            logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
-        )
-        new_input, before = _input_of(body, context)
-        if body.background:
-            _check_background(body, context, new_input, before)
-        turn = await _turn_of(body, request, new_input, before)
-        turn = replace(turn, structured_outputs=text_of(body), names=names_of(body))
-        prepared = await _prepare(request, turn, params, truncates=body.truncation == "auto")
-        generation = Generation(
-            request,
-            [prepared.prompt],
-            prepared.params,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            stream_interval=body.stream_interval,
-            media=prepared.media,
-            names=prepared.names,
-        )
-        adapter = ResponseAdapter(generation, prepared, body, Remembered(new_input, before))
+    with own_names(request):
+        adapter = await adapter_of(request, body)
         if body.background:
             return await _in_background(adapter, stream=bool(body.stream))
         return await respond(request, adapter, stream=bool(body.stream))
+
+
+async def adapter_of(
+    request: Request, body: ResponseBody, latest: LatestResponse | None = None
+) -> ResponseAdapter:
+    """What answers a body; nothing is submitted yet. Errors name fields as the engine does.
+
+    Args:
+        latest: the last response of the connection, which need not be stored.
+
+    Raises:
+        ApiError, InvalidParameterError: something in the body is wrong.
+    """
+    context = context_of(request)
+    requests.check_logprobs("top_logprobs", body.top_logprobs, context.config)
+    params = requests.sampling_params(
+        body,
+        context.config,
+        context.defaults,
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
+    )
+    new_input, before = _input_of(body, context, latest)
+    if body.background:
+        _check_background(body, context, new_input, before)
+    turn = await _turn_of(body, request, new_input, before)
+    turn = replace(turn, structured_outputs=text_of(body), names=names_of(body))
+    prepared = await _prepare(request, turn, params, truncates=body.truncation == "auto")
+    generation = Generation(
+        request,
+        [prepared.prompt],
+        prepared.params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        stream_interval=body.stream_interval,
+        media=prepared.media,
+        names=prepared.names,
+    )
+    return ResponseAdapter(generation, prepared, body, Remembered(new_input, before))
 
 
 def _check_background(
@@ -128,7 +142,7 @@ async def _in_background(adapter: ResponseAdapter, *, stream: bool) -> HttpRespo
 async def input_tokens(request: Request) -> HttpResponse:
     """How many tokens the prompt of a response would have."""
     body = await requests.read_body(request, InputTokensBody)
-    with _own_names(request):
+    with own_names(request):
         new_input, before = _input_of(body, context_of(request))
         turn = await _turn_of(body, request, new_input, before)
         prepared = await prepare(request, turn, SamplingParams())
@@ -315,16 +329,24 @@ def _check_query(request: Request, *known: str) -> dict[str, str]:
 # From a body to a turn.
 
 
-def _input_of(body: PromptBody, context: Context) -> tuple[list[Item], Segment | None]:
+def _input_of(
+    body: PromptBody, context: Context, latest: LatestResponse | None = None
+) -> tuple[list[Item], Segment | None]:
     """The new items of a body, and the conversation that they go on from.
+
+    Args:
+        latest: see `adapter_of`.
 
     Raises:
         ApiError: 400 for an item that is wrong, or a response that is not there.
     """
     store = context.response_store
-    new_input = [_dereferenced(item, i, store) for i, item in enumerate(items_of(body.input))]
+    stores = (store,) if latest is None else (latest, store)
+    new_input = [_dereferenced(item, i, stores) for i, item in enumerate(items_of(body.input))]
     before = None
-    if body.previous_response_id is not None:
+    if body.previous_response_id is not None and latest is not None:
+        before = latest.segment(body.previous_response_id)
+    if body.previous_response_id is not None and before is None:
         before = store.segment(body.previous_response_id)
         status = store.status(body.previous_response_id)
         if context.background.running(body.previous_response_id) is not None:
@@ -353,11 +375,11 @@ def _input_of(body: PromptBody, context: Context) -> tuple[list[Item], Segment |
     return new_input, before
 
 
-def _dereferenced(item: Item, place: int, store: ResponseStore) -> Item:
+def _dereferenced(item: Item, place: int, stores: Sequence[ResponseStore | LatestResponse]) -> Item:
     """An item itself, or the one that it refers to."""
     if item["type"] != "item_reference":
         return item
-    found = store.item(item["id"])
+    found = next((found for store in stores if (found := store.item(item["id"]))), None)
     if found is None:
         raise bad_request(
             f"input[{place}].id",
@@ -443,7 +465,7 @@ async def _prepare(
 
 
 @contextlib.contextmanager
-def _own_names(request: Request) -> Iterator[None]:
+def own_names(request: Request) -> Iterator[None]:
     """Errors name fields as they are called here."""
     try:
         try:

@@ -175,5 +175,46 @@ class ResponseStore:
             current = current.before
 
 
+class LatestResponse:
+    """The last response of one connection, whether it is stored or not.
+
+    Args:
+        max_bytes: most bytes of its conversation, as JSON. One that is larger is not kept.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._id: str | None = None
+        self._segment: Segment | None = None
+
+    def put(
+        self, response: Mapping[str, Any], new_input: list[dict[str, Any]], before: Segment | None
+    ) -> None:
+        """Keeps a response in place of the one before; see `ResponseStore.put`."""
+        output = response["output"]
+        segment = Segment(
+            before, to_json(new_input), to_json(output), tuple(item["id"] for item in output)
+        )
+        self._id = self._segment = None
+        if _sum_of_sizes(segment) <= self._max_bytes:
+            self._id, self._segment = response["id"], segment
+
+    def segment(self, response_id: str) -> Segment | None:
+        """The conversation up to and with a response; None: it is another one."""
+        return self._segment if response_id == self._id else None
+
+    def item(self, item_id: str) -> dict[str, Any] | None:
+        """An item of its output; None: there is none of that id."""
+        if self._segment is None or item_id not in self._segment.item_ids:
+            return None
+        items: Iterator[dict[str, Any]] = iter(from_json(self._segment.output))
+        return next(item for item in items if item["id"] == item_id)
+
+    def forget(self, response_id: str | None) -> None:
+        """Forgets a response, if it is the one that is kept."""
+        if response_id is not None and response_id == self._id:
+            self._id = self._segment = None
+
+
 def _sum_of_sizes(segment: Segment) -> int:
     return sum(each.size for each in segment.chain())
