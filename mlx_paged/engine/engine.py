@@ -49,7 +49,7 @@ from mlx_paged.engine.outputs import (
     RequestOutput,
     SequenceUpdate,
 )
-from mlx_paged.engine.pooling.params import PoolingParams
+from mlx_paged.engine.pooling.params import PoolingParams, prompts_of
 from mlx_paged.engine.pooling.runner import Classifier, PooledPrompt, PoolingRunner
 from mlx_paged.engine.reasoning import format_of
 from mlx_paged.engine.runner import ModelRunner
@@ -198,6 +198,8 @@ class Engine:
         self._executor = StepExecutor(self._runner)
         self.vocab_size = model.vocab_size
         self._classifier = self._make_classifier(paged)
+        #: What the model puts before texts to embed, by the name of their use.
+        self.prompts = prompts_of(model_directory(model.name))
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._special_token_ids = special_token_ids(self.tokenizer)
         self._no_text = self._detokenizer(SamplingParams())  # of all embeddings

@@ -24,6 +24,7 @@ from mlx_paged import __version__
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.server import (
+    cohere,
     endpoints,
     mcp_tools,
     pages,
@@ -172,6 +173,10 @@ API = (
         "/v1/embeddings", "POST", pooling.embeddings, "Vectors of texts.",
         pooling_bodies.EmbeddingAnswer, _GENERATION, pooling_bodies.EmbeddingBody,
         runner="pooling",
+    ),
+    Operation(
+        "/v2/embed", "POST", cohere.embed, "Vectors of texts; Cohere's API.", cohere.CohereAnswer,
+        _GENERATION, cohere.CohereEmbedBody, runner="pooling",
     ),
     Operation(
         "/pooling", "POST", pooling.pooling, "The same, as vLLM names it.",

@@ -82,6 +82,7 @@ class Renderer:
         added_tokens: Tokens that are taken whole wherever their text occurs, by text.
         special_texts: Texts of the special tokens, by id.
         end_texts: Texts of the tokens that end answers.
+        max_characters: A longer text has too many tokens, whatever they are; None: no limit.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Renderer:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mlx-paged-text")
         # Any text of more characters than this has too many tokens for the model.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
-        self._max_characters = None if max_model_len is None else max_model_len * max(longest, 16)
+        self.max_characters = None if max_model_len is None else max_model_len * max(longest, 16)
 
     def close(self) -> None:
         """Ends its threads."""
@@ -241,7 +242,7 @@ class Renderer:
         Raises:
             ApiError: it is too long.
         """
-        if self._max_characters is not None and num_characters > self._max_characters:
+        if self.max_characters is not None and num_characters > self.max_characters:
             assert self.max_model_len is not None
             raise context_exceeded(
                 self.max_model_len, f"the prompt has {num_characters} characters, which is more"

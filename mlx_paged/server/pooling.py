@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, `/pooling`, `/score` and `/rerank`: texts become vectors."""
+"""`POST /v1/embeddings`, `/pooling`, `/score` and `/rerank`: texts and chats become vectors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_paged.core import FinishReason
+from mlx_paged.engine.media.parts import sources_of
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.outputs import cosine, pair_messages, pairs_of
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_stream import RequestStream
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
 from mlx_paged.server import errors, pooling_bodies
-from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.context import Context, context_of, trace_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded
 from mlx_paged.server.pooling_bodies import (
@@ -31,7 +32,12 @@ from mlx_paged.server.pooling_bodies import (
     RerankBody,
     ScoreBody,
 )
-from mlx_paged.server.requests import contradiction, read_body
+from mlx_paged.server.requests import (
+    contradiction,
+    read_body,
+    template_kwargs_of,
+    template_message,
+)
 from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import json_response, unless_disconnected
 
@@ -146,29 +152,70 @@ def _side(body: ScoreBody, names: Sequence[str]) -> tuple[str, list[str]]:
 
 
 async def _embedded(request: Request, body: EmbeddingBody) -> Embeddings:
-    """The vectors of `input`."""
-    if body.messages is not None:
-        raise bad_request(
-            "messages", "messages is not supported by this server: give input",
-            "unsupported_parameter",
-        )  # fmt: skip
+    """The vectors of `input`, or the one of `messages`."""
     normalize, same = body.normalize, body.use_activation
     if normalize is not None and same is not None and normalize != same:
         raise contradiction("use_activation", "normalize")
     params = PoolingParams(
         dimensions=body.dimensions, normalize=same if normalize is None else normalize
     )
+    check_embeds(context_of(request))
     run = Embeddings(request, body, params)
-    if run.scores_pairs:
+    conversation = _conversation(body)
+    if conversation is None:
+        await run.add("input", _texts(body.input))
+    else:
+        run.add_tokens("messages", 0, await run.context.renderer.render(conversation))
+    await unless_disconnected(request, run.finish())
+    return run
+
+
+def check_embeds(context: Context) -> None:
+    """400 where the engine scores pairs of texts."""
+    if context.engine.engine.scores_pairs:
         raise ApiError(
             400,
             "this server scores pairs of texts (classifier_from_token) and embeds none: use /score "
             "or /rerank",
             code="wrong_runner",
         )
-    await run.add("input", _texts(body.input))
-    await unless_disconnected(request, run.finish())
-    return run
+
+
+# Fields that are about messages.
+_OF_CHATS = (
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
+)  # fmt: skip
+
+
+def _conversation(body: EmbeddingBody) -> Conversation | None:
+    """The conversation of a body; None: it has texts.
+
+    Raises:
+        ApiError: 400 for both or neither, for media, and for fields that contradict each other.
+    """
+    if body.messages is None:
+        for name in _OF_CHATS:
+            if getattr(body, name) is not None:
+                raise bad_request(name, f"{name} is about messages and means nothing to input")
+        if body.input is None:
+            raise ApiError(400, "input is missing", param="input", code="missing_field")
+        return None
+    if body.input is not None:
+        raise bad_request("messages", "messages must not be given with input")
+    messages = [template_message(message, i) for i, message in enumerate(body.messages)]
+    if sources_of(messages):
+        raise bad_request("messages", "messages must have no media: this server embeds texts")
+    if body.continue_final_message and body.add_generation_prompt:
+        name = "continue_final_message"
+        raise bad_request(name, f"{name} needs add_generation_prompt to be false")
+    return Conversation(
+        messages,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=bool(body.continue_final_message),
+        add_special_tokens=bool(body.add_special_tokens),
+        chat_template=body.chat_template,
+        template_kwargs=template_kwargs_of(body.chat_template_kwargs),
+    )
 
 
 def _texts(given: Any) -> list[Text]:
@@ -235,7 +282,7 @@ class Embeddings:
         """
         for i, text in enumerate(texts):
             tokens = await self._encoded(field, text)
-            self._add(field, i, tokens[:first])
+            self.add_tokens(field, i, tokens[:first])
 
     async def add_pairs(self, field: str, pairs: Iterable[tuple[str, str]]) -> None:
         """Tokenizes pairs of a query and a document, by the server's template where it has one.
@@ -253,7 +300,7 @@ class Embeddings:
                 messages = pair_messages(query, document)
                 pair = Conversation(messages, add_generation_prompt=False)
                 tokens = await self.context.renderer.render(pair)
-            self._add(field, i, tokens)
+            self.add_tokens(field, i, tokens)
 
     async def cut(self, texts: list[str], first: int | None) -> list[str]:
         """Texts of so many of the first tokens of each."""
@@ -274,7 +321,15 @@ class Embeddings:
             error.param = field
             raise
 
-    def _add(self, field: str, place: int, tokens: list[int]) -> None:
+    def add_tokens(self, field: str, place: int, tokens: list[int]) -> None:
+        """Takes the tokens of a text.
+
+        Args:
+            field, place: where the body has it, for errors.
+
+        Raises:
+            ApiError: there are none, or too many.
+        """
         limit = self.context.engine.engine.max_request_len
         tokens = self._cut.truncated(tokens, limit)
         if not tokens:
@@ -391,6 +446,11 @@ class Embeddings:
     def vectors(self) -> list[np.ndarray]:
         """``[dimensions]`` float32 of each text, in the order in which they were added."""
         return [output.pooled for output in self._outputs if output.pooled is not None]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text."""
+        return list(map(len, self._prompts))
 
     @property
     def num_tokens(self) -> int:

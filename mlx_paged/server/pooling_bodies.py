@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
 
-from mlx_paged.server.requests import Body, Label, TokenIds
+from mlx_paged.server.requests import Body, Label, Messages, TokenIds
 from mlx_paged.server.responses import Usage
 
 #: Most texts of one body, as in OpenAI's API.
@@ -31,7 +31,7 @@ class PoolingRequest(Body):
         None, description="right keeps the first tokens instead."
     )
     add_special_tokens: bool | None = Field(
-        None, description="Those that the tokenizer adds to a text; true by default."
+        None, description="Those that the tokenizer adds; true by default, for messages false."
     )
     user: Label | None = Field(None, description="Logged.")
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
@@ -53,7 +53,19 @@ class EmbeddingBody(PoolingRequest):
         | TokenIds
         | Annotated[list[str], Field(max_length=MAX_TEXTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(max_length=MAX_TEXTS, fail_fast=True)]
-    ) = Field(description="A text, token ids, or a list of either.")
+        | None
+    ) = Field(None, description="A text, token ids, or a list of either.")
+    messages: Messages | None = Field(
+        None, description="Instead of input: a conversation, by the chat template; texts only."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Of messages, as the rest; false by default."
+    )
+    continue_final_message: bool | None = None
+    chat_template: str | None = Field(
+        None, description="Jinja source; needs --trust-request-chat-template."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of float32, the lowest byte first. float by default."
     )
@@ -66,7 +78,6 @@ class EmbeddingBody(PoolingRequest):
     use_activation: bool | None = Field(None, description="vLLM's newer name of normalize.")
     embed_dtype: Literal["float32"] | None = Field(None, description="Only float32.")
     endianness: Literal["native", "little"] | None = Field(None, description="Only little.")
-    messages: Any = Field(None, description="Not supported: 400.")
 
 
 class PoolingBody(EmbeddingBody):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,5 +116,5 @@ def test_batches_come_in_pages(sdk, server) -> None:
     ],
 )
 def test_a_wrong_batch_is_refused_by_the_field(sdk, requests, told) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=told.replace(".", r"\.")):
+    with pytest.raises(anthropic.BadRequestError, match=re.escape(told)):
         sdk.messages.batches.create(requests=requests)

@@ -34,7 +34,7 @@ from mlx_paged.engine.pooling.params import PoolerConfig
 from mlx_paged.engine.pooling.runner import PooledPrompt
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
 from mlx_paged.model.loader import load
-from mlx_paged.server import logs, pooling, pooling_bodies, run
+from mlx_paged.server import cohere, logs, pooling, pooling_bodies, run
 from mlx_paged.server.app import API
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.pooling_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
@@ -49,6 +49,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/rerank": {"query": "x", "documents": ["y"]},
     "/v1/rerank": {"query": "x", "documents": ["y"]},
     "/v2/rerank": {"query": "x", "documents": ["y"]},
+    "/v2/embed": {"texts": ["x"]},
 }
 ENGINE: dict[str, Any] = {"runner": "pooling", "max_model_len": 128}
 # Between forwards of other company, of a prompt whose beginning was cached, and of none.
@@ -178,12 +179,108 @@ def test_pooling_has_the_same_vectors(client, expected) -> None:
         (["x", ""], "invalid_value"), ([1, -1], "invalid_value"), ([[1], [1 << 20]],
         "invalid_value"), ({"text": "x"}, "invalid_value"), (3, "invalid_value"),
         (["x"] * 2049, "invalid_value"), (list(range(10, 139)), "context_length_exceeded"),
-        ("word " * 5000, "context_length_exceeded"), (None, "invalid_value"),
+        ("word " * 5000, "context_length_exceeded"), (None, "missing_field"),
     ],
 )  # fmt: skip
 def test_wrong_inputs_are_refused_by_name(client, given: Any, code: str) -> None:
     error = refusal(client, "/v1/embeddings", input=given)
-    assert error["param"].split(".")[0] == "input" and error["code"] == code, error
+    assert re.split(r"[.[]", error["param"])[0] == "input" and error["code"] == code, error
+
+
+CHAT = [{"role": "user", "content": "What is a prime?"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_a_chat_is_embedded_by_the_template(client, path) -> None:
+    asked = {"messages": CHAT, "add_generation_prompt": False}
+    tokens = client.post("/tokenize", json={**asked, "add_special_tokens": False}).json()["tokens"]
+    answer = client.post(path, json={"messages": CHAT}).json()
+    [entry] = answer["data"]
+    vector = entry.get("embedding") or entry["data"]
+    assert np.abs(embed(client, input=tokens) - vector).max() < TOLERANCE
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+    with_prompt = embed(client, messages=CHAT[:1], add_generation_prompt=True)
+    assert np.abs(with_prompt - embed(client, messages=CHAT[:1])).max() > TOLERANCE
+    picture = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    for wrong, param in (
+        ({"messages": CHAT, "input": "x"}, "messages"),
+        ({"messages": [{"role": "user", "content": picture}]}, "messages"),
+        ({"messages": CHAT, "chat_template": "x"}, "chat_template"),
+        ({"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+         "continue_final_message"),
+        ({"input": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({}, "input"),
+    ):  # fmt: skip
+        assert refusal(client, path, **wrong)["param"] == param
+
+
+# Cohere's API.
+
+
+def cohere_embed(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    return post(client, "/v2/embed", cohere.CohereAnswer, **body)
+
+
+def test_cohere_gets_vectors_of_every_type(client, expected) -> None:
+    types = ["float", "base64", "binary", "ubinary"]
+    answer = cohere_embed(client, model="demo", texts=TEXTS, embedding_types=types,
+                          input_type="search_query")  # fmt: skip
+    found = answer["embeddings"]
+    assert np.abs(np.array(found["float"]) - expected).max() < TOLERANCE
+    assert answer["texts"] == TEXTS and answer["meta"]["billed_units"]["input_tokens"] > 4
+    for i, vector in enumerate(found["float"]):
+        packed = np.frombuffer(base64.b64decode(found["base64"][i]), "<f4")
+        assert np.abs(packed - vector).max() < TOLERANCE
+        bits = [int("".join("01"[x >= 0] for x in vector[at : at + 8]), 2)
+                for at in range(0, len(vector), 8)]  # fmt: skip
+        assert found["ubinary"][i] == bits
+        assert found["binary"][i] == [byte - 128 for byte in bits]
+    assert cohere_embed(client, texts=["x"])["embeddings"].keys() == {"float"}
+
+
+def test_cohere_cuts_texts_at_either_end(client) -> None:
+    tokens = embedded().tokenizer.encode(TEXTS[0])
+    for truncate, kept in (("END", tokens[:3]), (None, tokens[:3]), ("START", tokens[-3:])):
+        answer = cohere_embed(client, texts=TEXTS[:1], max_tokens=3, truncate=truncate)
+        assert answer["meta"]["billed_units"]["input_tokens"] == 3
+        found = np.array(answer["embeddings"]["float"])
+        assert np.abs(found - embed(client, input=kept)).max() < TOLERANCE
+    long = cohere_embed(client, texts=["word " * 50_000])
+    assert long["meta"]["billed_units"]["input_tokens"] == 128
+
+
+def test_cohere_gets_a_prompt_by_the_use_of_a_text(client, server, monkeypatch) -> None:
+    prompts = {"query": "Find: ", "mine": "Mine: "}
+    monkeypatch.setattr(server.engine.engine, "prompts", prompts)
+    for use, prompt in (("search_query", "Find: "), ("mine", "Mine: "), (None, "")):
+        given = {} if use is None else {"input_type": use}
+        found = cohere_embed(client, texts=TEXTS[:1], output_dimension=16, **given)
+        wanted = embed(client, input=prompt + TEXTS[0], dimensions=16)
+        assert np.abs(np.array(found["embeddings"]["float"]) - wanted).max() < TOLERANCE
+    message = refusal(client, "/v2/embed", texts=["x"], input_type="clustering")["message"]
+    assert "query, mine" in message
+    parts = [{"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    chat = [{"role": "system", "content": "Mine: "}, {"role": "user", "content": "a\nb"}]
+    found = cohere_embed(client, inputs=parts, input_type="mine")["embeddings"]["float"]
+    wanted = embed(client, messages=chat, add_special_tokens=True)
+    assert np.abs(np.array(found) - wanted).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "texts"), ({"texts": ["x"], "images": ["data:"]}, "images"),
+        ({"texts": ["x"], "inputs": [{"content": [{"type": "text", "text": "x"}]}]}, "inputs"),
+        ({"texts": ["x"], "input_type": "poetry"}, "input_type"),
+        ({"texts": ["x"], "embedding_types": ["int8"]}, "embedding_types[0]"),
+        ({"texts": ["x"], "embedding_types": ["binary"], "output_dimension": 9},
+         "embedding_types"),
+        ({"texts": ["a b c d e f"], "max_tokens": 2, "truncate": "NONE"}, "texts"),
+        ({"texts": ["x", ""]}, "texts"),
+    ],
+)  # fmt: skip
+def test_cohere_is_refused_by_the_field(client, body, param) -> None:
+    assert refusal(client, "/v2/embed", **body)["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -263,7 +360,7 @@ def test_documents_are_cut_where_that_is_asked_for(client) -> None:
     for wrong in ({"documents": []}, {"documents": [{"title": "x"}]}, {"rank_fields": ["a"]},
                   {"documents": ["x", ""]}, {"top_n": -1}):  # fmt: skip
         error = refusal(client, "/rerank", **{**body, **wrong})
-        assert error["param"].split(".")[0] in wrong
+        assert re.split(r"[.[]", error["param"])[0] in wrong
 
 
 # What the server does for every request.

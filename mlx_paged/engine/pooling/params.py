@@ -245,6 +245,19 @@ def pooler_config_of(
     return (given or PoolerConfig()).over(own).over(_DEFAULT)
 
 
+def prompts_of(directory: Path | None) -> dict[str, str]:
+    """What a model of sentence-transformers puts before texts, by the name of their use.
+
+    Args:
+        directory: of the model's files; None: unknown.
+    """
+    found = None if directory is None else _read(directory / "config_sentence_transformers.json")
+    prompts = found.get("prompts") if isinstance(found, Mapping) else None
+    if not isinstance(prompts, Mapping):
+        return {}
+    return {str(name): text for name, text in prompts.items() if isinstance(text, str)}
+
+
 def _lacks_type(given: PoolerConfig | None) -> bool:
     return given is None or given.pooling_type is None
 
