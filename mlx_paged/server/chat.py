@@ -254,7 +254,7 @@ class ChatAdapter(OpenAIAdapter):
     def _delta(self, index: int, event: Event) -> responses.Delta | None:
         """What a chunk says of an event; None: nothing."""
         if isinstance(event, ContentText):
-            return {"content": event.text}
+            return {"content": event.separator + event.text}
         if isinstance(event, ReasoningText):
             if not self._shows_reasoning:
                 return None

@@ -292,3 +292,83 @@ def test_tokens_of_a_conversation_count_its_tools(client, engine) -> None:
     used = client.post(CHATS, json=body).json()["usage"]["prompt_tokens"]
     assert client.post("/tokenize", json=body).json()["count"] == used
     assert client.post("/tokenize", json={"messages": ASK}).json()["count"] < used
+
+
+CUTS = (2, 4, 7, 10, 13, 16, 20, 25, 30)
+
+
+def content_of(api: str, answer: dict[str, Any]) -> str:
+    """All text of an answer, as one of the APIs has it."""
+    if api == "messages":
+        return "".join(b["text"] for b in answer["content"] if b["type"] == "text")
+    if api == "responses":
+        parts = [part for item in answer["output"] for part in item.get("content") or ()]
+        return "".join(part["text"] for part in parts if part["type"] == "output_text")
+    return answer["choices"][0]["message"]["content"] or ""
+
+
+def body_for(api: str, **choice: Any) -> tuple[str, dict[str, Any]]:
+    """The path and body of a request that offers the tools, in one of the APIs."""
+    if api == "messages":
+        offered = [{"name": WEATHER["name"], "input_schema": WEATHER["parameters"]}]
+        body: dict[str, Any] = {
+            "model": "mlx-paged-demo",
+            "max_tokens": 200,
+            "messages": ASK,
+            "tools": offered,
+        }
+        body |= {"tool_choice": {"type": "any"}} if choice else {}
+        return "/v1/messages", body
+    if api == "responses":
+        body = {"input": "hi", "tools": [{"type": "function", **WEATHER}]}
+        return "/v1/responses", {**body, **choice}
+    if api == "functions":
+        body = {"messages": ASK, "functions": [WEATHER]}
+        return CHATS, {**body, **({"function_call": {"name": "get_weather"}} if choice else {})}
+    return CHATS, {"messages": ASK, "tools": TOOLS, **choice}
+
+
+@pytest.mark.parametrize("api", ["chat", "functions", "responses", "messages"])
+@pytest.mark.parametrize("forced", [True, False], ids=["forced", "auto"])
+def test_a_call_that_max_tokens_cuts_is_not_shown_as_text(client, engine, api, forced) -> None:
+    path, body = body_for(api, **({"tool_choice": "required"} if forced else {}))
+    limit = "max_output_tokens" if api == "responses" else "max_tokens"
+    for count in CUTS:
+        engine.says(OSLO)
+        answer = client.post(path, json={**body, limit: count}).json()
+        assert content_of(api, answer) == "", answer
+        ended = answer.get("stop_reason") or answer.get("status")
+        if api in ("chat", "functions"):
+            ended = answer["choices"][0]["finish_reason"]
+        assert ended in ("length", "incomplete", "max_tokens"), answer
+
+
+@pytest.mark.parametrize("api", ["chat", "functions", "responses", "messages"])
+def test_a_stop_string_within_a_call_ends_the_answer(client, engine, api) -> None:
+    """There is nothing to call, so it does not end with a call."""
+    path, body = body_for(api)
+    stop = {"stop_sequences": ["Os"]} if api == "messages" else {"stop": ["Os"]}
+    engine.says(f"Let me look.\n{OSLO}")
+    response = client.post(path, json={**body, **stop})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert content_of(api, answer) == "Let me look."
+    if api == "messages":
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "Os")
+    elif api == "responses":
+        assert [item["status"] for item in answer["output"]] == ["completed", "incomplete"]
+    else:
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    for text in ("<tool_call>", "get_wea"):  # the name is not known yet
+        stop = {"stop_sequences": [text]} if api == "messages" else {"stop": [text]}
+        engine.says(f"Let me look.\n{OSLO}")
+        assert content_of(api, client.post(path, json={**body, **stop}).json()).strip() == (
+            "Let me look."
+        )
+
+
+def test_texts_around_a_call_are_not_run_together(client, engine) -> None:
+    engine.says(f"Let me look.{OSLO}Done.")
+    assert ask(client)["message"]["content"] == "Let me look.\nDone."
+    engine.says(f"Let me look.{OSLO}Done.")
+    assert joined(stream(client))["content"] == "Let me look.\nDone."

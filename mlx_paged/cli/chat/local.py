@@ -192,4 +192,4 @@ def _read(reader: AnswerReader, update: SequenceUpdate) -> Iterator[str]:
     events = [*reader.feed(update.token_id, update.text)]
     if update.finish_reason is not None:
         events += reader.finish(is_cut=update.finish_reason != "stop")
-    yield from (event.text for event in events if isinstance(event, ContentText))
+    yield from (e.separator + e.text for e in events if isinstance(e, ContentText))

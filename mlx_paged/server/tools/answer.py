@@ -70,6 +70,8 @@ class Answer:
 
     def __init__(self) -> None:
         self._items: list[tuple[type[ReasoningText | ContentText], _Text] | ToolCall] = []
+        self._content = _Text()
+        self._ends_in_space = True  # the content
 
     @property
     def items(self) -> list[ReasoningText | ContentText | ToolCall]:
@@ -83,8 +85,8 @@ class Answer:
 
     @property
     def content(self) -> str:
-        """All text that is not reasoning."""
-        return "".join(i.text for i in self.items if isinstance(i, ContentText))
+        """All text that is not reasoning; a newline is between texts that something separates."""
+        return self._content.text
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -97,11 +99,22 @@ class Answer:
         if not isinstance(last, tuple) or last[0] is not ContentText:
             return False
         last[1].add(text)
+        self._content.add(text)
+        self._ends_in_space = text[-1].isspace()
         return True
+
+    def separator(self, text: str) -> str:
+        """What must stand between the content so far and a text that comes next."""
+        last = self._items[-1] if self._items else None
+        is_separate = not isinstance(last, tuple) or last[0] is not ContentText
+        return "\n" if is_separate and not (self._ends_in_space or text[:1].isspace()) else ""
 
     def add(self, event: Event, tools: Sequence[Tool]) -> None:
         """Takes the next event."""
         last = self._items[-1] if self._items else None
+        if isinstance(event, ContentText) and event.text:
+            self._content.add(event.separator + event.text)
+            self._ends_in_space = event.text[-1].isspace()
         if isinstance(event, (ReasoningText, ContentText)):
             if isinstance(last, tuple) and last[0] is type(event):
                 last[1].add(event.text)
@@ -195,8 +208,7 @@ class AnswerReader:
         if self._trimmer is not None:
             for event in self._trimmer.finish():
                 if not (self._is_calls and is_cut):
-                    self.answer.add(event, self._tools)
-                    yield event
+                    yield self._added(event)
 
     def _rest(self, *, is_cut: bool) -> Iterator[Event]:
         for lexeme in self._lexer.finish(is_cut=is_cut):
@@ -237,8 +249,13 @@ class AnswerReader:
             event = CallBegin(event.name, id)
             self._num_calls += 1
         for certain in (event,) if self._trimmer is None else self._trimmer.take(event):
-            self.answer.add(certain, self._tools)
-            yield certain
+            yield self._added(certain)
+
+    def _added(self, event: Event) -> Event:
+        if isinstance(event, ContentText):
+            event = ContentText(event.text, self.answer.separator(event.text))
+        self.answer.add(event, self._tools)
+        return event
 
 
 def answer_reader(
@@ -300,5 +317,9 @@ def answer_parser(
         # (A marker that is a word may be one of the reasoning.)
         begins_call = [marker for marker in tool_format.begins_call if not marker.isalnum()]
     return ReasoningParser(
-        reasoning_format, inner, begins_inside=begins_inside, begins_call=begins_call
+        reasoning_format,
+        inner,
+        begins_inside=begins_inside,
+        begins_call=begins_call,
+        begins_text=tool_format.begins_text if tool_format is not None and takes_calls else (),
     )

@@ -31,6 +31,7 @@ class CohereFormat(ToolFormat):
     models = "Command R7B, Command A"
     markers = (_BEGIN, _END, *_AROUND_TEXT)
     begins_call = (_BEGIN,)
+    begins_text = (_AROUND_TEXT[0], _AROUND_TEXT[2])
 
     @classmethod
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:

@@ -19,9 +19,15 @@ class ReasoningText:
 
 @dataclass(slots=True)
 class ContentText:
-    """More of the text that is for the reader."""
+    """More of the text that is for the reader.
+
+    Attributes:
+        separator: What stands before it where all texts of the answer are one: a call, or
+            reasoning, separates it from the text before.
+    """
 
     text: str
+    separator: str = ""
 
 
 @dataclass(frozen=True, slots=True)

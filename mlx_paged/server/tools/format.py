@@ -60,6 +60,7 @@ class ToolFormat(ABC):
         markers: Texts that mean something to its parser, for the `Lexer`.
         begins_call: Those of them with which a call begins, also within a reasoning that the model
             forgot to end.
+        begins_text: Those that end a reasoning, too: a text begins with them.
         reads_everything: Whether its parser tells reasoning, text and calls apart by itself, with
             tools or without (channels).
         frames_text: Whether text stands between markers as well, so that its parser reads answers
@@ -70,6 +71,7 @@ class ToolFormat(ABC):
     models: ClassVar[str] = ""
     markers: ClassVar[tuple[str, ...]] = ()
     begins_call: ClassVar[tuple[str, ...]] = ()
+    begins_text: ClassVar[tuple[str, ...]] = ()
     reads_everything: ClassVar[bool] = False
     frames_text: ClassVar[bool] = False
 

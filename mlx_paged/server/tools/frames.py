@@ -15,12 +15,20 @@ class FramedParser:
     Args:
         inner: reads everything else.
         begin, end: the markers.
+        leads: markers that are left out only where no text is before them.
     """
 
     def __init__(
-        self, inner: Parser, *, begin: Collection[str] = (), end: Collection[str] = ()
+        self,
+        inner: Parser,
+        *,
+        begin: Collection[str] = (),
+        end: Collection[str] = (),
+        leads: Collection[str] = (),
     ) -> None:
         self._inner = inner
+        self._leads = frozenset(leads)
+        self._has_text = False
         self._begin, self._end = frozenset(begin), frozenset(end)
         self._follows_marker = False
         self._newlines = ""  # at the end of the text so far
@@ -28,6 +36,9 @@ class FramedParser:
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         text, is_marker = lexeme
         if is_marker and not getattr(self._inner, "in_string", False):
+            if text in self._leads and not self._has_text:
+                self._follows_marker = True
+                return
             if text in self._begin:
                 yield from self._give()
                 self._follows_marker = True
@@ -58,6 +69,7 @@ class FramedParser:
                 self._follows_marker = not text
             certain = text.rstrip("\n")
             self._newlines = text[len(certain) :]
+            self._has_text = self._has_text or bool(certain.strip())
             if certain:
                 yield ContentText(certain)
 

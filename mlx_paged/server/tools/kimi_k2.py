@@ -17,6 +17,7 @@ from mlx_paged.server.tools.named_json import Marks, NamedJsonParser
 _ID = re.compile(r"(?:functions\.)?(?P<name>[^\s{}<>]+?)(?P<index>:\d+)?")
 # Around a name that is written otherwise: ``functions_get_weather_0``.
 _PREFIX = re.compile(r"(?:functions?[._:])?")
+_NUMBER = re.compile(r"(?:functions?[._:])?\d+")  # an id without a name
 _INDEX = re.compile(r"(?:[._:-]\d+)?$")
 
 
@@ -42,7 +43,10 @@ class KimiK2Format(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         known = {tool.name for tool in tools}
         return NamedJsonParser(
-            self.marks, lambda head, tail: _name_and_id(head, tail, known), tools
+            self.marks,
+            lambda head, tail: _name_and_id(head, tail, known),
+            tools,
+            is_nameless=_NUMBER.fullmatch,
         )
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:

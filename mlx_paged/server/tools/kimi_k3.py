@@ -53,6 +53,7 @@ class KimiK3Format(TaggedFormat):
     )
     markers = (*tags.markers, _TEXT, *_ENDS)
     begins_call = (_TOOLS, tags.call)
+    begins_text = (_TEXT,)
     frames_text = True
 
     @classmethod

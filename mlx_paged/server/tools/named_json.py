@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Con
 from mlx_paged.server.tools.json_blocks import CLOSERS
 from mlx_paged.server.tools.json_calls import JsonArguments
 from mlx_paged.server.tools.lexer import Lexeme
+from mlx_paged.server.tools.schemas import properties_of
 
 _LONGEST_HEAD = 512  # characters between a call's marker and its arguments
 
@@ -55,6 +57,8 @@ class NamedJsonParser:
         name_of: name and id of a call, from the text before and after the marker `Marks.arguments`,
             up to the object's bracket; None: it is no call.
         tools: that may be called.
+        is_nameless: whether a text before the arguments stands for a call without a name: the
+            arguments show which tool it calls, if they fit one only.
     """
 
     def __init__(
@@ -62,7 +66,11 @@ class NamedJsonParser:
         marks: Marks,
         name_of: Callable[[str, str], tuple[str, str | None] | None],
         tools: Sequence[Tool],
+        is_nameless: Callable[[str], object] = lambda head: False,
     ) -> None:
+        self._tools = tools
+        self._is_nameless = is_nameless
+        self._fitting: str | None = None  # the tool of a call without a name
         self._marks = marks
         self._name_of = name_of
         self._known: Collection[str] = {tool.name for tool in tools}
@@ -70,6 +78,7 @@ class NamedJsonParser:
         self._raw: list[str] = []  # what was read and may be no call
         self._noise: list[str] = []  # the text in it that is no part of a call
         self._after = ""  # the text behind the arguments of the open call
+        self._held: list[str] = []  # arguments of a call without a name
         self._head: list[str] = []  # of the open call, before its arguments
         self._num_head = 0
         self._tail: list[str] | None = None  # the part of it after the marker
@@ -107,6 +116,8 @@ class NamedJsonParser:
 
     def _named_tool(self) -> tuple[str, str | None] | None:
         """Name and id of the open call, if it is one of a tool."""
+        if self._fitting is not None:
+            return self._fitting, None
         found = self._name_of("".join(self._head), "".join(self._tail or ()))
         return found if found is not None and found[0] in self._known else None
 
@@ -161,7 +172,7 @@ class NamedJsonParser:
         return lexeme.is_marker and lexeme.text in self._marks.others
 
     def _begin_head(self) -> None:
-        self._head, self._tail, self._num_head = [], None, 0
+        self._head, self._tail, self._num_head, self._fitting = [], None, 0, None
         self._state = self._in_head
 
     def _in_head(self, lexeme: Lexeme, out: list[Event]) -> None:
@@ -195,6 +206,10 @@ class NamedJsonParser:
                     self._arguments, self._has_begun = JsonArguments(), False
                     self._state = self._in_arguments
                     self._in_arguments(Lexeme(text[at:]), out)
+                elif self._is_nameless("".join(self._head).strip()):
+                    self._arguments, self._has_begun, self._held = JsonArguments(), False, []
+                    self._state = self._in_nameless
+                    self._in_nameless(Lexeme(text[at:]), out)
                 else:
                     self._no_call(out)
                     self._outside(Lexeme(text[at:]), out)
@@ -254,6 +269,40 @@ class NamedJsonParser:
         if piece:
             out.append(CallArguments(piece))
         self._after = lexeme.text[at:]
+
+    def _in_nameless(self, lexeme: Lexeme, out: list[Event]) -> None:
+        """Within the arguments of a call without a name, which come out when they are whole."""
+        arguments, text = self._arguments, lexeme.text
+        if lexeme.is_marker and not arguments.in_string:
+            self._no_call(out)
+            self._outside(lexeme, out)
+            return
+        at, piece = arguments.take(text)
+        self._held.append(piece)
+        self._raw.append(text[:at])
+        if not (arguments.has_failed or arguments.has_ended):
+            return
+        self._fitting = self._tool_for("".join(self._held)) if arguments.is_complete else None
+        if self._fitting is None:
+            self._no_call(out)
+            if at < len(text):
+                self._outside(Lexeme(text[at:]), out)
+            return
+        self._begin(out)
+        out.append(CallArguments("".join(self._held)))
+        self._after = text[at:]
+        self._state = self._in_arguments
+
+    def _tool_for(self, arguments: str) -> str | None:
+        """The only tool that takes some arguments; None: there is none, or there are several."""
+        keys = json.loads(arguments).keys()
+        fitting = [
+            tool.name
+            for tool in self._tools
+            if keys <= properties_of(tool.parameters).keys()
+            and keys >= set(tool.parameters.get("required") or ())
+        ]
+        return fitting[0] if len(fitting) == 1 else None
 
     def _end_call(self, out: list[Event]) -> None:
         """The open call ends; where its arguments have not, they are cut."""

@@ -14,7 +14,7 @@ from mlx_paged.server.tools.events import (
     ContentText,
     Event,
 )
-from mlx_paged.server.tools.schemas import ArgumentsWriter
+from mlx_paged.server.tools.schemas import ArgumentsWriter, properties_of
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NAME = re.compile(r"[\w.-]*")
@@ -140,6 +140,11 @@ class PythonCalls:
         self._out: list[Event] = []
         self._name = ""
         self._key = ""
+        # Names of parameters that are none in Python, by tool.
+        self._odd_keys = {
+            tool.name: [key for key in properties_of(tool.parameters) if not _KEY.fullmatch(key)]
+            for tool in tools
+        }
         self._in_call = False
         self._writer = ArgumentsWriter(None)
         self._string = PythonString('"')
@@ -274,6 +279,15 @@ class PythonCalls:
     def _in_key(self, text: str, at: int) -> int:
         if not self._key:
             at = _after_space(text, at)
+        odd = self._odd_keys.get(self._name, ())
+        while at < len(text) and any(key.startswith(self._key + text[at]) for key in odd):
+            self._key += text[at]
+            at += 1
+        if at == len(text):
+            return at
+        if self._key in odd:
+            self._state = self._after_key
+            return at
         end = _KEY.match(text, at).end()  # type: ignore[union-attr]
         self._key += text[at:end]
         if end < len(text):

@@ -25,6 +25,7 @@ class ReasoningParser:
         parser: makes a parser of the answer.
         begins_inside: whether the prompt ends within the reasoning, as many templates do.
         begins_call: markers with which a call may begin within reasoning.
+        begins_text: markers of the answer's text, which end reasoning that lacks its own.
 
     Attributes:
         in_reasoning: Whether what was read last is reasoning, its end marker included; None while
@@ -38,6 +39,7 @@ class ReasoningParser:
         *,
         begins_inside: bool,
         begins_call: Collection[str] = (),
+        begins_text: Collection[str] = (),
     ) -> None:
         self._start = Lexeme(format.start, True)
         self._end = Lexeme(format.end, True)
@@ -47,6 +49,7 @@ class ReasoningParser:
         self._trial: Parser | None = None  # reads what may be a call within the reasoning
         self._is_inside = begins_inside
         self._begins_call = begins_call
+        self._begins_text = begins_text
         self._has_ended = False
         self._was_interrupted = False
         self._reasoning = _Trimmed()
@@ -97,6 +100,12 @@ class ReasoningParser:
                 yield from self._tried(self._trial.finish())
             self._trial = None
             self._leave()
+            return
+        if lexeme.is_marker and lexeme.text in self._begins_text and self._trial is None:
+            self._leave()
+            self._was_interrupted, self._follows_reasoning = True, False
+            yield from self.feed(lexeme)
+            self.in_reasoning = False
             return
         if self._trial is None and lexeme.is_marker and lexeme.text in self._begins_call:
             self._trial = self._parser()

@@ -355,11 +355,15 @@ class TaggedParser:
         tags = self._tags
         if lexeme.is_marker:
             ends = not tags.name_end and lexeme.text in (tags.key, tags.call_end)
-            is_named = self._name.strip() in self._tools
+            name, rest = self._name.strip(), ""
+            if not tags.name_end and name not in self._tools:
+                name, _, rest = name.partition("\n")  # (text behind the name)
+            is_named = name.strip() in self._tools
             if lexeme.text == tags.name_end and is_named:
-                yield from self._begin_call(self._name.strip())
+                yield from self._begin_call(name)
             elif ends and is_named:
-                yield from self._begin_call(self._name.strip())
+                yield from self._begin_call(name.strip())
+                self._stray.append(rest)
                 yield from self._in_arguments(lexeme)
             elif lexeme.text == tags.call and not self._name.strip():  # once more
                 self._raw += [self._name, lexeme.text]

@@ -18,6 +18,7 @@ from mlx_paged.server.tools.lark import MORE_CALLS, ONE_TO_MOST_CALLS, Lark
 
 _BEGIN, _END = "<tool_calls>", "</tool_calls>"
 _ANSWER = ("<answer>", "</answer>")
+_ASSISTANT = "助手\N{FULLWIDTH COLON}"
 _FINAL, _END_OF_FINAL = "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"
 
 
@@ -36,16 +37,17 @@ class _ToolCallsFormat(JsonBlockFormat):
 
 
 class HunyuanA13bFormat(_ToolCallsFormat):
-    """After its reasoning, the answer is between tags, too."""
+    """After its reasoning, the answer is between tags, too; it may begin with the role's name."""
 
     names = ("hunyuan_a13b",)
     models = "Hunyuan A13B"
-    markers = (_BEGIN, _END, *_ANSWER)
+    markers = (_BEGIN, _END, *_ANSWER, _ASSISTANT)
     frames = _ANSWER
     frames_text = True
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
-        return FramedParser(super().parser(tools), begin=_ANSWER[:1], end=_ANSWER[1:])
+        inner = super().parser(tools)
+        return FramedParser(inner, begin=_ANSWER[:1], end=_ANSWER[1:], leads=(_ASSISTANT,))
 
 
 class AprielFormat(_ToolCallsFormat):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.tool_families import TOOLS, families
+from support.tool_families import TOOLS, families, tool
 from support.tool_reading import SmallTokenizer, Walker, grouped, read
 
-from mlx_paged.server.tools.answer import Answer
+from mlx_paged.engine.reasoning import REASONING_FORMATS
+from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_parser
+from mlx_paged.server.tools.lexer import Lexer
 from mlx_paged.server.tools.registry import format_of
 
 FAMILIES = {family.name: family for family in families()}
@@ -51,8 +53,8 @@ OPEN_PARAMETERS = {
 @pytest.mark.parametrize("name", [n for n in OPEN_PARAMETERS if n in FAMILIES])
 def test_a_parameter_without_its_end_tag_ends_where_the_next_begins(name: str) -> None:
     answer = answer_of(name, OPEN_PARAMETERS[name])
-    [(tool, arguments)] = calls_of(answer)
-    assert tool == "get_weather"
+    [(called, arguments)] = calls_of(answer)
+    assert called == "get_weather"
     assert {k: str(v).strip() for k, v in arguments.items()} == {"city": "Oslo", "days": "3"}  # type: ignore[attr-defined]
     assert not answer.content
 
@@ -88,3 +90,112 @@ def test_forced_calls_are_bounded(family) -> None:
     if not walker.accepts(lark, family.render(few)):
         pytest.skip("one call at a time, or the answer begins in the prompt")
     assert not walker.accepts(lark, family.render(many))
+
+
+OSLO = ("get_weather", {"city": "Oslo"})
+D = "｜DSML｜"
+
+
+def with_parameter(name: str, value: str, is_string: str = "false") -> str:
+    """A call of DeepSeek V3.2 with one parameter."""
+    return (
+        f'<{D}function_calls>\n<{D}invoke name="get_weather">\n<{D}parameter name="{name}" '
+        f'string="{is_string}">{value}</{D}parameter>\n</{D}invoke>\n</{D}function_calls>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        # gpt-oss: headers without their last marker, and text behind the arguments.
+        ("openai", '<|channel|>final {"answer": "hi"}<|return|>', '{"answer": "hi"}'),
+        ("openai", "<|channel|>final Hello there.<|return|>", "Hello there."),
+        (
+            "openai",
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>It is 42.<|return|>",
+            "I look.\nIt is 42.",
+        ),
+        (
+            "openai",
+            '<|channel|>commentary to=functions.get_weather <|constrain|>json{"city": "Oslo"}'
+            "<|call|>",
+            "",
+        ),
+        (
+            "openai",
+            '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Oslo"} And so on.',
+            "And so on.",
+        ),
+        # Mistral: the marker twice, in the old form and in the new one; no [ARGS].
+        ("mistral", '[TOOL_CALLS][TOOL_CALLS][{"name": "get_weather", "arguments": '
+         '{"city": "Oslo"}}]', ""),
+        ("mistral", '[TOOL_CALLS] [TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}', ""),
+        ("mistral", '[TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e{"city": "Oslo"}', ""),
+        ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]', ""),
+        # Gemma: without `call`, strings without quotes, quotes twice, text between.
+        ("gemma4", '<|tool_call>:get_weather{city:<|"|>Oslo<|"|>}<tool_call|>', ""),
+        ("gemma4", "<|tool_call>get_weather{city:Oslo}<tool_call|>", ""),
+        ("gemma4", '<|tool_call>call:get_weather{city:<|"|><|"|>Oslo<|"|>}<tool_call|>', ""),
+        ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|> of course}<tool_call|>',
+         "of course"),
+        ("functiongemma", "<start_function_call>get_weather{city:Oslo}<end_function_call>", ""),
+        ("functiongemma", "<start_function_call>call:get_weather{city:<escape>Oslo<escape>}"
+         "<end_function_call>", ""),
+        # All arguments in one parameter.
+        ("deepseek_v32", with_parameter("arguments", '{"city": "Oslo"}'), ""),
+        ("deepseek_v32", with_parameter("input", '{"city": "Oslo"}', "true"), ""),
+        ("deepseek_v4", with_parameter("arguments", '{"city": "Oslo"}'), ""),
+        ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=arguments>\n"
+         '{"city": "Oslo"}\n</parameter>\n</function>\n</tool_call>', ""),
+        # Ids without a name: the arguments fit one tool.
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>0<|tool_call_argument_begin|>"
+         '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>', ""),
+        ("kimi_k2", "<|tool_call_begin|>functions.3<|tool_call_argument_begin|>"
+         '{"city": "Oslo"}<|tool_call_end|>', ""),
+        # The marker of the second call is missing.
+        ("deepseek_v31", "<｜tool▁calls▁begin｜>get_weather<｜tool▁sep｜>"
+         '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', ""),
+        # The role's name before the answer.
+        ("hunyuan_a13b", "<answer>\n助手\N{FULLWIDTH COLON}"
+         '<tool_calls>[{"name": "get_weather", "arguments": '
+         '{"city": "Oslo"}}]</tool_calls>\n</answer>', ""),
+        # Words between parameters.
+        ("glm45", "<tool_call>get_weather\n Here: <arg_key>city</arg_key>\n<arg_value>Oslo"
+         "</arg_value>\n</tool_call>", "Here:"),
+    ],
+)  # fmt: skip
+def test_what_is_recovered(name: str, text: str, content: str) -> None:
+    answer = answer_of(name, text)
+    has_call = "get_weather" in text or "Oslo" in text
+    assert calls_of(answer) == ([OSLO] if has_call else [])
+    assert answer.content == content
+
+
+def test_kimi_k3_opens_its_answer_within_the_reasoning() -> None:
+    """The reasoning lacks its end."""
+    reasoning = REASONING_FORMATS["kimi_k3"]
+    tokenizer = SmallTokenizer(FAMILIES["kimi_k3"].tokens)
+    format = format_of("kimi_k3", tokenizer.added)
+    parser = answer_parser(format, reasoning, TOOLS, begins_inside=True)
+    lexer = Lexer((*format.markers, reasoning.start, reasoning.end), tokenizer.added)
+    reader = AnswerReader(lexer, parser, TOOLS)
+    for token, piece in tokenizer.encode("Hm.<|open|>response<|sep|>Yes.<|close|>response<|sep|>"):
+        reader.feed(token, piece)
+    list(reader.finish())
+    assert (reader.answer.reasoning, reader.answer.content) == ("Hm.", "Yes.")
+
+
+ODD = tool("f", {"user id": {"type": "string"}, "a=b": {"type": "integer"}, "user": {}})
+
+
+@pytest.mark.parametrize("name", ["pythonic", "lfm2", "olmo3"])
+def test_parameters_whose_names_python_has_not(name: str) -> None:
+    arguments = {"user id": "x", "a=b": 3, "user": "y"}
+    family = FAMILIES[name]
+    walker = Walker(family.tokens)
+    format = format_of(name, walker.tokenizer.added, family.template)
+    text = family.render([("f", arguments)])
+    answer, _ = read(format, (ODD,), walker.tokenizer.added, walker.tokenizer.encode(text))
+    assert calls_of(answer) == [("f", arguments)]
+    assert walker.accepts(format.forced((ODD,), required=True, parallel=False), text)

@@ -27,7 +27,7 @@ FAMILIES = [
             Golden(
                 f'I will check. {BEGIN}[{{"get_weather": {{"city": "Oslo"}}}}, {{"now":{{}}}}]{END}'
                 " Done.",
-                "I will check.Done.",
+                "I will check.\nDone.",
                 (Call("get_weather", {"city": "Oslo"}), Call("now", {})),
             ),
             # Without the end, without the array, and with a token in a string.

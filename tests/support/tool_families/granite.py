@@ -23,7 +23,7 @@ FAMILIES = [
             ),
             Golden(
                 'So.\n<|tool_call|> [{"name": "now"}]\nThat is {"name": "now"}.',
-                'So.That is {"name": "now"}.',
+                'So.\nThat is {"name": "now"}.',
                 (Call("now", {}),),
             ),
             Golden(
@@ -56,7 +56,7 @@ FAMILIES = [
             Golden(
                 'Well. <function_call> {"name": "write_file", "arguments": {"path": '
                 '"<function_call>", "text": ""}} And text.',
-                "Well.And text.",
+                "Well.\nAnd text.",
                 (Call("write_file", {"path": "<function_call>", "text": ""}),),
             ),
             Golden("A <function_call>", "A <function_call>"),

@@ -25,7 +25,7 @@ GOLDENS = (
         f"One.\n<tool_call>\n{WEATHER}\n</tool_call>\nTwo.\n<tool_call>\n"
         '{"name": "search.web-v2", "arguments": {"query": "π", "limit": 123456789012345678901}}\n'
         "</tool_call>\nThree.",
-        "One.Two.Three.",
+        "One.\nTwo.\nThree.",
         (
             Call("get_weather", {"city": "Oslo"}),
             Call("search.web-v2", {"query": "π", "limit": 123456789012345678901}),

@@ -12,7 +12,7 @@ FAMILIES = [
         goldens=(
             Golden(
                 f"Looking. {BEGIN}[get_weather(city='Oslo', days=3), now()]{END}Wait.",
-                "Looking.Wait.",
+                "Looking.\nWait.",
                 (Call("get_weather", {"city": "Oslo", "days": 3}), Call("now", {})),
             ),
             Golden(

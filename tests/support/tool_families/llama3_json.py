@@ -30,7 +30,7 @@ FAMILIES = [
             ),
             Golden(
                 'I look it up.\n  {"type": "function", "name": "now"}\n\nThat was it.',
-                "I look it up.That was it.",
+                "I look it up.\nThat was it.",
                 (Call("now", {}),),
             ),
             # JSON that is an answer.
@@ -41,7 +41,7 @@ FAMILIES = [
             # Behind text on its line; arguments that are no JSON.
             Golden(
                 'Here is: {"name": "now", "parameters": {}} More? {"a": {"name": "now"}}',
-                'Here is:More? {"a": {"name": "now"}}',
+                'Here is:\nMore? {"a": {"name": "now"}}',
                 (Call("now", {}),),
             ),
             Golden(

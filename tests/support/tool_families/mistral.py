@@ -25,7 +25,7 @@ OLD = (
     Golden(
         'Hm.\n[TOOL_CALLS][{"name": "now", "arguments": {}}, {"arguments": '
         '{"path": "[ARGS]", "text": "[TOOL_CALLS]"}, "name": "write_file"}] Ok.',
-        "Hm.Ok.",
+        "Hm.\nOk.",
         (Call("now", {}), Call("write_file", {"path": "[ARGS]", "text": "[TOOL_CALLS]"})),
     ),
     Golden(

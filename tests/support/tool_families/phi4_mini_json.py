@@ -29,7 +29,7 @@ FAMILIES = [
         goldens=(
             Golden(
                 'A.<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>B.',
-                "A.B.",
+                "A.\nB.",
                 (Call("now", {}),),
             ),
         ),

@@ -9,7 +9,7 @@ GOLDENS = (
     ),
     Golden(
         'So:\n```json\n[{"name": "now", "arguments": {}}]\n```\nDone.',
-        "So:Done.",
+        "So:\nDone.",
         (Call("now", {}),),
     ),
     Golden(

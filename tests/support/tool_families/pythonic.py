@@ -25,7 +25,7 @@ GOLDENS = (
     Golden(
         "Now.\n[search.web-v2(query='it\\'s \"q\", [a](b)', limit=None, exact=True, "
         "tags=['a', ')'], filter={'k': (1, None)}, score=12345678901234567890.5)]\nOk.",
-        "Now.Ok.",
+        "Now.\nOk.",
         (
             Call(
                 "search.web-v2",
