@@ -18,7 +18,7 @@ from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import OpenAIAdapter, respond
-from mlx_paged.server.tools.answer import Answer
+from mlx_paged.server.tools.answer import Answer, ToolCall
 from mlx_paged.server.tools.definitions import ToolChoice
 from mlx_paged.server.tools.events import (
     CallArguments,
@@ -129,6 +129,8 @@ class ChatAdapter(OpenAIAdapter):
         self._is_legacy = bool(body.functions)
         self._shows_reasoning = body.include_reasoning is not False
         self._num_calls = [0] * turn.params.n
+        self._custom = {tool.name for tool in turn.tools if tool.is_custom}
+        self._calls_custom = [False] * turn.params.n  # of the call that is open
 
     @property
     def relaxed(self) -> tuple[str, ...]:
@@ -190,18 +192,11 @@ class ChatAdapter(OpenAIAdapter):
         }
         if answer.reasoning and self._shows_reasoning:
             message["reasoning"] = message["reasoning_content"] = answer.reasoning
-        calls: list[responses.ToolCall] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in answer.calls
-        ]
-        if calls and self._is_legacy:
-            message["function_call"] = calls[0]["function"]
-        elif calls:
-            message["tool_calls"] = calls
+        if answer.calls and self._is_legacy:
+            first = answer.calls[0]
+            message["function_call"] = {"name": first.name, "arguments": first.arguments}
+        elif answer.calls:
+            message["tool_calls"] = list(map(_call, answer.calls))
         return message
 
     def _finish_reason(self, piece: Piece) -> responses.Reason | None:
@@ -263,23 +258,24 @@ class ChatAdapter(OpenAIAdapter):
             return None
         if isinstance(event, CallBegin):
             self._num_calls[index] += 1
+            self._calls_custom[index] = event.name in self._custom
             function: responses.FunctionDelta = {"name": event.name, "arguments": ""}
         else:
             assert isinstance(event, CallArguments)
             function = {"arguments": event.text}
         if self._is_legacy:
             return {"function_call": function}
-        call: responses.ToolCallDelta = {
-            "index": self._num_calls[index] - 1, "function": function,
-        }  # fmt: skip
+        is_custom = self._calls_custom[index]
+        call: responses.ToolCallDelta = {"index": self._num_calls[index] - 1}
         if isinstance(event, CallBegin):
             assert event.id is not None
-            call = {
-                "index": call["index"],
-                "id": event.id,
-                "type": "function",
-                "function": function,
-            }
+            call |= {"id": event.id, "type": "custom" if is_custom else "function"}
+        if not is_custom:
+            call["function"] = function
+        elif isinstance(event, CallBegin):
+            call["custom"] = {"name": event.name, "input": ""}
+        else:
+            call["custom"] = {"input": event.text}
         return {"tool_calls": [call]}
 
     def choice(self, piece: Piece) -> responses.ChunkChoice:
@@ -310,6 +306,14 @@ class ChatAdapter(OpenAIAdapter):
         as_ids = bool(body.return_tokens_as_token_ids)
         content = responses.chat_logprobs(piece.logprobs, body.top_logprobs or 0, as_ids=as_ids)
         return {"content": Lazy.list(content), "refusal": None}
+
+
+def _call(call: ToolCall) -> responses.ToolCall:
+    if call.is_custom:
+        custom: responses.CalledCustom = {"name": call.name, "input": call.arguments}
+        return {"id": call.id, "type": "custom", "custom": custom}
+    function: responses.CalledFunction = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _echo(body: requests.ChatBody) -> str:

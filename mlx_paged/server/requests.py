@@ -44,6 +44,7 @@ from mlx_paged.server.tool_requests import (
     ToolChoiceBody,
     tools_of,
 )
+from mlx_paged.server.tools.custom import arguments_of
 
 logger = logging.getLogger(__name__)
 
@@ -752,6 +753,14 @@ def template_message(message: Message, index: int, io: IoOptions | None = None) 
 
 def _call(call: CallBody, index: int, place: int) -> dict[str, Any]:
     """A call of an earlier answer, its arguments as JSON text."""
+    if call.custom is not None:
+        function = CallFunction(
+            name=call.custom.name, arguments=arguments_of(call.custom.input or "")
+        )  # fmt: skip
+        call = CallBody(id=call.id, function=function)
+    if call.function is None:
+        where = f"messages[{index}].tool_calls[{place}].function"
+        raise bad_request(where, f"{where} is missing", "missing_field")
     arguments = call.function.arguments
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)

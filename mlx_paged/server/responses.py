@@ -98,12 +98,20 @@ class CalledFunction(TypedDict):
     arguments: str
 
 
+class CalledCustom(TypedDict):
+    """The custom tool of a call, and its input."""
+
+    name: str
+    input: str
+
+
 class ToolCall(TypedDict):
-    """A call of an answer."""
+    """A call of an answer: of a function, or of a custom tool."""
 
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: NotRequired[CalledFunction]
+    custom: NotRequired[CalledCustom]
 
 
 class AnswerMessage(TypedDict):
@@ -155,13 +163,21 @@ class FunctionDelta(TypedDict):
     arguments: str
 
 
+class CustomDelta(TypedDict):
+    """What a call of a custom tool gained: its name at first, then pieces of its input."""
+
+    name: NotRequired[str]
+    input: str
+
+
 class ToolCallDelta(TypedDict):
     """What the call of an index gained."""
 
     index: int
     id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionDelta
+    type: NotRequired[Literal["function", "custom"]]
+    function: NotRequired[FunctionDelta]
+    custom: NotRequired[CustomDelta]
 
 
 class Delta(TypedDict, total=False):

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mlx_paged.engine import grammar
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.server.errors import bad_request, own_names
+from mlx_paged.server.tools.custom import custom_tool
 from mlx_paged.server.tools.definitions import Tool, ToolChoice
 
 logger = logging.getLogger(__name__)
@@ -38,15 +39,38 @@ class FunctionBody(_Part):
     )
 
 
-class ToolBody(_Part):
-    """A tool; all are functions."""
+class CustomGrammar(_Part):
+    """The grammar of a custom tool's input."""
 
-    type: str
+    syntax: Literal["lark", "regex"] = Field(description="lark: without recursion.")
+    definition: Annotated[str, Field(max_length=1 << 16)]
+
+
+class CustomFormat(_Part):
+    """What the input of a custom tool is."""
+
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+
+class CustomBody(_Part):
+    """A custom tool: its input is a text."""
+
+    name: Name
+    description: str | None = None
+    format: CustomFormat | None = Field(None, description="null: any text.")
+
+
+class ToolBody(_Part):
+    """A tool."""
+
+    type: str = Field(description="function or custom.")
     function: FunctionBody | None = None
+    custom: CustomBody | None = None
 
 
 class NamedFunction(_Part):
-    """The name of a function."""
+    """The name of a function, or of a custom tool."""
 
     name: Name
 
@@ -61,8 +85,9 @@ class AllowedTools(_Part):
 class ToolChoiceBody(_Part):
     """One tool, or some of them."""
 
-    type: Literal["function", "allowed_tools"]
+    type: Literal["function", "custom", "allowed_tools"]
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -89,31 +114,45 @@ class CallFunction(_Part):
     arguments: str | dict[str, Any] | None = None
 
 
+class CallInput(_Part):
+    """The custom tool of a call, and its input."""
+
+    name: str
+    input: str | None = None
+
+
 class CallBody(_Part):
-    """A call of an earlier answer."""
+    """A call of an earlier answer: of a function, or of a custom tool."""
 
     id: str | None = None
     type: str | None = None
-    function: CallFunction
+    function: CallFunction | None = None
+    custom: CallInput | None = None
 
 
 def tools_of(tools: list[ToolBody] | None, functions: list[FunctionBody] | None) -> list[Tool]:
     """The tools of a body; `functions` is their legacy form.
 
     Raises:
-        ApiError: 400 for a tool that is no function, and for a name that is used twice.
+        ApiError: 400 for a tool of another kind, and for a name that is used twice.
+        InvalidParameterError: the grammar of an input that cannot be enforced.
     """
     if tools and functions:
         raise bad_request("functions", "functions must not be given beside tools")
     found = []
     for i, tool in enumerate(tools or ()):
-        if tool.type != "function":
+        if tool.type not in ("function", "custom"):
             where = f"tools[{i}].type"
-            raise bad_request(where, f"{where} must be 'function' but got {tool.type!r}")
-        if tool.function is None:
-            where = f"tools[{i}].function"
+            raise bad_request(
+                where, f"{where} must be 'function' or 'custom' but got {tool.type!r}"
+            )
+        where = f"tools[{i}].{tool.type}"
+        if getattr(tool, tool.type) is None:
             raise bad_request(where, f"{where} is missing", "missing_field")
-        found.append(_tool(tool.function, f"tools[{i}].function"))
+        if tool.custom is not None and tool.type == "custom":
+            found.append(_custom(tool.custom, where))
+        elif tool.function is not None:
+            found.append(_tool(tool.function, where))
     found += [_tool(function, f"functions[{i}]") for i, function in enumerate(functions or ())]
     require_distinct(found)
     return found
@@ -123,6 +162,17 @@ def _tool(body: FunctionBody, where: str) -> Tool:
     schema = {"type": "object", "properties": {}} if body.parameters is None else body.parameters
     check_parameters(schema, f"{where}.parameters")
     return Tool(body.name, body.description, schema, bool(body.strict), field=f"{where}.parameters")
+
+
+def _custom(body: CustomBody, where: str) -> Tool:
+    if body.format is None or body.format.type == "text":
+        return custom_tool(body.name, body.description, where)
+    where = f"{where}.format.grammar"
+    grammar = body.format.grammar
+    if grammar is None:
+        raise bad_request(where, f"{where} is missing", "missing_field")
+    field = f"{where}.definition"
+    return custom_tool(body.name, body.description, field, grammar.syntax, grammar.definition)
 
 
 def check_parameters(schema: dict[str, Any], where: str) -> None:
@@ -169,19 +219,21 @@ def choice_of(
     if given == "required":
         return ToolChoice("required", parallel=several)
     assert isinstance(given, ToolChoiceBody)
-    if given.type == "function":
-        if given.function is None:
-            raise bad_request("tool_choice.function", "tool_choice.function is missing")
-        return ToolChoice("named", (given.function.name,), parallel=False)
+    if given.type != "allowed_tools":
+        named: NamedFunction | None = getattr(given, given.type)
+        where = f"tool_choice.{given.type}"
+        if named is None:
+            raise bad_request(where, f"{where} is missing")
+        return ToolChoice("named", (named.name,), parallel=False)
     if given.allowed_tools is None:
         raise bad_request("tool_choice.allowed_tools", "tool_choice.allowed_tools is missing")
     names = []
     for i, tool in enumerate(given.allowed_tools.tools):
-        function = tool.get("function", tool)
+        function = tool.get("function", tool.get("custom", tool))
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
             where = f"tool_choice.allowed_tools.tools[{i}]"
-            raise bad_request(where, f"{where} must name a function")
+            raise bad_request(where, f"{where} must name a tool")
         names.append(name)
     return ToolChoice(given.allowed_tools.mode, tuple(names), parallel=several)
 

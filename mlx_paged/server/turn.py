@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -307,21 +308,10 @@ def _constraint(
     prepared = []
     for tool in tools:
         about[0] = tool.field, tool.parameters
-        # (What the format counts by itself is not left to llguidance, which counts less. And what
-        # is prepared says of all properties whether they may be there: it is closed before.)
-        counts = tool_format.counts(tool.parameters)
-        others = {key: value for key, value in tool.parameters.items() if key not in counts}
-        closed = arguments_schema(others)
-        found = prepare_schema(closed, strict=tool.strict, field=tool.field)
-        ready = cast(dict[str, Any], found.schema)
-        settled = without_impossible_parts(ready) if settles else ready
-        schema_of_tool = {**(settled if isinstance(settled, dict) else ready), **counts}
-        prepared.append(replace(tool, parameters=schema_of_tool))
-        relaxed += found.relaxed
-        left_out = refuse_or_tell(
-            list(tool_format.unenforced(tool)), tool.field, strict=tool.strict
-        )
-        relaxed += tuple(path for path in left_out if path not in relaxed)
+        with _as_definition(tool):
+            found = _prepared(tool, tool_format, settles=settles)
+        prepared.append(found.tool)
+        relaxed += tuple(path for path in found.relaxed if path not in relaxed)
     if choice.forces_a_call:
         parallel = choice.parallel and choice.mode == "required"
         grammar = tool_format.forced(prepared, required=True, parallel=parallel)
@@ -338,6 +328,41 @@ def _constraint(
         relaxed,
         {"structured_outputs": tools[0].field if len(tools) == 1 else "tools"},
     )
+
+
+class _PreparedTool(NamedTuple):
+    """A tool with a schema that can be enforced, but for what is relaxed."""
+
+    tool: Tool
+    relaxed: tuple[str, ...]
+
+
+def _prepared(tool: Tool, tool_format: ToolFormat, *, settles: bool) -> _PreparedTool:
+    """A tool for a grammar; see `_constraint`."""
+    # (What the format counts by itself is not left to llguidance, which counts less. And what is
+    # prepared says of all properties whether they may be there: it is closed before.)
+    counts = tool_format.counts(tool.parameters)
+    others = {key: value for key, value in tool.parameters.items() if key not in counts}
+    closed = arguments_schema(others)
+    found = prepare_schema(closed, strict=tool.strict, field=tool.field)
+    ready = cast(dict[str, Any], found.schema)
+    settled = without_impossible_parts(ready) if settles else ready
+    schema_of_tool = {**(settled if isinstance(settled, dict) else ready), **counts}
+    left_out = refuse_or_tell(list(tool_format.unenforced(tool)), tool.field, strict=tool.strict)
+    relaxed = tuple(dict.fromkeys((*found.relaxed, *left_out)))
+    return _PreparedTool(replace(tool, parameters=schema_of_tool), relaxed)
+
+
+@contextmanager
+def _as_definition(tool: Tool) -> Iterator[None]:
+    """Errors about the schema of a custom tool's input are about the definition of its grammar."""
+    try:
+        yield
+    except InvalidParameterError as error:
+        if not tool.is_custom:
+            raise
+        expected = f"a grammar that can be enforced in the calls of this model ({error.expected})"
+        raise InvalidParameterError(tool.field, expected, error.actual) from error
 
 
 def _schema_of(

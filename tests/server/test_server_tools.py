@@ -257,7 +257,7 @@ def test_functions_are_tools_by_their_older_names(client, engine) -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),

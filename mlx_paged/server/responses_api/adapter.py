@@ -349,6 +349,11 @@ def _echo(tool: ResponseTool) -> dict[str, Any]:
     if tool.type == "namespace":
         shown["description"] = tool.description or ""
         shown["tools"] = [_echo(inner) for inner in tool.tools or ()]
+    elif tool.type == "custom":
+        given = (
+            {"type": "text"} if tool.format is None else tool.format.model_dump(exclude_none=True)
+        )
+        shown |= {"description": tool.description, "format": given}
     elif tool.type == "function":
         shown |= {
             "description": tool.description, "parameters": tool.parameters, "strict": tool.strict,

@@ -71,6 +71,28 @@ class FunctionCallOutputItem(TypedDict):
     output: str | list[TextPart]
 
 
+class CustomCallItem(TypedDict):
+    """A call of a custom tool, which may be in a namespace."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    input: str
+
+
+class CustomCallOutputItem(TypedDict):
+    """What a custom tool returned."""
+
+    id: str
+    type: Literal["custom_tool_call_output"]
+    status: ItemStatus
+    call_id: str
+    output: str | list[TextPart]
+
+
 class OtherItem(TypedDict):
     """An item of the input that means nothing here."""
 
@@ -79,7 +101,7 @@ class OtherItem(TypedDict):
     status: str
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputDetails(TypedDict):
@@ -174,7 +196,7 @@ class ItemList(TypedDict):
     """`GET /v1/responses/{id}/input_items`."""
 
     object: Literal["list"]
-    data: list[OutputItem | FunctionCallOutputItem | OtherItem]
+    data: list[OutputItem | FunctionCallOutputItem | CustomCallOutputItem | OtherItem]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -26,6 +26,7 @@ from mlx_paged.server.tool_requests import (
     require_distinct,
     structured_outputs_of,
 )
+from mlx_paged.server.tools.custom import custom_tool
 from mlx_paged.server.tools.definitions import Tool, ToolChoice
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class InputItem(Body):
     type: str | None = Field(
         None,
         description="message (also where it is left out), function_call, function_call_output, "
-        "reasoning or item_reference.",
+        "custom_tool_call, custom_tool_call_output, reasoning or item_reference.",
     )
     id: Annotated[str, Field(max_length=256)] | None = None
     status: str | None = None
@@ -68,6 +69,7 @@ class InputItem(Body):
     name: Name | None = None
     namespace: Name | None = None
     arguments: str | None = Field(None, description="Of a call: JSON text.")
+    input: str | None = Field(None, description="Of a call of a custom tool.")
     output: str | Parts | None = Field(None, description="Of a call.")
     summary: Parts | None = Field(None, description="Of reasoning.")
     encrypted_content: str | None = Field(
@@ -75,25 +77,34 @@ class InputItem(Body):
     )
 
 
-class ResponseTool(Body):
-    """A function, or a namespace of functions."""
+class CustomFormat(Body):
+    """What the input of a custom tool is."""
 
-    type: str = Field(description="function or namespace; web_search is ignored.")
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = Field(None, description="lark: without recursion.")
+    definition: Annotated[str, Field(max_length=1 << 16)] | None = None
+
+
+class ResponseTool(Body):
+    """A function, a custom tool, or a namespace of both."""
+
+    type: str = Field(description="function, custom or namespace; web_search is ignored.")
     name: Name | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object.")
     strict: bool | None = Field(
         None, description="Refuse the request where calls cannot be held to the schema."
     )
+    format: CustomFormat | None = Field(None, description="Of a custom tool; null: any text.")
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="The functions of a namespace."
+        None, description="The tools of a namespace."
     )
 
 
 class ToolChoiceObject(Body):
-    """A function that must be called, or the tools that may be."""
+    """A tool that must be called, or those that may be."""
 
-    type: str = Field(description="function or allowed_tools.")
+    type: str = Field(description="function, custom or allowed_tools.")
     name: Name | None = None
     namespace: Name | None = None
     mode: Literal["auto", "required"] | None = None
@@ -242,17 +253,18 @@ PromptBody = ResponseBody | InputTokensBody
 
 
 def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
-    """The functions of a body, those of namespaces under joined names.
+    """The tools of a body, those of namespaces under joined names.
 
     Raises:
-        ApiError: 400 for a built-in tool, a function without a name, or a name given twice.
+        ApiError: 400 for a built-in tool, one without a name, or a name given twice.
+        InvalidParameterError: the grammar of an input that cannot be enforced.
     """
     found: list[Tool] = []
     ignored = []
     for i, tool in enumerate(body.tools or ()):
         where = f"tools[{i}]"
-        if tool.type == "function":
-            found.append(_function(tool, where))
+        if tool.type in ("function", "custom"):
+            found.append(_tool(tool, where))
         elif tool.type == "namespace":
             found += _namespace(tool, where)
         elif tool.type.startswith("web_search"):
@@ -260,7 +272,7 @@ def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
         else:
             raise bad_request(
                 f"{where}.type",
-                f"{where}.type must be 'function', 'namespace' or 'web_search' but got "
+                f"{where}.type must be 'function', 'custom', 'namespace' or 'web_search' but got "
                 f"{tool.type!r}: this server has no built-in tools",
                 "unsupported_parameter",
             )
@@ -271,9 +283,24 @@ def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
     return tuple(found)
 
 
-def _function(tool: ResponseTool, where: str) -> Tool:
+def _tool(tool: ResponseTool, where: str) -> Tool:
+    """A function or a custom tool."""
     if tool.name is None:
         raise bad_request(f"{where}.name", f"{where}.name is missing", "missing_field")
+    if tool.type == "custom":
+        if tool.format is None or tool.format.type == "text":
+            return custom_tool(tool.name, tool.description, where)
+        where = f"{where}.format"
+        for name in ("syntax", "definition"):
+            if getattr(tool.format, name) is None:
+                raise bad_request(f"{where}.{name}", f"{where}.{name} is missing", "missing_field")
+        return custom_tool(
+            tool.name,
+            tool.description,
+            f"{where}.definition",
+            tool.format.syntax,
+            tool.format.definition,
+        )
     schema = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
     check_parameters(schema, f"{where}.parameters")
     field = f"{where}.parameters"
@@ -281,19 +308,19 @@ def _function(tool: ResponseTool, where: str) -> Tool:
 
 
 def _namespace(tool: ResponseTool, where: str) -> list[Tool]:
-    """The functions of a namespace. Its description comes once, before that of the first one."""
+    """The tools of a namespace. Its description comes once, before that of the first one."""
     if tool.name is None:
         raise bad_request(f"{where}.name", f"{where}.name is missing", "missing_field")
     found = []
     for i, inner in enumerate(tool.tools or ()):
         there = f"{where}.tools[{i}]"
-        if inner.type != "function":
+        if inner.type not in ("function", "custom"):
             raise bad_request(
                 f"{there}.type",
-                f"{there}.type must be 'function' but got {inner.type!r}",
+                f"{there}.type must be 'function' or 'custom' but got {inner.type!r}",
                 "unsupported_parameter",
             )
-        plain = _function(inner, there)
+        plain = _tool(inner, there)
         descriptions = (tool.description if i == 0 else None, plain.description)
         found.append(
             replace(
@@ -324,7 +351,7 @@ def choice_of(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
         if not tools or given == "none":
             return ToolChoice("none")
         return ToolChoice(given or "auto", parallel=several)
-    if given.type == "function":
+    if given.type in ("function", "custom"):
         if given.name is None:
             raise bad_request("tool_choice.name", "tool_choice.name is missing", "missing_field")
         names = _named(given.namespace, given.name, tools, "tool_choice")
@@ -332,7 +359,7 @@ def choice_of(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
     if given.type != "allowed_tools":
         raise bad_request(
             "tool_choice.type",
-            "tool_choice.type must be 'function' or 'allowed_tools' but got "
+            "tool_choice.type must be 'function', 'custom' or 'allowed_tools' but got "
             f"{given.type!r}: this server has no built-in tools",
             "unsupported_parameter",
         )
@@ -358,7 +385,7 @@ def _allowed(entry: dict[str, Any], tools: tuple[Tool, ...], where: str) -> tupl
         return ()
     if not isinstance(name, str) or not isinstance(namespace, str | None):
         raise bad_request(where, f"{where} must name a function or a namespace")
-    if kind == "function":
+    if kind in ("function", "custom"):
         return _named(namespace, name, tools, where)
     found = tuple(tool.name for tool in tools if kind == "namespace" and tool.namespace == name)
     if not found:

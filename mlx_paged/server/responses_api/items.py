@@ -12,6 +12,7 @@ from mlx_paged.engine.media.items import Content
 from mlx_paged.engine.media.parts import concatenated, source_of
 from mlx_paged.server.errors import bad_request, shorten
 from mlx_paged.server.responses_api.body import Input, InputItem, Parts, joined
+from mlx_paged.server.tools.custom import arguments_of
 
 #: An item as JSON has it.
 Item = dict[str, Any]
@@ -19,6 +20,9 @@ Item = dict[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 _INSTRUCTIONS = ("system", "developer")
+_CALLS = ("function_call", "custom_tool_call")
+# With the beginnings of their ids.
+_OUTPUTS = {"function_call_output": "fco", "custom_tool_call_output": "ctco"}
 _ROLES = ("user", "assistant", "system", "developer")
 # What begins the `encrypted_content` of this server's reasoning.
 _OURS = "mlx-paged:"
@@ -72,12 +76,23 @@ def _item(given: InputItem, where: str) -> Item:
         if given.namespace is not None:
             item["namespace"] = given.namespace
         return item
-    if kind == "function_call_output":
+    if kind == "custom_tool_call":
+        item = {
+            "id": given.id or new_id("ctc"), "type": kind, "status": given.status or "completed",
+            "call_id": _required(given, "call_id", where),
+            "name": _required(given, "name", where),
+            "input": _required(given, "input", where),
+        }  # fmt: skip
+        if given.namespace is not None:
+            item["namespace"] = given.namespace
+        return item
+    if kind in _OUTPUTS:
         output = _required(given, "output", where)
         if not isinstance(output, str):
             output = _parts(output, "input_text", f"{where}.output")
         return {
-            "id": given.id or new_id("fco"), "type": kind, "status": given.status or "completed",
+            "id": given.id or new_id(_OUTPUTS[kind]), "type": kind,
+            "status": given.status or "completed",
             "call_id": _required(given, "call_id", where), "output": output,
         }  # fmt: skip
     if kind == "reasoning":
@@ -88,8 +103,9 @@ def _item(given: InputItem, where: str) -> Item:
         return {"id": given.id or new_id("ws"), "type": kind, "status": "completed"}
     raise bad_request(
         f"{where}.type",
-        f"{where}.type must be 'message', 'function_call', 'function_call_output', 'reasoning' or "
-        f"'item_reference' but got {kind!r}",
+        f"{where}.type must be 'message', 'function_call', 'function_call_output', "
+        "'custom_tool_call', 'custom_tool_call_output', 'reasoning' or 'item_reference' but got "
+        f"{kind!r}",
         "missing_field" if kind is None else "unsupported_parameter",
     )
 
@@ -201,12 +217,12 @@ def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, An
             content = _content_of(item["content"], f"{where}.content")
             messages.append({"role": item["role"], "content": content})
             answer = None
-        elif kind == "function_call_output":
+        elif kind in _OUTPUTS:
             call_id = item["call_id"]
             if call_id not in names:
                 raise bad_request(
                     "input",
-                    "input has a function_call_output without its function_call before it: "
+                    f"input has a {kind} without its {kind.removesuffix('_output')} before it: "
                     f"call_id {shorten(call_id, 64)!r}",
                 )
             output = item["output"]
@@ -216,7 +232,7 @@ def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, An
                  "content": content}
             )  # fmt: skip
             answer = None
-        elif kind in ("message", "reasoning", "function_call"):
+        elif kind in ("message", "reasoning", *_CALLS):
             if answer is None or _begins_another(kind, answer):
                 answer = {"role": "assistant", "content": None}
                 messages.append(answer)
@@ -227,10 +243,12 @@ def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, An
                     answer["reasoning"] = text
             else:
                 name = names[item["call_id"]] = joined(item.get("namespace"), item["name"])
+                is_custom = kind == "custom_tool_call"
+                arguments = arguments_of(item["input"]) if is_custom else item["arguments"]
                 call = {
                     "id": item["call_id"],
                     "type": "function",
-                    "function": {"name": name, "arguments": item["arguments"] or "{}"},
+                    "function": {"name": name, "arguments": arguments or "{}"},
                 }
                 answer.setdefault("tool_calls", []).append(call)
     # (Reasoning that cannot be read leaves nothing.)
@@ -241,7 +259,7 @@ def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, An
 
 def _begins_another(kind: str, answer: dict[str, Any]) -> bool:
     """Whether an item belongs to the next answer of the assistant, not to this one."""
-    if kind == "function_call":
+    if kind in _CALLS:
         return False
     if kind == "message":
         return answer["content"] is not None or "tool_calls" in answer

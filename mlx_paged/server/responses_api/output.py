@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_paged.server.responses import ContentLogprob
 from mlx_paged.server.responses_api.answers import (
+    CustomCallItem,
     FunctionCallItem,
     ItemStatus,
     OutputItem,
@@ -70,7 +71,8 @@ class Output:
             yield from self.close()
             assert event.id is not None
             tool = self._tools.get(event.name) or Tool(event.name)
-            self._open = _Call(len(self.items), event.id, tool)
+            of_kind = _CustomCall if tool.is_custom else _Call
+            self._open = of_kind(len(self.items), event.id, tool)
             yield from self._open.begin()
         elif isinstance(event, CallArguments):
             assert isinstance(self._open, _Call)
@@ -243,10 +245,35 @@ class _Call(_Item):
         )
         yield self.ended(self.done(status))
 
-    def done(self, status: ItemStatus) -> FunctionCallItem:
+    def done(self, status: ItemStatus) -> FunctionCallItem | CustomCallItem:
         item: FunctionCallItem = {
             "id": self.id, "type": "function_call", "status": status, "call_id": self._call_id,
             "name": self._tool.local_name, "arguments": "".join(self.pieces),
+        }  # fmt: skip
+        if self._tool.namespace is not None:
+            item["namespace"] = self._tool.namespace
+        return item
+
+
+class _CustomCall(_Call):
+    """A call of a custom tool."""
+
+    kind = "ctc"
+
+    def more(self, text: str) -> Iterator[Told]:
+        self.pieces.append(text)
+        yield self.about("response.custom_tool_call_input.delta", delta=text)
+
+    def end(self, status: ItemStatus) -> Iterator[Told]:
+        text = "".join(self.pieces)
+        yield self.about("response.custom_tool_call_input.done", input=text)
+        yield self.ended(self.done(status))
+
+    def done(self, status: ItemStatus) -> CustomCallItem:
+        item: CustomCallItem = {
+            "id": self.id, "type": "custom_tool_call", "status": status,
+            "call_id": self._call_id, "name": self._tool.local_name,
+            "input": "".join(self.pieces),
         }  # fmt: skip
         if self._tool.namespace is not None:
             item["namespace"] = self._tool.namespace

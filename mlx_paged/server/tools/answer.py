@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.reasoning import ReasoningFormat
+from mlx_paged.server.tools.custom import InputReader
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import (
     CallArguments,
@@ -30,6 +31,7 @@ class ToolCall:
         name: Of the tool, as the model wrote it.
         tool: The tool of the request that it names.
         is_complete: False while it is being written, and where the answer ended within it.
+        is_custom: Whether its arguments are the input of a custom tool.
     """
 
     def __init__(self, id: str, name: str, tool: Tool | None = None, arguments: str = "") -> None:
@@ -41,8 +43,12 @@ class ToolCall:
 
     @property
     def arguments(self) -> str:
-        """JSON text."""
+        """JSON text; of a custom tool, its input."""
         return self._arguments.text
+
+    @property
+    def is_custom(self) -> bool:
+        return self.tool is not None and self.tool.is_custom
 
     def add_arguments(self, piece: str) -> None:
         """Takes more of the arguments."""
@@ -168,11 +174,16 @@ class AnswerReader:
         self._parser = parser
         self._tools = tools
         self._trimmer = ContentTrimmer() if tools else None
+        self._custom = {tool.name for tool in tools if tool.is_custom}
+        self._input: InputReader | None = None  # of the call that is open
         self.answer = Answer()
         self.num_reasoning_tokens = 0
 
     def feed(self, token: int | None, text: str) -> Sequence[Event]:
-        """Takes an update of the sequence; returns what became certain. Every call has an id."""
+        """Takes an update of the sequence; returns what became certain.
+
+        Every call has an id. The arguments of a custom tool are its input.
+        """
         if (
             self._lexer.passes(token, text)
             and self._parser.passes(text)
@@ -248,8 +259,23 @@ class AnswerReader:
             id = event.id if event.id is not None else self._new_id(event.name, self._num_calls)
             event = CallBegin(event.name, id)
             self._num_calls += 1
-        for certain in (event,) if self._trimmer is None else self._trimmer.take(event):
-            yield self._added(certain)
+            self._input = InputReader() if event.name in self._custom else None
+        for read in (event,) if self._input is None else self._with_input(event):
+            for certain in (read,) if self._trimmer is None else self._trimmer.take(read):
+                yield self._added(certain)
+
+    def _with_input(self, event: Event) -> Iterator[Event]:
+        """An event of a call of a custom tool: its input takes the place of its arguments."""
+        assert self._input is not None
+        if isinstance(event, CallArguments):
+            if text := self._input.feed(event.text):
+                yield CallArguments(text)
+            return
+        if isinstance(event, CallEnd):
+            if text := self._input.finish():
+                yield CallArguments(text)
+            self._input = None
+        yield event
 
     def _added(self, event: Event) -> Event:
         if isinstance(event, ContentText):

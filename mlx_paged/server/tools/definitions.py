@@ -20,6 +20,7 @@ class Tool:
             `namespace` and `name` joined by `__`, which is `name` here.
         local_name: Its name within that group; the same as `name` where there is none.
         field: Where the request has `parameters`, for errors.
+        is_custom: Whether its input is a text: the only parameter (`tools.custom`).
     """
 
     name: str
@@ -29,6 +30,7 @@ class Tool:
     namespace: str | None = None
     local_name: str = ""
     field: str = "tools"
+    is_custom: bool = False
 
     def __post_init__(self) -> None:
         if not self.local_name:
@@ -40,6 +42,11 @@ class Tool:
         if self.description is not None:
             function["description"] = self.description
         function["parameters"] = dict(self.parameters)
+        if self.is_custom:  # (the grammar as an expression; its description has the definition)
+            function["parameters"]["properties"] = {
+                name: {key: value for key, value in schema.items() if key != "pattern"}
+                for name, schema in self.parameters["properties"].items()
+            }
         return {"type": "function", "function": function}
 
 
