@@ -105,7 +105,8 @@ def test_messages(client: Any) -> None:
     messages = [*ASK, answer, {"role": "user", "content": results}]
     post(client, MESSAGES, max_tokens=100, messages=messages, tools=tools)
     prompt = client.prompts[-1]
-    assert f"cold{ids[0]}" in prompt and f"warm\n\nBriefly.{ids[1]}" in prompt
+    first_id, second_id = (id.removeprefix("toolu_") for id in ids)
+    assert f"cold{first_id}" in prompt and f"warm\n\nBriefly.{second_id}" in prompt
 
 
 def test_a_refusal_is_400_in_the_template_s_words(client: Any) -> None:
