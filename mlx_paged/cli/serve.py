@@ -448,6 +448,34 @@ class ServeOptions:
             show_default="none: open to all",
         ),
     ] = None
+    api_key_file: Annotated[
+        Path | None,
+        option(
+            _NET,
+            "YAML file: a list of keys, or of {key, requests_per_minute, tokens_per_minute}.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None
+    requests_per_minute: Annotated[
+        int | None,
+        option(
+            _LIMITS,
+            "Requests that each key may make, or each address where there are no keys; more get "
+            "429.",
+            min=1,
+            show_default="no limit",
+        ),
+    ] = None
+    tokens_per_minute: Annotated[
+        int | None,
+        option(
+            _LIMITS,
+            "Tokens of prompts and answers that each key, or address, may use; then it gets 429.",
+            min=1,
+            show_default="no limit",
+        ),
+    ] = None
     metrics_need_key: Annotated[
         bool,
         option(
@@ -534,6 +562,7 @@ def serve(
             generation_config_of,
             overrides_of,
         )
+        from mlx_paged.server.rate_limits import keys_of
         from mlx_paged.server.run import serve as run
     from mlx_paged.cli.progress import kernel_bar
     from mlx_paged.engine.async_engine import AsyncEngine
@@ -559,6 +588,7 @@ def serve(
             "served_model_names": tuple(options.served_model_names or (default_model_name(model),)),
             "model": model,
             "api_keys": _keys(options.api_keys),
+            "api_key_file": None if options.api_key_file is None else str(options.api_key_file),
             "chat_template": _template(options.chat_template),
             "override_generation_config": overrides_of(options.override_generation_config),
             "allowed_origins": tuple(options.allowed_origins or ()),
@@ -567,6 +597,8 @@ def serve(
             "files_dir": None if options.files_dir is None else str(options.files_dir),
             "mcp_config": None if options.mcp_config is None else str(options.mcp_config),
         }
+        server_config = ServerConfig(**server_options)
+        keys_of(server_config)
         sampling = generation_config_of(options.generation_config)
         status = run(
             lambda: AsyncEngine.from_model(
@@ -576,7 +608,7 @@ def serve(
                 on_kernel=kernel_bar(),
                 **engine_options,
             ),
-            ServerConfig(**server_options),
+            server_config,
             host=options.host,
             port=options.port,
             ssl_keyfile=options.ssl_keyfile,
@@ -596,7 +628,7 @@ def _check_mcp(options: ServeOptions) -> None:
         is_loopback = ipaddress.ip_address(options.host).is_loopback
     except ValueError:
         is_loopback = options.host == "localhost"
-    if not is_loopback and not options.api_keys:
+    if not is_loopback and not (options.api_keys or options.api_key_file):
         raise InvalidParameterError(
             "mcp", "given with --api-key where --host is not loopback: a call runs programs here",
             str(options.mcp_config),

@@ -46,7 +46,13 @@ from mlx_paged.server.messages import answers
 from mlx_paged.server.messages import endpoints as anthropic
 from mlx_paged.server.messages.bodies import CountBody, MessagesBody
 from mlx_paged.server.metrics import Metrics
-from mlx_paged.server.middleware import KeyMiddleware, PrefixMiddleware, RequestMiddleware
+from mlx_paged.server.middleware import (
+    KeyMiddleware,
+    PrefixMiddleware,
+    RequestMiddleware,
+    digest,
+)
+from mlx_paged.server.rate_limits import HEADERS, Limits, RateLimitMiddleware, keys_of
 from mlx_paged.server.responses_api import answers as response_answers
 from mlx_paged.server.responses_api import endpoints as response_endpoints
 from mlx_paged.server.responses_api import websocket as response_websocket
@@ -72,7 +78,7 @@ _ERRORS = {
     "413": "The body or the file is too large.",
     "415": "The body is not of the right type, or is compressed.",
     "422": "The answer took longer than the server allows.",
-    "429": "The queue is full; see Retry-After.",
+    "429": "The queue is full, or a rate limit reached; see Retry-After.",
     "500": "The server failed; its log has more under the request's id.",
     "507": "The disk is full.",
     "503": "Not now: loading, shutting down, or dead.",
@@ -391,11 +397,18 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
                 allow_origins=config.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["X-Request-Id", "request-id", "Retry-After", RELAXED],
+                expose_headers=["X-Request-Id", "request-id", "Retry-After", RELAXED, *HEADERS],
             )
         )
     open_paths = (*OPEN_PATHS, *(() if config.metrics_need_key else METRICS_PATHS))
-    middleware.append(Middleware(KeyMiddleware, config.api_keys, open_paths))
+    keys = keys_of(config)
+    middleware.append(Middleware(KeyMiddleware, list(keys), open_paths))
+    default = Limits(config.requests_per_minute, config.tokens_per_minute)
+    if any(limits != Limits() for limits in (default, *keys.values())):
+        by_digest = {digest(key): limits for key, limits in keys.items()}
+        middleware.append(
+            Middleware(RateLimitMiddleware, by_digest, default, context.metrics, generating)
+        )
     handlers = {
         ApiError: _on_api_error, MlxPagedError: _on_engine_error, HTTPException: _on_http_error,
     }  # fmt: skip

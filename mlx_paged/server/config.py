@@ -39,6 +39,10 @@ class ServerConfig:
             have the first.
         model: Path or hub id that was given to `serve`; requests may give it as `model` too.
         api_keys: Requests need one of these; none: no request does.
+        api_key_file: YAML file with further keys, which may have limits of their own; None: none.
+        requests_per_minute: Requests that each key may make, or without keys each address; None:
+            any number.
+        tokens_per_minute: Tokens of prompts and answers that each may use; None: any number.
         metrics_need_key: Whether `/metrics` and `/load` need a key too.
         chat_template: Jinja source that replaces the model's own.
         trust_request_chat_template: Accept `chat_template` from requests: it is code, which runs
@@ -84,6 +88,9 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ("mlx-paged-demo",)
     model: str | None = None
     api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
     metrics_need_key: bool = False
     chat_template: str | None = None
     trust_request_chat_template: bool = False
@@ -128,6 +135,11 @@ class ServerConfig:
                     "names or addresses without scheme and port, such as llm.example.com, or '*'",
                     host,
                 )
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
 
     @property
     def model_name(self) -> str:

@@ -21,6 +21,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
 from mlx_paged.server import errors
 from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.rate_limits import budget_of
 from mlx_paged.server.responses import Reason
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class Generation:
         stream_interval: int | None = None,
     ) -> None:
         self.context = context_of(request)
+        self._budget = budget_of(request.scope)
         self.trace = trace_of(request)
         self.prompts = prompts
         self.params = params
@@ -200,6 +202,9 @@ class Generation:
         except BaseException:
             self._close_streams()
             raise
+
+        if self._budget is not None:
+            self._budget.charge(self.num_prompt_tokens)
 
     async def __aenter__(self) -> Generation:
         if not self._streams:
@@ -288,6 +293,8 @@ class Generation:
         count = sum(update.token_id is not None for update in delta.updates)
         if count:
             now, metrics = time.monotonic(), self.context.metrics
+            if self._budget is not None:
+                self._budget.charge(count)
             self._num_received += count
             if self._first is None:
                 self._first = now

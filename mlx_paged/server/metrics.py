@@ -60,8 +60,8 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "request_params_max_tokens": ("Histogram of the parameter max_tokens.", None),
 }  # fmt: skip
 
-# Why a request was refused: by the phase of the server, or by the engine.
-_REFUSALS = ("loading", "draining", "dead", "queue_full", "body_memory", "invalid")
+# Why a request was refused: by the phase of the server, by the engine, or for its client.
+_REFUSALS = ("loading", "draining", "dead", "queue_full", "body_memory", "invalid", "rate_limit")
 _MANY_GAPS = 10_000  # tokens
 
 _LABELS = ("model_name", "engine")

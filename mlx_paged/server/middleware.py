@@ -140,7 +140,7 @@ class PrefixMiddleware:
 
 
 class KeyMiddleware:
-    """Lets requests with a key pass; `open_paths` need none.
+    """Lets requests with a key pass, whose digest is in their state; `open_paths` need none.
 
     Args:
         keys: any of them will do; none: all paths are open.
@@ -149,7 +149,7 @@ class KeyMiddleware:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str]) -> None:
         self._app = app
-        self._keys = [_digest(key) for key in keys]
+        self._keys = [digest(key) for key in keys]
         self._open = frozenset(open_paths)
         self._open_below = tuple(p for p in open_paths if p.endswith("/") and p != "/")
 
@@ -175,12 +175,15 @@ class KeyMiddleware:
     def _has_key(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
         kind, _, key = headers.get("authorization", "").partition(" ")
-        given = [_digest(key.strip())] if kind.lower() == "bearer" else []
+        given = [digest(key.strip())] if kind.lower() == "bearer" else []
         if "x-api-key" in headers:  # as Anthropic's clients send it
-            given.append(_digest(headers["x-api-key"].strip()))
+            given.append(digest(headers["x-api-key"].strip()))
         # All are compared, each in constant time, so that timing reveals nothing.
         matches = [hmac.compare_digest(g, known) for g in given for known in self._keys]
-        return any(matches)
+        if not any(matches):
+            return False
+        scope["state"]["key"] = self._keys[matches.index(True) % len(self._keys)]
+        return True
 
 
 def _path(scope: Scope) -> str:
@@ -189,5 +192,6 @@ def _path(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", "")) or "/"
 
 
-def _digest(key: str) -> bytes:
+def digest(key: str) -> bytes:
+    """By this a key is known within the server."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -32,6 +32,7 @@ from mlx_paged.server.pooling_bodies import (
     RerankBody,
     ScoreBody,
 )
+from mlx_paged.server.rate_limits import budget_of
 from mlx_paged.server.requests import (
     contradiction,
     read_body,
@@ -246,6 +247,7 @@ class Embeddings:
 
     def __init__(self, request: Request, body: PoolingRequest, params: PoolingParams) -> None:
         self.context = context_of(request)
+        self._budget = budget_of(request.scope)
         self.trace = trace_of(request)
         self.trace.request_id = body.request_id or self.trace.request_id
         self.trace.fields["model"] = body.model
@@ -344,6 +346,8 @@ class Embeddings:
         Raises:
             ApiError: the engine refuses one, or could not embed it.
         """
+        if self._budget is not None:
+            self._budget.charge(self.num_tokens)
         outputs: dict[int, RequestOutput] = {}
         queue = iter(list(enumerate(self._prompts)))
 

@@ -138,7 +138,7 @@ def serve(
 def warn_if_open_to_all(sock: socket.socket, config: ServerConfig) -> None:
     """Logs a warning if other machines can use the server, and need no key."""
     host, port = sock.getsockname()[:2]
-    if config.api_keys or is_loopback(host):
+    if config.needs_key or is_loopback(host):
         return
     names = ""
     if known_hosts(host, config.allowed_hosts) is None:

@@ -103,7 +103,7 @@ def test_tokens_that_come_together_are_all_counted(server) -> None:
 
     observed: list[float] = []
     generation = Generation.__new__(Generation)
-    generation._num_received, generation._started = 0, 0.0
+    generation._num_received, generation._started, generation._budget = 0, 0.0, None
     generation._first, generation._last = None, {}
 
     class Metrics:
@@ -417,7 +417,7 @@ def test_while_the_model_loads() -> None:
         }
         phases = {phase.value for phase in Phase} - {"ready"}
         assert refusals == {"loading": 1, **dict.fromkeys(refusals.keys() - {"loading"}, 0)}
-        assert refusals.keys() == phases | {"queue_full", "body_memory", "invalid"}
+        assert refusals.keys() == phases | {"queue_full", "body_memory", "invalid", "rate_limit"}
         go.set()
         server.wait_ready()
         assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200

@@ -24,6 +24,7 @@ from mlx_paged.server import requests
 from mlx_paged.server.context import Context, Trace
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.middleware import log_end
+from mlx_paged.server.rate_limits import budget_of
 from mlx_paged.server.requests import Body
 from mlx_paged.server.responses import json_bytes
 from mlx_paged.server.responses_api.adapter import ResponseAdapter
@@ -186,6 +187,8 @@ class _Session:
             log_end(trace, context.metrics, log=context.config.log_requests)
 
     async def _answer(self, request: Request, trace: Trace) -> None:
+        if (budget := budget_of(request.scope)) is not None:
+            budget.admit()
         body = await requests.read_body(request, CreateMessage)
         body.stream = True
         try:
