@@ -78,4 +78,32 @@ const IntegerKernels* integer_kernels(Activations activations, const WeightView&
   return is_affine && rounded.wide.product && weights.bits == 4 ? &rounded.wide : nullptr;
 }
 
+void multiply_rounded(
+    const IntegerKernels& integers, const IntegerProductArgs& args, const float* x, int64_t stride,
+    int64_t begin, int64_t end) {
+  int64_t row_bytes = integers.row_bytes(args.weights.k);
+  auto is_uneven = [&](int row) {
+    return integers.is_uneven(static_cast<const char*>(args.x) + row * row_bytes);
+  };
+  int even = 0;
+  while (even < args.rows && is_uneven(even)) {
+    even++;
+  }
+  if (even < args.rows) {
+    integers.product(args, begin, end);
+  }
+  for (int row = 0; row < args.rows;) {
+    int last = row;
+    while (last < args.rows && is_uneven(last)) {
+      last++;
+    }
+    if (last > row) {
+      float* to = args.c + row * args.ldc;
+      kernels().product.few_rows(
+          {x + row * stride, args.weights, to, last - row, stride, args.ldc}, begin, end);
+    }
+    row = last + 1;
+  }
+}
+
 }  // namespace mlx_paged::cpu

@@ -85,7 +85,8 @@ void multiply_integers(
         [&](int64_t first, int64_t last) {
           float* scratch = cpu::thread_scratch(integers.num_scratch_floats(rows, weights));
           float* to = out + int64_t(begin) * n;
-          integers.product({rounded, weights, to, rows, n, scratch}, first, last);
+          cpu::multiply_rounded(
+              integers, {rounded, weights, to, rows, n, scratch}, from, k, first, last);
         },
         cpu::kIntegerTileColumns);
   }

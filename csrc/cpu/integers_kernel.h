@@ -315,9 +315,34 @@ typedef int8_t Bytes __attribute__((vector_size(kWidth)));
 typedef int8_t HalfBytes __attribute__((vector_size(kWidth / 2)));
 typedef uint16_t BytePairs __attribute__((vector_size(kWidth)));
 
+// How large the numbers of a row are, by their exponents: those of the larger of each pair of a
+// group's two halves. One far below the group's largest counts as at the end of what is far enough.
+struct Spread {
+  static constexpr uint32_t kFar = kMostSpread + 4;
+
+  uint32_t most = 0;
+  uint64_t sum = 0;
+  uint64_t count = 0;
+  bool finite = true;
+
+  void add(VecU magnitudes, uint32_t largest) {
+    uint32_t exponent = largest >> 23;
+    VecU floor = VecU{} + (exponent > kFar ? exponent - kFar : 0u);
+    VecU exponents = magnitudes >> 23;
+    exponents = exponents > floor ? exponents : floor;
+    for (int i = 0; i < kWidth; i++) {
+      sum += exponents[i];
+    }
+    count += kWidth;
+    most = exponent > most ? exponent : most;
+  }
+
+  bool is_uneven() const { return finite && most * count > sum + kMostSpread * count; }
+};
+
 // A group's integers, and their scale. Their sum is returned.
 template <int Digits>
-inline int round_group(const float* x, VecI* integers, float& scale) {
+inline int round_group(const float* x, VecI* integers, float& scale, Spread& spread) {
   constexpr int kVectors = kIntegerGroup / kWidth;
   VecF values[kVectors];
   VecU largest = {};
@@ -334,6 +359,7 @@ inline int round_group(const float* x, VecI* integers, float& scale) {
   constexpr uint32_t kInfinity = 255u << 23;
   if (most < kLeast || most >= kInfinity) {
     scale = most < kLeast ? 0.0f : __builtin_nanf("");
+    spread.finite = spread.finite && most < kInfinity;
     for (int i = 0; i < kVectors; i++) {
       integers[i] = VecI{};
     }
@@ -347,6 +373,7 @@ inline int round_group(const float* x, VecI* integers, float& scale) {
   } else {
     // A power of two, so that the largest is at least 2^21 and at most 2^22.
     static_assert(Digits == 3);
+    spread.add(largest, most);
     uint32_t exponent = (most >> 23) - 21;
     scale = bits_as_float(exponent << 23);
     inverse = bits_as_float((254 - exponent) << 23);
@@ -373,6 +400,8 @@ inline void round_to_integers(
   const int chunks = num_integer_chunks(k);
   auto to = static_cast<IntegerChunk<Digits>*>(out);
   for (int row = 0; row < count; row++) {
+    auto first_chunk = to;
+    Spread spread;
     for (int c = 0; c < chunks; c++, to++) {
       for (int g = 0; g < kIntegerGroups; g++) {
         VecI integers[kVectors] = {};
@@ -380,7 +409,7 @@ inline void round_to_integers(
         int sum = 0;
         int64_t at = int64_t(c) * kIntegerChunk + g * kIntegerGroup;
         if (at < k) {
-          sum = round_group<Digits>(x + row * stride + at, integers, scale);
+          sum = round_group<Digits>(x + row * stride + at, integers, scale, spread);
         }
         for (int d = Digits; d-- > 0;) {
           int8_t* first = to->digits[d] + g * kHalf;
@@ -405,6 +434,9 @@ inline void round_to_integers(
           to->sums[4 * g + i] = scale * float(sum);
         }
       }
+    }
+    if (spread.is_uneven()) {
+      first_chunk->scales[0] = bits_as_float(kUnevenRow);
     }
   }
 }

@@ -213,7 +213,7 @@ inline void integer_product(const IntegerProductArgs& args, int64_t begin, int64
 
 template <int Digits>
 constexpr IntegerKernels kIntegerKernels = {
-    sizeof(IntegerChunk<Digits>), round_to_integers<Digits>, integer_product<Digits>,
+    sizeof(IntegerChunk<Digits>), Digits, round_to_integers<Digits>, integer_product<Digits>,
     kLeastTileRows<Digits>};
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

@@ -59,7 +59,10 @@ void project(
   int64_t rows = p.x.rows();
   const float* x = p.x.row(bases, 0);
   if (p.integers) {
-    p.integers->product({x, p.weight, c, int(rows), ldc, scratch}, begin, end);
+    const float* rounded = p.rounded->row(bases, 0);
+    multiply_rounded(
+        *p.integers, {rounded, p.weight, c, int(rows), ldc, scratch}, x, p.x.strides[0], begin,
+        end);
   } else {
     kernels().product.few_rows({x, p.weight, c, int(rows), p.x.strides[0], ldc}, begin, end);
   }

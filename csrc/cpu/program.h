@@ -77,7 +77,8 @@ struct RowPhase {
 
 // x @ weight.T + bias.
 struct Projection {
-  View x;  // [rows, ..., k]; of integers [rows, chunks, ...]
+  View x;                       // [rows, ..., k]
+  std::optional<View> rounded;  // to integers: [rows, chunks, ...]
   WeightView weight;
   const float* bias = nullptr;               // [n] or null
   const IntegerKernels* integers = nullptr;  // what x is rounded for

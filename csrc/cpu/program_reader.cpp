@@ -361,7 +361,7 @@ class ProgramReader : public RowReader {
     require(p.x.row_size() == p.weight.k, "a product of several vectors a row");
     require(p.x.rows() <= kernels().product.most_rows(p.weight), "more rows than it pays for");
     if (p.integers) {
-      p.x = as_integers(p.x, p.weight, *p.integers);
+      p.rounded = as_integers(p.x, p.weight, *p.integers);
     }
     return p;
   }
@@ -394,10 +394,16 @@ class ProgramReader : public RowReader {
     Operation op;
     op.kind = Operation::Kind::product;
     op.rows = p.out.rows();
-    op.gathers = {p.main.x.buffer};
+    auto reads = [&op](const Projection& projection) {
+      op.gathers.push_back(projection.x.buffer);
+      if (projection.rounded) {
+        op.gathers.push_back(projection.rounded->buffer);
+      }
+    };
+    reads(p.main);
     if (linears.up) {
       p.up = projection_of(nodes_[*linears.up]);
-      op.gathers.push_back(p.up->x.buffer);
+      reads(*p.up);
       require(
           p.up->weight.n == p.main.weight.n && p.up->weight.k == p.main.weight.k,
           "a gate of another size");

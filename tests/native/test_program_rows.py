@@ -210,3 +210,24 @@ def test_numbers_of_rows_that_no_row_has_read_nothing(rng) -> None:
     inputs = ops.placeholders([x, at])
     program = ops.StepProgram(inputs, [mx.take_along_axis(*inputs, axis=-1) * 1.0])
     np.testing.assert_array_equal(np.array(program([x, at])[0]), [[1, np.nan], [np.nan, 1]])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 33])
+def test_products_of_rows_with_large_activations(rng, rows: int) -> None:
+    """Where activations are integers, such rows are read once more, as the floats they were."""
+    weights = [
+        mx.quantize(mx.array(rng.standard_normal(shape).astype(np.float32)), group_size=64, bits=4)
+        for shape in ((256, 128), (256, 128), (48, 256))
+    ]
+    mx.eval(weights)
+    x = rng.standard_normal((rows, 128)).astype(np.float32)
+    x[::2, 5] = 1e5
+
+    def graph(x: mx.array) -> mx.array:
+        gate, up, down = (
+            lambda a, w=w: ops.quantized_linear(a, *w, group_size=64, bits=4) for w in weights
+        )
+        twice = x + x
+        return down(ops.silu_mul(gate(twice), up(twice)))
+
+    assert_program_equals_graph(graph, mx.array(x))

@@ -206,7 +206,7 @@ def test_integers_of_22_bits_are_multiplied_as_they_are(rng, group: int) -> None
         codes = dequantised(arrays, "affine", 4, group)
         for rows in ROWS:
             integers = rng.integers(-MOST + 1, MOST, (rows, k)).astype(np.float64)
-            scales = np.repeat(2.0 ** rng.integers(-30, 30, (rows, k // ROUNDED)), ROUNDED, axis=1)
+            scales = np.repeat(2.0 ** rng.integers(-3, 4, (rows, k // ROUNDED)), ROUNDED, axis=1)
             got = np.array(multiply_floats(integers * scales, arrays, group)).astype(np.float64)
             sums = (integers * scales).reshape(rows, 1, -1, ROUNDED) * codes.reshape(
                 1, n, -1, ROUNDED
@@ -240,6 +240,32 @@ def test_errors_are_like_those_of_float32(rng) -> None:
         error = np.array(multiply_floats(x, arrays, 64)).astype(np.float64) - x @ weight.T
         # Of float32's sums 1e-7 to 4e-7; of int8 5e-3.
         assert np.sqrt((error**2).mean()) < 1.5e-6 * np.sqrt(((x @ weight.T) ** 2).mean())
+
+
+@needs_digits
+@pytest.mark.parametrize("every", [2048, 32], ids=["one", "in_every_group"])
+def test_large_activations_take_no_digits_from_the_others(rng, every: int) -> None:
+    """Weights are small where they are, as where a model has learned to live with them."""
+    k, others = 2048, rng.standard_normal((70, 2048))
+    is_large = np.arange(k) % every == 3
+    weight = rng.standard_normal((40, k)) * np.where(is_large, 0, 0.05)
+    arrays = list(mx.quantize(mx.array(weight.astype(np.float32)), group_size=64, bits=4))
+    exact = dequantised(arrays, "affine", 4, 64)
+    for large in (1.0, 30.0, 200.0, 1e3, 1e5, 1e6):
+        # Other rows of the step have none.
+        x = np.where(is_large & (np.arange(70)[:, None] % 3 < 2), large, others)
+        x = x.astype(np.float32).astype(np.float64)
+        whole = np.array(multiply_floats(x, arrays, 64))
+        error, expected = whole - x @ exact.T, x @ exact.T
+        worst = np.sqrt((error**2).mean(axis=1) / (expected**2).mean(axis=1)).max()
+        assert worst < (4e-6 if every == k else 4e-5), (large, worst)
+        if large >= 1e3:  # in float32
+            assert worst < 1e-6, (large, worst)
+        for rows in (1, 2, 3, 5, 8, 9, 31, 33, 64):
+            for first in (0, 70 - rows):
+                part = x[first : first + rows]
+                got = np.array(multiply_floats(part, arrays, 64))
+                assert np.array_equal(got, whole[first : first + rows]), (large, rows)
 
 
 @needs_digits
