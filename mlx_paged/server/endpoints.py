@@ -198,6 +198,8 @@ async def server_info(request: Request) -> Response:
         answer["engine_config"] = asdict(context.engine.engine.config)
         answer["parsing"] = _parsing(context)
         answer["media"] = _media(context)
+        # The value in effect: None means that it depends on the model.
+        answer["config"]["max_body_size"] = context.max_body_size
         answer["stats"] = asdict(stats)
     return JSONResponse(answer)
 

@@ -224,7 +224,7 @@ def test_nothing_runs_before_the_user_agrees(server, page, tmp_path) -> None:
     answered(page, 2)
     expect(page.locator(".assistant .text").last).to_have_text("As you like.")
     assert not notes.exists() and "The user refused this call." in server.engine.prompts[-1]
-    expect(page.locator(".call summary")).to_have_text("test__note refused")
+    expect(page.locator(".call summary")).to_have_text("test__note Refused")
     expect(shown).to_be_hidden()
 
     page.click("#new-chat")  # another chat has no tools
@@ -295,7 +295,7 @@ def test_a_call_that_hangs_is_stopped(server, page, tmp_path) -> None:
     expect(stop).to_be_focused()
     page.keyboard.press("Enter")
     answered(page, 2)
-    expect(page.locator(".call summary")).to_have_text("test__hangs failed")
+    expect(page.locator(".call summary")).to_have_text("test__hangs Failed")
     assert "The user stopped this call." in server.engine.prompts[-1]
 
 

@@ -19,6 +19,7 @@ from support.server_helpers import RunningServer, events, running
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.server.config import MAX_MEDIA_BODY_SIZE
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
@@ -75,7 +76,10 @@ def asked(engine: NotingEngine) -> tuple[str, dict[str, list[Any]]]:
 
 def test_what_the_model_takes_is_told(client) -> None:
     [model] = client.get("/v1/models").json()["data"]
-    media = client.get("/server_info").json()["media"]
+    info = client.get("/server_info").json()
+    media = info["media"]
+    # The limit in effect, not that it was left to the server: the page reads it.
+    assert info["config"]["max_body_size"] == MAX_MEDIA_BODY_SIZE
     assert model["input_modalities"] == ["text", "image", "video", "audio"]
     assert media["max_image_pixels"] == 100_000 and media["reason"] is None
     assert media["kinds"]["image"] == {"max_items": 4, "max_bytes": 32 << 20}

@@ -367,7 +367,7 @@ def test_chats_of_a_page_without_media_are_kept(visitor, page_server) -> None:
     })""")
     page = visitor.context.new_page()
     page.goto(page_server.url)
-    expect(page.locator("#banner")).to_contain_text("other tabs, which are of an older version")
+    expect(page.locator("#banner")).to_contain_text("which run an older version")
     expect(page.locator("#chats .title")).to_have_count(0)
     other.close()
     expect(page.locator("#chats .title")).to_have_text(["Old"])

@@ -61,7 +61,9 @@ def test_a_schema_is_checked_sent_and_what_the_server_says_of_it_shown(visitor) 
     page = visitor.open()
     page.click("#open-settings")
     page.locator("#schema").fill('{"type": ')
-    expect(page.locator("#wrong-schema")).to_contain_text("This is no JSON schema, and is not sent")
+    expect(page.locator("#wrong-schema")).to_contain_text(
+        "This is not a JSON schema, so it is not sent"
+    )
     expect(page.locator("#schema")).to_have_attribute("aria-invalid", "true")
     page.locator("#schema").fill("[]")
     expect(page.locator("#wrong-schema")).to_contain_text("must be an object")
@@ -148,12 +150,12 @@ def test_a_call_of_a_tool_that_there_is_not_is_told_to_the_model(page) -> None:
     answered(page, 2)
     folded = page.locator(".call details")
     expect(folded).not_to_have_attribute("open", "")
-    expect(folded.locator("summary")).to_have_text("strange__tool failed")
+    expect(folded.locator("summary")).to_have_text("strange__tool Failed")
     folded.locator("summary").click()
     expect(folded.locator("pre").first).to_have_text('{\n  "a": "\\u009b\\u001b"\n}')
     expect(folded.locator("pre").last).to_contain_text("There is no such tool")
     page.reload()
-    expect(folded.locator("summary")).to_have_text("strange__tool failed")
+    expect(folded.locator("summary")).to_have_text("strange__tool Failed")
     send(page, "And now?")
     again = fake(page, "answer.body.messages")
     assert again[: len(messages)] == messages and again[3:] == [
@@ -168,7 +170,7 @@ def test_a_call_that_was_cut_is_shown_and_not_sent(page) -> None:
     send(page, "Call it")
     call(page, ("strange__tool", '{"a": [1, '))
     fake(page, "(answer.say('I call.'), answer.end('length'))")
-    expect(page.locator(".call summary")).to_have_text("strange__tool failed")
+    expect(page.locator(".call summary")).to_have_text("strange__tool Failed")
     answered(page)
     expect(page.get_by_role("button", name="Send the results")).to_have_count(0)
     send(page, "Well?")
@@ -238,7 +240,7 @@ def test_what_is_not_enforced_of_a_schema_is_told_beside_the_answer(visitor) -> 
     send(page, "Numbers")
     answered(page)
     note = page.locator(".assistant .note")
-    told = "Not enforced of the schema: properties.n.uniqueItems."
+    told = "Not enforced parts of the schema: properties.n.uniqueItems."
     expect(note).to_have_text(told)
     page.reload()
     expect(note).to_have_text(told)

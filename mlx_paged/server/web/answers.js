@@ -1,8 +1,8 @@
-// Answers that come in this tab: any number of chats at once, one a chat. All of it is saved: the
+// Answers that come in this tab: any number at once, one for each question. All of it is saved: the
 // question before it is sent, the answer while it comes.
 
 import { ApiError, bodyOf, chat as ask, ConnectionLost } from "./api.js";
-import { callsOf, historyOf, pathTo } from "./conversation.js";
+import { callsOf, historyOf, newId, pathTo } from "./conversation.js";
 import { filled, MediaError } from "./media.js";
 import { drafts } from "./settings.js";
 
@@ -26,9 +26,13 @@ export class Answers extends EventTarget {
     });
   }
 
-  // The message of a chat that is being answered, in this tab or another; or undefined.
+  // An answer that comes in a chat, in this tab or another; or undefined.
   inChat(chat) {
-    return [...this.store.messagesOf(chat).values()].find((m) => m.status === "streaming");
+    return this.store.answersOf(chat)[0];
+  }
+
+  isComing(id) {
+    return this.store.get("messages", id)?.status === "streaming";
   }
 
   stop(message) {
@@ -44,7 +48,7 @@ export class Answers extends EventTarget {
   // A new message below `parent` (null: the first), and its answer. `draft`: where its text was typed;
   // that is forgotten once the message is saved. `items`: its media, of a tray.
   async send(chat, parent, text, draft, items = []) {
-    if (this.inChat(chat) || this.sending.has(chat)) return;
+    if (this.sending.has(chat) || this.isComing(parent)) return;
     this.sending.add(chat);
     const media = [];
     for (const item of items) media.push(await this.store.keepMedia(chat, item));
@@ -57,15 +61,17 @@ export class Answers extends EventTarget {
   // A new answer to a user's message, or to the results of calls; it replaces `failed`, which has no text.
   async answer(question, failed = null) {
     const { chat } = question;
-    if (this.inChat(chat)) return;
+    // (Another tab may get an answer to another question of this chat at the same time: that is another branch.)
+    if (this.store.answersOf(chat).some((answer) => answer.parent === question.id)) return;
     const fresh = {
       content: "", reasoning: "", calls: [], status: "streaming", error: null, finish: null, stats: null,
       relaxed: null, model: this.settings.model || null, owner: this.store.tab,
     };
+    const id = failed?.id ?? newId();
     const saved = failed
-      ? this.store.write("messages", failed.id, fresh)
-      : this.store.addLeaf({ chat, parent: question.id, role: "assistant", ...fresh });
-    const answer = this.begin((failed ?? this.inChat(chat)).id);
+      ? this.store.write("messages", id, fresh)
+      : this.store.addLeaf({ id, chat, parent: question.id, role: "assistant", ...fresh });
+    const answer = this.begin(id);
     await saved;
     const history = historyOf(pathTo(this.store.messagesOf(chat), question.id));
     const tools = this.toolsOf(chat);
@@ -74,7 +80,7 @@ export class Answers extends EventTarget {
 
   // Goes on with an answer that was cut, stopped or interrupted.
   async continue(message) {
-    if (this.inChat(message.chat)) return;
+    if (this.isComing(message.id)) return;
     // Templates trim what they are given, so the model writes this space again.
     const content = message.content.trimEnd();
     const saved = this.store.write("messages", message.id, {

@@ -17,7 +17,7 @@ export function figure(item, url, { isSmall = false } = {}) {
     if (text) box.append(element("span", { className: "muted", textContent: text }));
   };
   const show = (src) => {
-    if (!src) return fail("not kept in this browser any more");
+    if (!src) return fail("no longer stored in this browser");
     const failed = { onerror: () => fail("") }; // (a form that browsers do not show)
     if (kind === "image") {
       const picture = element("img", { alt: isSmall ? "" : name, src, ...failed });
@@ -86,7 +86,7 @@ export class Tray {
 
   async take(items, into) {
     const limits = this.act.limits();
-    if (!limits) return this.say("Nothing can be attached before the server is reached.", true);
+    if (!limits) return this.say("Nothing can be attached until the server is reached.", true);
     const told = [];
     const added = [];
     let isWrong = false;

@@ -77,8 +77,8 @@ function box(label) {
 }
 
 function stateOf(message, call, asks, isRunning) {
-  if (isRunning) return "runs…";
-  if (asks) return "waits for you";
-  if (call.result) return { done: "done", failed: "failed", refused: "refused" }[call.result.status];
-  return message.status === "streaming" ? "is written…" : "not run";
+  if (isRunning) return "Running…";
+  if (asks) return "Waiting for approval";
+  if (call.result) return { done: "Done", failed: "Failed", refused: "Refused" }[call.result.status];
+  return message.status === "streaming" ? "Writing…" : "Not run";
 }

@@ -23,14 +23,19 @@ export const byAge = (a, b) => a.created - b.created || (a.id < b.id ? -1 : 1);
 // From the first message to `leaf`. `messages`: a Map by id.
 export function pathTo(messages, leaf) {
   const path = [];
-  for (let message = messages.get(leaf); message; message = messages.get(message.parent)) {
-    path.unshift(message);
-  }
-  return path;
+  for (let message = messages.get(leaf); message; message = messages.get(message.parent)) path.push(message);
+  return path.reverse();
 }
 
-export function siblings(messages, message) {
-  return [...messages.values()].filter((m) => m.parent === message.parent).sort(byAge);
+// The messages below each parent, oldest first: a Map by the parent's id, null for the first messages.
+export function childrenOf(messages) {
+  const children = new Map();
+  for (const message of messages.values()) {
+    if (children.has(message.parent)) children.get(message.parent).push(message);
+    else children.set(message.parent, [message]);
+  }
+  for (const found of children.values()) if (found.length > 1) found.sort(byAge);
+  return children;
 }
 
 // The end of the newest branch below a message, or of the whole chat.
@@ -44,7 +49,10 @@ export function newestLeaf(messages, from = null) {
 
 export function titleOf(chat, messages) {
   if (chat.title) return chat.title;
-  const first = [...messages.values()].filter((m) => m.role === "user").sort(byAge)[0];
+  let first = null;
+  for (const message of messages.values()) {
+    if (message.role === "user" && (!first || byAge(message, first) < 0)) first = message;
+  }
   if (!first) return "New chat";
   const line = first.content.trim().split("\n")[0] || mediaOf(first).map((item) => item.name).join(", ");
   return line.slice(0, 80) || "New chat";

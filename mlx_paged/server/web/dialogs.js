@@ -145,7 +145,7 @@ export class SettingsDialog {
       schemaOf(this.settings.parameters);
       if (this.refused && this.refused.schema === schema) wrong = `The server refuses it: ${this.refused.reason}`;
     } catch (error) {
-      wrong = `This is no JSON schema, and is not sent. ${error.message}`;
+      wrong = `This is not a JSON schema, so it is not sent. ${error.message}`;
     }
     $("wrong-schema").textContent = wrong;
     $("schema").setAttribute("aria-invalid", String(Boolean(wrong)));

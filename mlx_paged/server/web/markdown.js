@@ -73,13 +73,17 @@ function blocksOf(tokens) {
   return blocks;
 }
 
+const MOST_DECORATORS = 10;
 // An answer that is Python as a whole, without a fence around it.
-const BARE_CODE = /^(?:async )?def \w+\(|^class \w+[(:]|^import \w+(?:\.\w+)*$|^from [\w.]+ import |^@\w+.*$/m;
+const BARE_CODE = new RegExp([
+  /(?:async )?def \w+\(/, /class \w+[(:]/, /import \w+(?:\.\w+)*$/, /from [\w.]+ import (?:\(|\*$|NAME(?:, NAME)*,?$)/,
+  /(?:@[\w.]+(?:\(.*\))?\n)+(?:(?:async )?def|class) /, // "@Ann, ..." is a name
+].map(({ source }) => `^(?:${source.replaceAll("NAME", "\\w+(?: as \\w+)?")})`).join("|"), "m");
 
 function prepared(text) {
   if (isStructure(text)) return `\`\`\`json\n${pretty(text)}`;
-  const first = text.trimStart().split("\n", 1)[0];
-  return BARE_CODE.test(first) && !text.includes("```") ? `\`\`\`python\n${text}` : text;
+  const start = text.trimStart().split("\n", MOST_DECORATORS).join("\n");
+  return BARE_CODE.exec(start)?.index === 0 && !text.includes("```") ? `\`\`\`python\n${text}` : text;
 }
 
 // Keeps the content of `box` equal to a text that grows.

@@ -1,4 +1,4 @@
-// Maths in Markdown: $...$ and \(...\) in a line, $$...$$ and \[...\] as a block. The tokens keep the
+// Math in Markdown: $...$ and \(...\) in a line, $$...$$ and \[...\] as a block. The tokens keep the
 // source; KaTeX sets it later, as elements, once there is some.
 
 const INLINE = [["\\(", "\\)", false], ["\\[", "\\]", true], ["$$", "$$", true]];
@@ -6,21 +6,43 @@ const BLOCK = [["\\[", "\\]"], ["$$", "$$"]];
 
 function inline(state, silent) {
   const { src, pos } = state;
+  const next = closersOf(state);
   for (const [open, close, display] of INLINE) {
     if (!src.startsWith(open, pos)) continue;
-    const end = src.indexOf(close, pos + 2);
-    if (end < 0 || end >= state.posMax || !src.slice(pos + 2, end).trim()) continue;
+    const end = next(close, pos + 2);
+    if (end < 0 || !src.slice(pos + 2, end).trim()) continue;
     return push(state, silent, src.slice(pos + 2, end), display, end + 2);
   }
-  // A dollar is maths only next to something, and "$5 and $6" is money (as in Pandoc).
+  // A dollar is math only next to something, and "$5 and $6" is money (as in Pandoc).
   if (src[pos] !== "$" || /\s|\$|^$/.test(src[pos + 1] ?? "")) return false;
-  for (let end = src.indexOf("$", pos + 1); end > 0; end = src.indexOf("$", end + 1)) {
-    if (end >= state.posMax) return false;
-    if (src[end - 1] === "\\") continue;
-    if (/\s/.test(src[end - 1]) || /\d/.test(src[end + 1] ?? "")) return false;
-    return push(state, silent, src.slice(pos + 1, end), false, end + 1);
+  const end = next("$", pos + 1);
+  if (end < 0 || /\s/.test(src[end - 1]) || /\d/.test(src[end + 1] ?? "")) return false;
+  return push(state, silent, src.slice(pos + 1, end), false, end + 1);
+}
+
+// Finds closing marks in a paragraph. Each search begins behind the one before or finds the same mark, so all of
+// them together read the text once.
+const closers = new WeakMap(); // state -> its function
+
+function closersOf(state) {
+  if (!closers.has(state)) {
+    const found = new Map(); // mark -> [where the search began, its result]
+    closers.set(state, (close, from) => {
+      const [since, end] = found.get(close) ?? [Infinity, -1];
+      const isKnown = from >= since && (end < 0 || from <= end);
+      const place = isKnown ? end : find(state.src, close, from);
+      if (!isKnown) found.set(close, [from, place]);
+      return place + close.length <= state.posMax ? place : -1;
+    });
   }
-  return false;
+  return closers.get(state);
+}
+
+// The first mark; a dollar behind a backslash is text.
+function find(src, close, from) {
+  let end = src.indexOf(close, from);
+  while (close === "$" && end > 0 && src[end - 1] === "\\") end = src.indexOf(close, end + 1);
+  return end;
 }
 
 function push(state, silent, content, display, end) {
@@ -33,12 +55,21 @@ function push(state, silent, content, display, end) {
   return true;
 }
 
+const failures = new WeakMap(); // state of a document -> the last block that had no end
+
 function block(state, startLine, endLine, silent) {
   const start = state.bMarks[startLine] + state.tShift[startLine];
   const first = state.src.slice(start, state.eMarks[startLine]);
   const pair = BLOCK.find(([open]) => first.startsWith(open));
   if (!pair || state.sCount[startLine] - state.blkIndent >= 4) return false;
   const [open, close] = pair;
+  const failed = failures.get(state);
+  if (close === "\\]" && failed && startLine < failed.before && endLine === failed.endLine) return false;
+  // Every block that begins before the line that ended this search ends there, too.
+  const fail = (line) => {
+    failures.set(state, { before: line, endLine });
+    return false;
+  };
   const lines = [];
   let line = startLine;
   let closed = false;
@@ -48,14 +79,14 @@ function block(state, startLine, endLine, silent) {
     else if (!text.trim() && close === "$$") return false; // a paragraph with a $$ in it
     const end = text.indexOf(close);
     if (end >= 0) {
-      if (text.slice(end + close.length).trim()) return false; // goes on in the line: not a block
+      if (text.slice(end + close.length).trim()) return fail(line); // goes on in the line: not a block
       lines.push(text.slice(0, end));
       closed = true;
       break;
     }
     lines.push(text);
   }
-  if (!closed) return false;
+  if (!closed) return fail(endLine);
   if (silent) return true;
   const token = state.push("math", "div", 0);
   token.block = true;
@@ -78,7 +109,7 @@ export function maths(md) {
 
 let loading = null;
 
-// Sets the maths below `root`. KaTeX is loaded when it is first needed; until then, and where it
+// Sets the math below `root`. KaTeX is loaded when it is first needed; until then, and where it
 // finds an error, the source is shown.
 export function typeset(root) {
   const open = root.querySelectorAll(".math:not(.typeset)");

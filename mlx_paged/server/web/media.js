@@ -12,6 +12,8 @@ const READ = [
   "png", "jpeg", "jpg", "webp", "gif", "bmp", "x-ms-bmp", "tiff", "avif", "jp2", "x-icon", "vnd.microsoft.icon",
   "x-portable-pixmap",
 ].map((name) => `image/${name}`);
+// Of those, the ones that every browser reads: one that it cannot read is broken.
+const SHOWN = ["png", "jpeg", "jpg", "webp", "gif", "bmp"].map((name) => `image/${name}`);
 // Where the browser knows no type of a file.
 const BY_ENDING = {
   avif: "image/avif", heic: "image/heic", jp2: "image/jp2", tif: "image/tiff", tiff: "image/tiff", mkv: "video/x-matroska",
@@ -124,6 +126,7 @@ export class Limits {
 // An item as the server reads it: { item, note }, where `note` says what was changed (null: nothing). A picture that
 // is too large, or of a form that servers do not read, is drawn anew.
 export async function fitted(item, limits) {
+  if (!item.size) throw new MediaError(`${item.name} is empty.`);
   if (item.kind !== "image") return { item, note: null };
   const isRead = READ.includes(item.type);
   const url = URL.createObjectURL(item.blob);
@@ -132,6 +135,7 @@ export async function fitted(item, limits) {
     try {
       await picture.decode();
     } catch {
+      if (SHOWN.includes(item.type)) throw new MediaError(`${item.name} is not a readable image.`);
       if (isRead) return { item, note: null }; // the server may, where the browser cannot
       throw new MediaError(`${item.name} cannot be attached: neither this browser nor the server reads ${item.type}.`);
     }
@@ -181,7 +185,7 @@ export async function filled(messages, blobOf) {
     if (part.type !== "media") return part;
     names.set(`${i}.${j}`, part.item.name);
     const blob = await blobOf(part.item.id);
-    if (!blob) throw new MediaError(`${part.item.name} is not kept in this browser any more`);
+    if (!blob) throw new MediaError(`${part.item.name} is no longer stored in this browser`);
     return asPart(part.item, await dataUrl(blob, part.item.type));
   }));
   const found = messages.map(async (message, i) => (

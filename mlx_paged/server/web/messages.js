@@ -1,12 +1,13 @@
-// The messages of the open chat as elements. An answer that grows changes only where it grows.
+// The messages of the open chat as elements. An answer that grows changes only where it grows. Messages that
+// are far from what is seen have their content made while the page is idle: a long chat opens at once.
 
 import { figure, Tray } from "./attachments.js";
 import { CallView } from "./calls.js";
-import { callsOf, pathTo, pendingCalls, sentCalls, siblings, splitReasoning } from "./conversation.js";
+import { callsOf, childrenOf, pathTo, pendingCalls, sentCalls, splitReasoning } from "./conversation.js";
 import { Markdown } from "./markdown.js";
 import { mediaOf } from "./media.js";
 import { drafts } from "./settings.js";
-import { element, icon } from "./view.js";
+import { element, icon, isComposing } from "./view.js";
 
 const EXAMPLES = [
   "Write a Python function that returns the n-th Fibonacci number",
@@ -15,6 +16,13 @@ const EXAMPLES = [
 ];
 // Drawing a long open block takes a while; the rest of the page has at least as much time.
 const DRAW_SHARE = 0.25;
+const NEARBY = "1000px 0px"; // of what is seen
+const FILLED_AT_ONCE = 4; // messages at the end of a chat
+const IDLE_MILLISECONDS = 15; // that making the content of a message takes, at most as a rule
+
+// (Safari has no idle callbacks.)
+const whenIdle = globalThis.requestIdleCallback?.bind(globalThis)
+  ?? ((does) => setTimeout(() => does({ timeRemaining: () => 0 }), 20));
 // Where a request has the schema; parts of it are told by what follows.
 const SCHEMA_FIELD = "response_format.json_schema.schema.";
 
@@ -31,6 +39,10 @@ export class Messages {
     this.urls = new Map(); // id of an item of this chat -> promise of where its bytes are
     this.edited = new Map(); // message id -> items of its editor
     this.chat = null;
+    this.isFilling = false;
+    this.sight = new IntersectionObserver((entries) => {
+      for (const { isIntersecting, target } of entries) if (isIntersecting) this.viewOf(target)?.fill();
+    }, { root: list.parentElement, rootMargin: NEARBY });
   }
 
   // Shows the branch of a chat that ends with its leaf.
@@ -47,21 +59,44 @@ export class Messages {
     const shown = new Set(path.map((m) => m.id));
     for (const [id, view] of this.views) {
       if (shown.has(id)) continue;
+      this.sight.unobserve(view.item);
       view.item.remove();
       this.views.delete(id);
     }
     this.list.querySelector(".empty")?.remove();
-    const isBusy = Boolean(this.answers.inChat(chat.id));
+    const isBusy = path.some((message) => message.status === "streaming");
+    const children = childrenOf(all);
+    let there = this.list.firstElementChild;
     path.forEach((message, i) => {
       let view = this.views.get(message.id);
-      if (!view) this.views.set(message.id, (view = new MessageView(message, this)));
-      const there = this.list.children[i];
-      if (there !== view.item) this.list.insertBefore(view.item, there ?? null);
-      view.update(message, {
-        isBusy, isLast: i === path.length - 1, siblings: siblings(all, message),
-      });
+      if (!view) {
+        this.views.set(message.id, (view = new MessageView(message, this)));
+        this.sight.observe(view.item);
+      }
+      if (there === view.item) there = there.nextElementSibling;
+      else this.list.insertBefore(view.item, there);
+      view.update(message, { isBusy, isLast: i === path.length - 1, siblings: children.get(message.parent) });
+      if (path.length - i <= FILLED_AT_ONCE) view.fill();
     });
     if (!path.length) this.list.append(this.empty());
+    this.fillWhenIdle();
+  }
+
+  viewOf(item) {
+    return this.views.get(item.id.slice("message-".length));
+  }
+
+  // The page's own search, and screen readers, find what is not seen: it is made, too, newest first.
+  fillWhenIdle() {
+    if (this.isFilling) return;
+    this.isFilling = true;
+    whenIdle((deadline) => {
+      this.isFilling = false;
+      const open = [...this.views.values()].filter((view) => !view.isFilled);
+      do open.pop()?.fill();
+      while (open.length && deadline.timeRemaining() > IDLE_MILLISECONDS);
+      if (open.length) this.fillWhenIdle();
+    });
   }
 
   // Where the bytes of an item are; undefined: they are gone.
@@ -92,12 +127,22 @@ class MessageView {
   constructor(message, list) {
     this.list = list;
     this.id = message.id;
+    this.message = message;
     this.role = element("div", { className: "role" });
+    const properties = { className: `message ${message.role}`, id: `message-${message.id}` };
+    this.item = element("li", properties, this.role);
+    this.isFilled = false;
+    this.shown = "";
+  }
+
+  // Makes the content, once.
+  fill() {
+    if (this.isFilled) return;
+    this.isFilled = true;
+    const { message, list } = this;
     this.text = element("div", { className: "text" });
     this.below = element("div", { className: "below" });
     this.note = element("div", { className: "note", hidden: true });
-    const properties = { className: `message ${message.role}`, id: `message-${message.id}` };
-    this.item = element("li", properties, this.role);
     if (message.role === "assistant") {
       this.thought = element("div", { className: "thought markdown" });
       this.summary = element("summary");
@@ -117,7 +162,8 @@ class MessageView {
       this.item.append(this.media);
     }
     this.item.append(this.text, ...(this.calls ? [this.calls] : []), this.note, this.below);
-    this.shown = "";
+    this.item.classList.add("filled");
+    this.drawAll();
   }
 
   update(message, { isBusy, isLast, siblings: all }) {
@@ -132,17 +178,24 @@ class MessageView {
     if (shown === this.shown) return;
     this.shown = shown;
     this.isLast = isLast;
+    this.isEdited = isEdited;
+    this.isBusy = isBusy;
+    this.siblings = all;
     this.item.classList.toggle("busy", isStreaming);
     this.item.setAttribute("aria-busy", String(isStreaming));
     this.role.textContent = message.role === "user" ? "You" : message.model || "Model";
+    if (this.isFilled) this.drawAll();
+  }
+
+  drawAll() {
     this.draw();
-    this.drawNote(isLast);
-    this.drawEditor(isEdited);
-    this.drawBelow(isBusy, isLast, all);
+    this.drawNote(this.isLast);
+    this.drawEditor(this.isEdited);
+    this.drawBelow(this.isBusy, this.isLast, this.siblings);
   }
 
   drawSoon() {
-    if (this.frame) return;
+    if (this.frame || !this.isFilled) return;
     this.frame = true;
     setTimeout(() => requestAnimationFrame(() => {
       this.frame = false;
@@ -198,11 +251,11 @@ class MessageView {
   drawNote(isLast) {
     const { status, error, finish, relaxed, role } = this.message;
     const told = [];
-    if (status === "failed") told.push(`Failed: ${error}. This turn is not sent again.`);
-    else if (status === "interrupted") told.push(`Interrupted${error ? `: ${error}` : ""}. What came is kept.`);
-    else if (finish === "length") told.push("Cut at the length limit.");
+    if (status === "failed") told.push(`Failed: ${error}. This exchange is left out of later requests.`);
+    else if (status === "interrupted") told.push(`Interrupted${error ? `: ${error}` : ""}. The text so far is kept.`);
+    else if (finish === "length") told.push("Stopped at the token limit.");
     else if (role === "user" && isLast) told.push("Not sent.");
-    if (relaxed) told.push(`Not enforced of the schema: ${relaxed.replaceAll(SCHEMA_FIELD, "")}.`);
+    if (relaxed) told.push(`Not enforced parts of the schema: ${relaxed.replaceAll(SCHEMA_FIELD, "")}.`);
     this.note.textContent = told.join(" ");
     this.note.hidden = !told.length;
     this.note.classList.toggle("error", status === "failed");
@@ -235,7 +288,7 @@ class MessageView {
       if (act.sends(event)) {
         event.preventDefault();
         act.resend(this.message, area.value, tray);
-      } else if (event.key === "Escape") {
+      } else if (event.key === "Escape" && !isComposing(event)) {
         event.stopPropagation();
         edited.delete(this.id);
         act.cancelEdit(this.message);

@@ -12,7 +12,7 @@ import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
 import { Tools, ToolsDialog } from "./tools.js";
 import { addTo, fromJson, ImportError, toJson, toMarkdown } from "./transfer.js";
-import { copyText, download, element } from "./view.js";
+import { copyText, download, element, isComposing } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 const POLL_MILLISECONDS = 2000;
@@ -30,10 +30,12 @@ let current = NEW_CHAT.id; // id of the chat that is shown
 let models = [];
 let status = null; // of the server; null: not reached
 let limits = null; // of what messages may have besides text; null: not known yet
-let follows = true; // whether the end of the messages is kept in view
+let follows = true; // the end of the messages is kept in view
+let scrolling = null; // frame that will do so
 
 const chat = () => store.chats.get(current) ?? NEW_CHAT;
 const path = () => pathTo(store.messagesOf(current), chat().leaf);
+const coming = () => path().find((message) => message.status === "streaming"); // of the branch that is shown
 
 // What the parts of the page ask for.
 
@@ -83,10 +85,10 @@ const messages = new Messages($("messages"), store, answers, tools, {
   limits: () => limits,
   refusal: (items, message) => refusal(items, message.parent),
   attach,
-  grown: scrollToEnd,
+  grown: scrollSoon,
   async copy(message) {
     const copied = await copyText(splitReasoning(message).text);
-    toast(copied ? "Copied" : "This browser does not let the page copy; select the text instead");
+    toast(copied ? "Copied" : "This browser blocks copying. Select the text and copy it instead.");
   },
   edit(message) {
     drafts.set(`edit.${message.id}`, message.content || " ");
@@ -126,6 +128,7 @@ const messages = new Messages($("messages"), store, answers, tools, {
     const leaf = newestLeaf(store.messagesOf(message.chat), message.id);
     store.write("chats", message.chat, { leaf });
     show();
+    messages.views.get(message.id).fill();
     const arrows = [...$(`message-${message.id}`).querySelectorAll(".arrow:enabled")];
     (arrows.find((a) => a.getAttribute("aria-label") === label) ?? arrows[0])?.focus();
   },
@@ -144,11 +147,9 @@ const messages = new Messages($("messages"), store, answers, tools, {
 // Showing.
 
 function show() {
-  const box = $("scroll");
-  const before = box.scrollTop;
   messages.show(chat());
   sidebar.show(current);
-  const running = answers.inChat(current);
+  const running = coming();
   $("stop").hidden = !running;
   $("send").hidden = Boolean(running);
   const title = titleOf(chat(), store.messagesOf(current));
@@ -156,8 +157,15 @@ function show() {
   document.title = current === NEW_CHAT.id ? "mlx-paged" : `${title} · mlx-paged`;
   showContext();
   showTools();
-  if (follows) scrollToEnd();
-  else box.scrollTop = before;
+  scrollSoon();
+}
+
+// Once for all that changes before the next frame: reading a height lays out the page.
+function scrollSoon() {
+  scrolling ??= requestAnimationFrame(() => {
+    scrolling = null;
+    scrollToEnd();
+  });
 }
 
 function scrollToEnd() {
@@ -208,7 +216,7 @@ function focusInput() {
 // Chats.
 
 async function send() {
-  if (answers.inChat(current)) return;
+  if (coming()) return;
   const from = current;
   const { leaf } = chat();
   const text = input.value.trim();
@@ -272,7 +280,9 @@ async function importFile(file) {
   state.className = "";
   try {
     const chats = fromJson(await file.text());
-    const added = await addTo(store, chats);
+    const added = await addTo(store, chats, (saved) => {
+      state.textContent = `Importing… ${saved} of ${chats.length} chats.`;
+    });
     const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
     state.textContent = `Imported ${count(chats.length, "chat")}: ${count(added, "new message")}.`;
   } catch (error) {
@@ -313,17 +323,17 @@ store.addEventListener("change", ({ detail: { kind, record, remote } }) => {
 });
 store.addEventListener("gone", showSoon);
 store.addEventListener("trouble", ({ detail }) => {
-  banner.set("storage", `This browser does not keep chats (${detail}). Export them before you close the page.`);
+  banner.set("storage", `This browser is not saving chats (${detail}). Export them before you close the page.`);
 });
 store.addEventListener("blocked", () => {
-  banner.set("blocked", "Chats are opened once this page’s other tabs, which are of an older version, are closed or reloaded.");
+  banner.set("blocked", "Close or reload the other tabs of this page, which run an older version. Then your chats open.");
 });
 answers.addEventListener("progress", ({ detail }) => messages.progress(detail));
 answers.addEventListener("unauthorised", askForKey);
 answers.addEventListener("schema", ({ detail }) => dialog.refuseSchema(detail));
 tools.addEventListener("change", showSoon);
 tools.addEventListener("answered", ({ detail: record }) => {
-  if (!answers.inChat(record.chat)) answers.answer(record);
+  answers.answer(record);
 });
 answers.addEventListener("end", ({ detail: record }) => {
   if (record.chat !== current || document.hidden) sidebar.unread.add(record.chat);
@@ -345,7 +355,7 @@ answers.addEventListener("end", ({ detail: record }) => {
 // The server.
 
 function askForKey() {
-  const what = settings.key ? "The server does not accept this API key." : "The server wants an API key.";
+  const what = settings.key ? "The server does not accept this API key." : "This server requires an API key.";
   banner.set("key", `${what} Enter it under Settings, Connection.`, "Enter key", () => dialog.open("key"));
   $("key-state").textContent = what;
 }
@@ -371,7 +381,7 @@ async function poll() {
     } else {
       $("state").textContent = "not reachable";
       const why = navigator.onLine === false ? "This device is offline" : "The server cannot be reached";
-      banner.set("connection", `${why}. Chats are kept; it is tried again every few seconds.`, "Try now", poll);
+      banner.set("connection", `${why}. Your chats are safe. Retrying every few seconds.`, "Try now", poll);
     }
   }
 }
@@ -413,7 +423,7 @@ function showLimits(info) {
 
 function showState({ stats, status, generation_defaults: defaults }) {
   $("state").textContent = status === "ready" ? "" : status;
-  if (status === "loading") banner.set("loading", "The model is being loaded.");
+  if (status === "loading") banner.set("loading", "Loading the model…");
   else banner.clear("loading");
   if (defaults) dialog.showDefaults(defaults);
   if (!stats) return;
@@ -436,7 +446,7 @@ addEventListener("storage", (event) => {
 // Keys and buttons.
 
 function sends(event) {
-  return event.key === "Enter" && !event.shiftKey && !event.isComposing && !touches.matches;
+  return event.key === "Enter" && !event.shiftKey && !isComposing(event) && !touches.matches;
 }
 
 function fitInput() {
@@ -458,7 +468,7 @@ input.addEventListener("keydown", (event) => {
   send();
 });
 $("stop").addEventListener("click", () => {
-  const running = answers.inChat(current);
+  const running = coming();
   if (running) answers.stop(running);
   focusInput();
 });
@@ -489,11 +499,12 @@ $("messages").addEventListener("click", async (event) => {
   const button = event.target.closest(".copy-code");
   if (!button) return;
   const copied = await copyText(button.closest(".code").querySelector("code").textContent);
-  toast(copied ? "Copied" : "This browser does not let the page copy; select the text instead");
+  toast(copied ? "Copied" : "This browser blocks copying. Select the text and copy it instead.");
 });
 document.addEventListener("keydown", (event) => {
+  if (isComposing(event)) return;
   if (event.key === "Escape") {
-    const running = answers.inChat(current);
+    const running = coming();
     if (running) answers.stop(running);
     else tools.stop(current);
   }
@@ -509,7 +520,7 @@ document.addEventListener("keydown", (event) => {
   if (event.code === "KeyN") open(NEW_CHAT.id);
   else if (event.code === "KeyR") {
     const last = path().findLast((m) => m.role === "assistant");
-    if (last && !answers.inChat(current)) messages.act.again(last);
+    if (last && !coming()) messages.act.again(last);
   } else if (step && chats[place + step]) open(chats[place + step].id);
   else return;
   event.preventDefault();

@@ -15,7 +15,7 @@ export const PARAMETERS = [
   number("repetition_penalty", "Repetition penalty", { min: 0.01, max: 100, step: "any" }),
   number("presence_penalty", "Presence penalty", { min: -2, max: 2, step: "any" }),
   number("frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: "any" }),
-  number("max_tokens", "Most tokens", { min: 1, step: 1 }),
+  number("max_tokens", "Max tokens", { min: 1, step: 1 }),
   number("seed", "Seed", { step: 1 }),
 ];
 

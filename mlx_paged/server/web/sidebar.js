@@ -1,7 +1,7 @@
 // The list of chats: search, rename, menus, and which of them are being answered.
 
 import { search, titleOf } from "./conversation.js";
-import { element, icon } from "./view.js";
+import { element, icon, isComposing } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -18,7 +18,7 @@ export class Sidebar {
     this.toggle(!this.narrow.matches);
     $("search").addEventListener("input", () => this.show());
     $("search").addEventListener("keydown", (event) => {
-      if (event.key !== "Escape") return;
+      if (event.key !== "Escape" || isComposing(event)) return;
       event.stopPropagation();
       $("search").value = "";
       this.show();
@@ -76,7 +76,7 @@ export class Sidebar {
     const kind = document.activeElement?.className;
     $("chats").replaceChildren(...rows);
     $("no-chats").hidden = chats.length > 0;
-    $("no-chats").textContent = $("search").value.trim() ? "No chat has these words." : "No chats yet.";
+    $("no-chats").textContent = $("search").value.trim() ? "No chats match." : "No chats yet.";
     if (!focused) return;
     const row = rows.find((r) => r.dataset.chat === focused.dataset.chat);
     [...(row?.querySelectorAll("button, input") ?? [])].find((b) => b.className === kind)?.focus();
@@ -119,6 +119,7 @@ export class Sidebar {
       "aria-label": "Title", maxLength: 200,
       onblur: () => end(input.value),
       onkeydown: (event) => {
+        if (isComposing(event)) return;
         if (event.key === "Enter") end(input.value);
         if (event.key === "Escape") {
           event.stopPropagation();

@@ -31,6 +31,8 @@ export class Store extends EventTarget {
     super();
     this.chats = new Map();
     this.messages = new Map(); // chat id -> Map of its messages
+    this.chatOf = new Map(); // message id -> chat id
+    this.streaming = new Set(); // ids of answers that come, in this tab or another
     this.tab = ownTab();
     this.owned = new Set(); // ids of answers that come in this tab
     this.unsaved = new Set(); // lists of changes that the database does not have yet
@@ -105,8 +107,12 @@ export class Store extends EventTarget {
 
   get(kind, id) {
     if (kind === "chats") return this.chats.get(id);
-    for (const messages of this.messages.values()) if (messages.has(id)) return messages.get(id);
-    return undefined;
+    return this.messages.get(this.chatOf.get(id))?.get(id);
+  }
+
+  // The answers that come in a chat, in this tab or another.
+  answersOf(chat) {
+    return [...this.streaming].filter((id) => this.chatOf.get(id) === chat).map((id) => this.get("messages", id));
   }
 
   // The bytes of an item; undefined: they are gone.
@@ -141,9 +147,12 @@ export class Store extends EventTarget {
     return this.get("messages", message.id);
   }
 
-  addMessage(fields) {
-    const message = newMessage(fields);
-    return this.write("messages", message.id, message);
+  // Chats and messages that are not there yet, as a file has them, in one transaction.
+  async addAll(chats, messages) {
+    await this.writeAll([
+      ...chats.map((chat) => ["chats", chat.id, chat]),
+      ...messages.map((fields) => ["messages", fields.id, newMessage(fields)]),
+    ]);
   }
 
   // Keeps an item for the messages of a chat; returns it as these have it. Without an id it is a new one, and
@@ -179,9 +188,9 @@ export class Store extends EventTarget {
       const record = { ...known, ...changes, id, updated };
       if (kind === "messages" && !this.chats.has(record.chat)) continue; // deleted meanwhile
       this.take(kind, record);
-      written.push({ kind, id, changes: { ...changes, updated }, record });
+      written.push({ kind, id, changes: { ...changes, updated }, record, isNew: !known });
     }
-    for (const change of written) this.channel?.postMessage(change);
+    for (const { kind, id, changes, record } of written) this.channel?.postMessage({ kind, id, changes, record });
     for (const { kind, record } of written) {
       this.dispatchEvent(new CustomEvent("change", { detail: { kind, record, remote: false } }));
     }
@@ -189,12 +198,11 @@ export class Store extends EventTarget {
     this.unsaved.add(written);
     try {
       const tx = this.db.transaction(["chats", "messages"], "readwrite");
-      for (const { kind, id, changes, record } of written) {
-        const stored = await tx.objectStore(kind).get(id);
+      await Promise.all([...written.map(async ({ kind, id, changes, record, isNew }) => {
         // (Another tab may have changed other fields.)
-        tx.objectStore(kind).put(stored ? { ...stored, ...changes } : record);
-      }
-      await tx.done;
+        const stored = isNew ? undefined : await tx.objectStore(kind).get(id);
+        await tx.objectStore(kind).put(stored ? { ...stored, ...changes } : record);
+      }), tx.done]);
     } catch (error) {
       this.trouble(error.message);
     }
@@ -235,6 +243,10 @@ export class Store extends EventTarget {
     if (!ids.length) return;
     for (const id of ids) {
       this.chats.delete(id);
+      for (const message of this.messagesOf(id).keys()) {
+        this.chatOf.delete(message);
+        this.streaming.delete(message);
+      }
       this.messages.delete(id);
     }
     this.media = this.media.filter((record) => !ids.includes(record.chat));
@@ -291,8 +303,7 @@ export class Store extends EventTarget {
 
   // Answers that come, but not in this tab.
   foreign() {
-    return [...this.messages.values()].flatMap((messages) => [...messages.values()])
-      .filter((m) => m.status === "streaming" && !this.owned.has(m.id));
+    return [...this.streaming].filter((id) => !this.owned.has(id)).map((id) => this.get("messages", id));
   }
 
   endAnswersOf(tab) {
@@ -307,9 +318,15 @@ export class Store extends EventTarget {
   // The rest.
 
   take(kind, record) {
-    if (kind === "chats") this.chats.set(record.id, record);
-    else if (this.messages.has(record.chat)) this.messages.get(record.chat).set(record.id, record);
-    else this.messages.set(record.chat, new Map([[record.id, record]]));
+    if (kind === "chats") {
+      this.chats.set(record.id, record);
+      return;
+    }
+    if (!this.messages.has(record.chat)) this.messages.set(record.chat, new Map());
+    this.messages.get(record.chat).set(record.id, record);
+    this.chatOf.set(record.id, record.chat);
+    if (record.status === "streaming") this.streaming.add(record.id);
+    else this.streaming.delete(record.id);
   }
 
   trouble(reason) {
@@ -327,8 +344,7 @@ export class Store extends EventTarget {
     const chats = fromOldPage(old);
     for (const { messages, ...chat } of chats) {
       if (this.chats.has(chat.id)) continue; // another tab was faster
-      await this.write("chats", chat.id, chat);
-      for (const message of messages) await this.write("messages", message.id, message);
+      await this.addAll([chat], messages);
     }
     if (this.db) localStorage.removeItem(OLD_CHATS);
   }

@@ -191,23 +191,35 @@ function withField(chat, name) {
 
 const itemsIn = (message) => [...mediaOf(message), ...callsOf(message).flatMap(({ result }) => result?.media ?? [])];
 
+// Messages of one transaction of an import, about: each saves whole chats.
+const AT_ONCE = 500;
+
 // Adds imported chats to a store: what is there already stays. Returns the number of new messages.
-export async function addTo(store, chats) {
+// `progress`: is told how many chats are saved.
+export async function addTo(store, chats, progress = () => {}) {
   let added = 0;
+  let saved = 0;
+  let batch = { chats: [], messages: [] };
+  const save = async () => {
+    await store.addAll(batch.chats, batch.messages);
+    added += batch.messages.length;
+    batch = { chats: [], messages: [] };
+    progress(saved);
+  };
   for (const { messages, media, ...chat } of chats) {
     const known = store.get("chats", chat.id);
-    if (!known) await store.addChat(chat);
+    if (!known) batch.chats.push({ ...chat, deleted: null });
     else if (known.deleted) await store.write("chats", chat.id, { deleted: null });
     for (const record of media) {
       const item = messages.flatMap(itemsIn).find(({ id }) => id === record.id);
       if (item) await store.keepMedia(chat.id, { ...item, blob: ofBase64(record.data, item.type) });
     }
-    for (const message of messages) {
-      if (store.get("messages", message.id)) continue;
-      await store.addMessage({ ...message, chat: chat.id });
-      added += 1;
-    }
+    const fresh = messages.filter(({ id }) => !store.get("messages", id));
+    batch.messages.push(...fresh.map((message) => ({ ...message, chat: chat.id })));
+    saved += 1;
+    if (batch.messages.length >= AT_ONCE) await save();
   }
+  await save();
   return added;
 }
 

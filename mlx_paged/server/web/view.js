@@ -11,6 +11,10 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
+// True for keys that an input method takes: Enter accepts what it offers, Esc refuses that. (Safari ends the
+// composition before it sends the key, and marks the key with 229.)
+export const isComposing = (event) => event.isComposing || event.keyCode === 229;
+
 const SVG = "http://www.w3.org/2000/svg";
 
 // A picture of index.html's sprite; what it means is said by the label of its button.

@@ -1,0 +1,236 @@
+"""The chat page with long chats, many chats and long texts: counts of its work, not times."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+from support.page_helpers import Visitor, answered, fake, in_browser, saved, send
+
+NUM_MESSAGES = 400
+# Reads of what lays out the page, and transactions that write.
+COUNTERS = """
+window.layouts = 0;
+for (const name of ["scrollHeight", "scrollTop", "clientHeight", "offsetHeight"]) {
+  const owner = name === "offsetHeight" ? HTMLElement.prototype : Element.prototype;
+  const { get, set } = Object.getOwnPropertyDescriptor(owner, name);
+  Object.defineProperty(owner, name, {
+    configurable: true, set,
+    get() {
+      window.layouts += 1;
+      return get.call(this);
+    },
+  });
+}
+// What other tabs say; while this one is deaf, it waits for the next transaction that writes.
+const unheard = [];
+const hear = () => {
+  window.isDeaf = false;
+  for (const does of unheard.splice(0)) does();
+};
+const listen = BroadcastChannel.prototype.addEventListener;
+BroadcastChannel.prototype.addEventListener = function (name, listener) {
+  listen.call(this, name, (event) => {
+    if (window.isDeaf) unheard.push(() => listener(event));
+    else listener(event);
+  });
+};
+window.transactions = 0;
+const transaction = IDBDatabase.prototype.transaction;
+IDBDatabase.prototype.transaction = function (stores, mode, ...more) {
+  if (mode === "readwrite") {
+    window.transactions += 1;
+    if (window.isDeaf) queueMicrotask(hear);
+  }
+  return transaction.call(this, stores, mode, ...more);
+};
+"""
+
+
+def exported(num_chats: int, num_messages: int) -> dict[str, Any]:
+    """Chats as a file has them; questions and answers take turns."""
+    chats = []
+    for i in range(num_chats):
+        messages: list[dict[str, Any]] = []
+        for j in range(num_messages):
+            is_question = j % 2 == 0
+            answer = f"## Answer {j}\n\n```python\nx = {j}\n```\n\n" + "word " * 40
+            messages.append(
+                {
+                    "id": f"c{i}-m{j}", "parent": messages[-1]["id"] if messages else None,
+                    "role": "user" if is_question else "assistant",
+                    "content": f"Question {j} of chat {i}" if is_question else answer,
+                    "reasoning": "", "calls": [], "media": [], "status": "done", "error": None,
+                    "finish": None, "stats": None, "model": None, "created": j,
+                }
+            )  # fmt: skip
+        chats.append(
+            {
+                "id": f"c{i}", "title": None, "leaf": messages[-1]["id"], "created": 1, "used": i,
+                "tools": [], "messages": messages, "media": [],
+            }
+        )  # fmt: skip
+    return {"format": "mlx-paged-chats", "version": 3, "chats": chats}
+
+
+def import_chats(page: Page, content: dict[str, Any]) -> None:
+    page.click("#open-settings")
+    file = {
+        "name": "x.json",
+        "mimeType": "application/json",
+        "buffer": json.dumps(content).encode(),
+    }
+    page.locator("#import-file").set_input_files(file)
+    expect(page.locator("#import-state")).to_contain_text("Imported")
+    page.click("#close-settings")
+
+
+@pytest.fixture
+def page(visitor: Visitor) -> Page:
+    visitor.context.add_init_script(COUNTERS)
+    return visitor.open(fakes=True)
+
+
+@in_browser
+def test_a_long_chat_is_laid_out_a_few_times_for_an_answer(page: Page) -> None:
+    import_chats(page, exported(1, NUM_MESSAGES))
+    page.get_by_role("button", name="Question 0 of chat 0", exact=True).click()
+    expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
+    # What is seen is there at once, and the rest when the page has nothing else to do.
+    expect(page.locator(".message .code").last).to_be_visible()
+    expect(page.locator(".message.filled")).to_have_count(NUM_MESSAGES)
+    page.evaluate("() => { window.layouts = 0; }")
+    send(page, "One more")
+    fake(page, "answer.say('Here it is')")
+    fake(page, "answer.end()")
+    answered(page, NUM_MESSAGES // 2 + 1)
+    expect(page.locator(".message").last).to_contain_text("Here it is")
+    assert page.evaluate("() => window.layouts") < NUM_MESSAGES / 4
+    box = page.locator("#scroll").evaluate("e => e.scrollHeight - e.scrollTop - e.clientHeight")
+    assert box < 80  # the end is in view
+
+
+@in_browser
+def test_many_chats_are_imported_in_few_transactions(page: Page) -> None:
+    page.evaluate(
+        """() => {
+          const state = document.getElementById("import-state");
+          window.told = [];
+          const observer = new MutationObserver(() => window.told.push(state.textContent));
+          observer.observe(state, { childList: true });
+        }"""
+    )
+    page.evaluate("() => { window.transactions = 0; }")
+    import_chats(page, exported(60, 20))
+    assert page.evaluate("() => window.transactions") <= 4
+    told = page.evaluate("() => window.told")
+    assert told[-1] == "Imported 60 chats: 1200 new messages."
+    assert any(text.startswith("Importing… ") and text.endswith(" of 60 chats.") for text in told)
+    page.reload()
+    expect(page.locator("#chats li")).to_have_count(60)
+
+
+@in_browser
+@pytest.mark.parametrize("piece", ["\\(", "$a\\$", "$$a ", "\\[\n", "\\[ a\n", "$x"])
+def test_math_that_does_not_end_is_read_once(page: Page, piece: str) -> None:
+    """The characters that searches for closing marks look at grow with the text, not its square."""
+    scanned = """async ([piece, count]) => {
+      const { Markdown } = await import("./web/markdown.js");
+      const indexOf = String.prototype.indexOf;
+      let scanned = 0;
+      String.prototype.indexOf = function (mark, from = 0) {
+        const place = indexOf.call(this, mark, from);
+        scanned += (place < 0 ? this.length : place) - from;
+        return place;
+      };
+      try {
+        new Markdown(document.createElement("div")).update(`Text ${piece.repeat(count)}`, true);
+      } finally {
+        String.prototype.indexOf = indexOf;
+      }
+      return scanned;
+    }"""
+    few, many = (page.evaluate(scanned, [piece, count]) for count in (400, 3200))
+    assert many < 16 * max(few, 400 * len(piece))  # 8 times the text
+
+
+@in_browser
+@pytest.mark.parametrize(
+    ("text", "is_code"),
+    [
+        ("@John, here is the **summary**:\n\n- one", False),
+        ("from Monday on import **duties** are higher.", False),
+        ("import duties are higher", False),
+        ("@cache\ndef f(x):\n    return x", True),
+        ("from math import pi as p, e\nprint(p)", True),
+    ],
+)
+def test_prose_is_not_taken_for_python(page: Page, text: str, is_code: bool) -> None:
+    html = page.evaluate(
+        """async (text) => {
+          const { Markdown } = await import("./web/markdown.js");
+          const box = document.createElement("div");
+          new Markdown(box).update(text, true);
+          return box.innerHTML;
+        }""",
+        text,
+    )
+    assert ("<pre" in html) == is_code
+
+
+@in_browser
+def test_keys_of_an_input_method_neither_send_nor_stop(page: Page) -> None:
+    press = """([key, keyCode, isComposing]) => {
+      const options = { key, isComposing, bubbles: true, cancelable: true };
+      const event = new KeyboardEvent("keydown", options);
+      Object.defineProperty(event, "keyCode", { value: keyCode });
+      document.getElementById("input").dispatchEvent(event);
+    }"""
+    page.fill("#input", "にほん")
+    page.evaluate(press, ["Enter", 229, False])  # Safari, after the composition
+    page.evaluate(press, ["Enter", 13, True])
+    expect(page.locator("#input")).to_have_value("にほん")
+    page.press("#input", "Enter")
+    fake(page, "answer.say('Yes')")
+    page.evaluate(press, ["Escape", 27, True])
+    page.evaluate(press, ["Escape", 229, False])
+    fake(page, "answer.say(' and more')")
+    expect(page.locator(".assistant .text")).to_contain_text("Yes and more")
+    page.press("#input", "Escape")
+    expect(page.locator(".assistant .stats")).to_contain_text("stopped")
+
+
+@in_browser
+def test_two_tabs_that_send_at_once_are_both_answered(page: Page, visitor: Visitor) -> None:
+    send(page, "The first question")
+    fake(page, "answer.say('First answer')")
+    fake(page, "answer.end()")
+    answered(page)
+    other = visitor.open(fakes=True)
+    other.get_by_role("button", name="The first question").first.click()
+    # The other tab hears of the first one's question when its own is already on its way.
+    other.evaluate("() => { window.isDeaf = true; }")
+    send(page, "From tab one")
+    fake(page, "answer.say('For tab one')")
+    saved(page, "For tab one")
+    send(other, "From tab two")
+    fake(other, "answer.say('For tab two')")
+    assert not other.evaluate("() => window.isDeaf")
+    for tab in (page, other):
+        fake(tab, "answer.end()")
+    expect(page.locator(".assistant.busy")).to_have_count(0)
+    expect(other.locator(".assistant.busy")).to_have_count(0)
+    page.reload()
+    found = page.evaluate(
+        """() => new Promise((done) => {
+          indexedDB.open("mlx-paged").onsuccess = ({ target: { result: db } }) => {
+            db.transaction("messages").objectStore("messages").getAll().onsuccess = (event) => {
+              db.close();
+              done(event.target.result.map(({ content, status }) => `${content} ${status}`));
+            };
+          };
+        })"""
+    )
+    assert {"For tab one done", "For tab two done"} <= set(found)
