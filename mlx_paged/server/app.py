@@ -9,7 +9,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
@@ -24,12 +24,14 @@ from mlx_paged import __version__
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.server import (
+    abort,
     cohere,
     endpoints,
     mcp_tools,
     pages,
     pooling,
     pooling_bodies,
+    render,
     requests,
     responses,
 )
@@ -139,6 +141,16 @@ API = (
         "/v1/completions", "POST", completions, "Go on with prompts.",
         responses.CompletionAnswer, _GENERATION, requests.CompletionBody,
         responses.CompletionAnswer,
+    ),
+    Operation(
+        "/v1/chat/completions/render", "POST", render.render_chat,
+        "The prompt of a conversation, in tokens.", render.GenerateRequest, _BODY,
+        requests.ChatBody, runner="generate",
+    ),
+    Operation(
+        "/v1/completions/render", "POST", render.render_completion,
+        "The prompts of a completion, in tokens.", list[render.GenerateRequest], _BODY,
+        requests.CompletionBody, runner="generate",
     ),
     Operation(
         "/v1/messages", "POST", anthropic.messages, "Answer a conversation; Anthropic's API.",
@@ -313,6 +325,10 @@ API = (
     ),
     Operation(
         "/server_info", "GET", endpoints.server_info, "Options and state.", responses.ServerInfo
+    ),
+    Operation(
+        "/abort_requests", "POST", abort.abort_requests, "End requests of other connections.",
+        abort.Aborted, _BODY, abort.AbortBody,
     ),
     Operation(
         "/reset_prefix_cache", "POST", endpoints.reset_prefix_cache, "Forget cached prefixes.",
@@ -492,7 +508,7 @@ def openapi() -> dict[str, Any]:
         used = (
             operation.body, operation.answer, operation.chunk, operation.refusal, operation.error,
         )  # fmt: skip
-        kinds |= {kind: None for kind in used if kind is not None}
+        kinds |= {_entry(kind): None for kind in used if kind is not None}
     _, schemas = TypeAdapter.json_schemas(
         [(kind, "validation", TypeAdapter(kind)) for kind in kinds],
         ref_template="#/components/schemas/{model}",
@@ -551,4 +567,12 @@ def _described(operation: Operation) -> dict[str, Any]:
 
 
 def _json(kind: type, content: str = "application/json") -> dict[str, Any]:
-    return {content: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+    schema: dict[str, Any] = {"$ref": f"#/components/schemas/{_entry(kind).__name__}"}
+    if _entry(kind) is not kind:
+        schema = {"type": "array", "items": schema}
+    return {content: {"schema": schema}}
+
+
+def _entry(kind: type) -> type:
+    """What a list holds; anything else itself."""
+    return get_args(kind)[0] if get_origin(kind) is list else kind

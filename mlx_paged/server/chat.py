@@ -33,6 +33,26 @@ from mlx_paged.server.turn import AnswerReaders, PreparedTurn, Turn, check_takes
 
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation, at once or as a stream."""
+    body, turn, prompt = await prepared_chat(request)
+    generation = Generation(
+        request,
+        [prompt],
+        turn.params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        stream_interval=body.stream_interval,
+        media=turn.media,
+        names=turn.names,
+    )
+    return await respond(request, ChatAdapter(generation, turn, body), stream=bool(body.stream))
+
+
+async def prepared_chat(request: Request) -> tuple[requests.ChatBody, PreparedTurn, list[int]]:
+    """The body of a chat, what it asks for, and its prompt as the model gets it.
+
+    Raises:
+        ApiError, MlxPagedError: see `requests.read_body`, `turn_of` and `turn.prepare`.
+    """
     body = await requests.read_body(request, requests.ChatBody)
     context = context_of(request)
     params = chat_params(body, context.config, context.defaults)
@@ -47,17 +67,7 @@ async def chat_completions(request: Request) -> Response:
     prompt = context.renderer.truncate(
         turn.prompt, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side
     )
-    generation = Generation(
-        request,
-        [prompt],
-        turn.params,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
-        stream_interval=body.stream_interval,
-        media=turn.media,
-        names=turn.names,
-    )
-    return await respond(request, ChatAdapter(generation, turn, body), stream=bool(body.stream))
+    return body, turn, prompt
 
 
 def turn_of(body: requests.ChatBody, io: IoOptions | None = None) -> Turn:

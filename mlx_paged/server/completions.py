@@ -34,6 +34,29 @@ _MAX_TOKENS = 16
 
 async def completions(request: Request) -> Response:
     """Completes prompts, at once or as a stream."""
+    body, params, prompts, tokens = await prepared_completion(request)
+    generation = Generation(
+        request,
+        tokens,
+        params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        stream_interval=body.stream_interval,
+        names=names_of(body),
+    )
+    echoes = await _echoes(context_of(request).renderer, body, prompts, tokens)
+    adapter = CompletionAdapter(generation, body, echoes)
+    return await respond(request, adapter, stream=bool(body.stream))
+
+
+async def prepared_completion(
+    request: Request,
+) -> tuple[CompletionBody, SamplingParams, list[str | list[int]], list[list[int]]]:
+    """The body of a completion, how it is generated, its prompts, and their tokens.
+
+    Raises:
+        ApiError, MlxPagedError: see `read_body`, `completion_params` and `Renderer.encode`.
+    """
     body = await read_body(request, CompletionBody)
     context = context_of(request)
     prompts = _prompts(body)
@@ -47,18 +70,7 @@ async def completions(request: Request) -> Response:
                 encoded, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side
             )
         )
-    generation = Generation(
-        request,
-        tokens,
-        params,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
-        stream_interval=body.stream_interval,
-        names=names_of(body),
-    )
-    echoes = await _echoes(context.renderer, body, prompts, tokens)
-    adapter = CompletionAdapter(generation, body, echoes)
-    return await respond(request, adapter, stream=bool(body.stream))
+    return body, params, prompts, tokens
 
 
 def completion_params(

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
@@ -80,6 +80,16 @@ class Trace:
         }
 
 
+class Work(Protocol):
+    """What a request has in the engine."""
+
+    @property
+    def trace(self) -> Trace: ...
+
+    async def abort(self) -> None:
+        """Ends it."""
+
+
 class Phase(StrEnum):
     """State of the server, from its start to its end."""
 
@@ -104,6 +114,7 @@ class Context:
         reasoning_format: How it marks its reasoning; None: it does not.
         mcp_servers: Those whose tools the page may use.
         batches: Files and batches of clients; None: this server has none.
+        underway: What requests have in the engine now.
     """
 
     engine: AsyncEngine
@@ -120,6 +131,7 @@ class Context:
     reasoning_format: ReasoningFormat | None = None
     mcp_servers: McpServers | None = None
     batches: BatchManager | None = None
+    underway: set[Work] = field(default_factory=set)
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     _held_bytes: int = 0
     _arriving: set[asyncio.Timeout] = field(default_factory=set)

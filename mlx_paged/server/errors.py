@@ -158,6 +158,16 @@ def timed_out(seconds: float | None) -> ApiError:
     )
 
 
+def aborted() -> ApiError:
+    """499: another request has ended this one, which its client must not repeat."""
+    return ApiError(
+        499,
+        "the request was aborted (/abort_requests)",
+        code="aborted",
+        headers={"x-should-retry": "false"},
+    )
+
+
 def context_exceeded(limit: int, found: str, param: str = "prompt") -> ApiError:
     """400 for a request that is too long, in OpenAI's words: clients look for them.
 

@@ -149,6 +149,7 @@ class Generation:
         self._last: dict[tuple[str, int], float] = {}  # by engine request and sequence
         self._num_received = 0
         self._reasons: set[FinishReason] = set()
+        self._is_aborted = False
         self._is_closed = False
 
     @property
@@ -179,8 +180,11 @@ class Generation:
             ApiError: the engine refuses one.
         """
         context, request_id = self.context, self.trace.request_id
+        context.underway.add(self)
         try:
             for prompt in self.prompts:
+                if self._is_aborted:
+                    raise errors.aborted()
                 self._streams.append(
                     await context.engine.add_request(
                         prompt,
@@ -221,7 +225,14 @@ class Generation:
             self._close_streams()
             self._account()
 
+    async def abort(self) -> None:
+        """Ends all sequences, for another request: whoever reads them gets 499."""
+        self._is_aborted = True
+        for stream in self._streams:
+            await self.context.engine.abort(stream.request_id)
+
     def _close_streams(self) -> None:
+        self.context.underway.discard(self)
         for stream in self._streams:
             stream.close()
 
@@ -310,6 +321,8 @@ class Generation:
             if reason is FinishReason.TIMEOUT:
                 raise errors.timed_out(self._timeout)
             if reason is FinishReason.ABORT:
+                if self._is_aborted:
+                    raise errors.aborted()
                 self.context.check_takes_requests()
                 raise errors.unavailable("the request was aborted", "aborted")
             if reason is FinishReason.ERROR:

@@ -271,6 +271,8 @@ class Embeddings:
         self._started = time.monotonic()
         self._num_underway = self._num_ended = 0
         self._progress = asyncio.Event()
+        self._streams: set[RequestStream] = set()
+        self._is_aborted = False
 
     async def add(self, field: str, texts: Iterable[Text], *, first: int | None = None) -> None:
         """Tokenizes texts.
@@ -357,6 +359,7 @@ class Embeddings:
 
         most = self.context.engine.engine.config.max_num_waiting
         at_once = _MOST_AT_ONCE if most is None else min(_MOST_AT_ONCE, -(-most // 2))
+        self.context.underway.add(self)
         try:
             # At the same time, as those that come together run in the same steps.
             async with asyncio.TaskGroup() as group:
@@ -368,12 +371,21 @@ class Embeddings:
                 raise self._refusal(error) from error
             raise error from None
         finally:
+            self.context.underway.discard(self)
             self._account()
         self._outputs = [outputs[i] for i in range(len(self._prompts))]
+
+    async def abort(self) -> None:
+        """Ends all that is not embedded yet, for another request: the client gets 499."""
+        self._is_aborted = True
+        for stream in list(self._streams):
+            await self.context.engine.abort(stream.request_id)
 
     async def _embed(self, prompt: list[int]) -> RequestOutput:
         context = self.context
         while True:
+            if self._is_aborted:
+                raise errors.aborted()
             limit = None if self.trace.background else context.config.request_timeout
             left = None if limit is None else limit - (time.monotonic() - self._started)
             if left is not None and left <= 0:
@@ -412,11 +424,14 @@ class Embeddings:
         """
         metrics = self.context.metrics
         async with stream:
+            self._streams.add(stream)
             try:
                 output = await stream.result()
             except BaseException:
                 metrics.finish(stream.output, FinishReason.ABORT, None)
                 raise
+            finally:
+                self._streams.discard(stream)
         [answer] = output.outputs
         reason = answer.finish_reason
         assert reason is not None
@@ -426,6 +441,8 @@ class Embeddings:
         if reason is FinishReason.TIMEOUT:
             raise errors.timed_out(self.context.config.request_timeout)
         if output.pooled is None:
+            if self._is_aborted:
+                raise errors.aborted()
             self.context.check_takes_requests()
             raise errors.unavailable("the request was aborted", "aborted")
         return output

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -149,7 +149,7 @@ async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T
 
 
 async def json_response(
-    body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    body: Mapping[str, Any] | Sequence[Any], headers: Mapping[str, str] | None = None
 ) -> Response:
     """A body as a response, serialised in pieces between which other tasks run.
 

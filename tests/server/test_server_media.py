@@ -74,6 +74,20 @@ def asked(engine: NotingEngine) -> tuple[str, dict[str, list[Any]]]:
     return call
 
 
+def test_a_rendered_chat_has_its_media(client) -> None:
+    same, other = png(24, 16), png(16, 24)
+    body = chat(text("a"), image_part(same), image_part(other), image_part(same))
+    rendered = client.post(f"{CHAT}/render", json=body).json()
+    features = rendered["features"]
+    [first, second, third] = features["mm_hashes"]["image"]
+    assert first == third != second and features["kwargs_data"] is None
+    places = features["mm_placeholders"]["image"]
+    assert [rendered["token_ids"][place["offset"]] for place in places]
+    ends = [place["offset"] + place["length"] for place in places]
+    assert all(end <= place["offset"] for end, place in zip(ends, places[1:]))
+    assert ends[-1] <= len(rendered["token_ids"])
+
+
 def test_what_the_model_takes_is_told(client) -> None:
     [model] = client.get("/v1/models").json()["data"]
     info = client.get("/server_info").json()
