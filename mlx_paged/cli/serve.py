@@ -20,6 +20,8 @@ _NET, _LIMITS, _LOGS, _API = "Network and access", "Limits", "Logs", "API"
 _MEDIA = "Images, videos and sounds"
 
 
+_HOST, _PORT = "127.0.0.1", 8000
+
 # Options of `EngineConfig` that are mappings.
 _JSON_OBJECTS = (
     "hf_overrides", "limit_mm_per_prompt", "media_io_kwargs", "mm_processor_kwargs", "media_limits",
@@ -437,8 +439,12 @@ class ServeOptions:
             show_default="none",
         ),
     ] = None
-    host: Annotated[str, option(_NET, "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, option(_NET, "Port; 0: any that is free.", min=0, max=65535)] = 8000
+    host: Annotated[str, option(_NET, "Address to listen on.")] = _HOST
+    port: Annotated[int, option(_NET, "Port; 0: any that is free.", min=0, max=65535)] = _PORT
+    uds: Annotated[
+        Path | None,
+        option(_NET, "Unix domain socket to listen on, instead of an address.", dir_okay=False),
+    ] = None
     api_keys: Annotated[
         list[str] | None,
         option(
@@ -580,6 +586,8 @@ def serve(
         if options.max_model_len is not None:
             checked.scheduler_config(options.max_model_len)
         _check_mcp(options)
+        if options.uds is not None and (options.host, options.port) != (_HOST, _PORT):
+            raise InvalidParameterError("uds", "given without --host and --port", str(options.uds))
         if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
             raise InvalidParameterError(
                 "ssl_keyfile", "given together with ssl_certfile", options.ssl_keyfile
@@ -613,6 +621,7 @@ def serve(
             port=options.port,
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile,
+            uds=options.uds,
         )
     sys.exit(status)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import heapq
 import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 
 from mlx_paged import descriptors
 from mlx_paged.errors import InvalidParameterError
@@ -66,6 +68,43 @@ def bind(host: str, port: int, silence_limit: float) -> socket.socket:
     sock.listen(2048)
     sock.setblocking(False)
     return sock
+
+
+@contextlib.contextmanager
+def bound_unix(path: Path) -> Iterator[socket.socket]:
+    """A listening Unix domain socket, whose file is removed at the end.
+
+    The process's umask decides who may connect. A file that an earlier server has left is replaced.
+
+    Raises:
+        InvalidParameterError: the path cannot be used; the message says why.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            if _is_listening(path):
+                raise FileExistsError(errno.EADDRINUSE, "another server listens there")
+            path.unlink()
+        sock.bind(str(path))
+    except (OSError, ValueError) as error:
+        sock.close()
+        reason = getattr(error, "strerror", None) or str(error).lower()
+        raise InvalidParameterError("uds", f"a path to listen on ({reason})", str(path)) from error
+    own = path.stat().st_ino
+    sock.listen(2048)
+    sock.setblocking(False)
+    try:
+        yield sock
+    finally:
+        sock.close()
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino == own:  # (another server may have taken the path)
+                path.unlink()
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(str(path)) == 0
 
 
 class Listener:

@@ -24,7 +24,7 @@ from mlx_paged.server.batches.folder import Folder
 from mlx_paged.server.config import MAX_MEDIA_BODY_SIZE, GenerationDefaults, ServerConfig
 from mlx_paged.server.connection import impatient
 from mlx_paged.server.context import Context
-from mlx_paged.server.listener import Listener, bind
+from mlx_paged.server.listener import Listener, bind, bound_unix
 from mlx_paged.server.sites import is_loopback, known_hosts
 from mlx_paged.server.websocket import SETTINGS, WebSocketProtocol
 
@@ -106,11 +106,13 @@ def serve(
     port: int = 8000,
     ssl_keyfile: Path | None = None,
     ssl_certfile: Path | None = None,
+    uds: Path | None = None,
 ) -> int:
     """Serves until a signal arrives or the engine fails.
 
     Args:
         make_engine: called when the socket is bound.
+        uds: a Unix domain socket to listen on, instead of an address.
 
     Returns:
         The process's exit status: 0 after SIGINT or SIGTERM, 1 if the engine failed.
@@ -124,8 +126,12 @@ def serve(
     sys.setswitchinterval(_SWITCH_INTERVAL)
     most = descriptors.raise_limit()
     logger.info("at most %d connections and files may be open at once", most)
-    sock = bind(host, port, config.read_timeout)
-    with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    listening = (
+        contextlib.closing(bind(host, port, config.read_timeout))
+        if uds is None
+        else bound_unix(uds)
+    )
+    with listening as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if config.files_dir is not None:
             Folder(Path(config.files_dir)).close()  # (refused before the model is loaded)
         service = _Service(make_engine(), config, sock, ssl_keyfile, ssl_certfile)
@@ -137,6 +143,8 @@ def serve(
 
 def warn_if_open_to_all(sock: socket.socket, config: ServerConfig) -> None:
     """Logs a warning if other machines can use the server, and need no key."""
+    if sock.family == socket.AF_UNIX:  # (the file's permissions say who may)
+        return
     host, port = sock.getsockname()[:2]
     if config.needs_key or is_loopback(host):
         return
@@ -185,7 +193,8 @@ class _Service:
         self._engine = engine
         self._config = config
         self._socket = sock
-        app = create_app(engine, config, sock.getsockname()[0])
+        is_unix = sock.family == socket.AF_UNIX
+        app = create_app(engine, config, "" if is_unix else sock.getsockname()[0])
         self._context: Context = app.state.context
         settings = uvicorn.Config(
             app,
@@ -220,6 +229,15 @@ class _Service:
     def is_loading(self) -> bool:
         """Whether the engine is neither ready nor failed."""
         return not self._context.is_loaded and self._engine.is_alive
+
+    @property
+    def _address(self) -> str:
+        """Where it listens, for the log."""
+        name = self._socket.getsockname()
+        if self._socket.family == socket.AF_UNIX:
+            return f"{self._scheme}+unix:{name}"
+        host, port = name[:2]
+        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -264,11 +282,7 @@ class _Service:
         """Logs that the engine is ready; ends the process when it fails."""
         await self._context.started_or_failed()
         if self._context.failure is None:
-            host, port = self._socket.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            logger.info(
-                "ready: model %s at %s://%s:%d", self._config.model_name, self._scheme, shown, port
-            )
+            logger.info("ready: model %s at %s", self._config.model_name, self._address)
             defaults = self._context.defaults
             if defaults != GenerationDefaults():
                 limit = defaults.max_new_tokens

@@ -14,7 +14,8 @@ from support.server_helpers import process, until
 from typer.testing import CliRunner
 
 from mlx_paged.cli.main import app
-from mlx_paged.errors import MlxPagedError
+from mlx_paged.errors import InvalidParameterError, MlxPagedError
+from mlx_paged.server.listener import bound_unix
 
 PROMPT = "def is_even(n: int) -> bool:\n"
 LONG = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
@@ -244,6 +245,24 @@ def test_a_model_that_is_not_there_and_an_address_that_is_taken() -> None:
             assert last["level"] == "critical" and "Traceback" not in log
 
 
+def test_a_unix_domain_socket(tmp_path) -> None:
+    path = tmp_path / "serve.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    with process("--uds", str(path)) as (server, url):
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url=url, timeout=300) as client:
+            body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+            answer = client.post("/v1/completions", json=body, headers={"Host": "any.test"})
+            assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+        with pytest.raises(InvalidParameterError, match="another server"), bound_unix(path):
+            pass
+        server.send_signal(signal.SIGTERM)
+        _, log = server.communicate(timeout=300)
+    assert server.returncode == 0 and f"ready: model mlx-paged-demo at http+unix:{path}" in log
+    assert not path.exists()
+
+
 def test_options_from_environment_and_file(tmp_path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
@@ -268,6 +287,7 @@ def test_options_from_environment_and_file(tmp_path) -> None:
         (["--chat-template", "/none.jinja"], "chat_template"),
         (["--log-config", "README.md"], "log_config"),
         (["--no-enable-chunked-prefill", "--max-model-len", "4096"], "max_num_batched_tokens"),
+        (["--uds", "serve.sock", "--port", "9000"], "uds must be given without"),
         (["--nonsense"], "nonsense"),
         (["--config", "README.md"], "README.md"),
     ],

@@ -218,7 +218,9 @@ def process(
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     main = code or "from mlx_paged.cli.main import main; main()"
-    command = [sys.executable, "-c", main, "serve", "--port", port,
+    path = options[options.index("--uds") + 1] if "--uds" in options else None
+    place = () if path else ("--port", port)
+    command = [sys.executable, "-c", main, "serve", *place,
                "--num-gpu-blocks-override", "200", *options]  # fmt: skip
     started = subprocess.Popen(
         command,
@@ -231,8 +233,9 @@ def process(
     try:
         deadline = time.monotonic() + 300
         while started.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/{until}", verify=False).status_code == 200:
+            transport = httpx.HTTPTransport(uds=path, verify=False)
+            with contextlib.suppress(httpx.TransportError), httpx.Client(transport=transport) as c:
+                if c.get(f"{url}/{until}").status_code == 200:
                     break
             time.sleep(0.05)
         yield started, url
