@@ -12,7 +12,7 @@ from mlx_paged.engine import grammar
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.server.errors import bad_request, own_names
 from mlx_paged.server.tools.custom import custom_tool
-from mlx_paged.server.tools.definitions import Tool, ToolChoice
+from mlx_paged.server.tools.definitions import InputGrammar, Tool, ToolChoice
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,6 @@ def tools_of(tools: list[ToolBody] | None, functions: list[FunctionBody] | None)
 
     Raises:
         ApiError: 400 for a tool of another kind, and for a name that is used twice.
-        InvalidParameterError: the grammar of an input that cannot be enforced.
     """
     if tools and functions:
         raise bad_request("functions", "functions must not be given beside tools")
@@ -172,7 +171,8 @@ def _custom(body: CustomBody, where: str) -> Tool:
     if grammar is None:
         raise bad_request(where, f"{where} is missing", "missing_field")
     field = f"{where}.definition"
-    return custom_tool(body.name, body.description, field, grammar.syntax, grammar.definition)
+    wanted = InputGrammar(grammar.syntax, grammar.definition)
+    return custom_tool(body.name, body.description, field, wanted)
 
 
 def check_parameters(schema: dict[str, Any], where: str) -> None:

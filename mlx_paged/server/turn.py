@@ -30,6 +30,7 @@ from mlx_paged.server.errors import bad_request, own_name, own_names
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.streaming import Adapter, unless_disconnected
 from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_reader
+from mlx_paged.server.tools.custom import with_pattern
 from mlx_paged.server.tools.definitions import Tool, ToolChoice
 from mlx_paged.server.tools.events import ContentText, Event
 from mlx_paged.server.tools.format import ToolFormat, arguments_schema, lark_json
@@ -341,6 +342,7 @@ def _prepared(tool: Tool, tool_format: ToolFormat, *, settles: bool) -> _Prepare
     """A tool for a grammar; see `_constraint`."""
     # (What the format counts by itself is not left to llguidance, which counts less. And what is
     # prepared says of all properties whether they may be there: it is closed before.)
+    tool = with_pattern(tool)
     counts = tool_format.counts(tool.parameters)
     others = {key: value for key, value in tool.parameters.items() if key not in counts}
     closed = arguments_schema(others)
@@ -359,7 +361,7 @@ def _as_definition(tool: Tool) -> Iterator[None]:
     try:
         yield
     except InvalidParameterError as error:
-        if not tool.is_custom:
+        if not tool.is_custom or error.field == tool.field:
             raise
         expected = f"a grammar that can be enforced in the calls of this model ({error.expected})"
         raise InvalidParameterError(tool.field, expected, error.actual) from error

@@ -27,7 +27,7 @@ from mlx_paged.server.tool_requests import (
     structured_outputs_of,
 )
 from mlx_paged.server.tools.custom import custom_tool
-from mlx_paged.server.tools.definitions import Tool, ToolChoice
+from mlx_paged.server.tools.definitions import InputGrammar, Tool, ToolChoice
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,6 @@ def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
 
     Raises:
         ApiError: 400 for a built-in tool, one without a name, or a name given twice.
-        InvalidParameterError: the grammar of an input that cannot be enforced.
     """
     found: list[Tool] = []
     ignored = []
@@ -291,16 +290,12 @@ def _tool(tool: ResponseTool, where: str) -> Tool:
         if tool.format is None or tool.format.type == "text":
             return custom_tool(tool.name, tool.description, where)
         where = f"{where}.format"
-        for name in ("syntax", "definition"):
-            if getattr(tool.format, name) is None:
-                raise bad_request(f"{where}.{name}", f"{where}.{name} is missing", "missing_field")
-        return custom_tool(
-            tool.name,
-            tool.description,
-            f"{where}.definition",
-            tool.format.syntax,
-            tool.format.definition,
-        )
+        syntax, definition = tool.format.syntax, tool.format.definition
+        if syntax is None or definition is None:
+            at = f"{where}.{'syntax' if syntax is None else 'definition'}"
+            raise bad_request(at, f"{at} is missing", "missing_field")
+        grammar = InputGrammar(syntax, definition)
+        return custom_tool(tool.name, tool.description, f"{where}.definition", grammar)
     schema = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
     check_parameters(schema, f"{where}.parameters")
     field = f"{where}.parameters"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.server.tools.definitions import Tool
+from mlx_paged.server.tools.definitions import InputGrammar, Tool
 from mlx_paged.server.tools.regular import NotRegular, regular_expression
 
 #: The parameter that has the input.
@@ -18,53 +19,55 @@ _HEAD_WITHOUT_SPACE = '{"input":"'
 _PLAIN = re.compile(r'[^"\\]+')
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
-Syntax = Literal["lark", "regex"]
-
 
 def custom_tool(
-    name: str,
-    description: str | None,
-    field: str,
-    syntax: Syntax | None = None,
-    definition: str | None = None,
+    name: str, description: str | None, field: str, grammar: InputGrammar | None = None
 ) -> Tool:
     """A custom tool, as a function with the parameter `INPUT`.
 
     Args:
-        field: what the request calls the definition, or the tool.
-        syntax, definition: the grammar of the input; None: any text.
-
-    Raises:
-        InvalidParameterError: a grammar that is none, or that cannot be enforced in calls.
+        field: what the request calls the grammar's definition, or the tool.
     """
-    schema: dict[str, Any] = {"type": "string", "description": "The whole input, as plain text."}
-    if definition is not None:
-        schema = {
-            "type": "string",
-            "description": f"The whole input, by this grammar ({syntax}):\n{definition}",
-            "pattern": f"^(?:{_expression(syntax, definition, field)})$",
-        }
+    about = "The whole input, as plain text."
+    if grammar is not None:
+        about = f"The whole input, by this grammar ({grammar.syntax}):\n{grammar.definition}"
     parameters = {
         "type": "object",
-        "properties": {INPUT: schema},
+        "properties": {INPUT: {"type": "string", "description": about}},
         "required": [INPUT],
         "additionalProperties": False,
     }
     return Tool(
-        name, description, parameters, strict=definition is not None, field=field, is_custom=True
+        name, description, parameters, strict=grammar is not None, field=field, is_custom=True,
+        grammar=grammar,
     )  # fmt: skip
 
 
-def _expression(syntax: Syntax | None, definition: str, field: str) -> str:
-    if syntax == "lark":
+def with_pattern(tool: Tool) -> Tool:
+    """A custom tool whose schema has the grammar of its input. (It may take a while.)
+
+    Raises:
+        InvalidParameterError: a grammar that is none, or that cannot be enforced in calls.
+    """
+    if tool.grammar is None:
+        return tool
+    pattern = f"^(?:{_expression(tool.grammar, tool.field)})$"
+    parameters = {
+        **tool.parameters, "properties": {INPUT: {"type": "string", "pattern": pattern}},
+    }  # fmt: skip
+    return replace(tool, parameters=parameters)
+
+
+def _expression(grammar: InputGrammar, field: str) -> str:
+    if grammar.syntax == "lark":
         try:
-            return regular_expression(definition)
+            return regular_expression(grammar.definition)
         except (NotRegular, RecursionError) as error:
             expected = (
                 f"a Lark grammar that is a regular expression, as calls can hold no other: {error}"
             )
-            raise InvalidParameterError(field, expected, definition) from error
-    body = definition.removeprefix("^")
+            raise InvalidParameterError(field, expected, grammar.definition) from error
+    body = grammar.definition.removeprefix("^")
     if body.endswith("$") and not re.search(r"(?<!\\)(\\\\)*\\\$$", body):
         body = body[:-1]
     return body

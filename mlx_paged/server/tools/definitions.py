@@ -8,6 +8,14 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
+class InputGrammar:
+    """What the input of a custom tool must be."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+@dataclass(frozen=True)
 class Tool:
     """A function that the model may call.
 
@@ -21,6 +29,7 @@ class Tool:
         local_name: Its name within that group; the same as `name` where there is none.
         field: Where the request has `parameters`, for errors.
         is_custom: Whether its input is a text: the only parameter (`tools.custom`).
+        grammar: Of the input of a custom tool; None: any text.
     """
 
     name: str
@@ -31,6 +40,7 @@ class Tool:
     local_name: str = ""
     field: str = "tools"
     is_custom: bool = False
+    grammar: InputGrammar | None = None
 
     def __post_init__(self) -> None:
         if not self.local_name:
@@ -42,11 +52,6 @@ class Tool:
         if self.description is not None:
             function["description"] = self.description
         function["parameters"] = dict(self.parameters)
-        if self.is_custom:  # (the grammar as an expression; its description has the definition)
-            function["parameters"]["properties"] = {
-                name: {key: value for key, value in schema.items() if key != "pattern"}
-                for name, schema in self.parameters["properties"].items()
-            }
         return {"type": "function", "function": function}
 
 

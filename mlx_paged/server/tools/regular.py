@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 #: Most characters of the expression: rules that are used often are in it as often.
 MAX_SIZE = 1 << 16
+# Most characters of all expressions of rules and their parts.
+_MAX_WORK = 1 << 20
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|//[^\n]*|\#[^\n]*)
@@ -236,6 +238,7 @@ class _Writer:
         self._found: dict[str, str] = {}
         self._open: list[str] = []
         self._space = ""
+        self._left = _MAX_WORK
         if read.ignored:
             ignored = [self._options(options, in_terminal=True) for options in read.ignored]
             self._space = _group("|".join(ignored)) + "*"
@@ -302,7 +305,8 @@ class _Writer:
         return (_group(found) if item.times else found) + item.times
 
     def _checked(self, written: str) -> str:
-        if len(written) > MAX_SIZE:
+        self._left -= len(written)
+        if len(written) > MAX_SIZE or self._left < 0:
             raise NotRegular(f"it has more than {MAX_SIZE} characters when all rules are written")
         return written
 

@@ -11,7 +11,8 @@ from support.tool_families import families
 from support.tool_reading import Walker, read
 
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.server.tools.custom import InputReader, arguments_of, custom_tool
+from mlx_paged.server.tools.custom import InputReader, arguments_of, custom_tool, with_pattern
+from mlx_paged.server.tools.definitions import InputGrammar
 from mlx_paged.server.tools.registry import format_of
 from mlx_paged.server.tools.regular import MAX_SIZE, NotRegular, regular_expression
 from mlx_paged.server.turn import _prepared
@@ -80,7 +81,7 @@ def test_grammars_as_expressions(grammar, accepted, refused) -> None:
 )  # fmt: skip
 def test_other_grammars_are_refused_for_a_reason(grammar, reason) -> None:
     with pytest.raises(InvalidParameterError) as error:
-        custom_tool("t", None, FIELD, "lark", grammar)
+        with_pattern(custom_tool("t", None, FIELD, InputGrammar("lark", grammar)))
     assert error.value.field == FIELD and reason in error.value.expected
     if reason != "recursion":
         with pytest.raises(NotRegular):
@@ -122,7 +123,7 @@ def test_every_family_is_held_to_a_grammar(family) -> None:
     """And its calls are read back, whatever its syntax does to quotes and newlines."""
     walker = Walker(family.tokens)
     format = format_of(family.name, walker.tokenizer.added, family.template)
-    offered = custom_tool("patch", "Edits files.", FIELD, "lark", PATCH)
+    offered = custom_tool("patch", "Edits files.", FIELD, InputGrammar("lark", PATCH))
     tool = _prepared(offered, format, settles=False).tool
     lark = format.forced([tool], required=True, parallel=False)
     for text, is_valid in (
