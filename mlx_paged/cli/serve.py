@@ -516,6 +516,14 @@ class ServeOptions:
     log_requests: Annotated[
         bool, option(_LOGS, "One line a request.", "--enable-log-requests/--disable-log-requests")
     ] = True
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        option(
+            _LOGS,
+            "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span of each request.",
+            show_default="none",
+        ),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"], option(_LOGS, "Least severity.")
     ] = "info"
@@ -607,6 +615,10 @@ def serve(
         }
         server_config = ServerConfig(**server_options)
         keys_of(server_config)
+        if options.otlp_traces_endpoint is not None:
+            with needs_extra("otel", "--otlp-traces-endpoint"):
+                from mlx_paged.server.tracing import checked_endpoint
+            checked_endpoint(options.otlp_traces_endpoint)
         sampling = generation_config_of(options.generation_config)
         status = run(
             lambda: AsyncEngine.from_model(

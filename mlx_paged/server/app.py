@@ -347,6 +347,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
         address: on which the server listens.
     """
     context = Context(engine, config, Metrics())
+    if config.otlp_traces_endpoint is not None:
+        from mlx_paged.server.tracing import Tracing
+
+        context.tracing = Tracing(config.otlp_traces_endpoint, config.model_name)
     if config.mcp_config is not None:
         from mlx_paged.mcp import McpServers, read_config
 
@@ -373,6 +377,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
             await context.mcp_servers.__aexit__(None, None, None)
         if context.batches is not None:
             await context.batches.close()
+        if context.tracing is not None:
+            await context.tracing.close()
         context.close()
 
     methods: dict[str, dict[str, Endpoint]] = {}

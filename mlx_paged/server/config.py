@@ -81,6 +81,8 @@ class ServerConfig:
         root_path: Path under which a proxy serves this server.
         log_requests: Write one log line for each request.
         priority_scheduling: Whether the engine schedules by `priority`.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of each request;
+            None: there is none.
         serve_page: Serve the chat page at `/`.
         mcp_config: File of MCP servers whose tools the page may use; None: there are none.
     """
@@ -119,6 +121,7 @@ class ServerConfig:
     root_path: str = ""
     log_requests: bool = True
     priority_scheduling: bool = False
+    otlp_traces_endpoint: str | None = None
     serve_page: bool = True
     mcp_config: str | None = None
 

@@ -37,6 +37,7 @@ from mlx_paged.server.tools.hermes import HermesFormat
 if TYPE_CHECKING:
     from mlx_paged.mcp import McpServers
     from mlx_paged.server.batches.manager import BatchManager
+    from mlx_paged.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class Context:
         background: Responses that run without a request.
         defaults: For fields that a request leaves out; read from the model once it is loaded.
         failure: Why the engine could not be started.
+        tracing: Makes OpenTelemetry spans; None: there are none.
         drained: Set when the server takes no more requests.
         tool_format: How the model writes calls; None: not known, or not to be parsed.
         no_tool_format: Why it is not known; "" where it is.
@@ -132,6 +134,7 @@ class Context:
     mcp_servers: McpServers | None = None
     batches: BatchManager | None = None
     underway: set[Work] = field(default_factory=set)
+    tracing: Tracing | None = None
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     _held_bytes: int = 0
     _arriving: set[asyncio.Timeout] = field(default_factory=set)

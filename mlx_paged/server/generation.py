@@ -129,6 +129,7 @@ class Generation:
     ) -> None:
         self.context = context_of(request)
         self._budget = budget_of(request.scope)
+        self._headers = request.headers
         self.trace = trace_of(request)
         self.prompts = prompts
         self.params = params
@@ -338,6 +339,8 @@ class Generation:
             if not output.finished:
                 reason = FinishReason.ABORT  # (the engine's thread has yet to abort it)
             self.context.metrics.finish(output, reason, self.params.max_tokens)
+            if self.context.tracing is not None:
+                self.context.tracing.record(output, reason, self._headers, self.params)
         fields = self.trace.fields
         fields["prompt_tokens"] = self.num_prompt_tokens
         fields["cached_tokens"] = self.num_cached_tokens

@@ -248,6 +248,7 @@ class Embeddings:
     def __init__(self, request: Request, body: PoolingRequest, params: PoolingParams) -> None:
         self.context = context_of(request)
         self._budget = budget_of(request.scope)
+        self._headers = request.headers
         self.trace = trace_of(request)
         self.trace.request_id = body.request_id or self.trace.request_id
         self.trace.fields["model"] = body.model
@@ -429,6 +430,7 @@ class Embeddings:
                 output = await stream.result()
             except BaseException:
                 metrics.finish(stream.output, FinishReason.ABORT, None)
+                self._trace(stream.output, FinishReason.ABORT)
                 raise
             finally:
                 self._streams.discard(stream)
@@ -436,6 +438,7 @@ class Embeddings:
         reason = answer.finish_reason
         assert reason is not None
         metrics.finish(output, reason, None)
+        self._trace(output, reason)
         if answer.error is not None:
             raise answer.error
         if reason is FinishReason.TIMEOUT:
@@ -446,6 +449,10 @@ class Embeddings:
             self.context.check_takes_requests()
             raise errors.unavailable("the request was aborted", "aborted")
         return output
+
+    def _trace(self, output: RequestOutput, reason: FinishReason) -> None:
+        if self.context.tracing is not None:
+            self.context.tracing.record(output, reason, self._headers, None)
 
     def _refusal(self, error: MlxPagedError) -> ApiError:
         request_id = self.trace.request_id

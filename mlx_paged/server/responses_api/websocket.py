@@ -43,6 +43,8 @@ MAX_AGE = 3600.0
 _MAX_WAITING = 16
 _GOING_AWAY, _NORMAL = 1001, 1000
 _DATA = b"\ndata: "
+# Headers of the handshake that name the client's span.
+_CARRIED = (b"traceparent", b"tracestate")
 
 
 class _Typed(Body):
@@ -229,6 +231,7 @@ class _Session:
             "headers": [
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(content)).encode()),
+                *(pair for pair in self._socket.scope["headers"] if pair[0] in _CARRIED),
             ],
             "state": {**self._socket.scope["state"], "trace": trace},
         }
