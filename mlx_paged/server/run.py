@@ -26,7 +26,7 @@ from mlx_paged.server.connection import impatient
 from mlx_paged.server.context import Context
 from mlx_paged.server.listener import Listener, bind, bound_unix
 from mlx_paged.server.sites import is_loopback, known_hosts
-from mlx_paged.server.websocket import SETTINGS, WebSocketProtocol
+from mlx_paged.server.websocket import SETTINGS, websockets
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class _Service:
             app,
             http=impatient(config.read_timeout),
             lifespan="on",
-            ws=WebSocketProtocol,
+            ws=websockets(config.read_timeout),
             ws_max_size=config.max_body_size or MAX_MEDIA_BODY_SIZE,
             **SETTINGS,
             access_log=False,

@@ -6,6 +6,7 @@ shutdown, or to make room where the process runs out of descriptors (`server.lis
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -18,10 +19,19 @@ IDLE_SINCE = "idle_since"
 SETTINGS: dict[str, Any] = {"ws_per_message_deflate": False}
 # Seconds that a client has to answer when the server closes the connection.
 _CLOSE_TIMEOUT = 1.0
+# Close code: a rule of the server is broken.
+_TOO_SLOW = 1008
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """A WebSocket connection."""
+    """A WebSocket connection; see `websockets`.
+
+    Attributes:
+        message_timeout: Seconds that a message has to arrive, from its first byte on.
+    """
+
+    message_timeout = 60.0
+    _deadline: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,7 +45,40 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         state: dict[str, Any] = self.scope["state"]
         return state.get(IDLE_SINCE)
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_partial = bool(self.frames or self.conn.reader.buffer)
+        if not is_partial or self.transport.is_closing():
+            self._clear_deadline()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.message_timeout, self._on_deadline)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_deadline()
+        super().connection_lost(exc)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self.close_sent or self.transport.is_closing():
+            return
+        if self.handshake_complete:
+            reason = f"a message did not come within {self.message_timeout:g} s"
+            self.conn.fail(_TOO_SLOW, reason)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.close_sent = True
+        self.transport.close()
+
     def shutdown(self) -> None:
         """Leaves the end to the application, which lets a response finish first."""
         if not self.handshake_complete or self.close_sent:
             super().shutdown()
+
+
+def websockets(message_timeout: float) -> type[WebSocketProtocol]:
+    """The protocol with a timeout, for uvicorn, which makes one for each connection."""
+    return type("Protocol", (WebSocketProtocol,), {"message_timeout": message_timeout})

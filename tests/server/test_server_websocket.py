@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import threading
@@ -237,6 +238,31 @@ def test_a_client_that_leaves_ends_its_response(server, engine) -> None:
                 connection.socket.shutdown(socket.SHUT_RDWR)
         server.until(lambda wanted=wanted: server.num_ended("abort") == wanted)
         server.wait_idle()
+
+
+def test_few_messages_may_wait(server, engine, monkeypatch) -> None:
+    config = dataclasses.replace(server.context.config, max_body_size=8 << 20)
+    monkeypatch.setattr(server.context, "config", config)
+    for message, number in (("x", 18), ("x" * (5 << 20), 2)):
+        with opened(server) as connection:
+            send(connection, **LONG)
+            connection.recv(60)
+            for _ in range(number):
+                send(connection, input=message)
+            while (event := json.loads(connection.recv(60)))["type"] != "error":
+                pass
+            assert (event["status"], event["error"]["code"]) == (429, "too_many_messages")
+        server.until(lambda: server.context._held_bytes == 0)
+
+
+def test_a_message_must_come_in_time() -> None:
+    with running(ServerConfig(read_timeout=0.3)) as server, opened(server) as connection:
+        connection.socket.sendall(b"\x01\x85\0\0\0\0hello")  # a first fragment, and no last one
+        with pytest.raises(ConnectionClosed):
+            connection.recv(60)
+        assert connection.close_code == 1008 and "did not come within 0.3 s" in (
+            connection.close_reason or ""
+        )
 
 
 def test_a_connection_ends_after_its_time(server, monkeypatch) -> None:

@@ -26,7 +26,7 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
 from mlx_paged.server.run import bind, impatient
-from mlx_paged.server.websocket import SETTINGS, WebSocketProtocol
+from mlx_paged.server.websocket import SETTINGS, websockets
 from support.hangs import all_threads
 
 TIMEOUT = 300.0
@@ -81,7 +81,7 @@ class RunningServer:
             log_config=None,
             access_log=False,
             lifespan="on",
-            ws=WebSocketProtocol,
+            ws=websockets(config.read_timeout),
             **SETTINGS,
             timeout_graceful_shutdown=2,
             root_path=config.root_path,

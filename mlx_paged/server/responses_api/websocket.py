@@ -87,6 +87,8 @@ class _Session:
         self._context = context
         self._latest = LatestResponse(context.config.max_stored_bytes)
         self._inbox: asyncio.Queue[str] = asyncio.Queue()
+        self._waiting = Trace("", "WEBSOCKET", PATH, "")  # for the memory of what waits
+        self._num_waiting = 0  # characters
         self._ends_at = asyncio.get_running_loop().time() + MAX_AGE
 
     async def run(self) -> None:
@@ -110,6 +112,7 @@ class _Session:
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
+            self._context.release_body(self._waiting)
 
     async def _read(self) -> None:
         """Puts messages into the inbox, until the client leaves."""
@@ -120,16 +123,32 @@ class _Session:
             text = message.get("text")
             if text is None:
                 await self._send_error(_bad_message("messages must be text"))
-            elif self._inbox.qsize() >= _MAX_WAITING:
-                await self._send_error(
-                    ApiError(
-                        429,
-                        f"at most {_MAX_WAITING} messages may wait for the response before them",
-                        code="too_many_messages",
-                    )
-                )
             else:
+                try:
+                    self._hold(len(text))
+                except ApiError as error:
+                    await self._send_error(error)
+                    continue
                 self._inbox.put_nowait(text)
+
+    def _hold(self, num_more: int) -> None:
+        """Counts the messages that wait among the bodies in memory.
+
+        Raises:
+            ApiError: 429 or 503, they would be too many, or too many bytes.
+        """
+        most = self._context.max_body_size
+        is_full = self._inbox.qsize() >= _MAX_WAITING or self._num_waiting + num_more > most
+        if num_more > 0 and is_full and self._num_waiting:
+            raise ApiError(
+                429,
+                f"at most {_MAX_WAITING} messages of {most} bytes together may wait for the "
+                "response before them",
+                code="too_many_messages",
+            )
+        self._context.release_body(self._waiting)
+        self._context.hold_body(self._waiting, self._num_waiting + num_more)
+        self._num_waiting += num_more
 
     async def _next(self, reading: asyncio.Task[None]) -> str | None:
         """The next message; None: the connection ends."""
@@ -146,7 +165,7 @@ class _Session:
             if draining.done():
                 await self._socket.close(_GOING_AWAY, "the server is shutting down")
                 return None
-            if loop.time() >= self._ends_at:
+            if not arriving.done() or loop.time() >= self._ends_at:
                 await self._send_error(
                     ApiError(
                         400,
@@ -156,7 +175,9 @@ class _Session:
                 )
                 await self._socket.close(_NORMAL)
                 return None
-            return arriving.result()
+            message = arriving.result()
+            self._hold(-len(message))
+            return message
         finally:
             self._socket.scope["state"][IDLE_SINCE] = None
             for task in (arriving, draining):
