@@ -252,20 +252,24 @@ class EngineConfig:
         given = self.pooler_config
         return given if isinstance(given, PoolerConfig) and self.runner == "pooling" else None
 
-    def for_model(self, directory: Path | None, config: Mapping[str, Any]) -> EngineConfig:
+    def for_model(
+        self, directory: Path | None, config: Mapping[str, Any], *, classifies: bool = False
+    ) -> EngineConfig:
         """These options with the runner and the pooling that a model gets.
 
         Args:
             directory: of the model's files; None: unknown.
             config: its ``config.json``.
+            classifies: whether it has a classification layer.
 
         Raises:
-            InvalidParameterError: a pooler config for a model that generates.
+            InvalidParameterError: a pooler config for a model that generates, or another way than
+                its own for a model that classifies.
             UnsupportedModelError: a model that is to be pooled and cannot be.
         """
         given = self.pooler_config
         assert given is None or isinstance(given, PoolerConfig)
-        runner = runner_of(self.runner, directory, given)
+        runner = runner_of(self.runner, directory, given, classifies=classifies)
         if runner == "generate":
             return replace(self, runner=runner)  # (refuses a pooler config)
         pooler = pooler_config_of(given, directory, config)

@@ -62,6 +62,7 @@ from mlx_paged.errors import (
     RequestTooLargeError,
     UnsupportedModelError,
 )
+from mlx_paged.model.classification import ClassificationHead
 from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
@@ -145,7 +146,9 @@ class Engine:
     ) -> None:
         self._guard = EngineGuard()
         self.config = memory.with_step_tokens(
-            (config or EngineConfig()).for_model(model_directory(model.name), model.config)
+            (config or EngineConfig()).for_model(
+                model_directory(model.name), model.config, classifies=model.head is not None
+            )
         )
         self.tokenizer = model.tokenizer
         self.generation_config = model.generation_config
@@ -197,7 +200,7 @@ class Engine:
         )
         self._executor = StepExecutor(self._runner)
         self.vocab_size = model.vocab_size
-        self._classifier = self._make_classifier(paged)
+        self._classifier = self._make_classifier(paged, model.head)
         #: What the model puts before texts to embed, by the name of their use.
         self.prompts = prompts_of(model_directory(model.name))
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
@@ -354,7 +357,7 @@ class Engine:
         assert self.config.pooler is not None and self.hidden_size is not None
         _check_dimensions("dimensions", params.dimensions, self.hidden_size)
         if self._classifier is not None and params.dimensions is not None:
-            expected = "None for a model that scores pairs of texts"
+            expected = "None for a model that classifies texts or scores pairs of them"
             raise InvalidParameterError("dimensions", expected, params.dimensions)
         num_tokens, limit = len(prompt_token_ids), self.max_request_len
         if num_tokens > limit:
@@ -393,7 +396,11 @@ class Engine:
         self._submit(state, prepare)
         return output
 
-    def _make_classifier(self, paged: PagedModel) -> Classifier | None:
+    def _make_classifier(
+        self, paged: PagedModel, head: ClassificationHead | None
+    ) -> Classifier | None:
+        if head is not None:
+            return Classifier(head)
         pooler = self.config.pooler
         if pooler is None or pooler.classifier_from_token is None:
             return None
@@ -407,9 +414,14 @@ class Engine:
         return Classifier.of(paged, ids)
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """The classes of a model that classifies texts; empty: it makes embeddings of them."""
+        return () if self._classifier is None else self._classifier.head.labels
+
+    @property
     def scores_pairs(self) -> bool:
         """Whether what it pools are pairs of texts, of which it makes scores and no embeddings."""
-        return self._classifier is not None
+        return len(self.labels) == 1
 
     @property
     def grammar_compiler(self) -> GrammarCompiler:

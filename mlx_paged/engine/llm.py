@@ -23,6 +23,8 @@ from mlx_paged.engine.media.loader import MediaLoader, loader_of
 from mlx_paged.engine.media.prompt import PreparedMedia, check_kinds, media_model_of, prepare
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
@@ -193,15 +195,49 @@ class LLM:
             One output for each prompt, in their order.
 
         Raises:
-            InvalidParameterError: the runner is "generate", or the model scores pairs; see also
+            InvalidParameterError: the runner is "generate", or the model classifies; see also
                 `Engine.add_pooling_request`.
             StepError: the model failed on one of them.
         """
-        if self.engine.scores_pairs:
+        given = self.engine.config.pooler_config
+        if getattr(given, "classifier_from_token", None) is not None:
             expected = "None to embed texts; `score` has what this model makes of pairs,"
-            given = self.engine.config.pooler_config
             raise InvalidParameterError("classifier_from_token", expected, given)
+        if self.engine.labels:
+            expected = "one that makes embeddings; `classify` has what this one makes of texts,"
+            raise InvalidParameterError("model", expected, self.engine.labels)
         return self._pool(prompts_of(prompts), pooling_params_of(params))
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None
+    ) -> list[ClassificationRequestOutput]:
+        """The classes of texts, all at once; for a model with a classification layer.
+
+        Args:
+            prompts: see `embed`.
+            params: for all of them; with `normalize=False` the layer's outputs instead of
+                probabilities.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            InvalidParameterError: the model has no such layer; see also `embed`.
+            StepError: the model failed on one of them.
+        """
+        if not self.engine.labels:
+            expected = "one that classifies texts (...ForSequenceClassification)"
+            raise InvalidParameterError("model", expected, self.engine.config.runner)
+        return [
+            ClassificationRequestOutput(
+                output.request_id,
+                output.prompt,
+                output.prompt_token_ids,
+                ClassificationOutput(output.outputs.embedding),
+                output.num_cached_tokens,
+            )
+            for output in self._pool(prompts_of(prompts), pooling_params_of(params))
+        ]
 
     def score(
         self,
@@ -232,6 +268,9 @@ class LLM:
         sides = [prompts_of(text_1), prompts_of(text_2)]
         pairs = pairs_of(len(sides[0]), len(sides[1]), fields=("text_1", "text_2"))
         params = replace(pooling_params_of(params), normalize=True)
+        if len(self.engine.labels) > 1:
+            expected = "one of a single class, or one that makes embeddings"
+            raise InvalidParameterError("model", expected, self.engine.labels)
         if self.engine.scores_pairs:
             texts = [
                 joined(self.tokenizer, sides[0][i], sides[1][j], chat_template) for i, j in pairs

@@ -30,6 +30,7 @@ from safetensors import safe_open
 
 from mlx_paged import descriptors, ops
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged.model.classification import ClassificationHead, load_head, without_head
 from mlx_paged.model.config_files import (
     eos_token_ids,
     has_vocab_size,
@@ -69,6 +70,7 @@ class LoadedModel:
     Attributes:
         media: What it takes besides text; None: nothing, and `media_reason` says why.
         media_reason: Why a checkpoint of a multimodal model takes text only; None for text models.
+        head: What it classifies texts with; None: it generates.
     """
 
     model: nn.Module
@@ -78,6 +80,7 @@ class LoadedModel:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     media: MediaModel | None = None
     media_reason: str | None = None
+    head: ClassificationHead | None = None
 
     @property
     def model_type(self) -> str:
@@ -127,12 +130,12 @@ def load(
         path_or_hub_id = model_path()
     name = str(path_or_hub_id)
     _check_directory(name)
-    media, reason, library = None, None, "mlx-lm"
+    media, reason, head, library = None, None, None, "mlx-lm"
     try:
         with descriptors.at_least(_MANY_FILES):
             family, reason = _media_family(_download(name))
             if family is None:
-                model, tokenizer, config = _load(name)
+                model, tokenizer, config, head = _load(name)
                 tokenizer = _with_chat_template(tokenizer, _directory_of(name))
             else:
                 library = "mlx-vlm"
@@ -158,7 +161,7 @@ def load(
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
     if reason is not None:
         logger.warning("%s is served for text only: %s", name, reason)
-    return LoadedModel(model, tokenizer, config, name, generation_config, media, reason)
+    return LoadedModel(model, tokenizer, config, name, generation_config, media, reason, head)
 
 
 def _media_family(path: Path) -> tuple[MediaFamily | None, str | None]:
@@ -214,11 +217,18 @@ def _load_multimodal(
     return model, tokenizer, config, media
 
 
-def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """mlx-lm's `load`, also of embedding models that were saved without their output projection."""
+def _load(
+    name: str,
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], ClassificationHead | None]:
+    """mlx-lm's `load`, also of models that embed or classify texts, which were saved without their
+    output projection."""
     path = _download(name)
     config = load_config(path)
-    has_head = any(name.endswith("lm_head.weight") for name in _weight_names(path))
+    names = _weight_names(path)
+    has_head = any(name.endswith("lm_head.weight") for name in names)
+    head = load_head(path, config, names)
+    if head is not None and not has_head:
+        config["tie_word_embeddings"] = True  # (the projection is not used)
     errors: list[Exception] = []
     # Checkpoints written for mlx-lm leave out fields that have mlx-lm's defaults. Where these and
     # transformers' make different modules, the weights tell which were meant.
@@ -227,12 +237,12 @@ def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
             model, loaded = load_model(
                 path,
                 model_config=mlx_lm_config(config, fill=fill, has_head=has_head),
-                get_model_classes=_classes,
+                get_model_classes=_classes if head is None else _without_head,
             )
             model.__class__ = type(model).__mro__[1]  # (without what `renaming` added)
             conform(model, loaded, config)
             ends = loaded.get("eos_token_id")
-            return model, load_tokenizer(path, eos_token_ids=ends), loaded
+            return model, load_tokenizer(path, eos_token_ids=ends), loaded, head
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             errors.append(error)
     if not (path / "modules.json").is_file():
@@ -248,7 +258,7 @@ def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         get_model_classes=_of_inner_weights,
     )
     ends = config.get("eos_token_id")
-    return model, load_tokenizer(path, eos_token_ids=ends), config
+    return model, load_tokenizer(path, eos_token_ids=ends), config, None
 
 
 def _with_chat_template(tokenizer: TokenizerWrapper, path: Path) -> TokenizerWrapper:
@@ -278,6 +288,16 @@ def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     """mlx-lm's classes, which read transformers' names of weights too."""
     model_class, args_class = _get_classes(config=config)
     return renaming(model_class), args_class
+
+
+def _without_head(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """`_classes` for a model whose file has a classification layer too."""
+    model_class, args_class = _get_classes(config=config)
+    sanitize = getattr(model_class, "sanitize", lambda _, weights: weights)
+    dropping = overridden(
+        model_class, "sanitize", lambda self, weights: sanitize(self, without_head(weights))
+    )
+    return renaming(dropping), args_class
 
 
 def _of_inner_weights(config: dict[str, Any]) -> tuple[type[nn.Module], type]:

@@ -197,6 +197,10 @@ API = (
         _GENERATION, cohere.CohereEmbedBody, runner="pooling",
     ),
     Operation(
+        "/classify", "POST", pooling.classify, "Classes of texts.", pooling_bodies.ClassifyAnswer,
+        _GENERATION, pooling_bodies.ClassifyBody, runner="pooling",
+    ),
+    Operation(
         "/pooling", "POST", pooling.pooling, "The same, as vLLM names it.",
         pooling_bodies.PoolingAnswer, _GENERATION, pooling_bodies.PoolingBody, runner="pooling",
     ),

@@ -26,7 +26,9 @@ from mlx_paged.server.context import Context, context_of, trace_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded
 from mlx_paged.server.pooling_bodies import (
+    ClassifyBody,
     EmbeddingBody,
+    InputBody,
     PoolingBody,
     PoolingRequest,
     RerankBody,
@@ -88,9 +90,36 @@ async def pooling(request: Request) -> Response:
     return await json_response(answer)
 
 
+async def classify(request: Request) -> Response:
+    """The classes of texts."""
+    body = await read_body(request, ClassifyBody)
+    labels = context_of(request).engine.engine.labels
+    if not labels:
+        raise ApiError(
+            400,
+            "/classify needs a model that classifies texts (...ForSequenceClassification): this "
+            "one makes embeddings",
+            code="wrong_runner",
+        )
+    run = Embeddings(request, body, PoolingParams(normalize=body.use_activation))
+    await _run(run, body)
+    data: list[pooling_bodies.Classified] = [
+        {
+            "index": i,
+            "label": labels[int(np.argmax(values))],
+            "probs": values.tolist(),
+            "num_classes": len(labels),
+        }
+        for i, values in enumerate(run.vectors)
+    ]
+    answer: pooling_bodies.ClassifyAnswer = {**run.head("classify"), "object": "list", "data": data}
+    return await json_response(answer)
+
+
 async def score(request: Request) -> Response:
     """How near texts are."""
     body = await read_body(request, ScoreBody)
+    _check_scores(context_of(request))
     (first_name, first), (second_name, second) = (_side(body, names) for names in _SIDES)
     pairs = pairs_of(len(first), len(second), fields=(first_name, second_name))
     run = Embeddings(request, body, PoolingParams(normalize=True))
@@ -116,6 +145,7 @@ async def score(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     """Documents, ordered by how near they are to a query."""
     body = await read_body(request, RerankBody)
+    _check_scores(context_of(request))
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
     run = Embeddings(request, body, PoolingParams(normalize=True))
     if run.scores_pairs:
@@ -162,24 +192,37 @@ async def _embedded(request: Request, body: EmbeddingBody) -> Embeddings:
     )
     check_embeds(context_of(request))
     run = Embeddings(request, body, params)
+    await _run(run, body)
+    return run
+
+
+async def _run(run: Embeddings, body: InputBody) -> None:
+    """Computes what a body has."""
     conversation = _conversation(body)
     if conversation is None:
         await run.add("input", _texts(body.input))
     else:
         run.add_tokens("messages", 0, await run.context.renderer.render(conversation))
-    await unless_disconnected(request, run.finish())
-    return run
+    await unless_disconnected(run.request, run.finish())
 
 
 def check_embeds(context: Context) -> None:
-    """400 where the engine scores pairs of texts."""
-    if context.engine.engine.scores_pairs:
-        raise ApiError(
-            400,
-            "this server scores pairs of texts (classifier_from_token) and embeds none: use /score "
-            "or /rerank",
-            code="wrong_runner",
-        )
+    """400 where the engine classifies texts or scores pairs of them."""
+    engine = context.engine.engine
+    if engine.labels:
+        does, path = "classifies texts", "/classify"
+        if engine.scores_pairs:
+            does, path = "scores pairs of texts", "/score or /rerank"
+        message = f"this server {does} and embeds none: use {path}"
+        raise ApiError(400, message, code="wrong_runner")
+
+
+def _check_scores(context: Context) -> None:
+    """400 where the engine has several classes: none is a score."""
+    num_classes = len(context.engine.engine.labels)
+    if num_classes > 1:
+        message = f"this server classifies texts by {num_classes} classes: use /classify"
+        raise ApiError(400, message, code="wrong_runner")
 
 
 # Fields that are about messages.
@@ -188,7 +231,7 @@ _OF_CHATS = (
 )  # fmt: skip
 
 
-def _conversation(body: EmbeddingBody) -> Conversation | None:
+def _conversation(body: InputBody) -> Conversation | None:
     """The conversation of a body; None: it has texts.
 
     Raises:
@@ -246,6 +289,7 @@ class Embeddings:
     """
 
     def __init__(self, request: Request, body: PoolingRequest, params: PoolingParams) -> None:
+        self.request = request
         self.context = context_of(request)
         self._budget = budget_of(request.scope)
         self._headers = request.headers

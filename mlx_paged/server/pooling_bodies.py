@@ -45,8 +45,8 @@ class PoolingRequest(Body):
     )
 
 
-class EmbeddingBody(PoolingRequest):
-    """`POST /v1/embeddings`."""
+class InputBody(PoolingRequest):
+    """Texts, or a conversation."""
 
     input: (
         str
@@ -66,6 +66,19 @@ class EmbeddingBody(PoolingRequest):
         None, description="Jinja source; needs --trust-request-chat-template."
     )
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ClassifyBody(InputBody):
+    """`POST /classify`."""
+
+    use_activation: bool | None = Field(
+        None, description="false: the layer's outputs, in place of probabilities."
+    )
+
+
+class EmbeddingBody(InputBody):
+    """`POST /v1/embeddings`."""
+
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of float32, the lowest byte first. float by default."
     )
@@ -173,6 +186,22 @@ class Score(TypedDict):
     object: Literal["score"]
     index: int
     score: float
+
+
+class Classified(TypedDict):
+    """The classes of a text, and the likeliest one."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyAnswer(PoolingAnswerBase):
+    """`POST /classify`."""
+
+    object: Literal["list"]
+    data: list[Classified]
 
 
 class ScoreAnswer(PoolingAnswerBase):

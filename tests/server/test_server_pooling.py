@@ -37,7 +37,13 @@ from mlx_paged.model.loader import load
 from mlx_paged.server import cohere, logs, pooling, pooling_bodies, run
 from mlx_paged.server.app import API
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.pooling_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from mlx_paged.server.pooling_bodies import (
+    ClassifyBody,
+    EmbeddingBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 
 SERVER = Path(mlx_paged.__file__).parent / "server"
 TEXTS = ["def is_even(n: int) -> bool:", "class Stack:", "import os", "def is_odd(n):"]
@@ -371,7 +377,7 @@ def test_every_parameter_of_the_sdk_is_known() -> None:
     assert asked.keys() <= EmbeddingBody.model_fields.keys()
 
 
-@pytest.mark.parametrize("body", [EmbeddingBody, PoolingBody, ScoreBody, RerankBody])
+@pytest.mark.parametrize("body", [ClassifyBody, EmbeddingBody, PoolingBody, ScoreBody, RerankBody])
 def test_every_known_field_is_looked_at(body) -> None:
     code = (SERVER / "pooling.py").read_text()
     # These have one value, or are checked by `Context.served_name`.
@@ -381,7 +387,7 @@ def test_every_known_field_is_looked_at(body) -> None:
 
 
 def test_paths_are_those_of_the_tests() -> None:
-    assert {o.path for o in API if o.needs_runner == "pooling"} == BODIES.keys()
+    assert {o.path for o in API if o.needs_runner == "pooling"} == {*BODIES, "/classify"}
 
 
 @pytest.mark.parametrize("path", BODIES)

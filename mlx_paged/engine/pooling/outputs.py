@@ -68,6 +68,38 @@ class EmbeddingRequestOutput:
 
 
 @dataclass(frozen=True)
+class ClassificationOutput:
+    """What a text is.
+
+    Attributes:
+        probs: Of the classes, in the order of `Engine.labels`.
+    """
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True)
+class ClassificationRequestOutput:
+    """A text and its classes; the rest is that of `EmbeddingRequestOutput`.
+
+    Attributes:
+        outputs: The classes.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: ClassificationOutput
+    num_cached_tokens: int
+    finished: bool = True
+
+
+@dataclass(frozen=True)
 class ScoringOutput:
     """How near two texts are.
 

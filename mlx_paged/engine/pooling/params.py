@@ -108,7 +108,8 @@ class PoolingParams:
     Args:
         dimensions: keep only so many of the first numbers, for models that were trained for that
             (Matryoshka); scaled to length 1 afterwards where vectors are normalised. None: all.
-        normalize: scale the vector to length 1; None: as the engine's `PoolerConfig` says.
+        normalize: scale the vector to length 1; None: as the engine's `PoolerConfig` says. Of a
+            model that classifies: make probabilities of its outputs (None: yes).
         truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as the
             model takes; None: all. (`LLM` cuts; `Engine` gets prompts that are cut.)
         truncation_side: "right" keeps the first tokens instead.
@@ -202,13 +203,30 @@ def overridden(given: PoolerConfig | None, overrides: Any) -> PoolerConfig | Non
 _METHODS = ("from_2_way_softmax", "no_post_processing")
 
 
-def runner_of(runner: str, directory: Path | None, given: PoolerConfig | None) -> str:
-    """The runner in force: "auto" is "pooling" for models that say how they are pooled.
+def runner_of(
+    runner: str, directory: Path | None, given: PoolerConfig | None, *, classifies: bool = False
+) -> str:
+    """The runner in force: "auto" is "pooling" for models that say how they are pooled, and for
+    those that classify.
 
     Args:
         directory: of the model's files; None: unknown.
         given: how to pool, where that was given.
+        classifies: whether the model has a classification layer.
+
+    Raises:
+        InvalidParameterError: it has one, and is to generate, or to be pooled in another way.
     """
+    if classifies:
+        if runner == "generate":
+            expected = "'pooling' for a model that classifies texts"
+            raise InvalidParameterError("runner", expected, runner)
+        for name in ("pooling_type", "dimensions", "classifier_from_token"):
+            value = getattr(given, name, None)
+            if value not in (None, LAST):
+                expected = "None for a model that classifies texts with a layer of its own"
+                raise InvalidParameterError(f"pooler_config.{name}", expected, value)
+        return "pooling"
     if runner != "auto":
         return runner
     scores = given is not None and given.classifier_from_token is not None

@@ -14,6 +14,7 @@ from mlx_paged.core import SchedulerOutput
 from mlx_paged.engine.faults import HIDDEN_NOT_FINITE
 from mlx_paged.engine.pooling.params import MEAN, PoolerConfig, PoolingParams
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
+from mlx_paged.model.classification import ClassificationHead
 from mlx_paged.model.layout import Reach
 from mlx_paged.model.paged_model import PagedModel
 
@@ -22,24 +23,34 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Classifier:
-    """Makes a score of a hidden state: the sigmoid of a logit, or of the difference of two."""
+    """Makes probabilities of a hidden state, one for each class."""
 
-    weights: npt.NDArray[np.float64]  # [hidden_size]
-    bias: float
+    head: ClassificationHead
 
     @classmethod
     def of(cls, model: PagedModel, token_ids: Sequence[int]) -> Classifier:
-        """That of one token, or of the second one against the first."""
+        """A score: the sigmoid of one token's logit, or of the second one's against the first's."""
         weights, biases = model.output_weights(token_ids)
         rows = np.array(weights).astype(np.float64)
         offsets = np.array(biases).astype(np.float64)
-        if len(token_ids) == 1:
-            return cls(rows[0], float(offsets[0]))
-        return cls(rows[1] - rows[0], float(offsets[1] - offsets[0]))
+        if len(token_ids) == 2:
+            rows, offsets = rows[1:] - rows[:1], offsets[1:] - offsets[:1]
+        return cls(ClassificationHead(rows, offsets, "sigmoid", ("LABEL_0",)))
 
-    def __call__(self, state: npt.NDArray[np.float64]) -> float:
-        """A score in [0, 1]."""
-        return float(0.5 * (1 + np.tanh((state @ self.weights + self.bias) / 2)))
+    def __call__(self, state: npt.NDArray[np.float64], *, activate: bool = True) -> FloatArray:
+        """``[num_classes]`` float32.
+
+        Args:
+            state: ``[hidden_size]``.
+            activate: whether to make probabilities of the layer's outputs.
+        """
+        values = self.head.weights @ state + self.head.bias
+        if activate and self.head.activation == "sigmoid":
+            values = 0.5 * (1 + np.tanh(values / 2))
+        elif activate and self.head.activation == "softmax":
+            values = np.exp(values - values.max())
+            values /= values.sum()
+        return values.astype(np.float32)
 
 
 class PooledPrompt:
@@ -53,7 +64,7 @@ class PooledPrompt:
         num_tokens: of the prompt.
         config: how to pool; complete.
         params: what the request chose.
-        classifier: makes a score of the last state; None: it is an embedding.
+        classifier: makes probabilities of the last state; None: it is an embedding.
     """
 
     def __init__(
@@ -82,7 +93,7 @@ class PooledPrompt:
         """Called where an exception came in between: what is here stays right (see above)."""
 
     def result(self) -> FloatArray:
-        """The embedding ``[dimensions]`` or score ``[1]``, float32, of the whole prompt.
+        """The embedding ``[dimensions]`` or the classes ``[num_classes]``, float32, of the prompt.
 
         Computed in float64.
         """
@@ -99,7 +110,7 @@ class PooledPrompt:
             assert end == self._num_tokens, f"token {end} of {self._num_tokens} was pooled"
             vector = states.astype(np.float64)
         if self._classifier is not None:
-            return np.array([self._classifier(vector)], dtype=np.float32)
+            return self._classifier(vector, activate=self._params.normalize is not False)
         own = self._params
         vector = vector[: own.dimensions or self._config.dimensions]
         if self._config.normalize if own.normalize is None else own.normalize:

@@ -1,0 +1,82 @@
+"""ClassificationHead: the last layer of a model that classifies texts, transformers' `score`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+Activation = Literal["softmax", "sigmoid", "none"]
+
+#: What the names of its weights begin with.
+PREFIX = "score."
+_ACTIVATIONS: dict[str, Activation] = {
+    "regression": "none",
+    "multi_label_classification": "sigmoid",
+    "single_label_classification": "softmax",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ClassificationHead:
+    """A linear layer over the last token's state, and what becomes of its outputs.
+
+    Attributes:
+        weights: ``[num_classes, hidden_size]`` float64.
+        bias: ``[num_classes]`` float64.
+        activation: What makes probabilities of the outputs.
+        labels: Of the classes.
+    """
+
+    weights: npt.NDArray[np.float64]
+    bias: npt.NDArray[np.float64]
+    activation: Activation
+    labels: tuple[str, ...]
+
+
+def load_head(
+    path: Path, config: Mapping[str, Any], names: Sequence[str]
+) -> ClassificationHead | None:
+    """The head of a checkpoint; None: it is none of a decoder that classifies texts.
+
+    Args:
+        path: its directory.
+        config: its ``config.json``.
+        names: of all its weights.
+
+    Raises:
+        ValueError: its weights are of another form, or do not fit its labels.
+    """
+    architectures = config.get("architectures") or ()
+    if f"{PREFIX}weight" not in names or not any(
+        str(name).endswith("ForSequenceClassification") for name in architectures
+    ):
+        return None
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        for name, array in mx.load(str(file)).items():  # type: ignore[union-attr]
+            if name.startswith(PREFIX):
+                found[name] = np.array(array.astype(mx.float32)).astype(np.float64)
+    weights = found.pop(f"{PREFIX}weight")
+    bias = found.pop(f"{PREFIX}bias", np.zeros(weights.shape[0]))
+    if found:
+        raise ValueError(f"its classification layer has weights {sorted(found)}, not understood")
+    given = config.get("id2label") or {}
+    labels = tuple(str(given.get(str(i), f"LABEL_{i}")) for i in range(weights.shape[0]))
+    if given and len(given) != len(labels):
+        raise ValueError(f"id2label has {len(given)} labels, but score.weight {len(labels)} rows")
+    kind = str(config.get("problem_type"))
+    activation = _ACTIVATIONS.get(kind, "softmax")
+    if len(labels) == 1 and activation == "softmax":
+        activation = "sigmoid"
+    return ClassificationHead(weights, bias, activation, labels)
+
+
+def without_head(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The weights of the rest of the model."""
+    return {name: weight for name, weight in weights.items() if not name.startswith(PREFIX)}
