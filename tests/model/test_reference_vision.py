@@ -91,7 +91,7 @@ def compared(name: str, path: Path) -> dict[str, float]:
         assert list(answer.token_ids) == tokens, label
         assert answer.logprobs is not None
         differences[label] = max(
-            abs(float(answer.logprobs[i][token].logprob) - expected[i, token])
+            abs(float(answer.logprobs[i][token].logprob) - float(expected[i, token]))
             for i, token in enumerate(tokens)
         )
     return differences
