@@ -85,6 +85,7 @@ void bind_extension(nb::module_& m) {
   // MLX's types must be known before ours name them: in calls, and in the generated stubs.
   nb::module_::import_("mlx.core");
   m.doc() = "Native primitives of mlx_paged. Use them through mlx_paged.ops.";
+  bind_allocation(m);
   bind_kernel_ops(m);
   bind_layer_ops(m);
   bind_device_program(m);

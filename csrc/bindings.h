@@ -22,6 +22,7 @@ void bind_kernel_ops(nb::module_& m);      // ops.cpp
 void bind_layer_ops(nb::module_& m);       // layer_ops.cpp
 void bind_step_program(nb::module_& m);    // step_program.cpp
 void bind_device_program(nb::module_& m);  // device_step.cpp
+void bind_allocation(nb::module_& m);      // allocation.cpp
 void bind_extension(nb::module_& m);       // these, and the rest of mlx_paged._ext
 
 }  // namespace mlx_paged

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "mlx/allocator.h"
+#include "allocation.h"
 #include "mlx/ops.h"
 #include "primitives.h"
 #include "validate.h"
@@ -35,16 +35,6 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t byte
 #endif
 }
 
-// In Python a MemoryError.
-class OutOfMemory : public std::bad_alloc {
- public:
-  explicit OutOfMemory(std::string message) : message_(std::move(message)) {}
-  const char* what() const noexcept override { return message_.c_str(); }
-
- private:
-  std::string message_;
-};
-
 }  // namespace
 
 mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
@@ -55,8 +45,10 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   for (int extent : extents) {
     bytes *= extent;
   }
-  std::string refusal = "[allocate_pool] cannot allocate " + std::to_string(bytes) +
-                        " bytes for a pool of " + std::to_string(shape[0]) + " blocks";
+  auto refusal = [&](const char* reason = "") {
+    auto purpose = " for a pool of " + std::to_string(shape[0]) + " blocks" + reason;
+    return OutOfMemory(bytes, "allocate_pool", purpose.c_str());
+  };
 #ifdef MLX_PAGED_CUDA
   // Memory of MLX's allocator is shared with the CPU; the GPU's own comes from its operations.
   if (mx::default_device() == mx::Device::gpu) {
@@ -67,26 +59,20 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
       if (std::string(error.what()).find("out of memory") == std::string::npos) {
         throw;
       }
-      throw OutOfMemory(refusal + ": " + error.what());
+      throw refusal((std::string(": ") + error.what()).c_str());
     }
     return pool;
   }
 #endif
-  // MLX's CPU allocator counts as active, for ever, also what it did not get. So it is asked only
-  // for what this process can have.
-  void* volatile probe = std::malloc(bytes);  // (which compilers would leave out)
-  if (!probe) {
-    throw OutOfMemory(refusal);
+  try {
+    auto data = allocate(bytes);
+    if (mx::default_device() == mx::Device::cpu) {
+      advise_huge_pages(data.buffer().raw_ptr(), bytes);
+    }
+    return mx::array(std::move(data), extents, dtype);
+  } catch (const OutOfMemory&) {
+    throw refusal();
   }
-  std::free(probe);
-  auto data = mx::allocator::malloc(bytes);
-  if (!data.buffer().ptr()) {  // all that it reports
-    throw OutOfMemory(refusal);
-  }
-  if (mx::default_device() == mx::Device::cpu) {
-    advise_huge_pages(data.buffer().raw_ptr(), bytes);
-  }
-  return mx::array(std::move(data), extents, dtype);
 }
 
 int64_t pool_copies() {

@@ -6,11 +6,11 @@
 #include <stdexcept>
 #include <string>
 
+#include "allocation.h"
 #include "bindings.h"
 #include "cpu/dense.h"
 #include "cpu/kernels.h"
 #include "cpu/program.h"
-#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "primitives.h"
 
@@ -35,7 +35,7 @@ class StepProgram : public Node {
     for (size_t i = 0; i < inputs.size(); i++) {
       in.push_back(program_->is_pool(i) ? inputs[i] : cpu::dense(inputs[i], encoder));
     }
-    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+    allocate(out[0]);
     const auto& pools = program_->pools();
     for (size_t i = 0; i < pools.size(); i++) {
       cpu::alias_or_copy_pool(inputs[pools[i]], out[1 + i], encoder);

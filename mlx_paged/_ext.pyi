@@ -9,6 +9,16 @@ from numpy.typing import NDArray
 from typing_extensions import CapsuleType
 
 
+def allocator_function() -> int:
+    """
+    Address of what MLX's `allocator()` has to become, so that a lack of memory raises.
+    """
+
+def make_room() -> None:
+    """
+    Waits for the CPU's streams and frees what MLX has cached. Errors of streams stay theirs.
+    """
+
 def write_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, keys: mlx.core.array, values: mlx.core.array, slot_mapping: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
 
 def copy_blocks(pools: Sequence[mlx.core.array], block_pairs: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...

@@ -3,7 +3,7 @@
 MLX's Linux wheel links the reference BLAS (about 1.5 GFLOP/s in float32). PyPI's
 ``scipy-openblas32`` carries OpenBLAS under prefixed names; a small library of ours forwards the
 three names that ``libmlx`` imports. The dynamic linker binds them when ``mlx.core`` is first
-imported. Where that has been imported before us, what the linker wrote is written anew (`_rebind`).
+imported. Where that has been imported before us, `linker` binds them anew.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import struct
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+
+from mlx_paged import linker
 
 _REMEDY = "pip install 'mlx-paged[cpu]'"
 # From this build of scipy-openblas32 on, products are wrong on Arm with SME, and some builds later
@@ -83,7 +83,8 @@ def _preload() -> str:
         _libraries.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
     if "mlx.core" in sys.modules:
         try:
-            _rebind(_loaded_libmlx(), _libraries[-1], _NAMES)
+            addresses = {name: linker.address_of(_libraries[-1], name) for name in _NAMES}
+            linker.rebind(linker.loaded_libmlx(), addresses)
         except OSError as error:
             warnings.warn(
                 f"matrix products stay on MLX's reference BLAS, which is tens of times slower than "
@@ -115,108 +116,3 @@ def _forwarder() -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).with_name("libmlx_paged_blas.so")
-
-
-# --- mlx.core was imported first ------------------------------------------------------------------
-
-_DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_RELA, _DT_RELASZ, _DT_JMPREL = 2, 5, 6, 7, 8, 23
-_RTLD_DI_LINKMAP = 2
-_PROT_READ, _PROT_WRITE = 1, 2
-
-
-class _LinkMap(ctypes.Structure):
-    """The beginning of ``struct link_map`` of <link.h>."""
-
-    _fields_ = (
-        ("base", ctypes.c_uint64),
-        ("name", ctypes.c_char_p),
-        ("dynamic", ctypes.c_uint64),
-    )
-
-
-def _loaded_libmlx() -> str:
-    """The file that libmlx was loaded from.
-
-    Raises:
-        OSError: there is none.
-    """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if path.endswith("/libmlx.so"):
-            return path
-    raise OSError("libmlx.so is not among the libraries of this process")
-
-
-def _rebind(library: str, target: ctypes.CDLL, names: Sequence[str]) -> None:
-    """Has a library that is loaded call functions of `target`, in the place of those that it was
-    linked to.
-
-    The dynamic linker writes the address of each imported function into a table of the library.
-    This writes there once more.
-
-    Args:
-        library: its file.
-        names: what it imports.
-
-    Raises:
-        OSError: it does not import one of these, or its table cannot be written.
-    """
-    for name, slot in _import_slots(library, names).items():
-        _write_address(slot, ctypes.cast(getattr(target, name), ctypes.c_void_p).value or 0)
-
-
-def _import_slots(library: str, names: Sequence[str]) -> dict[str, int]:
-    """Where a library that is loaded keeps the addresses of functions that it imports.
-
-    From its dynamic section: symbols, strings and relocations, as the System V ABI (ELF) has them.
-    """
-    if struct.calcsize("P") != 8 or sys.byteorder != "little":
-        raise OSError("this machine does not have 64-bit little-endian addresses")
-    handle = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)._handle
-    found = ctypes.POINTER(_LinkMap)()
-    dlinfo = ctypes.CDLL(None).dlinfo
-    if dlinfo(ctypes.c_void_p(handle), _RTLD_DI_LINKMAP, ctypes.byref(found)):
-        raise OSError(f"dlinfo does not know {library}")
-    base, at = found.contents.base, found.contents.dynamic
-    dynamic: dict[int, int] = {}
-    while (entry := struct.unpack("<qQ", ctypes.string_at(at, 16)))[0]:
-        dynamic[entry[0]], at = entry[1], at + 16
-    # glibc has made addresses of these offsets; other linkers have not.
-    address = {tag: v if v >= base else v + base for tag, v in dynamic.items()}
-    slots: dict[str, int] = {}
-    for start, size in ((_DT_JMPREL, _DT_PLTRELSZ), (_DT_RELA, _DT_RELASZ)):
-        if start not in dynamic or len(slots) == len(names):
-            continue
-        relocations = ctypes.string_at(address[start], dynamic[size])
-        for offset, info, _ in struct.iter_unpack("<QQq", relocations):
-            if info >> 32:
-                symbol = ctypes.string_at(address[_DT_SYMTAB] + 24 * (info >> 32), 4)
-                name = ctypes.string_at(address[_DT_STRTAB] + struct.unpack("<I", symbol)[0])
-                if name.decode() in names:
-                    slots[name.decode()] = base + offset
-    missing = [name for name in names if name not in slots]
-    if missing:
-        raise OSError(f"{library} does not import {', '.join(missing)}")
-    return slots
-
-
-def _write_address(at: int, address: int) -> None:
-    """Writes 8 bytes of this process's memory, on a page that may be read-only."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    size = os.sysconf("SC_PAGE_SIZE")
-    page = ctypes.c_void_p(at - at % size)
-    is_writable = _is_writable(at)
-    if not is_writable and libc.mprotect(page, ctypes.c_size_t(size), _PROT_READ | _PROT_WRITE):
-        raise OSError(f"the linker's table cannot be written: {os.strerror(ctypes.get_errno())}")
-    ctypes.c_uint64.from_address(at).value = address
-    if not is_writable:
-        libc.mprotect(page, ctypes.c_size_t(size), _PROT_READ)
-
-
-def _is_writable(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        limits, permissions, *_ = line.split()
-        start, end = (int(limit, 16) for limit in limits.split("-"))
-        if start <= address < end:
-            return "w" in permissions
-    raise OSError("the linker's table is not mapped")

@@ -153,6 +153,18 @@ class ForkedProcessError(MlxPagedError, RuntimeError):
         self.pid = pid
 
 
+class OutOfMemoryError(MlxPagedError, MemoryError):
+    """Memory for an array or a kernel could not be allocated.
+
+    Attributes:
+        num_bytes: Bytes that were asked for.
+    """
+
+    def __init__(self, message: str, num_bytes: int) -> None:
+        super().__init__(message)
+        self.num_bytes = num_bytes
+
+
 class StepError(MlxPagedError, RuntimeError):
     """A forward step failed for a request, or gave no token (NaN logits, or no permitted token)."""
 

@@ -7,12 +7,16 @@ MLX has no stable ABI: an extension built against another version may crash, or 
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType
 
-from mlx_paged import blas, cgroups
+from mlx_paged import blas, cgroups, linker
+
+# mlx::core::allocator::allocator()
+_ALLOCATOR = "_ZN3mlx4core9allocator9allocatorEv"
 
 
 def _load() -> ModuleType:
@@ -45,12 +49,31 @@ def _load() -> ModuleType:
             "pinned nanobind: `pip install --force-reinstall --no-deps .` in its checkout."
         ) from error
     _limit_threads(extension, cgroups.current().cpus)
+    if sys.platform == "linux" and not has_cuda:
+        _check_allocations(extension, mx)
     return extension
 
 
 def _has_cuda_mlx(mx: ModuleType) -> bool:
     """Whether MLX was built with CUDA, and so has what `_ext_cuda` calls."""
     return mx.cuda.is_available()
+
+
+def _check_allocations(extension: ModuleType, mx: ModuleType) -> None:
+    """Has MLX raise `OutOfMemoryError` where its CPU allocator finds no memory.
+
+    MLX's operations would store at a null pointer. (Its GPU allocators raise.)
+    """
+    try:
+        function = extension.allocator_function()
+        for library in (linker.loaded_libmlx(), mx.__file__, extension.__file__):
+            linker.rebind(str(library), {_ALLOCATOR: function})
+    except (OSError, AttributeError) as error:  # (of an extension built before this file)
+        warnings.warn(
+            f"a lack of memory in one of MLX's operations will end this process: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _limit_threads(ext: ModuleType, cpus: float | None) -> None:

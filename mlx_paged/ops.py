@@ -867,6 +867,15 @@ def pool_copies() -> int:
     return ext.pool_copies()
 
 
+def make_room() -> None:
+    """Waits for what the CPU's streams have queued, and frees what MLX keeps for reuse.
+
+    As `mx.clear_cache`, but an error in a stream stays with the arrays that it concerns:
+    `mx.clear_cache` raises it, and whoever waits for those arrays would not see it.
+    """
+    ext.make_room()
+
+
 def compiles_kernels() -> bool:
     """Whether GPU kernels are compiled on this machine, when they are first needed (Metal)."""
     if os.environ.get("MLX_PAGED_SIM") == "1":

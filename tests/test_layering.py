@@ -7,7 +7,7 @@ cli, server, doctor
             core    model
                         ops
                             extension
-                                blas, cgroups, descriptors
+                                blas, cgroups, linker, descriptors
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ PACKAGE = ROOT / "mlx_paged"
 # What each part of the package may import of it, besides itself and `errors`.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
-    "blas": (),
+    "blas": ("linker",),
+    "linker": (),
     "cgroups": (),
     "import_hooks": (),
     "descriptors": ("import_hooks",),
-    "extension": ("blas", "cgroups", "_build", "_ext"),
+    "extension": ("blas", "cgroups", "linker", "_build", "_ext"),
     "ops": ("extension",),
     "model": ("ops", "extension", "demo", "descriptors"),
     "core": (),
@@ -49,7 +50,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__init__": ("blas", "descriptors", "extension", "model", "engine", "drop_in"),
 }
 # Parts that import nothing outside Python's standard library: neither mlx, mlx_lm nor numpy.
-STANDARD_LIBRARY_ONLY = ("errors", "blas", "cgroups", "descriptors", "import_hooks", "core")
+STANDARD_LIBRARY_ONLY = (
+    "errors",
+    "blas",
+    "linker",
+    "cgroups",
+    "descriptors",
+    "import_hooks",
+    "core",
+)
 # Ways out of that: OpenBLAS's wheel tells where its library lies.
 EXCEPTIONS = {("blas", "scipy_openblas32")}
 
@@ -262,6 +271,7 @@ def test_only_the_bindings_know_python() -> None:
     assert found == ["bindings.h"]
     users = {p.name for p in sources("csrc") if "bindings.h" in includes(p)}
     assert users == {
+        "allocation.cpp",
         "bindings.cpp",
         "device_step.cpp",
         "layer_ops.cpp",

@@ -3,11 +3,9 @@
 #include "attention_run.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 
+#include "../allocation.h"
 #include "kernels.h"
 #include "parallel_for.h"
 #include "scratch.h"
@@ -15,22 +13,8 @@
 namespace mlx_paged::cpu {
 
 float* thread_scratch(size_t num_floats) {
-  struct Free {
-    void operator()(float* p) const { std::free(p); }
-  };
-  thread_local std::unique_ptr<float, Free> buffer;
-  thread_local size_t capacity = 0;
-  if (num_floats > capacity) {
-    constexpr size_t kAlignment = 64;
-    size_t bytes = (num_floats * sizeof(float) + kAlignment - 1) / kAlignment * kAlignment;
-    buffer.reset(static_cast<float*>(std::aligned_alloc(kAlignment, bytes)));
-    if (!buffer) {
-      capacity = 0;
-      throw std::bad_alloc();
-    }
-    capacity = num_floats;
-  }
-  return buffer.get();
+  thread_local Scratch scratch;
+  return scratch.at_least<float>(num_floats);
 }
 
 namespace {

@@ -4,8 +4,8 @@
 
 #include <cstring>
 
+#include "../allocation.h"
 #include "../primitives.h"
-#include "mlx/allocator.h"
 
 namespace mlx_paged::cpu {
 
@@ -28,7 +28,7 @@ void copy_strided(
 }  // namespace
 
 void copy_to_dense(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder) {
-  out.set_data(mx::allocator::malloc(out.nbytes()));
+  allocate(out);
   encoder.dispatch([shape = in.shape(), strides = in.strides(), item = int64_t(in.itemsize()),
                     src = in.data<char>(), dst = out.data<char>()]() mutable {
     copy_strided(shape, strides, item, 0, src, dst);

@@ -9,12 +9,12 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../allocation.h"
 #include "../device_program.h"
 #include "../primitives.h"
 #include "dense.h"
 #include "eval.h"
 #include "kernels.h"
-#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 
 namespace mlx_paged {
@@ -109,58 +109,59 @@ void GatherKV::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto key_pool = cpu::dense_pool(in[0], encoder);
   auto value_pool = cpu::dense_pool(in[1], encoder);
   for (auto& o : out) {
-    o.set_data(mx::allocator::malloc(o.nbytes()));
+    allocate(o);
   }
-  encoder.dispatch([pools = std::array{Pool(key_pool), Pool(value_pool)},
-                    views =
-                        std::array{
-                            pool_args(key_pool, out[0].dtype(), true),
-                            pool_args(value_pool, out[1].dtype(), false)},
-                    quantised = is_quantised(key_pool),
-                    row_bytes =
-                        std::array{
-                            int64_t(out[0].shape(3)) * out[0].itemsize(),
-                            int64_t(out[1].shape(3)) * out[1].itemsize()},
-                    dst = std::array{out[0].data<char>(), out[1].data<char>()},
-                    tables = in[2].data<int32_t>(), context_lens = in[3].data<int32_t>(),
-                    num_seqs = in[2].shape(0), max_blocks = in[2].shape(1),
-                    max_len = max_context_len_] {
-    int block_size = pools[0].block_size;
-    // Token-major like the pool, so that it is read in order; each head's rows are written in
-    // order.
-    constexpr int kTokensPerTask = 256;
-    int pieces = (max_len + kTokensPerTask - 1) / kTokensPerTask;
-    cpu::parallel_for(num_seqs * pieces, [&](int task, int) {
-      int seq = task / pieces;
-      int begin = task % pieces * kTokensPerTask;
-      int end = std::min(begin + kTokensPerTask, max_len);
-      const int32_t* table = tables + int64_t(seq) * max_blocks;
-      int len = std::min(context_lens[seq], max_len);
-      for (size_t p = 0; p < pools.size(); p++) {
-        const Pool& pool = pools[p];
-        int64_t head_bytes = row_bytes[p];
-        int64_t head_stride = max_len * head_bytes;
-        char* rows = dst[p] + int64_t(seq) * pool.num_kv_heads * head_stride;
-        for (int t = begin; t < std::min(end, len); t++) {
-          int64_t slot = int64_t(table[t / block_size]) * block_size + t % block_size;
-          const char* src = pool.slot(slot);
-          for (int head = 0; head < pool.num_kv_heads; head++) {
-            char* row = rows + head * head_stride + t * head_bytes;
-            if (quantised) {
-              cpu::kernels().pool.dequantise(views[p], slot, head, row);
-            } else {
-              std::memcpy(row, src + head * head_bytes, head_bytes);
+  cpu::dispatch(
+      encoder, out,
+      [pools = std::array{Pool(key_pool), Pool(value_pool)},
+       views =
+           std::array{
+               pool_args(key_pool, out[0].dtype(), true),
+               pool_args(value_pool, out[1].dtype(), false)},
+       quantised = is_quantised(key_pool),
+       row_bytes =
+           std::array{
+               int64_t(out[0].shape(3)) * out[0].itemsize(),
+               int64_t(out[1].shape(3)) * out[1].itemsize()},
+       dst = std::array{out[0].data<char>(), out[1].data<char>()}, tables = in[2].data<int32_t>(),
+       context_lens = in[3].data<int32_t>(), num_seqs = in[2].shape(0), max_blocks = in[2].shape(1),
+       max_len = max_context_len_] {
+        int block_size = pools[0].block_size;
+        // Token-major like the pool, so that it is read in order; each head's rows are written in
+        // order.
+        constexpr int kTokensPerTask = 256;
+        int pieces = (max_len + kTokensPerTask - 1) / kTokensPerTask;
+        cpu::parallel_for(num_seqs * pieces, [&](int task, int) {
+          int seq = task / pieces;
+          int begin = task % pieces * kTokensPerTask;
+          int end = std::min(begin + kTokensPerTask, max_len);
+          const int32_t* table = tables + int64_t(seq) * max_blocks;
+          int len = std::min(context_lens[seq], max_len);
+          for (size_t p = 0; p < pools.size(); p++) {
+            const Pool& pool = pools[p];
+            int64_t head_bytes = row_bytes[p];
+            int64_t head_stride = max_len * head_bytes;
+            char* rows = dst[p] + int64_t(seq) * pool.num_kv_heads * head_stride;
+            for (int t = begin; t < std::min(end, len); t++) {
+              int64_t slot = int64_t(table[t / block_size]) * block_size + t % block_size;
+              const char* src = pool.slot(slot);
+              for (int head = 0; head < pool.num_kv_heads; head++) {
+                char* row = rows + head * head_stride + t * head_bytes;
+                if (quantised) {
+                  cpu::kernels().pool.dequantise(views[p], slot, head, row);
+                } else {
+                  std::memcpy(row, src + head * head_bytes, head_bytes);
+                }
+              }
+            }
+            int empty = std::max(begin, len);
+            for (int head = 0; empty < end && head < pool.num_kv_heads; head++) {
+              std::memset(
+                  rows + head * head_stride + empty * head_bytes, 0, (end - empty) * head_bytes);
             }
           }
-        }
-        int empty = std::max(begin, len);
-        for (int head = 0; empty < end && head < pool.num_kv_heads; head++) {
-          std::memset(
-              rows + head * head_stride + empty * head_bytes, 0, (end - empty) * head_bytes);
-        }
-      }
-    });
-  });
+        });
+      });
 }
 
 void ApplyTokenBitmask::eval_cpu(const Arrays& inputs, Arrays& out) {
@@ -174,7 +175,7 @@ void ApplyTokenBitmask::eval_cpu(const Arrays& inputs, Arrays& out) {
     cpu::copy_to_dense(in[0], out[0], encoder);
     in_place = true;
   } else {
-    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+    allocate(out[0]);
   }
   cpu::BitmaskArgs args{};
   args.dtype = dtype_of(in[0].dtype());
@@ -182,34 +183,35 @@ void ApplyTokenBitmask::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.bitmask = in[1].data<uint32_t>();
   args.out = out[0].data<void>();
   args.size = in[0].shape(1);
-  encoder.dispatch([args, in_place, rows = in[2].data<int32_t>(), num_masks = in[1].shape(0),
-                    num_rows = in[0].shape(0),
-                    row_bytes = int64_t(out[0].itemsize()) * args.size]() mutable {
-    std::vector<cpu::MaskedRow> work;
-    if (in_place) {
-      for (int i = 0; i < num_masks; i++) {
-        work.push_back({rows[i], i});
-      }
-    } else {
-      for (int row = 0; row < num_rows; row++) {
-        work.push_back({row, -1});
-      }
-      for (int i = 0; i < num_masks; i++) {
-        work[rows[i]].mask = i;
-      }
-    }
-    args.rows = work.data();
-    for_ranges(int64_t(work.size()), row_bytes, [&](int64_t begin, int64_t end) {
-      cpu::kernels().layer.bitmask(args, begin, end);
-    });
-  });
+  cpu::dispatch(
+      encoder, out,
+      [args, in_place, rows = in[2].data<int32_t>(), num_masks = in[1].shape(0),
+       num_rows = in[0].shape(0), row_bytes = int64_t(out[0].itemsize()) * args.size]() mutable {
+        std::vector<cpu::MaskedRow> work;
+        if (in_place) {
+          for (int i = 0; i < num_masks; i++) {
+            work.push_back({rows[i], i});
+          }
+        } else {
+          for (int row = 0; row < num_rows; row++) {
+            work.push_back({row, -1});
+          }
+          for (int i = 0; i < num_masks; i++) {
+            work[rows[i]].mask = i;
+          }
+        }
+        args.rows = work.data();
+        for_ranges(int64_t(work.size()), row_bytes, [&](int64_t begin, int64_t end) {
+          cpu::kernels().layer.bitmask(args, begin, end);
+        });
+      });
 }
 
 void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   for (auto& o : out) {
-    o.set_data(mx::allocator::malloc(o.nbytes()));
+    allocate(o);
   }
   cpu::GreedyArgs args{};
   args.dtype = dtype_of(in[0].dtype());
@@ -220,7 +222,7 @@ void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.size = in[0].shape(1);
   int64_t num_rows = in[0].shape(0);
   int64_t row_bytes = args.size * int64_t(in[0].itemsize());
-  cpu::dispatch_ranges(encoder, cpu::kernels().layer.greedy, args, num_rows, row_bytes);
+  cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.greedy, args, num_rows, row_bytes);
 }
 
 void DeviceStep::eval_cpu(const Arrays&, Arrays&) {

@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
 
 #include "mlx/backend/cpu/encoder.h"
 #include "parallel_for.h"
@@ -25,12 +28,34 @@ void for_ranges(int64_t count, int64_t bytes_each, const Body& body) {
   });
 }
 
+// Queues work that writes `out`. If that fails, `out` is zeros: the operations behind it run all
+// the same, and may take its numbers for indices.
+template <typename Work>
+void dispatch(
+    mlx::core::cpu::CommandEncoder& encoder, std::vector<mlx::core::array>& out, Work work) {
+  std::vector<std::pair<char*, size_t>> written;
+  for (auto& a : out) {
+    written.emplace_back(a.data<char>(), a.nbytes());
+  }
+  encoder.dispatch([work = std::move(work), written = std::move(written)]() mutable {
+    try {
+      work();
+    } catch (...) {
+      for (auto [data, num_bytes] : written) {
+        std::memset(data, 0, num_bytes);
+      }
+      throw;
+    }
+  });
+}
+
 // Queues a vectorised kernel that does rows or elements [begin, end) of [0, count).
 template <typename Args>
 void dispatch_ranges(
-    mlx::core::cpu::CommandEncoder& encoder, void (*kernel)(const Args&, int64_t, int64_t),
-    const Args& args, int64_t count, int64_t bytes_each) {
-  encoder.dispatch([=] {
+    mlx::core::cpu::CommandEncoder& encoder, std::vector<mlx::core::array>& out,
+    void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t count,
+    int64_t bytes_each) {
+  dispatch(encoder, out, [=] {
     for_ranges(count, bytes_each, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   });
 }

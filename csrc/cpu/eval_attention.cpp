@@ -1,13 +1,11 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 
-#include <memory>
-
+#include "../allocation.h"
 #include "../primitives.h"
 #include "attention_run.h"
 #include "dense.h"
 #include "eval.h"
 #include "kernels.h"
-#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 
 namespace mlx_paged {
@@ -20,7 +18,7 @@ void PagedAttention::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto key_pool = cpu::dense_pool(in[kKeyPool], encoder);
   auto value_pool = cpu::dense_pool(in[kValuePool], encoder);
   const auto& tables = in[kTables];
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  allocate(out[0]);
 
   cpu::AttentionArgs args{};
   args.dtype = dtype_of(queries.dtype());
@@ -45,10 +43,10 @@ void PagedAttention::eval_cpu(const Arrays& inputs, Arrays& out) {
   int num_items = in[kWork].shape(0);
   int num_merges = in[kMerge].shape(0);
 
-  encoder.dispatch([args, num_items, num_merges] {
+  cpu::dispatch(encoder, out, [args, num_items, num_merges] {
     cpu::AttentionRun run(args, num_items, num_merges);
-    auto partials = std::make_unique_for_overwrite<float[]>(run.num_partial_floats());
-    run.set_partials(partials.get());
+    Scratch partials;
+    run.set_partials(partials.at_least<float>(run.num_partial_floats()));
     cpu::parallel_for(run.num_tasks(), [&](int task, int) { run.attend(task); });
     cpu::parallel_for(run.num_merges(), [&](int task, int) { run.merge(task); });
   });

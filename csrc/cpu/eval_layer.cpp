@@ -5,11 +5,11 @@
 #include <cmath>
 #include <vector>
 
+#include "../allocation.h"
 #include "../primitives.h"
 #include "dense.h"
 #include "eval.h"
 #include "kernels.h"
-#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "rotations.h"
 
@@ -23,7 +23,7 @@ void allocate_or_reuse(const mx::array& in, mx::array& out) {
   if (can_donate(in)) {
     out.copy_shared_buffer(in);
   } else {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
+    allocate(out);
   }
 }
 
@@ -32,17 +32,20 @@ void allocate_or_reuse(const mx::array& in, mx::array& out) {
 void RopeRotations::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
-  encoder.dispatch([positions = in[0].data<int32_t>(), inv_freqs = in[1].data<float>(),
-                    rotations = out[0].data<float>(), num_rows = in[0].shape(0),
-                    half_dims = in[1].shape(0), scale = scale_] {
-    constexpr int64_t kBytesLikeOneAngle = 256;  // the time of a sine and a cosine, as memory
-    cpu::for_ranges(num_rows, half_dims * kBytesLikeOneAngle, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++) {
-        cpu::rotate(positions[row], scale, inv_freqs, half_dims, rotations + row * 2 * half_dims);
-      }
-    });
-  });
+  allocate(out[0]);
+  cpu::dispatch(
+      encoder, out,
+      [positions = in[0].data<int32_t>(), inv_freqs = in[1].data<float>(),
+       rotations = out[0].data<float>(), num_rows = in[0].shape(0), half_dims = in[1].shape(0),
+       scale = scale_] {
+        constexpr int64_t kBytesLikeOneAngle = 256;  // the time of a sine and a cosine, as memory
+        cpu::for_ranges(num_rows, half_dims * kBytesLikeOneAngle, [&](int64_t begin, int64_t end) {
+          for (int64_t row = begin; row < end; row++) {
+            cpu::rotate(
+                positions[row], scale, inv_freqs, half_dims, rotations + row * 2 * half_dims);
+          }
+        });
+      });
 }
 
 void Rope::eval_cpu(const Arrays& inputs, Arrays& out) {
@@ -63,7 +66,7 @@ void Rope::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.traditional = traditional_;
   int64_t num_rows = in[0].shape(0);
   int64_t row_bytes = num_rows ? out[0].nbytes() / num_rows : 0;
-  cpu::dispatch_ranges(encoder, cpu::kernels().layer.rope, args, num_rows, row_bytes);
+  cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.rope, args, num_rows, row_bytes);
 }
 
 void RmsNorm::eval_cpu(const Arrays& inputs, Arrays& out) {
@@ -79,7 +82,7 @@ void RmsNorm::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.eps = eps_;
   int64_t num_rows = args.size ? int64_t(in[0].size()) / args.size : 0;
   int64_t row_bytes = args.size * int64_t(in[0].itemsize());
-  cpu::dispatch_ranges(encoder, cpu::kernels().layer.rms_norm, args, num_rows, row_bytes);
+  cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.rms_norm, args, num_rows, row_bytes);
 }
 
 void LayerNorm::eval_cpu(const Arrays& inputs, Arrays& out) {
@@ -97,7 +100,7 @@ void LayerNorm::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.eps = eps_;
   int64_t num_rows = args.size ? int64_t(in[0].size()) / args.size : 0;
   int64_t row_bytes = args.size * int64_t(in[0].itemsize());
-  cpu::dispatch_ranges(encoder, cpu::kernels().layer.layer_norm, args, num_rows, row_bytes);
+  cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.layer_norm, args, num_rows, row_bytes);
 }
 
 void Gelu::eval_cpu(const Arrays& inputs, Arrays& out) {
@@ -106,7 +109,7 @@ void Gelu::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   cpu::GeluArgs args{dtype_of(in[0].dtype()), kind_, in[0].data<void>(), out[0].data<void>()};
   int64_t bytes = 2 * int64_t(in[0].itemsize());
-  cpu::dispatch_ranges(encoder, cpu::kernels().layer.gelu, args, int64_t(in[0].size()), bytes);
+  cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.gelu, args, int64_t(in[0].size()), bytes);
 }
 
 void ClippedSwiglu::eval_cpu(const Arrays& inputs, Arrays& out) {
@@ -122,7 +125,7 @@ void ClippedSwiglu::eval_cpu(const Arrays& inputs, Arrays& out) {
       limit_};
   int64_t bytes = 2 * int64_t(in[0].itemsize());
   cpu::dispatch_ranges(
-      encoder, cpu::kernels().layer.clipped_swiglu, args, int64_t(in[0].size()), bytes);
+      encoder, out, cpu::kernels().layer.clipped_swiglu, args, int64_t(in[0].size()), bytes);
 }
 
 void SiluMul::eval_cpu(const Arrays& inputs, Arrays& out) {
@@ -136,13 +139,13 @@ void SiluMul::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.out = out[0].data<void>();
   int64_t size = int64_t(in[0].size());
   int64_t bytes = 2 * int64_t(in[0].itemsize());
-  cpu::dispatch_ranges(encoder, cpu::kernels().layer.silu_mul, args, size, bytes);
+  cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.silu_mul, args, size, bytes);
 }
 
 void NucleusThresholds::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  allocate(out[0]);
   cpu::NucleusArgs args{};
   args.logits = in[0].data<float>();
   args.floors = in[1].data<float>();
@@ -151,7 +154,8 @@ void NucleusThresholds::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.size = in[0].shape(1);
   constexpr int64_t kBytesLikeOneLogit = 64;  // the time of three passes, as memory
   cpu::dispatch_ranges(
-      encoder, cpu::kernels().layer.nucleus, args, in[0].shape(0), args.size * kBytesLikeOneLogit);
+      encoder, out, cpu::kernels().layer.nucleus, args, in[0].shape(0),
+      args.size * kBytesLikeOneLogit);
 }
 
 }  // namespace mlx_paged

@@ -8,12 +8,12 @@
 #include <cmath>
 #include <vector>
 
+#include "../allocation.h"
 #include "../primitives.h"
 #include "blas.h"
 #include "dense.h"
 #include "eval.h"
 #include "kernels.h"
-#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "product_pieces.h"
 #include "scratch.h"
@@ -43,17 +43,17 @@ void multiply_many(const float* x, const cpu::WeightView& weights, float* out, i
   int64_t fit = kSlabBytes / (int64_t(weights.k) * int64_t(sizeof(float)));
   int columns = int(std::clamp<int64_t>(fit / kAlign * kAlign, kAlign, weights.n + kAlign));
   // Its pages are not made anew for every product.
-  thread_local std::vector<float> slab;
-  slab.resize(std::max(slab.size(), size_t(columns) * weights.k));
+  thread_local Scratch memory;
+  float* slab = memory.at_least<float>(size_t(columns) * weights.k);
   for (int begin = 0; begin < weights.n; begin += columns) {
     int count = std::min(columns, weights.n - begin);
-    cpu::parallel_for((count + kAtOnce - 1) / kAtOnce, [&, to = slab.data()](int task, int) {
+    cpu::parallel_for((count + kAtOnce - 1) / kAtOnce, [&, to = slab](int task, int) {
       int64_t row = int64_t(task) * kAtOnce;
       cpu::kernels().product.unpack(
           weights, begin + row, begin + std::min<int64_t>(row + kAtOnce, count),
           to + row * weights.k);
     });
-    sgemm(m, count, weights.k, x, slab.data(), out + begin, weights.n);
+    sgemm(m, count, weights.k, x, slab, out + begin, weights.n);
   }
 }
 
@@ -68,9 +68,8 @@ void multiply_integers(
   int k = weights.k;
   int64_t row_bytes = integers.row_bytes(k);
   // Its pages are not made anew for every product.
-  thread_local std::vector<char> memory;
-  memory.resize(std::max(memory.size(), size_t(std::min(m, kMostRows) * row_bytes)));
-  char* rounded = memory.data();
+  thread_local Scratch memory;
+  char* rounded = memory.at_least<char>(std::min(m, kMostRows) * row_bytes);
   for (int begin = 0; begin < m; begin += kMostRows) {
     int rows = std::min(kMostRows, m - begin);
     const float* from = x + int64_t(begin) * k;
@@ -100,9 +99,8 @@ void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out,
   int k = weights.k;
   int64_t stride = cpu::bfloat_stride(k);
   // Its pages are not made anew for every product.
-  thread_local std::vector<uint16_t> memory;
-  memory.resize(std::max(memory.size(), size_t(m * stride)));
-  uint16_t* rounded = memory.data();
+  thread_local Scratch memory;
+  uint16_t* rounded = memory.at_least<uint16_t>(m * stride);
   cpu::parallel_for((m + kAtOnce - 1) / kAtOnce, [&](int task, int) {
     int first = task * kAtOnce;
     int count = std::min(kAtOnce, m - first);
@@ -191,8 +189,9 @@ cpu::WeightView Linear::weights(const mx::array& weight) {
 void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
-  encoder.dispatch(
+  allocate(out[0]);
+  cpu::dispatch(
+      encoder, out,
       [m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(), weights = weights(in[1]),
        bias = in.size() > 2 ? in[2].data<float>() : nullptr, out = out[0].data<float>(),
        activations = activations_] { multiply(x, weights, bias, out, m, activations); });
@@ -205,13 +204,14 @@ cpu::WeightView QuantizedLinear::weights(const Arrays& in) const {
 void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  allocate(out[0]);
   auto w = weights(in);
   size_t bias = w.biases ? 4 : 3;
-  encoder.dispatch([m = int(in[0].size() / w.k), x = in[0].data<float>(), w,
-                    bias = in.size() > bias ? in[bias].data<float>() : nullptr,
-                    out = out[0].data<float>(),
-                    activations = activations_] { multiply(x, w, bias, out, m, activations); });
+  cpu::dispatch(
+      encoder, out,
+      [m = int(in[0].size() / w.k), x = in[0].data<float>(), w,
+       bias = in.size() > bias ? in[bias].data<float>() : nullptr, out = out[0].data<float>(),
+       activations = activations_] { multiply(x, w, bias, out, m, activations); });
 }
 
 cpu::WeightView Lookup::weights(const Arrays& in) const {
@@ -231,9 +231,10 @@ void Lookup::read(const cpu::WeightView& weights, int64_t id, float* out) {
 void Lookup::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  allocate(out[0]);
   auto w = weights(in);
-  encoder.dispatch(
+  cpu::dispatch(
+      encoder, out,
       [size = int64_t(in[0].size()), ids = in[0].data<int32_t>(), w, out = out[0].data<float>()] {
         cpu::for_ranges(size, w.k * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; i++) {
@@ -264,7 +265,7 @@ void ExpertLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   }
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  allocate(out[0]);
   cpu::ExpertArgs args;
   args.weights = weights(in);
   int64_t k = args.weights.all.k;
@@ -277,7 +278,7 @@ void ExpertLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.x_pair_stride = shares_rows ? 0 : k;
   args.index_row_stride = args.per_row;
   args.out = out[0].data<float>();
-  encoder.dispatch([args] {
+  cpu::dispatch(encoder, out, [args] {
     cpu::ExpertGroups groups;
     groups.assign(args);
     int shares = cpu::expert_shares(args);

@@ -3,13 +3,14 @@
 #include "program.h"
 
 #include <algorithm>
+#include <cstring>
 #include <sstream>
 #include <unordered_map>
 
+#include "../allocation.h"
 #include "dense.h"
 #include "eval.h"
 #include "kernels.h"
-#include "mlx/allocator.h"
 #include "mlx/backend/common/utils.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "parallel_for.h"
@@ -115,14 +116,8 @@ void run_expert_piece(const ExpertPhase& phase, const Bases& bases, int task) {
 
 // Memory of the stream's thread, for what lies between the phases of a step.
 char* step_memory(int64_t bytes) {
-  thread_local std::vector<std::max_align_t> memory;
-  constexpr size_t kLine = 64;
-  size_t needed = (size_t(bytes) + kLine) / sizeof(std::max_align_t) + 1;
-  if (memory.size() < needed) {
-    memory = std::vector<std::max_align_t>(needed);
-  }
-  auto at = reinterpret_cast<uintptr_t>(memory.data());
-  return reinterpret_cast<char*>((at + kLine - 1) / kLine * kLine);
+  thread_local Scratch memory;
+  return memory.at_least<char>(bytes);
 }
 
 }  // namespace
@@ -172,6 +167,14 @@ AttentionArgs Program::attention_args(
   args.softcap = p.options.softcap;
   args.window = p.options.window;
   return args;
+}
+
+size_t Program::result_bytes() const {
+  size_t bytes = sizeof(float);
+  for (int extent : result_shape_) {
+    bytes *= extent;
+  }
+  return bytes;
 }
 
 int Program::num_nodes() const {
@@ -278,13 +281,18 @@ void Program::queue(const Arrays& in, char* result, mx::Stream stream) const {
   auto self = shared_from_this();
   if (!stream_) {
     encoder.dispatch([self, in, result] {
-      char* memory = step_memory(self->temporary_bytes_);
-      self->run(self->bases_of(in, result, memory), in, 0, self->phases_.size());
+      try {
+        char* memory = step_memory(self->temporary_bytes_);
+        self->run(self->bases_of(in, result, memory), in, 0, self->phases_.size());
+      } catch (...) {
+        std::memset(result, 0, self->result_bytes());
+        throw;
+      }
     });
     return;
   }
   mx::array memory({int(std::max<int64_t>(temporary_bytes_, 1))}, mx::uint8, nullptr, {});
-  memory.set_data(mx::allocator::malloc(memory.nbytes()));
+  allocate(memory);
   auto run = std::make_shared<Run>(Run{in, memory, bases_of(in, result, memory.data<char>()), {}});
   size_t begin = 0;
   for (size_t i = 0; i <= phases_.size(); i++) {
@@ -293,7 +301,15 @@ void Program::queue(const Arrays& in, char* result, mx::Stream stream) const {
       continue;
     }
     if (begin < i) {
-      encoder.dispatch([self, run, begin, i] { self->run(run->bases, run->in, begin, i); });
+      encoder.dispatch([self, run, result, begin, i] {
+        try {
+          self->run(run->bases, run->in, begin, i);
+        } catch (...) {  // (operations of MLX's own may take numbers for indices)
+          std::memset(run->memory.data<char>(), 0, run->memory.nbytes());
+          std::memset(result, 0, self->result_bytes());
+          throw;
+        }
+      });
     }
     begin = i + 1;
     if (node) {
@@ -339,9 +355,9 @@ void Program::run(const Bases& bases, const Arrays& in, size_t begin, size_t end
       }
     }
   }
-  auto partials = std::make_unique_for_overwrite<float[]>(partial_floats);
+  Scratch partials;
   for (auto& run : attention) {
-    run->set_partials(partials.get());
+    run->set_partials(partials.at_least<float>(partial_floats));
   }
 
   run_phases(num_tasks, [&](int i, int task) {

@@ -169,6 +169,7 @@ class Program : public std::enable_shared_from_this<Program> {
   int num_phases() const { return int(phases_.size()); }
   int num_nodes() const;  // phases that are operations of MLX's own
   const mx::Shape& result_shape() const { return result_shape_; }
+  size_t result_bytes() const;  // float32
   // Which inputs the outputs after the first are.
   const std::vector<int>& pools() const { return pools_; }
   bool is_pool(int input) const {

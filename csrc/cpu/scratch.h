@@ -7,7 +7,7 @@
 namespace mlx_paged::cpu {
 
 // Memory of the calling thread, 64-byte aligned, until its next call. It grows to the largest task
-// of the thread so far and stays: a step's layers need the same again. Throws std::bad_alloc.
+// of the thread so far and stays: a step's layers need the same again. Throws OutOfMemory.
 float* thread_scratch(size_t num_floats);
 
 }  // namespace mlx_paged::cpu

@@ -8,9 +8,9 @@
 #include <string>
 #include <utility>
 
+#include "../allocation.h"
 #include "../gpu.h"
 #include "../kernel_source.h"
-#include "mlx/allocator.h"
 #include "mlx/backend/metal/device.h"
 #include "mlx/backend/metal/utils.h"
 
@@ -55,7 +55,7 @@ void prepare(const Pipeline& wanted) {
 }
 
 void allocate(mx::array& a, mx::Stream) {
-  a.set_data(mx::allocator::malloc(a.nbytes()));
+  mlx_paged::allocate(a);
 }
 
 void keep(const mx::array& a, mx::Stream stream) {

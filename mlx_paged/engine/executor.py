@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-import mlx.core as mx
-
+from mlx_paged import ops
 from mlx_paged.core import (
     BlockCopy,
     ScheduledMedia,
@@ -192,7 +191,7 @@ class StepExecutor:
         logger.warning("a step of %d rows failed: %s", num_rows, reason_of(error))
         logger.debug("where it failed", exc_info=error)
         if is_out_of_memory(error):
-            mx.clear_cache()
+            ops.make_room()
             self._rows_too_many = num_rows
             self.max_rows = max(1, num_rows // 2)
 

@@ -21,6 +21,8 @@ POISONS = frozenset({NOT_A_NUMBER, INFINITE, HIDDEN_NOT_FINITE})
 # MLX raises plain RuntimeErrors; its allocators and drivers use these words.
 _OUT_OF_MEMORY = (
     "unable to allocate",
+    "cannot allocate",
+    "bad_alloc",
     "attempting to allocate",
     "out of memory",
     "outofmemory",

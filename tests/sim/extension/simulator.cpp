@@ -10,10 +10,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../../../csrc/allocation.h"
 #include "../../../csrc/cpu/dense.h"
 #include "../../../csrc/device_program.h"
 #include "../../../csrc/step_runner.h"
-#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 
 namespace mlx_paged::sim {
@@ -123,7 +123,7 @@ void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
     } else if (donates) {
       out[i].copy_shared_buffer(in[donated]);
     } else {
-      out[i].set_data(mx::allocator::malloc(out[i].nbytes()));
+      allocate(out[i]);
     }
   }
   mx::synchronize(node.stream());
@@ -177,7 +177,7 @@ class SimulatedStepDevice : public StepDevice {
 
   mx::array allocate(uint64_t bytes) override {
     mx::array a(mx::Shape{int((bytes + 3) / 4)}, mx::float32, nullptr, {});
-    a.set_data(mx::allocator::malloc(a.nbytes()));
+    mlx_paged::allocate(a);
     step_memories.push_back({a.data_shared_ptr(), a.data<char>(), a.nbytes()});
     return a;
   }
@@ -286,7 +286,7 @@ void simulate(DeviceStep& node, const Arrays& inputs, Arrays& out) {
   size_t num_results = program.results().size();
   for (size_t i = 0; i < out.size(); i++) {
     if (i < num_results) {
-      out[i].set_data(mx::allocator::malloc(out[i].nbytes()));
+      allocate(out[i]);
     } else {
       out[i].copy_shared_buffer(in[program.pools()[i - num_results]]);
     }

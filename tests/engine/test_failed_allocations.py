@@ -1,0 +1,184 @@
+"""A lack of memory raises in the operation that finds it, and ends no other request's answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import pytest
+from support.reference import ON_GPU, assert_close, make_batch
+
+from mlx_paged import ops
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.faults import is_out_of_memory
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.extension import ext
+from mlx_paged.model.loader import load
+
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux" or ON_GPU, reason="GPUs' allocators raise by themselves"
+)
+can_fail = pytest.mark.skipif(
+    not hasattr(ext, "_fail_allocation"),
+    reason="failing allocations are built with -Ccmake.define.MLX_PAGED_BUILD_TESTS=ON only",
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_fails_later():
+    yield
+    if hasattr(ext, "_fail_allocation"):
+        ext._fail_allocation(-1)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    options = {"kv_cache_memory": 16 << 20, "block_size": 8, "max_num_batched_tokens": 64}
+    return Engine(load(dtype="float32"), EngineConfig(max_num_seqs=4, **options))
+
+
+def finish(engine: Engine, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 1, "ignore_eos": True, **options})
+    engine.reset_prefix_cache()
+    outputs = [engine.add_request(str(i), p, params) for i, p in enumerate(prompts)]
+    while engine.has_unfinished:
+        engine.step()
+    engine.check_integrity()
+    assert [o.outputs[0].error for o in outputs] == [None] * len(outputs)
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@linux_only
+@can_fail
+def test_every_allocation_of_a_prompts_step_may_fail(engine) -> None:
+    prompts = [list(range(10, 40)), list(range(200, 207))]
+    expected = finish(engine, prompts)
+    for index in range(1000):
+        num_faults = engine.stats().num_faults
+        ext._fail_allocation(index)
+        answers = finish(engine, prompts)
+        num_allocations = ext._num_allocations()
+        ext._fail_allocation(-1)
+        engine._executor.max_rows = None  # (the next step is whole again)
+        assert answers == expected, index
+        if num_allocations <= index:
+            break
+        assert engine.stats().num_faults > num_faults, index
+    assert index > 10
+
+
+@linux_only
+@can_fail
+def test_every_allocation_of_a_decode_step_may_fail(engine) -> None:
+    prompts = [list(range(10, 40)), list(range(200, 207))]
+    expected = finish(engine, prompts, max_tokens=100)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    outputs = [engine.add_request(str(i), p, params) for i, p in enumerate(prompts)]
+    index, were_all_tried = 0, False
+    while engine.has_unfinished:
+        ext._fail_allocation(index)
+        engine.step()
+        were_all_tried = were_all_tried or ext._num_allocations() <= index
+        ext._fail_allocation(-1)
+        engine._executor.max_rows = None
+        index += 1
+    engine.check_integrity()
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert were_all_tried
+
+
+@linux_only
+@can_fail
+def test_a_kernel_that_fails_on_the_streams_thread_raises_where_its_result_is_waited_for(
+    rng,
+) -> None:
+    batch = make_batch(rng, [90, 40], [1, 1])
+    plan = batch.plan(split_tokens=16)  # pieces whose partial results need memory
+    mx.eval(batch.queries, batch.key_pool, batch.value_pool)
+
+    def attend() -> mx.array:
+        return ops.paged_attention(
+            batch.queries, batch.key_pool, batch.value_pool, plan, scale=0.125
+        )
+
+    expected = batch.expected(scale=0.125)
+    assert_close(attend(), expected)
+    ext._fail_allocation(1)  # (the first is the result)
+    failed = attend()
+    with pytest.raises(RuntimeError) as raised:
+        mx.eval(failed)
+    ext._fail_allocation(-1)
+    assert is_out_of_memory(raised.value)
+    assert "bytes" in str(raised.value)
+    if mx.any(failed).item():  # (MLX evaluates it again, unless the error came after that)
+        assert_close(failed, expected)
+    assert_close(attend(), expected)
+
+
+# Machines differ in what an address space leaves: the limit goes down until a step
+# fails, and none may end the process.
+LIMITED = """
+import json, resource, sys
+import mlx_paged
+from mlx_paged import LLM, SamplingParams, ops
+from mlx_paged.errors import OutOfMemoryError
+import mlx.core as mx
+
+llm = LLM(kv_cache_memory=16 << 20, max_num_seqs=8, max_num_batched_tokens=1024,
+          enable_prefix_caching=False)
+# (Tokens: the tokenizer is Rust, which ends a process that is out of memory.)
+prompts = [[10 + i % 900 for i in range(n)] for n in (700, 20, 300, 5, 150, 450)]
+params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+expected = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+line = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
+size = int(line.split()[1]) * 1024
+active = mx.get_active_memory()
+rounds = []
+held = []  # all but some 2 MiB of what the process has already and could use again
+for extra in (64, 8, 0):
+    resource.setrlimit(resource.RLIMIT_AS, (size + (extra << 20), resource.RLIM_INFINITY))
+    if extra == 0:
+        for num_bytes in (16 << 20, 1 << 20):
+            try:
+                while True:
+                    mx.eval(mx.zeros((1,)))
+                    held.append(mx.zeros((num_bytes,), mx.uint8))
+                    mx.eval(held[-1])
+            except OutOfMemoryError as error:
+                assert error.num_bytes > 0
+                held.pop()
+        del held[-2:]
+        ops.make_room()
+    outputs = llm.generate(prompts, params)
+    rounds.append([[list(o.outputs[0].token_ids), str(o.outputs[0].error)] for o in outputs])
+    faults = llm.stats().num_faults
+held.clear()
+ops.make_room()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+again = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+print(json.dumps([expected, rounds, again, faults, mx.get_active_memory() - active]))
+"""
+
+
+@linux_only
+@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="AddressSanitizer reserves address space")
+def test_a_process_without_address_space_lives_and_fails_only_what_does_not_fit() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    expected, rounds, again, num_faults, kept = json.loads(run.stdout.splitlines()[-1])
+    assert again == expected
+    assert num_faults > 0, "the limit was met nowhere"
+    assert kept < 1 << 20, "what was not allocated counts as active"
+    for outputs in rounds:
+        for (tokens, error), wanted in zip(outputs, expected):
+            assert tokens == wanted or "allocate" in error or "Memory" in error, (tokens, error)
