@@ -121,8 +121,8 @@ def test_a_conversation_with_numbers(page, visitor) -> None:
     text = code.inner_text()
     assert FIBONACCI.match(text), text
     stats = page.locator(".assistant .stats").inner_text()
-    assert re.search(r"[\d.]+ tokens/s · TTFT \d+ ms · \d+ tokens · 0 of \d+ prompt tokens cached",
-                     stats), stats  # fmt: skip
+    numbers = r"[\d.]+ tokens/s · TTFT \d+ ms · \d+ tokens · 0 of \d+ prompt tokens cached"
+    assert re.fullmatch(f"{numbers} · complete · demo", stats), stats
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator(".assistant .branches")).to_contain_text("2/2")
     answered(page)

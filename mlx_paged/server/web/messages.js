@@ -361,7 +361,12 @@ function canContinue(message) {
   return message.finish === "length" || message.status !== "done";
 }
 
-function statistics({ stats, status }) {
+// Why an answer ended, by the server's finish reason.
+const ENDS = { stop: "complete", length: "cut at the token limit", tool_calls: "calls tools", content_filter: "filtered" };
+
+// The line below an answer: speed, time to first token, tokens, finish reason and model.
+function statistics({ stats, status, finish, model, role }) {
+  if (role !== "assistant" || status === "streaming") return "";
   const told = [];
   if (stats?.tokensPerSecond) told.push(`${stats.tokensPerSecond.toFixed(1)} tokens/s`);
   if (stats) told.push(`TTFT ${(stats.ttft * 1000).toFixed(0)} ms`);
@@ -369,5 +374,7 @@ function statistics({ stats, status }) {
     told.push(`${stats.completion} tokens`, `${stats.cached} of ${stats.prompt} prompt tokens cached`);
   }
   if (status === "stopped") told.push("stopped");
+  else if (status === "done" && finish) told.push(ENDS[finish] ?? finish);
+  if (model) told.push(model);
   return told.join(" · ");
 }
