@@ -126,7 +126,7 @@ def test_random_schemas(compiler: GrammarCompiler) -> None:
             except InvalidParameterError as refusal:
                 assert grammar.relaxed and "that can be enforced" in str(refusal), str(refusal)
                 outcomes["refused where strict"] += 1
-    print(dict(outcomes))
+        print(f"seeds up to {seed}: {dict(outcomes)}", flush=True)
     assert outcomes["valid"] > COUNT and outcomes["cut"] < COUNT / 5
 
 
@@ -155,7 +155,7 @@ def random_lark(rng: Random) -> str:
 def test_random_regular_expressions_grammars_and_choices(compiler: GrammarCompiler) -> None:
     outcomes: Counter[str] = Counter()
     rng, walks = Random(0), Walks(compiler, 0)
-    for _ in range(COUNT):
+    for i in range(COUNT):
         regex = random_regex(rng)
         texts = ["".join(rng.choices('ab"\\\n é😀<|', k=rng.randint(1, 6))) for _ in range(3)]
         for fields in ({"regex": regex}, {"grammar": random_lark(rng)}, {"choice": texts}):
@@ -175,5 +175,6 @@ def test_random_regular_expressions_grammars_and_choices(compiler: GrammarCompil
             if text is not None and "regex" in fields:
                 assert re.fullmatch(regex, text), (regex, text)
             outcomes["cut" if text is None else "ended"] += 1
-    print(dict(outcomes))
+        if i % 50 == 49:
+            print(f"{i + 1}: {dict(outcomes)}", flush=True)
     assert outcomes["ended"] > COUNT

@@ -37,6 +37,8 @@ def test_random_tools() -> None:
     rng, schemas, walks = Random(0), RandomSchemas(77), Walks(compiler, 0)
     for i in range(COUNT):
         schema = schemas.schema()
+        if i % 50 == 49:
+            print(f"{i + 1}: {dict(outcomes)}", flush=True)
         if not isinstance(schema, dict) or schema.get("type", "object") != "object":
             continue
         format = FORMATS[i % len(FORMATS)]({}, "")
@@ -65,5 +67,4 @@ def test_random_tools() -> None:
             answer, _ = read(format, (tool,), {}, [(1, text)])
             assert answer.calls and answer.content == "", text
             assert isinstance(json.loads(answer.calls[0].arguments), dict), text
-    print(dict(outcomes))
     assert outcomes["followed"] > COUNT / 4
