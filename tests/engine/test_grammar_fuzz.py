@@ -58,7 +58,7 @@ def enforced(schema: Any, relaxed: Collection[str]) -> Any:
             if here not in relaxed or key not in each:
                 continue
             value = each.pop(key)
-            if key == "oneOf":  # (which is taken for anyOf)
+            if key == "oneOf" and "$ref" not in each:  # (which is taken for anyOf)
                 each["allOf"] = [*each.get("allOf", []), {"anyOf": value}]
             elif key == "if":
                 each.pop("then", None)

@@ -20,8 +20,10 @@ LENGTHS = (32, 16, 16)
 # Where the masks take long, states may be growing without bounds: those are followed further.
 _SLOW_MASK = 0.01
 _LONGEST = 192  # tokens
-# Seconds of this thread's work for all probes of a grammar, and for those whose masks take long.
-_SECONDS, _SECONDS_IF_SLOW = 0.1, 1.0
+# Seconds of this thread's work for all probes of a grammar, for those whose masks take long, and for
+# those whose masks take longer and longer: such a grammar gets to the limits in any long answer.
+_SECONDS, _SECONDS_IF_SLOW, _SECONDS_IF_GROWING = 0.1, 1.0, 3.0
+_WINDOW, _GROWTH = 12, 1.15  # masks, and how much longer the last ones take than those before
 _COUNTS = re.compile(r"\{\d*,?\d*\}")
 _MOST_PATTERNS = 64
 
@@ -43,7 +45,7 @@ class Prober:
             length: tokens to follow.
         """
         words, rng = first_mask.copy(), random.Random(seed)
-        is_slow = False
+        times: list[float] = []
         for num_tokens in range(1, _LONGEST):
             taken = np.flatnonzero(words)
             word = int(taken[rng.randrange(len(taken))])
@@ -54,11 +56,19 @@ class Prober:
                 break
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             now = time.thread_time()
-            is_slow = now - before > _SLOW_MASK
-            is_long = now - self._began > (_SECONDS_IF_SLOW if is_slow else _SECONDS)
+            times.append(now - before)
+            is_slow = times[-1] > _SLOW_MASK
+            limit = _SECONDS_IF_SLOW if is_slow else _SECONDS
+            is_long = now - self._began > (_SECONDS_IF_GROWING if _is_growing(times) else limit)
             if matcher.is_error() or is_long or (num_tokens >= length and not is_slow):
                 break
         return matcher
+
+
+def _is_growing(times: list[float]) -> bool:
+    """True if masks take long, and longer than they did before."""
+    last, before = sum(times[-_WINDOW:]), sum(times[-2 * _WINDOW : -_WINDOW])
+    return last > _WINDOW * _SLOW_MASK and last > _GROWTH * before > 0
 
 
 def counting_patterns(schemas: Iterable[Any]) -> list[str]:
