@@ -20,8 +20,8 @@ LENGTHS = (32, 16, 16)
 # Where the masks take long, states may be growing without bounds: those are followed further.
 _SLOW_MASK = 0.01
 _LONGEST = 192  # tokens
-# Seconds of this thread's work for all probes of a grammar, for those whose masks take long, and for
-# those whose masks take longer and longer: such a grammar gets to the limits in any long answer.
+# Seconds of this thread's work for all probes of a grammar, for those whose masks take long, and
+# for those whose masks take longer and longer: these get to the limits in any long answer.
 _SECONDS, _SECONDS_IF_SLOW, _SECONDS_IF_GROWING = 0.1, 1.0, 3.0
 _WINDOW, _GROWTH = 12, 1.15  # masks, and how much longer the last ones take than those before
 _COUNTS = re.compile(r"\{\d*,?\d*\}")
