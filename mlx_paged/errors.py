@@ -219,7 +219,7 @@ class UnsupportedModelError(MlxPagedError, ValueError):
         if reason:
             message += f": {reason}"
         if supported:
-            message += f" (supported: {', '.join(sorted(supported))})"
+            message += f" (docs/models.md lists the {len(supported)} families that are)"
         super().__init__(message)
         self.model_type = model_type
         self.reason = reason
@@ -233,6 +233,24 @@ class BackendUnavailableError(MlxPagedError, RuntimeError):
         super().__init__(f"backend {backend!r} is not available: {reason}")
         self.backend = backend
         self.reason = reason
+
+
+class InstallationError(MlxPagedError, ImportError):
+    """MLX or the native extension cannot be loaded; the message says what to install."""
+
+    @classmethod
+    def of(cls, error: ImportError) -> InstallationError | None:
+        """What to do about an import of MLX that failed; None: the error is about something else.
+
+        (On Linux ``libmlx.so`` is in a package of its own.)
+        """
+        if "libmlx" not in str(error):
+            return None
+        return cls(
+            "MLX has no backend here, which is a package of its own on Linux: "
+            "pip install 'mlx-paged[cpu]', or 'mlx-paged[cuda13]' for an NVIDIA GPU "
+            "(in a checkout '.[cpu]' or '.[cuda13]')"
+        )
 
 
 class IntegrityError(MlxPagedError, AssertionError):

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from mlx_paged import blas, cgroups, linker
+from mlx_paged.errors import InstallationError
 
 # mlx::core::allocator::allocator()
 _ALLOCATOR = "_ZN3mlx4core9allocator9allocatorEv"
@@ -24,15 +25,18 @@ def _load() -> ModuleType:
     try:
         from mlx_paged._build import MLX_VERSION, NANOBIND_VERSION
     except ImportError as error:
-        raise ImportError(
+        raise InstallationError(
             "mlx_paged's native extension is not built. In its checkout, run: pip install ."
         ) from error
 
-    import mlx.core as mx
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        raise InstallationError.of(error) or error from error
 
     found: str = mx.__version__  # type: ignore[attr-defined]
     if found != MLX_VERSION:
-        raise ImportError(
+        raise InstallationError(
             f"mlx_paged was built with MLX {MLX_VERSION} but found MLX {found}, and MLX "
             f"has no stable ABI. Run: pip install 'mlx=={MLX_VERSION}' (on Linux with its backend, "
             f"as in 'mlx[cpu]=={MLX_VERSION}'), or rebuild mlx_paged with "
@@ -43,7 +47,7 @@ def _load() -> ModuleType:
     try:
         extension.accepts(mx.array(0))
     except TypeError as error:
-        raise ImportError(
+        raise InstallationError(
             f"mlx_paged was built with nanobind {NANOBIND_VERSION}, whose internals MLX "
             f"{found} does not share, so it cannot take MLX's arrays. Rebuild it with the "
             "pinned nanobind: `pip install --force-reinstall --no-deps .` in its checkout."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,7 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from mlx_paged import _exit_interrupted
-from mlx_paged.errors import MlxPagedError
+from mlx_paged.cli import other_flags
+from mlx_paged.errors import InstallationError, InvalidParameterError, MlxPagedError
 
 PROGRAM = "mlx-paged"
 DEBUG_VARIABLE = "MLX_PAGED_DEBUG"
@@ -69,6 +71,7 @@ def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     _Debug.on = False
     try:
         command: Any = _with_debug(typer.main.get_command(app))
+        _name_options(command)
         status = command.main(arguments, prog_name=PROGRAM, standalone_mode=False)
         if status == ExitCode.INTERRUPTED:
             print_line("interrupted")
@@ -90,6 +93,10 @@ def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
         return ExitCode.FAILED
     except Exception as error:
         _trace()
+        missing = InstallationError.of(error) if isinstance(error, ImportError) else None
+        if missing is not None:
+            print_line(str(missing))
+            return ExitCode.FAILED
         if _follows_interrupt(error):
             print_line("interrupted")
             return ExitCode.INTERRUPTED
@@ -154,8 +161,9 @@ def _follows_interrupt(error: BaseException) -> bool:
 
 def _misused(error: typer.TyperException) -> int:
     """Wrong usage is one line; without any arguments, the help is shown."""
-    message = error.format_message()
-    context = getattr(error, "ctx", None)
+    message, context = error.format_message(), getattr(error, "ctx", None)
+    if context is not None and context.command.name == "serve":
+        message = other_flags.with_hint(message, getattr(error, "option_name", None))
     path = PROGRAM if context is None else context.command_path
     if type(error).__name__ != "NoArgsIsHelpError":
         _trace()
@@ -189,6 +197,39 @@ def _with_debug(command: Any) -> Any:
         each.params.append(option)
         pending += getattr(each, "commands", {}).values()
     return command
+
+
+def _name_options(command: Any) -> None:
+    """A wrong value of an option is wrong usage, also where the engine finds it."""
+    for each in getattr(command, "commands", {}).values():
+        _name_options(each)
+    if getattr(command, "commands", None):
+        return
+    invoke = command.invoke
+
+    def invoked(context: typer.Context) -> Any:
+        try:
+            return invoke(context)
+        except InvalidParameterError as error:
+            raise _misuse(context, error) from error
+
+    command.invoke = invoked
+
+
+def _misuse(context: typer.Context, error: InvalidParameterError) -> Exception:
+    """An error about a parameter, as one about the option that was given for it."""
+    name = re.split(r"[.\[]", error.field)[0]
+    for parameter in context.command.params:
+        flags = [flag.lstrip("-").replace("-", "_") for flag in parameter.opts]
+        if name != parameter.name and name not in flags:
+            continue
+        source = context.get_parameter_source(parameter.name or "")
+        if getattr(source, "name", "DEFAULT") == "DEFAULT":
+            continue
+        reason = str(error).removeprefix(error.field).removeprefix(":").strip()
+        hint = next((flag for flag in parameter.opts if flag.startswith("--")), parameter.name)
+        return typer.BadParameter(reason, context, param_hint=f"'{hint}'")
+    return error
 
 
 _debug_app = typer.Typer(add_completion=False)

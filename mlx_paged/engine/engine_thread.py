@@ -138,8 +138,12 @@ class EngineThread:
             self.engine.settle()
         except BaseException as error:
             reason, failure = reason_of(error), error
-            traceback = None if isinstance(error, MlxPagedError) else error
-            logger.critical("the engine has stopped: %s", reason, exc_info=traceback)
+            expected = isinstance(error, MlxPagedError)
+            if expected and not self.ready.done():  # (a wrong model: the error says all)
+                logger.critical("%s", error)
+            else:
+                traceback = None if expected else error
+                logger.critical("the engine has stopped: %s", reason, exc_info=traceback)
         finally:
             collector.let_go()
             self._fail_all(reason)

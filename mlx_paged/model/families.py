@@ -9,6 +9,7 @@ is refused by name: a family that seems to work could give wrong results without
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,15 @@ def unregister_family(model_type: str) -> None:
     _registered.pop(model_type, None)
 
 
+# Types, and ends of the names of architectures, of models that do not generate.
+_ENCODER_TYPES = re.compile(
+    r"bert|electra|mpnet|xlm|deberta|longformer|big_bird|nomic|^esm|clip|siglip|vit$|dinov|whisper"
+    r"|wav2vec|hubert|(^|_)m?u?t5|bart|pegasus|marian|m2m|nllb|^led$|prophetnet|fsmt|blenderbot"
+)
+_ENCODER_ENDINGS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
+                    "ForQuestionAnswering", "ForMultipleChoice", "EncoderModel")  # fmt: skip
+
+
 def module_of(config: Mapping[str, Any]) -> str:
     """The module of mlx-lm that runs a model of this ``config.json``."""
     model_type = str(config.get("model_type", ""))
@@ -151,6 +161,11 @@ def require_family(config: Mapping[str, Any]) -> Family:
             proven=PROVEN[module],
         )
     reason = REFUSED.get(module)
+    if reason is None and is_encoder(config):
+        reason = (
+            "it is an encoder, or an encoder-decoder model, and only decoders are served; for "
+            "embeddings take one of those, such as Qwen3-Embedding (docs/pooling.md)"
+        )
     if reason is None:
         reason = (
             f"the paged cache has not been proven for it with mlx-lm {MLX_LM_VERSION}"
@@ -158,6 +173,18 @@ def require_family(config: Mapping[str, Any]) -> Family:
             else f"mlx-lm {MLX_LM_VERSION} has no such model"
         )
     raise UnsupportedModelError(model_type, reason, sorted({*PROVEN, *_registered}))
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a model that does not generate text token by token."""
+    if config.get("is_encoder_decoder"):
+        return True
+    model_type = str(config.get("model_type", "")).lower().replace("-", "_")
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    return (
+        _ENCODER_TYPES.search(model_type) is not None
+        or any(name.endswith(_ENCODER_ENDINGS) for name in architectures)
+    ) and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
 
 
 def _exists(module: str) -> bool:

@@ -39,6 +39,7 @@ from mlx_paged.model.config_files import (
     vocab_size,
 )
 from mlx_paged.model.deviations import conform
+from mlx_paged.model.directory import check_files, check_path, config_of
 from mlx_paged.model.families import require_family
 from mlx_paged.model.media_families import (
     MEDIA_FAMILIES,
@@ -129,18 +130,21 @@ def load(
 
         path_or_hub_id = model_path()
     name = str(path_or_hub_id)
-    _check_directory(name)
+    check_path(name)
     media, reason, head, library = None, None, None, "mlx-lm"
     try:
         with descriptors.at_least(_MANY_FILES):
-            family, reason = _media_family(_download(name))
+            path = _download(name)
+            _require_served(config_of(name, path))
+            check_files(name, path)
+            family, reason = _media_family(path)
             if family is None:
                 model, tokenizer, config, head = _load(name)
                 tokenizer = _with_chat_template(tokenizer, _directory_of(name))
             else:
                 library = "mlx-vlm"
-                model, tokenizer, config, media = _load_multimodal(_download(name), family)
-    except UnsupportedModelError:
+                model, tokenizer, config, media = _load_multimodal(path, family)
+    except (ModelLoadError, UnsupportedModelError):
         raise
     except (OSError, RepositoryNotFoundError, HFValidationError) as error:
         raise ModelLoadError(name, _reason(name, error)) from error
@@ -323,32 +327,6 @@ def model_directory(name: str) -> Path | None:
 
 def _directory_of(name: str) -> Path:
     return Path(name) if Path(name).exists() else hf_repo_to_path(name)
-
-
-def _check_directory(name: str) -> None:
-    """Names what a local directory lacks, where mlx-lm would only fail."""
-    path = Path(name)
-    if not name or not path.exists():
-        if not name or name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
-            raise ModelLoadError(
-                name, "there is no such directory, and it is no hub id ('owner/model') either"
-            )
-        return
-    if not path.is_dir():
-        raise ModelLoadError(name, "it is a file; give the directory that holds config.json")
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(name, "the directory has no config.json")
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise ModelLoadError(name, f"its config.json is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(name, f"its config.json must be an object but is {config!r}")
-    if "model_type" not in config:
-        raise ModelLoadError(name, "its config.json names no model_type")
-    _require_served(config)
-    if not any(path.glob("model*.safetensors")):
-        raise ModelLoadError(name, "the directory has no weights (model*.safetensors)")
 
 
 def _require_served(config: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from mlx_paged import descriptors
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.connection import ImpatientProtocol
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,21 @@ _SHORT_PAUSE, _LONG_PAUSE = 0.05, 0.25
 _LOG_INTERVAL = 10.0
 
 
+def _refused(host: str, port: int, error: OSError) -> MlxPagedError:
+    """Why an address cannot be used, and what to change."""
+    if error.errno == errno.EADDRINUSE:
+        return MlxPagedError(
+            f"port {port} of {host} is in use: end the program that listens there, or choose "
+            "another with --port"
+        )
+    if error.errno == errno.EACCES:
+        return MlxPagedError(
+            f"port {port} may not be used by this user: choose one above 1023 with --port"
+        )
+    expected = f"an address of this machine ({error.strerror or error})"
+    return InvalidParameterError("host", expected, host)
+
+
 def bind(host: str, port: int, silence_limit: float) -> socket.socket:
     """A listening socket.
 
@@ -43,7 +58,8 @@ def bind(host: str, port: int, silence_limit: float) -> socket.socket:
             data; the kernel's own limits are 15 minutes and none.
 
     Raises:
-        InvalidParameterError: the address cannot be used; the message says why.
+        InvalidParameterError: the host is none of this machine's addresses.
+        MlxPagedError: the port cannot be used; the message says why.
     """
     try:
         kind, protocol, _, _, address = socket.getaddrinfo(
@@ -53,9 +69,7 @@ def bind(host: str, port: int, silence_limit: float) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
-        raise InvalidParameterError(
-            "host and port", f"an address to listen on ({error.strerror})", f"{host}:{port}"
-        ) from error
+        raise _refused(host, port, error) from error
     # Accepted sockets inherit these.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

@@ -240,7 +240,7 @@ def assert_names_family_and_supported(error: UnsupportedModelError, model_type: 
     assert error.model_type == model_type
     assert set(PROVEN) <= set(error.supported)
     assert repr(model_type) in str(error)
-    assert all(family in str(error) for family in PROVEN)
+    assert "docs/models.md" in str(error) and len(str(error)) < 400
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,42 @@ def test_a_directory_without_weights(directory: Path) -> None:
     refused(directory, "no weights")
 
 
+@pytest.mark.parametrize("has_config", [True, False])
+@pytest.mark.parametrize(
+    ("file", "remedy"),
+    [
+        ("pytorch_model-00001-of-00002.bin", "save them as safetensors with transformers"),
+        ("consolidated.00.pth", "save them as safetensors with transformers"),
+        ("model-Q4_K_M.gguf", "GGUF, which is not read here: take the model's safetensors"),
+    ],
+)
+def test_weights_of_another_format(
+    directory: Path, file: str, remedy: str, has_config: bool
+) -> None:
+    (directory / "model.safetensors").rename(directory / file)
+    if not has_config:
+        (directory / "config.json").unlink()
+    refused(directory, remedy)
+    if file.endswith(".gguf"):
+        refused(directory / file, remedy)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "architectures": ["BertModel"]},
+        {"model_type": "xlm-roberta", "architectures": ["XLMRobertaForSequenceClassification"]},
+        {"model_type": "mt5", "is_encoder_decoder": True},
+        {"model_type": "new_kind", "architectures": ["NewForMaskedLM"]},
+    ],
+)
+def test_an_encoder_is_called_one(directory: Path, config: dict[str, Any]) -> None:
+    rewrite_config(directory, lambda given: given.update({"architectures": None, **config}))
+    with pytest.raises(UnsupportedModelError, match=r"it is an encoder.*Qwen3-Embedding") as caught:
+        load(directory)
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("keep", [0, 40, -1000], ids=["empty", "header cut", "data cut"])
 def test_weights_of_a_broken_download(directory: Path, keep: int) -> None:
     weights = directory / "model.safetensors"
@@ -230,7 +266,7 @@ def test_a_config_with_a_field_of_the_wrong_type(directory: Path) -> None:
 def test_a_directory_without_a_tokenizer(directory: Path) -> None:
     for path in directory.glob("*token*"):
         path.unlink()
-    refused(directory, "tokenizer")
+    refused(directory, "has no tokenizer .*: copy the tokenizer's files")
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"chat_template": 1}', "{"])

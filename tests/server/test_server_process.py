@@ -241,7 +241,7 @@ def test_a_model_that_is_not_there_and_an_address_that_is_taken() -> None:
         with process(*options) as (server, _):
             _, log = server.communicate(timeout=300)
             last = [json.loads(line) for line in log.splitlines()][-1]
-            assert server.returncode == 1 and "address" in last["message"], log
+            assert server.returncode == 1 and "is in use" in last["message"], log
             assert last["level"] == "critical" and "Traceback" not in log
 
 

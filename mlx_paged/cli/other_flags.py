@@ -1,0 +1,116 @@
+"""Hints for options of `serve` that have another name in mlx_lm.server, vllm-mlx or vLLM."""
+
+from __future__ import annotations
+
+_MEMORY = "--gpu-memory-utilization or --kv-cache-memory sets the memory of the KV cache"
+_ALWAYS_PAGED = "nothing is needed: batches are continuous, and the cache is paged, always"
+_SAMPLING = (
+    "clients send it with each request; --override-generation-config '{\"%s\": ...}' sets a default"
+)
+_ANSWER = (
+    "clients send max_tokens with each request; --override-generation-config "
+    "'{\"max_new_tokens\": ...}' sets the most, --max-model-len the context"
+)
+_CHUNKS = "--max-num-batched-tokens sets the most tokens of a step"
+_MEDIA = "nothing is needed: models with towers take media where the extra 'vision' is installed"
+_QUANTIZED_KV = "--kv-cache-dtype int8 or int4 quantizes the KV cache"
+_NO_DRAFTS = "speculative decoding is not supported"
+_NO_ADAPTERS = "adapters are not supported: fuse it into the model with mlx_lm.fuse"
+_NO_DISK = "the prefix cache is in memory only"
+_ONE_MODEL = "a server has one model: start another one on another --port"
+_TEMPLATE = (
+    "clients send chat_template_kwargs with each request; --chat-template sets another template"
+)
+_NO_CODE = "nothing is needed for the models of docs/models.md"
+
+_HINTS: dict[str, str] = {
+    "--adapter-path": _NO_ADAPTERS,
+    "--auto-unload-idle-seconds": "a model stays loaded until its server ends",
+    "--cache-memory-mb": _MEMORY,
+    "--cache-memory-percent": _MEMORY,
+    "--cache-policy": "--no-enable-prefix-caching switches the prefix cache off",
+    "--chat-template-args": _TEMPLATE,
+    "--chunked-prefill-tokens": _CHUNKS,
+    "--completion-batch-size": "--max-num-seqs sets the most sequences of a step",
+    "--continuous-batching": _ALWAYS_PAGED,
+    "--decode-concurrency": "--max-num-seqs sets the most sequences of a step",
+    "--default-chat-template-kwargs": _TEMPLATE,
+    "--default-min-p": _SAMPLING % "min_p",
+    "--default-presence-penalty": "clients send presence_penalty with each request",
+    "--default-repetition-penalty": _SAMPLING % "repetition_penalty",
+    "--default-temperature": _SAMPLING % "temperature",
+    "--default-thinking-token-budget": "clients send thinking_token_budget with each request",
+    "--default-top-k": _SAMPLING % "top_k",
+    "--default-top-p": _SAMPLING % "top_p",
+    "--disable-log-stats": "GET /metrics has the statistics, and the log none",
+    "--disable-prefix-cache": "it is --no-enable-prefix-caching here",
+    "--draft-model": _NO_DRAFTS,
+    "--embedding-model": "serve it with --runner pooling, in a server of its own",
+    "--enable-lora": _NO_ADAPTERS,
+    "--enable-metrics": "nothing is needed: GET /metrics is always there",
+    "--enable-mtp": _NO_DRAFTS,
+    "--enable-prefix-cache": "nothing is needed: prefixes are shared unless "
+    "--no-enable-prefix-caching is given",
+    "--enable-thinking": _TEMPLATE,
+    "--guided-decoding-backend": "nothing is needed: grammars are llguidance's",
+    "--kv-bits": _QUANTIZED_KV,
+    "--kv-cache-quantization": _QUANTIZED_KV,
+    "--kv-cache-quantization-bits": _QUANTIZED_KV,
+    "--kv-group-size": _QUANTIZED_KV,
+    "--lazy-load-model": "the model is loaded at once; the port answers meanwhile",
+    "--lora-modules": _NO_ADAPTERS,
+    "--max-cache-blocks": "it is --num-gpu-blocks-override here",
+    "--max-kv-size": "--max-model-len sets the most tokens of prompt and answer",
+    "--max-request-tokens": "--max-model-len sets the most tokens of prompt and answer",
+    "--max-tokens": _ANSWER,
+    "--mcp-config": "it is --mcp here",
+    "--memory-budget-gb": _MEMORY,
+    "--min-p": _SAMPLING % "min_p",
+    "--mllm": _MEDIA,
+    "--mllm-draft-model": _NO_DRAFTS,
+    "--mllm-prefill-step-size": _CHUNKS,
+    "--model": "the model is the first argument: mlx-paged serve MODEL",
+    "--models-config": _ONE_MODEL,
+    "--mtp-num-draft-tokens": _NO_DRAFTS,
+    "--no-memory-aware-cache": _MEMORY,
+    "--num-draft-tokens": _NO_DRAFTS,
+    "--offline": "set HF_HUB_OFFLINE=1, or give a directory",
+    "--paged-cache-block-size": "it is --block-size here",
+    "--pipeline": "a model runs on one machine",
+    "--pipeline-parallel-size": "a model runs on one device",
+    "--prefill-batch-size": _CHUNKS,
+    "--prefill-step-size": _CHUNKS,
+    "--prefix-cache-size": _MEMORY,
+    "--prompt-cache-bytes": "--kv-cache-memory sets the bytes of the KV cache",
+    "--prompt-cache-size": _MEMORY,
+    "--prompt-concurrency": "--max-num-seqs sets the most sequences of a step",
+    "--quantization": "nothing is needed: the checkpoint says it; mlx_lm.convert -q quantizes",
+    "--quantized-kv-start": _QUANTIZED_KV,
+    "--rate-limit": "--max-queue limits the requests that wait",
+    "--request-timeout-s": "it is --request-timeout here",
+    "--rerank-model": "serve it with --runner pooling, in a server of its own",
+    "--revision": "give the directory of the revision, as huggingface-cli download prints it",
+    "--specprefill": "prompts are computed whole",
+    "--speculative-config": _NO_DRAFTS,
+    "--ssd-cache-dir": _NO_DISK,
+    "--ssd-cache-max-gb": _NO_DISK,
+    "--swap-space": _NO_DISK,
+    "--temp": _SAMPLING % "temperature",
+    "--temperature": _SAMPLING % "temperature",
+    "--tensor-parallel-size": "a model runs on one device",
+    "--timeout": "it is --request-timeout here",
+    "--tokenizer": "the tokenizer is the model's: put its files into the model's directory",
+    "--top-k": _SAMPLING % "top_k",
+    "--top-p": _SAMPLING % "top_p",
+    "--trust-remote-code": _NO_CODE,
+    "--use-default-chat-template": "--chat-template sets a template",
+    "--use-paged-cache": _ALWAYS_PAGED,
+    "--uvicorn-log-level": "it is --log-level here",
+    "--warm-prompts": "send the prompt once: what it begins with is kept in the prefix cache",
+}
+
+
+def with_hint(message: str, option: str | None) -> str:
+    """An error about an option that there is not, with what to use instead."""
+    hint = _HINTS.get(option or "")
+    return f"No such option: {option}: {hint}" if hint is not None else message

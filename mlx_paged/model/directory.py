@@ -1,0 +1,96 @@
+"""Names what a model's directory lacks, and what to do about it, where mlx-lm would only fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.errors import ModelLoadError
+
+_PYTORCH = ("pytorch_model*.bin", "model*.bin", "consolidated*.pth", "*.pth", "*.pt", "*.bin")
+# Files with the vocabulary of a tokenizer, and those of tokenizers that are code.
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece*.model", "*.spm", "tokenization_*.py", "*vocab*"),
+)
+
+
+def check_path(name: str) -> None:
+    """Refuses what is neither a directory nor a hub id.
+
+    Raises:
+        ModelLoadError: it says which.
+    """
+    path = Path(name)
+    if not name or not path.exists():
+        if not name or name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
+            raise ModelLoadError(
+                name, "there is no such directory, and it is no hub id ('owner/model') either"
+            )
+    elif path.suffix == ".gguf":
+        raise ModelLoadError(name, _gguf(path.name))
+    elif not path.is_dir():
+        raise ModelLoadError(name, "it is a file; give the directory that holds config.json")
+
+
+def config_of(name: str, path: Path) -> Mapping[str, Any]:
+    """The config of a directory.
+
+    Raises:
+        ModelLoadError: there is none, or it is none.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        others = _other_weights(path)
+        if others is not None and not any(path.glob("*.safetensors")):
+            raise ModelLoadError(name, others)
+        raise ModelLoadError(name, "the directory has no config.json")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelLoadError(name, f"its config.json is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(name, f"its config.json must be an object but is {config!r}")
+    if "model_type" not in config:
+        raise ModelLoadError(name, "its config.json names no model_type")
+    return config
+
+
+def check_files(name: str, path: Path) -> None:
+    """Refuses a directory without weights, or without a tokenizer.
+
+    Raises:
+        ModelLoadError: it says which, and what to do.
+    """
+    if not any(path.glob("model*.safetensors")):
+        missing = "the directory has no weights (model*.safetensors)"
+        raise ModelLoadError(name, _other_weights(path) or missing)
+    if not any(any(path.glob(pattern)) for pattern in _VOCABULARIES):
+        raise ModelLoadError(
+            name,
+            "the directory has no tokenizer (tokenizer.json, tokenizer.model, vocab.json or "
+            "tekken.json): copy the tokenizer's files from the original model into it",
+        )
+
+
+def _other_weights(path: Path) -> str | None:
+    """What to do about weights of another format; None: there are none."""
+    if found := sorted(path.glob("*.gguf")):
+        return _gguf(found[0].name)
+    found = sorted(file for pattern in _PYTORCH for file in path.glob(pattern))
+    if found:
+        return (
+            f"its weights are PyTorch's ({found[0].name}), which MLX does not read: save them as "
+            "safetensors with transformers (from_pretrained(...).save_pretrained(...)), or take a "
+            "conversion from https://huggingface.co/mlx-community"
+        )
+    return None
+
+
+def _gguf(file: str) -> str:
+    return (
+        f"{file} is of llama.cpp's format, GGUF, which is not read here: take the model's "
+        "safetensors, or a conversion from https://huggingface.co/mlx-community"
+    )
