@@ -240,7 +240,7 @@ class InstallationError(MlxPagedError, ImportError):
 
     @classmethod
     def of(cls, error: ImportError) -> InstallationError | None:
-        """What to do about an import of MLX that failed; None: the error is about something else.
+        """Returns the error for an import of MLX that failed; None: it failed for another reason.
 
         (On Linux ``libmlx.so`` is in a package of its own.)
         """

@@ -76,7 +76,7 @@ def check_files(name: str, path: Path) -> None:
 
 
 def _other_weights(path: Path) -> str | None:
-    """What to do about weights of another format; None: there are none."""
+    """Returns what to do about weights of another format; None: there are none."""
     if found := sorted(path.glob("*.gguf")):
         return _gguf(found[0].name)
     found = sorted(file for pattern in _PYTORCH for file in path.glob(pattern))

@@ -176,7 +176,7 @@ def require_family(config: Mapping[str, Any]) -> Family:
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of a model that does not generate text token by token."""
+    """True if a model does not generate text token by token."""
     if config.get("is_encoder_decoder"):
         return True
     model_type = str(config.get("model_type", "")).lower().replace("-", "_")

@@ -1,4 +1,4 @@
-"""What is wrong with a command line is one line that says what to change."""
+"""A wrong command line gives one line that says what to change."""
 
 from __future__ import annotations
 
