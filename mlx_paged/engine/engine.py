@@ -201,7 +201,7 @@ class Engine:
         self._executor = StepExecutor(self._runner)
         self.vocab_size = model.vocab_size
         self._classifier = self._make_classifier(paged, model.head)
-        #: What the model puts before texts to embed, by the name of their use.
+        #: Prompts that the model was trained to see before texts, by the name of their use.
         self.prompts = prompts_of(model_directory(model.name))
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._special_token_ids = special_token_ids(self.tokenizer)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 Activation = Literal["softmax", "sigmoid", "none"]
 
-#: What the names of its weights begin with.
+#: Its weights have names that begin with this.
 PREFIX = "score."
 _ACTIVATIONS: dict[str, Activation] = {
     "regression": "none",
@@ -24,13 +24,13 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, eq=False)
 class ClassificationHead:
-    """A linear layer over the last token's state, and what becomes of its outputs.
+    """A linear layer over the last token's state, and the activation of its outputs.
 
     Attributes:
         weights: ``[num_classes, hidden_size]`` float64.
         bias: ``[num_classes]`` float64.
-        activation: What makes probabilities of the outputs.
-        labels: Of the classes.
+        activation: Makes probabilities of the outputs.
+        labels: Names of the classes.
     """
 
     weights: npt.NDArray[np.float64]

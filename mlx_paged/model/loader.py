@@ -71,7 +71,7 @@ class LoadedModel:
     Attributes:
         media: What it takes besides text; None: nothing, and `media_reason` says why.
         media_reason: Why a checkpoint of a multimodal model takes text only; None for text models.
-        head: What it classifies texts with; None: it generates.
+        head: The layer that classifies texts; None: it has none.
     """
 
     model: nn.Module

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict  # (pydantic needs this one before Pytho
 from mlx_paged.server.context import context_of
 from mlx_paged.server.requests import Body, read_body
 
-# What the ids of answers begin with, before the id of their request.
+# Answers have the id of their request behind one of these.
 _PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|embd-|pool-|score-|rerank-|classify-)")
 
 
@@ -22,7 +22,7 @@ class AbortBody(Body):
     """`POST /abort_requests`."""
 
     request_ids: Annotated[list[str], Field(max_length=1024, fail_fast=True)] = Field(
-        description="Of requests (X-Request-Id, or request_id of the body) or of their answers."
+        description="Ids of requests (X-Request-Id, or request_id of the body) or of their answers."
     )
 
 

@@ -24,8 +24,8 @@ from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import json_response, unless_disconnected
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
-# What the API calls the use of a text, with the names that sentence-transformers' models give to
-# their prompts. To a model without prompts they mean nothing.
+# Uses of a text in the API, with the names that models of sentence-transformers give to their
+# prompts. They mean nothing to a model without prompts.
 _USES = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage"),
@@ -67,7 +67,7 @@ class CohereEmbedBody(PoolingRequest):
         None, description="float by default."
     )
     truncate: Literal["NONE", "START", "END"] | None = Field(
-        None, description="What is left out of a text that is too long; END by default."
+        None, description="The end of a text that is cut off if it is too long; END by default."
     )
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
         None, description="Most tokens of a text; null: as many as the model takes."
@@ -96,7 +96,7 @@ class CohereUnits(TypedDict):
 
 
 class CohereMeta(TypedDict):
-    """What the request took."""
+    """The version of the API, and the tokens of all texts."""
 
     api_version: CohereVersion
     billed_units: CohereUnits
@@ -168,7 +168,7 @@ async def embed(request: Request) -> Response:
 
 
 def _prompt(use: str | None, prompts: Mapping[str, str]) -> str:
-    """What comes before each text.
+    """The prompt of the model for a use of texts.
 
     Raises:
         ApiError: 400 for a use that neither the API nor the model knows.

@@ -55,7 +55,7 @@ class Trace:
         fields: Of the log line: model, prompt_tokens, cached_tokens, completion_tokens, ttft,
             finish_reason, ...; set by the code that knows them.
         held_bytes: Of its body, see `Context.hold_body`.
-        background: Whether it is a line of a batch, served with what other requests leave.
+        background: True for a line of a batch, which is served with what other requests leave.
     """
 
     request_id: str
@@ -82,7 +82,7 @@ class Trace:
 
 
 class Work(Protocol):
-    """What a request has in the engine."""
+    """The part of a request that runs in the engine."""
 
     @property
     def trace(self) -> Trace: ...
@@ -116,7 +116,7 @@ class Context:
         reasoning_format: How it marks its reasoning; None: it does not.
         mcp_servers: Those whose tools the page may use.
         batches: Files and batches of clients; None: this server has none.
-        underway: What requests have in the engine now.
+        underway: The requests that run in the engine now.
     """
 
     engine: AsyncEngine

@@ -28,7 +28,7 @@ async def echo(url: str, body: bytes, request_id: str) -> Reply:
 
 
 def until(number: int, then: Callable[[], Awaitable[Any]]) -> Post:
-    """Answers so many lines; the next ones do something else first."""
+    """Answers `number` lines; the next ones do something else first."""
     count = 0
 
     async def post(url: str, body: bytes, request_id: str) -> Reply:
@@ -58,7 +58,7 @@ class Life:
         upload = folder.begin_upload()
         for i in range(num_lines):
             line = {"custom_id": f"r{i}", "method": "POST", "url": URL, "body": {"prompt": "x"}}
-            upload.write(json.dumps(line).encode() + b"\n")
+            upload.add(json.dumps(line).encode() + b"\n")
         self.file = folder.keep(upload, "in", "batch", None)
         folder.close()
         self.id = ""

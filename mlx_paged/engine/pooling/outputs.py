@@ -69,10 +69,10 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True)
 class ClassificationOutput:
-    """What a text is.
+    """The classes of a text.
 
     Attributes:
-        probs: Of the classes, in the order of `Engine.labels`.
+        probs: Probabilities of the classes, in the order of `Engine.labels`.
     """
 
     probs: list[float]

@@ -264,7 +264,7 @@ def pooler_config_of(
 
 
 def prompts_of(directory: Path | None) -> dict[str, str]:
-    """What a model of sentence-transformers puts before texts, by the name of their use.
+    """The prompts of a model of sentence-transformers, by the name of their use.
 
     Args:
         directory: of the model's files; None: unknown.

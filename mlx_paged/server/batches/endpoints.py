@@ -27,7 +27,7 @@ from mlx_paged.server.streaming import json_response
 #: Paths of lines that a server answers which generates; the others need one that pools.
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_FILES, _MAX_BATCHES, _BATCHES = 10_000, 100, 20
-# What is left out of a name that a client gives to a file.
+# Folders and control characters, which are left out of the name of a file.
 _UNSHOWN = re.compile(r".*[/\\]|[\x00-\x1f\x7f-\x9f]", re.DOTALL)
 _MAX_NAME = 255
 
@@ -69,11 +69,15 @@ async def upload(request: Request) -> Response:
             raise too_large(config.max_file_size, "the file")
         if folder.num_receiving + len(data) > room:
             raise files_too_large(config.max_files_size)
-        receiving.write(data)
+        receiving.add(data)
         folder.num_receiving += len(data)
 
+    async def write() -> None:
+        if receiving.should_write:
+            await asyncio.to_thread(receiving.write)
+
     try:
-        filename, fields = await read_form(request, config.max_file_size, take)
+        filename, fields = await read_form(request, config.max_file_size, take, write)
         form = _form(fields)
         expires_after = form.expires_after_seconds
         if (form.expires_after_anchor is None) != (expires_after is None):
@@ -132,12 +136,12 @@ async def list_files(request: Request) -> Response:
 
 
 async def retrieve_file(request: Request) -> Response:
-    """What is known of a file."""
+    """The name, size and times of a file."""
     return JSONResponse(_file(await _found_file(request)))
 
 
 async def file_content(request: Request) -> Response:
-    """The content of a file."""
+    """The bytes of a file."""
     file = await _found_file(request)
     path = manager_of(request).folder.data_path(file.id)
     return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
@@ -182,7 +186,7 @@ def files_too_large(limit: int) -> ApiError:
 
 
 def storage_error(error: OSError) -> ApiError:
-    """507 where the disk is full; another error is raised again."""
+    """Returns 507 where the disk is full; raises any other error again."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, "the disk of this server is full", code="storage_full")
     raise error

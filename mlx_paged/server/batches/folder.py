@@ -2,7 +2,7 @@
 
     lock                  held by the one server that uses the folder
     files/ID.json         a file of the API: name, purpose, size, times
-    files/ID.data         its content, or that of an output that is still being written
+    files/ID.data         its content; or an output that is still being written
     files/*.part          uploads under way; removed at the next start
     batches/ID.json       a batch
     batches/ID.input      the requests of a batch that are no file of the API
@@ -28,6 +28,8 @@ from typing import Any, BinaryIO
 from mlx_paged.errors import InvalidParameterError
 
 _FILES, _BATCHES = "files", "batches"
+# Bytes of an upload that are written at once.
+_PIECE_SIZE = 1 << 20
 _PART, _DATA, _META = ".part", ".data", ".json"
 
 
@@ -60,17 +62,31 @@ class Upload:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
+        self._unwritten: list[bytes] = []
+        self._num_unwritten = 0
         self._file: BinaryIO | None = open_new(path)
 
-    def write(self, data: bytes) -> None:
-        """Appends to it."""
-        assert self._file is not None
-        self._file.write(data)
+    def add(self, data: bytes) -> None:
+        """Appends to it, in memory."""
+        self._unwritten.append(data)
+        self._num_unwritten += len(data)
         self.size += len(data)
+
+    @property
+    def should_write(self) -> bool:
+        """True if enough is in memory to be written."""
+        return self._num_unwritten >= _PIECE_SIZE
+
+    def write(self) -> None:
+        """Writes what is in memory. This may wait for the disk."""
+        assert self._file is not None
+        pieces, self._unwritten, self._num_unwritten = self._unwritten, [], 0
+        self._file.write(b"".join(pieces))
 
     def sync(self) -> None:
         """Makes its content durable, and closes it."""
         assert self._file is not None
+        self.write()
         self._file.flush()
         os.fsync(self._file.fileno())
         self.close()
@@ -128,7 +144,7 @@ class Folder:
             os.close(self._lock)
 
     def num_bytes(self) -> int:
-        """Of all that is stored, without uploads under way."""
+        """Bytes of everything stored, without uploads under way."""
         total = 0
         for kind in (_FILES, _BATCHES):
             with os.scandir(self.path / kind) as entries:

@@ -23,7 +23,7 @@ _REMEDY = "give another --output, or --overwrite"
 
 
 class Done:
-    """Which lines of the input have their output line: 8 bytes for each line."""
+    """The lines of the input that have their output line: 8 bytes for each line."""
 
     def __init__(self) -> None:
         self._digests = array("Q")  # by line number; 0: not done
@@ -38,7 +38,7 @@ class Done:
         self._digests[number] = digest
 
     def digest(self, number: int) -> int:
-        """Of the line as it was when it was done; 0 where it is not."""
+        """The digest of a line as it was when it was done; 0 if it is not done."""
         return self._digests[number] if number < len(self._digests) else 0
 
     @property
@@ -139,7 +139,7 @@ class Journal:
         return count
 
     def is_done(self, line: Line) -> bool:
-        """Whether the line has its output line already."""
+        """True if the line has its output line already."""
         return self.done.digest(line.number) != 0
 
     def write(self, outputs: Sequence[Output]) -> None:

@@ -175,7 +175,7 @@ class BatchManager:
             raise ApiError(429, message, code="too_many_batches", headers={"Retry-After": "60"})
 
     def uses(self, file_id: str) -> bool:
-        """Whether a batch still reads a file."""
+        """True if a batch still reads a file."""
         return any(
             record.input_file_id == file_id
             for record in self._records.values()
@@ -442,7 +442,7 @@ class BatchManager:
         return self.folder.data_path(record.input_file_id)
 
     def _output_paths(self, record: BatchRecord) -> tuple[Path, Path]:
-        """Of the answers, and of everything else."""
+        """Paths of the answers, and of everything else."""
         if record.kind == "openai":
             assert record.output_file_id is not None and record.error_file_id is not None
             of = self.folder.data_path
@@ -451,7 +451,7 @@ class BatchManager:
         return of_batch(record.id, "answers"), of_batch(record.id, "failures")
 
     def results(self, record: BatchRecord) -> Iterator[bytes]:
-        """The output lines of a batch that is no file of the API."""
+        """The output lines of a batch whose output is no file of the API."""
         for path in self._output_paths(record):
             if path.exists():
                 with path.open("rb") as file:

@@ -52,7 +52,7 @@ class MessageBatchBody(Body):
 
 
 class MessageBatchCounts(TypedDict):
-    """Messages by what became of them; all are processing until the batch has ended."""
+    """Messages by their results; all are processing until the batch has ended."""
 
     processing: int
     succeeded: int
@@ -208,7 +208,7 @@ def _results(manager: BatchManager, record: BatchRecord) -> Iterator[bytes]:
 
 
 def _result(line: dict[str, Any]) -> dict[str, Any]:
-    """What became of a message, from its output line."""
+    """The result of a message, from its output line."""
     response, error = line["response"], line["error"]
     if response is None and error["code"] == "batch_cancelled":
         return {"type": "canceled"}

@@ -1,4 +1,4 @@
-"""BatchRecord: what is known of a batch, and kept on disk."""
+"""BatchRecord: the state of a batch, as it is kept on disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BatchRecord:
     """A batch. Times are seconds since 1970.
 
     Attributes:
-        kind: Whose API it was asked for by.
+        kind: The API that it belongs to.
         endpoint: The path that its lines name.
         input_file_id: A file of the API with its lines; None: its input is its own.
         output_file_id, error_file_id: Where its output goes; files of the API once it has ended,
@@ -79,5 +79,5 @@ class BatchRecord:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing happens any more."""
+        """True once nothing happens any more."""
         return self.status in ENDED

@@ -82,7 +82,7 @@ class Room:
         self._freed = asyncio.Event()
 
     async def enter(self, size: int) -> None:
-        """Waits until there is room for a line of so many bytes, and takes it."""
+        """Waits until there is room for a line of this size, and takes it."""
         async with self._turn:
             while self._num_lines and (
                 self._num_lines >= self._max_lines or self._num_bytes + size > self._max_bytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -17,6 +18,8 @@ _TYPE = "multipart/form-data"
 # Most bytes of a form besides the file, of a field, and of the headers of a part.
 _MAX_REST, _MAX_FIELD = 1 << 16, 1 << 12
 _MAX_PARTS = 16
+# Bytes a second that a body must have, after the time that any has.
+_MIN_RATE = 1 << 14
 
 
 class FormReader:
@@ -28,8 +31,8 @@ class FormReader:
 
     Attributes:
         fields: Those that came, by name.
-        filename: Of the file, as the client calls it; None: none has come.
-        is_whole: Whether the end of the form has come.
+        filename: The name that the client gives to the file; None: no file has come.
+        is_whole: True once the end of the form has come.
     """
 
     def __init__(self, boundary: bytes, take: Callable[[bytes], None]) -> None:
@@ -116,13 +119,17 @@ class FormReader:
 
 
 async def read_form(
-    request: Request, limit: int, take: Callable[[bytes], None]
+    request: Request,
+    limit: int,
+    take: Callable[[bytes], None],
+    after_piece: Callable[[], Awaitable[None]],
 ) -> tuple[str, Mapping[str, str]]:
     """Receives a form of one file.
 
     Args:
         limit: most bytes of the file.
         take: gets its content, in pieces.
+        after_piece: called after each piece of the body; no more is read before it is done.
 
     Returns:
         Its name as the client calls it, and the fields.
@@ -135,23 +142,29 @@ async def read_form(
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit + _MAX_REST:
         raise too_large(limit, "the file")
-    timeout, size = context.config.read_timeout, 0
+    timeout, size, began = context.config.read_timeout, 0, time.monotonic()
     pieces = request.stream().__aiter__()
     try:
         async with context.reading_body():
             while True:
                 try:
                     # (A large file may take its time, but not stand still.)
-                    piece = await asyncio.wait_for(anext(pieces), timeout)
+                    left = began + timeout + size / _MIN_RATE - time.monotonic()
+                    piece = await asyncio.wait_for(anext(pieces), max(0.0, min(timeout, left)))
                 except StopAsyncIteration:
                     break
+                except TimeoutError:  # (here: outside it means that the server shuts down)
+                    seconds = time.monotonic() - began
+                    raise ApiError(
+                        408,
+                        f"the body comes too slowly: {size} bytes in {seconds:.0f} s",
+                        code="read_timeout",
+                    ) from None
                 size += len(piece)
                 if size > limit + _MAX_REST:
                     raise too_large(limit, "the file")
                 reader.feed(piece)
-    except TimeoutError:
-        message = f"nothing of the body came for {timeout:g} s"
-        raise ApiError(408, message, code="read_timeout", headers={"Connection": "close"}) from None
+                await after_piece()
     except ClientDisconnect:
         raise ApiError(499, "the client has gone", code="client_closed") from None
     except ApiError as error:
