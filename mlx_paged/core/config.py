@@ -36,6 +36,8 @@ class SchedulerConfig:
         max_num_waiting: `add` refuses a request when this many sequences wait; None never refuses.
         max_num_encoder_tokens: Most rows of media items that one step encodes; an item that has
             more is encoded alone. None means `max_num_batched_tokens`.
+        max_encoder_items_with_decodes: Most media items that one step encodes while it decodes
+            sequences; None: as many as `max_num_encoder_tokens` lets.
         encoder_cache_bytes: Most bytes of features that are kept; an item that has more is held
             alone.
         encoder_bytes_per_row: An estimate for features that have not been made yet.
@@ -50,6 +52,7 @@ class SchedulerConfig:
     watermark: float = 0.01
     max_num_waiting: int | None = None
     max_num_encoder_tokens: int | None = None
+    max_encoder_items_with_decodes: int | None = None
     encoder_cache_bytes: int = 1 << 29
     encoder_bytes_per_row: int = 1 << 13
 
@@ -86,7 +89,10 @@ class SchedulerConfig:
             raise InvalidParameterError("watermark", "in [0, 1)", self.watermark)
         if self.max_num_waiting is not None and self.max_num_waiting < 1:
             raise InvalidParameterError("max_num_waiting", "at least 1", self.max_num_waiting)
-        for name in ("max_num_encoder_tokens", "encoder_cache_bytes", "encoder_bytes_per_row"):
+        for name in (
+            *("max_num_encoder_tokens", "max_encoder_items_with_decodes"),
+            *("encoder_cache_bytes", "encoder_bytes_per_row"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameterError(name, "at least 1", value)

@@ -13,6 +13,7 @@ of it. This is the book of them; the arrays are in `mlx_paged.engine.media.encod
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
@@ -109,17 +110,20 @@ class EncoderCache:
         # Of the step being built.
         self._committed = 0
         self._rows_left = max_rows
+        self._items_left = sys.maxsize
         self._encoded: list[bytes] = []
 
-    def begin(self, step: int, committed: int) -> None:
+    def begin(self, step: int, committed: int, max_items: int | None = None) -> None:
         """A step is being built; called as often as it needs features.
 
         Args:
             committed: the newest step whose results have been read.
+            max_items: most that the step encodes; None: as many as have rows enough.
         """
         self._committed = committed
         if step != self.step:
             self.step, self._rows_left, self._encoded = step, self.max_rows, []
+            self._items_left = sys.maxsize if max_items is None else max_items
             self._make_room(0)
 
     def end(self) -> ScheduledMedia:
@@ -139,6 +143,7 @@ class EncoderCache:
                 count.
         """
         rows_left, is_first = self._rows_left, not self._encoded
+        items_left = self._items_left
         all_keys, new = {media.keys[i] for i in items}, 0
         keys: set[bytes] = set()  # of the items before
         for count, i in enumerate(items):
@@ -149,7 +154,7 @@ class EncoderCache:
             num_rows = media.spans[i].num_rows
             size = num_rows * self._bytes_per_row
             if not (whole and is_first):
-                if num_rows > rows_left and rows_left < self.max_rows:
+                if items_left == 0 or (num_rows > rows_left and rows_left < self.max_rows):
                     return count
                 alone = new == 0 and size > self.capacity
                 if not self._has_room(new + size, all_keys, alone=alone):
@@ -159,6 +164,7 @@ class EncoderCache:
                     return count + 1
             keys.add(key)
             rows_left -= num_rows
+            items_left -= 1
             new += size
         return len(items)
 
@@ -219,6 +225,7 @@ class EncoderCache:
         self.num_bytes += size
         self._idle_bytes += size
         self._rows_left -= num_rows
+        self._items_left -= 1
         self._encoded.append(key)
         self._stats.num_encoded_items += 1
         self._stats.num_encoded_rows += num_rows

@@ -295,7 +295,7 @@ class Scheduler:
         self._expire()
         self._step += 1
         self._scheduled, self._prefilling = [], []
-        self._num_sampled = 0
+        self._num_sampled = self._num_decodes = 0
         self._budget = self.config.max_num_batched_tokens
         self._preempted = False
         self._parking_budgets = [self.max_parked_tokens] * 2
@@ -468,7 +468,7 @@ class Scheduler:
             seq.sampled_index = len(scheduled)
             exported = tables.exported or tables.export()  # type: ignore[union-attr]
             scheduled.append(_scheduled((seq, token_ids, start, True, input_from, exported, state)))
-        self._num_sampled = len(scheduled)
+        self._num_decodes = self._num_sampled = len(scheduled)
         self._budget -= len(scheduled)
 
     def _secure(self, seq: Sequence) -> bool:
@@ -534,6 +534,11 @@ class Scheduler:
                 return 0
         return end - start
 
+    def _begin_media(self) -> None:
+        """The step needs features. What others encode delays the sequences that it decodes."""
+        most = self.config.max_encoder_items_with_decodes if self._num_decodes else None
+        self.encoder_cache.begin(self._step, self._committed_step, most)
+
     def _media_chunk(self, seq: Sequence, num_tokens: int) -> int:
         """How much of a chunk can be computed: it ends before the first item that the step may not
         encode, and where it would cut an atomic one, in front of that.
@@ -553,7 +558,7 @@ class Scheduler:
         items = media.between(start, end)
         if not items:
             return end - start
-        cache.begin(self._step, self._committed_step)
+        self._begin_media()
         whole = not self.config.enable_chunked_prefill
         num_items = cache.num_affordable(media, items, whole=whole)
         if num_items < len(items):
@@ -569,7 +574,7 @@ class Scheduler:
         self.kv.resume_copy(seq.tables)
         items = media.between(start, end)
         if items:
-            cache.begin(self._step, self._committed_step)
+            self._begin_media()
             cache.use(media, items, begun)
         seq.begun = None
         if items and media.spans[items[-1]].end > end:
@@ -654,7 +659,7 @@ class Scheduler:
         if media is None:
             return True
         items = range(len(media.spans))
-        self.encoder_cache.begin(self._step, self._committed_step)
+        self._begin_media()
         return self.encoder_cache.num_affordable(media, items, whole=True) == len(items)
 
     def _first_to_admit(self, *, with_long: bool) -> Sequence | None:

@@ -299,12 +299,18 @@ class EngineConfig:
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def scheduler_config(
-        self, model_limit: int | None, encoder_bytes_per_row: int | None = None
+        self,
+        model_limit: int | None,
+        encoder_bytes_per_row: int | None = None,
+        *,
+        encodes_slowly: bool = False,
     ) -> SchedulerConfig:
         """The scheduler's configuration.
 
         Args:
             encoder_bytes_per_row: what features take, about; None: unknown.
+            encodes_slowly: towers run on the CPU, where one picture takes as long as several
+                decode steps.
         """
         more = {} if not encoder_bytes_per_row else {"encoder_bytes_per_row": encoder_bytes_per_row}
         model_len = self.model_len(model_limit)
@@ -321,6 +327,7 @@ class EngineConfig:
             enable_chunked_prefill=self.enable_chunked_prefill,
             policy=SchedulingPolicy(self.policy),
             max_num_encoder_tokens=self.max_num_encoder_tokens,
+            max_encoder_items_with_decodes=1 if encodes_slowly else None,
             encoder_cache_bytes=self.mm_encoder_cache_bytes,
             **more,
         )

@@ -13,6 +13,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
+import mlx.core as mx
+
 from mlx_paged import ops
 from mlx_paged.core import (
     EncoderCacheStats,
@@ -196,7 +198,12 @@ class Engine:
         )
         self._kv = self._make_kv()
         self._scheduler = Scheduler(
-            self.config.scheduler_config(model_limit, _feature_bytes(model)), self._kv
+            self.config.scheduler_config(
+                model_limit,
+                _feature_bytes(model),
+                encodes_slowly=mx.default_device() == mx.Device(mx.cpu),
+            ),
+            self._kv,
         )
         self._executor = StepExecutor(self._runner)
         self.vocab_size = model.vocab_size

@@ -256,6 +256,29 @@ def test_decodes_and_texts_go_on_while_pictures_wait_for_the_tower(overlap: bool
 
 
 @OVERLAP
+def test_a_step_that_decodes_encodes_few_items(overlap: bool) -> None:
+    engine = make(overlap=overlap, max_encoder_items_with_decodes=2, max_num_seqs=16)
+    talking = request("talking", [7, 7, 8], max_tokens=12)
+    many = asked("many", *((f"{i}", 2) for i in range(7)), max_tokens=1)
+    alone = asked("alone", *((f"a{i}", 2) for i in range(7)), max_tokens=1)
+    engine.scheduler.add(talking)
+    engine.step()
+    engine.step()
+    begin = len(engine.batches)
+    engine.scheduler.add(many)
+    while not many.is_finished:
+        engine.step()
+    assert [encoded(engine, begin + i) for i in range(4)] == [2, 2, 2, 1]
+    assert all(("talking", 1) in rows(engine, begin + i) for i in range(4))
+    engine.run()
+    begin = len(engine.batches)
+    engine.scheduler.add(alone)  # nobody waits for a token
+    engine.run()
+    assert encoded(engine, begin) == 7
+    check_outputs(engine, talking, many, alone)
+
+
+@OVERLAP
 def test_the_copy_of_a_sequence_that_waits_for_the_tower_is_made_with_its_first_chunk(
     overlap: bool,
 ) -> None:
