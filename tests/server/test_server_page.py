@@ -847,7 +847,7 @@ def test_the_documentation_page(visitor, page_server) -> None:
     page = visitor.context.new_page()
     page.goto(f"{page_server.url}/docs")
     expect(page.locator("details")).to_have_count(len(API))
-    page.get_by_text("/v1/chat/completions").click()
+    page.get_by_text("/v1/chat/completions").first.click()  # (then /render)
     expect(page.get_by_text("continue_final_message", exact=True).first).to_be_visible()
     shoot(page, "docs")
     page.emulate_media(color_scheme="dark")

@@ -42,7 +42,7 @@ function operation(path, method, item) {
     element("span", { className: "method", textContent: method.toUpperCase() }), path,
     element("span", { className: "about", textContent: item.summary }),
   )];
-  const body = item.requestBody?.content["application/json"].schema;
+  const [{ schema: body } = {}] = Object.values(item.requestBody?.content ?? {});  // (JSON, or a form)
   if (body) parts.push(element("h3", { textContent: "Body" }), table(resolve(body)));
   const answer = item.responses["200"].content["application/json"]?.schema;
   if (answer) parts.push(element("h3", { textContent: "Answer" }), table(resolve(answer)));
