@@ -12,7 +12,7 @@ from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.server.tools.json_blocks import CallBlockParser, json_array
-from mlx_paged.server.tools.json_calls import JsonValue
+from mlx_paged.server.tools.json_value import JsonValue
 from mlx_paged.server.tools.lark import Lark
 
 _BEGIN, _END = "<|tools_prefix|>", "<|tools_suffix|>"
@@ -87,7 +87,7 @@ class KeyedCalls:
         """The block ends here: an open call does too."""
         if self._in_call:
             self._in_call = False
-            out.append(CallEnd(self._value.has_ended))
+            out.append(CallEnd(self._value.has_ended and not self._value.is_broken))
         self._has_ended = True
 
     def unread(self) -> str:
@@ -151,7 +151,7 @@ class KeyedCalls:
     def _after_value(self, text: str, at: int, out: list[Event]) -> int:
         if not text[at].isspace():
             self._in_call = False
-            out.append(CallEnd())
+            out.append(CallEnd(not self._value.is_broken))
             self._state = self._before_object
             return at + (text[at] == "}")
         return at + 1

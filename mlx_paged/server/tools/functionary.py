@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
-from mlx_paged.server.tools.json_calls import JsonValue
+from mlx_paged.server.tools.json_value import JsonValue
 from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 from mlx_paged.server.tools.named_json import Marks, NamedJsonParser
@@ -142,8 +142,7 @@ class FunctionaryParser:
             if name == _TEXT:
                 self._header, self._state = "", self._in_text
             elif name in self._known:
-                self._header, self._value, self._state = "", JsonValue(), self._in_call
-                out.append(CallBegin(name))
+                self._value, self._state = JsonValue(), self._in_call
             else:
                 self._no_header(out)
                 rest = newline + rest
@@ -159,17 +158,31 @@ class FunctionaryParser:
     def _in_call(self, lexeme: Lexeme, out: list[Event]) -> None:
         if lexeme.is_marker and not self._value.in_string:
             self._end_call(out)
-            self._marker, self._state = lexeme.text, self._in_header
+            self._marker, self._header, self._state = lexeme.text, "", self._in_header
             return
-        at, piece = self._value.take(lexeme.text)
+        text = lexeme.text
+        if not self._value.has_begun and (bare := text.strip()):
+            if bare[0] != "{":
+                header, self._header = self._header, ""
+                self._header = header + "\n" + text
+                self._no_header(out)
+                return
+            self._begin(out)
+        at, piece = self._value.take(text)
         if piece:
             out.append(CallArguments(piece))
-        if self._value.has_ended and lexeme.text[at:].strip():
+        if self._value.has_ended and text[at:].strip():
             self._end_call(out)
             self._state = self._in_text
-            out.append(ContentText(lexeme.text[at:]))
+            out.append(ContentText(text[at:]))
+
+    def _begin(self, out: list[Event]) -> None:
+        out.append(CallBegin(self._header))
+        self._header = self._marker = ""
 
     def _end_call(self, out: list[Event]) -> None:
         if not self._value.has_begun:
-            out.append(CallArguments("{}"))
-        out.append(CallEnd(self._value.has_ended))
+            self._begin(out)
+            out += [CallArguments("{}"), CallEnd()]
+        else:
+            out.append(CallEnd(self._value.has_ended and not self._value.is_broken))

@@ -375,6 +375,11 @@ class GemmaParser:
                 self._take_stray()
             self._key = key
             self._begin_value()
+        elif quoted is not None and c in ",}":  # a key without a value
+            self._stray += [quoted, " "]
+            self._quoted_key = None
+            self._take_stray()
+            self._in_key_at(c, pieces)
         elif c == "}" and (self._is_blank or pending is not None):
             if not self._is_blank:
                 self._pending = f"{pending},{text}"

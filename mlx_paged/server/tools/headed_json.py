@@ -9,7 +9,8 @@ from mlx_paged.server.tools.beginnings import Beginnings
 from mlx_paged.server.tools.call_syntax import Hole, Piece
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
 from mlx_paged.server.tools.json_blocks import CLOSERS
-from mlx_paged.server.tools.json_calls import JsonValue, unpacked
+from mlx_paged.server.tools.json_calls import unpacked
+from mlx_paged.server.tools.json_value import JsonValue
 
 _LONGEST_HEAD = 512  # characters
 _WORDS = {Hole.NAME: r"""[^\s{}<>"'()]{1,256}?""", Hole.ID: r"""[^\s{}<>"']{1,128}?"""}
@@ -179,7 +180,7 @@ class HeadedCalls:
         elif piece:
             out.append(CallArguments(piece))
         if value.has_ended:
-            self._end(out, is_complete=True)
+            self._end(out, is_complete=not value.is_broken)
         return at
 
     def _end(self, out: list[Event], *, is_complete: bool) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection
-from enum import Enum
 from typing import ClassVar, Protocol
 
 from mlx_paged.server.tools.events import (
@@ -15,194 +13,7 @@ from mlx_paged.server.tools.events import (
     ContentText,
     Event,
 )
-
-_SPACE = re.compile(r"[ \t\r\n]*")
-_LITERAL = re.compile(r'[^"{}\[\]:, \t\r\n]+')  # numbers and words
-_INSIDE = re.compile(r'[^"\\\x00-\x1f]+')  # a part of a string that needs no change
-_HEX = frozenset("0123456789abcdefABCDEF")
-_JSON_LITERAL = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
-_STARTS_LITERAL = frozenset("-0123456789tfn")
-
-
-class _Expected(Enum):
-    """What may come next in JSON, apart from space."""
-
-    VALUE = "a value"
-    VALUE_OR_END = "a value, or the end of an empty array"
-    KEY = "a key"
-    KEY_OR_END = "a key, or the end of an empty object"
-    COLON = "a colon"
-    MORE = "a comma, or the end of what is open"
-
-
-class JsonValue:
-    """One JSON value in text that comes in pieces: where it ends, and its text made valid.
-
-    What models write wrong within strings is mended: raw control characters are escaped, and a
-    backslash that begins no escape is doubled. Anything else that is wrong is passed on as it is,
-    by following strings and brackets only.
-
-    Attributes:
-        has_begun: Whether its first character came.
-        has_ended: Whether its last one did. A number ends with what follows it.
-        in_string: Whether the text so far ends within a string.
-        first: Its first character.
-        is_broken: Whether it is not JSON.
-        is_proven: Whether a part of it that has a value of its own (a string, a number, a word, or
-            all of an object or array) came before anything that is not JSON. Text in braces that is
-            no JSON at all never gets there.
-    """
-
-    __slots__ = (
-        *("_escape", "_expected", "_in_key", "_literal", "_open"),
-        *("first", "has_begun", "has_ended", "in_string", "is_broken", "is_proven"),
-    )
-
-    def __init__(self) -> None:
-        self._open: list[str] = []  # brackets
-        self._expected = _Expected.VALUE
-        self._in_key = False  # whether the open string is one
-        self._literal = ""  # a number or word that may go on
-        self._escape = ""  # a backslash and what is known of its escape
-        self.first = ""
-        self.has_begun = False
-        self.has_ended = False
-        self.in_string = False
-        self.is_broken = False
-        self.is_proven = False
-
-    @property
-    def has_literal(self) -> bool:
-        """Whether it is a number, or a word."""
-        return self.has_begun and self.first not in '"{['
-
-    def take(self, text: str, at: int = 0, *, stops_if_broken: bool = False) -> tuple[int, str]:
-        """Reads on from an index: where it stopped, and the value's text up to there.
-
-        Space before the value is dropped. It stops at the end of the value, or of the text.
-
-        Args:
-            stops_if_broken: stop also behind the character that shows that it is not JSON, unless
-                it is proven.
-        """
-        out: list[str] = []
-        if not self.has_begun:
-            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-            if at < len(text):
-                self.has_begun, self.first = True, text[at]
-        while at < len(text) and not self.has_ended:
-            if stops_if_broken and self.is_broken and not self.is_proven:
-                break
-            c = text[at]
-            if self._escape:
-                at += 1
-                self._go_on_escape(c, out)
-                if self._escape == "again":  # it was no escape: the character counts by itself
-                    self._escape = ""
-                    at -= 1
-            elif self.in_string:
-                run = _INSIDE.match(text, at)
-                if run is not None:
-                    out.append(run[0])
-                    at = run.end()
-                    continue
-                at += 1
-                if c == "\\":
-                    self._escape = c
-                elif c == '"':
-                    out.append(c)
-                    self._end_string()
-                else:
-                    out.append(json.dumps(c)[1:-1])
-            elif (run := _LITERAL.match(text, at)) is not None:
-                if not self._literal:
-                    self._begin_value(is_possible=c in _STARTS_LITERAL)
-                self._literal += run[0]
-                out.append(run[0])
-                at = run.end()
-            else:
-                if self._literal:
-                    self._end_literal()
-                    if self.has_ended:
-                        break
-                if self.has_literal:  # (it began with what begins no value)
-                    self.is_broken = self.has_ended = True
-                    break
-                out.append(c)
-                at += 1
-                self._take_syntax(c)
-        return at, "".join(out)
-
-    def _begin_value(self, *, is_possible: bool = True) -> None:
-        expected = self._expected
-        if expected not in (_Expected.VALUE, _Expected.VALUE_OR_END) or not is_possible:
-            self.is_broken = True
-
-    def _end_value(self) -> None:
-        self.is_proven = self.is_proven or not self.is_broken
-        self._expected = _Expected.MORE
-        self.has_ended = not self._open
-
-    def _end_literal(self) -> None:
-        literal, self._literal = self._literal, ""
-        if _JSON_LITERAL.fullmatch(literal) is None:
-            self.is_broken = True
-        self._end_value()
-
-    def _end_string(self) -> None:
-        self.in_string = False
-        if self._in_key:
-            self._in_key = False
-            self._expected = _Expected.COLON
-        else:
-            self._end_value()
-
-    def _take_syntax(self, c: str) -> None:
-        """Takes a character that means something outside of strings."""
-        expected = self._expected
-        if c == '"':
-            self.in_string = True
-            self._in_key = expected in (_Expected.KEY, _Expected.KEY_OR_END)
-            if not self._in_key:
-                self._begin_value()
-                self.is_proven = self.is_proven or not self.is_broken
-        elif c in "{[":
-            self._begin_value()
-            self._open.append(c)
-            self._expected = _Expected.KEY_OR_END if c == "{" else _Expected.VALUE_OR_END
-        elif c in "}]":
-            ends = (_Expected.MORE, _Expected.KEY_OR_END, _Expected.VALUE_OR_END)
-            if expected not in ends or self._open[-1] != ("{" if c == "}" else "["):
-                self.is_broken = True
-            self._open.pop()
-            self._end_value()
-        elif c == ",":
-            self.is_broken = self.is_broken or expected is not _Expected.MORE
-            is_object = self._open[-1] == "{"
-            self._expected = _Expected.KEY if is_object else _Expected.VALUE
-        elif c == ":":
-            self.is_broken = self.is_broken or expected is not _Expected.COLON
-            self._expected = _Expected.VALUE
-
-    def _go_on_escape(self, c: str, out: list[str]) -> None:
-        """Takes the next character after a backslash."""
-        if self._escape == "\\":
-            if c in '"\\/bfnrt':
-                out.append("\\" + c)
-                self._escape = ""
-            elif c == "u":
-                self._escape = "\\u"
-            else:
-                out.append("\\\\")
-                self._escape = "again"
-        elif c in _HEX:
-            self._escape += c
-            if len(self._escape) == 6:
-                out.append(self._escape)
-                self._escape = ""
-        else:
-            out.append("\\" + self._escape)
-            self._escape = "again"
+from mlx_paged.server.tools.json_value import SPACE, JsonValue
 
 
 class JsonArguments:
@@ -626,7 +437,8 @@ class JsonCalls:
                         needs_arguments=self._needs_arguments,
                     )
                     continue
-                if c not in " \t\r\n,;" and (c != "[" or self.is_array):
+                is_stray = c == "}" and self.is_array and self.num_calls > 0
+                if c not in " \t\r\n,;" and (c != "[" or self.is_array) and not is_stray:
                     if c != "]" or not self.is_array:
                         return at
                     self.is_array, self.has_ended = False, True
@@ -684,7 +496,7 @@ class JsonCalls:
 
 
 def _after_space(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    return SPACE.match(text, at).end()  # type: ignore[union-attr]
 
 
 def _string(text: str) -> str:

@@ -15,7 +15,7 @@ from mlx_paged.server.tools.call_syntax import ID, KEY, NAME, Parameters
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
 from mlx_paged.server.tools.json_blocks import CLOSERS
-from mlx_paged.server.tools.json_calls import JsonValue
+from mlx_paged.server.tools.json_value import JsonValue
 from mlx_paged.server.tools.schemas import ArgumentsWriter
 
 _NEVER = "\ue0e5"  # no text has it
@@ -159,6 +159,7 @@ class ParameterCalls:
         self.num_calls = 0
         self.has_failed = False
         self._has_ended = False
+        self._is_broken = False  # a value of the open call is no JSON
 
     @property
     def in_string(self) -> bool:
@@ -223,7 +224,7 @@ class ParameterCalls:
         self._writer = ArgumentsWriter(
             self._tools[name].parameters, trims_newlines=self._trims_newlines
         )
-        self._seen = set()
+        self._seen, self._is_broken = set(), False
         self._holes = {NAME: name, ID: call_id or ""}
         tails = [self._filled(tail) for tail in self._texts.tails if tail.strip()]
         self._tail = Pattern(tails or [_NEVER])
@@ -331,6 +332,7 @@ class ParameterCalls:
             return True
         if not value.has_ended:
             at, piece = value.take(self._text)
+            self._is_broken = self._is_broken or value.is_broken
             self._give(piece, out)
             self._text = self._text[at:]
             return value.has_ended
@@ -349,7 +351,7 @@ class ParameterCalls:
 
     def _close(self, out: list[Event], *, is_complete: bool) -> None:
         self._give("}" if self._seen else "{}", out)
-        out.append(CallEnd(is_complete))
+        out.append(CallEnd(is_complete and not self._is_broken))
         self._state = "head"
 
     def finish(self, out: list[Event]) -> None:
@@ -373,6 +375,7 @@ class ParameterCalls:
                 self._give(self._writer.add(self._text), out)
         else:
             is_complete = self._has_required()
+        is_complete = is_complete and not self._is_broken
         if is_complete:
             self._give("}" if self._seen else "{}", out)
         out.append(CallEnd(is_complete, lacks_end=True))

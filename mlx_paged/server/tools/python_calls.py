@@ -190,8 +190,15 @@ class PythonCalls:
         elif self._in_call:
             if self._state == self._in_string and self._string.has_closed:
                 self._give(self._writer.end())
+            if self._state == self._in_bare and self._writer.is_string:
+                self._give(self._writer.add("".join(self._bare).strip()))
+                self._bare = []
+            is_skipped = self._is_skipped
             self._add_end(is_complete=False)
             self._in_call = False
+            bare = "".join(self._bare).strip()
+            if self._state == self._in_bare and bare and not is_skipped:
+                out.append(ContentText(f"[{self._name}({self._key}={bare}"))
         elif self._state == self._in_name and self._begins_name():
             self._raw = []
         elif (

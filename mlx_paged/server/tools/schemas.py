@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from mlx_paged.server.tools.json_calls import JsonValue
+from mlx_paged.server.tools.json_value import JsonValue
 
 Schema: TypeAlias = Mapping[str, Any] | bool
 
@@ -286,6 +286,15 @@ class ArgumentsWriter:
         """Whether the value is known to be a string."""
         return self._streams
 
+    @property
+    def held(self) -> str:
+        """The text of a value that is not written yet, as it is not whole."""
+        return "".join(self._text) if not self._streams else ""
+
+    def restart(self) -> None:
+        """Forgets the text of a value that is not written yet."""
+        self._text = []
+
     def _schema(self, name: str) -> Schema | None:
         """What the tool's schema says of a parameter."""
         if name in self._properties:
@@ -331,6 +340,7 @@ class ArgumentsWriter:
         if self._streams:
             return '"'
         text = "".join(self._text)
+        self._text = []
         if self._wrapper is not None:
             return self._unwrapped(self._wrapper, text)
         if self._parameter.is_string:  # (which the model says is none: JSON, if it is right)

@@ -19,7 +19,8 @@ from mlx_paged.server.tools.events import (
     Event,
 )
 from mlx_paged.server.tools.format import Parser, ToolFormat
-from mlx_paged.server.tools.json_calls import JsonCalls, JsonValue
+from mlx_paged.server.tools.json_calls import JsonCalls
+from mlx_paged.server.tools.json_value import JsonValue
 from mlx_paged.server.tools.lark import ONE_TO_MOST_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
@@ -212,6 +213,8 @@ class TaggedParser:
         self._keys: set[str] = set()  # those that were there
         self._key = ""
         self._value = JsonValue()
+        self._lexemes: list[Lexeme] = []  # of a value that is no string
+        self._is_late = False  # the answer has ended
         self._space = ""  # at the end of a value, so far
         self._held: list[Lexeme] = []  # what may end the value, or be a part of it
         self._held_text = ""  # a key or a name within it
@@ -226,7 +229,21 @@ class TaggedParser:
     def passes(self, text: str) -> bool:
         return self._state == self._outside and not self._follows_call
 
+    @property
+    def _is_in_json(self) -> bool:
+        """Within a string of an array or an object a tag is text, unless the string never ends."""
+        return self._value.in_string and self._value.first in ("[", "{") and not self._is_late
+
     def finish(self) -> Iterator[Event]:
+        end = Lexeme(self._tags.value_end, True)
+        if self._state == self._in_value and self._is_in_json and end in self._lexemes:
+            lexemes, self._is_late = self._lexemes, True
+            self._value, self._space, self._lexemes = JsonValue(), "", []
+            self._writer.restart()
+            for lexeme in lexemes:
+                yield from self._state(lexeme)
+            yield from self.finish()
+            return
         if self._state == self._in_held_end and self._held[0].text in self._ends:
             yield from self._end_value()
         state, self._state = self._state, self._outside
@@ -265,6 +282,9 @@ class TaggedParser:
             yield from self._beside_call()
             if self._key and state in (self._in_key, self._before_value):
                 yield ContentText(self._tags.key + self._key)
+            elif held := self._writer.held.strip():
+                opening = self._tags.key + self._key + self._tags.key_ends[0][0]
+                yield ContentText(opening + self._tags.value + held)
 
     # States.
 
@@ -419,7 +439,8 @@ class TaggedParser:
 
     def _in_arguments(self, lexeme: Lexeme) -> Iterator[Event]:
         """Between a name or a value and the next key."""
-        if not lexeme.is_marker and not self._keys and lexeme.text.lstrip()[:1] == "{":
+        is_first = not (self._keys or self._stray_text())
+        if not lexeme.is_marker and is_first and lexeme.text.lstrip()[:1] == "{":
             self._value = JsonValue()
             self._state = self._in_json_arguments
             yield from self._in_json_arguments(lexeme)
@@ -443,16 +464,20 @@ class TaggedParser:
     def _end_call(self, *, is_complete: bool = True) -> Iterator[Event]:
         self._state = self._in_block if self._block_end is not None else self._outside
         self._follows_call = True
-        yield CallEnd(is_complete)
+        yield CallEnd(is_complete, lacks_end=self._is_late)
         yield from self._beside_call()
 
     def _beside_call(self) -> Iterator[Event]:
         """Text within the call that is none of its parts."""
-        text, self._stray = "".join(self._stray), []
+        text, self._stray = self._stray_text(), []
+        if text:
+            yield ContentText(text)
+
+    def _stray_text(self) -> str:
+        text = "".join(self._stray)
         if self._tags.attributes:
             text = re.sub(self._tags.attributes, "", text)
-        if text := text.strip():
-            yield ContentText(text)
+        return text.strip()
 
     def _ends_key(self, lexeme: Lexeme) -> bool:
         """Whether a tag shows that the key before it is none."""
@@ -511,16 +536,16 @@ class TaggedParser:
     def _begin_value(self) -> Iterator[Event]:
         self._state = self._in_value
         self._value = JsonValue()
-        self._space = ""
+        self._space, self._lexemes = "", []
         key = self._key.strip()
         self._keys.add(key)
         yield CallArguments(self._writer.begin(key, is_string=self._is_string))
 
     def _in_value(self, lexeme: Lexeme) -> Iterator[Event]:
         tags = self._tags
-        # (Within a string of an array or an object a tag is text.)
-        is_in_json = self._value.in_string and self._value.first in ("[", "{")
-        if lexeme.is_marker and not is_in_json:
+        if not self._writer.is_string:
+            self._lexemes.append(lexeme)
+        if lexeme.is_marker and not self._is_in_json:
             self._held, self._held_text = [lexeme], ""
             if lexeme.text == tags.value_end:
                 self._state = self._after_value

@@ -22,7 +22,10 @@ from mlx_paged.server.tools.registry import FORMATS, format_of
 
 #: Answers of each format and each kind of damage.
 COUNT = 5
-DAMAGES = ("none", "deleted", "doubled", "cut", "without ends", "text between", "unknown tool")
+DAMAGES = (
+    *("none", "deleted", "doubled", "cut", "without ends", "text between", "unknown tool"),
+    "mistyped",
+)
 
 # How families that tell everything apart by themselves write reasoning.
 CHANNELS = {
@@ -137,6 +140,11 @@ class Formats:
         if damage == "text between":
             at = rng.choice([begin, end, len(text)])
             return f"{text[:at]} zqzy zqzz {text[at:]}"
+        if damage == "mistyped":
+            places = [found.start() for found in re.finditer(r"[{}\[\]\":,=()]", text)]
+            at = rng.choice(places) if places else 0
+            wrong = rng.choice(["", text[at] * 2, rng.choice("{}[]:,\"'")])
+            return text[:at] + wrong + text[at + 1 :]
         if damage == "unknown tool":
             return text.replace(rng.choice(right.calls)[0], "erase_disk")
         return text
@@ -166,6 +174,8 @@ def check(of: Formats, right: Right, damage: str, rng: Random) -> None:
         whole = of.read(of.tokenizer.encode(right.text), is_cut=False)
         if of.marks.search(text) is not None:
             assert whole.content.startswith(of.without_begun(answer.content)), (text, found)
+        return
+    if damage == "mistyped":  # (what is in a wrong place need not mean anything)
         return
     if of.family.name == "kimi_k2":  # (noise before the first call, which other servers hide)
         text = re.sub(r"(?<=<\|tool_calls_section_begin\|>) zqzy zqzz ", "", text)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from support.tool_families import TOOLS, families, tool
-from support.tool_reading import SmallTokenizer, Walker, grouped, read
+from support.tool_reading import SmallTokenizer, Walker, grouped, read, reader
 
 from mlx_paged.engine.reasoning import REASONING_FORMATS
 from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_parser
@@ -172,6 +172,26 @@ def test_what_is_recovered(name: str, text: str, content: str) -> None:
     assert answer.content == content
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_value_whose_string_never_ends_does_not_hide_later_calls(is_cut: bool) -> None:
+    """An array of a parameter with a quote too many, in tags."""
+    text = (
+        "<tool_call>search.web-v2<arg_key>query</arg_key><arg_value>q</arg_value>"
+        '<arg_key>tags</arg_key><arg_value>["a""]</arg_value></tool_call>'
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>"
+    )
+    tokenizer = SmallTokenizer(())
+    answer_reader = reader(format_of("glm47", {}), TOOLS, {})
+    for token, piece in tokenizer.encode(text):
+        answer_reader.feed(token, piece)
+    list(answer_reader.finish(is_cut=is_cut))
+    calls = answer_reader.answer.calls
+    assert [call.name for call in calls] == ["search.web-v2", "get_weather"]
+    assert json.loads(calls[0].arguments) == {"query": "q", "tags": '["a""]'}
+    # (What cut the answer may have cut the string.)
+    assert [call.is_complete for call in calls] == [not is_cut] * 2
+
+
 def test_kimi_k3_opens_its_answer_within_the_reasoning() -> None:
     """The reasoning lacks its end."""
     reasoning = REASONING_FORMATS["kimi_k3"]
@@ -179,11 +199,11 @@ def test_kimi_k3_opens_its_answer_within_the_reasoning() -> None:
     format = format_of("kimi_k3", tokenizer.added)
     parser = answer_parser(format, reasoning, TOOLS, begins_inside=True)
     lexer = Lexer((*format.markers, reasoning.start, reasoning.end), tokenizer.added)
-    reader = AnswerReader(lexer, parser, TOOLS)
+    found = AnswerReader(lexer, parser, TOOLS)
     for token, piece in tokenizer.encode("Hm.<|open|>response<|sep|>Yes.<|close|>response<|sep|>"):
-        reader.feed(token, piece)
-    list(reader.finish())
-    assert (reader.answer.reasoning, reader.answer.content) == ("Hm.", "Yes.")
+        found.feed(token, piece)
+    list(found.finish())
+    assert (found.answer.reasoning, found.answer.content) == ("Hm.", "Yes.")
 
 
 ODD = tool("f", {"user id": {"type": "string"}, "a=b": {"type": "integer"}, "user": {}})

@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
-from mlx_paged.server.tools.json_calls import JsonCalls, JsonValue
+from mlx_paged.server.tools.json_calls import JsonCalls
+from mlx_paged.server.tools.json_value import JsonValue
 from mlx_paged.server.tools.python_calls import PythonCalls, PythonString
 from mlx_paged.server.tools.schemas import ArgumentsWriter, Parameter, properties_of
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=6,
 )
@@ -92,10 +97,39 @@ def test_arguments_that_are_no_object() -> None:
 
 def test_arguments_that_are_no_json_later_on_are_cut() -> None:
     """Their beginning was given out."""
-    out, _ = calls_of(JsonCalls({"f"}), '{"name": "f", "arguments": {"a": 1, b: 2}}')
+    out, _ = calls_of(JsonCalls({"f"}), '{"name": "f", "arguments": {"a": 1 is one}}')
     assert out[0] == CallBegin("f")
-    assert "".join(e.text for e in out if isinstance(e, CallArguments)) == '{"a": 1, b: 2}'
+    assert "".join(e.text for e in out if isinstance(e, CallArguments)) == '{"a": 1 is one}'
     assert out[-1] == CallEnd(is_complete=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": 1, }', {"a": 1}),
+        ('{"a": [1, 2,], "b": 3,}', {"a": [1, 2], "b": 3}),
+        ('{"a": 1,, "b": 2}', {"a": 1, "b": 2}),
+        ('{"a": 1 "b": "x"\n "c": [1 2 "y"]}', {"a": 1, "b": "x", "c": [1, 2, "y"]}),
+        ('{"a": 1, b: 2, \'c\' : 3}', {"a": 1, "b": 2, "c": 3}),
+        ('{"a": "x", "b": True, "c": None, "d": [False]}',
+         {"a": "x", "b": True, "c": None, "d": [False]}),
+        ('{"a": True}', {"a": True}),
+        ('{"a": 1, "b": Oslo}', {"a": 1, "b": "Oslo"}),
+        ('{"a": 1, "b" 2, "c" "x", "d" {"e": 1}}', {"a": 1, "b": 2, "c": "x", "d": {"e": 1}}),
+        ('{"a": [1, {"b": 2], "c": 3}', {"a": [1, {"b": 2}], "c": 3}),
+        ('{"a": {"b": [1, 2}, "c": 3}', {"a": {"b": [1, 2]}, "c": 3}),
+        ('{"a": {"b": 1]}, "c": 3}', {"a": {"b": 1}, "c": 3}),
+        ('{"a": 1, "b": , "c"}', {"a": 1, "b": None, "c": None}),
+        ('{"a": 1, "b":: 2}', {"a": 1, "b": 2}),
+    ],
+)  # fmt: skip
+def test_json_is_mended_once_it_is_proven(text: str, expected: Any) -> None:
+    """In pieces, too: what was given out cannot be taken back."""
+    for pieces in ([text], text, [text[:9], text[9:]]):
+        value = JsonValue()
+        found = "".join(value.take(piece)[1] for piece in pieces)
+        assert json.loads(found) == expected
+        assert value.has_ended and not value.is_broken
 
 
 def test_a_call_of_no_tool_is_text_beside_others() -> None:
