@@ -87,6 +87,8 @@ class KeyedCalls:
         """The block ends here: an open call does too."""
         if self._in_call:
             self._in_call = False
+            if rest := self._value.rest():
+                out.append(CallArguments(rest))
             out.append(CallEnd(self._value.has_ended and not self._value.is_broken))
         self._has_ended = True
 

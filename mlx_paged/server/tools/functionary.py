@@ -185,4 +185,6 @@ class FunctionaryParser:
             self._begin(out)
             out += [CallArguments("{}"), CallEnd()]
         else:
+            if rest := self._value.rest():
+                out.append(CallArguments(rest))
             out.append(CallEnd(self._value.has_ended and not self._value.is_broken))

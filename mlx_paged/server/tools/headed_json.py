@@ -127,6 +127,8 @@ class HeadedCalls:
     def finish(self, out: list[Event]) -> None:
         """See `CallsReader`."""
         if self._value is not None:
+            if self._text is None and (rest := self._value.rest()):
+                out.append(CallArguments(rest))
             self._end(out, is_complete=False)
         elif self._expected:  # (only the end of the call is missing)
             self._held = []

@@ -62,10 +62,14 @@ class JsonArguments:
         if not self.has_begun:
             self.raw.append(text[start:at])
             return at, ""
-        return at, self.rest()
+        return at, self._take_held()
 
     def rest(self) -> str:
         """The part that is held: where the answer ends within them, it is all there is."""
+        self._held.append(self._value.rest())
+        return self._take_held()
+
+    def _take_held(self) -> str:
         held = "".join(self._held)
         self._held.clear()
         self.raw.clear()

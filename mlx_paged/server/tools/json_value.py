@@ -142,6 +142,12 @@ class JsonValue:
                     self._take_syntax(c, out)
         return at, "".join(out)
 
+    def rest(self) -> str:
+        """The text that is held in case more follows: the text ends within the value."""
+        held = self._comma + (self._key or "") + self._word
+        self._comma, self._key, self._word = "", None, ""
+        return held
+
     @property
     def _mends(self) -> bool:
         return self.is_proven and not self.is_broken

@@ -252,6 +252,8 @@ class TaggedParser:
         if state == self._in_json:
             yield from self._end_json("")
         elif state == self._in_json_arguments:
+            if rest := self._value.rest():
+                yield CallArguments(rest)
             yield CallEnd(self._value.has_ended and not self._value.is_broken)
         elif state == self._in_block:
             if self._noise or not self._follows_call:
@@ -732,13 +734,20 @@ class TaggedParser:
 
     def _in_json_arguments(self, lexeme: Lexeme) -> Iterator[Event]:
         """All arguments are one JSON object, in the place of keys and values."""
-        if self._value.has_ended:
-            if lexeme.is_marker and lexeme.text in (self._tags.call_end, self._block_end):
-                yield from self._end_call(is_complete=not self._value.is_broken)
-                if lexeme.text == self._block_end:
-                    yield from self._state(lexeme)
+        value, tags = self._value, self._tags
+        ends = (tags.call_end, tags.call, self._block_end, *self._block_ends)
+        if lexeme.is_marker and lexeme.text in ends and not value.in_string:
+            if rest := value.rest():
+                yield CallArguments(rest)
+            yield from self._end_call(is_complete=value.has_ended and not value.is_broken)
+            if lexeme.text != tags.call_end:
+                yield from self._state(lexeme)
             return
-        _, piece = self._value.take(lexeme.text)
+        if value.has_ended:
+            self._stray.append("" if lexeme.is_marker else lexeme.text)
+            return
+        at, piece = value.take(lexeme.text)
+        self._stray.append(lexeme.text[at:])
         if piece:
             yield CallArguments(piece)
 
