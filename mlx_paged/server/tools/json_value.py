@@ -18,7 +18,7 @@ _CLOSER = {"{": "}", "[": "]"}
 
 
 class _Expected(Enum):
-    """What may come next in JSON, apart from space."""
+    """The next part of JSON, apart from space."""
 
     VALUE = "a value"
     VALUE_OR_END = "a value, or the end of an empty array"
@@ -82,7 +82,7 @@ class JsonValue:
 
     @property
     def has_literal(self) -> bool:
-        """Whether it is a number, or a word."""
+        """True for a number, or a word."""
         return self.has_begun and self.first not in '"{['
 
     def take(self, text: str, at: int = 0, *, stops_if_broken: bool = False) -> tuple[int, str]:

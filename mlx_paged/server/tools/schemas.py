@@ -192,17 +192,12 @@ class Parameter:
 
 
 def _container(text: str, types: frozenset[str]) -> str | None:
-    """An array or an object, from JSON or from Python's notation."""
+    """An array or an object, from JSON, from Python's notation, or from JSON that was mended."""
     value = JsonValue()
     end, mended = value.take(text)
-    try:
-        if end == len(text) and value.has_ended:
-            # (Numbers are not converted: they may have any number of digits.)
-            read = json.loads(mended, parse_int=str, parse_float=str, parse_constant=_refuse)
-            if _type(read) in types:
-                return mended
-    except (ValueError, RecursionError):
-        pass
+    is_json = end == len(text) and value.has_ended
+    if is_json and mended == text and (found := _json_container(text, types)) is not None:
+        return found
     try:
         node = ast.parse(text, mode="eval").body
         if isinstance(node, (ast.Set, ast.Tuple)):
@@ -212,7 +207,16 @@ def _container(text: str, types: frozenset[str]) -> str | None:
             return json.dumps(read, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         pass
-    return None
+    return _json_container(mended, types) if is_json else None
+
+
+def _json_container(text: str, types: frozenset[str]) -> str | None:
+    try:
+        # (Numbers are not converted: they may have any number of digits.)
+        read = json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return text if _type(read) in types else None
 
 
 def _refuse(constant: str) -> None:
