@@ -18,7 +18,9 @@ from support.page_helpers import (
     Visitor,
     answered,
     ask,
+    attach,
     fake,
+    file,
     in_browser,
     never_ending,
     saved,
@@ -674,6 +676,11 @@ def test_a_key_is_asked_for(browser) -> None:
 def open_everything(page: Page) -> Iterator[str]:
     """The states of the page, one after the other."""
     yield "empty"
+    attach(page, file("some notes.txt", "text/plain", b"Note\n" * 200))
+    page.locator(".tray .chip").click()
+    yield "viewer"
+    page.click("#close-viewer")
+    yield "files"
     send(page, "Show me everything")
     sample = (Path(__file__).parents[1] / "support/page_sample.md").read_text()
     cut = {
@@ -815,31 +822,6 @@ def test_the_theme_is_chosen_and_kept(page) -> None:
     page.click("#open-settings")
     page.get_by_role("radio", name="System").check()
     expect(html).to_have_attribute("data-theme", "light")
-
-
-@in_browser
-def test_a_text_model_takes_no_files_and_says_why(page) -> None:
-    expect(page.locator("#attach")).to_be_hidden()
-    for event, data in (("paste", "clipboardData"), ("drop", "dataTransfer")):
-        page.locator("#input").evaluate(
-            """(target, [name, data]) => {
-              const files = new DataTransfer();
-              files.items.add(new File(["x"], "cat.png", { type: "image/png" }));
-              const kind = name === "paste" ? ClipboardEvent : DragEvent;
-              const options = { bubbles: true, cancelable: true, [data]: files };
-              if (name === "drop") target.dispatchEvent(new kind("dragover", options));
-              const shown = document.querySelector("#drop");
-              window.target = shown.hidden ? null : shown.textContent;
-              if (target.dispatchEvent(new kind(name, options))) throw new Error(name);
-            }""",
-            [event, data],
-        )
-        note = page.locator("#composer + .tray-note")
-        expect(note).to_have_text("This model takes no images: it reads text only.")
-        note.evaluate("e => e.replaceChildren()")
-    assert page.evaluate("window.target") == "This model takes no files: it reads text only."
-    expect(page.locator("#composer .tray")).to_be_hidden()
-    expect(page.locator("#drop")).to_be_hidden()
 
 
 @in_browser

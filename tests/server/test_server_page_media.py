@@ -20,7 +20,10 @@ from support.page_helpers import (
     Visitor,
     answered,
     ask,
+    attach,
     fake,
+    file,
+    give,
     in_browser,
     send,
     set_parameters,
@@ -51,37 +54,8 @@ def page(visitor: Visitor) -> Page:
     return visitor.open()
 
 
-def file(name: str, kind: str, content: bytes) -> dict[str, Any]:
-    return {"name": name, "mimeType": kind, "buffer": content}
-
-
-def attach(page: Page, *files: dict[str, Any]) -> None:
-    expect(page.locator("#attach")).to_be_visible()
-    page.locator("#attach-file").set_input_files(list(files))
-
-
 def circles(name: str = "circles.png") -> dict[str, Any]:
     return file(name, "image/png", CIRCLES)
-
-
-def give(page: Page, event: str, files: list[dict[str, Any]], at: str = "#input") -> None:
-    """Pastes files, or drops them."""
-    given = [{**f, "buffer": base64.b64encode(f["buffer"]).decode()} for f in files]
-    page.locator(at).evaluate(
-        """(target, [name, files]) => {
-          const data = new DataTransfer();
-          for (const { name, mimeType: type, buffer } of files) {
-            const bytes = Uint8Array.from(atob(buffer), (c) => c.charCodeAt(0));
-            data.items.add(new File([bytes], name, { type }));
-          }
-          const options = { bubbles: true, cancelable: true };
-          const event = name === "paste"
-            ? new ClipboardEvent(name, { ...options, clipboardData: data })
-            : new DragEvent(name, { ...options, dataTransfer: data });
-          if (target.dispatchEvent(event)) throw new Error(`left to the browser: ${name}`);
-        }""",
-        [event, given],
-    )
 
 
 def tray(page: Page) -> Locator:
@@ -231,13 +205,12 @@ def test_a_true_answer_about_a_picture_that_stays_in_the_chat(page, visitor, tmp
 @in_browser
 def test_paste_drop_and_remove(visitor) -> None:
     page = visitor.open(fakes=True)
-    expect(page.locator("#attach")).to_have_attribute("aria-label", "Attach images")
-    expect(page.locator("#attach-file")).to_have_attribute("accept", "image/*")
+    expect(page.locator("#attach")).to_have_attribute("aria-label", "Attach text files, images")
     give(page, "paste", [circles("pasted.png")])
     expect(tray(page)).to_have_text(["pasted.png"])
     expect(page.locator("#announce")).to_have_text("Attached pasted.png.")
     give(page, "dragover", [circles()], "#messages")
-    expect(page.locator("#drop")).to_have_text("Drop images here")
+    expect(page.locator("#drop")).to_have_text("Drop text files, images here")
     shoot(page, "media-drop")
     give(page, "drop", [file("b.jpg", "image/jpeg", png()), circles("c.png")], "#messages")
     expect(page.locator("#drop")).to_be_hidden()
@@ -265,10 +238,10 @@ def test_paste_drop_and_remove(visitor) -> None:
 
 @in_browser
 def test_what_cannot_be_sent_is_said_before(page, visitor) -> None:
-    attach(page, file("clip.mp4", "video/mp4", b"x"), file("notes.txt", "text/plain", b"x"))
+    attach(page, file("clip.mp4", "video/mp4", b"x"), file("a.zip", "application/zip", b"PK\0"))
     expect(note(page)).to_have_text(
-        "clip.mp4 cannot be attached: this model takes no videos, only images. "
-        "notes.txt cannot be attached: this model takes images."
+        "clip.mp4 cannot be attached: this model takes no videos, only text files and images. "
+        "a.zip cannot be attached: this model takes text files and images."
     )
     large = wide(400)
     assert len(large) > MAX_BODY
@@ -317,7 +290,9 @@ def test_videos_and_sounds(visitor) -> None:
 
     visitor.context.route("**/server_info", route)
     page = visitor.open(fakes=True)
-    expect(page.locator("#attach")).to_have_attribute("aria-label", "Attach images, videos, sounds")
+    expect(page.locator("#attach")).to_have_attribute(
+        "aria-label", "Attach text files, images, videos, sounds"
+    )
     video, wave = clip(form="webm", codec="libvpx"), sound()
     attach(
         page,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -155,6 +156,35 @@ def answered(page: Page, count: int = 1) -> None:
 def ask(page: Page, text: str, count: int = 1) -> None:
     send(page, text)
     answered(page, count)
+
+
+def file(name: str, kind: str, content: bytes) -> dict[str, Any]:
+    return {"name": name, "mimeType": kind, "buffer": content}
+
+
+def attach(page: Page, *files: dict[str, Any]) -> None:
+    expect(page.locator("#attach")).to_be_visible()
+    page.locator("#attach-file").set_input_files(list(files))
+
+
+def give(page: Page, event: str, files: list[dict[str, Any]], at: str = "#input") -> None:
+    """Pastes files, or drops them."""
+    given = [{**f, "buffer": base64.b64encode(f["buffer"]).decode()} for f in files]
+    page.locator(at).evaluate(
+        """(target, [name, files]) => {
+          const data = new DataTransfer();
+          for (const { name, mimeType: type, buffer } of files) {
+            const bytes = Uint8Array.from(atob(buffer), (c) => c.charCodeAt(0));
+            data.items.add(new File([bytes], name, { type }));
+          }
+          const options = { bubbles: true, cancelable: true };
+          const event = name === "paste"
+            ? new ClipboardEvent(name, { ...options, clipboardData: data })
+            : new DragEvent(name, { ...options, dataTransfer: data });
+          if (target.dispatchEvent(event)) throw new Error(`left to the browser: ${name}`);
+        }""",
+        [event, given],
+    )
 
 
 def set_parameters(page: Page, **values: str) -> None:

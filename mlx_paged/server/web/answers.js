@@ -136,7 +136,7 @@ class Answer {
     this.last = started;
     let arrivals = 0;
     try {
-      const { messages, names } = await filled(history, (id) => this.store.blobOf(this.chat, id));
+      const { messages, names } = await filled(history, ({ id }) => this.store.blobOf(this.chat, id));
       const body = bodyOf(messages, settings, settings.model, options);
       this.nameOf = (i, j) => names.get(`${i - body.messages.indexOf(messages[0])}.${j}`);
       this.controller.signal.throwIfAborted();

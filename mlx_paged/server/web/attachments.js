@@ -1,9 +1,11 @@
-// Pictures, videos and sounds as elements: those of a message, and a tray of what will be sent.
+// Attached files as elements: those of a message, and a tray of what will be sent.
 
-import { fitted, itemOf, MediaError } from "./media.js";
+import { fitted, itemOf, MediaError, megabytes } from "./media.js";
+import { asText } from "./texts.js";
 import { element, icon } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
+const SHOWN_CHARACTERS = 300_000; // of a text file; more would block the page
 
 // An item of a message or a tray. `url`: a promise of where its bytes are; undefined: they are gone.
 // `isSmall`: a thumbnail and its name; else what can be looked at, played or heard.
@@ -22,7 +24,7 @@ export function figure(item, url, { isSmall = false } = {}) {
     if (kind === "image") {
       const picture = element("img", { alt: isSmall ? "" : name, src, ...failed });
       box.replaceChildren(isSmall ? picture : element("button", {
-        type: "button", className: "open-picture", "aria-label": `Show ${name}`, onclick: () => view(name, src),
+        type: "button", className: "open-picture", "aria-label": `Show ${name}`, onclick: () => view(name, element("img", { src, alt: name })),
       }, picture));
     } else if (kind === "video") {
       // (Without the time some browsers show nothing before it is played.)
@@ -40,10 +42,29 @@ export function figure(item, url, { isSmall = false } = {}) {
   return box;
 }
 
-function view(name, src) {
+// A text file of a message or a tray: its name and size; a click shows it. `blobOf`: gives a promise of its bytes;
+// undefined: they are gone.
+export function chip(item, blobOf) {
+  const size = element("span", { className: "muted", textContent: megabytes(item.size) });
+  const name = element("span", { className: "media-name", textContent: item.name });
+  const show = async () => {
+    const blob = await blobOf();
+    if (!blob) {
+      size.textContent = "no longer stored in this browser";
+      return;
+    }
+    const text = await blob.text();
+    const cut = text.length > SHOWN_CHARACTERS;
+    const note = cut ? [element("p", { className: "muted", textContent: "Only the beginning is shown." })] : [];
+    view(item.name, element("pre", { tabIndex: 0, textContent: text.slice(0, SHOWN_CHARACTERS) }), ...note);
+  };
+  return element("button", { type: "button", className: "chip", title: item.name, onclick: show }, icon("text"), name, size);
+}
+
+function view(name, ...parts) {
   const dialog = $("viewer");
   $("viewer-title").textContent = name;
-  $("viewer-picture").replaceChildren(element("img", { src, alt: name }));
+  $("viewer-body").replaceChildren(...parts);
   dialog.showModal();
 }
 
@@ -51,13 +72,14 @@ $("close-viewer").addEventListener("click", () => $("viewer").close());
 $("viewer").addEventListener("click", (event) => {
   if (event.target === $("viewer")) $("viewer").close();
 });
-$("viewer").addEventListener("close", () => $("viewer-picture").replaceChildren());
+$("viewer").addEventListener("close", () => $("viewer-body").replaceChildren());
 $("viewer").addEventListener("keydown", (event) => {
-  if (event.key === "Escape") event.stopPropagation(); // it closes the picture, and stops nothing
+  if (event.key === "Escape") event.stopPropagation(); // it closes the viewer, and stops nothing
 });
 
 // What will be sent with a message; thumbnails with buttons that remove them, and a line that says what is wrong.
-// `act`: limits() of the server or null; refusal(items) why they cannot be sent; urlOf(id) of what is in the store;
+// `act`: limits() a promise of those of the server; refusal(items) why they cannot be sent; urlOf(id) and blobOf(id) of
+// what is in the store;
 // changed(items); focus() where the focus goes when nothing is left.
 export class Tray {
   constructor(act, items = []) {
@@ -72,6 +94,7 @@ export class Tray {
   // `into`: what they are for; what is added for something else is left out.
   set(items, into = null) {
     this.into = into;
+    this.numPasted = 0;
     this.say("");
     this.change([...items]);
   }
@@ -84,14 +107,25 @@ export class Tray {
     return this.pending;
   }
 
+  // A long pasted text becomes a file.
+  paste(text) {
+    this.numPasted += 1;
+    const name = this.numPasted === 1 ? "Pasted text.txt" : `Pasted text ${this.numPasted}.txt`;
+    return this.add([new File([text], name, { type: "text/plain" })]);
+  }
+
   async take(items, into) {
-    const limits = this.act.limits();
-    if (!limits) return this.say("Nothing can be attached until the server is reached.", true);
+    if (into !== this.into) return;
+    const known = this.act.limits();
+    if (known instanceof Promise) this.say("Waiting for the server…");
+    const limits = await known;
+    if (into !== this.into) return; // another chat is open
     const told = [];
     const added = [];
     let isWrong = false;
-    for (const given of items) {
+    for (const file of items) {
       try {
+        const given = await asText(file, limits.maxBody, limits.taken);
         const wrong = limits.wrongKind(given);
         if (wrong) throw new MediaError(wrong);
         const { item, note } = await fitted(given, limits);
@@ -143,13 +177,21 @@ export class Tray {
   }
 
   row(item) {
-    const url = item.blob ? Promise.resolve(URL.createObjectURL(item.blob)) : this.act.urlOf(item.id);
-    url.then((found) => this.urls.set(item, found));
-    const row = element("li", {}, figure(item, url, { isSmall: true }), element("button", {
+    const row = element("li", {}, item.kind === "text" ? this.chip(item) : this.thumbnail(item), element("button", {
       type: "button", className: "icon-button remove", "aria-label": `Remove ${item.name}`, title: "Remove",
       onclick: () => this.remove(item),
     }, icon("close")));
     row.item = item;
     return row;
+  }
+
+  chip(item) {
+    return chip(item, () => item.blob ?? this.act.blobOf(item.id));
+  }
+
+  thumbnail(item) {
+    const url = item.blob ? Promise.resolve(URL.createObjectURL(item.blob)) : this.act.urlOf(item.id);
+    url.then((found) => this.urls.set(item, found));
+    return figure(item, url, { isSmall: true });
   }
 }

@@ -1,8 +1,11 @@
-// Pictures, videos and sounds of messages: what a server takes, how files become it, and parts of requests.
+// Pictures, videos, sounds and text files of messages: what a server takes, how files become it, and parts of
+// requests.
 //
 // A message of the user has `media`, a list of { id, kind, name, type, size }; the bytes of `id` are in the
-// store, once in a chat. Before it is sent an item has its bytes as `blob` instead of an id.
+// store, once in a chat. Before it is sent an item has its bytes as `blob` instead of an id. Every model takes items
+// of kind "text": texts.js.
 
+import { folded, TEXT } from "./texts.js";
 import { element } from "./view.js";
 
 export const KINDS = ["image", "video", "audio"];
@@ -40,7 +43,7 @@ export class MediaError extends Error {}
 export const mediaOf = (message) => message.media ?? [];
 
 // Of a type that only shows, hears or plays: a document of another could run code.
-export const isMediaType = (kind, type) => (
+export const isMediaType = (kind, type) => (kind === "text" && type === TEXT) || (
   KINDS.includes(kind) && type.startsWith(`${kind}/`) && /^[a-z]+\/[\w.+-]{1,80}$/.test(type) && !/svg|xml/.test(type)
 );
 
@@ -68,16 +71,13 @@ export class Limits {
     this.maxBody = config.max_body_size;
   }
 
-  get takesAny() {
-    return this.nouns.length > 0;
-  }
-
   get nouns() {
-    return KINDS.filter((kind) => kind in this.kinds).map((kind) => NOUNS[kind][1]);
+    return ["text files", ...this.taken.map((kind) => NOUNS[kind][1])];
   }
 
-  get accept() {
-    return KINDS.filter((kind) => kind in this.kinds).map((kind) => `${kind}/*`).join(",");
+  // Kinds of media that the model takes besides text.
+  get taken() {
+    return KINDS.filter((kind) => kind in this.kinds);
   }
 
   // Bytes of a picture's file that need not be made smaller.
@@ -87,8 +87,9 @@ export class Limits {
 
   // Why the model takes no such item; null: it does.
   wrongKind({ kind, name }) {
-    if (!this.takesAny) return `This model takes no ${kind ? NOUNS[kind][1] : "files"}: ${this.reason}.`;
+    if (kind === "text") return null;
     if (!kind) return `${name} cannot be attached: this model takes ${listed(this.nouns)}.`;
+    if (!this.taken.length) return `This model takes no ${NOUNS[kind][1]}: ${this.reason}.`;
     if (!(kind in this.kinds)) return `${name} cannot be attached: this model takes no ${NOUNS[kind][1]}, only ${listed(this.nouns)}.`;
     return null;
   }
@@ -98,7 +99,7 @@ export class Limits {
     for (const item of items) {
       const wrong = this.wrongKind(item);
       if (wrong) return wrong;
-      const { max_bytes: most } = this.kinds[item.kind];
+      const most = this.kinds[item.kind]?.max_bytes;
       if (item.size > most) {
         return `${item.name} has ${megabytes(item.size)}: this server takes ${NOUNS[item.kind][1]} of at most ${megabytes(most)}.`;
       }
@@ -114,7 +115,7 @@ export class Limits {
     if (!items.length) return null;
     let size = OVERHEAD + 2 * texts;
     for (const item of [...before, ...items]) {
-      size += Math.ceil(item.size / 3) * 4;
+      size += item.kind === "text" ? 2 * item.size : Math.ceil(item.size / 3) * 4;
       if (size <= this.maxBody) continue;
       const { name } = items.at(-1);
       return `${name} is too large: with it the request has more than ${megabytes(this.maxBody)}, the most that this server takes (--max-body-size).`;
@@ -178,16 +179,27 @@ async function smaller(picture, item, longest, most) {
 }
 
 // Messages of a request, their items as OpenAI's parts, and the names of these by "MESSAGE.PART".
-// `blobOf`: a promise of the bytes of an id; undefined: they are gone.
+// Text files stand before the text of their message; a message with nothing else has a text only.
+// `blobOf`: a promise of the bytes of an item; undefined: they are gone.
 export async function filled(messages, blobOf) {
   const names = new Map();
-  const parts = (content, i) => Promise.all(content.map(async (part, j) => {
-    if (part.type !== "media") return part;
-    names.set(`${i}.${j}`, part.item.name);
-    const blob = await blobOf(part.item.id);
-    if (!blob) throw new MediaError(`${part.item.name} is no longer stored in this browser`);
-    return asPart(part.item, await dataUrl(blob, part.item.type));
-  }));
+  const parts = async (content, i) => {
+    const media = [];
+    const texts = [];
+    for (const { type, text, item } of content) {
+      const blob = type === "media" ? await blobOf(item) : null;
+      if (type !== "media") texts.push(text);
+      else if (!blob) throw new MediaError(`${item.name} is no longer stored in this browser`);
+      else if (item.kind === "text") texts.push(folded(item.name, await blob.text()));
+      else {
+        names.set(`${i}.${media.length}`, item.name);
+        media.push(asPart(item, await dataUrl(blob, item.type)));
+      }
+    }
+    const text = texts.join("\n\n");
+    if (!media.length) return text;
+    return text ? [...media, { type: "text", text }] : media;
+  };
   const found = messages.map(async (message, i) => (
     Array.isArray(message.content) ? { ...message, content: await parts(message.content, i) } : message
   ));

@@ -1,7 +1,7 @@
 // The messages of the open chat as elements. An answer that grows changes only where it grows. Messages that
 // are far from what is seen have their content made while the page is idle: a long chat opens at once.
 
-import { figure, Tray } from "./attachments.js";
+import { chip, figure, Tray } from "./attachments.js";
 import { CallView } from "./calls.js";
 import { callsOf, childrenOf, pathTo, pendingCalls, sentCalls, splitReasoning } from "./conversation.js";
 import { Markdown } from "./markdown.js";
@@ -102,9 +102,13 @@ export class Messages {
   // Where the bytes of an item are; undefined: they are gone.
   urlOf(id) {
     if (!this.urls.has(id)) {
-      this.urls.set(id, this.store.blobOf(this.chat, id).then((blob) => blob && URL.createObjectURL(blob)));
+      this.urls.set(id, this.blobOf(id).then((blob) => blob && URL.createObjectURL(blob)));
     }
     return this.urls.get(id);
+  }
+
+  blobOf(id) {
+    return this.store.blobOf(this.chat, id);
   }
 
   // New text of an answer that comes in this tab.
@@ -157,7 +161,8 @@ class MessageView {
       this.item.append(this.reasoning);
     }
     if (message.role === "user") {
-      const items = mediaOf(message).map((item) => element("li", {}, figure(item, list.urlOf(item.id))));
+      const items = mediaOf(message).map((item) => element("li", {}, item.kind === "text"
+        ? chip(item, () => list.blobOf(item.id)) : figure(item, list.urlOf(item.id))));
       this.media = element("ul", { className: "items", "aria-label": "Attached files", hidden: !items.length }, ...items);
       this.item.append(this.media);
     }
@@ -277,6 +282,7 @@ class MessageView {
       limits: act.limits,
       refusal: (items) => act.refusal(items, this.message),
       urlOf: (id) => this.list.urlOf(id),
+      blobOf: (id) => this.list.blobOf(id),
       changed: (items) => edited.set(this.id, items),
       focus: () => area?.focus(),
     }, edited.get(this.id) ?? mediaOf(this.message));
@@ -299,7 +305,7 @@ class MessageView {
     const editor = element(
       "div", { className: "editor" }, tray.list, area, tray.note,
       button("Send", "primary", () => act.resend(this.message, area.value, tray)),
-      ...(act.limits()?.takesAny ? [button("Attach", "", () => act.attach(tray))] : []),
+      button("Attach", "", () => act.attach(tray)),
       button("Cancel", "", () => {
         edited.delete(this.id);
         act.cancelEdit(this.message);

@@ -3,6 +3,7 @@
 import { Answers } from "./answers.js";
 import { ApiError, get } from "./api.js";
 import { Tray } from "./attachments.js";
+import { tooLong } from "./context.js";
 import { historyOf, itemsOf, newestLeaf, pathTo, pendingCalls, splitReasoning, titleOf } from "./conversation.js";
 import { Banner, SettingsDialog, toast } from "./dialogs.js";
 import { Limits } from "./media.js";
@@ -10,6 +11,7 @@ import { Messages } from "./messages.js";
 import { drafts, Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
+import { PASTED_CHARACTERS } from "./texts.js";
 import { Tools, ToolsDialog } from "./tools.js";
 import { addTo, fromJson, ImportError, toJson, toMarkdown } from "./transfer.js";
 import { copyText, download, element, isComposing } from "./view.js";
@@ -30,6 +32,10 @@ let current = NEW_CHAT.id; // id of the chat that is shown
 let models = [];
 let status = null; // of the server; null: not reached
 let limits = null; // of what messages may have besides text; null: not known yet
+let foundLimits;
+const firstLimits = new Promise((found) => { foundLimits = found; });
+const knownLimits = () => limits ?? firstLimits;
+let isPreparing = false; // a message is about to be sent
 let follows = true; // the end of the messages is kept in view
 let scrolling = null; // frame that will do so
 
@@ -53,9 +59,9 @@ const sidebar = new Sidebar(store, answers, {
   open: (chosen) => open(chosen.id),
   stop: (message) => answers.stop(message),
   rename: (chosen, title) => store.write("chats", chosen.id, { title: title || null }),
-  exportMarkdown(chosen) {
-    const messages = store.messagesOf(chosen.id);
-    download(`${fileName(chosen)}.md`, "text/markdown", toMarkdown(chosen, messages));
+  async exportMarkdown(chosen) {
+    const text = await toMarkdown(chosen, store.messagesOf(chosen.id), (id) => store.blobOf(chosen.id, id));
+    download(`${fileName(chosen)}.md`, "text/markdown", text);
   },
   exportJson: (chosen) => exportJson([chosen], fileName(chosen)),
   remove: (chosen) => remove([chosen]),
@@ -72,8 +78,9 @@ new ToolsDialog(tools, {
 
 const attached = new Map(); // chat id -> items that are not sent yet; as long as this page is open
 const tray = new Tray({
-  limits: () => limits,
+  limits: knownLimits,
   refusal: (items) => refusal(items, chat().leaf),
+  blobOf: (id) => store.blobOf(current, id),
   changed: (items) => attached.set(current, items),
   focus: focusInput,
 });
@@ -82,7 +89,7 @@ $("composer").after(tray.note);
 
 const messages = new Messages($("messages"), store, answers, tools, {
   sends,
-  limits: () => limits,
+  limits: knownLimits,
   refusal: (items, message) => refusal(items, message.parent),
   attach,
   grown: scrollSoon,
@@ -216,11 +223,12 @@ function focusInput() {
 // Chats.
 
 async function send() {
-  if (coming()) return;
+  if (coming() || isPreparing) return;
   const from = current;
   const { leaf } = chat();
   const text = input.value.trim();
-  const items = await ready(tray, text, leaf);
+  isPreparing = true;
+  const items = await ready(tray, text, leaf).finally(() => { isPreparing = false; });
   if (!items || from !== current || input.value.trim() !== text) return;
   follows = true;
   input.value = "";
@@ -240,14 +248,17 @@ async function ready(tray, text, parent) {
   await tray.pending;
   const { items } = tray;
   if (!text.trim() && !items.length) return null;
-  const wrong = items.length && !limits ? "The server has not been reached yet." : refusal(items, parent);
+  const chatOf = current;
+  const limit = models.find((m) => m.id === settings.model)?.max_model_len;
+  const blobOf = (id) => store.blobOf(chatOf, id);
+  const wrong = refusal(items, parent) ?? await tooLong({ text, items, blobOf, limit, settings });
   if (wrong) tray.say(wrong, true);
   return wrong ? null : items;
 }
 
 // Why items cannot be sent in a message below `parent`; null: they can.
 function refusal(items, parent) {
-  if (!items.length) return null;
+  if (!items.length || !limits) return null;
   const question = { role: "user", content: "", media: items };
   const history = historyOf([...pathTo(store.messagesOf(current), parent), question]);
   const before = itemsOf(history).slice(0, -items.length);
@@ -414,9 +425,8 @@ function showModels(data) {
 function showLimits(info) {
   if (info.status !== "ready" || !info.config || !info.stats) return; // (a busy one says less)
   limits = new Limits({ media: { kinds: {} }, ...info });
-  $("attach").hidden = !limits.takesAny;
-  $("attach-file").accept = limits.accept;
-  const label = limits.takesAny ? `Attach ${limits.nouns.join(", ")}` : "";
+  foundLimits(limits);
+  const label = `Attach ${limits.nouns.join(", ")}`;
   $("attach").title = label;
   $("attach").setAttribute("aria-label", label);
 }
@@ -544,10 +554,17 @@ $("attach-file").addEventListener("change", (event) => {
 });
 document.addEventListener("paste", (event) => {
   const { files, types } = event.clipboardData;
+  if (document.querySelector("dialog[open]")) return;
   // (Programs for texts and tables give a picture of what they copy beside it.)
-  if (!files.length || types.includes("text/plain") || document.querySelector("dialog[open]")) return;
-  event.preventDefault();
-  trayAt(event.target).add(files);
+  if (types.includes("text/plain")) {
+    const text = event.clipboardData.getData("text/plain");
+    if (text.length <= PASTED_CHARACTERS || !event.target.matches("#input, .editor textarea")) return;
+    event.preventDefault();
+    trayAt(event.target).paste(text);
+  } else if (files.length) {
+    event.preventDefault();
+    trayAt(event.target).add(files);
+  }
 });
 
 // Without this a browser leaves the page and opens the file.
@@ -556,8 +573,7 @@ document.addEventListener("dragover", (event) => {
   if (!hasFiles(event)) return;
   event.preventDefault();
   event.dataTransfer.dropEffect = "copy";
-  $("drop").textContent = limits?.takesAny === false
-    ? limits.wrongKind({ kind: null }) : `Drop ${limits?.nouns.join(", ") ?? "files"} here`;
+  $("drop").textContent = `Drop ${limits?.nouns.join(", ") ?? "files"} here`;
   $("drop").hidden = Boolean(document.querySelector("dialog[open]"));
 });
 document.addEventListener("dragleave", (event) => {

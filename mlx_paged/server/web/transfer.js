@@ -2,10 +2,11 @@
 
 import { pretty } from "./json.js";
 import { dataUrl, isMediaType, mediaOf, ofBase64 } from "./media.js";
+import { fenced, folded } from "./texts.js";
 import { byAge, callsOf, newestLeaf, pathTo, splitReasoning, titleOf } from "./conversation.js";
 
 const FORMAT = "mlx-paged-chats";
-const VERSION = 3; // 1 had no calls and no tools, 2 no media
+const VERSION = 4; // 1 had no calls and no tools, 2 no media, 3 no text files
 const STATUSES = ["done", "stopped", "interrupted", "failed"];
 
 // `recordsOf`: a promise of the bytes that a chat has.
@@ -31,12 +32,16 @@ export async function toJson(chats, messagesOf, recordsOf) {
   return JSON.stringify(file, null, 1);
 }
 
-export function toMarkdown(chat, messages) {
+// `blobOf`: a promise of the bytes of an item.
+export async function toMarkdown(chat, messages, blobOf) {
   const parts = [`# ${titleOf(chat, messages)}`];
   for (const message of pathTo(messages, chat.leaf)) {
     const { text } = splitReasoning(message);
     parts.push(`## ${message.role === "user" ? "You" : message.model || "Model"}`, text.trim());
-    for (const item of mediaOf(message)) parts.push(`[${item.kind}: ${item.name}]`);
+    for (const item of mediaOf(message)) {
+      const blob = item.kind === "text" ? await blobOf(item.id) : null;
+      parts.push(blob ? folded(item.name, await blob.text()) : `[${item.kind}: ${item.name}]`);
+    }
     for (const call of callsOf(message)) parts.push(...callAsMarkdown(call));
     if (message.error) parts.push(`> Failed: ${message.error}`);
   }
@@ -44,10 +49,6 @@ export function toMarkdown(chat, messages) {
 }
 
 function callAsMarkdown({ name, arguments: text, result }) {
-  const fenced = (kind, body) => {
-    const fence = "`".repeat(Math.max(3, ...(body.match(/`+/g) ?? []).map((found) => found.length + 1)));
-    return `${fence}${kind}\n${body}\n${fence}`;
-  };
   const parts = [`Call of \`${name}\`:`, fenced("json", pretty(text))];
   if (result) parts.push(`Result (${result.status}):`, fenced("", result.text));
   return parts;
@@ -72,7 +73,7 @@ const MESSAGE_FIELDS = {
   role: [(v) => v === "user" || v === "assistant", '"user" or "assistant"'],
   content: [TEXT, "a text"], reasoning: [TEXT, "a text"],
   calls: [(v) => Array.isArray(v) && v.every(isCall), "a list of calls"],
-  media: [(v) => Array.isArray(v) && v.every(isItem), "a list of images, videos and sounds"],
+  media: [(v) => Array.isArray(v) && v.every(isItem), "a list of images, videos, sounds and text files"],
   status: [(v) => STATUSES.includes(v), STATUSES.map((s) => `"${s}"`).join(", ")],
   error: [orNull(TEXT), "a text or null"], finish: [orNull(TEXT), "a text or null"],
   stats: [orNull(isStats), "statistics or null"], model: [orNull(TEXT), "a text or null"],
@@ -158,8 +159,8 @@ export function fromJson(text) {
   if (!isObject(file) || file.format !== FORMAT) {
     throw new ImportError(`format must be "${FORMAT}" but is ${show(file?.format)}`);
   }
-  if (![1, 2, VERSION].includes(file.version)) {
-    throw new ImportError(`version must be 1, 2 or ${VERSION} but is ${show(file.version)}`);
+  if (![1, 2, 3, VERSION].includes(file.version)) {
+    throw new ImportError(`version must be 1, 2, 3 or ${VERSION} but is ${show(file.version)}`);
   }
   if (!Array.isArray(file.chats)) throw new ImportError(`chats must be a list but is ${show(file.chats)}`);
   const ids = new Set();
