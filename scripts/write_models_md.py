@@ -26,6 +26,8 @@ from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.deviations import DEVIATIONS, MLX_LM, TRANSFORMERS
 from mlx_paged.model.families import MLX_LM_VERSION, PROVEN, REFUSED
 from mlx_paged.model.layout import CacheLayout, StateSpec, UnusedSpec
+from mlx_paged.model.media_corrections import DEVIATIONS as MEDIA_DEVIATIONS
+from mlx_paged.model.media_corrections import VERSIONS as MEDIA_VERSIONS
 from mlx_paged.model.media_families import MEDIA_FAMILIES, MEDIA_REFUSED, MLX_VLM_VERSION
 from mlx_paged.model.wrap import serve
 
@@ -178,6 +180,29 @@ def reference_table() -> str:
     return "\n".join(lines)
 
 
+def media_reference_table() -> str:
+    """A row for each multimodal model of transformers that is compared."""
+    from tempfile import TemporaryDirectory
+
+    sys.path.insert(0, str(ROOT / "tests/model"))
+    from support.more_reference_vision import ALL_REFERENCES
+    from test_reference_vision import compared
+
+    lines = ["| model | prompts | difference |", "|---|---|---|"]
+    for name, reference in sorted(ALL_REFERENCES.items()):
+        with TemporaryDirectory() as path, reference.running():
+            found = compared(name, Path(path))
+        lines.append(f"| {name} | {', '.join(found)} | {max(found.values()):.0e} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def media_deviations_table() -> str:
+    """A row for each deviation of mlx-vlm from transformers."""
+    rows = [f"| {', '.join(each.packages)} | {each.what} |" for each in MEDIA_DEVIATIONS]
+    return "\n".join(["| package | what mlx-vlm does |", "|---|---|", *rows])
+
+
 def deviations_table() -> str:
     """A row for each deviation of mlx-lm from transformers."""
     rows = [f"| {', '.join(each.modules)} | {each.what} |" for each in DEVIATIONS]
@@ -203,6 +228,9 @@ def main() -> None:
     page = replace(page, "deviations", f"{versions}\n\n{deviations_table()}")
     page = replace(page, "media", f"mlx-vlm {MLX_VLM_VERSION}.\n\n{media_table()}")
     page = replace(page, "media refused", media_refused_table())
+    page = replace(page, "media reference", media_reference_table())
+    versions = ", ".join(f"{name} {version}" for name, version in MEDIA_VERSIONS.items())
+    page = replace(page, "media deviations", f"{versions}.\n\n{media_deviations_table()}")
     PAGE.write_text(page)
 
 

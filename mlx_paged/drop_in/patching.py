@@ -20,7 +20,7 @@ from mlx_paged.import_hooks import around_import, forget_import
 
 DISABLE_VARIABLE = "MLX_PAGED_DISABLE"
 # `import mlx_lm` loads these, the last one last; the others come when a program asks for them.
-_CORE_MODULES = ("mlx_lm.models.cache", "mlx_lm.generate")
+_CORE_MODULES = ("mlx_lm.models.cache", "mlx_lm.utils", "mlx_lm.generate")
 _LAST_MODULE = _CORE_MODULES[-1]
 _LATER_MODULES = tuple({seam.module for seam in SEAMS} - set(_CORE_MODULES))
 _WATCHED_MODULES = (*_LATER_MODULES, _LAST_MODULE)

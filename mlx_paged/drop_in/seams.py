@@ -84,6 +84,13 @@ SEAMS = (
         "batch:batch_generator",
     ),
     Seam(
+        "mlx_lm.utils",
+        "load_model",
+        "model_path, lazy=, strict=, model_config=, get_model_classes=, trust_remote_code=",
+        "RoPE of checkpoints that transformers 5 saved, which most modules of mlx-lm do not read",
+        "loading:load_model",
+    ),
+    Seam(
         "mlx_lm.server",
         "ResponseGenerator._tokenize",
         "self, tokenizer, request, args",

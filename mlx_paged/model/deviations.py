@@ -42,10 +42,15 @@ class Deviation:
     mend: Callable[[Any, Mapping[str, Any], Any], bool]
 
 
+# Modules that turn whole heads, or one part of them in all layers, whatever the config says, and
+# the part that transformers turns where it says nothing.
+_PARTIAL = {"glm": 1.0, "mimo_v2_flash": 0.334}
+
+
 def _rope(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     if reference is None:
         return False
-    return bool(conform_rope(model, config, partial=_module(model) == "glm"))
+    return bool(conform_rope(model, config, part=_PARTIAL.get(_module(model))))
 
 
 # Models whose layers all have the window of their config.
@@ -415,15 +420,7 @@ def conform(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]
     Raises:
         UnsupportedModelError: the config asks for what the model cannot be made to compute.
     """
-    inner, section, reference = _text_model(model), config, reference_of(file)
-    text = config.get("text_config")
-    if inner is not model and isinstance(text, Mapping):
-        section = text
-        found = getattr(reference, "text_config", None)
-        given = file.get("text_config")
-        if found is None and isinstance(given, Mapping):
-            found = reference_of(given)
-        reference = reference if given is None else found
+    inner, section, reference = _read(model, config, file)
     module = _module(inner)
     if reference is not None and module not in _MLPS:
         _require_activation(inner, section, reference)
@@ -433,6 +430,31 @@ def conform(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]
             if changed and deviation.mend is _windows and inner is not model:
                 # (Wrappers make the caches of their text model.)
                 _override(model, "make_cache", lambda self: _text_model(self).make_cache())
+
+
+def conform_positions(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]) -> None:
+    """Likewise, of RoPE alone: a model of mlx-lm turns as its config says, and stays as it is.
+
+    Args:
+        config: as `normalize` wrote it.
+    """
+    _rope(*_read(model, config, file))
+
+
+def _read(
+    model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any], Any]:
+    """The text model, its section of the config, and transformers' reading of that section."""
+    inner, section, reference = _text_model(model), config, reference_of(file)
+    text = config.get("text_config")
+    if inner is not model and isinstance(text, Mapping):
+        section = text
+        found = getattr(reference, "text_config", None)
+        given = file.get("text_config")
+        if found is None and isinstance(given, Mapping):
+            found = reference_of(given)
+        reference = reference if given is None else found
+    return inner, section, reference
 
 
 def _text_model(model: Any) -> Any:

@@ -56,9 +56,27 @@ DEVIATIONS = (
         "has approximate activations in the tower and its adapter; the reference exact ones",
     ),
     Deviation(
+        ("granite4_vision", "kimi_k25", "kimi_vl"),
+        "has another GELU in the tower; the reference that of hidden_act",
+    ),
+    Deviation(
+        ("kimi_k25", "kimi_vl"),
+        "has norms with an epsilon of 1e-6 in the tower, and interpolates its positions over "
+        "nothing at the borders; the reference 1e-5, and over the nearest values",
+    ),
+    Deviation(
+        ("nemotron_h_nano_omni",),
+        "has time steps below time_step_min; the reference has none",
+    ),
+    Deviation(
+        ("muse_glimmer",),
+        "spreads the tower's positions over the grid of patches; the reference over one with its "
+        "sides exchanged",
+    ),
+    Deviation(
         ("gemma3",),
-        "scales an image's features by the root of two widths, of which one is a default; in the "
-        "reference they cancel out",
+        "scales an image's features by the roots of two widths and takes a default for one; the "
+        "reference takes the same width for both, so they cancel out",
     ),
     Deviation(
         ("glm4v", "glm4v_moe"),
@@ -280,10 +298,73 @@ def _qwen3_vl_moe(vlm: Any, config: Mapping[str, Any]) -> None:
             module.act_fn = _Activation(nn.gelu if is_merger else _ACTIVATIONS[name])
 
 
+def _granite4_vision(vlm: Any, config: Mapping[str, Any]) -> None:
+    name = config["vision_config"].get("hidden_act", "gelu_pytorch_tanh")
+    for module in vlm.vision_tower.modules():
+        if "activation_fn" in module:
+            module.activation_fn = _Activation(_ACTIVATIONS[name])
+
+
+def _moonvit(vlm: Any, config: Mapping[str, Any]) -> None:
+    """Kimi's tower, of VL and of K2.5."""
+    for module in vlm.vision_tower.modules():
+        if "activation_fn" in module:
+            module.activation_fn = _Activation(nn.gelu_approx)
+        elif isinstance(module, nn.LayerNorm):
+            module.eps = 1e-5
+        elif type(module).__name__ == "Learnable2DInterpPosEmb":
+            module.__class__ = overridden(type(module), "__call__", _moonvit_positions)
+
+
+def _moonvit_positions(
+    self: Any, x: mx.array, grids: mx.array, grid_shapes: Any = None
+) -> mx.array:
+    """Adds to patches their positions, which are spread over each image."""
+    found = []
+    for height, width in np.array(grids if grid_shapes is None else grid_shapes)[:, -2:].tolist():
+        rows, columns = (
+            mx.array(_cubic_matrix(size, count))
+            for size, count in zip(self.weight.shape[:2], (height, width))
+        )
+        spread = rows @ self.weight.astype(mx.float32).flatten(1)
+        spread = columns @ mx.unflatten(spread, 1, self.weight.shape[1:])
+        found.append(spread.flatten(0, 1))
+    return x + mx.concatenate(found).astype(x.dtype)
+
+
+def _cubic_matrix(size: int, count: int) -> np.ndarray:
+    """``[count, size]``: cubic interpolation of an axis, over the nearest values at its ends."""
+    at = (np.arange(count) + 0.5) / count * size - 0.5
+    near = np.floor(at)[:, None] + np.arange(-1, 3)
+    weights = _cubic(np.abs(at[:, None] - near))
+    matrix = np.zeros((count, size), dtype=np.float32)
+    places = np.clip(near, 0, size - 1).astype(np.int64)
+    np.add.at(matrix, (np.arange(count)[:, None], places), weights)
+    return matrix
+
+
 def _llama4(vlm: Any, config: Mapping[str, Any]) -> None:
     for module in vlm.vision_model.modules():
         if "activation_fn" in module:
             module.activation_fn = _Activation(nn.gelu)
+
+
+def _nemotron_omni(vlm: Any, config: Mapping[str, Any]) -> None:
+    least = config.get("text_config", config.get("llm_config", {})).get("time_step_min")
+    for layer in vlm.language_model.layers:
+        if least is not None and hasattr(layer.mixer, "time_step_limit"):
+            layer.mixer.time_step_limit = (float(least), float("inf"))
+
+
+def _muse_glimmer(vlm: Any, config: Mapping[str, Any]) -> None:
+    embedder = vlm.vision_tower.patch_embedder
+    base = type(embedder)
+
+    def positions(self: Any, grid: Any) -> mx.array:
+        """The reference's patches have the positions of a grid with its sides exchanged."""
+        return base._position_embeddings(self, [(t, width, height) for t, height, width in grid])
+
+    embedder.__class__ = overridden(base, "_position_embeddings", positions)
 
 
 _CORRECTIONS: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
@@ -291,7 +372,12 @@ _CORRECTIONS: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "aya_vision": _cohere2_vision,
     "internvl": _internvl,
     "llava": _deepseek_vl,
+    "granite4_vision": _granite4_vision,
+    "kimi_k25": _moonvit,
+    "kimi_vl": _moonvit,
     "llama4": _llama4,
+    "muse_glimmer": _muse_glimmer,
+    "nemotron_h_nano_omni": _nemotron_omni,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v,

@@ -176,6 +176,60 @@ def _llama4(config: dict[str, Any]) -> None:
     config["vision_config"].setdefault("vision_feature_layer", -1)
 
 
+def _gemma4_unified(config: dict[str, Any]) -> None:
+    _gemma4(config)
+    vision = config.get("vision_config")
+    if isinstance(vision, dict) and "pooling_kernel_size" in vision and "patch_size" in vision:
+        vision.setdefault("model_patch_size", vision["patch_size"] * vision["pooling_kernel_size"])
+
+
+# Fields of Kimi K2.5's tower: mlx-vlm's, those of the code it was published with, transformers'.
+_KIMI_TOWER = (
+    ("depth", "vt_num_hidden_layers", "num_hidden_layers"),
+    ("embed_dim", "vt_hidden_size", "hidden_size"),
+    ("hidden_size", "vt_hidden_size", "hidden_size"),
+    ("num_heads", "vt_num_attention_heads", "num_attention_heads"),
+    ("intermediate_size", "vt_intermediate_size", "intermediate_size"),
+    ("init_pos_emb_height", "init_pos_emb_height", "pos_emb_height"),
+    ("init_pos_emb_width", "init_pos_emb_width", "pos_emb_width"),
+)
+
+
+def _kimi_k25(config: dict[str, Any]) -> None:
+    vision = config["vision_config"]
+    if vision.get("model_type") == "moonvit":  # (as mlx-vlm converts it)
+        return
+    named = {
+        ours: next((vision[name] for name in (published, theirs) if vision.get(name)), None)
+        for ours, published, theirs in _KIMI_TOWER
+    }
+    vision |= {name: value for name, value in named.items() if value is not None}
+    vision["model_type"] = "moonvit"
+    if config.get("media_placeholder_token_id") is None and "image_token_id" in config:
+        config["media_placeholder_token_id"] = config["image_token_id"]
+
+
+def _nemotron_omni(config: dict[str, Any]) -> None:
+    config.setdefault("ps_version", "v2")  # (transformers has no other)
+    text, vision = config.get("text_config"), config.get("vision_config")
+    if isinstance(text, dict) and text.get("layers_block_type"):
+        names = {"linear_attention": "mamba", "full_attention": "attention"}
+        text["layers_block_type"] = [names.get(kind, kind) for kind in text["layers_block_type"]]
+    if isinstance(vision, dict) and "max_img_size" in vision:
+        vision["max_resolution"] = vision["max_img_size"]
+        vision.setdefault("intermediate_size", int(vision["hidden_size"] * vision["mlp_ratio"]))
+        first, others = vision["num_cls_tokens"], vision["num_registers"]
+        teachers = [{"name": str(i)} for i in range(first)]
+        vision.setdefault("args", {"teachers": teachers, "register_multiple": first + others})
+    for ours, theirs in (
+        ("img_context_token_id", "image_token_id"),
+        ("video_context_token_id", "video_token_id"),
+        ("vit_hidden_size", "vision_hidden_size"),
+    ):
+        if config.get(ours) is None and config.get(theirs) is not None:
+            config[ours] = config[theirs]
+
+
 def _pixtral(config: dict[str, Any]) -> None:
     config["model_type"] = "pixtral"
 
@@ -184,12 +238,15 @@ _CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "paddleocr_vl"), _flatten),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _name_vision),
     "gemma3": _gemma3,
-    **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
+    "gemma4": _gemma4,
+    "gemma4_unified": _gemma4_unified,
+    "kimi_k25": _kimi_k25,
     "glm4v": _glm,
     "glm4v_moe": _glm4v_moe,
     "glm_ocr": _glm_ocr,
     "lfm2_vl": _lfm2,
     "llama4": _llama4,
+    "nemotron_h_nano_omni": _nemotron_omni,
     "pixtral": _pixtral,
 }
 
@@ -213,6 +270,10 @@ def as_published(path: Path) -> Iterator[dict[str, Any]]:
         weights: dict[str, Any] = load_file(name)
         if config.get("published_type") in deepseek_vl.TYPES:
             weights = deepseek_vl.llava_weights(weights)
+        renamed = _RENAMED.get(package_of(config) or "", ())
+        for old, new in renamed:
+            weights = {key.replace(old, new): value for key, value in weights.items()}
+        weights = _folded_scales(weights)
         return {key: _laid_out(key, value, config) for key, value in weights.items()}
 
     def weights_of(
@@ -235,6 +296,35 @@ def as_published(path: Path) -> Iterator[dict[str, Any]]:
             yield config
         finally:
             vars(utils).update(before)
+
+
+# Names that transformers 5 writes and reads again, which published files do not have.
+_RENAMED = {
+    "kimi_k25": (
+        ("language_model.model.blocks.", "language_model.model.layers."),
+        ("model.mm_projector.", "mm_projector."),
+    )
+}
+
+
+# Scales of a block of RADIO's tower, and the modules whose outputs they scale.
+_SCALED = {"layer_scale1.lambda1": "attn.proj", "layer_scale2.lambda1": "mlp.fc2"}
+
+
+def _folded_scales(weights: dict[str, Any]) -> dict[str, Any]:
+    """Scales of RADIO's blocks, which transformers has and mlx-vlm does not, in what they scale.
+
+    (transformers saves each with the weights that it scales.)
+    """
+    found = dict(weights)
+    for name, scale in weights.items():
+        end = next((end for end in _SCALED if name.endswith(f".{end}")), None)
+        base = "" if end is None else name.removesuffix(end) + _SCALED[end]
+        if end is not None and f"{base}.weight" in weights:
+            found[f"{base}.weight"] = weights[f"{base}.weight"] * scale[:, None]
+            found[f"{base}.bias"] = weights[f"{base}.bias"] * scale
+            del found[name]
+    return found
 
 
 def _laid_out(name: str, value: Any, config: Mapping[str, Any]) -> Any:
@@ -277,13 +367,17 @@ def _tied(weights: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any
 
 
 def _unread(model: Any, weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys' and values' weights of Gemma 3n's layers that share other layers'. No layer reads them,
-    and transformers 5 leaves them out."""
+    """Weights that nothing reads, and that transformers 5 leaves out: RADIO's preprocessing, and
+    keys and values of Gemma 3n's layers that share other layers'."""
+    found = {
+        name: value
+        for name, value in expected.items()
+        if ".input_conditioner." in name and name not in weights
+    }
     language = getattr(getattr(model, "language_model", None), "model", None)
     first = getattr(language, "first_kv_shared_layer_idx", None)
     if first is None:
-        return {}
-    found = {}
+        return found
     for name, value in expected.items():
         layer = re.search(r"\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.", name)
         if layer and int(layer[1]) >= first and name not in weights:

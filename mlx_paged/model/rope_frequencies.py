@@ -52,11 +52,12 @@ class ScaledRoPE(nn.Module):  # type: ignore[misc]
         )
 
 
-def conform_rope(model: nn.Module, config: Mapping[str, Any], *, partial: bool) -> list[str]:
+def conform_rope(model: nn.Module, config: Mapping[str, Any], *, part: float | None) -> list[str]:
     """Replaces the modules that differ from a normalized text config; returns their paths.
 
     Args:
-        partial: the model's modules turn whole heads although the config turns a part.
+        part: of a head that is turned where the config does not say it, for a model whose modules
+            do not read what it says; None: they do.
 
     Raises:
         UnsupportedModelError: the config asks for a scaling that is not known.
@@ -77,14 +78,16 @@ def conform_rope(model: nn.Module, config: Mapping[str, Any], *, partial: bool) 
     for index, layer, path, module in places:
         now = _turns(module)
         assert now is not None
-        parameters = given
+        parameters, layer_kind = given, kinds[index] if index < len(kinds) else None
         if nested:
-            parameters = given.get(kinds[index]) if index < len(kinds) else None  # type: ignore[assignment]
+            parameters = given.get(layer_kind)  # type: ignore[assignment]
         if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
             continue
         dims, wavelengths, scale, traditional = now
-        if partial:
-            dims = int(config["head_dim"] * parameters.get("partial_rotary_factor", 1.0))
+        if part is not None:
+            own = config.get("swa_head_dim") if layer_kind == "sliding_attention" else None
+            head_dim = own or config["head_dim"]
+            dims = int(head_dim * parameters.get("partial_rotary_factor", part))
         kind = parameters.get("rope_type", "default")
         if kind not in _SCALINGS:
             raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from support.oracle_torch import MISSING
 from support.reference_answers import kind_of, log_probabilities, save
 
 from mlx_paged import LLM, SamplingParams, load
+from mlx_paged.model.media_corrections import DEVIATIONS, VERSIONS
+from mlx_paged.model.media_families import MEDIA_FAMILIES, MLX_VLM_VERSION
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -95,3 +98,19 @@ def compared(name: str, path: Path) -> dict[str, float]:
             for i, token in enumerate(tokens)
         )
     return differences
+
+
+def test_the_page_lists_what_is_compared_and_what_deviates() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/models.md").read_text()
+    section = page.split("### Pictures, videos and sounds compared")[1].split("Refused, and")[0]
+    table = section.split("<!-- media reference: end -->")[0]
+    for name in ALL_REFERENCES:
+        assert f"| {name} | " in table
+    compared_packages = {reference.checkpoint for reference in ALL_REFERENCES.values()}
+    compared_packages |= {"qwen3_vl_moe", "qwen3_5_moe"}  # (with the processor of another)
+    named = set(re.findall(r"\w+", section.split("<!-- media reference: end -->")[1]))
+    assert MEDIA_FAMILIES.keys() - compared_packages <= named
+    for deviation in DEVIATIONS:
+        assert f"| {', '.join(deviation.packages)} | {deviation.what} |" in section
+    assert ", ".join(f"{name} {version}" for name, version in VERSIONS.items()) in section
+    assert VERSIONS["mlx-vlm"] == MLX_VLM_VERSION

@@ -12,7 +12,9 @@ import numpy as np
 from support.reference_vision import (
     _EXPERTS,
     _MM,
+    _PINPOINTS,
     _QWEN3_VISION,
+    _QWEN_IDS,
     _TEXT,
     _VISION,
     _VOCAB,
@@ -20,6 +22,8 @@ from support.reference_vision import (
     Reference,
     _ids,
     _made,
+    _padded_tiles,
+    _qwen35,
     _rope,
     _tiles,
 )
@@ -136,6 +140,19 @@ def _gemma4(text: Mapping[str, Any]) -> Callable[[Mapping[str, int]], Any]:
     )
 
 
+def _gemma4_frames(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    """The frames of all videos, one after another; the model counts rows by itself."""
+    found = {name: np.concatenate(each) for name, each in arrays.items() if np.ndim(each[0])}
+    found.pop("num_soft_tokens_per_image", None)
+    found.pop("num_frames_per_video", None)
+    for name in ("pixel_values_videos", "video_position_ids"):
+        if name in found:
+            frames = [each.reshape(-1, *each.shape[-2:]) for each in arrays[name]]
+            found["num_frames_per_video"] = np.array([len(each) for each in frames])
+            found[name] = np.concatenate(frames)
+    return found
+
+
 def _gemma4_patches(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
     """Patches with their columns and rows, filled up to as many as a picture may have."""
     size, most = 16, 70 * 3**2
@@ -148,11 +165,7 @@ def _gemma4_patches(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray
         patches.append(np.pad(cut.reshape(rows * columns, -1), none))
         places = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1)
         positions.append(np.pad(places.reshape(-1, 2), none, constant_values=-1))
-    found = {name: np.concatenate(each) for name, each in arrays.items() if each[0].ndim}
-    for name in ("pixel_values_videos", "video_position_ids"):
-        if name in found:  # (the frames of all)
-            found["num_frames_per_video"] = np.array([each.shape[1] for each in arrays[name]])
-            found[name] = found[name].reshape(-1, *found[name].shape[2:])
+    found = _gemma4_frames(arrays)
     if patches:
         found |= {"pixel_values": np.stack(patches), "image_position_ids": np.stack(positions)}
     return found
@@ -258,6 +271,181 @@ def _qwen3_omni(ids: Mapping[str, int]) -> Any:
     )
 
 
+# --- Others ---------------------------------------------------------------------------------------
+
+
+def _gemma4_unified(ids: Mapping[str, int]) -> Any:
+    return _made("Gemma4UnifiedConfig")(
+        text_config={
+            **_GEMMA4_TEXT,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "use_bidirectional_attention": "vision",
+        },
+        vision_config={
+            "patch_size": 4,
+            "pooling_kernel_size": 3,
+            "mm_embed_dim": 40,
+            "mm_posemb_size": 70,
+            "output_proj_dims": 40,
+        },
+        audio_config={"audio_embed_dim": 640},
+        **_ids(ids, _GEMMA4_IDS),
+    )
+
+
+def _granite4(ids: Mapping[str, int]) -> Any:
+    return _made("Granite4VisionConfig")(
+        text_config={
+            **_TEXT,
+            "num_hidden_layers": 6,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 1.5,
+        },
+        vision_config={
+            **_VISION,
+            "model_type": "siglip_vision_model",
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+        },
+        image_token_index=ids["<image>"],
+        image_grid_pinpoints=_PINPOINTS,
+        downsample_rate="2/4",
+        deepstack_layer_map=[[-3, 1], [-1, 0]],
+        spatial_target_layers=[2, 3, 4, 5],
+        vision_feature_select_strategy="full",
+    )
+
+
+def _muse_glimmer(ids: Mapping[str, int]) -> Any:
+    return _made("MuseGlimmerConfig")(
+        text_config={**_TEXT, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 16},
+        vision_config={
+            "pos_emb_height": 8,
+            "pos_emb_width": 8,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 4,
+        },
+        out_hidden_size=128,
+        projector_hidden_size=40,
+        image_token_id=ids["<|patch|>"],
+        video_token_id=ids["<|video|>"],
+    )
+
+
+def _kimi_k25(ids: Mapping[str, int]) -> Any:
+    media = ("<|media_pad|>", "<|media_start|>", "<|media_end|>")
+    pad, start, end = (ids[token] for token in media)
+    return _made("Kimi_K25Config")(
+        text_config={
+            **_TEXT,
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 3,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        vision_config={
+            "pos_emb_height": 8,
+            "pos_emb_width": 8,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+        },
+        projection_hidden_size=32,
+        image_token_id=pad,
+        video_token_id=pad + 1000,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+
+
+def _kimi_patches(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    grids = [[1, *grid.reshape(-1).tolist()] for grid in arrays["image_grid_hws"]]
+    return {
+        "pixel_values": np.concatenate(arrays["pixel_values"]),
+        "image_grid_thw": np.array(grids),
+    }
+
+
+def _minicpmv(ids: Mapping[str, int]) -> Any:
+    return _made("MiniCPMV4_6Config")(
+        text_config=_qwen35("Qwen3_5Config")(dict.fromkeys(_QWEN_IDS.values(), 0)).text_config,
+        vision_config={**_VISION, "patch_size": 14, "num_hidden_layers": 4},
+        insert_layer_id=1,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+    )
+
+
+def _minicpm_slices(arrays: dict[str, list[Any]]) -> dict[str, np.ndarray]:
+    """The patches of all slices, one after another."""
+    slices = [each for item in arrays["pixel_values"] for each in item[0]]
+    return {
+        "pixel_values": np.concatenate(slices, axis=-1)[None],
+        "target_sizes": np.concatenate([item[0] for item in arrays["tgt_sizes"]]),
+    }
+
+
+def _nemotron_omni(ids: Mapping[str, int]) -> Any:
+    return _made("NemotronH_Omni_Reasoning_V3_Config")(
+        text_config={
+            **_TEXT,
+            "model_type": "nemotron_h",
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "conv_kernel": 4,
+            "n_groups": 2,
+            "layer_norm_epsilon": 1e-5,
+        },
+        vision_config={
+            "model_type": "radio",
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "mlp_ratio": 1.5,
+            "image_size": 64,
+            "max_img_size": 128,
+            "patch_size": 16,
+            "video_temporal_patch_size": 2,
+        },
+        projector_hidden_size=24,
+        vision_hidden_size=32,
+        image_token_id=ids["<image>"],
+        video_token_id=ids["<video>"],
+    )
+
+
+def _nemotron_patches(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    size, patches, grids = 16, [], []
+    for pixels in arrays["pixel_values"]:
+        _, depth, height, width = pixels.shape
+        rows, columns = height // size, width // size
+        cut = pixels.reshape(depth, rows, size, columns, size).transpose(1, 3, 0, 2, 4)
+        patches.append(cut.reshape(rows * columns, -1))
+        grids.append([rows, columns])
+    return {"pixel_values": np.concatenate(patches), "image_grid_hw": np.array(grids)}
+
+
 ALL_REFERENCES: dict[str, Reference] = {
     **REFERENCES,
     "llama4": Reference(
@@ -290,6 +478,34 @@ ALL_REFERENCES: dict[str, Reference] = {
         _gemma3n,
         running=_gemma3n_towers,
         sounds=True,
+    ),
+    "gemma4_unified": Reference(
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        _gemma4_unified,
+        _MM,
+        joins=_gemma4_frames,
+        videos=True,
+        sounds=True,
+    ),
+    "granite4_vision": Reference(
+        "granite4_vision",
+        "Granite4VisionForConditionalGeneration",
+        _granite4,
+        joins=_padded_tiles,
+    ),
+    "muse_glimmer": Reference("muse_glimmer", "MuseGlimmerForConditionalGeneration", _muse_glimmer),
+    "kimi_k25": Reference(
+        "kimi_k25", "Kimi_K25ForConditionalGeneration", _kimi_k25, joins=_kimi_patches
+    ),
+    "minicpmv4_6": Reference(
+        "minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration", _minicpmv, joins=_minicpm_slices
+    ),
+    "nemotron_h_omni": Reference(
+        "nemotron_h_nano_omni",
+        "NemotronH_Omni_Reasoning_V3",
+        _nemotron_omni,
+        joins=_nemotron_patches,
     ),
     "qwen3_omni_moe": Reference(
         "qwen3_omni_moe",

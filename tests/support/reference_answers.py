@@ -92,11 +92,12 @@ def log_probabilities(
     found: dict[str, list[np.ndarray]] = {}
     for item in prompt.inputs:
         for key, value in item.arrays.items():
-            found.setdefault(key, []).append(np.array(value))
+            is_list = isinstance(value, (list, tuple))
+            found.setdefault(key, []).append(value if is_list else np.array(value))
     if found and reference.joins is not None:
         joined = reference.joins(found)
     else:
-        joined = {key: np.concatenate(values) for key, values in found.items() if values[0].ndim}
+        joined = {key: np.concatenate(each) for key, each in found.items() if np.ndim(each[0])}
     tokens = torch.tensor([token_ids])
     arguments: dict[str, Any] = {}
     for key, array in joined.items():

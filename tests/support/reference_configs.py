@@ -736,9 +736,8 @@ def scaled_references() -> dict[str, Reference]:
                 **({"partial_rotary_factor": _PARTS[family]} if family in _PARTS else {}),
             }
             if family in _LAYER_TYPES:
-                part = (
-                    {"partial_rotary_factor": _PARTS[family]} if family == "mimo_v2_flash" else {}
-                )
+                # (0.5 and not that of full attention: 12 of 24 dims of a head.)
+                part = {"partial_rotary_factor": 0.5} if family == "mimo_v2_flash" else {}
                 rope = {"full_attention": rope, "sliding_attention": plain(1e4, **part)}
             given = REFERENCES[family]
             found[f"{family}-{kind}"] = replace(
