@@ -402,6 +402,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
     page = pages.page("index.html") if config.serve_page else _no_page
     routes.append(Route("/", page, methods=["GET"]))
     routes.append(Mount("/web", pages.files()))
+    routes.append(WebSocketRoute("/{path:path}", response_websocket.no_socket))
     paths = [route.path for route in routes if isinstance(route, Route)]
 
     generating = [operation.path for operation in API if operation.needs_runner is not None]

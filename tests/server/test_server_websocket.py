@@ -41,11 +41,14 @@ def engine(server: RunningServer) -> ScriptedEngine:
 
 @contextmanager
 def opened(
-    server: RunningServer, host: str = "127.0.0.1", **headers: str
+    server: RunningServer,
+    host: str = "127.0.0.1",
+    path: str = "/v1/responses",
+    **headers: str,
 ) -> Iterator[ClientConnection]:
     given = {"Authorization": "Bearer secret", **headers}
     sock = socket.create_connection(("127.0.0.1", server.port))
-    url = f"ws://{host}:{server.port}/v1/responses"
+    url = f"ws://{host}:{server.port}{path}"
     with connect(url, sock=sock, additional_headers=given, open_timeout=60) as found:
         yield found
 
@@ -212,6 +215,7 @@ def test_what_is_wrong_is_an_event_and_the_connection_goes_on(
         ({"Authorization": "Bearer wrong"}, 401, "invalid_api_key"),
         ({"Origin": "http://evil.test"}, 403, "cross_origin"),
         ({"host": "evil.test"}, 403, "unknown_host"),
+        ({"path": "/v1/chat/completions"}, 404, "not_found"),
     ],
 )
 def test_a_handshake_is_checked_like_a_request(server, headers, status, code) -> None:

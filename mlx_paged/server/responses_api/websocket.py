@@ -22,7 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mlx_paged.server import requests
 from mlx_paged.server.context import Context, Trace
-from mlx_paged.server.errors import ApiError, failed
+from mlx_paged.server.errors import ApiError, failed, shorten
 from mlx_paged.server.middleware import log_end
 from mlx_paged.server.rate_limits import budget_of
 from mlx_paged.server.requests import Body
@@ -77,6 +77,13 @@ async def responses_socket(socket: WebSocket) -> None:
     await socket.accept()
     with contextlib.suppress(WebSocketDisconnect):
         await _Session(socket, context).run()
+
+
+async def no_socket(socket: WebSocket) -> None:
+    """Refuses a WebSocket of another path."""
+    shown = shorten(socket.url.path)
+    error = ApiError(404, f"there is no WebSocket at {shown}, only at {PATH}", code="not_found")
+    await error.response(socket.scope)(socket.scope, socket.receive, socket.send)
 
 
 class _Session:
@@ -213,7 +220,7 @@ class _Session:
         if (budget := budget_of(request.scope)) is not None:
             budget.admit()
         body = await requests.read_body(request, CreateMessage)
-        body.stream = True
+        body.stream = trace.fields["stream"] = True
         try:
             with own_names(request):
                 adapter = await adapter_of(request, body, self._latest)
