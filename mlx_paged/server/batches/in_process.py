@@ -27,7 +27,7 @@ class InProcess:
     def __init__(self, app: ASGIApp, **state: Any) -> None:
         self._app = app
         self._state = state
-        self._num_pending = 0
+        self._num_inside = 0  # requests that the application has
 
     async def post(self, url: str, body: bytes, request_id: str) -> Reply:
         """Answers a request. One that finds the server busy waits and is sent again.
@@ -39,22 +39,22 @@ class InProcess:
         Raises:
             EngineDeadError: the server takes no further requests.
         """
-        self._num_pending += 1
         delay = _FIRST_WAIT
-        try:
-            while True:
+        while True:
+            self._num_inside += 1
+            try:
                 reply = await self._post(url, body, request_id)
-                unavailable = reply.status_code in _UNAVAILABLE
-                waits_for_memory = unavailable and b'"body_memory"' in reply.body
-                if unavailable and not waits_for_memory:
-                    raise EngineDeadError("it failed while it worked on the batch")
-                # (Alone, and yet too much for the queue: it will never fit.)
-                if not waits_for_memory and (reply.status_code != 429 or self._num_pending == 1):
-                    return reply
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, _MOST_WAIT)
-        finally:
-            self._num_pending -= 1
+            finally:
+                self._num_inside -= 1
+            unavailable = reply.status_code in _UNAVAILABLE
+            waits_for_memory = unavailable and b'"body_memory"' in reply.body
+            if unavailable and not waits_for_memory:
+                raise EngineDeadError("it failed while it worked on the batch")
+            # (Alone, and yet too much for the queue: it will never fit.)
+            if not waits_for_memory and (reply.status_code != 429 or not self._num_inside):
+                return reply
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _MOST_WAIT)
 
     async def _post(self, url: str, body: bytes, request_id: str) -> Reply:
         pending = [{"type": "http.request", "body": body, "more_body": False}]
