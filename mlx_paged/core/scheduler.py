@@ -8,6 +8,7 @@ class finds no room (`_make_way`), and a step failed (`requeue_in_flight`).
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -44,6 +45,9 @@ MAX_STEPS_IN_FLIGHT = 2
 #: so a burst of requests with a common prompt costs no step more than this.
 MAX_PARKED_TOKENS = 1 << 17
 PARKING_COST = 1 << 12
+
+# While others are unfinished, background requests have this part of places and tokens.
+_BACKGROUND_PART = 8
 
 _IN_FLIGHT = (IN_FLIGHT_TOKEN,)
 # (Three times as fast as calling the constructor.)
@@ -103,6 +107,8 @@ class Scheduler:
         self._watermark = int(config.watermark * kv.pool.num_usable)
         self._requests: dict[str, Request] = {}  # unfinished ones by id
         self._num_background = 0  # of those
+        self._background_places = max(1, config.max_num_seqs // _BACKGROUND_PART)
+        self._background_tokens = max(1, config.max_num_batched_tokens // _BACKGROUND_PART)
         self._deadlines = Deadlines()
         self._unreported: list[SequenceOutcome] = []
         self._num_arrived = 0
@@ -289,7 +295,8 @@ class Scheduler:
         2. Running prompts, in chunks. Their blocks were reserved when they were admitted.
         3. Waiting sequences, in service order, while there is room for *all* their known tokens.
 
-        2 and 3 are done for background requests when they are done for all others.
+        2 and 3 are done for background requests when they are done for all others. While there are
+        others, background requests have an eighth of the places and of the tokens of a step.
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "commit a step before scheduling another"
         self._expire()
@@ -310,6 +317,9 @@ class Scheduler:
             self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
             # Background prompts get what is left by all others, waiting ones included.
             for background in (False, True) if self._num_background else (False,):
+                if background and self._has_both_kinds and self.config.enable_chunked_prefill:
+                    self._budget = min(self._budget, self._background_tokens)
+                    self._long_budget = min(self._long_budget, self._background_tokens)
                 self._schedule_running_prefills(background)
                 # (Blocks of a preempted sequence do not go to waiting ones.)
                 if waiting.size and not self._preempted:
@@ -440,7 +450,7 @@ class Scheduler:
         scheduled, running = self._scheduled, SequenceStatus.RUNNING
         has_states, move_state = self.kv.states is not None, self.kv.move_state
         state = None
-        for seq in self.running.items.copy():  # (it changes when one is preempted)
+        for seq in self._in_turn():
             start = seq.num_scheduled_tokens
             tokens = seq.tokens
             num_left = len(tokens) - start
@@ -470,6 +480,22 @@ class Scheduler:
             scheduled.append(_scheduled((seq, token_ids, start, True, input_from, exported, state)))
         self._num_decodes = self._num_sampled = len(scheduled)
         self._budget -= len(scheduled)
+
+    def _in_turn(self) -> list[Sequence]:
+        """The running sequences that this step may schedule; few background ones beside others."""
+        items = self.running.items
+        if not self._has_both_kinds:
+            return items.copy()  # (the queue changes when one is preempted)
+        return items[: self._num_running_before_background() + self._background_places]
+
+    @property
+    def _has_both_kinds(self) -> bool:
+        """True while background requests and others are unfinished."""
+        return 0 < self._num_background < len(self._requests)
+
+    def _num_running_before_background(self) -> int:
+        """How many running sequences do not belong to background requests; they are first."""
+        return bisect_left(self.running.items, True, key=lambda seq: seq.request.background)
 
     def _secure(self, seq: Sequence) -> bool:
         """Finds room for one more token, if need be by preempting the last in service order."""
@@ -646,6 +672,10 @@ class Scheduler:
             seq = self._first_to_admit(with_long=self._long_budget > 0)
             if seq is None or seq.request.background > background:
                 return
+            if seq.request.background and self._has_both_kinds:
+                num_others = self._num_running_before_background()
+                if len(self.running) - num_others >= self._background_places:
+                    return
             if not self.config.enable_chunked_prefill and not self._fits_whole(seq):
                 return  # it is not cut, so it waits for a step with room, and none overtakes it
             if not self._admit(seq):

@@ -181,9 +181,36 @@ def test_the_prompts_of_background_requests_get_the_tokens_that_others_leave():
     chat = request("chat", [7] * 24)
     engine.scheduler.add(chat)
     engine.step()
-    assert rows(engine) == [("chat", 8), ("a", 8)]
+    assert rows(engine) == [("chat", 8), ("a", 2)]
     engine.run()
     assert engine.scheduler.num_preemptions == 0
+
+
+def test_background_requests_have_an_eighth_of_the_places_beside_others():
+    engine = make(max_num_seqs=16)
+    batch = [request(f"b{i}", [i + 1] * 3, 6, background=True) for i in range(12)]
+    for each in batch:
+        engine.scheduler.add(each)
+    engine.step()
+    assert len(rows(engine)) == 12
+    chat = request("chat", [99] * 3, 4)
+    engine.scheduler.add(chat)
+    for _ in range(4):
+        engine.step()
+        assert {name for name, _ in rows(engine)} == {"chat", "b0", "b1"}
+    assert chat.is_finished and engine.scheduler.num_preemptions == 0
+    engine.step()
+    assert len(rows(engine)) == 12
+    # Waiting ones take no more places, either.
+    engine.scheduler.add(request("chat 2", [98] * 3, 8))
+    more = [request(f"m{i}", [i + 50] * 3, 4, background=True) for i in range(4)]
+    for each in more:
+        engine.scheduler.add(each)
+    while engine.scheduler.request("chat 2") is not None:
+        engine.step()
+        assert len(rows(engine)) <= 3
+    engine.run()
+    check_outputs(engine, chat, *batch, *more)
 
 
 def test_background_requests_do_not_fill_the_waiting_queue():

@@ -143,9 +143,18 @@ class PlainScheduler(Scheduler):
             and len(wanted) * 2 >= size
         )
 
+    def _in_turn_as_defined(self) -> list[Sequence]:
+        """Everything that runs; while there are others, background requests have few places."""
+        others = [seq for seq in self.running if not seq.request.background]
+        background = [seq for seq in self.running if seq.request.background]
+        if any(not request.background for request in self.requests()):
+            background = background[: max(1, self.config.max_num_seqs // 8)]
+        return others + background
+
     def _schedule_decodes(self) -> None:
-        self._prefilling = [seq for seq in self.running if is_prefilling(seq)]
-        for seq in self.running:
+        in_turn = self._in_turn_as_defined()
+        self._prefilling = [seq for seq in in_turn if is_prefilling(seq)]
+        for seq in in_turn:
             if not seq.is_running or is_prefilling(seq):  # (preempted for one before it)
                 continue
             if num_schedulable_tokens(seq) and self._secure(seq):
