@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from mlx_paged.model.media_kinds import KINDS, Kind
 from mlx_paged.model.media_text import MARK, MarkedText, marked
 from mlx_paged.model.processed_items import ProcessedItems
 from mlx_paged.model.rope_positions import Grid, rope_positions
+
+logger = logging.getLogger(__name__)
 
 # What processors return beside the arrays of towers.
 _TEXT_OUTPUTS = frozenset(
@@ -334,6 +337,8 @@ class _Expanded:
 
 # Bytes of processed items that are kept for later prompts.
 _PROCESSED_BYTES = 512 << 20
+# Sides of the squares with which `sufficient_side` tries a processor.
+_PROBED_SIDES = (4096, 2048, 1024, 512)
 
 
 def _num_bytes(item: _Expanded) -> int:
@@ -366,6 +371,9 @@ class MediaModel:
         self.options = dict(options or {})
         self._processed = ProcessedItems(_PROCESSED_BYTES, _num_bytes)
         self._processed_whole = ProcessedItems(_PROCESSED_BYTES, _num_bytes)  # (`whole_from`)
+        self._side_lock = threading.Lock()
+        self._side: int | None = None  # see `sufficient_side`
+        self._is_side_known = False
 
     def with_options(self, options: Mapping[str, Any]) -> MediaModel:
         """The same with these keyword arguments for the processor."""
@@ -430,6 +438,40 @@ class MediaModel:
     def _require(self, kind: Kind) -> None:
         if kind not in self.kinds:
             raise ValueError(f"the model takes {', '.join(self.kinds)} but got {kind}")
+
+    def sufficient_side(self) -> int | None:
+        """Side of a square picture, in pixels, from which on the processor makes pictures smaller.
+
+        Larger ones become no more rows, so nothing is lost when a file is decoded at a fraction of
+        its size that is well above this. The first call runs the processor on grey squares.
+
+        Returns:
+            None where it takes squares of 4096 pixels as they are, or takes no squares.
+        """
+        with self._side_lock:
+            if not self._is_side_known:
+                self._side, self._is_side_known = self._probed_side(), True
+            return self._side
+
+    def _probed_side(self) -> int | None:
+        from PIL import Image
+
+        found, most = None, None
+        for side in _PROBED_SIDES:
+            square = Image.new("RGB", (side, side), (127, 127, 127))
+            try:
+                inputs = self.process(self.placeholder("image"), images=[square]).inputs[0]
+            except Exception as error:  # (a processor's)
+                logger.info("pictures are decoded at their full size: %s", error)
+                return None
+            shapes = inputs.num_rows, {name: np.shape(a) for name, a in inputs.arrays.items()}
+            if most is None:
+                most = shapes
+            elif shapes == most:
+                found = side
+            else:
+                break
+        return found
 
     def process(
         self,

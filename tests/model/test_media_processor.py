@@ -493,6 +493,16 @@ def test_placeholders_must_be_as_many_as_items(loaded: Callable[[str], LoadedMod
         media.placeholder("audio")
 
 
+def test_the_side_from_which_on_pictures_are_made_smaller(
+    loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_paged.model.media_processor._PROBED_SIDES", (512, 256, 128, 64))
+    media = media_of(loaded("qwen2_vl"))
+    assert media.with_options({"max_pixels": 128 * 128}).sufficient_side() == 128
+    assert media.with_options({"max_pixels": 1024 * 1024}).sufficient_side() is None
+    assert media_of(loaded("llava")).sufficient_side() == 64, "a processor with one size"
+
+
 def test_text_alone_makes_no_spans(loaded: Callable[[str], LoadedModel]) -> None:
     model = loaded("qwen2_vl")
     prompt = media_of(model).process("what?")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from fractions import Fraction
@@ -34,6 +34,8 @@ _CONTAINERS: dict[Kind, str] = {
     "video": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,ogg,gif,asf,ivf,m4v",
     "audio": "wav,mp3,flac,ogg,mov,mp4,m4a,3gp,3g2,mj2,aac,matroska,webm,aiff,w64,amr,caf,mpegts",
 }
+_ORIENTATION = 0x0112  # in EXIF
+_LARGE_PICTURE = 8 << 20  # pixels
 _LOW_DETAIL = 512  # pixels of each side, at most
 _MAX_PACKETS = 1 << 20
 _MAX_CHANNELS = 64
@@ -49,6 +51,7 @@ def decode(
     rate: int,
     work: Work,
     is_low: bool = False,
+    sufficient_side: Callable[[], int | None] | None = None,
 ) -> Image | VideoFrames | AudioClip:
     """An item from the bytes of its file.
 
@@ -56,6 +59,7 @@ def decode(
         rate: samples of a second that a sound gets.
         work: how long it may take.
         is_low: a picture is made smaller, see `low_detail`.
+        sufficient_side: see `image_of`.
 
     Raises:
         Unusable: it is none, is broken, or too much; or what decodes it is not installed.
@@ -64,7 +68,7 @@ def decode(
     if not content:
         raise Unusable("it is empty")
     if kind == "image":
-        return image_of(content, limits, io_options, is_low=is_low)
+        return image_of(content, limits, io_options, is_low=is_low, sufficient_side=sufficient_side)
     if kind == "video":
         return video_of(content, limits, io_options, work)
     return audio_of(content, limits, rate, work)
@@ -74,9 +78,19 @@ def decode(
 
 
 def image_of(
-    content: bytes, limits: MediaLimits, options: IoOptions, *, is_low: bool = False
+    content: bytes,
+    limits: MediaLimits,
+    options: IoOptions,
+    *,
+    is_low: bool = False,
+    sufficient_side: Callable[[], int | None] | None = None,
 ) -> Image:
     """A picture in RGB, as it is meant to be seen; the first frame of one that moves.
+
+    Args:
+        sufficient_side: pixels of a side from which on the processor makes pictures smaller. A
+            large JPEG is decoded at 1/2, 1/4 or 1/8 of its size where at least twice as many are
+            left: that takes a fraction of the time and memory.
 
     Raises:
         Unusable: it is none, is broken, or has too many pixels.
@@ -90,6 +104,10 @@ def image_of(
             check_size(image.width, image.height, limits)
             if is_low:  # a JPEG is decoded at a fraction of its size
                 image.draft(None, (_LOW_DETAIL, _LOW_DETAIL))
+            elif sufficient_side is not None and _may_be_reduced(image):
+                side = sufficient_side()
+                if side is not None:
+                    image.draft(None, (2 * side, 2 * side))
             image.load()
             found = rgb(upright(image), options)
             return low_detail(found) if is_low else found
@@ -103,6 +121,11 @@ def image_of(
         raise Unusable("there is not enough memory for it") from None
     except Exception as error:  # plugins raise whatever they meet: struct.error, SyntaxError, ...
         raise Unusable(f"its picture is broken: {_reason(error)}") from None
+
+
+def _may_be_reduced(image: Image) -> bool:
+    """True for pictures that Pillow can decode at a fraction of their size, and that take long."""
+    return image.format in ("JPEG", "MPO") and image.width * image.height >= _LARGE_PICTURE
 
 
 @lru_cache(maxsize=1)
@@ -160,6 +183,8 @@ def upright(image: Image) -> Image:
     from PIL import ImageOps
 
     try:
+        if image.getexif().get(_ORIENTATION, 1) == 1:
+            return image  # (of which `exif_transpose` would make a copy)
         return ImageOps.exif_transpose(image)
     except Exception:  # EXIF that is broken says nothing
         return image

@@ -53,13 +53,19 @@ class MediaLoader:
     Args:
         options: what is allowed, and how items are read.
         sampling_rate: samples a second that sounds get.
+        sufficient_side: see `decode.image_of`; None: pictures keep their size.
     """
 
     def __init__(
-        self, options: MediaOptions, *, sampling_rate: int = DEFAULT_SAMPLING_RATE
+        self,
+        options: MediaOptions,
+        *,
+        sampling_rate: int = DEFAULT_SAMPLING_RATE,
+        sufficient_side: Callable[[], int | None] | None = None,
     ) -> None:
         self.options = options
         self._rate = sampling_rate
+        self._sufficient_side = sufficient_side
         self._decoded = _DecodedItems(options.limits.cache_bytes)
         # (Threads start when there is something to do.)
         self._fetchers = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="mlx-paged-fetch")
@@ -154,7 +160,9 @@ class MediaLoader:
 
         def make() -> Any:
             is_low = source.detail == "low"
-            return decode.decode(kind, content, limits, options, self._rate, work, is_low)
+            return decode.decode(
+                kind, content, limits, options, self._rate, work, is_low, self._sufficient_side
+            )
 
         return MediaItem(kind, digest, self._decoded.get(digest, make, work), source.part)
 
@@ -169,8 +177,12 @@ class MediaLoader:
 
 def loader_of(engine: Any) -> MediaLoader:
     """The loader for an engine's options and model."""
-    rate = getattr(getattr(engine, "media", None), "sampling_rate", None)
-    return MediaLoader(engine.config.media_options, sampling_rate=rate or DEFAULT_SAMPLING_RATE)
+    media = getattr(engine, "media", None)
+    return MediaLoader(
+        engine.config.media_options,
+        sampling_rate=getattr(media, "sampling_rate", None) or DEFAULT_SAMPLING_RATE,
+        sufficient_side=getattr(media, "sufficient_side", None),
+    )
 
 
 class _Batch:

@@ -210,6 +210,28 @@ def test_a_jpeg_of_low_detail_is_decoded_at_a_fraction_of_its_size() -> None:
     assert np.abs(np.array(found)[10, 10].astype(int) - RED).max() < 4
 
 
+@pytest.mark.parametrize(
+    ("form", "size", "side", "expected"),
+    [
+        ("JPEG", (4096, 4096), 512, (1024, 1024)),
+        ("JPEG", (8192, 2048), 512, (4096, 1024)),  # (the shorter side counts)
+        ("JPEG", (4096, 4096), 2048, (4096, 4096)),
+        ("JPEG", (4096, 4096), None, (4096, 4096)),
+        ("JPEG", (2048, 2048), 512, (2048, 2048)),  # (which takes no time)
+        ("PNG", (4096, 4096), 512, (4096, 4096)),
+    ],
+)
+def test_a_large_jpeg_is_decoded_at_a_fraction_that_the_processor_makes_smaller(
+    form: str, size: tuple[int, int], side: int | None, expected: tuple[int, int]
+) -> None:
+    media = MediaLoader(MediaOptions(), sufficient_side=lambda: side)
+    content = saved(Image.new("RGB", size, RED), form)
+    [item] = media.load([MediaSource("image", content, "image")])
+    media.close()
+    assert item.data.size == expected
+    assert np.abs(np.array(item.data)[10, 10].astype(int) - RED).max() < 4
+
+
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_a_picture_that_was_cut_is_refused(form: str) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), np.uint8)
