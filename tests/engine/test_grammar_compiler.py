@@ -473,8 +473,16 @@ def test_a_vocabulary_smaller_than_the_tokenizers(compiler: GrammarCompiler) -> 
     assert accepts(small, StructuredOutputs(regex="ab"), "ab")
 
 
-def test_a_grammar_that_grows_with_every_token_is_refused(compiler: GrammarCompiler) -> None:
-    """(All answers got to the limit of a mask after some 55 tokens.)"""
-    grammar = 'start: "e" r1\nr0: r0 r0 | /[x-z]/ | "e"\nr1: r1 r0 | /([a-c]b|.)/ r1 | "e"'
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "e" r1\nr0: r0 r0 | /[x-z]/ | "e"\nr1: r1 r0 | /([a-c]b|.)/ r1 | "e"',
+        'start: r0 r0\nr0: "a" | "a" "a" | /(é)?./ r0 | "e"',
+    ],
+)
+def test_a_grammar_that_grows_with_every_token_is_refused(
+    compiler: GrammarCompiler, grammar: str
+) -> None:
+    """(All answers got to the limit of a mask after some 55 or 80 tokens.)"""
     with pytest.raises(InvalidParameterError, match="within the limits of this server"):
         compiler.compile(StructuredOutputs(grammar=grammar))

@@ -223,6 +223,12 @@ class GrammarCompiler:
             _require_no_error(
                 prober.run(compiled.matcher(), compiled.first_mask, seed, length), wanted
             )
+            if prober.is_endless:
+                expected = (
+                    "a grammar within the limits of this server (each token takes longer than the "
+                    "one before: make it less ambiguous)"
+                )
+                raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
         if relaxed:
             logger.warning("structured outputs are not enforced in %s", ", ".join(relaxed))
         return compiled

@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Iterable
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,21 @@ _LONGEST = 192  # tokens
 # Seconds of this thread's work for all probes of a grammar, for those whose masks take long, and
 # for those whose masks take longer and longer: these get to the limits in any long answer.
 _SECONDS, _SECONDS_IF_SLOW, _SECONDS_IF_GROWING = 0.1, 1.0, 3.0
-_WINDOW, _GROWTH = 12, 1.15  # masks, and how much longer the last ones take than those before
+# Masks that are compared with as many before, how much longer they take, and seconds of one.
+_WINDOW, _GROWTH, _GROWING_MASK = 12, 1.08, 0.002
 _COUNTS = re.compile(r"\{\d*,?\d*\}")
 _MOST_PATTERNS = 64
 
 
 class Prober:
-    """Writes the beginnings of random answers; what fails on one must not be accepted."""
+    """Writes the beginnings of random answers; what fails on one must not be accepted.
+
+    Attributes:
+        is_endless: Masks took long, and were still taking longer when the time was over.
+    """
 
     def __init__(self) -> None:
+        self.is_endless = False
         self._began = time.thread_time()
 
     def run(
@@ -59,16 +66,23 @@ class Prober:
             times.append(now - before)
             is_slow = times[-1] > _SLOW_MASK
             limit = _SECONDS_IF_SLOW if is_slow else _SECONDS
-            is_long = now - self._began > (_SECONDS_IF_GROWING if _is_growing(times) else limit)
-            if matcher.is_error() or is_long or (num_tokens >= length and not is_slow):
+            if is_growing := _is_growing(times):
+                limit = _SECONDS_IF_GROWING
+            is_late = now - self._began > limit
+            self.is_endless = is_growing and is_slow and is_late
+            is_done = num_tokens >= length and not (is_slow or is_growing)
+            if matcher.is_error() or is_done or is_late:
                 break
         return matcher
 
 
 def _is_growing(times: list[float]) -> bool:
-    """True if masks take long, and longer than they did before."""
-    last, before = sum(times[-_WINDOW:]), sum(times[-2 * _WINDOW : -_WINDOW])
-    return last > _WINDOW * _SLOW_MASK and last > _GROWTH * before > 0
+    """True if masks take longer than they did before, by more than noise."""
+    if len(times) < 2 * _WINDOW:
+        return len(times) > _WINDOW and median(times[-_WINDOW:]) > _GROWING_MASK
+    # (Medians: between the bytes of a character a mask takes no time.)
+    last, before = median(times[-_WINDOW:]), median(times[-2 * _WINDOW : -_WINDOW])
+    return last > _GROWING_MASK and last > _GROWTH * before
 
 
 def counting_patterns(schemas: Iterable[Any]) -> list[str]:
