@@ -63,6 +63,10 @@ TEMPLATES: dict[str, tuple[str, str, str, str]] = {
     "tags of training": (
         "{% generation %}{{ 'on' if thinking else 'off' }}{% endgeneration %}", "off", "on", "off",
     ),
+    "wants a system message": (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no rule') }}{% endif %}"
+        "{{ 'on' if thinking else 'off' }}", "off", "on", "off",
+    ),
     "no switch": ("{% if preserve_thinking %}{{ messages[1] }}{% endif %}same",
                   "same", "same", "same"),
     "levels without an end": ("{{ reasoning_effort or 'medium' }}", "medium", "medium", "medium"),
@@ -86,7 +90,8 @@ def test_a_wish_has_the_name_that_the_template_reads(name: str) -> None:
         ({"thinking": False}, off),
         ({"clear_thinking": False, "preserve_thoughts": True, "other": False}, unasked),
     ):
-        assert chats.render(USER, variables=variables).text == expected, variables
+        messages = [{"role": "system", "content": "rule"}, *USER] if "system" in name else USER
+        assert chats.render(messages, variables=variables).text == expected, variables
 
 
 def test_what_a_request_sets_itself_is_left_alone() -> None:

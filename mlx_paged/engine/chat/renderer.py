@@ -32,6 +32,8 @@ from mlx_paged.engine.media.prompt import (
 )
 from mlx_paged.errors import MlxPagedError
 
+_USER, _SYSTEM = {"role": "user", "content": "ask"}, {"role": "system", "content": "rule"}
+_QUESTIONS = ([_USER], [_SYSTEM, _USER])  # (some templates want both)
 _MAX_TEMPLATES = 16  # whose forms are remembered
 
 
@@ -193,17 +195,22 @@ class ChatRenderer:
 
     def _variables(self, source: str) -> tuple[frozenset[str], tuple[Switch, ...]]:
         """The variables that a template reads, and its switches."""
-        question = [{"role": "user", "content": "question"}]
         try:
             names = variables_of(source)
         except jinja2.TemplateError:
             return frozenset([THINKS]), ()
-        return names, switches_of(
-            source,
-            lambda variables: render_chat(
-                self.tokenizer, question, chat_template=source, **variables
-            ),
-        )
+
+        def render(variables: Mapping[str, Any]) -> str:
+            refusal: Exception | None = None
+            for question in _QUESTIONS:
+                try:
+                    return render_chat(self.tokenizer, question, chat_template=source, **variables)
+                except Exception as error:  # templates raise whatever they like
+                    refusal = error
+            assert refusal is not None
+            raise refusal
+
+        return names, switches_of(source, render)
 
 
 class _Template(NamedTuple):

@@ -343,6 +343,16 @@ def test_pictures_of_tools_can_be_the_users() -> None:
         {"role": "user", "content": "<image-1>\nand?"},
     ]
 
+    def without_tools(form: Any) -> str:
+        if any("<image-1>" in m["content"] for m in form if m["role"] == "tool"):
+            raise ValueError("no pictures of tools")
+        return string_template(form)
+
+    lost: list[str] = []
+    text = rendered(messages, Placeholders(), without_tools, tell=lost.extend)
+    assert text == "look|shot|<image-1>\nand?"
+    assert lost == ["media in results of tools are the user's"]
+
 
 def test_contents_are_joined_at_their_texts() -> None:
     image = MediaSource("image", None, "part")
