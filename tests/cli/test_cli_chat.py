@@ -289,12 +289,8 @@ def test_a_server_of_ours_answers_as_the_engine_does(local) -> None:
         assert session.turns[1].cached_tokens > 0
         assert session.turns[1].prompt_tokens > session.turns[0].prompt_tokens
         handle(session, "/params seed 1e400")
-        handle(session, "/params temperature 150")  # the engine's limit is above the server's
-        handle(session, "x")
         assert session.view.errors == [
-            "seed must be None or an integer in [-2**63, 2**63) but got inf",
-            "the server answers 400: temperature: input should be less than or equal to 100 but "
-            "got 150",
+            "seed must be None or an integer in [-2**63, 2**63) but got inf"
         ]
         answer = backend.answer(ask("Reverse a string"), {"ignore_eos": True})
         next(answer)
