@@ -17,7 +17,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from mlx_paged.engine.chat.rewrites import (
@@ -244,8 +244,21 @@ def spelling_of(render: Render) -> Spelling:
             if lost < least:
                 best, least = spelling, lost
             if not lost:
-                return best
-    return best
+                return replace(best, between=_between(render, best))
+    return replace(best, between=_between(render, best))
+
+
+def _between(render: Render, spelling: Spelling) -> str:
+    """The text between reasoning and a text for the user, if a template writes channels."""
+    messages = normal(with_ids(_sample(as_lists=False), spelling.ids))
+    messages[1] |= {"thinking": "zqthought", "reasoning": "zqthought"}
+    try:
+        text = render(spelled(messages, spelling), [_TOOL])
+    except Exception:  # (templates raise whatever they like)
+        return spelling.between
+    if "<|channel|>analysis<|message|>zqthought" not in text:
+        return spelling.between
+    return "<|end|><|start|>assistant<|channel|>commentary<|message|>"
 
 
 def _sample(as_lists: bool) -> Messages:

@@ -53,11 +53,14 @@ class Spelling:
         objects: Arguments of calls are objects; otherwise they are JSON text.
         empty: The content of a message that has calls and no text: no key, an empty text or None.
         ids: The form of ids that the template takes: a key of `ID_FORMS`.
+        between: Stands between reasoning and a text beside it, where the template takes one of them
+            only: with channels, the text remains one for the user.
     """
 
     objects: bool = True
     empty: Literal["absent", "text", "null"] = "absent"
     ids: str = "usual"
+    between: str = "\n\n"
 
     def new_id(self, name: str, index: int) -> str:
         """An id for a call that the model has given none.
@@ -200,7 +203,11 @@ def rewrites(spelling: Spelling) -> list[Rewrite]:
         Rewrite(_later_system_as_user, 8, "later system messages are the user's"),
         Rewrite(_system_as_user, 12, "system messages are the user's"),
         Rewrite(_without_reasoning, 15, "reasoning is left out"),
-        Rewrite(_text_into_reasoning, 4, "text beside reasoning and calls is reasoning"),
+        Rewrite(
+            lambda messages: _text_into_reasoning(messages, spelling.between),
+            4,
+            "" if spelling.between.strip() else "text beside reasoning and calls is reasoning",
+        ),
         Rewrite(_text_before_calls, 5, "text beside calls is a message of its own"),
         Rewrite(_arguments_as_objects, 8, "arguments that are no object are a text in one"),
         Rewrite(_one_call_each, 2),
@@ -262,13 +269,13 @@ def _without_reasoning(messages: Messages) -> Messages:
     return [{k: v for k, v in m.items() if k not in _REASONING} for m in messages]
 
 
-def _text_into_reasoning(messages: Messages) -> Messages:
+def _text_into_reasoning(messages: Messages, between: str) -> Messages:
     found = []
     for message in messages:
         content, reasoning = message.get("content"), message.get("reasoning")
         if message.get("tool_calls") and content and reasoning:
             text = joined(
-                reasoning, content if isinstance(content, str) else plain(content), "\n\n"
+                reasoning, content if isinstance(content, str) else plain(content), between
             )
             message = {**message, **dict.fromkeys(_REASONING, text)}
             del message["content"]

@@ -179,6 +179,25 @@ def test_answers_of_the_server_sent_back(
         assert shows_all or "left out: text beside calls" in caplog.text, (kind, text)
 
 
+def test_a_text_beside_reasoning_and_a_call_of_gpt_oss_stays_in_its_channel(
+    renderers: dict[str, Renderer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its template takes text or thinking beside a call, and shows both as analysis."""
+    messages = [
+        user("ask"),
+        said("I will look.", [("call_1", "now", "{}")], "They ask."),
+        result("call_1", "noon"),
+    ]
+    conversation = chat_turn(ChatBody.model_validate({"messages": messages})).conversation
+    text = prompt_of(renderers["gpt-oss"], conversation)
+    expected = (
+        "<|channel|>analysis<|message|>They ask.<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>I will look.<|end|><|start|>assistant to=functions.now"
+    )
+    assert expected in text
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_instructions_and_orders_that_chats_may_have(
     renderers: dict[str, Renderer], name: str
