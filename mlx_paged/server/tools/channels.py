@@ -8,6 +8,7 @@ from enum import Enum
 
 from mlx_paged.server.tools.events import ContentText, Event, ReasoningText
 from mlx_paged.server.tools.format import Parser
+from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
 
 
@@ -17,6 +18,50 @@ class Body(Enum):
     REASONING = "reasoning"
     TEXT = "text"
     CALLS = "calls"
+
+
+def message_rules(
+    lark: Lark, markers: Collection[str], end: str, again: str
+) -> Callable[[str], str]:
+    """Makes rules of messages that another one follows.
+
+    Args:
+        lark: where the rules go.
+        markers: of the format: no message has them in its text.
+        end: the marker that ends a message.
+        again: how the next one begins.
+
+    Returns:
+        A function from the text that opens a message to its rule.
+    """
+    others = [marker for marker in markers if marker != end]
+    begin = lark.literal(again)
+
+    def message(opening: str) -> str:
+        return lark.rule(f"{lark.literal(opening)} {lark.until(end, others=others)} {begin}")
+
+    return message
+
+
+def channel_answer(
+    lark: Lark, markers: Collection[str], *, thoughts: str, texts: str, last: str, calls: str
+) -> str:
+    """The grammar of an answer in messages: reasoning and texts, then calls or a text.
+
+    Args:
+        lark: where the rules go.
+        markers: of the format.
+        thoughts, texts: the rules of messages that others follow.
+        last: the text that opens the last message; "": only calls may be last.
+        calls: the rule of calls.
+    """
+    if not last:
+        lark.rule(f"{thoughts}* {calls}", "start")
+        return lark.text()
+    text = lark.terminal(lark.without(markers))
+    final = f"{lark.literal(last)} {text}"
+    lark.rule(f"({thoughts} | {texts})* ({calls} | {final})", "start")
+    return lark.text()
 
 
 class ChannelParser:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mlx_paged.server.tools.tagged import TaggedFormat, Tags
+from mlx_paged.server.tools.tagged import TaggedFormat, attribute_tags
 
 _D = "｜DSML｜"
 
@@ -25,14 +25,10 @@ class DeepseekV32Format(TaggedFormat):
 
     names = ("deepseek_v32",)
     models = "DeepSeek V3.2"
-    tags = Tags(
-        call=f'<{_D}invoke name="',
-        name_end='">',
-        call_end=f"</{_D}invoke>",
-        key=f'<{_D}parameter name="',
+    tags = attribute_tags(
+        f"{_D}invoke",
+        f"{_D}parameter",
         key_ends=(('" string="true">', True), ('" string="false">', False), ('">', None)),
-        value="",
-        value_end=f"</{_D}parameter>",
         blocks=(
             (f"<{_D}function_calls>", f"</{_D}function_calls>"),
             (f"<{_D}tool_calls>", f"</{_D}tool_calls>"),

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
-from mlx_paged.server.tools.format import Parser, ToolFormat
+from mlx_paged.server.tools.format import Parser
 from mlx_paged.server.tools.lark import Lark, strings
 from mlx_paged.server.tools.lexer import Lexeme
-from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
+from mlx_paged.server.tools.nested_values import NestedFormat, SchemaRules
+from mlx_paged.server.tools.parameters import parameter_lists
 from mlx_paged.server.tools.schemas import (
     ALL_TYPES,
     Parameter,
@@ -37,7 +38,7 @@ _LITERAL = re.compile(r"|null|true|false|[-+.0-9eE]+")  # no string goes on behi
 _ANY = Parameter(ALL_TYPES)
 
 
-class Gemma4Format(ToolFormat):
+class Gemma4Format(NestedFormat):
     """Keys without quotes, strings between two equal tokens, other values as in JSON."""
 
     names: ClassVar[tuple[str, ...]] = ("gemma4",)
@@ -54,12 +55,6 @@ class Gemma4Format(ToolFormat):
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return GemmaParser(self.begin, self.end, self.quote, tools)
-
-    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        return counts(parameters)
-
-    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        return unenforced(tool.parameters, tool.field, nested=True)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. Keys are in the order in which the chat template sorts them."""
@@ -449,30 +444,18 @@ def _give(pieces: list[str], out: list[Event]) -> None:
         out.append(CallArguments(text))
 
 
-class _Values:
+class _Values(SchemaRules):
     """Rules of a tool's arguments in this notation."""
 
     def __init__(self, lark: Lark, quote: str, tool: Tool) -> None:
-        self._lark = lark
+        super().__init__(lark, tool)
         self._quote = quote
-        self._root = tool.parameters
-        self._is_strict = tool.strict
-        self._names: dict[str, str] = {}  # of rules, by schema
 
     def arguments(self) -> str:
         """The rule of all arguments."""
         return self._rule({"type": "object", **self._root})
 
-    def _rule(self, schema: Schema) -> str:
-        """The rule of a value. (A schema may contain itself.)"""
-        schema = resolved(schema, self._root)
-        known = json.dumps(schema, sort_keys=True)
-        if known not in self._names:
-            self._names[known] = self._lark.reserve()
-            self._lark.define(self._names[known], self._value(schema))
-        return self._names[known]
-
-    def _value(self, schema: Schema) -> str:
+    def _value(self, schema: Schema, tag: str = "") -> str:
         lark = self._lark
         if not isinstance(schema, Mapping):
             schema = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlx_paged.server.tools.tagged import TaggedFormat, Tags
+from mlx_paged.server.tools.tagged import TaggedFormat, paired_tags
 
 
 class Glm45Format(TaggedFormat):
@@ -20,15 +20,7 @@ class Glm45Format(TaggedFormat):
 
     names = ("glm45",)
     models = "GLM 4.5, 4.6"
-    tags = Tags(
-        call="<tool_call>",
-        name_end="",
-        call_end="</tool_call>",
-        key="<arg_key>",
-        key_ends=(("</arg_key>", None),),
-        value="<arg_value>",
-        value_end="</arg_value>",
-    )
+    tags = paired_tags()
     markers = tags.markers
     begins_call = ("<tool_call>",)
 
@@ -42,16 +34,7 @@ class Glm47Format(TaggedFormat):
 
     names = ("glm47", "poolside_v1", "laguna")
     models = "GLM 4.7 and later, Poolside Laguna"
-    tags = Tags(
-        call="<tool_call>",
-        name_end="",
-        call_end="</tool_call>",
-        key="<arg_key>",
-        key_ends=(("</arg_key>", None),),
-        value="<arg_value>",
-        value_end="</arg_value>",
-        newline="",
-    )
+    tags = paired_tags(newline="")
     markers = tags.markers
     begins_call = ("<tool_call>",)
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from mlx_paged.server.tools.channels import channel_answer, message_rules
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import (
     CallArguments,
@@ -76,14 +77,7 @@ class HarmonyFormat(ToolFormat):
         token may be one that ends answers.
         """
         lark = Lark(self.vocabulary)
-        # (Only where the markers are no tokens can text spell them.)
-        others = [marker for marker in self.markers if marker != END]
-        again = lark.literal(f"{START}assistant")
-
-        def message(channel: str) -> str:
-            opening = lark.literal(f"{CHANNEL}{channel}{MESSAGE}")
-            return lark.rule(f"{opening} {lark.until(END, others=others)} {again}")
-
+        message = message_rules(lark, self.markers, END, f"{START}assistant")
         calls = []
         for tool in tools:
             arguments = lark.rule(lark_arguments(tool))
@@ -93,15 +87,14 @@ class HarmonyFormat(ToolFormat):
                 f" {to}{CHANNEL}commentary json{MESSAGE}",
             ]
             calls += [f"{lark.literal(header)} {arguments}" for header in headers]
-        call = lark.rule(" | ".join(calls))
-        thoughts = message("analysis")
-        if required:
-            lark.rule(f"{thoughts}* {call}", "start")
-        else:
-            text = lark.terminal(lark.without(self.markers))
-            final = f"{lark.literal(f'{CHANNEL}final{MESSAGE}')} {text}"
-            lark.rule(f"({thoughts} | {message('commentary')})* ({call} | {final})", "start")
-        return lark.text()
+        return channel_answer(
+            lark,
+            self.markers,
+            thoughts=message(f"{CHANNEL}analysis{MESSAGE}"),
+            texts="" if required else message(f"{CHANNEL}commentary{MESSAGE}"),
+            last="" if required else f"{CHANNEL}final{MESSAGE}",
+            calls=lark.rule(" | ".join(calls)),
+        )
 
 
 class HarmonyParser:

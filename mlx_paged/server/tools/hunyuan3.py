@@ -13,20 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from mlx_paged.server.tools.tagged import TaggedFormat, Tags
+from mlx_paged.server.tools.tagged import TaggedFormat, Tags, paired_tags
 
 _SEPARATOR = re.compile(r"<tool_sep(:[\w.-]+)?>")
 
 
 def _tags(suffix: str) -> Tags:
-    return Tags(
-        call=f"<tool_call{suffix}>",
+    return paired_tags(
+        suffix=suffix,
         name_end=f"<tool_sep{suffix}>",
-        call_end=f"</tool_call{suffix}>",
-        key=f"<arg_key{suffix}>",
-        key_ends=((f"</arg_key{suffix}>", None),),
-        value=f"<arg_value{suffix}>",
-        value_end=f"</arg_value{suffix}>",
         blocks=((f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),),
     )
 

@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import Event
-from mlx_paged.server.tools.format import Parser, ToolFormat
+from mlx_paged.server.tools.format import Parser
 from mlx_paged.server.tools.json_blocks import CallBlockParser
 from mlx_paged.server.tools.json_calls import CallsReader, JsonCalls
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.python_calls import PythonCalls
-from mlx_paged.server.tools.pythonic import python_calls
+from mlx_paged.server.tools.pythonic import PythonicFormat, python_calls
 
 _BEGIN, _END = "<|tool_call_start|>", "<|tool_call_end|>"
 
 
-class Lfm2Format(ToolFormat):
+class Lfm2Format(PythonicFormat):
     """One block of calls between ``<|tool_call_start|>`` and ``<|tool_call_end|>``."""
 
     names = ("lfm2",)

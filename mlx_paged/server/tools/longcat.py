@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.json_blocks import json_call
 from mlx_paged.server.tools.lark import Lark
-from mlx_paged.server.tools.tagged import TaggedFormat, Tags
+from mlx_paged.server.tools.tagged import TaggedFormat, paired_tags
 
 
 class LongcatFormat(TaggedFormat):
@@ -25,15 +25,7 @@ class LongcatFormat(TaggedFormat):
 
     names = ("longcat",)
     models = "LongCat Flash"
-    tags = Tags(
-        call="<longcat_tool_call>",
-        name_end="",
-        call_end="</longcat_tool_call>",
-        key="<longcat_arg_key>",
-        key_ends=(("</longcat_arg_key>", None),),
-        value="<longcat_arg_value>",
-        value_end="</longcat_arg_value>",
-    )
+    tags = paired_tags("longcat_")
     markers = tags.markers
     begins_call = ("<longcat_tool_call>",)
     takes_json = True

@@ -15,7 +15,7 @@ from mlx_paged.server.tools.format import Parser
 from mlx_paged.server.tools.lark import Lark, strings
 from mlx_paged.server.tools.lexer import Lexeme
 from mlx_paged.server.tools.schemas import Schema, types_of
-from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, Tags
+from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, attribute_tags
 
 _QUOTE, _QUOTE_END = "<![CDATA[", "]]>"
 # Tags without their space, or with a tokenizer's own letter for it.
@@ -33,16 +33,7 @@ class MiniCpm5Format(TaggedFormat):
 
     names = ("minicpm5", "minicpm5xml")
     models = "MiniCPM 5"
-    tags = Tags(
-        call='<function name="',
-        name_end='">',
-        call_end="</function>",
-        key='<param name="',
-        key_ends=(('">', None), ("'>", None)),
-        value="",
-        value_end="</param>",
-        newline="",
-    )
+    tags = attribute_tags("function", "param", key_ends=(('">', None), ("'>", None)), newline="")
     markers = (*tags.markers, *_ALIASES, _QUOTE, _QUOTE_END)
     begins_call = ('<function name="',)
 

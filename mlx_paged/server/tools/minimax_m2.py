@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlx_paged.server.tools.tagged import TaggedFormat, Tags
+from mlx_paged.server.tools.tagged import TaggedFormat, attribute_tags
 
 
 class MinimaxM2Format(TaggedFormat):
@@ -19,15 +19,8 @@ class MinimaxM2Format(TaggedFormat):
 
     names = ("minimax_m2",)
     models = "MiniMax M2"
-    tags = Tags(
-        call='<invoke name="',
-        name_end='">',
-        call_end="</invoke>",
-        key='<parameter name="',
-        key_ends=(('">', None),),
-        value="",
-        value_end="</parameter>",
-        blocks=(("<minimax:tool_call>", "</minimax:tool_call>"),),
+    tags = attribute_tags(
+        "invoke", "parameter", blocks=(("<minimax:tool_call>", "</minimax:tool_call>"),)
     )
     markers = tags.markers
     begins_call = ("<minimax:tool_call>",)

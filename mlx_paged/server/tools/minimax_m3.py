@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
-from mlx_paged.server.tools.format import Parser, ToolFormat, arguments_schema
+from mlx_paged.server.tools.format import Parser, arguments_schema
 from mlx_paged.server.tools.lark import ONE_TO_MOST_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
-from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
+from mlx_paged.server.tools.nested_values import NestedFormat, SchemaRules
+from mlx_paged.server.tools.parameters import parameter_lists
 from mlx_paged.server.tools.schemas import (
     ALL_TYPES,
     Parameter,
@@ -37,7 +38,7 @@ _ITEM = "item"
 _LONGEST_TAG = 512  # characters
 
 
-class MinimaxM3Format(ToolFormat):
+class MinimaxM3Format(NestedFormat):
     """One block of invocations."""
 
     names = ("minimax_m3",)
@@ -51,12 +52,6 @@ class MinimaxM3Format(ToolFormat):
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return MinimaxM3Parser(tools)
-
-    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        return counts(parameters)
-
-    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        return unenforced(tool.parameters, tool.field, nested=True)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
@@ -330,14 +325,8 @@ class MinimaxM3Parser:
         return parameter.to_json(text)
 
 
-class _Values:
+class _Values(SchemaRules):
     """Rules of a tool's arguments in this notation."""
-
-    def __init__(self, lark: Lark, tool: Tool) -> None:
-        self._lark = lark
-        self._root = tool.parameters
-        self._is_strict = tool.strict
-        self._names: dict[tuple[str, str], str] = {}  # of rules, by tag and schema
 
     def arguments(self) -> str:
         """The rule of all arguments, up to the end of the call."""
@@ -356,15 +345,6 @@ class _Values:
                 parts.append(f"({opening} {self._rule(of_name, name)}){'' if is_required else '?'}")
             lists.append(" ".join(parts))
         return lists
-
-    def _rule(self, schema: Schema, tag: str) -> str:
-        """The rule of a value and its end tag. (A schema may contain itself.)"""
-        schema = resolved(schema, self._root)
-        known = (tag, json.dumps(schema, sort_keys=True))
-        if known not in self._names:
-            self._names[known] = self._lark.reserve()
-            self._lark.define(self._names[known], self._value(schema, tag))
-        return self._names[known]
 
     def _value(self, schema: Schema, tag: str) -> str:
         lark = self._lark

@@ -13,11 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from mlx_paged.server.tools.channels import Body, ChannelParser
+from mlx_paged.server.tools.channels import Body, ChannelParser, channel_answer, message_rules
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser
 from mlx_paged.server.tools.lark import MORE_CALLS, Lark
-from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, Tags
+from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, attribute_tags
 
 _MESSAGE, _START, _END, _END_OF_TURN = "<|message|>", "<|start|>", "<|eom|>", "<|eot|>"
 # Any beginning of "assistant to=...".
@@ -32,14 +32,9 @@ class MuseFormat(TaggedFormat):
 
     names = ("muse_spark", "muse_glimmer")
     models = "Muse Spark, Muse Glimmer"
-    tags = Tags(
-        call='<atem:invoke name="',
-        name_end='">',
-        call_end="</atem:invoke>",
-        key='<atem:parameter name="',
-        key_ends=(('">', None),),
-        value="",
-        value_end="</atem:parameter>",
+    tags = attribute_tags(
+        "atem:invoke",
+        "atem:parameter",
         blocks=(("<atem:function_calls>", "</atem:function_calls>"),),
     )
     markers = (*tags.markers, _MESSAGE, _START, _END, _END_OF_TURN)
@@ -63,13 +58,7 @@ class MuseFormat(TaggedFormat):
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. It begins at the answer's first token: the reasoning is a part of it."""
         lark = Lark(self.vocabulary)
-        again = lark.literal(f"{_START}assistant")
-        others = [marker for marker in self.markers if marker != _END]
-
-        def message(recipient: str) -> str:
-            opening = lark.literal(f" to={recipient}{_MESSAGE}")
-            return lark.rule(f"{opening} {lark.until(_END, others=others)} {again}")
-
+        message = message_rules(lark, self.markers, _END, f"{_START}assistant")
         begin, end = self.tags.blocks[0]
         calls = []
         for tool in tools:
@@ -77,16 +66,16 @@ class MuseFormat(TaggedFormat):
             calls.append(f"{opening} {self._call(lark, tool)}")
         closing = lark.literal("\n" + end)
         call = lark.rule(f"({' | '.join(calls)}) {closing}")
-        more = f"({lark.literal(_END)} {again} {call}){MORE_CALLS}" if parallel else ""
-        if required:
-            lark.rule(f"{message('self')}* {call} {more}", "start")
-        else:
-            text = lark.terminal(lark.without(self.markers))
-            final = f"{lark.literal(f' to=user{_MESSAGE}')} {text}"
-            lark.rule(
-                f"({message('self')} | {message('user')})* ({call} {more} | {final})", "start"
-            )
-        return lark.text()
+        again = lark.literal(f"{_END}{_START}assistant")
+        more = f"({again} {call}){MORE_CALLS}" if parallel else ""
+        return channel_answer(
+            lark,
+            self.markers,
+            thoughts=message(f" to=self{_MESSAGE}"),
+            texts="" if required else message(f" to=user{_MESSAGE}"),
+            last="" if required else f" to=user{_MESSAGE}",
+            calls=f"{call} {more}",
+        )
 
 
 def _body_of(header: str) -> Body:

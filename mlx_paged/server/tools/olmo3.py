@@ -8,21 +8,19 @@ get_weather(city="Oslo", days=3)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from mlx_paged.server.tools.definitions import Tool
-from mlx_paged.server.tools.format import Parser, ToolFormat
+from mlx_paged.server.tools.format import Parser
 from mlx_paged.server.tools.json_blocks import CallBlockParser
 from mlx_paged.server.tools.lark import MORE_CALLS, Lark
-from mlx_paged.server.tools.parameters import counts, unenforced
 from mlx_paged.server.tools.python_calls import PythonCalls
-from mlx_paged.server.tools.pythonic import python_call
+from mlx_paged.server.tools.pythonic import PythonicFormat, python_call
 
 _BEGIN, _END = "<function_calls>", "</function_calls>"
 
 
-class Olmo3Format(ToolFormat):
+class Olmo3Format(PythonicFormat):
     """One block of calls. The template says whether the tags have lines of their own."""
 
     names = ("olmo3",)
@@ -36,12 +34,6 @@ class Olmo3Format(ToolFormat):
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return CallBlockParser((_BEGIN,), (_END,), reader=lambda: PythonCalls(tools, in_list=False))
-
-    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        return counts(parameters)
-
-    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        return unenforced(tool.parameters, tool.field)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_paged.server.tools.bare_json import BareCallsParser
 from mlx_paged.server.tools.definitions import Tool
-from mlx_paged.server.tools.format import ToolFormat
+from mlx_paged.server.tools.format import Parser, ToolFormat
 from mlx_paged.server.tools.json_blocks import json_array
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
@@ -31,7 +31,7 @@ class PythonicFormat(ToolFormat):
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
         return "[func_name1(" in chat_template
 
-    def parser(self, tools: Sequence[Tool]) -> BareCallsParser:
+    def parser(self, tools: Sequence[Tool]) -> Parser:
         ends = [marker for marker in self.markers if marker not in self.begins_call]
         return BareCallsParser(lambda: PythonCalls(tools), "[", self.begins_call, ends)
 

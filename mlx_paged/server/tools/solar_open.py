@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from mlx_paged.server.tools.channels import Body, ChannelParser
+from mlx_paged.server.tools.channels import Body, ChannelParser, channel_answer, message_rules
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.server.tools.lark import ONE_TO_MOST_CALLS, Lark
@@ -60,12 +60,7 @@ class SolarOpenFormat(ToolFormat):
         What ends the calls is not in the grammar: the token ends the answer.
         """
         lark = Lark(self.vocabulary)
-        again = lark.literal(f"{_BEGIN}assistant")
-        others = [marker for marker in self.markers if marker != _END]
-
-        def message(opening: str) -> str:
-            return lark.rule(f"{lark.literal(opening)} {lark.until(_END, others=others)} {again}")
-
+        message = message_rules(lark, self.markers, _END, f"{_BEGIN}assistant")
         identity = lark.terminal("/[a-z0-9]{10}/")
         calls = []
         for tool in tools:
@@ -74,13 +69,14 @@ class SolarOpenFormat(ToolFormat):
         opening, closing = lark.literal(_MARKS.call), lark.literal(_MARKS.call_end)
         call = lark.rule(f"{opening} {identity} ({' | '.join(calls)}) {closing}")
         block = lark.rule(f"{lark.literal(_CALLS)} {call}{ONE_TO_MOST_CALLS if parallel else ''}")
-        if required:
-            lark.rule(f"{message(_THINK)}* {block}", "start")
-        else:
-            text = lark.terminal(lark.without(self.markers))
-            final = f"{lark.literal(_CONTENT)} {text}"
-            lark.rule(f"({message(_THINK)} | {message(_CONTENT)})* ({block} | {final})", "start")
-        return lark.text()
+        return channel_answer(
+            lark,
+            self.markers,
+            thoughts=message(_THINK),
+            texts="" if required else message(_CONTENT),
+            last="" if required else _CONTENT,
+            calls=block,
+        )
 
 
 def _name_and_id(head: str, tail: str) -> tuple[str, str | None] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlx_paged.server.tools.tagged import TaggedFormat, Tags
+from mlx_paged.server.tools.tagged import TaggedFormat, attribute_tags
 
 _BEGIN, _SEPARATOR, _END = "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"
 
@@ -21,14 +21,9 @@ class Step3Format(TaggedFormat):
 
     names = ("step3",)
     models = "Step 3"
-    tags = Tags(
-        call='<steptml:invoke name="',
-        name_end='">',
-        call_end="</steptml:invoke>",
-        key='<steptml:parameter name="',
-        key_ends=(('">', None),),
-        value="",
-        value_end="</steptml:parameter>",
+    tags = attribute_tags(
+        "steptml:invoke",
+        "steptml:parameter",
         blocks=(("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"), (_BEGIN, _END)),
         others=(_BEGIN, _SEPARATOR, _END),
         words=("function",),

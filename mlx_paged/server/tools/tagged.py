@@ -83,6 +83,44 @@ class Tags:
         return tuple(tag for tag in tags + [tag for pair in self.blocks for tag in pair] if tag)
 
 
+def attribute_tags(call: str, key: str, **others: Any) -> Tags:
+    """Tags with names and keys as attributes: ``<call name="f"><key name="x">1</key></call>``.
+
+    Args:
+        call, key: names of the tags.
+        others: more fields of `Tags`, or other values of these.
+    """
+    fields: dict[str, Any] = {
+        "call": f'<{call} name="',
+        "name_end": '">',
+        "call_end": f"</{call}>",
+        "key": f'<{key} name="',
+        "key_ends": (('">', None),),
+        "value": "",
+        "value_end": f"</{key}>",
+    }
+    return Tags(**{**fields, **others})
+
+
+def paired_tags(prefix: str = "", suffix: str = "", **others: Any) -> Tags:
+    """GLM's tags: ``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``.
+
+    Args:
+        prefix, suffix: of the names of all tags.
+        others: see `attribute_tags`.
+    """
+    fields: dict[str, Any] = {
+        "call": f"<{prefix}tool_call{suffix}>",
+        "name_end": "",
+        "call_end": f"</{prefix}tool_call{suffix}>",
+        "key": f"<{prefix}arg_key{suffix}>",
+        "key_ends": ((f"</{prefix}arg_key{suffix}>", None),),
+        "value": f"<{prefix}arg_value{suffix}>",
+        "value_end": f"</{prefix}arg_value{suffix}>",
+    }
+    return Tags(**{**fields, **others})
+
+
 class TaggedFormat(ToolFormat):
     """Calls of tags. A family is a subclass with its `tags`.
 
