@@ -235,10 +235,9 @@ def test_a_request_may_ask_for_longer_chunks(client) -> None:
     body = {"prompt": "x", "max_tokens": 9, "ignore_eos": True, "stream": True, "temperature": 0,
             "return_token_ids": True}  # fmt: skip
     found = events(client.post("/v1/completions", json={**body, "stream_interval": 4}))
-    first, *others = (len(e["choices"][0]["token_ids"]) for e in found)
-    # (A busy machine may send more at once.)
-    assert first == 1 and first + sum(others) == 9 and all(count >= 4 for count in others[:-1])
-    assert len(others) <= 2
+    sizes = [len(e["choices"][0]["token_ids"]) for e in found]
+    # (A busy machine sends more at once, in the first one too.)
+    assert sum(sizes) == 9 and len(sizes) <= 3 and all(size >= 4 for size in sizes[1:-1])
 
 
 def test_reasoning_of_a_chat_is_another_form_of_other_fields() -> None:

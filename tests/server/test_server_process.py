@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -12,6 +13,8 @@ import httpx
 import pytest
 from support.server_helpers import process, until
 from typer.testing import CliRunner
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, unix_connect
 
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
@@ -245,10 +248,21 @@ def test_a_model_that_is_not_there_and_an_address_that_is_taken() -> None:
             assert last["level"] == "critical" and "Traceback" not in log
 
 
-def test_a_unix_domain_socket(tmp_path) -> None:
+def test_a_unix_domain_socket_and_the_end_of_websockets(tmp_path) -> None:
     path = tmp_path / "serve.sock"
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(path))
+    ends: list[tuple[int | None, list[str]]] = []
+
+    def watch(connection: ClientConnection) -> None:
+        kinds: list[str] = []
+        with contextlib.suppress(ConnectionClosed):
+            kinds.extend(json.loads(message)["type"] for message in connection)
+        ends.append((connection.close_code, kinds[-1:]))
+
+    def opened() -> ClientConnection:
+        return unix_connect(str(path), uri="ws://any.test/v1/responses")
+
     with process("--uds", str(path)) as (server, url):
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url=url, timeout=300) as client:
@@ -257,10 +271,21 @@ def test_a_unix_domain_socket(tmp_path) -> None:
             assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
         with pytest.raises(InvalidParameterError, match="another server"), bound_unix(path):
             pass
-        server.send_signal(signal.SIGTERM)
+        with opened() as idle, opened() as busy:
+            turn = {"input": "x", "max_output_tokens": 300, "ignore_eos": True}
+            busy.send(json.dumps({"type": "response.create", **turn}))
+            busy.recv(300)
+            watchers = [threading.Thread(target=watch, args=(c,)) for c in (idle, busy)]
+            for watcher in watchers:
+                watcher.start()
+            server.send_signal(signal.SIGTERM)
+            for watcher in watchers:
+                watcher.join(300)
         _, log = server.communicate(timeout=300)
     assert server.returncode == 0 and f"ready: model mlx-paged-demo at http+unix:{path}" in log
     assert not path.exists()
+    # A response that runs is finished.
+    assert sorted(ends) == [(1001, []), (1001, ["response.incomplete"])]
 
 
 def test_options_from_environment_and_file(tmp_path) -> None:
