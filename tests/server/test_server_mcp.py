@@ -190,7 +190,7 @@ def test_the_option_is_checked_before_the_model_is_loaded(tmp_path, capsys) -> N
     assert status_of(app, ["serve", "--mcp", str(wrong)]) == ExitCode.FAILED
     assert "mcpServers" in capsys.readouterr().err
     open_to_all = ["serve", "--mcp", config_file(tmp_path), "--host", "0.0.0.0"]
-    assert status_of(app, open_to_all) == ExitCode.FAILED
+    assert status_of(app, open_to_all) == ExitCode.USAGE
     assert "--api-key" in capsys.readouterr().err
 
 
