@@ -35,7 +35,10 @@ _CONTAINERS: dict[Kind, str] = {
     "audio": "wav,mp3,flac,ogg,mov,mp4,m4a,3gp,3g2,mj2,aac,matroska,webm,aiff,w64,amr,caf,mpegts",
 }
 _ORIENTATION = 0x0112  # in EXIF
-_LARGE_PICTURE = 8 << 20  # pixels
+#: Pixels from which on a picture may be decoded at a fraction of its size.
+LARGE_PICTURE = 8 << 20
+#: Formats that Pillow can decode at that fraction from the start.
+REDUCED = ("JPEG", "MPO")
 _LOW_DETAIL = 512  # pixels of each side, at most
 _MAX_PACKETS = 1 << 20
 _MAX_CHANNELS = 64
@@ -50,16 +53,14 @@ def decode(
     io_options: IoOptions,
     rate: int,
     work: Work,
-    is_low: bool = False,
-    sufficient_side: Callable[[], int | None] | None = None,
+    picture_of: Callable[[bytes], Image],
 ) -> Image | VideoFrames | AudioClip:
     """An item from the bytes of its file.
 
     Args:
         rate: samples of a second that a sound gets.
         work: how long it may take.
-        is_low: a picture is made smaller, see `low_detail`.
-        sufficient_side: see `image_of`.
+        picture_of: decodes a picture, as `image_of` does.
 
     Raises:
         Unusable: it is none, is broken, or too much; or what decodes it is not installed.
@@ -68,7 +69,7 @@ def decode(
     if not content:
         raise Unusable("it is empty")
     if kind == "image":
-        return image_of(content, limits, io_options, is_low=is_low, sufficient_side=sufficient_side)
+        return picture_of(content)
     if kind == "video":
         return video_of(content, limits, io_options, work)
     return audio_of(content, limits, rate, work)
@@ -100,7 +101,7 @@ def image_of(
     except ImportError:
         raise missing("Pillow", "pictures") from None
     try:
-        with Image.open(io.BytesIO(content), formats=_image_formats()) as image:
+        with Image.open(io.BytesIO(content), formats=image_formats()) as image:
             check_size(image.width, image.height, limits)
             if is_low:  # a JPEG is decoded at a fraction of its size
                 image.draft(None, (_LOW_DETAIL, _LOW_DETAIL))
@@ -125,12 +126,12 @@ def image_of(
 
 def _may_be_reduced(image: Image) -> bool:
     """True for pictures that Pillow can decode at a fraction of their size, and that take long."""
-    return image.format in ("JPEG", "MPO") and image.width * image.height >= _LARGE_PICTURE
+    return image.format in REDUCED and image.width * image.height >= LARGE_PICTURE
 
 
 @lru_cache(maxsize=1)
-def _image_formats() -> tuple[str, ...]:
-    """Of the formats that are allowed, those that this build of Pillow reads."""
+def image_formats() -> tuple[str, ...]:
+    """The allowed formats that this build of Pillow reads."""
     from PIL import Image
 
     Image.init()
@@ -184,7 +185,7 @@ def upright(image: Image) -> Image:
 
     try:
         if image.getexif().get(_ORIENTATION, 1) == 1:
-            return image  # (of which `exif_transpose` would make a copy)
+            return image  # (`exif_transpose` would copy it)
         return ImageOps.exif_transpose(image)
     except Exception:  # EXIF that is broken says nothing
         return image
@@ -197,6 +198,18 @@ def low_detail(image: Image) -> Image:
     image = image.copy()
     image.thumbnail((_LOW_DETAIL, _LOW_DETAIL))
     return image
+
+
+def reduced(image: Image, side: int | None) -> Image:
+    """A large picture at 1/2, 1/4 or 1/8 of its size, as a JPEG of that size would be decoded.
+
+    Args:
+        side: see `image_of`; None: it keeps its size.
+    """
+    if side is None or image.width * image.height < LARGE_PICTURE:
+        return image
+    factor = min(image.size) // (2 * side)
+    return image.reduce(max(f for f in (1, 2, 4, 8) if f <= max(1, factor)))
 
 
 def check_size(width: int, height: int, limits: MediaLimits) -> None:

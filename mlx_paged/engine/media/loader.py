@@ -31,6 +31,7 @@ from mlx_paged.engine.media.items import (
     num_bytes,
 )
 from mlx_paged.engine.media.options import IoOptions, MediaLimits, MediaOptions
+from mlx_paged.engine.media.picture_process import PictureProcesses
 from mlx_paged.engine.media.source import read_file, read_url
 from mlx_paged.errors import InvalidMediaError
 from mlx_paged.model.media_kinds import Kind
@@ -66,6 +67,7 @@ class MediaLoader:
         self.options = options
         self._rate = sampling_rate
         self._sufficient_side = sufficient_side
+        self._pictures = PictureProcesses()
         self._decoded = _DecodedItems(options.limits.cache_bytes)
         # (Threads start when there is something to do.)
         self._fetchers = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="mlx-paged-fetch")
@@ -82,9 +84,10 @@ class MediaLoader:
         return self._decoded.num_bytes
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends its threads and processes."""
         for pool in (self._fetchers, self._decoders):
             pool.shutdown(wait=False, cancel_futures=True)
+        self._pictures.close()
 
     def load(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
         """The items of a prompt's sources, in their order; `MediaSource.item` has them too.
@@ -159,10 +162,15 @@ class MediaLoader:
         digest = digest_of(kind, content, how)
 
         def make() -> Any:
-            is_low = source.detail == "low"
-            return decode.decode(
-                kind, content, limits, options, self._rate, work, is_low, self._sufficient_side
+            picture_of = partial(
+                self._pictures.image_of,
+                limits=limits,
+                options=options,
+                work=work,
+                is_low=source.detail == "low",
+                sufficient_side=self._sufficient_side,
             )
+            return decode.decode(kind, content, limits, options, self._rate, work, picture_of)
 
         return MediaItem(kind, digest, self._decoded.get(digest, make, work), source.part)
 
