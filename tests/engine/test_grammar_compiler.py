@@ -17,7 +17,7 @@ from support.models import embedded
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar import compiler as compiler_module
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
-from mlx_paged.engine.grammar.jobs import Jobs
+from mlx_paged.engine.grammar.jobs import Jobs, _mach_clock
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.errors import GrammarsBusyError, InvalidParameterError
 
@@ -471,6 +471,24 @@ def test_a_vocabulary_smaller_than_the_tokenizers(compiler: GrammarCompiler) -> 
     small = GrammarCompiler(model.tokenizer, 100, EOS)
     assert small.num_words == compiler.num_words
     assert accepts(small, StructuredOutputs(regex="ab"), "ab")
+
+
+def test_the_clock_of_a_thread_on_macos() -> None:
+    """(`thread_info` in place of the system's.)"""
+    asked: list[Any] = []
+
+    def thread_info(port: Any, flavor: Any, values: Any, count: Any) -> int:
+        asked.append((port.value, flavor.value, len(values)))
+        values[:4] = [3, 250_000, 1, 500_000]  # user and system time: seconds, microseconds
+        return 0 if len(asked) < 3 else 4
+
+    port_of = mock.Mock(return_value=77)
+    library = SimpleNamespace(pthread_mach_thread_np=port_of, thread_info=thread_info)
+    clock = _mach_clock(library, 5)
+    assert clock() == 4.75 and asked == [(77, 3, 10)] * 2
+    port_of.assert_called_once_with(5)
+    with pytest.raises(OSError, match="ended"):
+        clock()
 
 
 @pytest.mark.parametrize(

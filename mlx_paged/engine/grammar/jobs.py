@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from mlx_paged.errors import GrammarsBusyError
@@ -152,14 +153,14 @@ def _clock_of_this_thread() -> Callable[[], float]:
         clock = time.pthread_getcpuclockid(threading.get_ident())
         return lambda: time.clock_gettime(clock)
     if sys.platform == "darwin":
-        return _mach_clock(threading.get_ident())
+        with suppress(AttributeError, OSError):
+            return _mach_clock(ctypes.CDLL(None), threading.get_ident())
     return time.monotonic
 
 
-def _mach_clock(thread: int) -> Callable[[], float]:
+def _mach_clock(library: Any, thread: int) -> Callable[[], float]:
     """macOS's: ``thread_info`` with THREAD_BASIC_INFO, which begins with the seconds and
     microseconds of user time, and those of system time."""
-    library = ctypes.CDLL(None)
     port_of, info_of = library.pthread_mach_thread_np, library.thread_info
     port_of.argtypes, port_of.restype = [ctypes.c_void_p], ctypes.c_uint32
     port, flavor, size = port_of(thread), 3, 10
@@ -173,4 +174,5 @@ def _mach_clock(thread: int) -> Callable[[], float]:
             raise OSError("the thread has ended")
         return values[0] + values[2] + (values[1] + values[3]) / 1e6
 
+    read()
     return read
