@@ -474,11 +474,7 @@ async def read_body(request: Request, model: type[B]) -> B:
     bounds = BodyBounds(max(MAX_TOKEN_IDS, limit or 0), limit)
     async with context.reading_body():
         raw = await _read_bytes(request, bounds)
-    try:
-        body = model.model_validate_json(raw)
-    except ValidationError as error:
-        raise _from_validation(error, is_openai=not speaks_anthropic(request.scope)) from None
-    _check_unknown(body, context.config, trace.request_id)
+    body = validated(request, raw, model)
     if isinstance(body, Unsupported):
         unsupported = body.unsupported()
         if unsupported is not None:
@@ -491,6 +487,20 @@ async def read_body(request: Request, model: type[B]) -> B:
         for name in ("user", "safety_identifier", "metadata"):
             if getattr(body, name) is not None:
                 trace.fields[name] = getattr(body, name)
+    return body
+
+
+def validated(request: Request, raw: bytes | bytearray, model: type[B]) -> B:
+    """A body, or a part of one.
+
+    Raises:
+        ApiError: 400 with the field.
+    """
+    try:
+        body = model.model_validate_json(raw)
+    except ValidationError as error:
+        raise _from_validation(error, is_openai=not speaks_anthropic(request.scope)) from None
+    _check_unknown(body, context_of(request).config, trace_of(request).request_id)
     return body
 
 

@@ -63,14 +63,16 @@ class Life:
         folder.close()
         self.id = ""
 
-    def run(self, post: Post, act: Callable[[BatchManager], Awaitable[Any]]) -> BatchRecord:
+    def run(
+        self, post: Post, act: Callable[[BatchManager], Awaitable[Any]], batch_id: str = "batch"
+    ) -> BatchRecord:
         """A server, until something is done; returns the batch as the next one finds it."""
 
         async def live() -> None:
             manager = BatchManager(Folder(self.path), post, lambda: self.now)
             manager.start(4, 1 << 20)
             if not self.id:
-                record = BatchRecord("batch_1", "openai", URL, 1000, 4600, "1h", self.file.id)
+                record = BatchRecord(batch_id, "openai", URL, 1000, 4600, "1h", self.file.id)
                 self.id = (await manager.create(record)).id
             try:
                 await asyncio.wait_for(act(manager), 60)
@@ -161,6 +163,25 @@ def test_an_ending_that_is_broken_off_is_done_again(tmp_path, monkeypatch, step)
     assert (record.status, record.completed, record.failed) == ("cancelled", 3, 0)
     assert len(life.outputs(record.output_file_id)) == 3
     assert len(life.outputs(record.error_file_id)) == 7
+
+
+def test_a_batch_is_cancelled_before_it_runs(tmp_path) -> None:
+    life = Life(tmp_path)
+
+    async def cancelled(manager: BatchManager) -> None:
+        await manager.cancel(life.id)
+        await life.ended(manager)
+
+    async def cancelled_while_it_begins(manager: BatchManager) -> None:
+        while manager.get(life.id).in_progress_at is None:  # type: ignore[union-attr]
+            await asyncio.sleep(0)
+        await cancelled(manager)
+
+    for number, act in enumerate((cancelled, cancelled_while_it_begins)):
+        life.id = ""
+        record = life.run(until(0, hang), act, f"batch_{number}")
+        assert (record.status, record.completed) == ("cancelled", 0)
+        assert len(life.outputs(record.error_file_id)) == 10
 
 
 def test_a_full_disk_fails_the_batch(tmp_path, monkeypatch) -> None:

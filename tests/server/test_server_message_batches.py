@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,11 @@ import pytest
 from support.server_helpers import RunningServer, running, until, validate
 
 from mlx_paged.server.batches.messages import MessageBatch, MessageBatchList
+from mlx_paged.server.batches.splitter import RequestSplitter
 from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.errors import ApiError
+
+LIMIT = 8 << 20  # bytes
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RunningServer]:
-    config = ServerConfig(("demo",), files_dir=str(folder), api_keys=("key",))
+    config = ServerConfig(("demo",), files_dir=str(folder), api_keys=("key",), max_file_size=LIMIT)
     with running(config, max_num_seqs=4) as server:
         yield server
 
@@ -76,6 +82,52 @@ def test_the_sdk_runs_a_batch(sdk, folder) -> None:
         batches.retrieve(batch.id)
 
 
+LIST = [{}, {"a": [1, {"b": ']}\\"{['}]}, {"requests": [{}]}, {"c": "\u00e9\n\\"}]
+
+
+@pytest.mark.parametrize("dumps", [json.dumps, functools.partial(json.dumps, indent=2)])
+def test_entries_are_found_wherever_a_body_is_cut(dumps) -> None:
+    content = dumps({"a": "requests", "requests": LIST, "b": {"requests": [7]}}).encode()
+    for size in range(1, 40):
+        splitter = RequestSplitter(1000)
+        pieces = [content[at : at + size] for at in range(0, len(content), size)]
+        found = [entry for piece in pieces for entry in splitter.feed(piece)]
+        assert [json.loads(entry) for entry in found] == LIST
+        rest = json.loads(splitter.rest)
+        assert rest == {"a": "requests", "requests": [], "b": {"requests": [7]}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"requests": [1]}', b'{"requests": ["x"]}', b'{"requests": [{} {}]}',
+        b'{"requests": [{},,{}]}', b'{"requests": [,{}]}', b'{"requests": [{},]}',
+        b'{"requests": [[]]}', b'{"requests": [], "requests": []}', b'{"requests": [{"a": "%s"}]}',
+        b'{"x": "%s%s"}',
+    ],
+)  # fmt: skip
+def test_bodies_of_another_form_are_refused(content) -> None:
+    splitter = RequestSplitter(1000)
+    with pytest.raises(ApiError) as error:
+        list(splitter.feed(content.replace(b"%s", b"x" * 40_000)))
+    assert error.value.status == 400
+
+
+def test_a_large_body_is_taken_and_a_larger_one_is_not(sdk, server, folder) -> None:
+    many = [
+        message(f"m{i}", messages=[{"role": "user", "content": "x" * 400}]) for i in range(9000)
+    ]
+    batch = sdk.messages.batches.create(requests=many)
+    assert batch.request_counts.processing == 9000
+    sdk.messages.batches.cancel(batch.id)
+    ended(sdk, batch.id)
+    sdk.messages.batches.delete(batch.id)
+    with pytest.raises(anthropic.APIStatusError, match=f"{LIMIT} bytes") as error:
+        sdk.messages.batches.create(requests=[message("m", system="x" * LIMIT)])
+    assert error.value.status_code == 413
+    assert not [*folder.rglob("*.part"), *folder.rglob("*.input")]
+
+
 def test_a_batch_is_canceled(sdk, server) -> None:
     batches = sdk.messages.batches
     long = [message(f"m{i}", max_tokens=400) for i in range(40)]
@@ -109,8 +161,11 @@ def test_batches_come_in_pages(sdk, server) -> None:
 @pytest.mark.parametrize(
     ("requests", "told"),
     [
-        ([], "requests"),
-        ([message("a"), message("a")], "requests.1.custom_id 'a' must be there once"),
+        ([], "requests must be a list that is not empty"),
+        ([message("a"), 7], "requests.1 must be an object"),
+        ([message("a"), {"custom_id": "b"}], "requests.1.params: field required"),
+        ([message("a", x=[[]] * 70_000)], "requests.0: x is too much"),
+        ([message("a"), message("a")], "requests.1.custom_id 'a' must be given once"),
         ([message("a b")], "requests.0.custom_id"),
         ([message("a"), message("b", stream=True)], "requests.1.params.stream must be false"),
     ],

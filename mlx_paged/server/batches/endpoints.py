@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,10 @@ from mlx_paged.server.batches.folder import StoredFile
 from mlx_paged.server.batches.lines import URLS
 from mlx_paged.server.batches.manager import BatchManager, new_batch_id
 from mlx_paged.server.batches.records import BatchRecord
-from mlx_paged.server.batches.uploads import read_form
+from mlx_paged.server.batches.uploads import read_form, receiving, storage_error
 from mlx_paged.server.context import context_of, trace_of
 from mlx_paged.server.errors import ApiError, bad_request, shorten
-from mlx_paged.server.requests import read_body, too_large
+from mlx_paged.server.requests import read_body
 from mlx_paged.server.streaming import json_response
 
 #: Paths of lines that a server answers which generates; the others need one that pools.
@@ -60,36 +59,16 @@ async def upload(request: Request) -> Response:
     """Receives a file."""
     manager, config = manager_of(request), context_of(request).config
     await manager.sweep()
-    folder = manager.folder
-    room = config.max_files_size - await asyncio.to_thread(folder.num_bytes)
-    receiving = folder.begin_upload()
-
-    def take(data: bytes) -> None:
-        if receiving.size + len(data) > config.max_file_size:
-            raise too_large(config.max_file_size, "the file")
-        if folder.num_receiving + len(data) > room:
-            raise files_too_large(config.max_files_size)
-        receiving.add(data)
-        folder.num_receiving += len(data)
-
-    async def write() -> None:
-        if receiving.should_write:
-            await asyncio.to_thread(receiving.write)
-
-    try:
-        filename, fields = await read_form(request, config.max_file_size, take, write)
+    async with receiving(manager.folder, config, "the file") as to:
+        filename, fields = await read_form(request, to, config.max_file_size)
         form = _form(fields)
         expires_after = form.expires_after_seconds
         if (form.expires_after_anchor is None) != (expires_after is None):
             name = "expires_after"
             raise bad_request(name, f"{name} must have an anchor (created_at) and seconds")
         name = _UNSHOWN.sub("", filename)[-_MAX_NAME:] or "file"
-        file = await asyncio.to_thread(folder.keep, receiving, name, form.purpose, expires_after)
-    except OSError as error:
-        raise storage_error(error) from error
-    finally:
-        folder.num_receiving -= receiving.size
-        folder.discard(receiving)  # (where it was kept, nothing is left to discard)
+        keep = manager.folder.keep
+        file = await asyncio.to_thread(keep, to.upload, name, form.purpose, expires_after)
     return JSONResponse(_file(file))
 
 
@@ -177,19 +156,6 @@ def _file(file: StoredFile) -> bodies.FileAnswer:
         "purpose": "batch" if file.purpose == "batch" else "batch_output",
         "status": "processed",
     }
-
-
-def files_too_large(limit: int) -> ApiError:
-    """413 for a file that would be too much together with the others."""
-    message = f"all files together must be at most {limit} bytes: delete some"
-    return ApiError(413, message, code="files_too_large")
-
-
-def storage_error(error: OSError) -> ApiError:
-    """Returns 507 where the disk is full; raises any other error again."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ApiError(507, "the disk of this server is full", code="storage_full")
-    raise error
 
 
 # Batches.

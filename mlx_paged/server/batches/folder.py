@@ -199,17 +199,19 @@ class Folder:
         return self.path / _FILES / f"{file_id}{_DATA}"
 
     def remove_leftovers(self, in_use: set[Path]) -> None:
-        """Removes content that belongs to no file.
+        """Removes content that belongs to no file or batch.
 
         Args:
             in_use: outputs that are being written.
         """
         known = {self.data_path(file_id) for file_id in self.files} | in_use
-        for kind in (_FILES, _BATCHES):
-            for path in (self.path / kind).iterdir():
-                is_content = kind == _FILES and path.suffix == _DATA and path not in known
-                if is_content or path.suffix == _PART:
-                    path.unlink(missing_ok=True)
+        for path in (self.path / _FILES).iterdir():
+            if path.suffix != _META and path not in known:
+                path.unlink(missing_ok=True)
+        batches = self.path / _BATCHES
+        for path in list(batches.iterdir()):
+            if path.suffix == _PART or not (batches / f"{path.stem}{_META}").exists():
+                path.unlink(missing_ok=True)
 
     # Batches.
 
@@ -220,13 +222,6 @@ class Folder:
     def write_batch(self, batch_id: str, record: dict[str, Any]) -> None:
         """Writes the record of a batch."""
         self._write(_BATCHES, batch_id, record)
-
-    def write_input(self, batch_id: str, content: bytes) -> None:
-        """Writes the input of a batch that is no file of the API."""
-        with open_new(self.batch_path(batch_id, "input")) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
 
     def batch_path(self, batch_id: str, part: str) -> Path:
         """Where a part of a batch is: its input, answers or failures."""

@@ -39,12 +39,14 @@ from mlx_paged.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that a thread parses before others have a turn.
+TURN = 0.002
 #: Most batches that have not ended, and most that are remembered; the oldest are forgotten.
 MAX_UNFINISHED, MAX_BATCHES = 100, 10_000
 # Most errors of a batch that failed, and lines that are written together.
 _MAX_ERRORS, _AT_ONCE = 100, 1000
 _SCANNED_AT_ONCE = 1 << 16  # bytes of a line
-_TURN = 0.002  # seconds
+
 # Codes and reasons of lines that were not answered.
 _UNANSWERED: dict[Status, LineError] = {
     "cancelled": LineError("batch_cancelled", "the batch was cancelled before it was answered"),
@@ -92,6 +94,10 @@ class BatchManager:
         folder: whose files they use; `close` closes it.
         post: answers a line.
         now: seconds since 1970.
+
+    Attributes:
+        max_line: Most bytes of a line.
+        bounds: Makes the bounds of the body in a line.
     """
 
     def __init__(
@@ -106,8 +112,8 @@ class BatchManager:
         self._answering: dict[str, asyncio.Task[None]] = {}
         self._changing, self._validating = asyncio.Lock(), asyncio.Lock()
         self._room: Room | None = None
-        self._max_line = 0
-        self._bounds: Callable[[], BodyBounds] = BodyBounds
+        self.max_line = 0
+        self.bounds: Callable[[], BodyBounds] = BodyBounds
         self._closed = False
         found = [BatchRecord.of(record) for record in folder.batches()]
         for record in sorted(found, key=lambda record: (record.created_at, record.id)):
@@ -130,7 +136,7 @@ class BatchManager:
             max_line: most bytes of a line.
             bounds: of the body in a line.
         """
-        self._room, self._max_line, self._bounds = Room(max_lines), max_line, bounds
+        self._room, self.max_line, self.bounds = Room(max_lines), max_line, bounds
         for record in self._records.values():
             if not record.has_ended:
                 self._begin(record.id)
@@ -293,10 +299,10 @@ class BatchManager:
         total = 0
         with self._input_path(record).open("rb") as file:
             began = time.monotonic()
-            for line in read_lines(file, self._max_line):
+            for line in read_lines(file, self.max_line):
                 total += 1
-                if time.monotonic() - began > _TURN:
-                    time.sleep(_TURN)  # Python runs one thread at a time: others have a turn
+                if time.monotonic() - began > TURN:
+                    time.sleep(TURN)  # Python runs one thread at a time: others have a turn
                     began = time.monotonic()
                 try:
                     self._check_bounds(line)
@@ -315,8 +321,8 @@ class BatchManager:
     def _check_bounds(self, line: Line) -> None:
         """Refuses a line that takes long to parse: that stops everything else."""
         if line.content is None:
-            raise LineError("line_too_long", f"a line must be at most {self._max_line} bytes")
-        bounds = self._bounds()
+            raise LineError("line_too_long", f"a line must be at most {self.max_line} bytes")
+        bounds = self.bounds()
         try:
             for begin in range(0, len(line.content), _SCANNED_AT_ONCE):
                 bounds.feed(line.content[begin : begin + _SCANNED_AT_ONCE])
@@ -340,16 +346,16 @@ class BatchManager:
 
     async def _answer(self, record: BatchRecord, outputs: Outputs, counts: Counts) -> Status:
         """Answers the lines that have no output; returns how the batch ends."""
-        if record.status == "cancelling":
-            return "cancelled"
         assert self._room is not None
         runner = BatchRunner(
             self._post, outputs, room=self._room, urls=(record.endpoint,), counts=counts
         )
         with self._input_path(record).open("rb") as file:
-            lines = read_lines(file, self._max_line)
+            lines = read_lines(file, self.max_line)
             answering = asyncio.ensure_future(runner.run(lines))
             self._answering[record.id] = answering
+            if self._records[record.id].status == "cancelling":
+                answering.cancel()  # (`cancel` came before there was anything to cancel)
             try:
                 left = max(0.0, record.expires_at - self._now())
                 await asyncio.wait({answering}, timeout=left)
@@ -383,7 +389,7 @@ class BatchManager:
         outputs = Outputs(*self._output_paths(record))
         try:
             with self._input_path(record).open("rb") as file:
-                for line in read_lines(file, self._max_line):
+                for line in read_lines(file, self.max_line):
                     if outputs.is_done(line):
                         continue
                     custom_id = parse(line, (record.endpoint,)).custom_id

@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, Literal, overload
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
 
 from mlx_paged.server.batches.endpoints import (
-    files_too_large,
     found_batch,
     limit_of,
     manager_of,
     place_of,
     query_of,
-    storage_error,
 )
-from mlx_paged.server.batches.manager import BatchManager, new_batch_id
+from mlx_paged.server.batches.folder import open_new
+from mlx_paged.server.batches.manager import TURN, BatchManager, new_batch_id
 from mlx_paged.server.batches.records import BatchRecord
+from mlx_paged.server.batches.splitter import RequestSplitter
+from mlx_paged.server.batches.uploads import read_large, receiving
+from mlx_paged.server.body_bounds import BodyBounds
 from mlx_paged.server.context import context_of, trace_of
 from mlx_paged.server.errors import ApiError, bad_request, message_error
-from mlx_paged.server.requests import Body, Label, read_body
+from mlx_paged.server.requests import Body, Label, check_content, validated
 
 _ENDPOINT = "/v1/messages"
 _KIND: Literal["anthropic"] = "anthropic"
 _HOURS = 24
+#: Most conversations of a batch, as in Anthropic's API.
+MAX_REQUESTS = 100_000
 _PAGE, _MAX_PAGE = 20, 1000
+_PIECE_SIZE = 1 << 16  # bytes
 _NO_MEANING = "Taken; it changes nothing here."
 
 
@@ -46,7 +53,9 @@ class MessageBatchRequest(Body):
 class MessageBatchBody(Body):
     """`POST /v1/messages/batches`."""
 
-    requests: Annotated[list[MessageBatchRequest], Field(min_length=1, fail_fast=True)]
+    requests: Annotated[list[MessageBatchRequest], Field(fail_fast=True)] = Field(
+        description="At least one, and at most 100,000."
+    )
     user_profile_id: Label | None = Field(None, description=_NO_MEANING)
     workspace_id: Label | None = Field(None, description=_NO_MEANING)
 
@@ -94,50 +103,86 @@ class MessageBatchDeleted(TypedDict):
 
 async def create(request: Request) -> Response:
     """Takes a batch."""
-    manager = manager_of(request)
-    body = await read_body(request, MessageBatchBody)
-    content = _lines(body.requests)
+    manager, context = manager_of(request), context_of(request)
+    context.check_takes_requests()
+    check_content(request)
     manager.check_room()
-    now = int(time.time())
-    record = BatchRecord(
-        new_batch_id("msgbatch"), _KIND, _ENDPOINT, now, now + 3600 * _HOURS, f"{_HOURS}h",
-        status="in_progress", in_progress_at=now, total=len(body.requests),
-    )  # fmt: skip
-    folder, most = manager.folder, context_of(request).config.max_files_size
-    if await asyncio.to_thread(folder.num_bytes) + len(content) > most:
-        raise files_too_large(most)
-    try:
-        await asyncio.to_thread(folder.write_input, record.id, content)
-        record = await manager.create(record)
-    except OSError as error:
-        raise storage_error(error) from error
+    batch_id = new_batch_id("msgbatch")
+    async with receiving(manager.folder, context.config, "the body") as to:
+        await read_large(request, to.take, to.write, context.config.max_file_size)
+        await asyncio.to_thread(to.upload.sync)
+        path = manager.folder.batch_path(batch_id, "input")
+        try:
+            total = await asyncio.to_thread(_write_lines, request, manager, to.upload.path, path)
+            now = int(time.time())
+            record = await manager.create(
+                BatchRecord(
+                    batch_id,
+                    _KIND,
+                    _ENDPOINT,
+                    now,
+                    now + 3600 * _HOURS,
+                    f"{_HOURS}h",
+                    status="in_progress",
+                    in_progress_at=now,
+                    total=total,
+                )
+            )
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
     trace_of(request).fields["batch"] = record.id
     return JSONResponse(_batch(record, request))
 
 
-def _lines(requests: Sequence[MessageBatchRequest]) -> bytes:
-    """The messages as lines of a batch.
+def _write_lines(request: Request, manager: BatchManager, body: Path, to: Path) -> int:
+    """Writes the messages of a body as lines of a batch; returns how many. Runs on a thread.
 
     Raises:
-        ApiError: 400 for a custom_id that is there twice, and for a stream.
+        ApiError: 400 that names a field.
     """
-    lines, custom_ids = [], set[str]()
-    for i, each in enumerate(requests):
-        if each.custom_id in custom_ids:
-            raise bad_request(
-                f"requests.{i}.custom_id",
-                f"requests.{i}.custom_id {each.custom_id!r} must be there once: an earlier request "
-                "has it",
-            )
-        custom_ids.add(each.custom_id)
-        if each.params.get("stream"):
-            name = f"requests.{i}.params.stream"
-            raise bad_request(name, f"{name} must be false: results are written whole")
-        line = {
-            "custom_id": each.custom_id, "method": "POST", "url": _ENDPOINT, "body": each.params,
-        }  # fmt: skip
-        lines.append(json.dumps(line).encode() + b"\n")
-    return b"".join(lines)
+    splitter, custom_ids = RequestSplitter(manager.max_line), set[str]()
+    began = time.monotonic()
+    with body.open("rb") as source, open_new(to) as lines:
+        while piece := source.read(_PIECE_SIZE):
+            for entry in splitter.feed(piece):
+                lines.write(_line(entry, len(custom_ids), custom_ids, manager.bounds()))
+                if time.monotonic() - began > TURN:
+                    time.sleep(TURN)  # Python runs one thread at a time: others have a turn
+                    began = time.monotonic()
+        lines.flush()
+        os.fsync(lines.fileno())
+    rest = validated(request, splitter.rest, MessageBatchBody)
+    if rest.requests or not custom_ids:  # (none is left, unless their name is spelled oddly)
+        raise bad_request("requests", "requests must be a list that is not empty")
+    return len(custom_ids)
+
+
+def _line(entry: bytes, place: int, custom_ids: set[str], bounds: BodyBounds) -> bytes:
+    """The line of a message, whose `custom_id` is added to those before it."""
+    if place == MAX_REQUESTS:
+        raise bad_request("requests", f"requests must have at most {MAX_REQUESTS} entries")
+    name = f"requests.{place}"
+    try:
+        bounds.feed(entry)  # what takes long to parse stops everything else
+        found = MessageBatchRequest.model_validate_json(entry)
+    except ApiError as error:
+        raise bad_request(name, f"{name}: {error.message}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = ".".join([name, *map(str, first["loc"])])
+        raise bad_request(path, f"{path}: {first['msg'].lower()}") from None
+    if found.custom_id in custom_ids:
+        path = f"{name}.custom_id"
+        raise bad_request(path, f"{path} {found.custom_id!r} must be given once")
+    custom_ids.add(found.custom_id)
+    if found.params.get("stream"):
+        path = f"{name}.params.stream"
+        raise bad_request(path, f"{path} must be false: results are written whole")
+    line = {
+        "custom_id": found.custom_id, "method": "POST", "url": _ENDPOINT, "body": found.params,
+    }  # fmt: skip
+    return json.dumps(line).encode() + b"\n"
 
 
 async def retrieve(request: Request) -> Response:

@@ -1,15 +1,19 @@
-"""Reads a file and the fields beside it from a form, piece by piece."""
+"""Receives files and other large bodies piece by piece, into the folder of the server."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
+from mlx_paged.server.batches.folder import Folder, Upload
+from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import context_of
 from mlx_paged.server.errors import ApiError, bad_request, shorten
 from mlx_paged.server.requests import too_large, unsupported_content
@@ -118,37 +122,129 @@ class FormReader:
         self.is_whole = True
 
 
-async def read_form(
-    request: Request,
-    limit: int,
-    take: Callable[[bytes], None],
-    after_piece: Callable[[], Awaitable[None]],
-) -> tuple[str, Mapping[str, str]]:
+class Receiving:
+    """A file that is being received, within the limits of the server.
+
+    Args:
+        upload: where it goes.
+        folder: that has it.
+        limit: most bytes of it.
+        what: its name in errors.
+        most: most bytes of all files.
+        room: what is left of them.
+    """
+
+    def __init__(
+        self, upload: Upload, folder: Folder, limit: int, what: str, most: int, room: int
+    ) -> None:
+        self.upload = upload
+        self._folder = folder
+        self._limit, self._what, self._most, self._room = limit, what, most, room
+
+    def take(self, data: bytes) -> None:
+        """Appends to it.
+
+        Raises:
+            ApiError: 413.
+        """
+        if self.upload.size + len(data) > self._limit:
+            raise too_large(self._limit, self._what)
+        if self._folder.num_receiving + len(data) > self._room:
+            raise files_too_large(self._most)
+        self.upload.add(data)
+        self._folder.num_receiving += len(data)
+
+    async def write(self) -> None:
+        """Writes it, if much of it is in memory."""
+        if self.upload.should_write:
+            await asyncio.to_thread(self.upload.write)
+
+
+@contextlib.asynccontextmanager
+async def receiving(folder: Folder, config: ServerConfig, what: str) -> AsyncIterator[Receiving]:
+    """A file to receive; unless it is kept, it is gone at the end.
+
+    Args:
+        what: its name in errors.
+
+    Raises:
+        ApiError: 507, the disk is full.
+    """
+    room = config.max_files_size - await asyncio.to_thread(folder.num_bytes)
+    upload = folder.begin_upload()
+    try:
+        yield Receiving(upload, folder, config.max_file_size, what, config.max_files_size, room)
+    except OSError as error:
+        raise storage_error(error) from error
+    finally:
+        folder.num_receiving -= upload.size
+        folder.discard(upload)  # (where it was kept, nothing is left to discard)
+
+
+def files_too_large(limit: int) -> ApiError:
+    """413 for a file that would be too much together with the others."""
+    message = f"all files together must be at most {limit} bytes: delete some"
+    return ApiError(413, message, code="files_too_large")
+
+
+def storage_error(error: OSError) -> ApiError:
+    """Returns 507 where the disk is full; raises any other error again."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, "the disk of this server is full", code="storage_full")
+    raise error
+
+
+async def read_form(request: Request, to: Receiving, limit: int) -> tuple[str, Mapping[str, str]]:
     """Receives a form of one file.
 
     Args:
+        to: gets its content.
         limit: most bytes of the file.
-        take: gets its content, in pieces.
-        after_piece: called after each piece of the body; no more is read before it is done.
 
     Returns:
         Its name as the client calls it, and the fields.
 
     Raises:
-        ApiError: 400, 408, 413, 415 or 503; or whatever `take` raises.
+        ApiError: 400, 408, 413, 415 or 503.
+    """
+    reader = FormReader(_boundary(request), to.take)
+    await read_large(request, reader.feed, to.write, limit, "the file", _MAX_REST)
+    if not reader.is_whole:
+        raise ApiError(400, "the body ends before its last boundary", code="invalid_form")
+    if reader.filename is None:
+        raise ApiError(400, "file is missing", param="file", code="missing_field")
+    return reader.filename, reader.fields
+
+
+async def read_large(
+    request: Request,
+    take: Callable[[bytes], None],
+    after_piece: Callable[[], Awaitable[None]],
+    limit: int,
+    what: str = "the body",
+    rest: int = 0,
+) -> None:
+    """Reads a body that is not held in memory.
+
+    Args:
+        take: gets it, in pieces.
+        after_piece: called after each piece; no more is read before it is done.
+        limit, rest: most bytes of `what`, and of the body beside it.
+
+    Raises:
+        ApiError: 408, 413 or 503; or whatever `take` raises.
     """
     context = context_of(request)
-    reader = FormReader(_boundary(request), take)
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit + _MAX_REST:
-        raise too_large(limit, "the file")
+    if declared.isdigit() and int(declared) > limit + rest:
+        raise too_large(limit, what)
     timeout, size, began = context.config.read_timeout, 0, time.monotonic()
     pieces = request.stream().__aiter__()
     try:
         async with context.reading_body():
             while True:
                 try:
-                    # (A large file may take its time, but not stand still.)
+                    # (A large body may take its time, but not stand still.)
                     left = began + timeout + size / _MIN_RATE - time.monotonic()
                     piece = await asyncio.wait_for(anext(pieces), max(0.0, min(timeout, left)))
                 except StopAsyncIteration:
@@ -161,20 +257,15 @@ async def read_form(
                         code="read_timeout",
                     ) from None
                 size += len(piece)
-                if size > limit + _MAX_REST:
-                    raise too_large(limit, "the file")
-                reader.feed(piece)
+                if size > limit + rest:
+                    raise too_large(limit, what)
+                take(piece)
                 await after_piece()
     except ClientDisconnect:
         raise ApiError(499, "the client has gone", code="client_closed") from None
     except ApiError as error:
         error.headers.setdefault("Connection", "close")  # the rest of the body is not read
         raise
-    if not reader.is_whole:
-        raise ApiError(400, "the body ends before its last boundary", code="invalid_form")
-    if reader.filename is None:
-        raise ApiError(400, "file is missing", param="file", code="missing_field")
-    return reader.filename, reader.fields
 
 
 def _boundary(request: Request) -> bytes:
