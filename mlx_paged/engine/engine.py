@@ -174,6 +174,7 @@ class Engine:
         limits = [model.max_model_len, paged.layout.max_context_len]
         model_limit = min((n for n in limits if n is not None), default=None)
         self.max_model_len = self.config.model_len(model_limit)
+        paged.limit_contexts(self.max_model_len)
         kv_config = KVCacheConfig(paged.layout, self.config, self.max_model_len)
         self._runner = _runner(paged, self.config, kv_config, model)
         #: Numbers of an embedding before `dimensions` cuts it; None where the engine generates.

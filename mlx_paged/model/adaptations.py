@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from mlx_paged.model.caches import KVHandle, PagedLayerCache, StepContext
 from mlx_paged.model.patches import Overrides
+from mlx_paged.model.rope_frequencies import LongRoPE
 
 
 def _heads(x: mx.array, num_heads: int) -> mx.array:
@@ -225,6 +226,8 @@ _ADAPTED: dict[str, Callable[..., Any]] = {
 def adapt(model: nn.Module, context: StepContext, overrides: Overrides) -> None:
     """Replaces the forward of those modules that need it, while a step is built."""
     for module in model.modules():
+        if isinstance(module, LongRoPE):
+            overrides.replace(module, "__call__", _by_limit(type(module), context))
         adapted = _ADAPTED.get(_kind(module))
         if adapted is not None:
             overrides.replace(module, "__call__", _during_steps(type(module), adapted, context))
@@ -262,6 +265,17 @@ def _kind(module: nn.Module) -> str:
     if package.startswith("mlx_vlm.models."):
         return f"mlx_vlm.{package.split('.')[2]}.{type(module).__qualname__}"
     return ""
+
+
+def _by_limit(kind: Any, context: StepContext) -> Callable[..., Any]:
+    """LongRoPE by the factors of short contexts, in steps of an engine that has no longer ones."""
+
+    def call(self: Any, x: mx.array, offset: Any = 0) -> Any:
+        longest = context.limit.longest
+        is_short = context.active and longest is not None and longest <= self.original
+        return self.turn_short(x, offset) if is_short else kind.__call__(self, x, offset)
+
+    return call
 
 
 def _during_steps(

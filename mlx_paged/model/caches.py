@@ -146,12 +146,27 @@ class Step:
         return x[self.logit_rows] if self.selected is None else self.selected.of(x)
 
 
+@dataclass
+class ContextLimit:
+    """How long sequences of a paged model may become.
+
+    Attributes:
+        longest: Most tokens of a sequence; None: no limit is known.
+    """
+
+    longest: int | None = None
+
+
 class StepContext(threading.local):
     """Holds the step that this thread is building. One per model; its caches and output head look
     here. (Another thread may well run the model with other caches meanwhile.)
+
+    Args:
+        limit: shared by all threads; None: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: ContextLimit | None = None) -> None:
+        self.limit = limit or ContextLimit()
         self._step: Step | None = None
 
     @property

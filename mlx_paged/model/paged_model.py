@@ -104,6 +104,16 @@ class PagedModel:
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
         self._compiled = CompiledSteps(self._run, chooses=self._chooses)
 
+    def limit_contexts(self, longest: int | None) -> None:
+        """Says how long a sequence may become, before the first step.
+
+        LongRoPE turns by the factors of short contexts where none can be longer than these.
+
+        Args:
+            longest: tokens; None: as many as the model was made for.
+        """
+        self._context.limit.longest = longest
+
     def round_activations(self, activations: str) -> None:
         """Has the inputs of linear layers rounded, see `ops.activations`, in steps after the next
         `allocate`.

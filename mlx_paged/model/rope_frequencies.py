@@ -39,8 +39,11 @@ class ScaledRoPE(nn.Module):  # type: ignore[misc]
         self._freqs = mx.array(wavelengths.astype(np.float32))
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        if self.scale != 1.0:
-            x = x.at[..., : self.dims].multiply(self.scale)
+        return self._turn(x, offset, self._freqs, self.scale)
+
+    def _turn(self, x: mx.array, offset: Any, wavelengths: mx.array, scale: float) -> mx.array:
+        if scale != 1.0:
+            x = x.at[..., : self.dims].multiply(scale)
         return mx.fast.rope(
             x,
             self.dims,
@@ -48,8 +51,35 @@ class ScaledRoPE(nn.Module):  # type: ignore[misc]
             base=None,
             scale=1.0,
             offset=offset,
-            freqs=self._freqs,
+            freqs=wavelengths,
         )
+
+
+class LongRoPE(ScaledRoPE):
+    """RoPE by one of two lists of wavelengths; `__call__` takes those of long contexts.
+
+    Args:
+        long: wavelengths and scale of contexts beyond `original`.
+        short: those of contexts up to it.
+        original: tokens.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        long: tuple[np.ndarray, float],
+        short: tuple[np.ndarray, float],
+        original: int,
+        traditional: bool,
+    ) -> None:
+        super().__init__(dims, *long, traditional)
+        self.original = original
+        self._short_freqs = mx.array(short[0].astype(np.float32))
+        self.short_scale = short[1]
+
+    def turn_short(self, x: mx.array, offset: Any = 0) -> mx.array:
+        """Turns like `__call__`, for contexts up to `original` tokens."""
+        return self._turn(x, offset, self._short_freqs, self.short_scale)
 
 
 def conform_rope(model: nn.Module, config: Mapping[str, Any], *, part: float | None) -> list[str]:
@@ -106,10 +136,16 @@ def conform_rope(model: nn.Module, config: Mapping[str, Any], *, part: float | N
                 continue
         else:
             truncate = given.get("truncate", True)
+            original = int(parameters.get("original_max_position_embeddings") or 0)
             expected, factor = turns_of(parameters, dims, config, truncate=truncate)
-            if dims == now[0] and _close(expected, wavelengths) and math.isclose(factor, scale):
+            if kind == "longrope" and (config.get("max_position_embeddings") or 0) > original:
+                base = float(parameters["rope_theta"]) ** (np.arange(0, dims, 2) / dims)
+                short = _longrope(parameters, base, config, is_short=True)
+                new = LongRoPE(dims, (expected, factor), short, original, traditional)
+            elif dims == now[0] and _close(expected, wavelengths) and math.isclose(factor, scale):
                 continue
-            new = ScaledRoPE(dims, expected, factor, traditional)
+            else:
+                new = ScaledRoPE(dims, expected, factor, traditional)
         parent, name = _parent(layer, path)
         setattr(parent, name, new)
         replaced.append(f"layers.{index}.{path}")
@@ -226,20 +262,24 @@ def _yarn(
 
 
 def _longrope(
-    parameters: Mapping[str, Any], plain: np.ndarray, config: Mapping[str, Any]
+    parameters: Mapping[str, Any],
+    plain: np.ndarray,
+    config: Mapping[str, Any],
+    *,
+    is_short: bool = False,
 ) -> tuple[np.ndarray, float]:
-    """The factors of contexts beyond the original length, for all (as in mlx-lm and vLLM).
+    """The factors of contexts beyond the original length, or of those up to it.
 
-    A model that has no such contexts takes the factors of short ones.
+    A model that has no longer contexts takes the latter.
     """
     length = parameters["original_max_position_embeddings"]
     longest = config.get("max_position_embeddings") or length
     factor = parameters.get("factor") or longest / length
     scale = parameters.get("attention_factor")
+    kind = "short" if is_short or longest <= length else "long"
     if scale is None:
-        # (Phi-3.5-MoE has one for long contexts)
-        scale = parameters.get("long_mscale") or (
+        # (Phi-3.5-MoE has one of its own for each)
+        scale = parameters.get(f"{kind}_mscale") or (
             1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
         )
-    name = "long_factor" if longest > length else "short_factor"
-    return np.array(parameters[name], np.float64) * plain, float(scale)
+    return np.array(parameters[f"{kind}_factor"], np.float64) * plain, float(scale)

@@ -31,7 +31,7 @@ from mlx_lm.models.cache import (
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model import patches
 from mlx_paged.model.adaptations import adapt, context_limit
-from mlx_paged.model.caches import LatentScores, StepContext
+from mlx_paged.model.caches import ContextLimit, LatentScores, StepContext
 from mlx_paged.model.config_files import vocab_size
 from mlx_paged.model.families import require_family
 from mlx_paged.model.layout import (
@@ -118,7 +118,7 @@ def page(
     patches.install()
     observed = observe(model, model_type)
     _require_one_answer(observed, model_type)
-    context = StepContext()
+    context = StepContext(ContextLimit())
     make = partial(
         PagedModel,
         model,

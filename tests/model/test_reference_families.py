@@ -6,18 +6,21 @@ deviates from the code that a model was published with. Here the reference is tr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.models import embedded
 from support.oracle_torch import MISSING
-from support.reference_configs import REFERENCES, TEXT_OF_MULTIMODAL, scaled_references
-from support.reference_models import TOLERANCE, differences, save
+from support.reference_configs import LONGROPE, REFERENCES, TEXT_OF_MULTIMODAL, scaled_references
+from support.reference_models import TOLERANCE, differences, reference_logits, save
 
 # isort: split
 from mlx_lm.utils import MODEL_REMAPPING
 
+from mlx_paged import LLM, SamplingParams
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import PROVEN
 from mlx_paged.model.families import REFUSED as MODULE_REFUSED
@@ -57,6 +60,25 @@ def test_weights_under_the_names_of_transformers_own_modules(name: str, tmp_path
 def test_every_type_of_rope_scaling(name: str, tmp_path: Path) -> None:
     found = differences(SCALED[name], tmp_path)
     assert all(difference < TOLERANCE for difference in found), found
+
+
+@pytest.mark.parametrize("max_model_len", [64, 65])
+def test_longrope_by_the_longest_context_of_an_engine(max_model_len: int, tmp_path: Path) -> None:
+    """Up to the original length by the factors of short contexts, as transformers does."""
+    rope = {**LONGROPE, "original_max_position_embeddings": 64}
+    config = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    model = save(replace(REFERENCES["phi3"], config=config), tmp_path)
+    embedded().tokenizer.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(3, 90, 40).tolist()
+    expected = reference_logits(model, tokens)[-1].astype(np.float64)
+    expected -= np.logaddexp.reduce(expected)
+    llm = LLM(load(tmp_path, dtype="float32"), max_model_len=max_model_len, block_size=8)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=4)
+    [output] = llm.generate([tokens], params)
+    assert output.outputs[0].logprobs is not None
+    [found] = output.outputs[0].logprobs
+    difference = max(abs(expected[token] - each.logprob) for token, each in found.items())
+    assert (difference < 1e-4) == (max_model_len == 64)
 
 
 @pytest.mark.parametrize("name", sorted(TEXT_OF_MULTIMODAL))
