@@ -75,7 +75,7 @@ def exported(num_chats: int, num_messages: int) -> dict[str, Any]:
     return {"format": "mlx-paged-chats", "version": 3, "chats": chats}
 
 
-def import_chats(page: Page, content: dict[str, Any]) -> None:
+def import_chats(page: Page, content: Any) -> None:
     page.click("#open-settings")
     file = {
         "name": "x.json",
@@ -234,3 +234,50 @@ def test_two_tabs_that_send_at_once_are_both_answered(page: Page, visitor: Visit
         })"""
     )
     assert {"For tab one done", "For tab two done"} <= set(found)
+
+
+def foreign_node(key: str, parent: str | None, role: str, *parts: Any) -> dict[str, Any]:
+    """A node of ChatGPT's export."""
+    message = {
+        "author": {"role": role}, "create_time": 1.5, "metadata": {"model_slug": "gpt"},
+        "content": {"content_type": "text", "parts": list(parts)},
+    }  # fmt: skip
+    return {"id": key, "parent": parent, "children": [], "message": message}
+
+
+@in_browser
+def test_exports_of_chatgpt_and_open_webui_are_imported(page: Page) -> None:
+    nodes = [
+        {"id": "root", "parent": None, "children": [], "message": None},
+        foreign_node("s", "root", "system", ""),
+        foreign_node("q", "s", "user", {"asset_pointer": "file"}, "What is it?"),
+        foreign_node("a1", "q", "assistant", "An old answer"),
+        foreign_node("t", "q", "tool", "searched"),
+        foreign_node("a2", "t", "assistant", "A newer answer"),
+    ]
+    chatgpt = [
+        {
+            "id": "x", "title": "From ChatGPT", "create_time": 10, "update_time": 20,
+            "mapping": {node["id"]: node for node in nodes}, "current_node": "a2",
+        }
+    ]  # fmt: skip
+    messages = {
+        "m1": {"id": "m1", "parentId": None, "role": "user", "content": "Hello", "timestamp": 3},
+        "m2": {"id": "m2", "parentId": "m1", "role": "assistant", "content": "Hi", "timestamp": 4},
+    }
+    open_webui = [
+        {
+            "id": "y", "title": "From Open WebUI", "created_at": 1, "updated_at": 2,
+            "chat": {"history": {"messages": messages, "currentId": "m2"}},
+        }
+    ]  # fmt: skip
+    for content in (chatgpt, open_webui, chatgpt):
+        import_chats(page, content)
+    expect(page.locator("#import-state")).to_have_text("Imported 1 chat: 0 new messages.")
+    expect(page.locator("#chats .title")).to_have_text(["From ChatGPT", "From Open WebUI"])
+    page.get_by_role("button", name="From ChatGPT", exact=True).click()
+    expect(page.locator(".user .text")).to_have_text("[attachment]\n\nWhat is it?")
+    expect(page.locator(".assistant .text")).to_have_text("A newer answer")
+    expect(page.locator(".assistant .branches")).to_contain_text("2/2")
+    page.get_by_role("button", name="From Open WebUI", exact=True).click()
+    expect(page.locator(".message .text")).to_have_text(["Hello", "Hi"])

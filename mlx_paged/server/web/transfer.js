@@ -1,5 +1,6 @@
 // Chats as files: JSON, there and back, and Markdown to read. And the chats of the page's old form.
 
+import { fromForeign } from "./foreign.js";
 import { pretty } from "./json.js";
 import { dataUrl, isMediaType, mediaOf, ofBase64 } from "./media.js";
 import { fenced, folded } from "./texts.js";
@@ -156,8 +157,12 @@ export function fromJson(text) {
   } catch (error) {
     throw new ImportError(`the file is not JSON: ${error.message}`);
   }
+  const foreign = fromForeign(file);
+  if (foreign) file = { format: FORMAT, version: VERSION, chats: foreign };
   if (!isObject(file) || file.format !== FORMAT) {
-    throw new ImportError(`format must be "${FORMAT}" but is ${show(file?.format)}`);
+    throw new ImportError(
+      `it must be an export of this page (format "${FORMAT}"), of Open WebUI or of ChatGPT, but format is ${show(file?.format)}`,
+    );
   }
   if (![1, 2, 3, VERSION].includes(file.version)) {
     throw new ImportError(`version must be 1, 2, 3 or ${VERSION} but is ${show(file.version)}`);
