@@ -170,7 +170,8 @@ def test_uploads_have_limits_and_a_type_of_their_own(client, sdk, folder) -> Non
         error = refused(client.post("/v1/files", content=b"{}", headers=headers), 415)
         assert "multipart/form-data" in error["message"]
     form = {"Content-Type": "multipart/form-data; boundary=b"}
-    for content in (b"{}", b"--b\r\n", b'--b\r\nContent-Disposition: form-data; name="file"'):
+    long = b"--b\r\nX: " + b"x" * 5000 + b"\r\n\r\n\r\n--b--\r\n"
+    for content in (b"{}", b"--b\r\n", b'--b\r\nContent-Disposition: form-data; name="file"', long):
         refused(client.post("/v1/files", content=content, headers=form), 400)
     foreign = {"Origin": "http://evil.test"}
     answer = client.post("/v1/files", data=FORM, files=ONE, headers=foreign)

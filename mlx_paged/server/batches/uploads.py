@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
@@ -17,6 +18,9 @@ from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import context_of
 from mlx_paged.server.errors import ApiError, bad_request, shorten
 from mlx_paged.server.requests import too_large, unsupported_content
+
+# (A refused form is in the log of requests.)
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 _TYPE = "multipart/form-data"
 # Most bytes of a form besides the file, of a field, and of the headers of a part.
@@ -81,6 +85,9 @@ class FormReader:
     @staticmethod
     def _add(to: bytearray, data: bytes, start: int, end: int) -> None:
         to += data[start:end]
+        if len(to) > _MAX_FIELD:
+            message = f"a header of a part must be at most {_MAX_FIELD} bytes"
+            raise ApiError(400, message, code="invalid_form")
 
     def _begin(self) -> None:
         self._num_parts += 1
