@@ -142,3 +142,5 @@ def test_every_api_passes_the_wish_on_and_nothing_unasked(name: str) -> None:
     )
     kwargs = {"chat_template_kwargs": asked}
     assert prompts(template, asked, enabled, kwargs) == [on] * 3
+    high = {"reasoning_effort": "high"}
+    assert prompts(template, high, enabled, {"reasoning": {"effort": "high"}}) == [on] * 3

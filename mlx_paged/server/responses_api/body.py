@@ -461,8 +461,8 @@ def template_kwargs_of(body: PromptBody) -> dict[str, Any]:
     ):
         if value is not None and kwargs.setdefault(name, value) != value:
             raise contradiction(field, f"chat_template_kwargs.{name}")
-    if effort == "none":
-        kwargs.setdefault("enable_thinking", False)
+    if effort is not None:  # (templates that think only if told to)
+        kwargs.setdefault("enable_thinking", effort != "none")
     return kwargs
 
 
