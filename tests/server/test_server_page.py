@@ -226,7 +226,7 @@ def test_editing_makes_a_branch(page, visitor) -> None:
     set_parameters(page, temperature="0", max_tokens="20")
     ask(page, PROMPT)
     first = page.locator(".assistant .text").inner_text()
-    page.get_by_role("button", name="Edit").click()
+    page.locator(".user").get_by_role("button", name="Edit").click()
     page.locator(".editor textarea").fill("Check whether a number is prime")
     page.keyboard.press("Enter")
     expect(page.locator(".user .branches")).to_contain_text("2/2")
@@ -237,7 +237,7 @@ def test_editing_makes_a_branch(page, visitor) -> None:
     page.get_by_role("button", name="Previous version").click()
     expect(page.locator(".user .text")).to_have_text(PROMPT)
     assert page.locator(".assistant .text").inner_text() == first
-    page.get_by_role("button", name="Edit").click()
+    page.locator(".user").get_by_role("button", name="Edit").click()
     page.keyboard.press("Escape")
     expect(page.locator(".editor")).to_have_count(0)
     page.reload()
@@ -302,7 +302,7 @@ def test_what_was_typed_survives_a_reload(page) -> None:
     page.locator("#send").click()
     answered(page)
     expect(page.locator("#input")).to_have_value("")
-    page.get_by_role("button", name="Edit").click()
+    page.locator(".user").get_by_role("button", name="Edit").click()
     page.locator(".editor textarea").fill("A whole sentence")
     page.reload()
     expect(page.locator(".editor textarea")).to_have_value("A whole sentence")
@@ -698,8 +698,10 @@ def open_everything(page: Page) -> Iterator[str]:
     send(page, "And now?")
     fake(page, "answer.fail('no API key')")
     answered(page, 2)
-    page.get_by_role("button", name="Edit").last.click()
+    page.locator(".user").get_by_role("button", name="Edit").last.click()
     yield "failed"
+    page.locator(".assistant").first.get_by_role("button", name="Edit").click()
+    yield "edit"
     if page.locator("#sidebar").is_hidden():
         page.click("#toggle-sidebar")
         yield "sidebar"
@@ -786,7 +788,7 @@ def test_keys_reach_everything(visitor) -> None:
     answered(page)
     seen = set()
     page.locator("body").focus()
-    for _ in range(40):
+    for _ in range(44):
         page.keyboard.press("Tab")
         seen.add(
             page.evaluate(
@@ -796,7 +798,8 @@ def test_keys_reach_everything(visitor) -> None:
         )
     assert {
         "close-sidebar", "new-chat", "search", "title", "more icon-button", "toggle-sidebar",
-        "model", "open-settings", "Edit", "Copy", "copy-code", "Regenerate", "input", "send",
+        "model", "open-settings", "Edit", "Copy", "Fork", "Delete", "attach",
+        "copy-code", "Regenerate", "input", "send",
     } <= seen  # fmt: skip
     page.locator("#chats .more").focus()
     page.keyboard.press("Enter")

@@ -133,7 +133,7 @@ def test_a_true_answer_about_a_picture_that_stays_in_the_chat(page, visitor, tmp
     assert visitor.bodies[2]["messages"] == visitor.bodies[1]["messages"]
 
     # An edited message keeps its picture, has another, or lacks it; the bytes are kept once.
-    page.get_by_role("button", name="Edit").first.click()
+    page.locator(".user").get_by_role("button", name="Edit").first.click()
     editor = page.locator(".editor")
     expect(editor.locator(".tray li")).to_have_count(1)
     give(
@@ -374,7 +374,7 @@ def test_narrow_dark_and_by_axe(browser: Browser, page_server: RunningServer) ->
         send(page, "What is this?")
         fake(page, "(answer.say('Circles.'), answer.end())")
         answered(page)
-        page.get_by_role("button", name="Edit").click()
+        page.locator(".user").get_by_role("button", name="Edit").click()
         shoot(page, "media-narrow-dark")
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
         violations = Axe().run(page).response["violations"]

@@ -2,8 +2,9 @@
 //
 // A chat: { id, title (null: from its first message), leaf, created, updated, deleted }.
 // A message: { id, chat, parent, role, content, reasoning, calls, status, error, finish, stats, model,
-// owner, created, updated, media }. `media` of the user's: see media.js. `status` of an answer: streaming, done, stopped, interrupted, failed. One to
-// a JSON schema also has `relaxed`: the parts of it that were not enforced.
+// owner, created, updated, media, edited, deleted }. `media` of the user's: see media.js. `status` of an answer:
+// streaming, done, stopped, interrupted, failed. One to a JSON schema also has `relaxed`: the parts of it that were
+// not enforced. `edited`: the user wrote this version of an answer. `deleted`: when it was deleted, or null.
 //
 // `calls` of an answer are those of tools (messages of older pages have none): { id, name, arguments,
 // result }. `arguments` is JSON text; `result` is null, or { text, status, media } with status done, failed or
@@ -36,6 +37,22 @@ export function childrenOf(messages) {
   }
   for (const found of children.values()) if (found.length > 1) found.sort(byAge);
   return children;
+}
+
+// Changes that take a message out of its chat: { gone: ids that are deleted, moved: ids of children that get its
+// parent, leaf: the chat's }. Where it has siblings its branch goes with it, since that is one of several versions.
+export function removalOf(messages, message, leaf) {
+  const children = childrenOf(messages);
+  const siblings = children.get(message.parent);
+  const below = (id) => (children.get(id) ?? []).map((child) => child.id);
+  if (siblings.length === 1) {
+    return { gone: [message.id], moved: below(message.id), leaf: leaf === message.id ? message.parent : leaf };
+  }
+  const gone = [message.id];
+  for (const id of gone) gone.push(...below(id));
+  const place = siblings.indexOf(message);
+  const next = siblings[place - 1] ?? siblings[place + 1];
+  return { gone, moved: [], leaf: gone.includes(leaf) ? newestLeaf(messages, next.id) : leaf };
 }
 
 // The end of the newest branch below a message, or of the whole chat.
@@ -106,10 +123,28 @@ function messagesOfAnswer(answer) {
 }
 
 // A text, or items and then what is asked about them. (api.js's callers fill in the items' bytes.)
-function contentOf({ content, media }) {
-  if (!media?.length) return content;
-  const text = content ? [{ type: "text", text: content }] : [];
-  return [...media.map((item) => ({ type: "media", item })), ...text];
+function contentOf(questions) {
+  if (!questions.some((message) => mediaOf(message).length)) return questions.map(({ content }) => content).join("\n\n");
+  return questions.flatMap((message) => [
+    ...mediaOf(message).map((item) => ({ type: "media", item })),
+    ...(message.content ? [{ type: "text", text: message.content }] : []),
+  ]);
+}
+
+// Answers that follow each other, since what stood between them was deleted, as one.
+function joined(answers) {
+  const found = [];
+  for (const message of answers) {
+    const last = found.at(-1);
+    if (last?.role !== "assistant" || last.tool_calls || message.role !== "assistant") {
+      found.push(message);
+      continue;
+    }
+    const texts = (name) => [last[name], message[name]].filter(Boolean).join("\n\n");
+    const reasoning = texts("reasoning");
+    found.splice(-1, 1, { ...message, content: texts("content"), ...(reasoning ? { reasoning } : {}) });
+  }
+  return found;
 }
 
 // The items of a history.
@@ -119,17 +154,20 @@ export function itemsOf(history) {
 }
 
 // What the model is told before it answers the last message of `path`: a user's, or an answer whose calls
-// have results. Turns that failed are left out as a whole, since templates want roles to alternate.
+// have results. Turns that failed are left out as a whole, since templates want roles to alternate. Questions without
+// an answer between them are one.
 export function historyOf(path) {
   const turns = [];
   for (const message of path) {
-    if (message.role === "user") turns.push({ question: message, answers: [] });
-    else turns.at(-1)?.answers.push(message);
+    if (message.role !== "user") turns.at(-1)?.answers.push(message);
+    else if (turns.length && !turns.at(-1).answers.length) turns.at(-1).questions.push(message);
+    else turns.push({ questions: [message], answers: [] });
   }
-  return turns.flatMap(({ question, answers }, i) => {
+  return turns.flatMap(({ questions, answers }, i) => {
     const isLast = i === turns.length - 1;
-    if (!isLast && !(answers.length && isSendable(answers.at(-1)))) return [];
-    return [{ role: "user", content: contentOf(question) }, ...answers.flatMap(messagesOfAnswer)];
+    if (!isLast && !isSendable(answers.at(-1))) return [];
+    const told = answers.filter(isSendable).flatMap(messagesOfAnswer);
+    return [{ role: "user", content: contentOf(questions) }, ...joined(told)];
   });
 }
 

@@ -42,6 +42,11 @@ export class MediaError extends Error {}
 
 export const mediaOf = (message) => message.media ?? [];
 
+// The items of a message, those of its calls' results included.
+export const filesOf = (message) => [
+  ...mediaOf(message), ...(message.calls ?? []).flatMap(({ result }) => result?.media ?? []),
+];
+
 // Of a type that only shows, hears or plays: a document of another could run code.
 export const isMediaType = (kind, type) => (kind === "text" && type === TEXT) || (
   KINDS.includes(kind) && type.startsWith(`${kind}/`) && /^[a-z]+\/[\w.+-]{1,80}$/.test(type) && !/svg|xml/.test(type)

@@ -26,7 +26,7 @@ const whenIdle = globalThis.requestIdleCallback?.bind(globalThis)
 // Where a request has the schema; parts of it are told by what follows.
 const SCHEMA_FIELD = "response_format.json_schema.schema.";
 
-// `act`: what the buttons do: copy, edit, resend, again, continue, choose, example, enterKey, editSchema,
+// `act`: what the buttons do: copy, edit, resend, rewrite, fork, remove, again, continue, choose, example, enterKey, editSchema,
 // attach, those of a `CallView`, and for the trays of editors limits and refusal.
 export class Messages {
   constructor(list, store, answers, tools, act) {
@@ -254,12 +254,13 @@ class MessageView {
   }
 
   drawNote(isLast) {
-    const { status, error, finish, relaxed, role } = this.message;
+    const { status, error, finish, relaxed, role, parent } = this.message;
     const told = [];
     if (status === "failed") told.push(`Failed: ${error}. This exchange is left out of later requests.`);
     else if (status === "interrupted") told.push(`Interrupted${error ? `: ${error}` : ""}. The text so far is kept.`);
     else if (finish === "length") told.push("Stopped at the token limit.");
     else if (role === "user" && isLast) told.push("Not sent.");
+    if (role === "assistant" && !parent) told.push("Left out of requests: no message of yours stands before it.");
     if (relaxed) told.push(`Not enforced parts of the schema: ${relaxed.replaceAll(SCHEMA_FIELD, "")}.`);
     this.note.textContent = told.join(" ");
     this.note.hidden = !told.length;
@@ -277,6 +278,36 @@ class MessageView {
   }
 
   makeEditor() {
+    return this.message.role === "user" ? this.questionEditor() : this.answerEditor();
+  }
+
+  // The text of an answer; in it Enter is a new line.
+  answerEditor() {
+    const { act } = this.list;
+    const text = drafts.get(`edit.${this.id}`);
+    const area = element("textarea", {
+      value: text, rows: Math.min(20, text.split("\n").length + 2), "aria-label": "Edit answer",
+      oninput: () => drafts.set(`edit.${this.id}`, area.value || " "),
+    });
+    const save = () => act.rewrite(this.message, area.value.trim());
+    area.addEventListener("keydown", (event) => {
+      if (isComposing(event)) return;
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+        event.preventDefault();
+        save();
+      } else if (event.key === "Escape") {
+        event.stopPropagation();
+        act.cancelEdit(this.message);
+      }
+    });
+    return element(
+      "div", { className: "editor" }, area,
+      element("button", { type: "button", textContent: "Save", className: "primary", title: "Ctrl+Enter", onclick: save }),
+      element("button", { type: "button", textContent: "Cancel", onclick: () => act.cancelEdit(this.message) }),
+    );
+  }
+
+  questionEditor() {
     const { act, edited } = this.list;
     const tray = new Tray({
       limits: act.limits,
@@ -326,12 +357,14 @@ class MessageView {
       if (all.length > 1) parts.push(this.arrows(all, isBusy));
       if (!isBusy && canContinue(message)) button("Continue", "forward", act.continue);
       const again = message.status === "failed" ? "Try again" : "Regenerate";
-      if (!isBusy && !isUser) button(again, "again", act.again);
+      if (!isBusy && !isUser && answersTo(this.list.store, message)) button(again, "again", act.again);
       if (!isBusy && isUser && isLast) button("Send", "send", act.answer);
       const hasResults = message.status === "done" && sentCalls(message).length && !pendingCalls(message).length;
       if (!isBusy && hasResults && isLast) button("Send the results", "send", act.answer);
-      if (!isBusy && isUser) button("Edit", "edit", act.edit);
+      if (!isBusy && (isUser || message.content)) button("Edit", "edit", act.edit);
       if (message.content) button("Copy", "copy", act.copy);
+      button("Fork", "fork", act.fork, { title: "Continue from here in a new chat" });
+      if (!isBusy) button("Delete", "delete", act.remove);
       if (message.status === "failed" && /\bkey\b/i.test(message.error)) {
         button("Enter API key", "settings", act.enterKey);
       }
@@ -364,16 +397,22 @@ class MessageView {
 
 function canContinue(message) {
   if (message.role !== "assistant" || !message.content.trim() || callsOf(message).length) return false;
-  return message.finish === "length" || message.status !== "done";
+  return message.finish === "length" || message.status !== "done" || Boolean(message.edited);
+}
+
+// The message that an answer answers: a question, or calls with results; undefined: that was deleted.
+export function answersTo(store, { parent }) {
+  const above = store.get("messages", parent);
+  return above?.role === "user" || (above && sentCalls(above).length) ? above : undefined;
 }
 
 // Why an answer ended, by the server's finish reason.
 const ENDS = { stop: "complete", length: "cut at the token limit", tool_calls: "calls tools", content_filter: "filtered" };
 
 // The line below an answer: speed, time to first token, tokens, finish reason and model.
-function statistics({ stats, status, finish, model, role }) {
+function statistics({ stats, status, finish, model, role, edited }) {
   if (role !== "assistant" || status === "streaming") return "";
-  const told = [];
+  const told = edited ? ["edited"] : [];
   if (stats?.tokensPerSecond) told.push(`${stats.tokensPerSecond.toFixed(1)} tokens/s`);
   if (stats) told.push(`TTFT ${(stats.ttft * 1000).toFixed(0)} ms`);
   if (stats?.completion) {

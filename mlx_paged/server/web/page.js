@@ -4,10 +4,12 @@ import { Answers } from "./answers.js";
 import { ApiError, get } from "./api.js";
 import { Tray } from "./attachments.js";
 import { tooLong } from "./context.js";
-import { historyOf, itemsOf, newestLeaf, pathTo, pendingCalls, splitReasoning, titleOf } from "./conversation.js";
+import {
+  historyOf, itemsOf, newestLeaf, newId, pathTo, pendingCalls, removalOf, splitReasoning, titleOf,
+} from "./conversation.js";
 import { Banner, SettingsDialog, toast } from "./dialogs.js";
-import { Limits } from "./media.js";
-import { Messages } from "./messages.js";
+import { filesOf, Limits } from "./media.js";
+import { answersTo, Messages } from "./messages.js";
 import { drafts, Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
@@ -98,7 +100,7 @@ const messages = new Messages($("messages"), store, answers, tools, {
     toast(copied ? "Copied" : "This browser blocks copying. Select the text and copy it instead.");
   },
   edit(message) {
-    drafts.set(`edit.${message.id}`, message.content || " ");
+    drafts.set(`edit.${message.id}`, splitReasoning(message).text || " ");
     show();
     $(`message-${message.id}`).querySelector("textarea").focus();
   },
@@ -115,12 +117,26 @@ const messages = new Messages($("messages"), store, answers, tools, {
     answers.send(message.chat, message.parent, text.trim(), `edit.${message.id}`, items);
     focusInput();
   },
+  // The user's version of an answer, beside it.
+  async rewrite(message, text) {
+    if (!text) return;
+    drafts.set(`edit.${message.id}`, "");
+    const { chat: chatOf, parent, model, calls } = message;
+    const { reasoning } = splitReasoning(message);
+    await store.addLeaf({
+      chat: chatOf, parent, role: "assistant", content: text, reasoning, calls, model, edited: true,
+    });
+    focusInput();
+  },
+  fork,
+  remove: removeMessage,
   answer(message) {
     answers.answer(message);
     focusInput();
   },
   again(message) {
-    const question = store.get("messages", message.parent);
+    const question = answersTo(store, message);
+    if (!question) return;
     const isEmpty = !message.content && !message.reasoning;
     follows = true;
     answers.answer(question, isEmpty ? message : null);
@@ -279,6 +295,40 @@ function remove(chats) {
   });
   const rest = store.listed();
   if (wasOpen) open(rest[Math.min(Math.max(place, 0), rest.length - 1)]?.id);
+}
+
+function removeMessage(message) {
+  const { id, chat: chatOf, parent, role } = message;
+  const before = store.get("chats", chatOf).leaf;
+  const { gone, moved, leaf } = removalOf(store.messagesOf(chatOf), message, before);
+  const write = (deleted, above, end) => store.writeAll([
+    ...gone.map((one) => ["messages", one, { deleted }]),
+    ...moved.map((one) => ["messages", one, { parent: above }]),
+    ...(end === undefined ? [] : [["chats", chatOf, { leaf: end }]]),
+  ]);
+  write(Date.now(), parent, leaf);
+  const what = role === "user" ? "message" : "answer";
+  const more = gone.length > 1 ? ` and ${gone.length - 1} below it` : "";
+  toast(`Deleted the ${what}${more}`, "Undo", () => {
+    write(null, id, store.get("chats", chatOf)?.leaf === leaf ? before : undefined);
+  });
+  focusInput();
+}
+
+// A new chat with copies of the messages up to one.
+async function fork(message) {
+  const from = store.get("chats", message.chat);
+  const id = newId();
+  const path = pathTo(store.messagesOf(from.id), message.id);
+  for (const item of path.flatMap(filesOf)) {
+    await store.keepMedia(id, { ...item, blob: await store.blobOf(from.id, item.id) });
+  }
+  const ids = new Map(path.map((one) => [one.id, newId()]));
+  const copies = path.map((one) => ({ ...one, id: ids.get(one.id), chat: id, parent: ids.get(one.parent) ?? null }));
+  const title = `${titleOf(from, store.messagesOf(from.id))} (fork)`;
+  const now = Date.now();
+  await store.addAll([{ ...from, id, title, leaf: copies.at(-1).id, created: now, used: now }], copies);
+  open(id);
 }
 
 async function exportJson(chats, name) {

@@ -4,7 +4,7 @@
 
 import { openDB } from "./vendor/idb.js";
 import { newId } from "./conversation.js";
-import { isSame } from "./media.js";
+import { filesOf, isSame } from "./media.js";
 import { fromOldPage } from "./transfer.js";
 
 const OLD_CHATS = "mlx-paged.chats"; // of localStorage, up to version 0.1
@@ -31,6 +31,7 @@ export class Store extends EventTarget {
     super();
     this.chats = new Map();
     this.messages = new Map(); // chat id -> Map of its messages
+    this.erased = new Map(); // message id -> a message that was deleted, until that cannot be undone
     this.chatOf = new Map(); // message id -> chat id
     this.streaming = new Set(); // ids of answers that come, in this tab or another
     this.tab = ownTab();
@@ -68,6 +69,7 @@ export class Store extends EventTarget {
     const forgotten = [...this.chats.values()]
       .filter((chat) => chat.deleted && Date.now() - chat.deleted > UNDO_MILLISECONDS);
     await this.forget(forgotten.map((chat) => chat.id));
+    await this.eraseForGood();
     this.findInterrupted();
     setInterval(() => this.findInterrupted(), CHECK_MILLISECONDS); // tabs can crash
     addEventListener("pagehide", () => {
@@ -107,7 +109,7 @@ export class Store extends EventTarget {
 
   get(kind, id) {
     if (kind === "chats") return this.chats.get(id);
-    return this.messages.get(this.chatOf.get(id))?.get(id);
+    return this.messages.get(this.chatOf.get(id))?.get(id) ?? this.erased.get(id);
   }
 
   // The answers that come in a chat, in this tab or another.
@@ -248,6 +250,11 @@ export class Store extends EventTarget {
         this.streaming.delete(message);
       }
       this.messages.delete(id);
+      for (const message of [...this.erased.values()]) {
+        if (message.chat !== id) continue;
+        this.erased.delete(message.id);
+        this.chatOf.delete(message.id);
+      }
     }
     this.media = this.media.filter((record) => !ids.includes(record.chat));
     this.dispatchEvent(new CustomEvent("gone", { detail: ids }));
@@ -260,6 +267,25 @@ export class Store extends EventTarget {
       const keys = await tx.objectStore("messages").index("chat").getAllKeys(id);
       for (const key of keys) tx.objectStore("messages").delete(key);
       tx.objectStore("media").delete(itemsOf(id));
+    }
+    await tx.done;
+  }
+
+  // Messages that were deleted a while ago, and files that no other message of their chat has.
+  async eraseForGood() {
+    const old = [...this.erased.values()].filter((message) => Date.now() - message.deleted > UNDO_MILLISECONDS);
+    if (!old.length || !this.db) return;
+    for (const { id } of old) {
+      this.erased.delete(id);
+      this.chatOf.delete(id);
+    }
+    const tx = this.db.transaction(["messages", "media"], "readwrite");
+    for (const { id } of old) tx.objectStore("messages").delete(id);
+    for (const chat of new Set(old.map((message) => message.chat))) {
+      const kept = [...this.messagesOf(chat).values(), ...this.erased.values()].flatMap(filesOf).map(({ id }) => id);
+      for (const key of await tx.objectStore("media").getAllKeys(itemsOf(chat))) {
+        if (!kept.includes(key[1])) tx.objectStore("media").delete(key);
+      }
     }
     await tx.done;
   }
@@ -323,8 +349,15 @@ export class Store extends EventTarget {
       return;
     }
     if (!this.messages.has(record.chat)) this.messages.set(record.chat, new Map());
-    this.messages.get(record.chat).set(record.id, record);
     this.chatOf.set(record.id, record.chat);
+    if (record.deleted) {
+      this.erased.set(record.id, record);
+      this.messages.get(record.chat).delete(record.id);
+      this.streaming.delete(record.id);
+      return;
+    }
+    this.erased.delete(record.id);
+    this.messages.get(record.chat).set(record.id, record);
     if (record.status === "streaming") this.streaming.add(record.id);
     else this.streaming.delete(record.id);
   }
@@ -353,7 +386,7 @@ export class Store extends EventTarget {
 function newMessage(fields) {
   return {
     id: newId(), reasoning: "", calls: [], media: [], status: "done", error: null, finish: null, stats: null, model: null,
-    owner: null, created: Date.now(), ...fields,
+    owner: null, edited: false, deleted: null, created: Date.now(), ...fields,
   };
 }
 

@@ -2,12 +2,12 @@
 
 import { fromForeign } from "./foreign.js";
 import { pretty } from "./json.js";
-import { dataUrl, isMediaType, mediaOf, ofBase64 } from "./media.js";
+import { dataUrl, filesOf, isMediaType, mediaOf, ofBase64 } from "./media.js";
 import { fenced, folded } from "./texts.js";
 import { byAge, callsOf, newestLeaf, pathTo, splitReasoning, titleOf } from "./conversation.js";
 
 const FORMAT = "mlx-paged-chats";
-const VERSION = 4; // 1 had no calls and no tools, 2 no media, 3 no text files
+const VERSION = 4; // 1 had no calls and no tools, 2 no media, 3 no text files and no `edited`
 const STATUSES = ["done", "stopped", "interrupted", "failed"];
 
 // `recordsOf`: a promise of the bytes that a chat has.
@@ -23,7 +23,7 @@ export async function toJson(chats, messagesOf, recordsOf) {
         id: m.id, parent: m.parent, role: m.role, content: m.content, reasoning: m.reasoning,
         calls: callsOf(m), media: mediaOf(m),
         status: m.status === "streaming" ? "interrupted" : m.status,
-        error: m.error, finish: m.finish, stats: m.stats, model: m.model, created: m.created,
+        error: m.error, finish: m.finish, stats: m.stats, model: m.model, created: m.created, edited: Boolean(m.edited),
       })),
       media: await Promise.all((await recordsOf(chat.id)).map(async ({ id, blob }) => (
         { id, data: (await dataUrl(blob)).replace(/^[^,]*,/, "") }
@@ -38,7 +38,7 @@ export async function toMarkdown(chat, messages, blobOf) {
   const parts = [`# ${titleOf(chat, messages)}`];
   for (const message of pathTo(messages, chat.leaf)) {
     const { text } = splitReasoning(message);
-    parts.push(`## ${message.role === "user" ? "You" : message.model || "Model"}`, text.trim());
+    parts.push(`## ${message.role === "user" ? "You" : message.model || "Model"}${message.edited ? " (edited)" : ""}`, text.trim());
     for (const item of mediaOf(message)) {
       const blob = item.kind === "text" ? await blobOf(item.id) : null;
       parts.push(blob ? folded(item.name, await blob.text()) : `[${item.kind}: ${item.name}]`);
@@ -79,6 +79,7 @@ const MESSAGE_FIELDS = {
   error: [orNull(TEXT), "a text or null"], finish: [orNull(TEXT), "a text or null"],
   stats: [orNull(isStats), "statistics or null"], model: [orNull(TEXT), "a text or null"],
   created: [TIME, "a time in milliseconds"],
+  edited: [(v) => typeof v === "boolean", "true or false"],
 };
 
 const hasOnly = (value, names) => Object.keys(value).every((name) => names.includes(name));
@@ -171,6 +172,7 @@ export function fromJson(text) {
   const ids = new Set();
   if (file.version < 2) file.chats = file.chats.map(fromVersion1);
   if (file.version < 3) file.chats = file.chats.map(fromVersion2);
+  if (file.version < 4) file.chats = file.chats.map((chat) => (isObject(chat) ? withField(chat, "edited", false) : chat));
   file.chats.forEach((chat, i) => {
     checkFields(`chats[${i}]`, chat, CHAT_FIELDS);
     if (ids.has(chat.id)) throw new ImportError(`chats[${i}].id ${show(chat.id)} is there twice`);
@@ -189,13 +191,11 @@ function fromVersion2(chat) {
   return isObject(chat) && !("media" in chat) ? { ...withField(chat, "media"), media: [] } : chat;
 }
 
-// A chat whose messages have a field that they lacked, with an empty list.
-function withField(chat, name) {
+// A chat whose messages have a field that they lacked.
+function withField(chat, name, value = []) {
   if (!Array.isArray(chat.messages)) return chat;
-  return { ...chat, messages: chat.messages.map((m) => (isObject(m) && !(name in m) ? { ...m, [name]: [] } : m)) };
+  return { ...chat, messages: chat.messages.map((m) => (isObject(m) && !(name in m) ? { ...m, [name]: value } : m)) };
 }
-
-const itemsIn = (message) => [...mediaOf(message), ...callsOf(message).flatMap(({ result }) => result?.media ?? [])];
 
 // Messages of one transaction of an import, about: each saves whole chats.
 const AT_ONCE = 500;
@@ -217,10 +217,13 @@ export async function addTo(store, chats, progress = () => {}) {
     if (!known) batch.chats.push({ ...chat, deleted: null });
     else if (known.deleted) await store.write("chats", chat.id, { deleted: null });
     for (const record of media) {
-      const item = messages.flatMap(itemsIn).find(({ id }) => id === record.id);
+      const item = messages.flatMap(filesOf).find(({ id }) => id === record.id);
       if (item) await store.keepMedia(chat.id, { ...item, blob: ofBase64(record.data, item.type) });
     }
-    const fresh = messages.filter(({ id }) => !store.get("messages", id));
+    const fresh = messages.filter(({ id }) => {
+      const there = store.get("messages", id);
+      return !there || there.deleted;
+    });
     batch.messages.push(...fresh.map((message) => ({ ...message, chat: chat.id })));
     saved += 1;
     if (batch.messages.length >= AT_ONCE) await save();

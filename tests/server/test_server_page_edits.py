@@ -1,0 +1,120 @@
+"""Chats on the page whose messages are edited, deleted, forked and written ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+from support.page_helpers import (
+    Visitor,
+    answered,
+    attach,
+    fake,
+    file,
+    in_browser,
+    send,
+    shoot,
+)
+
+
+@pytest.fixture
+def page(visitor: Visitor) -> Page:
+    return visitor.open(fakes=True)
+
+
+def exchange(page: Page, question: str, answer: str) -> None:
+    """A question and its whole answer."""
+    send(page, question)
+    fake(page, f"(answer.say({answer!r}), answer.end())")
+    expect(page.locator("#stop")).to_be_hidden()
+
+
+def sent(page: Page) -> list[str]:
+    """Contents of the messages of the request that waits for its answer."""
+    messages: list[dict[str, Any]] = fake(page, "answer.body.messages")
+    roles = [message["role"] for message in messages]
+    assert roles == [("user", "assistant")[i % 2] for i in range(len(roles))]  # templates want it
+    return [message["content"] for message in messages]
+
+
+def texts(page: Page) -> Any:
+    return expect(page.locator(".message .text"))
+
+
+def press(page: Page, place: int, name: str) -> None:
+    page.locator(".message").nth(place).get_by_role("button", name=name).click()
+
+
+@in_browser
+def test_an_edited_answer_is_the_one_that_is_sent(page: Page) -> None:
+    exchange(page, "Two plus two?", "<think>Hm.</think>Five")
+    press(page, 1, "Edit")
+    area = page.get_by_label("Edit answer")
+    expect(area).to_be_focused()
+    expect(area).to_have_value("Five")
+    area.fill("Four")
+    page.keyboard.press("Enter")
+    page.keyboard.type("Sure.")
+    page.reload()  # what was typed stays
+    expect(area).to_have_value("Four\nSure.")
+    shoot(page, "edit-answer")
+    area.press("Control+Enter")
+    expect(page.locator(".assistant .branches")).to_contain_text("2/2")
+    expect(page.locator(".assistant .stats")).to_have_text("edited · demo")
+    send(page, "Thanks")
+    assert sent(page) == ["Two plus two?", "Four\nSure.", "Thanks"]
+    fake(page, "answer.end()")
+    answered(page, 2)
+    page.get_by_role("button", name="Previous answer").click()
+    texts(page).to_have_text(["Two plus two?", "Five"])
+
+
+@in_browser
+def test_a_deleted_message_is_not_sent_and_comes_back(page: Page) -> None:
+    exchange(page, "One", "Answer one")
+    exchange(page, "Two", "Answer two")
+    press(page, 1, "Delete")
+    texts(page).to_have_text(["One", "Two", "Answer two"])
+    page.reload()
+    texts(page).to_have_text(["One", "Two", "Answer two"])
+    send(page, "Three")
+    assert sent(page) == ["One\n\nTwo", "Answer two", "Three"]
+    fake(page, "(answer.say('Answer three'), answer.end())")
+    expect(page.locator("#stop")).to_be_hidden()
+    press(page, 3, "Delete")
+    texts(page).to_have_text(["One", "Two", "Answer two", "Answer three"])
+    # Answers that follow each other are one to the model; the second answers nothing.
+    expect(page.get_by_role("button", name="Regenerate")).to_have_count(1)
+    send(page, "Four")
+    assert sent(page) == ["One\n\nTwo", "Answer two\n\nAnswer three", "Four"]
+    page.keyboard.press("Escape")
+    expect(page.locator("#stop")).to_be_hidden()
+    press(page, 2, "Regenerate")
+    assert sent(page) == ["One\n\nTwo"]
+    fake(page, "(answer.say('Another'), answer.end())")
+    expect(page.locator("#stop")).to_be_hidden()
+    texts(page).to_have_text(["One", "Two", "Another"])
+    # A version goes with all below it.
+    press(page, 2, "Delete")
+    texts(page).to_have_text(["One", "Two", "Answer two", "Answer three", "Four", ""])
+    page.get_by_role("button", name="Undo").click()
+    texts(page).to_have_text(["One", "Two", "Another"])
+
+
+@in_browser
+def test_a_chat_is_forked_with_its_files(page: Page) -> None:
+    attach(page, file("notes.txt", "text/plain", b"Milk"))
+    expect(page.locator("#composer .tray li")).to_have_count(1)
+    exchange(page, "One", "Answer one")
+    exchange(page, "Two", "Answer two")
+    press(page, 1, "Fork")
+    titles = page.locator("#chats .title")
+    expect(titles).to_have_text(["One (fork)", "One"])
+    texts(page).to_have_text(["One", "Answer one"])
+    send(page, "And?")
+    assert sent(page) == ["File: notes.txt\n```txt\nMilk\n```\n\nOne", "Answer one", "And?"]
+    fake(page, "answer.end()")
+    answered(page, 2)
+    titles.last.click()
+    texts(page).to_have_text(["One", "Answer one", "Two", "Answer two"])
