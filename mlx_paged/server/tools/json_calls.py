@@ -441,7 +441,8 @@ class JsonCalls:
                         needs_arguments=self._needs_arguments,
                     )
                     continue
-                is_stray = c == "}" and self.is_array and self.num_calls > 0
+                # (A bracket too many, behind a call.)
+                is_stray = c in "}]"[: 1 if self.is_array else 2] and self.num_calls > 0
                 if c not in " \t\r\n,;" and (c != "[" or self.is_array) and not is_stray:
                     if c != "]" or not self.is_array:
                         return at

@@ -21,7 +21,7 @@ from mlx_paged.server.tools.lexer import Lexer
 from mlx_paged.server.tools.registry import FORMATS, format_of
 
 #: Answers of each format and each kind of damage.
-COUNT = 5
+COUNT = 4
 DAMAGES = (
     *("none", "deleted", "doubled", "cut", "without ends", "text between", "unknown tool"),
     "mistyped",
