@@ -42,6 +42,7 @@ _FEW_PIXELS = 1 << 18
 _MOST_PROCESSES = 2
 # Bytes of address space: the largest picture takes about 2 GiB, as JPEG 2000.
 _MOST_MEMORY = 6 << 30
+_NICENESS = 10  # the model's threads come first
 _POLL_SECONDS = 0.1  # after which a client that has gone is noticed
 _COMMAND = (sys.executable, "-m", "mlx_paged.engine.media.picture_process")
 # (It needs neither mlx-lm nor OpenBLAS.)
@@ -222,6 +223,8 @@ def main() -> None:
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # (Ctrl-C is for the process that started it)
     _limit_memory()
+    with suppress(OSError, AttributeError):  # (Windows has none)
+        os.nice(_NICENESS)
     while True:
         try:
             content, limits, options, is_low, side = pickle.loads(jobs.recv_bytes())
