@@ -230,7 +230,7 @@ class ChatAdapter(OpenAIAdapter):
             )
 
     def keepalive(self) -> Iterable[bytes]:
-        # (No content: a delta of "" would make a text of an answer that is only calls.)
+        # An empty content would turn the null content of a message of calls into a text.
         yield self.event({"index": 0, "delta": {}, "logprobs": None, "finish_reason": None})
 
     def piece(self, piece: Piece) -> Iterable[bytes]:

@@ -84,7 +84,7 @@ class RequestMiddleware:
                 headers["X-Content-Type-Options"] = "nosniff"
             await send(message)
 
-        # (A WebSocket's turns count by themselves.)
+        # A WebSocket counts its turns instead.
         load = int(scope["type"] == "http" and trace.path in self._generating)
         self._metrics.server_load += load
         try:

@@ -64,7 +64,7 @@ class _Compressed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = self._name or scope["path"]
-        # (A range is of the file, and parts that are compressed each by itself are none of it.)
+        # A range counts bytes of the file itself, so it is sent as it is.
         is_whole = "range" not in Headers(scope=scope)
         compresses = is_whole and name.endswith(_COMPRESSIBLE)
         await (self._gzip if compresses else self._plain)(scope, receive, send)

@@ -39,7 +39,7 @@ _ENTRY = ("key", "requests_per_minute", "tokens_per_minute")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client may use in a minute; None: any number.
+    """Requests and tokens that a client may use in a minute; None: any number.
 
     Attributes:
         requests: Requests for answers or embeddings.
@@ -82,7 +82,7 @@ def _read_keys(path: Path, default: Limits) -> dict[str, Limits]:
                 raise InvalidParameterError(where, f"of {', '.join(_ENTRY)}", name)
         key = given.get("key")
         if not isinstance(key, str) or not key.strip() or not key.isprintable():
-            # (What is no text may still be meant as a key.)
+            # The value may be a key that was not quoted, so it is not shown.
             raise InvalidParameterError(where, "a key: a printable text in quotes", "(not shown)")
         limits = []
         for name, otherwise in zip(_ENTRY[1:], (default.requests, default.tokens)):
@@ -96,7 +96,7 @@ def _read_keys(path: Path, default: Limits) -> dict[str, Limits]:
 
 
 class _Allowance:
-    """What is left of a limit.
+    """The rest of a limit, which fills up with time.
 
     Args:
         most: in a minute, and at once.
@@ -120,7 +120,7 @@ class _Allowance:
 
 
 class Budget:
-    """What one client has left."""
+    """The requests and tokens that one client has left."""
 
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self._clock = time.monotonic
@@ -160,7 +160,7 @@ class Budget:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What is left, as OpenAI's API tells it."""
+        """Headers with limits, rests and times, named as in OpenAI's API."""
         now, found = self._clock(), {}
         for unit, allowance in self._allowances.items():
             found[f"x-ratelimit-limit-{unit}"] = str(allowance.most)
@@ -202,7 +202,7 @@ class RateLimitMiddleware:
             return
         budget = self._budget_of(scope)
         scope["state"]["budget"] = budget
-        if not is_request:  # (its turns are counted)
+        if not is_request:  # a WebSocket counts its turns
             await self._app(scope, receive, send)
             return
 

@@ -680,7 +680,7 @@ def conversation_of(body: ChatBody | TokenizeBody, io: IoOptions | None = None) 
             value = getattr(body, name)
             if value is not None and kwargs.setdefault(name, value) != value:
                 raise contradiction(name, f"chat_template_kwargs.{name}")
-        if body.reasoning_effort is not None:  # (templates that think only if told to)
+        if body.reasoning_effort is not None:  # some templates think only if told to
             kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:

@@ -143,7 +143,7 @@ def serve(
 
 def warn_if_open_to_all(sock: socket.socket, config: ServerConfig) -> None:
     """Logs a warning if other machines can use the server, and need no key."""
-    if sock.family == socket.AF_UNIX:  # (the file's permissions say who may)
+    if sock.family == socket.AF_UNIX:  # the file's permissions decide
         return
     host, port = sock.getsockname()[:2]
     if config.needs_key or is_loopback(host):

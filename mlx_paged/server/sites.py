@@ -48,7 +48,7 @@ class SiteMiddleware:
         headers = Headers(scope=scope)
         try:
             self._check_host(headers, scope)
-            # (A browser asks nobody before it opens a WebSocket.)
+            # Browsers open WebSockets to any site, without asking it first.
             if scope.get("method") not in _SAFE_METHODS:
                 check_origin(headers, self._origins)
         except ApiError as error:

@@ -100,8 +100,7 @@ class Adapter(ABC):
         return ()
 
     def keepalive(self) -> Iterable[bytes]:
-        """Events that say nothing, for clients that give up on streams with comments only. None
-        where `ping` is such an event."""
+        """Events without content, for clients that ignore comments. Empty if `ping` is an event."""
         return ()
 
     @abstractmethod

@@ -154,7 +154,7 @@ class Tracing:
 
     async def close(self) -> None:
         """Sends what is left, for some seconds at most."""
-        # (An executor's thread would hold up the end of the process where no collector answers.)
+        # A daemon thread, because a collector that does not answer must not delay the exit.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, _GOODBYE)

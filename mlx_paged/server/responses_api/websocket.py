@@ -51,7 +51,8 @@ class _Typed(Body):
     type: Literal["response.create"]
 
 
-class CreateMessage(ResponseBody, _Typed):  # (in this order a wrong type is the first error)
+# In this order of bases, a wrong type is the first error.
+class CreateMessage(ResponseBody, _Typed):
     """``response.create``: a body of `POST /v1/responses` with a type."""
 
     generate: bool | None = Field(
@@ -114,7 +115,7 @@ class _Session:
                         return
                     turn.result()
                 finally:
-                    turn.cancel()  # (which ends the request in the engine)
+                    turn.cancel()  # ends the request in the engine
                     await asyncio.gather(turn, return_exceptions=True)
         finally:
             reading.cancel()
@@ -249,7 +250,7 @@ class _Session:
         async def receive() -> Message:
             if parts:
                 return {"type": "http.request", "body": parts.pop(), "more_body": False}
-            await asyncio.Event().wait()  # (`run` sees that the client leaves, and cancels)
+            await asyncio.Event().wait()  # `run` cancels the turn when the client leaves
             raise AssertionError
 
         scope = {
