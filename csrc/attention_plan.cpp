@@ -12,7 +12,8 @@ namespace mlx_paged {
 namespace {
 
 // Most tokens of a piece. On a CPU a core works on one item, and the step would wait for a longer
-// one when all others are done. On a GPU this bounds the pieces of a short prefill chunk.
+// one when all others are done; pieces end at multiples of it, whatever rows an item has. On a GPU
+// this bounds the pieces of a short prefill chunk.
 constexpr int64_t kLongest = 4096;
 // Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
 // four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
@@ -72,6 +73,11 @@ struct Item {
   int64_t end_block;
   int64_t num_tokens;  // from the first block on
   int64_t num_splits;
+
+  int64_t piece_end(int64_t piece, int64_t piece_begin, int64_t aligned_blocks) const {
+    return aligned_blocks ? std::min((piece_begin / aligned_blocks + 1) * aligned_blocks, end_block)
+                          : first_block + (piece + 1) * (end_block - first_block) / num_splits;
+  }
 };
 
 bool is_plan(const PlanSequences& seqs, const PlanRules& rules) {
@@ -143,6 +149,11 @@ Span seen_by(
   return span;
 }
 
+// Blocks at whose multiples pieces end; 0: an item is split evenly.
+int64_t aligned_blocks(const PlanRules& rules) {
+  return rules.split_tokens || rules.on_gpu ? 0 : kLongest / rules.block_size;
+}
+
 std::vector<Item> items_of(
     const AttentionPlan& plan, const PlanSequences& seqs, const PlanRules& rules) {
   std::vector<Item> items;
@@ -156,9 +167,11 @@ std::vector<Item> items_of(
       int64_t end_block = ceil_div(seen.end, rules.block_size);
       int64_t num_tokens = seen.end - first_block * rules.block_size;
       int64_t longest = rules.split_tokens ? rules.split_tokens
-                        : rules.on_gpu     ? tokens_per_piece(num_tokens, end - begin, num_items)
-                                           : kLongest;
+                                           : tokens_per_piece(num_tokens, end - begin, num_items);
       int64_t num_splits = std::min(ceil_div(num_tokens, longest), end_block - first_block);
+      if (int64_t blocks = aligned_blocks(rules)) {
+        num_splits = ceil_div(end_block, blocks) - first_block / blocks;
+      }
       items.push_back({i, begin, end, first_block, end_block, num_tokens, num_splits});
     }
   }
@@ -169,9 +182,9 @@ std::vector<Item> items_of(
   return items;
 }
 
-// An item becomes as many pieces as it has splits, of as many blocks, within one. Each leaves
-// partials of all its rows, in the order of the pieces.
-void add_items(AttentionPlan& plan, const std::vector<Item>& items) {
+// An item becomes as many pieces as it has splits: of as many blocks, within one, or up to the
+// multiples of `aligned`. Each leaves partials of all its rows, in the order of the pieces.
+void add_items(AttentionPlan& plan, const std::vector<Item>& items, int64_t aligned) {
   int64_t num_pieces = 0;
   for (const auto& item : items) {
     num_pieces += item.num_splits;
@@ -179,11 +192,11 @@ void add_items(AttentionPlan& plan, const std::vector<Item>& items) {
   plan.work_items.reserve(in_strides(num_pieces) * 6);
   int64_t num_partials = 0;
   for (const auto& item : items) {
-    int64_t blocks = item.end_block - item.first_block, rows = item.row_end - item.row_begin;
+    int64_t rows = item.row_end - item.row_begin;
     bool is_split = item.num_splits > 1;
     int64_t begin = item.first_block;
     for (int64_t piece = 0; piece < item.num_splits; piece++) {
-      int64_t end = item.first_block + (piece + 1) * blocks / item.num_splits;
+      int64_t end = item.piece_end(piece, begin, aligned);
       int64_t partial = is_split ? num_partials + piece * rows : -1;
       plan.work_items.insert(
           plan.work_items.end(), {item.sequence, int32_t(item.row_begin), int32_t(item.row_end),
@@ -213,7 +226,7 @@ std::optional<AttentionPlan> plan_attention(const PlanSequences& seqs, const Pla
   bool pads = rules.pads && (plan.num_rows == seqs.count || rules.num_rows > 0);
   plan.table_width = int(pads ? in_strides(seqs.table_width) : seqs.table_width);
   add_tables(plan, seqs);
-  add_items(plan, items_of(plan, seqs, rules));
+  add_items(plan, items_of(plan, seqs, rules), aligned_blocks(rules));
   if (seqs.bounds) {
     plan.bounds = plan.positions;
     plan.bounds.insert(plan.bounds.end(), seqs.bounds, seqs.bounds + 2 * size_t(seqs.num_bounds));

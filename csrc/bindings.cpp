@@ -91,11 +91,13 @@ void bind_extension(nb::module_& m) {
   bind_device_program(m);
   bind_step_program(m);
 
-  nb::class_<ArrayContents>(m, "ArrayContents", "An array's contents, known but not kept.")
-      .def(nb::init<const mx::array&>(), "array"_a)
-      .def(
-          "are_still_of", &ArrayContents::are_still_of, "array"_a,
-          "False once the array object has been replaced, or updated in place.");
+  if (!nb::type<ArrayContents>().is_valid()) {  // else this is the simulator, beside the extension
+    nb::class_<ArrayContents>(m, "ArrayContents", "An array's contents, known but not kept.")
+        .def(nb::init<const mx::array&>(), "array"_a)
+        .def(
+            "are_still_of", &ArrayContents::are_still_of, "array"_a,
+            "False once the array object has been replaced, or updated in place.");
+  }
 
   m.def("has_transfers", &has_transfers, "Whether `upload` and `to_host` are there.");
   m.def(

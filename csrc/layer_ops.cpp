@@ -183,16 +183,18 @@ cpu::Activations activations_named(const Validator& v, const std::string& name) 
 
 // Weights that would have to be made dense in every step are left to MLX.
 bool served_on_cpu(
-    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
+    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
+    bool by_rows) {
   auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
   // (Of float32 weights MLX's own product is as good where no BLAS is known.)
-  return (cpu::find_sgemm() || !is_float(weight)) && is_float(x) && is_supported(weight.dtype()) &&
-         (!bias || is_float(*bias)) && is_dense(weight) && weight.size() > 0;
+  return (by_rows || cpu::find_sgemm() || !is_float(weight)) && is_float(x) &&
+         is_supported(weight.dtype()) && (!bias || is_float(*bias)) && is_dense(weight) &&
+         weight.size() > 0;
 }
 
 mx::array linear(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
-    const std::string& activations, mx::StreamOrDevice s_) {
+    const std::string& activations, bool by_rows, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("linear");
   auto rounded = activations_named(v, activations);
@@ -204,7 +206,8 @@ mx::array linear(
     v.shape(*bias, "bias", {weight.shape(0)});
   }
   bool on_cpu = s.device == mx::Device::cpu;
-  if (!(on_cpu ? served_on_cpu : Linear::served_on_gpu)(x, weight, bias)) {
+  if (!(on_cpu ? served_on_cpu(x, weight, bias, by_rows)
+               : Linear::served_on_gpu(x, weight, bias))) {
     auto transposed = mx::transpose(weight, s);
     return bias ? mx::addmm(*bias, x, transposed, 1.0f, 1.0f, s) : mx::matmul(x, transposed, s);
   }
@@ -214,7 +217,7 @@ mx::array linear(
   if (bias) {
     inputs.push_back(*bias);
   }
-  auto node = std::make_shared<Linear>(s, rounded);
+  auto node = std::make_shared<Linear>(s, rounded, by_rows);
   return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
 }
 
@@ -245,7 +248,8 @@ bool contains(const std::vector<int>& all, int one) {
 mx::array quantized_linear(
     const mx::array& x, const mx::array& weight, const mx::array& scales,
     const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, int group_size,
-    int bits, const std::string& mode, const std::string& activations, mx::StreamOrDevice s_) {
+    int bits, const std::string& mode, const std::string& activations, bool by_rows,
+    mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("quantized_linear");
   auto rounded = activations_named(v, activations);
@@ -290,7 +294,7 @@ mx::array quantized_linear(
   shape.back() = n;
   if (!on_cpu) {
     return mx::array(
-        std::move(shape), x.dtype(), std::make_shared<QuantizedLinear>(s, codes, rounded),
+        std::move(shape), x.dtype(), std::make_shared<QuantizedLinear>(s, codes, rounded, by_rows),
         std::move(inputs));
   }
   auto dtype = mx::promote_types(x.dtype(), is_affine ? scales.dtype() : x.dtype());
@@ -300,7 +304,7 @@ mx::array quantized_linear(
     inputs.back() = mx::astype(*bias, mx::float32, s);
   }
   mx::array out(
-      std::move(shape), mx::float32, std::make_shared<QuantizedLinear>(s, codes, rounded),
+      std::move(shape), mx::float32, std::make_shared<QuantizedLinear>(s, codes, rounded, by_rows),
       std::move(inputs));
   return mx::astype(out, dtype, s);
 }
@@ -476,7 +480,7 @@ std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
     size_t bias = has_biases() ? 4 : 3;
     return {{moved.size() > bias ? mx::add(out, moved[bias], stream()) : out}, {0}};
   }
-  auto node = std::make_shared<QuantizedLinear>(stream(), codes_, activations_);
+  auto node = std::make_shared<QuantizedLinear>(stream(), codes_, activations_, by_rows_);
   auto dtype = moved[0].dtype();
   return {{mx::array(std::move(shape), dtype, std::move(node), std::move(moved))}, {0}};
 }
@@ -513,12 +517,12 @@ void bind_layer_ops(nb::module_& m) {
       "stream"_a = nb::none());
   m.def(
       "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(), "activations"_a,
-      "stream"_a = nb::none());
+      "by_rows"_a, "stream"_a = nb::none());
   m.def("activations", &activations);
   m.def(
       "quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "biases"_a.none(),
       "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "activations"_a,
-      "stream"_a = nb::none());
+      "by_rows"_a, "stream"_a = nb::none());
   m.def(
       "expert_linear", &expert_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a.none(),
       "biases"_a.none(), "bias"_a.none(), "global_scale"_a.none(), nb::kw_only(), "group_size"_a,

@@ -346,10 +346,12 @@ class NucleusThresholds : public Node {
 // [..., k], weight [n, k][, bias [n]]. out: [..., n].
 class Linear : public Node {
  public:
-  Linear(mx::Stream s, cpu::Activations activations) : Node(s), activations_(activations) {}
+  Linear(mx::Stream s, cpu::Activations activations, bool by_rows)
+      : Node(s), activations_(activations), by_rows_(by_rows) {}
   MLX_PAGED_NODE("linear")
   bool is_equivalent(const mx::Primitive& other) const override {
-    return activations_ == static_cast<const Linear&>(other).activations_;
+    auto& o = static_cast<const Linear&>(other);
+    return activations_ == o.activations_ && by_rows_ == o.by_rows_;
   }
   static cpu::WeightView weights(const mx::array& weight);  // dense, with data
   // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's.
@@ -363,7 +365,8 @@ class Linear : public Node {
   }
 
  private:
-  cpu::Activations activations_;  // on the CPU
+  cpu::Activations activations_;  // on the CPU,
+  bool by_rows_;                  // as is this: no BLAS, whose sums depend on the number of rows
 };
 
 // How mx.quantize packed a weight.
@@ -381,14 +384,14 @@ struct WeightCodes {
 // dtype of x; so is bias, and with CUDA scales and biases that are no bytes.
 class QuantizedLinear : public Node {
  public:
-  QuantizedLinear(mx::Stream s, WeightCodes codes, cpu::Activations activations)
-      : Node(s), codes_(codes), activations_(activations) {}
+  QuantizedLinear(mx::Stream s, WeightCodes codes, cpu::Activations activations, bool by_rows)
+      : Node(s), codes_(codes), activations_(activations), by_rows_(by_rows) {}
   MLX_PAGED_NODE("quantized_linear")
   cpu::WeightView weights(const Arrays& in) const;  // dense, with data
   cpu::Activations activations() const { return activations_; }
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const QuantizedLinear&>(other);
-    return codes_ == o.codes_ && activations_ == o.activations_;
+    return codes_ == o.codes_ && activations_ == o.activations_ && by_rows_ == o.by_rows_;
   }
   const WeightCodes& codes() const { return codes_; }
   bool has_biases() const { return codes_.format == cpu::WeightFormat::affine; }
@@ -409,7 +412,8 @@ class QuantizedLinear : public Node {
 
  private:
   WeightCodes codes_;
-  cpu::Activations activations_;  // on the CPU
+  cpu::Activations activations_;  // on the CPU,
+  bool by_rows_;                  // as is this, see Linear
 };
 
 // Rows of an embedding's weight, on the CPU. No id that it has not is read for: that row is NaN.

@@ -562,6 +562,7 @@ def linear(
     bias: mx.array | None = None,
     *,
     activations: str = "float32",
+    by_rows: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x @ weight.T + bias``.
@@ -575,11 +576,14 @@ def linear(
         bias: ``[n]``.
         activations: one of `activations()`. "bfloat16" rounds `x` to it where the weight is of that
             type and has so many rows (more than 64) that its products are worth it, on the CPU.
+        by_rows: on the CPU, the one operation adds up a row in the same order whatever the number
+            of rows is, where a BLAS would multiply many rows faster. (With `activations`
+            "bfloat16" it does not.)
 
     Returns:
         ``[..., n]``.
     """
-    return ext.linear(x, weight, bias, activations=activations, stream=stream)
+    return ext.linear(x, weight, bias, activations=activations, by_rows=by_rows, stream=stream)
 
 
 def quantized_linear(
@@ -593,6 +597,7 @@ def quantized_linear(
     bits: int,
     mode: str = "affine",
     activations: str = "float32",
+    by_rows: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x`` times the transpose of what `mx.quantize` made ``weight``, `scales` and `biases` of.
@@ -615,13 +620,14 @@ def quantized_linear(
         biases: like `scales`, for the mode "affine" only.
         bias: ``[n]``: added to the product.
         activations: one of `activations()`; "bfloat16" is as "float32" here.
+        by_rows: as in `linear`.
 
     Returns:
         ``[..., n]``, of the dtype that ``mx.quantized_matmul`` gives.
     """
     return ext.quantized_linear(
         x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode,
-        activations=activations, stream=stream,
+        activations=activations, by_rows=by_rows, stream=stream,
     )  # fmt: skip
 
 

@@ -27,9 +27,10 @@ inline void attend_as(
     }
     __builtin_memset(state.acc, 0, sizeof(float) * at.lanes * at.value_dim);
   }
-  for (int token = item.token_begin; token < item.token_end; token += kTile) {
-    int count = min(kTile, item.token_end - token);
-    if (at.lanes < kTransposeFrom) {
+  // Tiles begin at whole multiples, wherever the item begins: a row's sums are in one order.
+  for (int token = item.token_begin, count; token < item.token_end; token += count) {
+    count = min(kTile - token % kTile, item.token_end - token);
+    if (at.lanes < kConvertFrom) {
       decode_tile(args, item, at, head_begin, head_end, token, count, scratch);
     } else {
       for (int head = head_begin; head < head_end; head++) {

@@ -12,8 +12,8 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-constexpr int kTransposeFrom = 17;  // lanes from which a transposed K tile pays for itself
-constexpr int kChunk = 8;           // tokens of which decode takes all heads before the next
+constexpr int kConvertFrom = 17;  // lanes from which it pays to convert a tile first
+constexpr int kChunk = 8;         // tokens; decode reads all heads of a chunk before the next one
 constexpr float kLog2e = 1.44269504088896340736f;
 
 inline int round_up(int n, int multiple) {
@@ -77,22 +77,18 @@ inline Item read_item(const AttentionArgs& args, int index) {
 // the state of each head.
 struct Layout {
   int lanes, key_dim, value_dim;  // dims padded to whole vectors
-  size_t keys, values, shared_end;
+  size_t shared_end;
   size_t queries, acc, row_max, row_sum, alpha, scores, per_head;
 
   Layout(const AttentionArgs& args, int rows) {
     lanes = rows * (args.num_q_heads / args.num_kv_heads);
     key_dim = round_up(args.keys.head_dim, kWidth);
     value_dim = round_up(args.values.head_dim, kWidth);
-    bool tiles = lanes >= kTransposeFrom;
-    // Decode converts nibbles, a few tokens at a time; keys and values may differ in format.
-    auto converted = [&](PoolFormat format) {
-      return size_t(tiles ? kTile : format == PoolFormat::int4 ? kChunk : 0);
-    };
-    keys = 0;
-    values = keys + converted(args.keys.format) * key_dim;
-    // A transposed K tile is stored here too: it is not used once the tile's values are converted.
-    shared_end = values + converted(args.values.format) * max(key_dim, value_dim);
+    // Rows of keys, and then of values. Decode converts nibbles, a few tokens at a time.
+    bool has_nibbles =
+        args.keys.format == PoolFormat::int4 || args.values.format == PoolFormat::int4;
+    int converted = lanes >= kConvertFrom ? kTile : has_nibbles ? kChunk : 0;
+    shared_end = size_t(converted) * max(key_dim, value_dim);
     size_t padded_lanes = round_up(lanes, kWidth);
     queries = 0;
     acc = queries + size_t(lanes) * key_dim;

@@ -118,7 +118,7 @@ void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out,
 // x [m, k] times the rows of weights, plus bias where there is one.
 void multiply(
     const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m,
-    cpu::Activations activations) {
+    cpu::Activations activations, bool by_rows) {
   if (m == 0) {
     return;
   }
@@ -132,7 +132,7 @@ void multiply(
       activations == cpu::Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
       m > product.most_rows(weights)) {
     multiply_bfloat(x, weights, out, m);
-  } else if (m <= product.most_rows(weights) || !cpu::find_sgemm()) {
+  } else if (by_rows || m <= product.most_rows(weights) || !cpu::find_sgemm()) {
     cpu::for_product_pieces(m, n, k, weights.bits, n, [&](int64_t begin, int64_t end) {
       product.few_rows({x, weights, out, m, k, n}, begin, end);
     });
@@ -194,7 +194,8 @@ void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
       encoder, out,
       [m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(), weights = weights(in[1]),
        bias = in.size() > 2 ? in[2].data<float>() : nullptr, out = out[0].data<float>(),
-       activations = activations_] { multiply(x, weights, bias, out, m, activations); });
+       activations = activations_,
+       by_rows = by_rows_] { multiply(x, weights, bias, out, m, activations, by_rows); });
 }
 
 cpu::WeightView QuantizedLinear::weights(const Arrays& in) const {
@@ -211,7 +212,8 @@ void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
       encoder, out,
       [m = int(in[0].size() / w.k), x = in[0].data<float>(), w,
        bias = in.size() > bias ? in[bias].data<float>() : nullptr, out = out[0].data<float>(),
-       activations = activations_] { multiply(x, w, bias, out, m, activations); });
+       activations = activations_,
+       by_rows = by_rows_] { multiply(x, w, bias, out, m, activations, by_rows); });
 }
 
 cpu::WeightView Lookup::weights(const Arrays& in) const {

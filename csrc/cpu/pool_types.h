@@ -162,8 +162,9 @@ inline void dims_in_order(float* x, int dim) {
   });
 }
 
-// One head of a token as fp32, padded with zeros to whole vectors. `scales` is its tail.
-template <typename T>
+// One head of a token as fp32, padded with zeros to whole vectors. `scales` is its tail; int8 may
+// be left without its scale.
+template <bool Scaled = true, typename T>
 inline void convert_row(
     const PoolView& pool, const T* row, const char* scales, int padded_dim, float* out) {
   int dim = pool.head_dim;
@@ -175,9 +176,10 @@ inline void convert_row(
       convert_group(row + begin / 2, scale, minimum, size, out + begin);
     }
   } else {
-    float scale = kIsInt8<T> ? half_to_float(half_at(scales, 0)) : 1.0f;
+    constexpr bool kScaled = Scaled && kIsInt8<T>;
+    float scale = kScaled ? half_to_float(half_at(scales, 0)) : 1.0f;
     auto put = [&](int d, VecF x) {
-      if constexpr (kIsInt8<T>) {
+      if constexpr (kScaled) {
         x = x * scale;
       }
       store(out + d, x);

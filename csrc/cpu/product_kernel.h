@@ -289,7 +289,9 @@ inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
 }
 
 inline void few_rows(const ProductArgs& args, int64_t begin, int64_t end) {
-  if (args.weights.format != WeightFormat::dense || args.weights.dtype != DType::float32) {
+  // (Float32 weights of many rows are copied for the cache's sake, to the same bits.)
+  if (args.weights.format != WeightFormat::dense || args.weights.dtype != DType::float32 ||
+      args.rows > kMostPackedRows) {
     return packed_rows(args, begin, end);
   }
   int64_t column = begin;

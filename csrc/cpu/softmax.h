@@ -9,13 +9,14 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-// Turns one lane's scores into probabilities relative to its new running maximum. Returns what
-// earlier sums must be multiplied by.
+// Turns one lane's scores, of `count` tokens of the tile that `token` is in, into probabilities
+// relative to its new running maximum. Returns what earlier sums must be multiplied by.
 inline float softmax_tile(
     const AttentionArgs& args, RowBounds bounds, int token, int count, float* scores,
     float* row_max, float* row_sum) {
-  int visible_begin = max(bounds.first, token) - token;
-  int visible_end = min(count, bounds.last + 1 - token);
+  int tile = token - token % kTile;
+  int visible_begin = max(bounds.first, token) - tile;
+  int visible_end = min(token + count, bounds.last + 1) - tile;
   if (args.softcap) {
     for (int t = 0; t < kTile; t += kWidth) {
       store(scores + t, (args.softcap * kLog2e) * tanh(load(scores + t) / args.softcap));

@@ -4,8 +4,8 @@
 // memory is all that costs. A pool is token-major, so a decode task takes all its heads of a few
 // tokens before the next tokens: memory is then read in order, where a pass per head
 // would touch a new page every token or two. With many lanes (prefill) a task has one head, whose
-// tile is converted once, transposed, and multiplied as a small matrix product. Compiled once for
-// each instruction set, see simd.h.
+// tile is converted once for all of them. Both add up in the same order, so a row has the same bits
+// whatever rows are in its step. Compiled once for each instruction set, see simd.h.
 
 #pragma once
 
@@ -61,7 +61,7 @@ inline int64_t tail_stride(const PoolView& pool) {
   return pool.block_size * pool.tail_head_bytes();
 }
 
-// Multiplies each lane's scores or weights with the int8 scales of the tile's tokens.
+// Multiplies each lane's scores or weights with the int8 scales of some tokens of a tile.
 inline void scale_lanes(
     const AttentionArgs& args, const PoolView& pool, const Item& item, int kv_head, int token,
     int count, int lanes, float* scores) {
@@ -71,7 +71,7 @@ inline void scale_lanes(
   for (int i = 0; i < count; block++, in_block = 0) {
     int run = min(count - i, args.block_size - in_block);
     int64_t scales = pool.scales_at(item.block_table[block], kv_head, in_block);
-    __builtin_memcpy(halves + i, pool.data + scales, run * sizeof(Half));
+    __builtin_memcpy(halves + token % kTile + i, pool.data + scales, run * sizeof(Half));
     i += run;
   }
   for (int t = 0; t < kTile; t += kWidth) {
@@ -94,14 +94,14 @@ inline void fetch(const char* const* rows, int begin, int end, int64_t offset, i
   }
 }
 
-// One head of `count` tokens as fp32 rows.
+// One head of `count` tokens as fp32 rows; those of int8 without their scales, see scale_lanes.
 template <typename T>
 inline void convert_rows(
     const PoolView& pool, int kv_head, int count, int padded_dim, const T* const* tokens,
     const char* const* tails, float* buffer, const float** rows) {
   for (int i = 0; i < count; i++) {
     rows[i] = buffer + i * padded_dim;
-    convert_row(
+    convert_row<false>(
         pool, tokens[i] + kv_head * pool.head_bytes() / int(sizeof(T)),
         tails[i] + kv_head * tail_stride(pool), padded_dim, buffer + i * padded_dim);
   }
@@ -118,14 +118,15 @@ inline void fetch_scales(
   }
 }
 
+// Scores of the tokens [begin, end) of those whose first is at `first` in its tile.
 template <typename T>
 inline void score_chunk(
-    const Layout& at, const State& state, const T* const* keys, int offset, int dim, int begin,
-    int end) {
+    const Layout& at, const State& state, int first, const T* const* keys, int offset, int dim,
+    int begin, int end) {
   for_lanes(at.lanes, [&](int lane, auto group) {
     constexpr int kLanes = decltype(group)::kCount;
     const float* q = state.queries + lane * at.key_dim;
-    float* scores = state.scores + lane * kTile;
+    float* scores = state.scores + lane * kTile + first;
     int t = begin;
     for (; t + kAtOnce <= end; t += kAtOnce) {
       dot<kLanes, kAtOnce>(q, at.key_dim, keys + t, offset, dim, scores + t);
@@ -156,6 +157,7 @@ inline void score_heads(
     token_tails(args, args.values, item.block_table, token, count, value_tails);
   }
   int64_t value_bytes = args.values.head_bytes();
+  int first = token % kTile;
   for (int chunk = 0; chunk < count; chunk += kChunk) {
     int end = min(chunk + kChunk, count);
     for (int head = head_begin; head < head_end; head++) {
@@ -167,11 +169,11 @@ inline void score_heads(
       if constexpr (kIsInt4<T>) {
         const float* rows[kTile];
         convert_rows(
-            pool, head, end - chunk, at.key_dim, keys + chunk, tails + chunk, scratch + at.keys,
+            pool, head, end - chunk, at.key_dim, keys + chunk, tails + chunk, scratch,
             rows + chunk);
-        score_chunk(at, state, rows, 0, at.key_dim, chunk, end);
+        score_chunk(at, state, first, rows, 0, at.key_dim, chunk, end);
       } else {
-        score_chunk(at, state, keys, head * pool.head_dim, pool.head_dim, chunk, end);
+        score_chunk(at, state, first, keys, head * pool.head_dim, pool.head_dim, chunk, end);
       }
     }
   }
@@ -198,7 +200,8 @@ inline void mix_heads(
     token_tails(args, args.keys, item.block_table, token + count, num_next, next_tails);
   }
   int64_t key_bytes = args.keys.head_bytes();
-  static const float ones[kTransposeFrom] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  int first = token % kTile;
+  static const float ones[kConvertFrom] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   for (int chunk = 0; chunk < count; chunk += kChunk) {
     int end = min(chunk + kChunk, count);
     for (int head = head_begin; head < head_end; head++) {
@@ -212,17 +215,29 @@ inline void mix_heads(
       if constexpr (kIsInt4<T>) {
         const float* rows[kChunk];
         convert_rows(
-            pool, head, end - chunk, at.value_dim, values + chunk, tails + chunk,
-            scratch + at.values, rows);
+            pool, head, end - chunk, at.value_dim, values + chunk, tails + chunk, scratch, rows);
         matmul(
-            at.lanes, state.scores + chunk, kTile, rows, 0, end - chunk, alpha, state.acc,
+            at.lanes, state.scores + first + chunk, kTile, rows, 0, end - chunk, alpha, state.acc,
             at.value_dim, at.value_dim);
       } else {
         matmul(
-            at.lanes, state.scores + chunk, kTile, values + chunk, head * pool.head_dim,
+            at.lanes, state.scores + first + chunk, kTile, values + chunk, head * pool.head_dim,
             end - chunk, alpha, state.acc, at.value_dim, pool.head_dim);
       }
     }
+  }
+}
+
+// Scores become weights, for one head. Int8 pools are scaled here, once a token.
+inline void weigh(
+    const AttentionArgs& args, const Item& item, const Layout& at, int head, int token, int count,
+    const State& state) {
+  if (args.keys.format == PoolFormat::int8) {
+    scale_lanes(args, args.keys, item, head, token, count, at.lanes, state.scores);
+  }
+  softmax_lanes(args, item, at, token, count, state);
+  if (args.values.format == PoolFormat::int8) {
+    scale_lanes(args, args.values, item, head, token, count, at.lanes, state.scores);
   }
 }
 
@@ -233,14 +248,7 @@ inline void decode_tile(
     score_heads<decltype(type)>(args, item, at, head_begin, head_end, token, count, scratch);
   });
   for (int head = head_begin; head < head_end; head++) {
-    State state(at, scratch, head - head_begin);
-    if (args.keys.format == PoolFormat::int8) {
-      scale_lanes(args, args.keys, item, head, token, count, at.lanes, state.scores);
-    }
-    softmax_lanes(args, item, at, token, count, state);
-    if (args.values.format == PoolFormat::int8) {
-      scale_lanes(args, args.values, item, head, token, count, at.lanes, state.scores);
-    }
+    weigh(args, item, at, head, token, count, State(at, scratch, head - head_begin));
   }
   with_pool_type(args.dtype, args.values.format, [&](auto type) {
     mix_heads<decltype(type)>(args, item, at, head_begin, head_end, token, count, scratch);
@@ -274,30 +282,13 @@ inline void prefill_tile(
     const AttentionArgs& args, const Item& item, const Layout& at, int kv_head, int token,
     int count, float* scratch, const State& state) {
   const float* rows[kTile];
-  tile_rows(args, args.keys, item, kv_head, token, count, at.key_dim, scratch + at.keys, rows);
-
-  float* transposed = scratch + at.values;
-  const float* columns[kMaxHeadDim];
-  for (int d = 0; d < at.key_dim; d++) {
-    columns[d] = transposed + d * kTile;
-    for (int t = 0; t < count; t++) {
-      transposed[d * kTile + t] = rows[t][d];
-    }
-    for (int t = count; t < kTile; t++) {
-      transposed[d * kTile + t] = 0;
-    }
-  }
-  __builtin_memset(state.scores, 0, sizeof(float) * at.lanes * kTile);
-  __builtin_memset(state.alpha, 0, sizeof(float) * at.lanes);
+  tile_rows(args, args.keys, item, kv_head, token, count, at.key_dim, scratch, rows);
+  int first = token % kTile;
+  score_chunk(at, state, first, rows, 0, at.key_dim, 0, count);
+  weigh(args, item, at, kv_head, token, count, state);
+  tile_rows(args, args.values, item, kv_head, token, count, at.value_dim, scratch, rows);
   matmul(
-      at.lanes, state.queries, at.key_dim, columns, 0, at.key_dim, state.alpha, state.scores, kTile,
-      kTile);
-
-  softmax_lanes(args, item, at, token, count, state);
-  tile_rows(
-      args, args.values, item, kv_head, token, count, at.value_dim, scratch + at.values, rows);
-  matmul(
-      at.lanes, state.scores, kTile, rows, 0, count, state.alpha, state.acc, at.value_dim,
+      at.lanes, state.scores + first, kTile, rows, 0, count, state.alpha, state.acc, at.value_dim,
       at.value_dim);
 }
 

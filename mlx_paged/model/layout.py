@@ -163,6 +163,11 @@ class CacheLayout:
         """Whether sequences need state slots."""
         return bool(self.states)
 
+    @cached_property
+    def has_quantised_pools(self) -> bool:
+        """True if any attention layer keeps rounded keys and values."""
+        return any(spec.kv_format is not None for spec in self.attention)
+
     def bytes_per_token(self, reach: Reach | None = None) -> int:
         """K and V of one token in all attention layers, or in those of one reach."""
         return sum(s.bytes_per_token for s in self.attention if reach in (None, s.reach))

@@ -129,7 +129,8 @@ class _Building(threading.local):
     for_program: bool = False  # the graph becomes an `ops.DeviceProgram`
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
-    activations: str = "float32"  # of products on the CPU
+    activations: str = "float32"  # of products on the CPU,
+    by_rows: bool = False  # whose sums do not depend on the number of rows
     tower: TowerOps | None = None  # on the CPU, while it is a tower instead
 
 
@@ -142,15 +143,18 @@ def is_native_on_cpu() -> bool:
 
 
 @contextmanager
-def native_ops(positions: mx.array, activations: str = "float32") -> Iterator[None]:
+def native_ops(
+    positions: mx.array, activations: str = "float32", *, by_rows: bool = False
+) -> Iterator[None]:
     """Within it, model code on this thread runs the native operations.
 
     Args:
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
         activations: what `ops.linear` and `ops.quantized_linear` round their input to, on the CPU.
+        by_rows: as theirs.
     """
     if mx.default_device() == mx.cpu:
-        _building.activations = activations
+        _building.activations, _building.by_rows = activations, by_rows
         _building.rotations = _Rotations(positions)
         _building.is_native = True
         _building.linear_dtypes = (mx.float32,)
@@ -181,7 +185,7 @@ def leave_native_ops() -> None:
     ending."""
     _building.rotations, _building.linear_dtypes, _building.tower = None, (), None
     _building.is_native = _building.on_cuda = False
-    _building.activations = "float32"
+    _building.activations, _building.by_rows = "float32", False
 
 
 @contextmanager
@@ -318,10 +322,16 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return _mlx_lm_swiglu(gate, x)
 
 
+def _linear(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
+    return ops.linear(
+        x, weight, bias, activations=_building.activations, by_rows=_building.by_rows
+    )  # fmt: skip
+
+
 def linear(self: nn.Linear, x: mx.array) -> mx.array:
     """``nn.Linear.__call__``."""
     if x.dtype in _building.linear_dtypes:
-        return ops.linear(x, self["weight"], self.get("bias"), activations=_building.activations)
+        return _linear(x, self["weight"], self.get("bias"))
     return _mlx_linear(self, x)
 
 
@@ -455,7 +465,7 @@ def switch_mlp(self: switch_layers.SwitchMLP, x: mx.array, indices: mx.array) ->
 def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
     """``nn.Embedding.as_linear``: the output projection of models whose embeddings are tied."""
     if x.dtype in _building.linear_dtypes:
-        return ops.linear(x, self["weight"], activations=_building.activations)
+        return _linear(x, self["weight"])
     return _mlx_as_linear(self, x)
 
 
@@ -487,6 +497,7 @@ def _native_quantized(self: nn.Module, x: mx.array) -> mx.array:
         bits=self.bits,
         mode=self.mode,
         activations=_building.activations,
+        by_rows=_building.by_rows,
     )
 
 

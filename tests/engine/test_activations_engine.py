@@ -21,6 +21,7 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
 
 PARAMS = SamplingParams(temperature=0, max_tokens=32)
+LOGPROBS = SamplingParams(temperature=0, max_tokens=16, logprobs=2)
 ON_CPU = mx.default_device() == mx.cpu
 on_cpu = pytest.mark.skipif(not ON_CPU, reason="only the CPU rounds activations")
 
@@ -69,6 +70,25 @@ def test_answers_do_not_depend_on_the_steps() -> None:
     wanted = answers(quantised(4), cpu_activations="int8")
     for options in ({"at_once": 1}, {"max_num_batched_tokens": 16}, {"async_scheduling": False}):
         assert answers(quantised(4), cpu_activations="int8", **options) == wanted, options
+
+
+def logprobs(chunk: int, kv_cache_dtype: str) -> list[list[dict[int, float]]]:
+    llm = make(
+        quantised(8), cpu_activations="int8", max_num_batched_tokens=chunk,
+        kv_cache_dtype=kv_cache_dtype,
+    )  # fmt: skip
+    return [
+        [{t: e.logprob for t, e in step.items()} for step in output.outputs[0].logprobs]
+        for output in llm.generate([list(range(300, 300 + n)) for n in (150, 90, 20)], LOGPROBS)
+    ]
+
+
+@on_cpu
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+def test_bits_do_not_depend_on_how_prompts_are_cut(kept: str) -> None:
+    whole = logprobs(1024, kept)
+    for chunk in (16, 100):
+        assert logprobs(chunk, kept) == whole, chunk
 
 
 def first_logprobs(model: LoadedModel, **options: Any) -> dict[int, float]:

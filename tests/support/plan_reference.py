@@ -143,6 +143,9 @@ def _work_items(
         num_tokens, row_end - row_begin, num_tiles[sequence], on_gpu=on_gpu
     )
     num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
+    aligned = 0 if split_tokens or on_gpu else LONGEST // block_size
+    if aligned:  # pieces end at its multiples, whatever rows an item has
+        num_splits = -(-items[:, 4] // aligned) - first_block // aligned
     order = np.argsort(-num_tokens, kind="stable")
     items = items[order]
     if num_splits.max(initial=0) <= 1:
@@ -158,6 +161,10 @@ def _work_items(
     first, blocks, splits = items[item, 3], num_blocks[order][item], num_splits[item]
     pieces[:, 3] = first + piece * blocks // splits
     pieces[:, 4] = first + (piece + 1) * blocks // splits
+    if aligned:
+        multiple = (first // aligned + piece) * aligned
+        pieces[:, 3] = np.maximum(first, multiple)
+        pieces[:, 4] = np.minimum(first + blocks, multiple + aligned)
     # Each leaves partials of all its rows, in the order of the pieces.
     num_partials = np.where(is_split, num_splits * heights, 0)
     begins = np.cumsum(num_partials) - num_partials

@@ -265,7 +265,7 @@ void bind_simulator(nb::module_& m) {
         shape.back() = weight.shape(0);
         WeightCodes codes{cpu::WeightFormat::affine, bits, group_size};
         auto node = std::make_shared<QuantizedLinear>(
-            mx::default_stream(mx::Device::cpu), codes, cpu::Activations::float32);
+            mx::default_stream(mx::Device::cpu), codes, cpu::Activations::float32, false);
         return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
       },
       "x"_a, "weight"_a, "scales"_a, "biases"_a, "bias"_a.none(), nb::kw_only(), "bits"_a,
