@@ -129,7 +129,7 @@ class Answer {
 
   // `options`: those of `bodyOf`.
   async run(history, options) {
-    const { settings } = this.answers;
+    const settings = this.answers.settings.of(this.store.get("chats", this.chat));
     let started = performance.now();
     const changes = { status: "done", owner: null, error: null, relaxed: null };
     let usage = null;

@@ -1,6 +1,6 @@
 // Calls the server's API, as any other client would.
 
-import { PARAMETERS, schemaOf } from "./settings.js";
+import { PARAMETERS, schemaOf, stopStringsOf } from "./settings.js";
 
 export class ApiError extends Error {
   constructor(status, message, code, param = null) {
@@ -56,6 +56,8 @@ export function bodyOf(messages, settings, model, { unfinished = null, tools = [
     const value = settings.parameters[name];
     if (value !== undefined && value !== "") body[name] = Number(value);
   }
+  const stop = stopStringsOf(settings.parameters);
+  if (stop.length) body.stop = stop;
   const schema = validSchema(settings.parameters);
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   if (tools.length) body.tools = tools;

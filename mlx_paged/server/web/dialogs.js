@@ -59,11 +59,26 @@ export class Banner {
   }
 }
 
-// `act`: keyChanged, exportAll, importFile, deleteAll.
+// Parameters hold for all chats, or for the open chat alone. `act`: keyChanged, exportAll, importFile, deleteAll,
+// chat() -> the open chat, setChatParameters(parameters; null: those of all chats).
 export class SettingsDialog {
   constructor(settings, act) {
     this.settings = settings;
+    this.act = act;
     this.dialog = $("settings");
+    for (const id of ["scope-all", "scope-chat"]) {
+      $(id).addEventListener("change", () => {
+        act.setChatParameters($("scope-chat").checked ? { ...settings.parameters } : null);
+        this.fill();
+      });
+    }
+    $("preset").addEventListener("change", () => this.choosePreset($("preset").value));
+    $("save-preset").addEventListener("click", () => this.savePreset());
+    $("delete-preset").addEventListener("click", () => {
+      settings.setPreset($("preset").value, null);
+      this.fillPresets();
+    });
+    $("stop-strings").addEventListener("input", () => this.set("stop", $("stop-strings").value));
     $("parameters").replaceChildren(...PARAMETERS.map((parameter) => this.field(parameter)));
     $("open-settings").addEventListener("click", () => this.open());
     $("close-settings").addEventListener("click", () => this.dialog.close());
@@ -73,14 +88,13 @@ export class SettingsDialog {
     this.dialog.addEventListener("keydown", (event) => {
       if (event.key === "Escape") event.stopPropagation(); // it closes the dialog, and stops nothing
     });
-    $("system").addEventListener("input", () => settings.setParameter("system", $("system").value));
+    $("system").addEventListener("input", () => this.set("system", $("system").value));
     $("schema").addEventListener("input", () => {
-      settings.setParameter("schema", $("schema").value);
+      this.set("schema", $("schema").value);
       this.checkSchema();
     });
     $("clear-parameters").addEventListener("click", () => {
-      settings.clearParameters();
-      this.fill();
+      this.setAll({ system: this.parameters.system ?? "" });
     });
     for (const id of ["key", "keep-key"]) {
       $(id).addEventListener("change", () => {
@@ -113,13 +127,54 @@ export class SettingsDialog {
       const isValid = input.checkValidity();
       wrong.textContent = isValid ? "" : `${input.validationMessage} It is not sent.`;
       input.setAttribute("aria-invalid", String(!isValid));
-      this.settings.setParameter(name, isValid ? input.value : "");
+      this.set(name, isValid ? input.value : "");
     });
     return element("label", {}, label, input, wrong);
   }
 
+  get parameters() {
+    return this.settings.of(this.act.chat()).parameters;
+  }
+
+  set(name, value) {
+    if (this.act.chat().parameters) this.act.setChatParameters({ ...this.parameters, [name]: value });
+    else this.settings.setParameter(name, value);
+  }
+
+  setAll(parameters) {
+    if (this.act.chat().parameters) this.act.setChatParameters(parameters);
+    else this.settings.setParameters(parameters);
+    this.fill();
+  }
+
+  choosePreset(name) {
+    const preset = this.settings.presets[name];
+    if (preset) this.setAll({ ...preset });
+    $("delete-preset").disabled = !preset;
+  }
+
+  savePreset() {
+    const name = $("preset-name").value.trim();
+    $("preset-name").setAttribute("aria-invalid", String(!name));
+    if (!name) return $("preset-name").focus();
+    this.settings.setPreset(name, this.parameters);
+    $("preset-name").value = "";
+    this.fillPresets(name);
+  }
+
+  fillPresets(chosen = "") {
+    const names = Object.keys(this.settings.presets).sort();
+    const none = element("option", { value: "", textContent: names.length ? "Choose a preset" : "No presets yet" });
+    $("preset").replaceChildren(none, ...names.map((name) => element("option", { value: name, textContent: name })));
+    $("preset").value = chosen;
+    $("delete-preset").disabled = !chosen;
+  }
+
   fill() {
-    const { parameters } = this.settings;
+    const { parameters } = this;
+    $(this.act.chat().parameters ? "scope-chat" : "scope-all").checked = true;
+    this.fillPresets($("preset").value);
+    if ($("stop-strings") !== document.activeElement) $("stop-strings").value = parameters.stop ?? "";
     $("system").value = parameters.system ?? "";
     if ($("schema") !== document.activeElement) $("schema").value = parameters.schema ?? "";
     this.checkSchema();
@@ -134,15 +189,15 @@ export class SettingsDialog {
 
   // The schema that the server has refused is wrong until it is another.
   refuseSchema(reason) {
-    this.refused = { schema: this.settings.parameters.schema, reason };
+    this.refused = { schema: this.parameters.schema, reason };
     this.checkSchema();
   }
 
   checkSchema() {
-    const { schema } = this.settings.parameters;
+    const { schema } = this.parameters;
     let wrong = "";
     try {
-      schemaOf(this.settings.parameters);
+      schemaOf(this.parameters);
       if (this.refused && this.refused.schema === schema) wrong = `The server refuses it: ${this.refused.reason}`;
     } catch (error) {
       wrong = `This is not a JSON schema, so it is not sent. ${error.message}`;

@@ -65,12 +65,13 @@ function made(chat, { title, created, used, leaf }, nodes) {
       id: ids.get(key), parent: parent === null ? null : ids.get(parent), role: node.role, content: node.content,
       reasoning: "", calls: [], media: [], status: "done", error: null, finish: null, stats: null,
       model: typeof node.model === "string" ? node.model : null, created: timeOf(node.created) || i,
+      edited: false,
     };
   });
   const end = kept(leaf ?? null);
   return {
     id: chat, title: typeof title === "string" && title ? title : null, created: timeOf(created), used: timeOf(used),
     leaf: end === null ? newestLeaf(new Map(messages.map((m) => [m.id, m]))) : ids.get(end),
-    tools: [], messages, media: [],
+    tools: [], parameters: null, messages, media: [],
   };
 }

@@ -20,7 +20,7 @@ import { copyText, download, element, isComposing } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 const POLL_MILLISECONDS = 2000;
-const NEW_CHAT = { id: "new", title: null, leaf: null, tools: [] }; // kept once something is sent
+const NEW_CHAT = { id: "new", title: null, leaf: null, tools: [], parameters: null }; // kept once something is sent
 const ANNOUNCED = 2000; // characters of an answer
 
 const store = new Store();
@@ -55,6 +55,11 @@ const dialog = new SettingsDialog(settings, {
   exportAll: () => exportJson(store.listed(), "chats"),
   importFile,
   deleteAll: () => remove(store.listed()),
+  chat,
+  setChatParameters(parameters) {
+    if (current === NEW_CHAT.id) NEW_CHAT.parameters = parameters;
+    else store.write("chats", current, { parameters });
+  },
 });
 
 const sidebar = new Sidebar(store, answers, {
@@ -251,8 +256,9 @@ async function send() {
   tray.set([], current);
   fitInput();
   if (from === NEW_CHAT.id) {
-    const { id } = await store.addChat({ tools: NEW_CHAT.tools });
+    const { id } = await store.addChat({ tools: NEW_CHAT.tools, parameters: NEW_CHAT.parameters });
     NEW_CHAT.tools = [];
+    NEW_CHAT.parameters = null;
     navigator.storage?.persist?.(); // asks that the browser does not make room by deleting chats
     answers.send(id, null, text, from, items);
     open(id);
@@ -267,7 +273,7 @@ async function ready(tray, text, parent) {
   const chatOf = current;
   const limit = models.find((m) => m.id === settings.model)?.max_model_len;
   const blobOf = (id) => store.blobOf(chatOf, id);
-  const wrong = refusal(items, parent) ?? await tooLong({ text, items, blobOf, limit, settings });
+  const wrong = refusal(items, parent) ?? await tooLong({ text, items, blobOf, limit, settings: settings.of(chat()) });
   if (wrong) tray.say(wrong, true);
   return wrong ? null : items;
 }

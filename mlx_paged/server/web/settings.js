@@ -29,6 +29,13 @@ export function schemaOf({ schema }) {
   return value;
 }
 
+// Stop strings, one a line; \n, \t and \\ are escapes, since a stop string may have a line break.
+export function stopStringsOf({ stop }) {
+  const escapes = { n: "\n", t: "\t", "\\": "\\" };
+  return (stop ?? "").split("\n").filter(Boolean)
+    .map((line) => line.replace(/\\(n|t|\\)/g, (_, letter) => escapes[letter]));
+}
+
 // (Even naming a storage throws where the browser forbids it.)
 function read(name, storage = "localStorage") {
   try {
@@ -58,19 +65,35 @@ function parsed(text) {
 export class Settings {
   constructor() {
     this.migrate();
-    this.parameters = parsed(read("parameters")); // name to text; also `system`, `schema`
+    this.parameters = parsed(read("parameters")); // name to text; also `system`, `schema`, `stop`
     this.model = read("model") ?? "";
     this.keepsKey = read("key", "sessionStorage") === null;
     this.key = read("key", "sessionStorage") ?? read("key") ?? "";
   }
 
-  setParameter(name, value) {
-    this.parameters = { ...this.parameters, ...parsed(read("parameters")), [name]: value };
-    keep("parameters", JSON.stringify(this.parameters));
+  // The settings in force in a chat, which may have parameters of its own.
+  of(chat) {
+    return chat?.parameters ? Object.create(this, { parameters: { value: chat.parameters } }) : this;
   }
 
-  clearParameters() {
-    this.parameters = { system: this.parameters.system ?? "" };
+  // Sets of parameters by name.
+  get presets() {
+    return parsed(read("presets"));
+  }
+
+  // `parameters` null: the preset is deleted.
+  setPreset(name, parameters) {
+    const { [name]: _, ...others } = this.presets;
+    keep("presets", JSON.stringify(parameters ? { ...others, [name]: parameters } : others));
+  }
+
+  setParameters(parameters) {
+    this.parameters = parameters;
+    keep("parameters", JSON.stringify(parameters));
+  }
+
+  setParameter(name, value) {
+    this.parameters = { ...this.parameters, ...parsed(read("parameters")), [name]: value };
     keep("parameters", JSON.stringify(this.parameters));
   }
 

@@ -7,7 +7,7 @@ import { fenced, folded } from "./texts.js";
 import { byAge, callsOf, newestLeaf, pathTo, splitReasoning, titleOf } from "./conversation.js";
 
 const FORMAT = "mlx-paged-chats";
-const VERSION = 4; // 1 had no calls and no tools, 2 no media, 3 no text files and no `edited`
+const VERSION = 4; // 1 had no calls and no tools, 2 no media, 3 no text files, no `edited` and no `parameters`
 const STATUSES = ["done", "stopped", "interrupted", "failed"];
 
 // `recordsOf`: a promise of the bytes that a chat has.
@@ -18,7 +18,7 @@ export async function toJson(chats, messagesOf, recordsOf) {
     exported: new Date().toISOString(),
     chats: await Promise.all(chats.map(async (chat) => ({
       id: chat.id, title: chat.title, leaf: chat.leaf, created: chat.created, used: chat.used,
-      tools: chat.tools ?? [],
+      tools: chat.tools ?? [], parameters: chat.parameters ?? null,
       messages: [...messagesOf(chat.id).values()].sort(byAge).map((m) => ({
         id: m.id, parent: m.parent, role: m.role, content: m.content, reasoning: m.reasoning,
         calls: callsOf(m), media: mediaOf(m),
@@ -66,6 +66,7 @@ const CHAT_FIELDS = {
   id: [ID, "an id"], title: [orNull(TEXT), "a text or null"], leaf: [orNull(ID), "an id or null"],
   created: [TIME, "a time in milliseconds"], used: [TIME, "a time in milliseconds"],
   tools: [(v) => Array.isArray(v) && v.every(TEXT), "a list of names"],
+  parameters: [orNull((v) => isObject(v) && Object.values(v).every(TEXT)), "an object of texts or null"],
   messages: [Array.isArray, "a list"],
   media: [(v) => Array.isArray(v) && v.every(isRecord), "a list of ids with data in base64"],
 };
@@ -172,7 +173,7 @@ export function fromJson(text) {
   const ids = new Set();
   if (file.version < 2) file.chats = file.chats.map(fromVersion1);
   if (file.version < 3) file.chats = file.chats.map(fromVersion2);
-  if (file.version < 4) file.chats = file.chats.map((chat) => (isObject(chat) ? withField(chat, "edited", false) : chat));
+  if (file.version < 4) file.chats = file.chats.map(fromVersion3);
   file.chats.forEach((chat, i) => {
     checkFields(`chats[${i}]`, chat, CHAT_FIELDS);
     if (ids.has(chat.id)) throw new ImportError(`chats[${i}].id ${show(chat.id)} is there twice`);
@@ -189,6 +190,10 @@ function fromVersion1(chat) {
 
 function fromVersion2(chat) {
   return isObject(chat) && !("media" in chat) ? { ...withField(chat, "media"), media: [] } : chat;
+}
+
+function fromVersion3(chat) {
+  return isObject(chat) && !("parameters" in chat) ? { ...withField(chat, "edited", false), parameters: null } : chat;
 }
 
 // A chat whose messages have a field that they lacked.
