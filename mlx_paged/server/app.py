@@ -97,7 +97,7 @@ class Operation(NamedTuple):
     """One method of one path.
 
     Attributes:
-        answer: Body of status 200; None: plain text.
+        answer: Body of status 200; None: text of `answer_type`.
         errors: Statuses with an `ErrorAnswer`.
         chunk: An event of its stream.
         refusal: Body of status 503, where that is no `ErrorAnswer`.
@@ -120,6 +120,7 @@ class Operation(NamedTuple):
     query: tuple[str, ...] = ()
     error: type = responses.ErrorAnswer
     content: str = "application/json"
+    answer_type: str = "text/plain"
 
     @property
     def needs_runner(self) -> str | None:
@@ -232,7 +233,7 @@ API = (
     ),
     Operation(
         "/v1/files/{file_id}/content", "GET", batches.file_content, "The content of a file.",
-        None, _STORED,
+        None, _STORED, answer_type="application/octet-stream",
     ),
     Operation(
         "/v1/files/{file_id}", "DELETE", batches.delete_file, "Delete a file.",
@@ -280,7 +281,7 @@ API = (
     Operation(
         "/v1/messages/batches/{batch_id}/results", "GET", message_batches.results,
         "Results of a batch, a line for each conversation.", None, _STORED,
-        error=answers.MessageError,
+        error=answers.MessageError, answer_type="application/x-jsonl",
     ),
     Operation(
         "/v1/models", "GET", endpoints.models, "All names of the model.", responses.ModelList
@@ -544,7 +545,7 @@ def openapi() -> dict[str, Any]:
 
 
 def _described(operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    content: dict[str, Any] = {operation.answer_type: {"schema": {"type": "string"}}}
     if operation.answer is not None:
         content = _json(operation.answer)
     if operation.chunk is not None:

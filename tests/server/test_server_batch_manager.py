@@ -184,6 +184,16 @@ def test_a_batch_is_cancelled_before_it_runs(tmp_path) -> None:
         assert len(life.outputs(record.error_file_id)) == 10
 
 
+def test_a_damaged_output_fails_its_batch_alone(tmp_path) -> None:
+    life = Life(tmp_path)
+    record = life.run(until(2, hang), life.answered(2))
+    (tmp_path / "files" / f"{record.output_file_id}.data").write_bytes(b"damaged\n")
+    record = life.run(echo, life.ended)
+    assert record.status == "failed" and "is no output of a batch" in record.errors[0]["message"]
+    life.id = ""
+    assert life.run(echo, life.ended, "another").status == "completed"
+
+
 def test_a_full_disk_fails_the_batch(tmp_path, monkeypatch) -> None:
     def full(*_: Any) -> None:
         raise MlxPagedError("cannot write out: No space left on device")

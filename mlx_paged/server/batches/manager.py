@@ -122,7 +122,11 @@ class BatchManager:
         folder.remove_leftovers({path for r in unfinished for path in self._output_paths(r)})
         for record in unfinished:
             if record.ending is None:  # (its counts are reported before it goes on)
-                outputs = Outputs(*self._output_paths(record))
+                try:
+                    outputs = Outputs(*self._output_paths(record))
+                except MlxPagedError as error:  # one that was damaged does not stop the others
+                    self._give_up(record, error)
+                    continue
                 self._counts[record.id] = outputs.counts
                 outputs.close()
 
@@ -439,6 +443,16 @@ class BatchManager:
                 output_file_id=None, error_file_id=None,
             )  # fmt: skip
         logger.error("batch %s failed: %s", batch_id, errors[0]["message"])
+
+    def _give_up(self, record: BatchRecord, error: MlxPagedError) -> None:
+        """Fails a batch at the start."""
+        record = replace(
+            record, status="failed", failed_at=int(self._now()), output_file_id=None,
+            error_file_id=None, errors=[_described("storage_error", f"{error}")],
+        )  # fmt: skip
+        self.folder.write_batch(record.id, record.stored())
+        self._records[record.id] = record
+        logger.error("batch %s failed: %s", record.id, error)
 
     # Where things are.
 
