@@ -18,7 +18,7 @@ import typer
 
 from mlx_paged import _exit_interrupted
 from mlx_paged.cli import other_flags
-from mlx_paged.errors import InstallationError, InvalidParameterError, MlxPagedError
+from mlx_paged.errors import InstallationError, InvalidParameterError, MlxPagedError, StepError
 
 PROGRAM = "mlx-paged"
 DEBUG_VARIABLE = "MLX_PAGED_DEBUG"
@@ -218,10 +218,13 @@ def _name_options(command: Any) -> None:
 
 def _misuse(context: typer.Context, error: InvalidParameterError) -> Exception:
     """An error about a parameter, as one about the option that was given for it."""
-    name = re.split(r"[.\[]", error.field)[0]
+    if isinstance(error, StepError):  # (it is about an answer)
+        return error
+    name, *rest = re.split(r"[.\[]", error.field)
+    names = {rest[0], f"{rest[0]}_schema"} if name == "structured_outputs" and rest else {name}
     for parameter in context.command.params:
-        flags = [flag.lstrip("-").replace("-", "_") for flag in parameter.opts]
-        if name != parameter.name and name not in flags:
+        flags = (flag.lstrip("-").replace("-", "_") for flag in parameter.opts)
+        if names.isdisjoint([parameter.name, *flags]):
             continue
         source = context.get_parameter_source(parameter.name or "")
         if getattr(source, "name", "DEFAULT") == "DEFAULT":

@@ -33,6 +33,7 @@ def said(capsys: Any, *arguments: str) -> tuple[int, str]:
         (["generate", "--top-p", "3", "hi"], "Invalid value for '--top-p': must be a number in"),
         (["generate", "--min-p", "2", "hi"], "Invalid value for '--min-p': must be"),
         (["serve", "--gpu-memory-utilization", "3"], "'--gpu-memory-utilization': must be None or"),
+        (["generate", "--regex", "[a", "hi"], "'--regex': must be a valid grammar"),
         (["serve", "--block-size", "7"], "Invalid value for '--block-size': must be"),
     ],
 )
