@@ -209,7 +209,8 @@ class AnswerReader:
         Args:
             is_cut: whether something else than the model ended it, such as ``max_tokens``.
         """
-        for event in self._rest(is_cut=is_cut):
+        # (Where there is nothing to call, no text is the beginning of a call.)
+        for event in self._rest(is_cut=is_cut and bool(self._tools)):
             if isinstance(event, ContentText) and self._is_calls and is_cut:
                 continue  # the beginning of a call that nobody can make
             if isinstance(event, CallEnd) and event.lacks_end and is_cut:

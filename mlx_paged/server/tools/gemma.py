@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from mlx_paged.errors import InvalidParameterError
@@ -268,7 +269,7 @@ class GemmaParser:
         out.append(CallEnd(is_complete))
         stray, self._stray = " ".join("".join(self._stray).split()), []
         if stray:
-            out.append(ContentText(stray))
+            out.append(ContentText(stray + "\n"))
 
     def _settle(self, lexeme: Lexeme, pieces: list[str]) -> None:
         """What follows an empty string shows whether it is one, or its quote was written twice."""
@@ -425,6 +426,8 @@ class GemmaParser:
         text = text.strip()
         if text or self._open[-1] == "{":
             self._separate(pieces)
+            with suppress(ValueError):  # (quotes of JSON)
+                text = found if isinstance(found := json.loads(text), str) else text
             parameter = _ANY
             if len(self._open) == 1 and self._key in self._properties:
                 parameter = Parameter.of(self._properties[self._key], self._parameters)

@@ -153,7 +153,7 @@ class MinimaxM3Parser:
     def _beside_call(self) -> Iterator[Event]:
         stray, self._stray = "".join(self._stray).replace(_TOKEN, " ").strip(), []
         if stray:
-            yield ContentText(stray)
+            yield ContentText(stray + "\n")
 
     def _has_required(self) -> bool:
         return self._keys >= set(self._root.get("required") or ())

@@ -233,7 +233,7 @@ class NamedJsonParser:
         noise, self._raw, self._noise = "".join(self._noise).strip(), [], []
         if noise:
             self._follows_call = False
-            out.append(ContentText(noise))
+            out.append(ContentText(noise + "\n"))
 
     def _no_call(self, out: list[Event]) -> None:
         self._follows_call = False
@@ -314,4 +314,4 @@ class NamedJsonParser:
         self._follows_call = True
         after, self._after = self._after.strip(_AFTER), ""
         if after:
-            out.append(ContentText(after))
+            out.append(ContentText(after + "\n"))

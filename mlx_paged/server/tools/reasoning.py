@@ -172,6 +172,7 @@ class ContentTrimmer:
     def __init__(self) -> None:
         self._space = ""
         self._after_call = False
+        self._has_call = False
 
     def passes(self, text: str) -> bool:
         """Whether a text comes out as it is, and changes nothing here."""
@@ -182,7 +183,7 @@ class ContentTrimmer:
         if not isinstance(event, ContentText):
             if not isinstance(event, ReasoningText):
                 self._space = ""
-                self._after_call = True
+                self._after_call = self._has_call = True
             yield event
             return
         text = self._space + event.text
@@ -195,7 +196,7 @@ class ContentTrimmer:
             yield ContentText(certain)
 
     def finish(self) -> Iterator[Event]:
-        """The answer has ended: the space at its end is text."""
-        if self._space and not self._after_call:
+        """The answer has ended: the space at its end is text, unless there were calls."""
+        if self._space and not self._has_call:
             yield ContentText(self._space)
         self._space = ""

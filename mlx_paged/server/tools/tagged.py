@@ -405,7 +405,7 @@ class TaggedParser:
             noise = re.sub(rf"(?<!\S){re.escape(word)}(?!\S)", "", noise)
         if noise := noise.strip():
             self._follows_call = False
-            yield ContentText(noise)
+            yield ContentText(noise + "\n")
 
     def _begin_name(self) -> None:
         self._name = ""
@@ -511,7 +511,7 @@ class TaggedParser:
         """Text within the call that is none of its parts."""
         text, self._stray = self._stray_text(), []
         if text:
-            yield ContentText(text)
+            yield ContentText(text + "\n")
 
     def _stray_text(self) -> str:
         text = "".join(self._stray)

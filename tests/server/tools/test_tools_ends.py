@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.tool_families import Family, families
+from support.tool_families import TOOLS, Family, families
 from support.tool_reading import SmallTokenizer
 
-from mlx_paged.server.tools.answer import Answer, answer_reader
+from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_parser, answer_reader
+from mlx_paged.server.tools.lexer import Lexer
 from mlx_paged.server.tools.registry import format_of
 
 FAMILIES = families()
@@ -65,3 +66,14 @@ def test_what_is_no_call_is_text_without_the_end_token() -> None:
     [family] = [family for family in FAMILIES if family.name == "llama3_json"]
     answer = answer_of(family, '{"city": "Oslo"}', "<|eom_id|>", shown=False)
     assert answer.content == '{"city": "Oslo"}'
+
+
+def test_a_cut_answer_without_tools_keeps_all_its_text() -> None:
+    """Nothing in it is the beginning of a call."""
+    format = format_of("hermes", {})
+    for tools, content in (([], "<table><tr><to"), (TOOLS, "<table><tr>")):
+        parser = answer_parser(format, None, tools, begins_inside=False)
+        reader = AnswerReader(Lexer(format.markers, {}), parser, tools)
+        reader.feed(None, "<table><tr><to")
+        list(reader.finish(is_cut=True))
+        assert reader.answer.content == content

@@ -142,6 +142,7 @@ def with_parameter(name: str, value: str, is_string: str = "false") -> str:
         ("functiongemma", "<start_function_call>get_weather{city:Oslo}<end_function_call>", ""),
         ("functiongemma", "<start_function_call>call:get_weather{city:<escape>Oslo<escape>}"
          "<end_function_call>", ""),
+        ("gemma4", '<|tool_call>call:get_weather{city:"Oslo"}<tool_call|>', ""),
         # All arguments in one parameter.
         ("deepseek_v32", with_parameter("arguments", '{"city": "Oslo"}'), ""),
         ("deepseek_v32", with_parameter("input", '{"city": "Oslo"}', "true"), ""),
@@ -163,6 +164,8 @@ def with_parameter(name: str, value: str, is_string: str = "false") -> str:
         # Words between parameters.
         ("glm45", "<tool_call>get_weather\n Here: <arg_key>city</arg_key>\n<arg_value>Oslo"
          "</arg_value>\n</tool_call>", "Here:"),
+        ("glm45", "<tool_call>get_weather\n Here: <arg_key>city</arg_key>\n<arg_value>Oslo"
+         "</arg_value>\n</tool_call>Bye.", "Here:\nBye."),
     ],
 )  # fmt: skip
 def test_what_is_recovered(name: str, text: str, content: str) -> None:
