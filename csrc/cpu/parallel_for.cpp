@@ -9,6 +9,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #ifdef __linux__
@@ -182,8 +183,12 @@ class PhasedJob : public Job {
 class Workers {
  public:
   explicit Workers(int count) {
-    for (int i = 1; i <= count; i++) {
-      std::thread([this, i] { loop(i); }).detach();
+    try {
+      for (int i = 1; i <= count; i++) {
+        std::thread([this, i] { loop(i); }).detach();
+      }
+    } catch (const std::system_error&) {
+      // No memory for a stack. Tasks are claimed, so fewer threads do all of them.
     }
   }
 
