@@ -695,9 +695,17 @@ def open_everything(page: Page) -> Iterator[str]:
     page.locator(".reasoning summary").click()
     page.locator(".call summary").click()
     yield "answer"
+    send(page, "Wait")
+    fake(page, "answer.say('A little')")
+    send(page, "A message that waits")
+    expect(page.locator("#queued li")).to_have_count(1)
+    yield "queued"
+    page.click("#stop")
+    expect(page.locator("#input")).to_have_value("A message that waits")
+    page.locator("#input").fill("")
     send(page, "And now?")
     fake(page, "answer.fail('no API key')")
-    answered(page, 2)
+    answered(page, 3)
     page.locator(".user").get_by_role("button", name="Edit").last.click()
     yield "failed"
     page.locator(".assistant").first.get_by_role("button", name="Edit").click()

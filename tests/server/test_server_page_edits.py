@@ -118,3 +118,46 @@ def test_a_chat_is_forked_with_its_files(page: Page) -> None:
     answered(page, 2)
     titles.last.click()
     texts(page).to_have_text(["One", "Answer one", "Two", "Answer two"])
+
+
+@in_browser
+def test_the_next_messages_wait_for_the_answer(page: Page) -> None:
+    queued = page.locator("#queued .queued-text")
+    send(page, "One")
+    fake(page, "answer.say('Answer')")
+    send(page, "Two")
+    attach(page, file("notes.txt", "text/plain", b"Milk"))
+    expect(page.locator("#composer .tray li")).to_have_count(1)
+    page.locator("#input").fill("Three")
+    page.press("#input", "Enter")
+    expect(queued).to_have_text(["Two", "Three · notes.txt"])
+    shoot(page, "queued")
+    page.get_by_role("button", name="Edit queued message").first.click()
+    expect(page.locator("#input")).to_have_value("Two")
+    page.locator("#input").fill("Two!")
+    page.press("#input", "Enter")
+    expect(queued).to_have_text(["Three · notes.txt", "Two!"])
+    # Sent also while another chat is open.
+    page.keyboard.press("Alt+n")
+    expect(page.locator("#queued")).to_be_hidden()
+    fake(page, "answer.end()")
+    page.wait_for_function("() => window.answers.length === 2")
+    assert sent(page) == ["One", "Answer", "File: notes.txt\n```txt\nMilk\n```\n\nThree"]
+    page.keyboard.press("Alt+ArrowDown")
+    expect(queued).to_have_text(["Two!"])
+    fake(page, "(answer.say('Read'), answer.end())")
+    page.wait_for_function("() => window.answers.length === 3")
+    expect(page.locator("#queued")).to_be_hidden()
+    assert sent(page)[-2:] == ["Read", "Two!"]
+    # What waits behind an answer that is stopped comes back, and after a reload too.
+    send(page, "Four")
+    page.locator("#input").fill("typed")
+    page.press("#input", "Escape")
+    expect(page.locator("#input")).to_have_value("Four\n\ntyped")
+    page.press("#input", "Enter")
+    fake(page, "answer.say('Half')")
+    send(page, "Five")
+    expect(queued).to_have_text(["Five"])
+    page.reload()
+    expect(page.locator("#input")).to_have_value("Five")
+    expect(page.locator("#queued")).to_be_hidden()

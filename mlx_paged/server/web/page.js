@@ -5,12 +5,13 @@ import { ApiError, get } from "./api.js";
 import { Tray } from "./attachments.js";
 import { tooLong } from "./context.js";
 import {
-  historyOf, itemsOf, newestLeaf, newId, pathTo, pendingCalls, removalOf, splitReasoning, titleOf,
+  callsOf, historyOf, itemsOf, newestLeaf, newId, pathTo, pendingCalls, removalOf, splitReasoning, titleOf,
 } from "./conversation.js";
 import { Banner, SettingsDialog, toast } from "./dialogs.js";
 import { filesOf, Limits } from "./media.js";
 import { answersTo, Messages } from "./messages.js";
-import { drafts, Settings } from "./settings.js";
+import { Queue } from "./queue.js";
+import { drafts, Settings, waiting } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
 import { PASTED_CHARACTERS } from "./texts.js";
@@ -88,9 +89,14 @@ const tray = new Tray({
   limits: knownLimits,
   refusal: (items) => refusal(items, chat().leaf),
   blobOf: (id) => store.blobOf(current, id),
-  changed: (items) => attached.set(current, items),
+  changed(items) {
+    attached.set(current, items);
+    showButtons();
+  },
   focus: focusInput,
 });
+const queue = new Queue({ edit: (message) => compose([message]), focus: focusInput });
+$("composer").before(queue.list);
 $("composer").prepend(tray.list);
 $("composer").after(tray.note);
 
@@ -177,15 +183,23 @@ const messages = new Messages($("messages"), store, answers, tools, {
 function show() {
   messages.show(chat());
   sidebar.show(current);
-  const running = coming();
-  $("stop").hidden = !running;
-  $("send").hidden = Boolean(running);
+  showButtons();
   const title = titleOf(chat(), store.messagesOf(current));
   $("title").textContent = title;
   document.title = current === NEW_CHAT.id ? "mlx-paged" : `${title} · mlx-paged`;
   showContext();
   showTools();
   scrollSoon();
+}
+
+// While an answer comes, a message that is written meanwhile can be queued.
+function showButtons() {
+  const running = Boolean(coming());
+  $("stop").hidden = !running;
+  $("send").hidden = running && !input.value.trim() && !(attached.get(current) ?? []).length;
+  const label = running ? "Send when the answer has ended" : "Send";
+  $("send").setAttribute("aria-label", label);
+  $("send").title = running ? label : "";
 }
 
 // Once for all that changes before the next frame: reading a height lays out the page.
@@ -229,6 +243,11 @@ function open(id) {
   follows = true;
   settings.chat = current;
   input.value = drafts.get(current) ?? "";
+  if (!queue.of(current).length && waiting.get(current)) { // of this tab before it was reloaded
+    compose([{ text: waiting.get(current), items: [] }]);
+    waiting.set(current, "");
+  }
+  queue.show(current);
   tray.set(attached.get(current) ?? [], current);
   fitInput();
   sidebar.closeIfNarrow();
@@ -244,25 +263,58 @@ function focusInput() {
 // Chats.
 
 async function send() {
-  if (coming() || isPreparing) return;
+  if (isPreparing) return;
   const from = current;
-  const { leaf } = chat();
   const text = input.value.trim();
   isPreparing = true;
-  const items = await ready(tray, text, leaf).finally(() => { isPreparing = false; });
+  const items = await ready(tray, text, chat().leaf).finally(() => { isPreparing = false; });
   if (!items || from !== current || input.value.trim() !== text) return;
   follows = true;
   input.value = "";
   tray.set([], current);
   fitInput();
-  if (from === NEW_CHAT.id) {
+  if (coming()) {
+    queue.add(from, { text, items });
+    drafts.set(from, "");
+    $("announce").textContent = "Queued until the answer has ended.";
+    showButtons();
+  } else if (from === NEW_CHAT.id) {
     const { id } = await store.addChat({ tools: NEW_CHAT.tools, parameters: NEW_CHAT.parameters });
     NEW_CHAT.tools = [];
     NEW_CHAT.parameters = null;
     navigator.storage?.persist?.(); // asks that the browser does not make room by deleting chats
     answers.send(id, null, text, from, items);
     open(id);
-  } else answers.send(from, leaf, text, from, items);
+  } else answers.send(from, chat().leaf, text, from, items);
+}
+
+// Puts queued messages into the composer, before what is typed there.
+function compose(messages) {
+  input.value = [...messages.map(({ text }) => text), input.value].filter((text) => text.trim()).join("\n\n");
+  drafts.set(current, input.value);
+  const items = messages.flatMap((message) => message.items);
+  if (items.length) tray.change([...items, ...tray.items]);
+  fitInput();
+  showButtons();
+  focusInput();
+}
+
+// The answer at the end of a chat has ended: the next message is sent. Where the answer is not whole, all that wait come
+// back, since they may no longer fit.
+function sendQueued(id) {
+  const { leaf } = store.get("chats", id) ?? {};
+  const record = store.get("messages", leaf);
+  if (!queue.of(id).length || record?.role !== "assistant" || record.status === "streaming") return;
+  if (record.status === "done") {
+    if (callsOf(record).length) return; // the model goes on
+    const { text, items } = queue.next(id);
+    answers.send(id, leaf, text, `queue.${id}`, items);
+    return;
+  }
+  const all = queue.takeAll(id);
+  if (id === current) return compose(all);
+  drafts.set(id, [...all.map(({ text }) => text), drafts.get(id) ?? ""].filter(Boolean).join("\n\n"));
+  attached.set(id, [...all.flatMap(({ items }) => items), ...(attached.get(id) ?? [])]);
 }
 
 // The items of a tray once all are in it; null: there is nothing to send, or they cannot be sent below `parent`.
@@ -381,6 +433,7 @@ function showSoon() {
 }
 
 store.addEventListener("change", ({ detail: { kind, record, remote } }) => {
+  if (kind === "messages" && queue.of(record.chat).length) queueMicrotask(() => sendQueued(record.chat));
   // An answer that grows in this tab is drawn by "progress".
   if (!remote && kind === "messages" && record.status === "streaming" && messages.views.has(record.id)) {
     messages.views.get(record.id).message = record;
@@ -388,7 +441,10 @@ store.addEventListener("change", ({ detail: { kind, record, remote } }) => {
   }
   showSoon();
 });
-store.addEventListener("gone", showSoon);
+store.addEventListener("gone", ({ detail }) => {
+  for (const id of detail) queue.takeAll(id);
+  showSoon();
+});
 store.addEventListener("trouble", ({ detail }) => {
   banner.set("storage", `This browser is not saving chats (${detail}). Export them before you close the page.`);
 });
@@ -527,6 +583,7 @@ $("composer").addEventListener("submit", (event) => {
 input.addEventListener("input", () => {
   drafts.set(current, input.value);
   fitInput();
+  showButtons();
 });
 input.addEventListener("keydown", (event) => {
   if (!sends(event)) return;

@@ -153,3 +153,9 @@ export const drafts = {
   get: (id) => read(`draft.${id}`),
   set: (id, text) => keep(`draft.${id}`, text),
 };
+
+// Texts of messages that wait for an answer of this tab, by chat; they survive a reload.
+export const waiting = {
+  get: (chat) => read(`queue.${chat}`, "sessionStorage"),
+  set: (chat, text) => keep(`queue.${chat}`, text, "sessionStorage"),
+};
