@@ -149,7 +149,7 @@ def test_the_next_messages_wait_for_the_answer(page: Page) -> None:
     page.wait_for_function("() => window.answers.length === 3")
     expect(page.locator("#queued")).to_be_hidden()
     assert sent(page)[-2:] == ["Read", "Two!"]
-    # What waits behind an answer that is stopped comes back, and after a reload too.
+    # Messages behind an answer that is stopped come back, and after a reload too.
     send(page, "Four")
     page.locator("#input").fill("typed")
     page.press("#input", "Escape")

@@ -219,7 +219,7 @@ def test_chats_of_the_page_before_are_shown_sent_and_imported(
         fresh.click("#open-settings")
         for version, told in (
             (1, "Imported 1 chat: 2 new messages."),
-            (4, "version must be 1, 2 or 3"),
+            (5, "version must be 1, 2, 3 or 4"),
         ):
             file = {"format": "mlx-paged-chats", "version": version,
                     "chats": [{**chat, "messages": messages}]}  # fmt: skip

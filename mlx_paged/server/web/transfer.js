@@ -160,7 +160,7 @@ export function fromJson(text) {
     throw new ImportError(`the file is not JSON: ${error.message}`);
   }
   const foreign = fromForeign(file);
-  if (foreign) file = { format: FORMAT, version: VERSION, chats: foreign };
+  if (foreign) file = { format: FORMAT, version: 3, chats: foreign }; // (with the fields of that version)
   if (!isObject(file) || file.format !== FORMAT) {
     throw new ImportError(
       `it must be an export of this page (format "${FORMAT}"), of Open WebUI or of ChatGPT, but format is ${show(file?.format)}`,
