@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mlx_paged.server.tools.tagged import TaggedFormat, attribute_tags
+from mlx_paged.server.tools.tagged import TaggedFormat
+from mlx_paged.server.tools.tags import attribute_tags
 
 _D = "｜DSML｜"
 

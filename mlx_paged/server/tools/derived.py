@@ -38,7 +38,8 @@ from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforce
 from mlx_paged.server.tools.python_calls import PythonCalls
 from mlx_paged.server.tools.pythonic import python_call
 from mlx_paged.server.tools.schemas import Schema, types_of
-from mlx_paged.server.tools.tagged import TaggedParser, Tags
+from mlx_paged.server.tools.tagged_parser import TaggedParser
+from mlx_paged.server.tools.tags import Tags
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlx_paged.server.tools.tagged import TaggedFormat, paired_tags
+from mlx_paged.server.tools.tagged import TaggedFormat
+from mlx_paged.server.tools.tags import paired_tags
 
 
 class Glm45Format(TaggedFormat):

@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from mlx_paged.server.tools.tagged import TaggedFormat, Tags, paired_tags
+from mlx_paged.server.tools.tagged import TaggedFormat
+from mlx_paged.server.tools.tags import Tags, paired_tags
 
 _SEPARATOR = re.compile(r"<tool_sep(:[\w.-]+)?>")
 

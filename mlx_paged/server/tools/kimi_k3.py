@@ -21,7 +21,9 @@ from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser
 from mlx_paged.server.tools.lark import ONE_TO_MOST_CALLS, Lark
 from mlx_paged.server.tools.schemas import Schema
-from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, Tags
+from mlx_paged.server.tools.tagged import TaggedFormat
+from mlx_paged.server.tools.tagged_parser import TaggedParser
+from mlx_paged.server.tools.tags import Tags
 
 _TEXT, _TEXT_END = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
 _ENDS = (_TEXT_END, "<|close|>message<|sep|>", "<|end_of_msg|>")

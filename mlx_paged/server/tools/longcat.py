@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.json_blocks import json_call
 from mlx_paged.server.tools.lark import Lark
-from mlx_paged.server.tools.tagged import TaggedFormat, paired_tags
+from mlx_paged.server.tools.tagged import TaggedFormat
+from mlx_paged.server.tools.tags import paired_tags
 
 
 class LongcatFormat(TaggedFormat):

@@ -15,7 +15,9 @@ from mlx_paged.server.tools.format import Parser
 from mlx_paged.server.tools.lark import Lark, strings
 from mlx_paged.server.tools.lexer import Lexeme
 from mlx_paged.server.tools.schemas import Schema, types_of
-from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, attribute_tags
+from mlx_paged.server.tools.tagged import TaggedFormat
+from mlx_paged.server.tools.tagged_parser import TaggedParser
+from mlx_paged.server.tools.tags import attribute_tags
 
 _QUOTE, _QUOTE_END = "<![CDATA[", "]]>"
 # Tags without their space, or with a tokenizer's own letter for it.

@@ -17,7 +17,9 @@ from mlx_paged.server.tools.channels import Body, ChannelParser, channel_answer,
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser
 from mlx_paged.server.tools.lark import MORE_CALLS, Lark
-from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, attribute_tags
+from mlx_paged.server.tools.tagged import TaggedFormat
+from mlx_paged.server.tools.tagged_parser import TaggedParser
+from mlx_paged.server.tools.tags import attribute_tags
 
 _MESSAGE, _START, _END, _END_OF_TURN = "<|message|>", "<|start|>", "<|eom|>", "<|eot|>"
 # Any beginning of "assistant to=...".
