@@ -189,7 +189,7 @@ class TaggedParser:
 
     @property
     def _has_call(self) -> bool:
-        """Whether a call was in the open block."""
+        """True if a call was in the open block."""
         return not (self._raw and self._raw[0] in self._block_ends)
 
     def _end_block(self, tag: str) -> Iterator[Event]:
@@ -260,7 +260,7 @@ class TaggedParser:
             self._block_end = None
 
     def _no_call(self) -> Iterator[Event]:
-        """What was read is text."""
+        """Gives out as text all that was read."""
         self._leave_block()
         self._raw.append(self._name)
         self._name = ""
@@ -327,7 +327,7 @@ class TaggedParser:
         return text.strip()
 
     def _ends_key(self, lexeme: Lexeme) -> bool:
-        """Whether a tag shows that the key before it is none."""
+        """True for a tag that shows that the key before it is none."""
         tags = self._tags
         others = (tags.key, tags.call, tags.call_end, tags.value_end, self._block_end)
         return lexeme.is_marker and (lexeme.text in others or lexeme.text in self._block_ends)
@@ -476,7 +476,7 @@ class TaggedParser:
             yield from self._not_ended(lexeme)
 
     def _may_follow(self, key: str) -> bool:
-        """Whether a key is that of another parameter."""
+        """True for the key of another parameter."""
         is_known = key in self._known if self._known else _is_name(key)
         return is_known and key not in self._keys
 
@@ -530,7 +530,7 @@ class TaggedParser:
             yield from self._state(lexeme)
 
     def _not_ended(self, lexeme: Lexeme) -> Iterator[Event]:
-        """What is held is a part of the value, and this lexeme follows it."""
+        """Adds to the value all that is held; this lexeme follows it."""
         held, self._held = "".join(held.text for held in self._held), []
         self._state = self._in_value
         yield from self._add(held)
@@ -598,6 +598,6 @@ class TaggedParser:
 
 
 def _is_name(text: str) -> bool:
-    """Whether it can be a name: a word."""
+    """True for a word, which can be a name."""
     name = text.strip()
     return 0 < len(name) <= len(text) <= _LONGEST_NAME and not re.search(r"[\s<>{}]", name)
