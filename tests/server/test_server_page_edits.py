@@ -161,3 +161,34 @@ def test_the_next_messages_wait_for_the_answer(page: Page) -> None:
     page.reload()
     expect(page.locator("#input")).to_have_value("Five")
     expect(page.locator("#queued")).to_be_hidden()
+
+
+@in_browser
+def test_the_oldest_turns_are_left_out_where_the_context_is_full(page: Page) -> None:
+    marker = page.locator(".unseen")
+    words = ("word " * 900).strip()
+    exchange(page, "One", words)
+    exchange(page, "Two", words)
+    more = "Three " + ("more " * 250).strip()
+    send(page, more)  # counted by the server: 2,048 tokens have no room for it
+    assert sent(page) == ["Two", words, more]
+    expect(marker).to_have_text(["The model no longer sees the messages above"])
+    expect(page.locator(".message").nth(2)).to_contain_text("longer sees the messages above")
+    shoot(page, "context-full")
+    fake(page, "(answer.say('Yes'), answer.end())")
+    answered(page, 3)
+    page.reload()
+    expect(marker).to_have_count(1)
+    # The server may know better.
+    send(page, "Four")
+    assert sent(page) == ["Two", words, more, "Yes", "Four"]
+    fake(page, "answer.fail('no room', 'context_length_exceeded')")
+    page.wait_for_function("() => window.answers.length === 2")
+    assert sent(page) == [more, "Yes", "Four"]
+    expect(page.locator(".message").nth(4)).to_contain_text("longer sees the messages above")
+    fake(page, "answer.fail('no room', 'context_length_exceeded')")
+    page.wait_for_function("() => window.answers.length === 3")
+    assert sent(page) == ["Four"]
+    fake(page, "answer.fail('no room', 'context_length_exceeded')")
+    expect(page.locator(".note.error")).to_contain_text("Failed: Too long for the context. no room")
+    expect(marker).to_have_count(1)

@@ -47,8 +47,8 @@ window.fetch = (url, options) => {
     answer.controller.close();
     answer.over = true;
   };
-  answer.fail = (message) => {
-    send(JSON.stringify({ error: { message } }));
+  answer.fail = (message, code = null) => {
+    send(JSON.stringify({ error: { message, code } }));
     answer.over = true;
   };
   answer.lose = () => {

@@ -2,7 +2,8 @@
 // question before it is sent, the answer while it comes.
 
 import { ApiError, bodyOf, chat as ask, ConnectionLost } from "./api.js";
-import { callsOf, historyOf, newId, pathTo } from "./conversation.js";
+import { fitting, shortened } from "./context.js";
+import { callsOf, historyOf, newId, pathTo, seenOf } from "./conversation.js";
 import { filled, MediaError } from "./media.js";
 import { drafts } from "./settings.js";
 
@@ -11,12 +12,13 @@ const SAVE_MILLISECONDS = 300;
 // Events, with their details: "progress" the id of a message that has more text, "end" its record,
 // "unauthorised" after a 401, "schema" what the server says of the JSON schema.
 export class Answers extends EventTarget {
-  // `toolsOf`: what the model may call in a chat.
-  constructor(store, settings, toolsOf = () => []) {
+  // `toolsOf`: what the model may call in a chat. `limitOf`: tokens of the model's context; undefined: not known.
+  constructor(store, settings, toolsOf = () => [], limitOf = () => undefined) {
     super();
     this.store = store;
     this.settings = settings;
     this.toolsOf = toolsOf;
+    this.limitOf = limitOf;
     this.running = new Map(); // message id -> its Answer
     this.sending = new Set(); // ids of chats whose new question is being saved
     store.addEventListener("stop", ({ detail }) => this.running.get(detail)?.stop());
@@ -65,7 +67,7 @@ export class Answers extends EventTarget {
     if (this.store.answersOf(chat).some((answer) => answer.parent === question.id)) return;
     const fresh = {
       content: "", reasoning: "", calls: [], status: "streaming", error: null, finish: null, stats: null,
-      relaxed: null, model: this.settings.model || null, owner: this.store.tab,
+      relaxed: null, from: null, model: this.settings.model || null, owner: this.store.tab,
     };
     const id = failed?.id ?? newId();
     const saved = failed
@@ -73,9 +75,8 @@ export class Answers extends EventTarget {
       : this.store.addLeaf({ id, chat, parent: question.id, role: "assistant", ...fresh });
     const answer = this.begin(id);
     await saved;
-    const history = historyOf(pathTo(this.store.messagesOf(chat), question.id));
-    const tools = this.toolsOf(chat);
-    await answer.run(history, { tools });
+    const path = pathTo(this.store.messagesOf(chat), question.id);
+    await answer.run(path, { tools: this.toolsOf(chat) });
   }
 
   // Goes on with an answer that was cut, stopped or interrupted.
@@ -88,9 +89,9 @@ export class Answers extends EventTarget {
     });
     const answer = this.begin(message.id);
     await saved;
-    const history = historyOf(pathTo(this.store.messagesOf(message.chat), message.parent));
+    const path = pathTo(this.store.messagesOf(message.chat), message.id);
     const unfinished = { content, reasoning: message.reasoning };
-    await answer.run(history, { unfinished });
+    await answer.run(seenOf(path).slice(0, -1), { unfinished });
   }
 
   begin(id) {
@@ -127,8 +128,27 @@ class Answer {
     this.controller.abort();
   }
 
-  // `options`: those of `bodyOf`.
-  async run(history, options) {
+  // `path`: the messages before the answer; the oldest turns are left out where they do not fit. `options`: those of
+  // `bodyOf`.
+  async run(path, options) {
+    const settings = this.answers.settings.of(this.store.get("chats", this.chat));
+    const blobOf = ({ id }) => this.store.blobOf(this.chat, id);
+    let seen = path;
+    if (!options.unfinished) {
+      const { tools } = options;
+      // (The request says what is wrong.)
+      seen = await fitting(path, { limit: this.answers.limitOf(), settings, tools, blobOf }).catch(() => seenOf(path));
+    }
+    for (;;) {
+      if (seen !== path) this.store.write("messages", this.id, { from: seen[0].id });
+      const shorter = await this.request(seen, options, blobOf);
+      if (!shorter) return;
+      seen = shorter;
+    }
+  }
+
+  // One request, and what comes of it. Returns a shorter path where the server finds this one too long; else null.
+  async request(seen, options, blobOf) {
     const settings = this.answers.settings.of(this.store.get("chats", this.chat));
     let started = performance.now();
     const changes = { status: "done", owner: null, error: null, relaxed: null };
@@ -136,7 +156,7 @@ class Answer {
     this.last = started;
     let arrivals = 0;
     try {
-      const { messages, names } = await filled(history, ({ id }) => this.store.blobOf(this.chat, id));
+      const { messages, names } = await filled(historyOf(seen), blobOf);
       const body = bodyOf(messages, settings, settings.model, options);
       this.nameOf = (i, j) => names.get(`${i - body.messages.indexOf(messages[0])}.${j}`);
       this.controller.signal.throwIfAborted();
@@ -158,6 +178,7 @@ class Answer {
         changes.finish = news.finish ?? changes.finish;
       }
     } catch (error) {
+      if (this.isTooLong(error) && shortened(seen, 1 / 2) !== seen) return shortened(seen, 1 / 2);
       Object.assign(changes, this.failure(error));
     }
     clearTimeout(this.timer);
@@ -166,6 +187,11 @@ class Answer {
       ...changes, content: this.content, reasoning: this.reasoning, calls: this.calls,
     });
     this.answers.ended(this, record);
+    return null;
+  }
+
+  isTooLong(error) {
+    return error.code === "context_length_exceeded" && this.first === undefined;
   }
 
   takeCall({ index, id, name, arguments: piece }) {
@@ -206,6 +232,7 @@ class Answer {
   // An error as it is shown; one of an item says which.
   told(error) {
     if (error instanceof MediaError) return error.message;
+    if (error.code === "context_length_exceeded") return `Too long for the context. ${error.message}`;
     if (!(error instanceof ApiError)) return `${error.name}: ${error.message}`;
     const [, i, j] = /^messages\[(\d+)\]\.content\[(\d+)\]/.exec(error.param ?? "") ?? [];
     const name = i === undefined ? undefined : this.nameOf?.(i, j);

@@ -2,9 +2,10 @@
 //
 // A chat: { id, title (null: from its first message), leaf, created, updated, deleted }.
 // A message: { id, chat, parent, role, content, reasoning, calls, status, error, finish, stats, model,
-// owner, created, updated, media, edited, deleted }. `media` of the user's: see media.js. `status` of an answer:
+// owner, created, updated, media, edited, from, deleted }. `media` of the user's: see media.js. `status` of an answer:
 // streaming, done, stopped, interrupted, failed. One to a JSON schema also has `relaxed`: the parts of it that were
-// not enforced. `edited`: the user wrote this version of an answer. `deleted`: when it was deleted, or null.
+// not enforced. `edited`: the user wrote this version of an answer. `from`: id of the first message that the model saw for
+// it, where it did not see all; else null. `deleted`: when it was deleted, or null.
 //
 // `calls` of an answer are those of tools (messages of older pages have none): { id, name, arguments,
 // result }. `arguments` is JSON text; `result` is null, or { text, status, media } with status done, failed or
@@ -26,6 +27,13 @@ export function pathTo(messages, leaf) {
   const path = [];
   for (let message = messages.get(leaf); message; message = messages.get(message.parent)) path.push(message);
   return path.reverse();
+}
+
+// The part of a path that the model sees: what its last answer saw, and all that came since.
+export function seenOf(path) {
+  const from = path.findLast((message) => message.role === "assistant")?.from;
+  const place = from ? path.findIndex(({ id }) => id === from) : 0;
+  return place > 0 ? path.slice(place) : path;
 }
 
 // The messages below each parent, oldest first: a Map by the parent's id, null for the first messages.

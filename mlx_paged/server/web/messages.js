@@ -3,7 +3,7 @@
 
 import { chip, figure, Tray } from "./attachments.js";
 import { CallView } from "./calls.js";
-import { callsOf, childrenOf, pathTo, pendingCalls, sentCalls, splitReasoning } from "./conversation.js";
+import { callsOf, childrenOf, pathTo, pendingCalls, seenOf, sentCalls, splitReasoning } from "./conversation.js";
 import { Markdown } from "./markdown.js";
 import { mediaOf } from "./media.js";
 import { drafts } from "./settings.js";
@@ -23,6 +23,7 @@ const IDLE_MILLISECONDS = 15; // that making the content of a message takes, at 
 // (Safari has no idle callbacks.)
 const whenIdle = globalThis.requestIdleCallback?.bind(globalThis)
   ?? ((does) => setTimeout(() => does({ timeRemaining: () => 0 }), 20));
+const UNSEEN = "The model no longer sees the messages above";
 // Where a request has the schema; parts of it are told by what follows.
 const SCHEMA_FIELD = "response_format.json_schema.schema.";
 
@@ -66,6 +67,7 @@ export class Messages {
     this.list.querySelector(".empty")?.remove();
     const isBusy = path.some((message) => message.status === "streaming");
     const children = childrenOf(all);
+    const [first] = seenOf(path);
     let there = this.list.firstElementChild;
     path.forEach((message, i) => {
       let view = this.views.get(message.id);
@@ -75,7 +77,9 @@ export class Messages {
       }
       if (there === view.item) there = there.nextElementSibling;
       else this.list.insertBefore(view.item, there);
-      view.update(message, { isBusy, isLast: i === path.length - 1, siblings: children.get(message.parent) });
+      view.update(message, {
+        isBusy, isLast: i === path.length - 1, siblings: children.get(message.parent), isFirstSeen: i > 0 && message === first,
+      });
       if (path.length - i <= FILLED_AT_ONCE) view.fill();
     });
     if (!path.length) this.list.append(this.empty());
@@ -171,7 +175,7 @@ class MessageView {
     this.drawAll();
   }
 
-  update(message, { isBusy, isLast, siblings: all }) {
+  update(message, { isBusy, isLast, siblings: all, isFirstSeen }) {
     this.message = message;
     const isStreaming = message.status === "streaming";
     const isEdited = !isStreaming && drafts.get(`edit.${this.id}`) !== null;
@@ -179,9 +183,12 @@ class MessageView {
     const { tools } = this.list;
     const running = callsOf(message).map((_, i) => tools.isRunning(message, i));
     const servers = callsOf(message).map(({ name }) => tools.serverOf(name)?.name);
-    const shown = JSON.stringify([message.updated, isBusy, isLast, all.length, isEdited, running, servers]);
+    const shown = JSON.stringify([message.updated, isBusy, isLast, all.length, isEdited, running, servers, isFirstSeen]);
     if (shown === this.shown) return;
     this.shown = shown;
+    this.unseen?.remove();
+    this.unseen = isFirstSeen ? element("p", { className: "unseen", textContent: UNSEEN }) : null;
+    if (isFirstSeen) this.item.prepend(this.unseen);
     this.isLast = isLast;
     this.isEdited = isEdited;
     this.isBusy = isBusy;

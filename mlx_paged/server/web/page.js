@@ -5,7 +5,7 @@ import { ApiError, get } from "./api.js";
 import { Tray } from "./attachments.js";
 import { tooLong } from "./context.js";
 import {
-  callsOf, historyOf, itemsOf, newestLeaf, newId, pathTo, pendingCalls, removalOf, splitReasoning, titleOf,
+  callsOf, historyOf, itemsOf, newestLeaf, newId, pathTo, pendingCalls, removalOf, seenOf, splitReasoning, titleOf,
 } from "./conversation.js";
 import { Banner, SettingsDialog, toast } from "./dialogs.js";
 import { filesOf, Limits } from "./media.js";
@@ -27,7 +27,7 @@ const ANNOUNCED = 2000; // characters of an answer
 const store = new Store();
 const settings = new Settings();
 const tools = new Tools(store, settings);
-const answers = new Answers(store, settings, (id) => tools.ofRequest(id));
+const answers = new Answers(store, settings, (id) => tools.ofRequest(id), contextLimit);
 const banner = new Banner();
 const touches = matchMedia("(pointer: coarse)");
 const input = $("input");
@@ -41,6 +41,11 @@ const knownLimits = () => limits ?? firstLimits;
 let isPreparing = false; // a message is about to be sent
 let follows = true; // the end of the messages is kept in view
 let scrolling = null; // frame that will do so
+
+// Tokens of prompt and answer together; undefined: not known.
+function contextLimit() {
+  return models.find((m) => m.id === settings.model)?.max_model_len ?? undefined;
+}
 
 const chat = () => store.chats.get(current) ?? NEW_CHAT;
 const path = () => pathTo(store.messagesOf(current), chat().leaf);
@@ -132,10 +137,10 @@ const messages = new Messages($("messages"), store, answers, tools, {
   async rewrite(message, text) {
     if (!text) return;
     drafts.set(`edit.${message.id}`, "");
-    const { chat: chatOf, parent, model, calls } = message;
+    const { chat: chatOf, parent, model, calls, from = null } = message;
     const { reasoning } = splitReasoning(message);
     await store.addLeaf({
-      chat: chatOf, parent, role: "assistant", content: text, reasoning, calls, model, edited: true,
+      chat: chatOf, parent, role: "assistant", content: text, reasoning, calls, model, from, edited: true,
     });
     focusInput();
   },
@@ -223,7 +228,7 @@ function showTools() {
 
 function showContext() {
   const stats = path().findLast((m) => m.stats?.total)?.stats;
-  const limit = models.find((m) => m.id === settings.model)?.max_model_len;
+  const limit = contextLimit();
   $("context").hidden = !stats;
   if (!stats) return;
   const share = limit ? Math.min(1, stats.total / limit) : 0;
@@ -323,7 +328,7 @@ async function ready(tray, text, parent) {
   const { items } = tray;
   if (!text.trim() && !items.length) return null;
   const chatOf = current;
-  const limit = models.find((m) => m.id === settings.model)?.max_model_len;
+  const limit = contextLimit();
   const blobOf = (id) => store.blobOf(chatOf, id);
   const wrong = refusal(items, parent) ?? await tooLong({ text, items, blobOf, limit, settings: settings.of(chat()) });
   if (wrong) tray.say(wrong, true);
@@ -334,7 +339,7 @@ async function ready(tray, text, parent) {
 function refusal(items, parent) {
   if (!items.length || !limits) return null;
   const question = { role: "user", content: "", media: items };
-  const history = historyOf([...pathTo(store.messagesOf(current), parent), question]);
+  const history = historyOf([...seenOf(pathTo(store.messagesOf(current), parent)), question]);
   const before = itemsOf(history).slice(0, -items.length);
   return limits.refusal(items, before, JSON.stringify(history).length);
 }
@@ -382,7 +387,10 @@ async function fork(message) {
     await store.keepMedia(id, { ...item, blob: await store.blobOf(from.id, item.id) });
   }
   const ids = new Map(path.map((one) => [one.id, newId()]));
-  const copies = path.map((one) => ({ ...one, id: ids.get(one.id), chat: id, parent: ids.get(one.parent) ?? null }));
+  const idOf = (old) => ids.get(old) ?? null;
+  const copies = path.map((one) => ({
+    ...one, id: idOf(one.id), chat: id, parent: idOf(one.parent), from: idOf(one.from),
+  }));
   const title = `${titleOf(from, store.messagesOf(from.id))} (fork)`;
   const now = Date.now();
   await store.addAll([{ ...from, id, title, leaf: copies.at(-1).id, created: now, used: now }], copies);

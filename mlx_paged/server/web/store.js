@@ -386,7 +386,7 @@ export class Store extends EventTarget {
 function newMessage(fields) {
   return {
     id: newId(), reasoning: "", calls: [], media: [], status: "done", error: null, finish: null, stats: null, model: null,
-    owner: null, edited: false, deleted: null, created: Date.now(), ...fields,
+    owner: null, edited: false, from: null, deleted: null, created: Date.now(), ...fields,
   };
 }
 

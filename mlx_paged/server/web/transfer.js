@@ -7,7 +7,7 @@ import { fenced, folded } from "./texts.js";
 import { byAge, callsOf, newestLeaf, pathTo, splitReasoning, titleOf } from "./conversation.js";
 
 const FORMAT = "mlx-paged-chats";
-const VERSION = 4; // 1 had no calls and no tools, 2 no media, 3 no text files, no `edited` and no `parameters`
+const VERSION = 4; // 1 had no calls and no tools, 2 no media, 3 no text files, no `edited`, `from` and `parameters`
 const STATUSES = ["done", "stopped", "interrupted", "failed"];
 
 // `recordsOf`: a promise of the bytes that a chat has.
@@ -23,7 +23,8 @@ export async function toJson(chats, messagesOf, recordsOf) {
         id: m.id, parent: m.parent, role: m.role, content: m.content, reasoning: m.reasoning,
         calls: callsOf(m), media: mediaOf(m),
         status: m.status === "streaming" ? "interrupted" : m.status,
-        error: m.error, finish: m.finish, stats: m.stats, model: m.model, created: m.created, edited: Boolean(m.edited),
+        error: m.error, finish: m.finish, stats: m.stats, model: m.model, created: m.created,
+        edited: Boolean(m.edited), from: m.from ?? null,
       })),
       media: await Promise.all((await recordsOf(chat.id)).map(async ({ id, blob }) => (
         { id, data: (await dataUrl(blob)).replace(/^[^,]*,/, "") }
@@ -80,7 +81,7 @@ const MESSAGE_FIELDS = {
   error: [orNull(TEXT), "a text or null"], finish: [orNull(TEXT), "a text or null"],
   stats: [orNull(isStats), "statistics or null"], model: [orNull(TEXT), "a text or null"],
   created: [TIME, "a time in milliseconds"],
-  edited: [(v) => typeof v === "boolean", "true or false"],
+  edited: [(v) => typeof v === "boolean", "true or false"], from: [orNull(ID), "an id or null"],
 };
 
 const hasOnly = (value, names) => Object.keys(value).every((name) => names.includes(name));
@@ -193,7 +194,8 @@ function fromVersion2(chat) {
 }
 
 function fromVersion3(chat) {
-  return isObject(chat) && !("parameters" in chat) ? { ...withField(chat, "edited", false), parameters: null } : chat;
+  if (!isObject(chat)) return chat;
+  return { parameters: null, ...withField(withField(chat, "edited", false), "from", null) };
 }
 
 // A chat whose messages have a field that they lacked.
