@@ -82,7 +82,7 @@ _ERRORS = {
     "422": "The answer took longer than the server allows.",
     "429": "The queue is full, or a rate limit reached; see Retry-After.",
     "500": "The server failed; its log has more under the request's id.",
-    "507": "The disk is full.",
+    "507": "The disk is full or read-only.",
     "503": "Not now: loading, shutting down, or dead.",
     "529": "Not now: loading, shutting down, or dead.",
 }
@@ -90,6 +90,7 @@ _GENERATION = tuple(status for status in _ERRORS if status not in ("507", "529")
 # Events of OpenAI's older APIs.
 _UNNAMED = (responses.ChatChunk, responses.CompletionAnswer)
 _STORED = ("400", "401", "403", "404", "500")
+_ON_DISK = (*_STORED, "507")
 _BODY = ("400", "401", "403", "404", "408", "413", "415", "500", "503")
 
 
@@ -237,7 +238,7 @@ API = (
     ),
     Operation(
         "/v1/files/{file_id}", "DELETE", batches.delete_file, "Delete a file.",
-        batch_bodies.FileDeleted, _STORED,
+        batch_bodies.FileDeleted, _ON_DISK,
     ),
     Operation(
         "/v1/batches", "POST", batches.create_batch, "Answer all lines of a file.",
@@ -253,7 +254,7 @@ API = (
     ),
     Operation(
         "/v1/batches/{batch_id}/cancel", "POST", batches.cancel_batch, "End a batch.",
-        batch_bodies.BatchAnswer, _STORED,
+        batch_bodies.BatchAnswer, _ON_DISK,
     ),
     Operation(
         "/v1/messages/batches", "POST", message_batches.create, "Answer many conversations.",
@@ -271,12 +272,12 @@ API = (
     ),
     Operation(
         "/v1/messages/batches/{batch_id}", "DELETE", message_batches.delete,
-        "Delete a batch that has ended.", message_batches.MessageBatchDeleted, _STORED,
+        "Delete a batch that has ended.", message_batches.MessageBatchDeleted, _ON_DISK,
         error=answers.MessageError,
     ),
     Operation(
         "/v1/messages/batches/{batch_id}/cancel", "POST", message_batches.cancel, "End a batch.",
-        message_batches.MessageBatch, _STORED, error=answers.MessageError,
+        message_batches.MessageBatch, _ON_DISK, error=answers.MessageError,
     ),
     Operation(
         "/v1/messages/batches/{batch_id}/results", "GET", message_batches.results,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.errors import EngineDeadError, MlxPagedError
+from mlx_paged.errors import EngineDeadError, InvalidParameterError, MlxPagedError
 from mlx_paged.server.batches.folder import Folder
 from mlx_paged.server.batches.in_process import InProcess
 from mlx_paged.server.batches.journal import Journal
 from mlx_paged.server.batches.manager import BatchManager
 from mlx_paged.server.batches.records import BatchRecord
 from mlx_paged.server.batches.runner import Reply
+from mlx_paged.server.errors import ApiError
 
 URL = "/v1/completions"
 Post = Callable[[str, bytes, str], Awaitable[Reply]]
@@ -64,7 +66,10 @@ class Life:
         self.id = ""
 
     def run(
-        self, post: Post, act: Callable[[BatchManager], Awaitable[Any]], batch_id: str = "batch"
+        self,
+        post: Post,
+        act: Callable[[BatchManager], Awaitable[Any]],
+        batch_id: str = f"batch_{0:032x}",
     ) -> BatchRecord:
         """A server, until something is done; returns the batch as the next one finds it."""
 
@@ -179,7 +184,7 @@ def test_a_batch_is_cancelled_before_it_runs(tmp_path) -> None:
 
     for number, act in enumerate((cancelled, cancelled_while_it_begins)):
         life.id = ""
-        record = life.run(until(0, hang), act, f"batch_{number}")
+        record = life.run(until(0, hang), act, f"batch_{number:032x}")
         assert (record.status, record.completed) == ("cancelled", 0)
         assert len(life.outputs(record.error_file_id)) == 10
 
@@ -191,7 +196,7 @@ def test_a_damaged_output_fails_its_batch_alone(tmp_path) -> None:
     record = life.run(echo, life.ended)
     assert record.status == "failed" and "is no output of a batch" in record.errors[0]["message"]
     life.id = ""
-    assert life.run(echo, life.ended, "another").status == "completed"
+    assert life.run(echo, life.ended, f"batch_{1:032x}").status == "completed"
 
 
 def test_a_full_disk_fails_the_batch(tmp_path, monkeypatch) -> None:
@@ -199,10 +204,69 @@ def test_a_full_disk_fails_the_batch(tmp_path, monkeypatch) -> None:
         raise MlxPagedError("cannot write out: No space left on device")
 
     life = Life(tmp_path)
+    input_alone = {f"{life.file.id}.json", f"{life.file.id}.data"}
+
+    async def output_removed(manager: BatchManager) -> None:
+        await life.ended(manager)
+        while {path.name for path in (tmp_path / "files").iterdir()} != input_alone:
+            await asyncio.sleep(0.001)
+
     monkeypatch.setattr(Journal, "append", full)
-    record = life.run(echo, life.ended)
+    record = life.run(echo, output_removed)
     assert record.status == "failed"
     assert [error["code"] for error in record.errors] == ["storage_error"]
+
+
+def test_a_batch_whose_failure_cannot_be_written_has_failed(tmp_path, monkeypatch) -> None:
+    """It would be in progress for ever, and nobody could cancel it; the next start tries again."""
+
+    def write(folder: Folder, batch_id: str, record: dict[str, Any]) -> None:
+        if record["status"] != "validating":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_batch(folder, batch_id, record)
+
+    life, write_batch = Life(tmp_path), Folder.write_batch
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "write_batch", write)
+        assert life.run(echo, life.ended).status == "validating"
+    assert life.run(echo, life.ended).completed == 10
+
+
+def test_batches_created_at_once_have_a_limit(tmp_path, monkeypatch) -> None:
+    life = Life(tmp_path)
+    monkeypatch.setattr("mlx_paged.server.batches.manager.MAX_UNFINISHED", 3)
+
+    async def create_many(manager: BatchManager) -> None:
+        records = [
+            BatchRecord(f"batch_{i:032x}", "openai", URL, 1000, 4600, "1h", life.file.id)
+            for i in range(1, 6)
+        ]
+        tried = await asyncio.gather(*map(manager.create, records), return_exceptions=True)
+        assert [isinstance(each, ApiError) for each in tried] == [False] * 2 + [True] * 3
+
+    life.run(until(0, hang), create_many)
+
+
+def test_files_of_others_are_left_alone(tmp_path) -> None:
+    life = Life(tmp_path)
+    foreign = {
+        "files/notes.txt": "mine", "files/package.json": "{}", "files/sub/x.data": "",
+        "batches/todo.json": "[]", "batches/a.input": "",
+    }  # fmt: skip
+    for name, content in foreign.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert life.run(echo, life.ended).status == "completed"
+    assert all((tmp_path / name).read_text() == content for name, content in foreign.items())
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"id": "file-%s"}' % ("0" * 32)])
+def test_a_record_that_is_none_is_refused_by_its_name(tmp_path, content) -> None:
+    Folder(tmp_path).close()
+    name = f"file-{'0' * 32}"
+    (tmp_path / "files" / f"{name}.json").write_text(content)
+    with pytest.raises(InvalidParameterError, match=name):
+        Folder(tmp_path)
 
 
 def test_lines_wait_for_a_busy_server_but_not_for_ever() -> None:

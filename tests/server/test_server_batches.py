@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +307,43 @@ def test_a_batch_does_not_hold_up_others_and_can_be_cancelled(sdk, client, serve
     assert batch.id in [each.id for each in sdk.batches.list(limit=2)]
 
 
+def test_a_file_is_read_while_another_client_deletes_it(client) -> None:
+    content = jsonl([line(f"r{i}") for i in range(400)])
+
+    def read(file_id: str) -> httpx.Response:
+        return client.get(f"/v1/files/{file_id}/content")
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(6):
+            files = {"file": ("in.jsonl", content)}
+            file_id = client.post("/v1/files", files=files, data={"purpose": "batch"}).json()["id"]
+            reading = [threads.submit(read, file_id) for _ in range(8)]
+            assert client.delete(f"/v1/files/{file_id}").status_code == 200
+            for answer in (each.result() for each in reading):
+                assert answer.status_code == 404 or answer.content == content
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_full_or_read_only_disk_is_507(sdk, client, monkeypatch, number) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, "a test")
+
+    data = {"purpose": "batch"}
+    stored = client.post("/v1/files", files={"file": ("in", jsonl([line("a")]))}, data=data)
+    file_id = stored.json()["id"]
+    batch = {"input_file_id": file_id, "endpoint": PLAIN, "completion_window": "24h"}
+    with monkeypatch.context() as patch:
+        for name in ("begin_upload", "write_batch", "delete"):
+            patch.setattr(Folder, name, refuse)
+        answers = [
+            client.post("/v1/files", files={"file": ("in", b"x")}, data=data),
+            client.post("/v1/batches", json=batch),
+            client.delete(f"/v1/files/{file_id}"),
+        ]
+    assert [answer.status_code for answer in answers] == [507] * 3
+    assert client.delete(f"/v1/files/{file_id}").status_code == 200
+
+
 def test_a_killed_server_goes_on_with_its_batches(tmp_path) -> None:
     options = ("--files-dir", str(tmp_path / "files"), "--max-num-seqs", "4")
     lines = [line(f"f{i}", max_tokens=40, ignore_eos=True, temperature=0) for i in range(24)]
@@ -323,7 +362,7 @@ def test_a_killed_server_goes_on_with_its_batches(tmp_path) -> None:
         first.send_signal(signal.SIGKILL)
         first.wait()
     assert reported < 24
-    (tmp_path / "files/files/left.part").touch()
+    (tmp_path / f"files/files/{0:032x}.part").touch()
     with process(*options, until="live") as (second, url):
         sdk = client_of(url)
         assert done(sdk)() >= reported  # (before the model is loaded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import httpx
 import pytest
 from support.server_helpers import RunningServer, running, until, validate
 
-from mlx_paged.server.batches.messages import MessageBatch, MessageBatchList
+from mlx_paged.server.batches.messages import MessageBatch, MessageBatchList, _results
 from mlx_paged.server.batches.splitter import RequestSplitter
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
@@ -140,6 +141,13 @@ def test_a_batch_is_canceled(sdk, server) -> None:
     assert counts.canceled > 0 and counts.succeeded + counts.canceled == 40
     kinds = [each.result.type for each in batches.results(batch.id)]
     assert kinds.count("canceled") == counts.canceled and len(kinds) == 40
+
+
+def test_results_of_a_batch_that_failed_end_before_a_torn_line() -> None:
+    error = {"code": "batch_cancelled", "message": "a test"}
+    whole = json.dumps({"custom_id": "a", "response": None, "error": error}).encode()
+    file = io.BytesIO(whole + b"\n" + whole[:20])
+    assert [json.loads(each)["custom_id"] for each in _results([file])] == ["a"] and file.closed
 
 
 def test_batches_come_in_pages(sdk, server) -> None:

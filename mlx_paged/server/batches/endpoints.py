@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from mlx_paged.server.batches import bodies
 from mlx_paged.server.batches.folder import StoredFile
 from mlx_paged.server.batches.lines import URLS
 from mlx_paged.server.batches.manager import BatchManager, new_batch_id
 from mlx_paged.server.batches.records import BatchRecord
-from mlx_paged.server.batches.uploads import read_form, receiving, storage_error
+from mlx_paged.server.batches.uploads import read_form, receiving, storing
 from mlx_paged.server.context import context_of, trace_of
 from mlx_paged.server.errors import ApiError, bad_request, shorten
 from mlx_paged.server.requests import read_body
@@ -122,14 +124,18 @@ async def retrieve_file(request: Request) -> Response:
 async def file_content(request: Request) -> Response:
     """The bytes of a file."""
     file = await _found_file(request)
-    path = manager_of(request).folder.data_path(file.id)
-    return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+    content = await manager_of(request).open_file(file.id)
+    if content is None:
+        raise _no_file(file.id)
+    return _ContentResponse(content, file.filename)
 
 
 async def delete_file(request: Request) -> Response:
     """Deletes a file."""
     file = await _found_file(request)
-    if not await manager_of(request).delete_file(file.id):
+    with storing():
+        is_deleted = await manager_of(request).delete_file(file.id)
+    if not is_deleted:
         raise ApiError(400, f"a batch still reads {file.id}: cancel it first", code="file_in_use")
     answer: bodies.FileDeleted = {"id": file.id, "object": "file", "deleted": True}
     return JSONResponse(answer)
@@ -141,8 +147,35 @@ async def _found_file(request: Request) -> StoredFile:
     file_id: str = request.path_params["file_id"]
     file = manager.folder.files.get(file_id)
     if file is None:
-        raise ApiError(404, f"there is no file {shorten(file_id, 64)!r} here", code="not_found")
+        raise _no_file(file_id)
     return file
+
+
+def _no_file(file_id: str) -> ApiError:
+    return ApiError(404, f"there is no file {shorten(file_id, 64)!r} here", code="not_found")
+
+
+class _ContentResponse(FileResponse):
+    """The content of an open file, which may be deleted meanwhile.
+
+    Args:
+        content: is closed at the end.
+        filename: as the client called it.
+    """
+
+    def __init__(self, content: BinaryIO, filename: str) -> None:
+        self._content = content
+        number = content.fileno()
+        super().__init__(
+            f"/dev/fd/{number}",
+            media_type="application/octet-stream",
+            filename=filename,
+            stat_result=os.fstat(number),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._content:
+            await super().__call__(scope, receive, send)
 
 
 def _file(file: StoredFile) -> bodies.FileAnswer:
@@ -182,7 +215,6 @@ async def create_batch(request: Request) -> Response:
     if file.purpose != "batch":
         message = f"input_file_id must be a file of the purpose 'batch' but is {file.purpose!r}"
         raise bad_request("input_file_id", message)
-    manager.check_room()
     now, kept = int(time.time()), body.output_expires_after
     record = BatchRecord(
         new_batch_id("batch"), "openai", body.endpoint, now,
@@ -192,11 +224,10 @@ async def create_batch(request: Request) -> Response:
         output_expires_after=None if kept is None else kept.seconds,
     )  # fmt: skip
     try:
-        record = await manager.create(record)
+        with storing():
+            record = await manager.create(record)
     except KeyError:
         raise unknown from None
-    except OSError as error:
-        raise storage_error(error) from error
     trace_of(request).fields["batch"] = record.id
     return JSONResponse(_batch(record))
 
@@ -221,7 +252,8 @@ async def cancel_batch(request: Request) -> Response:
     """Ends a batch."""
     record = found_batch(request, "openai")
     if not record.has_ended:
-        record = await manager_of(request).cancel(record.id)
+        with storing():
+            record = await manager_of(request).cancel(record.id)
     if record.status not in ("cancelling", "cancelled"):
         message = f"a batch of the status {record.status!r} cannot be cancelled"
         raise ApiError(400, message, code="invalid_batch_status")
@@ -237,8 +269,13 @@ def found_batch(request: Request, kind: str) -> BatchRecord:
     batch_id: str = request.path_params["batch_id"]
     record = manager_of(request).get(batch_id)
     if record is None or record.kind != kind:
-        raise ApiError(404, f"there is no batch {shorten(batch_id, 64)!r} here", code="not_found")
+        raise no_batch(batch_id)
     return record
+
+
+def no_batch(batch_id: str) -> ApiError:
+    """404 for a batch that is not there."""
+    return ApiError(404, f"there is no batch {shorten(batch_id, 64)!r} here", code="not_found")
 
 
 def _batch(record: BatchRecord) -> bodies.BatchAnswer:

@@ -8,7 +8,8 @@
     batches/ID.input      the requests of a batch that are no file of the API
     batches/ID.answers, ID.failures    its output
 
-Names are made here, never taken from a client. Everything is readable by the user alone.
+Names are made here, never taken from a client. Everything is readable by the user alone. Files of
+other names are none of the server's: they are neither read nor removed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import threading
 import time
 import uuid
@@ -31,6 +33,10 @@ _FILES, _BATCHES = "files", "batches"
 # Bytes of an upload that are written at once.
 _PIECE_SIZE = 1 << 20
 _PART, _DATA, _META = ".part", ".data", ".json"
+# Names that are made here.
+_OWN = re.compile(
+    r"(?:(?:file-|batch_|msgbatch_)?[0-9a-f]{32})\.(?:json|data|part|input|answers|failures)"
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ class Folder:
             os.close(self._lock)
             expected = "a folder that no other server uses"
             raise InvalidParameterError("files_dir", expected, str(path)) from error
-        records = [StoredFile(**found) for found in self._read_all(_FILES)]
+        records = [self._stored_file(found) for found in self._read_all(_FILES)]
         records.sort(key=lambda file: (file.created_at, file.id))
         self.files = {file.id: file for file in records}
 
@@ -205,11 +211,11 @@ class Folder:
             in_use: outputs that are being written.
         """
         known = {self.data_path(file_id) for file_id in self.files} | in_use
-        for path in (self.path / _FILES).iterdir():
+        for path in self._own(_FILES):
             if path.suffix != _META and path not in known:
                 path.unlink(missing_ok=True)
         batches = self.path / _BATCHES
-        for path in list(batches.iterdir()):
+        for path in self._own(_BATCHES):
             if path.suffix == _PART or not (batches / f"{path.stem}{_META}").exists():
                 path.unlink(missing_ok=True)
 
@@ -235,12 +241,29 @@ class Folder:
     # Records.
 
     def _read_all(self, kind: str) -> Iterator[dict[str, Any]]:
-        for path in (self.path / kind).glob(f"*{_META}"):
+        for path in self._own(kind):
+            if path.suffix != _META:
+                continue
             try:
-                yield json.loads(path.read_bytes())
+                record = json.loads(path.read_bytes())
+                if not isinstance(record, dict) or record.get("id") != path.stem:
+                    raise ValueError(f"it must be an object with the id {path.stem}")
             except (OSError, ValueError) as error:
                 expected = f"a folder of whole records ({path.name}: {error})"
                 raise InvalidParameterError("files_dir", expected, str(self.path)) from error
+            yield record
+
+    def _own(self, kind: str) -> list[Path]:
+        """The files whose names were made here."""
+        found = (self.path / kind).iterdir()
+        return [path for path in found if _OWN.fullmatch(path.name) and path.is_file()]
+
+    def _stored_file(self, record: dict[str, Any]) -> StoredFile:
+        try:
+            return StoredFile(**record)
+        except TypeError as error:
+            expected = f"a folder of records of files ({record['id']}: {error})"
+            raise InvalidParameterError("files_dir", expected, str(self.path)) from None
 
     def _write(self, kind: str, name: str, record: dict[str, Any]) -> None:
         folder = self.path / kind

@@ -16,10 +16,10 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mlx_paged.errors import EngineDeadError, MlxPagedError
 from mlx_paged.server.batches.folder import Folder, StoredFile, new_file_id
@@ -197,10 +197,12 @@ class BatchManager:
 
         Raises:
             KeyError: the file of its input has been deleted.
+            ApiError: 429, there are too many.
         """
         if record.kind == "openai":
             record = replace(record, output_file_id=new_file_id(), error_file_id=new_file_id())
         async with self._changing:
+            self.check_room()
             if record.input_file_id is not None:
                 _ = self.folder.files[record.input_file_id]
             await asyncio.to_thread(self.folder.write_batch, record.id, record.stored())
@@ -240,7 +242,32 @@ class BatchManager:
         now = self._now()
         for file in self.folder.files.values():
             if file.expires_at is not None and file.expires_at <= now:
-                await self.delete_file(file.id)
+                with contextlib.suppress(OSError):  # (of a read-only folder; it is tried again)
+                    await self.delete_file(file.id)
+
+    async def open_file(self, file_id: str) -> BinaryIO | None:
+        """The content of a file, which can be read to its end also if the file is deleted.
+
+        Returns:
+            None: there is no such file.
+        """
+        async with self._changing:
+            if file_id not in self.folder.files:
+                return None
+            return await asyncio.to_thread(open, self.folder.data_path(file_id), "rb")
+
+    async def open_results(self, batch_id: str) -> list[BinaryIO] | None:
+        """The output of a batch that has ended, where that is no file of the API; see `open_file`.
+
+        Returns:
+            None: there is no such batch.
+        """
+        async with self._changing:
+            record = self._records.get(batch_id)
+            if record is None:
+                return None
+            paths = [path for path in self._output_paths(record) if path.exists()]
+            return [await asyncio.to_thread(open, path, "rb") for path in paths]
 
     async def _forget(self, batch_id: str) -> None:
         await asyncio.to_thread(self.folder.delete_batch, batch_id)
@@ -437,11 +464,18 @@ class BatchManager:
     async def _fail(self, batch_id: str, errors: list[dict[str, Any]]) -> None:
         now = int(self._now())
         among: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
-        with contextlib.suppress(OSError):  # (of a full disk; it is tried again after a restart)
-            await self._change(
-                batch_id, among, status="failed", failed_at=now, errors=errors,
-                output_file_id=None, error_file_id=None,
-            )  # fmt: skip
+        record = self._records[batch_id]
+        changes: dict[str, Any] = {
+            "status": "failed", "failed_at": now, "errors": errors, "output_file_id": None,
+            "error_file_id": None,
+        }  # fmt: skip
+        try:
+            await self._change(batch_id, among, **changes)
+            if record.kind == "openai":  # no client could ask for its output, or delete that
+                for file_id in filter(None, (record.output_file_id, record.error_file_id)):
+                    await asyncio.to_thread(self.folder.delete, file_id)
+        except OSError:  # of a full disk: it has failed until the next start, which tries it again
+            self._records[batch_id] = replace(record, **changes)
         logger.error("batch %s failed: %s", batch_id, errors[0]["message"])
 
     def _give_up(self, record: BatchRecord, error: MlxPagedError) -> None:
@@ -469,13 +503,6 @@ class BatchManager:
             return of(record.output_file_id), of(record.error_file_id)
         of_batch = self.folder.batch_path
         return of_batch(record.id, "answers"), of_batch(record.id, "failures")
-
-    def results(self, record: BatchRecord) -> Iterator[bytes]:
-        """The output lines of a batch whose output is no file of the API."""
-        for path in self._output_paths(record):
-            if path.exists():
-                with path.open("rb") as file:
-                    yield from file
 
 
 def new_batch_id(prefix: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, BinaryIO, Literal, overload
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request
@@ -20,6 +22,7 @@ from mlx_paged.server.batches.endpoints import (
     found_batch,
     limit_of,
     manager_of,
+    no_batch,
     place_of,
     query_of,
 )
@@ -27,7 +30,7 @@ from mlx_paged.server.batches.folder import open_new
 from mlx_paged.server.batches.manager import TURN, BatchManager, new_batch_id
 from mlx_paged.server.batches.records import BatchRecord
 from mlx_paged.server.batches.splitter import RequestSplitter
-from mlx_paged.server.batches.uploads import read_large, receiving
+from mlx_paged.server.batches.uploads import read_large, receiving, storing
 from mlx_paged.server.body_bounds import BodyBounds
 from mlx_paged.server.context import context_of, trace_of
 from mlx_paged.server.errors import ApiError, bad_request, message_error
@@ -221,7 +224,8 @@ async def cancel(request: Request) -> Response:
     record = found_batch(request, _KIND)
     if record.has_ended:
         raise bad_request("message_batch_id", f"{record.id} has ended and cannot be canceled")
-    await manager_of(request).cancel(record.id)
+    with storing():
+        await manager_of(request).cancel(record.id)
     return JSONResponse(_batch(found_batch(request, _KIND), request))
 
 
@@ -231,7 +235,8 @@ async def delete(request: Request) -> Response:
     if not record.has_ended:
         message = f"{record.id} has not ended: cancel it, and delete it then"
         raise bad_request("message_batch_id", message)
-    await manager_of(request).delete(record.id)
+    with storing():
+        await manager_of(request).delete(record.id)
     answer: MessageBatchDeleted = {"id": record.id, "type": "message_batch_deleted"}
     return JSONResponse(answer)
 
@@ -241,15 +246,24 @@ async def results(request: Request) -> Response:
     record = found_batch(request, _KIND)
     if not record.has_ended:
         raise bad_request("message_batch_id", f"{record.id} has not ended: there are no results")
-    lines = _results(manager_of(request), record)
-    return StreamingResponse(lines, media_type="application/x-jsonl")
+    files = await manager_of(request).open_results(record.id)
+    if files is None:
+        raise no_batch(record.id)
+    return StreamingResponse(_results(files), media_type="application/x-jsonl")
 
 
-def _results(manager: BatchManager, record: BatchRecord) -> Iterator[bytes]:
-    for content in manager.results(record):
-        line = json.loads(content)
-        made = {"custom_id": line["custom_id"], "result": _result(line)}
-        yield json.dumps(made).encode() + b"\n"
+def _results(files: Sequence[BinaryIO]) -> Iterator[bytes]:
+    """The results in output files, which are closed at the end."""
+    with contextlib.ExitStack() as closing:
+        for file in files:
+            closing.enter_context(file)
+        for content in itertools.chain.from_iterable(files):
+            try:
+                line = json.loads(content)
+                made = {"custom_id": line["custom_id"], "result": _result(line)}
+            except (ValueError, KeyError, TypeError):  # of a batch that failed as it was written
+                continue
+            yield json.dumps(made).encode() + b"\n"
 
 
 def _result(line: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -28,6 +28,7 @@ _MAX_REST, _MAX_FIELD = 1 << 16, 1 << 12
 _MAX_PARTS = 16
 # Bytes a second that a body must have, after the time that any has.
 _MIN_RATE = 1 << 14
+_DISK_PROBLEMS = {errno.ENOSPC: "full", errno.EDQUOT: "full", errno.EROFS: "read-only"}
 
 
 class FormReader:
@@ -175,17 +176,16 @@ async def receiving(folder: Folder, config: ServerConfig, what: str) -> AsyncIte
         what: its name in errors.
 
     Raises:
-        ApiError: 507, the disk is full.
+        ApiError: 507, the disk is full or read-only.
     """
     room = config.max_files_size - await asyncio.to_thread(folder.num_bytes)
-    upload = folder.begin_upload()
-    try:
-        yield Receiving(upload, folder, config.max_file_size, what, config.max_files_size, room)
-    except OSError as error:
-        raise storage_error(error) from error
-    finally:
-        folder.num_receiving -= upload.size
-        folder.discard(upload)  # (where it was kept, nothing is left to discard)
+    with storing():
+        upload = folder.begin_upload()
+        try:
+            yield Receiving(upload, folder, config.max_file_size, what, config.max_files_size, room)
+        finally:
+            folder.num_receiving -= upload.size
+            folder.discard(upload)  # (where it was kept, nothing is left to discard)
 
 
 def files_too_large(limit: int) -> ApiError:
@@ -194,11 +194,20 @@ def files_too_large(limit: int) -> ApiError:
     return ApiError(413, message, code="files_too_large")
 
 
-def storage_error(error: OSError) -> ApiError:
-    """Returns 507 where the disk is full; raises any other error again."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ApiError(507, "the disk of this server is full", code="storage_full")
-    raise error
+@contextlib.contextmanager
+def storing() -> Iterator[None]:
+    """Errors of the disk, as answers.
+
+    Raises:
+        ApiError: 507, the disk is full or read-only.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_PROBLEMS:
+            raise
+        problem = _DISK_PROBLEMS[error.errno]
+        raise ApiError(507, f"the disk of this server is {problem}", code="storage_full") from error
 
 
 async def read_form(request: Request, to: Receiving, limit: int) -> tuple[str, Mapping[str, str]]:

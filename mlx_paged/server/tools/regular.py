@@ -354,10 +354,11 @@ def _shown(token: _Token) -> str:
 def _text(token: _Token) -> str:
     quoted = token.text.removesuffix("i")
     try:
-        found = ast.literal_eval(quoted.replace("\\/", "/"))
+        found = str(ast.literal_eval(quoted.replace("\\/", "/")))
+        found.encode()  # (half of a surrogate pair is no character)
     except (ValueError, SyntaxError) as error:
         raise NotRegular(f"line {token.line}: {quoted} is no string") from error
-    return str(found)
+    return found
 
 
 def _letter(c: str) -> str:

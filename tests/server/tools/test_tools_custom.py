@@ -71,13 +71,14 @@ def test_grammars_as_expressions(grammar, accepted, refused) -> None:
         ('start: %json {"a": 1}', "is not supported"),
         ('start: ("x"', "line 1: ')' must come, not the end"),
         ('start: "b".."a"', "a range"),
+        (r'start: "\ud83d"', "is no string"),
         ("%import python.X", "no 'python' to import from"),
         ("%declare X", "line 1: %declare is not supported"),
         ("start: a a\n" + "".join(f"{c}: {d} {d}\n" for c, d in zip("abcdefghijklmnopqr",
          "bcdefghijklmnopqrs")) + 's: "x"', f"more than {MAX_SIZE} characters"),
         ("start: " + "(" * 5000 + '"x"' + ")" * 5000, "recursion"),
     ],
-    ids=range(15),
+    ids=range(16),
 )  # fmt: skip
 def test_other_grammars_are_refused_for_a_reason(grammar, reason) -> None:
     with pytest.raises(InvalidParameterError) as error:
