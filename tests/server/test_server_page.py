@@ -714,6 +714,12 @@ def open_everything(page: Page) -> Iterator[str]:
         page.click("#toggle-sidebar")
         yield "sidebar"
     page.locator("#chats .more").click()
+    page.get_by_role("menuitem", name="Pin").click()
+    page.locator("#chats .more").click()
+    page.get_by_role("menuitem", name="Move to folder").click()
+    yield "folder"
+    page.keyboard.press("Escape")
+    page.locator("#chats .more").click()
     yield "menu"
     page.keyboard.press("Escape")
     if page.locator("#shade").is_visible():

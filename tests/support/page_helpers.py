@@ -47,6 +47,12 @@ window.fetch = (url, options) => {
     answer.controller.close();
     answer.over = true;
   };
+  answer.reply = (content) => { // to a request without a stream
+    const body = JSON.stringify({ choices: [{ message: { content }, finish_reason: "stop" }] });
+    answer.controller.enqueue(new TextEncoder().encode(body));
+    answer.controller.close();
+    answer.over = true;
+  };
   answer.fail = (message, code = null) => {
     send(JSON.stringify({ error: { message, code } }));
     answer.over = true;
@@ -64,6 +70,9 @@ window.fetch = (url, options) => {
   return Promise.resolve(new Response(stream, { headers }));
 };
 """
+
+# (A page of no site has no storage.)
+NO_TITLES = """try { localStorage["mlx-paged.titles"] = "off"; } catch {}"""
 
 
 @contextmanager
@@ -85,6 +94,9 @@ def chromium() -> Iterator[Browser]:
 class Visitor:
     """A browser's storage and its tabs. Fails at its end if the console had errors.
 
+    Args:
+        titles: The model writes titles of chats, as it does by default.
+
     Attributes:
         bodies: Bodies of the requests for answers that left the page, in order.
         expected: Parts of console errors that the test provokes.
@@ -92,7 +104,10 @@ class Visitor:
 
     def __init__(self, browser: Browser, url: str, **options: Any) -> None:
         viewport = options.pop("viewport", {"width": 1200, "height": 800})
+        titles = options.pop("titles", False)
         self.context: BrowserContext = browser.new_context(viewport=viewport, **options)
+        if not titles:
+            self.context.add_init_script(NO_TITLES)
         self.context.set_default_timeout(PATIENCE)
         self.url = url
         self.bodies: list[dict[str, Any]] = []

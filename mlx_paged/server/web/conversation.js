@@ -1,6 +1,7 @@
 // A chat is a tree of messages: each names its parent, and the chat names the leaf that is shown.
 //
-// A chat: { id, title (null: from its first message), leaf, created, updated, deleted }.
+// A chat: { id, title (null: from its first message), leaf, created, updated, deleted, pinned, folder }. `folder`:
+// the name of a group of the list of chats, or null.
 // A message: { id, chat, parent, role, content, reasoning, calls, status, error, finish, stats, model,
 // owner, created, updated, media, edited, from, deleted }. `media` of the user's: see media.js. `status` of an answer:
 // streaming, done, stopped, interrupted, failed. One to a JSON schema also has `relaxed`: the parts of it that were

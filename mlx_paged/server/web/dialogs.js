@@ -102,6 +102,9 @@ export class SettingsDialog {
         act.keyChanged();
       });
     }
+    $("write-titles").addEventListener("change", () => {
+      settings.titles = $("write-titles").checked;
+    });
     $("theme").addEventListener("change", (event) => {
       settings.theme = event.target.value;
     });
@@ -184,6 +187,7 @@ export class SettingsDialog {
     }
     $("key").value = this.settings.key;
     $("keep-key").checked = this.settings.keepsKey;
+    $("write-titles").checked = this.settings.titles;
     $("theme").querySelector(`[value=${this.settings.theme}]`).checked = true;
   }
 

@@ -14,6 +14,7 @@ import { Queue } from "./queue.js";
 import { drafts, Settings, waiting } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
+import { Titles } from "./titles.js";
 import { PASTED_CHARACTERS } from "./texts.js";
 import { Tools, ToolsDialog } from "./tools.js";
 import { addTo, fromJson, ImportError, toJson, toMarkdown } from "./transfer.js";
@@ -28,6 +29,7 @@ const store = new Store();
 const settings = new Settings();
 const tools = new Tools(store, settings);
 const answers = new Answers(store, settings, (id) => tools.ofRequest(id), contextLimit);
+const titles = new Titles(store, answers, settings);
 const banner = new Banner();
 const touches = matchMedia("(pointer: coarse)");
 const input = $("input");
@@ -68,10 +70,10 @@ const dialog = new SettingsDialog(settings, {
   },
 });
 
-const sidebar = new Sidebar(store, answers, {
+const sidebar = new Sidebar(store, answers, settings, {
   open: (chosen) => open(chosen.id),
   stop: (message) => answers.stop(message),
-  rename: (chosen, title) => store.write("chats", chosen.id, { title: title || null }),
+  change: (chosen, fields) => store.write("chats", chosen.id, fields),
   async exportMarkdown(chosen) {
     const text = await toMarkdown(chosen, store.messagesOf(chosen.id), (id) => store.blobOf(chosen.id, id));
     download(`${fileName(chosen)}.md`, "text/markdown", text);
@@ -502,6 +504,8 @@ async function poll() {
     $("key-state").textContent = "";
     showState(info);
     showLimits(info);
+    const { num_running: running = 1, num_waiting: waiting = 1 } = info.stats ?? {}; // (a busy one says less)
+    titles.write(running + waiting > 0);
     await showServers(info.config.mcp_config);
   } catch (error) {
     status = null;

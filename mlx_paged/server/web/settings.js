@@ -116,6 +116,25 @@ export class Settings {
     this.key = read("key", "sessionStorage") ?? read("key") ?? "";
   }
 
+  // True if the model writes the titles of new chats.
+  get titles() {
+    return read("titles") !== "off";
+  }
+
+  set titles(isOn) {
+    keep("titles", isOn ? "" : "off");
+  }
+
+  // Groups of the list of chats that are collapsed: their keys, each true.
+  get collapsed() {
+    return parsed(read("collapsed"));
+  }
+
+  setCollapsed(key, isCollapsed) {
+    const { [key]: _, ...others } = this.collapsed;
+    keep("collapsed", JSON.stringify(isCollapsed ? { ...others, [key]: true } : others));
+  }
+
   get theme() {
     return read("theme") ?? "system";
   }

@@ -1,17 +1,19 @@
 // The list of chats: search, rename, menus, and which of them are being answered.
 
 import { search, titleOf } from "./conversation.js";
+import { foldersOf, groupsOf, groupView } from "./folders.js";
 import { element, icon, isComposing } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 
-// `act`: open, stop, rename, exportMarkdown, exportJson, remove; each takes a chat.
+// `act`: open, stop, change(chat, fields), exportMarkdown, exportJson, remove; each takes a chat.
 export class Sidebar {
-  constructor(store, answers, act) {
+  constructor(store, answers, settings, act) {
     this.store = store;
     this.answers = answers;
+    this.settings = settings;
     this.act = act;
-    this.renamed = null; // id of the chat whose title is edited
+    this.edited = null; // { id, field }: the chat whose title or folder is edited
     this.unread = new Set();
     this.narrow = matchMedia("(max-width: 760px)");
     this.narrow.addEventListener("change", () => this.toggle(!this.narrow.matches));
@@ -54,32 +56,45 @@ export class Sidebar {
     if (this.narrow.matches) this.toggle(false);
   }
 
+  // The chats in their order on the page.
   listed() {
+    return this.groups().flatMap((group) => group.chats);
+  }
+
+  groups() {
     const query = $("search").value.trim();
     const all = this.store.listed();
-    return query ? search(all, (id) => this.store.messagesOf(id), query) : all;
+    if (!query) return groupsOf(all);
+    return [{ key: null, name: null, chats: search(all, (id) => this.store.messagesOf(id), query) }];
   }
 
   show(current = this.current) {
     this.current = current;
     this.unread.delete(current);
-    if (this.renamed && $("chats").querySelector(".rename")) return; // shown again after that
-    const chats = this.listed();
+    if (this.edited && $("chats").querySelector(".rename")) return; // shown again after that
+    const groups = this.groups();
+    const chats = groups.flatMap((group) => group.chats);
     const shown = JSON.stringify(chats.map((chat) => [
       chat.id, titleOf(chat, this.store.messagesOf(chat.id)), this.answers.inChat(chat.id)?.id,
-      this.unread.has(chat.id), chat.id === current, chat.id === this.renamed,
+      this.unread.has(chat.id), chat.id === current, chat.id === this.edited?.id,
+      chat.pinned, chat.folder,
     ]));
     if (shown === this.shown) return;
     this.shown = shown;
-    const rows = chats.map((chat) => (chat.id === this.renamed ? this.editor(chat) : this.row(chat)));
-    const focused = document.activeElement?.closest("#chats [data-chat]");
+    const focused = document.activeElement?.closest("#chats [data-chat], #chats [data-group]");
     const kind = document.activeElement?.className;
-    $("chats").replaceChildren(...rows);
+    const rowOf = (chat) => (chat.id === this.edited?.id ? this.editor(chat) : this.row(chat));
+    $("chats").replaceChildren(...groups.flatMap((group) => {
+      const rows = group.chats.map(rowOf);
+      return group.key === null ? rows : [groupView(group, rows, this.settings)];
+    }));
     $("no-chats").hidden = chats.length > 0;
     $("no-chats").textContent = $("search").value.trim() ? "No chats match." : "No chats yet.";
     if (!focused) return;
-    const row = rows.find((r) => r.dataset.chat === focused.dataset.chat);
-    [...(row?.querySelectorAll("button, input") ?? [])].find((b) => b.className === kind)?.focus();
+    const { chat, group } = focused.dataset;
+    const rows = [...$("chats").querySelectorAll("[data-chat], [data-group]")];
+    const row = rows.find((r) => r.dataset.chat === chat && r.dataset.group === group);
+    [...(row?.querySelectorAll("button, input, summary") ?? [])].find((b) => b.className === kind)?.focus();
   }
 
   row(chat) {
@@ -107,16 +122,18 @@ export class Sidebar {
   }
 
   editor(chat) {
-    const end = async (title) => {
-      if (this.renamed !== chat.id) return;
-      this.renamed = null;
+    const { field } = this.edited;
+    const end = async (text) => {
+      if (this.edited?.id !== chat.id) return;
+      this.edited = null;
       input.remove();
-      if (title !== null) await this.act.rename(chat, title.trim());
+      if (text !== null) await this.act.change(chat, { [field]: text.trim() || null });
       this.show();
     };
+    const isTitle = field === "title";
     const input = element("input", {
-      className: "rename", value: titleOf(chat, this.store.messagesOf(chat.id)),
-      "aria-label": "Title", maxLength: 200,
+      className: "rename", value: isTitle ? titleOf(chat, this.store.messagesOf(chat.id)) : chat.folder ?? "",
+      "aria-label": isTitle ? "Title" : "Folder", placeholder: isTitle ? "" : "Folder (empty: none)", maxLength: 200,
       onblur: () => end(input.value),
       onkeydown: (event) => {
         if (isComposing(event)) return;
@@ -127,7 +144,16 @@ export class Sidebar {
         }
       },
     });
-    return element("li", { "data-chat": chat.id }, input);
+    if (isTitle) return element("li", { "data-chat": chat.id }, input);
+    const known = foldersOf(this.store.listed()).map((value) => element("option", { value }));
+    input.setAttribute("list", "folder-names");
+    return element("li", { "data-chat": chat.id }, input, element("datalist", { id: "folder-names" }, ...known));
+  }
+
+  edit(chat, field) {
+    this.edited = { id: chat.id, field };
+    this.show();
+    $("chats").querySelector(".rename")?.select();
   }
 
   openMenu(chat, button) {
@@ -140,11 +166,9 @@ export class Sidebar {
       },
     }, icon(image), name);
     menu.replaceChildren(
-      item("Rename", "edit", () => {
-        this.renamed = chat.id;
-        this.show();
-        $("chats").querySelector(".rename")?.select();
-      }),
+      item("Rename", "edit", () => this.edit(chat, "title")),
+      item(chat.pinned ? "Unpin" : "Pin", "pin", () => this.act.change(chat, { pinned: !chat.pinned })),
+      item("Move to folder", "folder", () => this.edit(chat, "folder")),
       item("Export as Markdown", "file", () => this.act.exportMarkdown(chat)),
       item("Export as JSON", "file", () => this.act.exportJson(chat)),
       item("Delete", "delete", () => this.act.remove(chat)),

@@ -134,7 +134,8 @@ export class Store extends EventTarget {
   addChat(fields = {}) {
     const now = Date.now();
     const chat = {
-      id: newId(), title: null, leaf: null, created: now, used: now, deleted: null, tools: [], ...fields,
+      id: newId(), title: null, leaf: null, created: now, used: now, deleted: null, tools: [], pinned: false, folder: null,
+      ...fields,
     };
     return this.write("chats", chat.id, chat);
   }

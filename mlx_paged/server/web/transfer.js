@@ -7,7 +7,8 @@ import { fenced, folded } from "./texts.js";
 import { byAge, callsOf, newestLeaf, pathTo, splitReasoning, titleOf } from "./conversation.js";
 
 const FORMAT = "mlx-paged-chats";
-const VERSION = 4; // 1 had no calls and no tools, 2 no media, 3 no text files, no `edited`, `from` and `parameters`
+// 1 had no calls and no tools, 2 no media, 3 no text files, no `edited`, `from`, `parameters`, `pinned` and `folder`
+const VERSION = 4;
 const STATUSES = ["done", "stopped", "interrupted", "failed"];
 
 // `recordsOf`: a promise of the bytes that a chat has.
@@ -19,6 +20,7 @@ export async function toJson(chats, messagesOf, recordsOf) {
     chats: await Promise.all(chats.map(async (chat) => ({
       id: chat.id, title: chat.title, leaf: chat.leaf, created: chat.created, used: chat.used,
       tools: chat.tools ?? [], parameters: chat.parameters ?? null,
+      pinned: Boolean(chat.pinned), folder: chat.folder ?? null,
       messages: [...messagesOf(chat.id).values()].sort(byAge).map((m) => ({
         id: m.id, parent: m.parent, role: m.role, content: m.content, reasoning: m.reasoning,
         calls: callsOf(m), media: mediaOf(m),
@@ -68,6 +70,8 @@ const CHAT_FIELDS = {
   created: [TIME, "a time in milliseconds"], used: [TIME, "a time in milliseconds"],
   tools: [(v) => Array.isArray(v) && v.every(TEXT), "a list of names"],
   parameters: [orNull((v) => isObject(v) && Object.values(v).every(TEXT)), "an object of texts or null"],
+  pinned: [(v) => typeof v === "boolean", "true or false"],
+  folder: [orNull((v) => TEXT(v) && v !== ""), "a text that is not empty or null"],
   messages: [Array.isArray, "a list"],
   media: [(v) => Array.isArray(v) && v.every(isRecord), "a list of ids with data in base64"],
 };
@@ -195,7 +199,8 @@ function fromVersion2(chat) {
 
 function fromVersion3(chat) {
   if (!isObject(chat)) return chat;
-  return { parameters: null, ...withField(withField(chat, "edited", false), "from", null) };
+  const fresh = { parameters: null, pinned: false, folder: null };
+  return { ...fresh, ...withField(withField(chat, "edited", false), "from", null) };
 }
 
 // A chat whose messages have a field that they lacked.
