@@ -159,7 +159,7 @@ def import_error(code: str) -> str:
     run = python(code + "\nimport mlx_paged.ops")
     assert run.returncode == 1, run.stdout
     last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: ")
+    assert re.match(r"(mlx_paged\.errors\.InstallationError|ImportError): ", last), last
     return last
 
 
