@@ -473,6 +473,22 @@ def test_a_vocabulary_smaller_than_the_tokenizers(compiler: GrammarCompiler) -> 
     assert accepts(small, StructuredOutputs(regex="ab"), "ab")
 
 
+@pytest.mark.parametrize("grammar", ["start: /a+/ /a+/", 'start: /((a)?)+/ "a"'])
+def test_a_grammar_without_an_end_is_followed_for_ever_and_not_compiled_for_ever(
+    compiler: GrammarCompiler, grammar: str
+) -> None:
+    """(Its first or second mask never came.)"""
+    compiled = compiler.compile(StructuredOutputs(grammar=grammar))
+    matcher, mask = compiled.matcher(), compiled.first_mask.copy()
+    decode = embedded().tokenizer.decode
+    for _ in range(8):
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        token = next(int(each) for each in allowed if decode([each]).strip("a") == "")
+        assert matcher.consume_token(token)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        assert mask.any() and not matcher.is_error()
+
+
 def test_the_clock_of_a_thread_on_macos() -> None:
     """(`thread_info` in place of the system's.)"""
     asked: list[Any] = []
