@@ -36,6 +36,14 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.close_timeout = _CLOSE_TIMEOUT
+        app = self.app
+
+        async def run_app(scope: Any, receive: Any, send: Any) -> None:
+            await app(scope, receive, send)
+            if self.initial_response is not None:  # refused: no error, as uvicorn would log it
+                self.handshake_complete = True
+
+        self.app = run_app
 
     @property
     def idle_since(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import signal
@@ -20,7 +21,9 @@ from support.server_helpers import RunningServer, drained, process, running, unt
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.batches import bodies
 from mlx_paged.server.batches.folder import Folder
+from mlx_paged.server.batches.uploads import receiving
 from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.errors import ApiError
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 LIMIT = 1 << 16
@@ -179,6 +182,20 @@ def test_uploads_have_limits_and_a_type_of_their_own(client, sdk, folder) -> Non
     answer = client.post("/v1/files", data=FORM, files=ONE, headers=foreign)
     assert refused(answer, 403)["code"] == "cross_origin"
     assert not list(folder.rglob("*.part"))
+
+
+def test_uploads_at_the_same_time_share_the_limit_of_all_files(tmp_path) -> None:
+    async def upload_two() -> None:
+        folder, config = Folder(tmp_path), ServerConfig(max_files_size=10)
+        async with receiving(folder, config, "the file") as second:
+            async with receiving(folder, config, "the file") as first:
+                first.take(b"x" * 8)
+                folder.keep(first.upload, "in", "batch", None)
+            with pytest.raises(ApiError, match="at most 10 bytes"):
+                second.take(b"x" * 8)
+            second.take(b"x" * 2)
+
+    asyncio.run(upload_two())
 
 
 def test_an_upload_that_stands_still_ends(folder, tmp_path) -> None:

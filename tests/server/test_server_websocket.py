@@ -217,12 +217,15 @@ def test_what_is_wrong_is_an_event_and_the_connection_goes_on(
         ({"path": "/v1/chat/completions"}, 404, "not_found"),
     ],
 )
-def test_a_handshake_is_checked_like_a_request(server, headers, status, code) -> None:
+def test_a_handshake_is_checked_like_a_request(server, headers, status, code, caplog) -> None:
     with pytest.raises(InvalidStatus) as refused, opened(server, **headers):
         pass
     answer = refused.value.response
     assert answer.status_code == status and answer.headers["X-Request-Id"]
     assert json.loads(answer.body)["error"]["code"] == code
+    with server.client() as client:
+        assert client.get("/health").is_success
+    assert "ERROR" not in [record.levelname for record in caplog.records]
 
 
 def test_allowed_origins_may_open_one(server, engine) -> None:

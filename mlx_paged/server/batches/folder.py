@@ -116,6 +116,7 @@ class Folder:
     Attributes:
         files: The files of the API by id, the oldest first.
         num_receiving: Bytes of the uploads under way.
+        num_uploaded: Bytes of all uploads that have ended, since the folder was opened.
 
     Raises:
         InvalidParameterError: the folder cannot be used.
@@ -125,7 +126,7 @@ class Folder:
         self.path = path
         # (Replaced, not changed: others may be looking at them.)
         self.files: Mapping[str, StoredFile] = {}
-        self.num_receiving = 0
+        self.num_receiving = self.num_uploaded = 0
         self._changing = threading.Lock()
         try:
             for each in (path, path / _FILES, path / _BATCHES):

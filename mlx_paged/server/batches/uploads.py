@@ -139,7 +139,7 @@ class Receiving:
         limit: most bytes of it.
         what: its name in errors.
         most: most bytes of all files.
-        room: what is left of them.
+        room: what was left of them when `Folder.num_uploaded` was 0.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Receiving:
         """
         if self.upload.size + len(data) > self._limit:
             raise too_large(self._limit, self._what)
-        if self._folder.num_receiving + len(data) > self._room:
+        if self._folder.num_receiving + self._folder.num_uploaded + len(data) > self._room:
             raise files_too_large(self._most)
         self.upload.add(data)
         self._folder.num_receiving += len(data)
@@ -178,11 +178,13 @@ async def receiving(folder: Folder, config: ServerConfig, what: str) -> AsyncIte
     Raises:
         ApiError: 507, the disk is full or read-only.
     """
-    room = config.max_files_size - await asyncio.to_thread(folder.num_bytes)
+    room = config.max_files_size + folder.num_uploaded
+    room -= await asyncio.to_thread(folder.num_bytes)
     with storing():
         upload = folder.begin_upload()
         try:
             yield Receiving(upload, folder, config.max_file_size, what, config.max_files_size, room)
+            folder.num_uploaded += upload.size
         finally:
             folder.num_receiving -= upload.size
             folder.discard(upload)  # (where it was kept, nothing is left to discard)
