@@ -1,7 +1,7 @@
 // Attached files as elements: those of a message, and a tray of what will be sent.
 
 import { fitted, itemOf, MediaError, megabytes } from "./media.js";
-import { asText } from "./texts.js";
+import { asText, pastedItem } from "./texts.js";
 import { element, icon } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
@@ -88,20 +88,26 @@ export class Tray {
     this.note = element("p", { className: "tray-note", role: "status" });
     this.urls = new Map(); // item -> URL of its bytes
     this.pending = Promise.resolve();
-    this.set(items);
+    this.into = null;
+    this.numPasted = 0;
+    this.items = [...items];
+    this.draw();
   }
 
   // `into`: what they are for; what is added for something else is left out.
   set(items, into = null) {
     this.into = into;
-    this.numPasted = 0;
+    this.numPasted = items.filter((item) => item.isPasted).length;
     this.say("");
     this.change([...items]);
   }
 
   // What is added meanwhile comes behind.
   add(files) {
-    const items = [...files].map(itemOf);
+    return this.addItems([...files].map(itemOf));
+  }
+
+  addItems(items) {
     const { into } = this;
     this.pending = this.pending.then(() => this.take(items, into));
     return this.pending;
@@ -110,8 +116,7 @@ export class Tray {
   // A long pasted text becomes a file.
   paste(text) {
     this.numPasted += 1;
-    const name = this.numPasted === 1 ? "Pasted text.txt" : `Pasted text ${this.numPasted}.txt`;
-    return this.add([new File([text], name, { type: "text/plain" })]);
+    return this.addItems([pastedItem(text, this.numPasted)]);
   }
 
   async take(items, into) {

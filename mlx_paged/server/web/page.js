@@ -14,8 +14,8 @@ import { Queue } from "./queue.js";
 import { drafts, Settings, waiting } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
+import { PASTED_CHARACTERS, pastedItem } from "./texts.js";
 import { Titles } from "./titles.js";
-import { PASTED_CHARACTERS } from "./texts.js";
 import { Tools, ToolsDialog } from "./tools.js";
 import { addTo, fromJson, ImportError, toJson, toMarkdown } from "./transfer.js";
 import { copyText, download, element, isComposing } from "./view.js";
@@ -98,6 +98,7 @@ const tray = new Tray({
   blobOf: (id) => store.blobOf(current, id),
   changed(items) {
     attached.set(current, items);
+    keepPasted(current, items);
     showButtons();
   },
   focus: focusInput,
@@ -255,11 +256,21 @@ function open(id) {
     waiting.set(current, "");
   }
   queue.show(current);
-  tray.set(attached.get(current) ?? [], current);
+  tray.set(attached.get(current) ?? pastedBefore(current), current);
   fitInput();
   sidebar.closeIfNarrow();
   show();
   focusInput();
+}
+
+// Pasted text survives a reload, as what is typed does.
+async function keepPasted(id, items) {
+  const texts = await Promise.all(items.filter((item) => item.isPasted).map(({ blob }) => blob.text()));
+  if (attached.get(id) === items) drafts.set(`pasted.${id}`, texts.length ? JSON.stringify(texts) : "");
+}
+
+function pastedBefore(id) {
+  return JSON.parse(drafts.get(`pasted.${id}`) ?? "[]").map((text, i) => pastedItem(text, i + 1));
 }
 
 // (On a touch screen it would bring up the keyboard.)

@@ -36,6 +36,13 @@ export async function asText(item, most, kinds) {
   return { ...found, size: blob.size, blob };
 }
 
+// Pasted text as an item of a tray; `place`: its number, from 1.
+export function pastedItem(text, place) {
+  const blob = new Blob([text], { type: TEXT });
+  const name = place === 1 ? "Pasted text.txt" : `Pasted text ${place}.txt`;
+  return { kind: "text", name, type: TEXT, size: blob.size, blob, isPasted: true };
+}
+
 // A block of code in Markdown; its fence is longer than any within the text.
 export function fenced(language, text) {
   let longest = 2;
