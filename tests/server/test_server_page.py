@@ -722,6 +722,10 @@ def open_everything(page: Page) -> Iterator[str]:
     page.locator("#chats .more").click()
     yield "menu"
     page.keyboard.press("Escape")
+    page.locator("#search").fill("everything")
+    expect(page.locator("#chats .snippet mark")).to_be_visible()
+    yield "search"
+    page.locator("#search").fill("")
     if page.locator("#shade").is_visible():
         page.click("#close-sidebar")
     page.click("#open-settings")

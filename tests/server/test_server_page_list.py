@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Page, expect
 from support.page_helpers import answered, fake, in_browser, send, visiting
@@ -59,6 +60,62 @@ def test_the_model_writes_titles_when_nothing_else_runs(browser, page_server) ->
             ["No title, please", "Mine", "How Bees Fly"]
         )
         asked(page, 7)
+
+
+def many_chats(count: int, length: int) -> dict[str, Any]:
+    """An export whose chats have the word "zebra" in one message of each hundredth chat."""
+    chats = []
+    for i in range(count):
+        messages = [
+            {
+                "id": f"c{i}-{j}", "parent": f"c{i}-{j - 1}" if j else None,
+                "role": "assistant" if j % 2 else "user", "created": j, "reasoning": "",
+                "content": f"Text {j} of chat {i}. " + "Some more words. " * 30
+                + ("A **zebra** (i+1) here." if i % 100 == 7 and j == 11 else ""),
+                "calls": [], "media": [], "status": "done", "error": None, "finish": None,
+                "stats": None, "model": None, "edited": False, "from": None,
+            }
+            for j in range(length)
+        ]  # fmt: skip
+        chats.append(
+            {
+                "id": f"c{i}", "title": f"Chat {i}", "leaf": messages[-1]["id"], "created": 1,
+                "used": i + 1, "tools": [], "parameters": None, "pinned": False, "folder": None,
+                "messages": messages, "media": [],
+            }
+        )  # fmt: skip
+    return {"format": "mlx-paged-chats", "version": 4, "chats": chats}
+
+
+@in_browser
+def test_a_search_of_500_chats_marks_hits_and_does_not_block(visitor, tmp_path: Path) -> None:
+    page = visitor.open(fakes=True)
+    (tmp_path / "many.json").write_text(json.dumps(many_chats(500, 50)))
+    page.locator("#import-file").set_input_files(tmp_path / "many.json")
+    expect(page.locator("#import-state")).to_contain_text("Imported 500 chats")
+    # Slices are counted, not timed: the machine may be busy with other things.
+    page.evaluate("""() => {
+      window.slices = 0;
+      const later = window.setTimeout;
+      window.setTimeout = (does, ...delay) => {
+        if (!delay.length) window.slices += 1;
+        return later(does, ...delay);
+      };
+    }""")
+    page.locator("#search").press_sequentially("ZEBRA (i+1)")
+    titles = page.locator("#chats .title")
+    expect(titles).to_have_text([f"Chat {i}" for i in (407, 307, 207, 107, 7)])
+    assert page.evaluate("window.slices") > 1
+    expect(page.locator("#chats .snippet mark").first).to_have_text("zebra")
+    titles.nth(1).click()
+    expect(page.locator("#message-c307-11 strong")).to_be_in_viewport()
+    page.wait_for_function(
+        """() => [...CSS.highlights.get("search") ?? []].map(String).join() === "zebra,(i+1)" """
+    )
+    page.locator("#search").fill("no such word")
+    expect(page.locator("#no-chats")).to_have_text("No chats match.")
+    page.locator("#search").fill("")
+    page.wait_for_function("() => !CSS.highlights.has('search')")
 
 
 @in_browser

@@ -179,14 +179,3 @@ export function historyOf(path) {
     return [{ role: "user", content: contentOf(questions) }, ...joined(told)];
   });
 }
-
-// Chats that have every word of `query` in their title or messages, newest first.
-export function search(chats, messagesOf, query) {
-  const words = query.toLowerCase().split(/\s+/).filter(Boolean);
-  return chats.filter((chat) => {
-    const messages = messagesOf(chat.id);
-    const texts = [titleOf(chat, messages), ...[...messages.values()].map((m) => m.content)];
-    const text = texts.join("\n").toLowerCase();
-    return words.every((word) => text.includes(word));
-  });
-}

@@ -12,6 +12,7 @@ import { filesOf, Limits } from "./media.js";
 import { answersTo, Messages } from "./messages.js";
 import { Queue } from "./queue.js";
 import { drafts, Settings, waiting } from "./settings.js";
+import { Marks } from "./search.js";
 import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
 import { PASTED_CHARACTERS, pastedItem } from "./texts.js";
@@ -71,7 +72,7 @@ const dialog = new SettingsDialog(settings, {
 });
 
 const sidebar = new Sidebar(store, answers, settings, {
-  open: (chosen) => open(chosen.id),
+  open: (chosen, hit) => open(chosen.id, hit),
   stop: (message) => answers.stop(message),
   change: (chosen, fields) => store.write("chats", chosen.id, fields),
   async exportMarkdown(chosen) {
@@ -186,6 +187,9 @@ const messages = new Messages($("messages"), store, answers, tools, {
   stopCall: (message) => tools.stop(message.chat),
 });
 
+const marks = new Marks($("messages"));
+sidebar.search.addEventListener("change", () => marks.set(sidebar.search.words));
+
 // Showing.
 
 function show() {
@@ -246,9 +250,13 @@ function showContext() {
   meter.setAttribute("aria-valuenow", Math.min(stats.total, limit ?? 0));
 }
 
-function open(id) {
+// `hit`: id of a message that is scrolled to, in whatever branch.
+function open(id, hit = null) {
+  if (hit && !pathTo(store.messagesOf(id), store.chats.get(id).leaf).some((message) => message.id === hit)) {
+    store.write("chats", id, { leaf: newestLeaf(store.messagesOf(id), hit) });
+  }
   current = store.chats.has(id) ? id : NEW_CHAT.id;
-  follows = true;
+  follows = !hit;
   settings.chat = current;
   input.value = drafts.get(current) ?? "";
   if (!queue.of(current).length && waiting.get(current)) { // of this tab before it was reloaded
@@ -261,6 +269,9 @@ function open(id) {
   sidebar.closeIfNarrow();
   show();
   focusInput();
+  if (!messages.views.has(hit)) return;
+  messages.views.get(hit).fill();
+  marks.jump($(`message-${hit}`));
 }
 
 // Pasted text survives a reload, as what is typed does.

@@ -1,12 +1,14 @@
 // The list of chats: search, rename, menus, and which of them are being answered.
 
-import { search, titleOf } from "./conversation.js";
+import { titleOf } from "./conversation.js";
 import { foldersOf, groupsOf, groupView } from "./folders.js";
+import { marked, Search } from "./search.js";
 import { element, icon, isComposing } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
+const MOST_HITS = 100; // chats that a search lists
 
-// `act`: open, stop, change(chat, fields), exportMarkdown, exportJson, remove; each takes a chat.
+// `act`: open(chat, id of a message with a hit or null), stop, change(chat, fields), exportMarkdown, exportJson, remove; each takes a chat.
 export class Sidebar {
   constructor(store, answers, settings, act) {
     this.store = store;
@@ -18,12 +20,14 @@ export class Sidebar {
     this.narrow = matchMedia("(max-width: 760px)");
     this.narrow.addEventListener("change", () => this.toggle(!this.narrow.matches));
     this.toggle(!this.narrow.matches);
-    $("search").addEventListener("input", () => this.show());
+    this.search = new Search(store);
+    this.search.addEventListener("change", () => this.show());
+    $("search").addEventListener("input", () => this.search.start($("search").value));
     $("search").addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || isComposing(event)) return;
       event.stopPropagation();
       $("search").value = "";
-      this.show();
+      this.search.start("");
     });
     $("toggle-sidebar").addEventListener("click", () => this.toggle());
     $("close-sidebar").addEventListener("click", () => this.close());
@@ -62,10 +66,10 @@ export class Sidebar {
   }
 
   groups() {
-    const query = $("search").value.trim();
     const all = this.store.listed();
-    if (!query) return groupsOf(all);
-    return [{ key: null, name: null, chats: search(all, (id) => this.store.messagesOf(id), query) }];
+    const { words, hits } = this.search;
+    if (!words.length) return groupsOf(all);
+    return [{ key: null, name: null, chats: all.filter((chat) => hits.has(chat.id)).slice(0, MOST_HITS) }];
   }
 
   show(current = this.current) {
@@ -77,8 +81,8 @@ export class Sidebar {
     const shown = JSON.stringify(chats.map((chat) => [
       chat.id, titleOf(chat, this.store.messagesOf(chat.id)), this.answers.inChat(chat.id)?.id,
       this.unread.has(chat.id), chat.id === current, chat.id === this.edited?.id,
-      chat.pinned, chat.folder,
-    ]));
+      chat.pinned, chat.folder, this.search.hits.get(chat.id)?.snippet,
+    ]).concat(this.found(chats.length), this.search.words));
     if (shown === this.shown) return;
     this.shown = shown;
     const focused = document.activeElement?.closest("#chats [data-chat], #chats [data-group]");
@@ -88,8 +92,8 @@ export class Sidebar {
       const rows = group.chats.map(rowOf);
       return group.key === null ? rows : [groupView(group, rows, this.settings)];
     }));
-    $("no-chats").hidden = chats.length > 0;
-    $("no-chats").textContent = $("search").value.trim() ? "No chats match." : "No chats yet.";
+    $("no-chats").textContent = this.found(chats.length);
+    $("no-chats").hidden = !$("no-chats").textContent;
     if (!focused) return;
     const { chat, group } = focused.dataset;
     const rows = [...$("chats").querySelectorAll("[data-chat], [data-group]")];
@@ -97,13 +101,24 @@ export class Sidebar {
     [...(row?.querySelectorAll("button, input, summary") ?? [])].find((b) => b.className === kind)?.focus();
   }
 
+  // The line below `count` chats.
+  found(count) {
+    const { words, hits, isRunning } = this.search;
+    if (!words.length) return count ? "" : "No chats yet.";
+    if (hits.size > MOST_HITS) return `Showing the newest ${MOST_HITS} of ${hits.size} chats.`;
+    if (count) return "";
+    return isRunning ? "Searching…" : "No chats match.";
+  }
+
   row(chat) {
     const title = titleOf(chat, this.store.messagesOf(chat.id));
     const running = this.answers.inChat(chat.id);
     const isUnread = this.unread.has(chat.id);
+    const hit = this.search.hits.get(chat.id);
+    const open = () => this.act.open(chat, hit?.message ?? null);
     const row = element("li", { "data-chat": chat.id }, element("button", {
       type: "button", className: "title", title, "aria-current": String(chat.id === this.current),
-      onclick: () => this.act.open(chat),
+      onclick: open,
     }, title));
     const mark = { className: "unread", role: "img", "aria-label": "new answer" };
     if (isUnread) row.firstChild.append(element("span", mark));
@@ -118,6 +133,10 @@ export class Sidebar {
       "aria-haspopup": "menu",
       onclick: (event) => this.openMenu(chat, event.currentTarget),
     }, icon("more")));
+    if (!hit?.snippet) return row;
+    const id = `snippet-${chat.id}`;
+    row.firstChild.setAttribute("aria-describedby", id);
+    row.append(element("p", { className: "snippet", id, onclick: open }, ...marked(hit.snippet, this.search.words)));
     return row;
   }
 
