@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import httpx
 import pytest
 from support.server_helpers import RunningServer, running, until, validate
 
+from mlx_paged.server.batches.manager import Results
 from mlx_paged.server.batches.messages import MessageBatch, MessageBatchList, _results
 from mlx_paged.server.batches.splitter import RequestSplitter
 from mlx_paged.server.config import ServerConfig
@@ -143,11 +145,25 @@ def test_a_batch_is_canceled(sdk, server) -> None:
     assert kinds.count("canceled") == counts.canceled and len(kinds) == 40
 
 
-def test_results_of_a_batch_that_failed_end_before_a_torn_line() -> None:
+def test_a_batch_that_failed_has_a_result_for_each_message() -> None:
+    """Its last output line may be torn."""
     error = {"code": "batch_cancelled", "message": "a test"}
-    whole = json.dumps({"custom_id": "a", "response": None, "error": error}).encode()
-    file = io.BytesIO(whole + b"\n" + whole[:20])
-    assert [json.loads(each)["custom_id"] for each in _results([file])] == ["a"] and file.closed
+    output = json.dumps({"custom_id": "a", "response": None, "error": error}).encode()
+    lines = b'{"custom_id": "a"}\n{"custom_id": "b"}\n'
+    opened = Results([io.BytesIO(output + b"\n" + output[:20])], io.BytesIO(lines))
+    found = [json.loads(each) for each in _results(opened)]
+    kinds = [(each["custom_id"], each["result"]["type"]) for each in found]
+    assert kinds == [("a", "canceled"), ("b", "errored")]
+
+
+def test_results_are_closed_when_their_reader_has_gone(sdk, server, monkeypatch) -> None:
+    closed, batches = [], sdk.messages.batches
+    monkeypatch.setattr(Results, "close", lambda self: closed.append(self))
+    batch = ended(sdk, batches.create(requests=[message("a")]).id)
+    path = f"/v1/messages/batches/{batch.id}/results"
+    with socket.create_connection(("127.0.0.1", server.port)) as reader:
+        reader.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nx-api-key: key\r\n\r\n".encode())
+    until(lambda: closed)
 
 
 def test_batches_come_in_pages(sdk, server) -> None:

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from mlx_paged.errors import EngineDeadError, MlxPagedError
 from mlx_paged.server.batches.folder import Folder, StoredFile, new_file_id
@@ -85,6 +85,25 @@ class Outputs:
         """Closes both."""
         self._answers.close()
         self._failures.close()
+
+
+class Results(NamedTuple):
+    """Open files that have the results of a batch.
+
+    Attributes:
+        outputs: Output lines. Those of a batch that failed may be damaged.
+        input: All lines of a batch that failed; None: every line has its output.
+    """
+
+    outputs: list[BinaryIO]
+    input: BinaryIO | None
+
+    def close(self) -> None:
+        """Closes all."""
+        for file in self.outputs:
+            file.close()
+        if self.input is not None:
+            self.input.close()
 
 
 class BatchManager:
@@ -246,7 +265,7 @@ class BatchManager:
                     await self.delete_file(file.id)
 
     async def open_file(self, file_id: str) -> BinaryIO | None:
-        """The content of a file, which can be read to its end also if the file is deleted.
+        """Opens a file, which can then be read to its end also if it is deleted.
 
         Returns:
             None: there is no such file.
@@ -256,18 +275,22 @@ class BatchManager:
                 return None
             return await asyncio.to_thread(open, self.folder.data_path(file_id), "rb")
 
-    async def open_results(self, batch_id: str) -> list[BinaryIO] | None:
-        """The output of a batch that has ended, where that is no file of the API; see `open_file`.
+    async def open_results(self, batch_id: str) -> Results | None:
+        """Opens the results of a batch whose output is no file of the API; see `open_file`.
 
         Returns:
             None: there is no such batch.
         """
         async with self._changing:
             record = self._records.get(batch_id)
-            if record is None:
-                return None
-            paths = [path for path in self._output_paths(record) if path.exists()]
-            return [await asyncio.to_thread(open, path, "rb") for path in paths]
+            return None if record is None else await asyncio.to_thread(self._opened, record)
+
+    def _opened(self, record: BatchRecord) -> Results:
+        paths = [path for path in self._output_paths(record) if path.exists()]
+        outputs: list[BinaryIO] = [path.open("rb") for path in paths]
+        # (The input is kept only where lines may be without output.)
+        input_path = self._input_path(record)
+        return Results(outputs, input_path.open("rb") if input_path.exists() else None)
 
     async def _forget(self, batch_id: str) -> None:
         await asyncio.to_thread(self.folder.delete_batch, batch_id)

@@ -8,14 +8,15 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, overload
+from typing import Annotated, Any, Literal, overload
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
 
 from mlx_paged.server.batches.endpoints import (
@@ -27,7 +28,7 @@ from mlx_paged.server.batches.endpoints import (
     query_of,
 )
 from mlx_paged.server.batches.folder import open_new
-from mlx_paged.server.batches.manager import TURN, BatchManager, new_batch_id
+from mlx_paged.server.batches.manager import TURN, BatchManager, Results, new_batch_id
 from mlx_paged.server.batches.records import BatchRecord
 from mlx_paged.server.batches.splitter import RequestSplitter
 from mlx_paged.server.batches.uploads import read_large, receiving, storing
@@ -246,23 +247,45 @@ async def results(request: Request) -> Response:
     record = found_batch(request, _KIND)
     if not record.has_ended:
         raise bad_request("message_batch_id", f"{record.id} has not ended: there are no results")
-    files = await manager_of(request).open_results(record.id)
-    if files is None:
+    opened = await manager_of(request).open_results(record.id)
+    if opened is None:
         raise no_batch(record.id)
-    return StreamingResponse(_results(files), media_type="application/x-jsonl")
+    return _ResultsResponse(opened)
 
 
-def _results(files: Sequence[BinaryIO]) -> Iterator[bytes]:
-    """The results in output files, which are closed at the end."""
-    with contextlib.ExitStack() as closing:
-        for file in files:
-            closing.enter_context(file)
-        for content in itertools.chain.from_iterable(files):
-            try:
-                line = json.loads(content)
-                made = {"custom_id": line["custom_id"], "result": _result(line)}
-            except (ValueError, KeyError, TypeError):  # of a batch that failed as it was written
-                continue
+class _ResultsResponse(StreamingResponse):
+    """The results in open files, which may be deleted meanwhile.
+
+    Args:
+        opened: is closed at the end.
+    """
+
+    def __init__(self, opened: Results) -> None:
+        self._opened = opened
+        super().__init__(_results(opened), media_type="application/x-jsonl")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.closing(self._opened):
+            await super().__call__(scope, receive, send)
+
+
+def _results(opened: Results) -> Iterator[bytes]:
+    """A line for each message."""
+    custom_ids = set[str]()
+    for content in itertools.chain.from_iterable(opened.outputs):
+        try:
+            line = json.loads(content)
+            made = {"custom_id": line["custom_id"], "result": _result(line)}
+        except (ValueError, KeyError, TypeError):  # damaged
+            continue
+        if opened.input is not None:
+            custom_ids.add(line["custom_id"])
+        yield json.dumps(made).encode() + b"\n"
+    error = message_error(ApiError(500, "the batch failed before this was answered"), None)
+    for content in opened.input or ():
+        custom_id = json.loads(content)["custom_id"]
+        if custom_id not in custom_ids:
+            made = {"custom_id": custom_id, "result": {"type": "errored", "error": error}}
             yield json.dumps(made).encode() + b"\n"
 
 
