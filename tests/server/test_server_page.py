@@ -689,9 +689,15 @@ def open_everything(page: Page) -> Iterator[str]:
         "function": {"name": "a_tool", "arguments": '{"a": "' + "x" * 300},
     }
     fake(page, f"answer.delta({json.dumps({'tool_calls': [cut]})})")
+    top = [{"token": f"word {i}", "logprob": -i / 2} for i in range(5)]
+    tokens = {"content": [{**one, "top_logprobs": top} for one in top]}
+    fake(page, f"answer.delta({{}}, {json.dumps(tokens)})")
     fake(page, f"(answer.say({json.dumps(sample)}), answer.end('length'))")
     answered(page)
     expect(page.locator(".typeset .katex").first).to_be_visible()
+    page.get_by_role("button", name="Tokens", exact=True).click()
+    yield "tokens"
+    page.keyboard.press("Escape")
     page.locator(".reasoning summary").click()
     page.locator(".call summary").click()
     yield "answer"

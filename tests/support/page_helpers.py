@@ -37,7 +37,9 @@ window.fetch = (url, options) => {
   const answer = { body: JSON.parse(options.body), over: false };
   const stream = new ReadableStream({ start(controller) { answer.controller = controller; } });
   const send = (data) => answer.controller.enqueue(new TextEncoder().encode(`data: ${data}\\n\\n`));
-  answer.delta = (delta) => send(JSON.stringify({ choices: [{ index: 0, delta }] }));
+  answer.delta = (delta, logprobs) => (
+    send(JSON.stringify({ choices: [{ index: 0, delta, logprobs }] }))
+  );
   answer.say = (content) => answer.delta({ content });
   answer.end = (finish = "stop") => {
     send(JSON.stringify({ choices: [{ index: 0, delta: {}, finish_reason: finish }] }));

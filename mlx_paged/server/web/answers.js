@@ -20,6 +20,7 @@ export class Answers extends EventTarget {
     this.toolsOf = toolsOf;
     this.limitOf = limitOf;
     this.running = new Map(); // message id -> its Answer
+    this.tokens = new Map(); // message id -> its tokens with their probabilities, as long as this page is open
     this.sending = new Set(); // ids of chats whose new question is being saved
     store.addEventListener("stop", ({ detail }) => this.running.get(detail)?.stop());
     store.addEventListener("gone", ({ detail }) => this.stopChats(detail));
@@ -70,6 +71,7 @@ export class Answers extends EventTarget {
       relaxed: null, from: null, model: this.settings.model || null, owner: this.store.tab,
     };
     const id = failed?.id ?? newId();
+    this.tokens.delete(id);
     const saved = failed
       ? this.store.write("messages", id, fresh)
       : this.store.addLeaf({ id, chat, parent: question.id, role: "assistant", ...fresh });
@@ -92,6 +94,11 @@ export class Answers extends EventTarget {
     const path = pathTo(this.store.messagesOf(message.chat), message.id);
     const unfinished = { content, reasoning: message.reasoning };
     await answer.run(seenOf(path).slice(0, -1), { unfinished });
+  }
+
+  takeTokens(id, tokens) {
+    if (!this.tokens.has(id)) this.tokens.set(id, []);
+    this.tokens.get(id).push(...tokens);
   }
 
   begin(id) {
@@ -173,6 +180,7 @@ class Answer {
           if (news.call) this.takeCall(news.call);
           this.progress();
         }
+        if (news.tokens) this.answers.takeTokens(this.id, news.tokens);
         changes.relaxed = news.relaxed ?? changes.relaxed;
         usage = news.usage ?? usage;
         changes.finish = news.finish ?? changes.finish;

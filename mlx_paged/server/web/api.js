@@ -1,5 +1,6 @@
 // Calls the server's API, as any other client would.
 
+import { NUM_ALTERNATIVES } from "./logprobs.js";
 import { PARAMETERS, schemaOf, stopStringsOf } from "./settings.js";
 
 export class ApiError extends Error {
@@ -61,6 +62,7 @@ export function bodyOf(messages, settings, model, { unfinished = null, tools = [
   const schema = validSchema(settings.parameters);
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   if (tools.length) body.tools = tools;
+  if (settings.showsTokens) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
   if (unfinished) {
     const { content, reasoning } = unfinished;
     const more = reasoning ? { reasoning_content: reasoning } : {};
@@ -96,7 +98,7 @@ async function* dataOf(stream) {
   }
 }
 
-// Yields { text }, { reasoning }, { call }, { finish } and { usage } as they come. `call` is a piece:
+// Yields { text }, { reasoning }, { call }, { tokens } (see logprobs.js), { finish } and { usage } as they come. `call` is a piece:
 // { index, id, name, arguments }; the first of a call has its id and name. Before them, { relaxed } where
 // the server does not enforce all of the schemas: which parts it leaves out.
 export async function* chat(body, key, signal) {
@@ -117,6 +119,7 @@ export async function* chat(body, key, signal) {
       for (const { index, id, function: part } of choice?.delta?.tool_calls ?? []) {
         yield { call: { index, id, name: part?.name, arguments: part?.arguments ?? "" } };
       }
+      if (choice?.logprobs?.content?.length) yield { tokens: choice.logprobs.content };
       if (choice?.finish_reason) yield { finish: choice.finish_reason };
       if (chunk.usage) yield { usage: chunk.usage };
     }

@@ -102,6 +102,9 @@ export class SettingsDialog {
         act.keyChanged();
       });
     }
+    $("show-tokens").addEventListener("change", () => {
+      settings.showsTokens = $("show-tokens").checked;
+    });
     $("write-titles").addEventListener("change", () => {
       settings.titles = $("write-titles").checked;
     });
@@ -187,6 +190,7 @@ export class SettingsDialog {
     }
     $("key").value = this.settings.key;
     $("keep-key").checked = this.settings.keepsKey;
+    $("show-tokens").checked = this.settings.showsTokens;
     $("write-titles").checked = this.settings.titles;
     $("theme").querySelector(`[value=${this.settings.theme}]`).checked = true;
   }

@@ -8,6 +8,7 @@ import {
   callsOf, historyOf, itemsOf, newestLeaf, newId, pathTo, pendingCalls, removalOf, seenOf, splitReasoning, titleOf,
 } from "./conversation.js";
 import { Banner, SettingsDialog, toast } from "./dialogs.js";
+import { TokensDialog } from "./logprobs.js";
 import { filesOf, Limits } from "./media.js";
 import { answersTo, Messages } from "./messages.js";
 import { Queue } from "./queue.js";
@@ -31,6 +32,7 @@ const settings = new Settings();
 const tools = new Tools(store, settings);
 const answers = new Answers(store, settings, (id) => tools.ofRequest(id), contextLimit);
 const titles = new Titles(store, answers, settings);
+const tokensDialog = new TokensDialog();
 const banner = new Banner();
 const touches = matchMedia("(pointer: coarse)");
 const input = $("input");
@@ -149,6 +151,7 @@ const messages = new Messages($("messages"), store, answers, tools, {
     focusInput();
   },
   fork,
+  tokens: ({ id }) => tokensDialog.open(answers.tokens.get(id)),
   remove: removeMessage,
   answer(message) {
     answers.answer(message);

@@ -125,6 +125,15 @@ export class Settings {
     keep("titles", isOn ? "" : "off");
   }
 
+  // True if requests ask for the probabilities of tokens.
+  get showsTokens() {
+    return read("tokens") === "on";
+  }
+
+  set showsTokens(isOn) {
+    keep("tokens", isOn ? "on" : "");
+  }
+
   // Groups of the list of chats that are collapsed: their keys, each true.
   get collapsed() {
     return parsed(read("collapsed"));
