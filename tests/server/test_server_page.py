@@ -823,7 +823,7 @@ def test_keys_reach_everything(visitor) -> None:
     assert {
         "close-sidebar", "new-chat", "search", "title", "more icon-button", "toggle-sidebar",
         "model", "open-settings", "Edit", "Copy", "Fork", "Delete", "attach",
-        "copy-code", "Regenerate", "input", "send",
+        "copy-code", "Regenerate", "Read aloud", "input", "dictate", "send",
     } <= seen  # fmt: skip
     page.locator("#chats .more").focus()
     page.keyboard.press("Enter")

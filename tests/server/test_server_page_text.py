@@ -344,3 +344,46 @@ def test_the_end_is_kept_in_view_unless_the_reader_scrolls_up(page) -> None:
     page.wait_for_function(at_end)
     fake(page, "answer.end()")
     answered(page)
+
+
+FOLDED = """Before[^1] and after[^note], but not[^2].
+
+<details>
+<summary>The *proof*</summary>
+
+1. One
+   ```html
+   </details>
+   ```
+
+<details open><summary>Inner</summary>
+It holds.
+</details>
+</details>
+
+[^1]: The **first** note
+goes on.
+[^note]: The other.
+"""
+
+
+@in_browser
+def test_folded_parts_and_footnotes(page) -> None:
+    send(page, "Fold it")
+    fake(page, f"answer.say({json.dumps(FOLDED[:150])})")
+    details = page.locator(".assistant .text details")
+    details.locator("summary").first.click()
+    expect(details.first).to_have_attribute("open", "")
+    fake(page, f"(answer.say({json.dumps(FOLDED[150:])}), answer.end())")
+    answered(page)
+    expect(details.first).to_have_attribute("open", "")  # as the reader left it
+    expect(details.first.locator("> summary em")).to_have_text("proof")
+    expect(details.locator("details p")).to_have_text("It holds.")
+    expect(details.locator("pre")).to_have_text("</details>\n", use_inner_text=True)
+    marks = page.locator(".text [data-footnote]")
+    expect(marks).to_have_text(["1", "2"])
+    expect(page.locator(".text p").first).to_have_text("Before1 and after2, but not[^2].")
+    notes = page.locator(".text .footnote")
+    expect(notes).to_have_text(["1 The first note goes on.", "2 The other."])
+    marks.nth(1).press("Enter")
+    expect(notes.nth(1)).to_be_focused()

@@ -14,6 +14,8 @@ import protobuf from "./vendor/highlight/protobuf.js";
 import scala from "./vendor/highlight/scala.js";
 import DOMPurify from "./vendor/dompurify.js";
 import MarkdownIt from "./vendor/markdown-it.js";
+import { details } from "./details.js";
+import { dressFootnotes, followFootnotes, footnotes } from "./footnotes.js";
 import { isStructure, pretty } from "./json.js";
 import { maths, typeset } from "./math.js";
 import { element, icon, patch } from "./view.js";
@@ -37,6 +39,8 @@ const SIMPLE_TAG = /^<(?:br\s*\/?|\/?(?:sub|sup|kbd|mark|u|b|i|s))>/i;
 const md = new MarkdownIt({ html: false, linkify: true });
 md.linkify.set({ fuzzyLink: false }); // else "store.py" is a site in Paraguay
 md.use(maths);
+md.use(details);
+md.use(footnotes);
 md.inline.ruler.before("html_inline", "simple_tag", (state, silent) => {
   const found = SIMPLE_TAG.exec(state.src.slice(state.pos, state.pos + 16));
   if (!found) return false;
@@ -91,6 +95,7 @@ export class Markdown {
   constructor(box) {
     this.box = box;
     this.blocks = []; // { html, node }
+    followFootnotes(box);
     this.restart("");
   }
 
@@ -156,6 +161,7 @@ function decorate(root) {
     link.rel = "noopener noreferrer";
   }
   for (const item of root.querySelectorAll("li")) dressTask(item);
+  dressFootnotes(root);
   typeset(root);
 }
 

@@ -27,7 +27,7 @@ const UNSEEN = "The model no longer sees the messages above";
 // Where a request has the schema; parts of it are told by what follows.
 const SCHEMA_FIELD = "response_format.json_schema.schema.";
 
-// `act`: what the buttons do: copy, edit, resend, rewrite, fork, tokens, remove, again, continue, choose, example, enterKey, editSchema,
+// `act`: what the buttons do: copy, edit, resend, rewrite, fork, tokens, readButton, remove, again, continue, choose, example, enterKey, editSchema,
 // attach, those of a `CallView`, and for the trays of editors limits and refusal.
 export class Messages {
   constructor(list, store, answers, tools, act) {
@@ -370,6 +370,8 @@ class MessageView {
       if (!isBusy && hasResults && isLast) button("Send the results", "send", act.answer);
       if (!isBusy && (isUser || message.content)) button("Edit", "edit", act.edit);
       if (message.content) button("Copy", "copy", act.copy);
+      const read = !isUser && message.content && act.readButton(this.id, this.text);
+      if (read) parts.push(read);
       if (this.list.answers.tokens.has(this.id)) button("Tokens", "text", act.tokens);
       button("Fork", "fork", act.fork, { title: "Continue from here in a new chat" });
       if (!isBusy) button("Delete", "delete", act.remove);

@@ -15,6 +15,7 @@ import { Queue } from "./queue.js";
 import { drafts, Settings, waiting } from "./settings.js";
 import { Marks } from "./search.js";
 import { Sidebar } from "./sidebar.js";
+import { Dictation, Reader } from "./speech.js";
 import { Store } from "./store.js";
 import { PASTED_CHARACTERS, pastedItem } from "./texts.js";
 import { Titles } from "./titles.js";
@@ -33,9 +34,12 @@ const tools = new Tools(store, settings);
 const answers = new Answers(store, settings, (id) => tools.ofRequest(id), contextLimit);
 const titles = new Titles(store, answers, settings);
 const tokensDialog = new TokensDialog();
+const reader = new Reader();
 const banner = new Banner();
 const touches = matchMedia("(pointer: coarse)");
 const input = $("input");
+const dictation = new Dictation(input, toast);
+$("send").before(dictation.button);
 let current = NEW_CHAT.id; // id of the chat that is shown
 let models = [];
 let status = null; // of the server; null: not reached
@@ -151,6 +155,7 @@ const messages = new Messages($("messages"), store, answers, tools, {
     focusInput();
   },
   fork,
+  readButton: (id, box) => reader.button(id, box),
   tokens: ({ id }) => tokensDialog.open(answers.tokens.get(id)),
   remove: removeMessage,
   answer(message) {
@@ -258,6 +263,10 @@ function open(id, hit = null) {
   if (hit && !pathTo(store.messagesOf(id), store.chats.get(id).leaf).some((message) => message.id === hit)) {
     store.write("chats", id, { leaf: newestLeaf(store.messagesOf(id), hit) });
   }
+  if (id !== current) {
+    reader.stop();
+    dictation.stop();
+  }
   current = store.chats.has(id) ? id : NEW_CHAT.id;
   follows = !hit;
   settings.chat = current;
@@ -296,6 +305,7 @@ function focusInput() {
 
 async function send() {
   if (isPreparing) return;
+  dictation.stop();
   const from = current;
   const text = input.value.trim();
   isPreparing = true;

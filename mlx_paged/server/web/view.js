@@ -31,6 +31,7 @@ export function icon(name) {
 // Makes `old` look like `fresh` and keeps all nodes that need not change: a selection, the scroll
 // position of code and the focus survive.
 export function patch(old, fresh) {
+  if (old.nodeName === "DETAILS" && fresh.nodeName === "DETAILS") fresh.open = old.open; // as the reader left it
   if (old.isEqualNode(fresh)) return;
   if (old.nodeType === Node.TEXT_NODE && fresh.nodeType === Node.TEXT_NODE) {
     if (fresh.data.startsWith(old.data)) old.appendData(fresh.data.slice(old.data.length));
