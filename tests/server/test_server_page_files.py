@@ -134,7 +134,7 @@ def test_long_pasted_text_is_a_file_and_one_too_long_is_refused(
     expect(note(page)).to_contain_text("Too long for the context: this message has 1,008,5")
     expect(note(page)).to_contain_text("characters, but the model takes at most 2,048 tokens")
     expect(page.locator("#input")).to_have_value("Read it")
-    page.wait_for_function("localStorage.getItem('mlx-paged.draft.pasted.new')?.length > 1e6")
+    page.wait_for_function("() => localStorage.getItem('mlx-paged.draft.pasted.new')?.length > 1e6")
     page.reload()
     page.get_by_role("button", name="Remove Pasted text 2.txt").click()
     page.press("#input", "Enter")

@@ -133,7 +133,7 @@ def test_pins_and_folders_stay_and_travel(visitor, tmp_path: Path) -> None:
     expect(page.locator("#chats .title")).to_have_text(["First", "Second", "Third"])
     page.locator("summary", has_text="Work").press("Enter")
     expect(page.get_by_role("button", name="Second", exact=True)).to_be_hidden()
-    page.wait_for_function("localStorage['mlx-paged.collapsed']?.includes('Work')")
+    page.wait_for_function("() => localStorage['mlx-paged.collapsed']?.includes('Work')")
     page.reload()
     expect(page.get_by_role("button", name="First", exact=True)).to_be_visible()
     expect(page.get_by_role("button", name="Second", exact=True)).to_be_hidden()
