@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from mlx_paged.errors import EngineDeadError, InvalidParameterError, MlxPagedErr
 from mlx_paged.server.batches.folder import Folder
 from mlx_paged.server.batches.in_process import InProcess
 from mlx_paged.server.batches.journal import Journal
+from mlx_paged.server.batches.lines import BatchRequest, Line, parse
 from mlx_paged.server.batches.manager import BatchManager
 from mlx_paged.server.batches.records import BatchRecord
 from mlx_paged.server.batches.runner import Reply
@@ -187,6 +190,27 @@ def test_a_batch_is_cancelled_before_it_runs(tmp_path) -> None:
         record = life.run(until(0, hang), act, f"batch_{number:032x}")
         assert (record.status, record.completed) == ("cancelled", 0)
         assert len(life.outputs(record.error_file_id)) == 10
+
+
+def test_a_stop_ends_the_check_of_lines(tmp_path, monkeypatch) -> None:
+    """The process waits for the thread, and a file may have a million lines."""
+    life, begun, numbers = Life(tmp_path), threading.Event(), []
+
+    async def stop_within_a_line(manager: BatchManager) -> None:
+        def parse_slowly(line: Line, urls: Sequence[str]) -> BatchRequest:
+            numbers.append(line.number)
+            begun.set()
+            while not manager._closed:
+                time.sleep(0.001)
+            return parse(line, urls)
+
+        monkeypatch.setattr("mlx_paged.server.batches.manager.parse", parse_slowly)
+        await asyncio.to_thread(begun.wait)
+
+    assert life.run(echo, stop_within_a_line).status == "validating"
+    assert numbers == [1]
+    monkeypatch.undo()
+    assert life.run(echo, life.ended).completed == 10
 
 
 def test_a_damaged_output_fails_its_batch_alone(tmp_path) -> None:

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -52,6 +52,10 @@ _UNANSWERED: dict[Status, LineError] = {
     "cancelled": LineError("batch_cancelled", "the batch was cancelled before it was answered"),
     "expired": LineError("batch_expired", "the time of the batch was over before it was answered"),
 }
+
+
+class _Stopped(Exception):
+    """The server shuts down; the work goes on after a restart."""
 
 
 class Outputs:
@@ -321,7 +325,7 @@ class BatchManager:
                 await self._validate(batch_id)
             if not self._records[batch_id].has_ended:
                 await self._finish(batch_id)
-        except EngineDeadError:
+        except (EngineDeadError, _Stopped):
             pass  # it goes on after a restart
         except (MlxPagedError, OSError) as error:
             await self._fail(batch_id, [_described("storage_error", f"{error}")])
@@ -352,12 +356,8 @@ class BatchManager:
         custom_ids: set[int] = set()
         total = 0
         with self._input_path(record).open("rb") as file:
-            began = time.monotonic()
-            for line in read_lines(file, self.max_line):
+            for line in self._lines(file):
                 total += 1
-                if time.monotonic() - began > TURN:
-                    time.sleep(TURN)  # Python runs one thread at a time: others have a turn
-                    began = time.monotonic()
                 try:
                     self._check_bounds(line)
                     custom_id = parse(line, (record.endpoint,)).custom_id
@@ -371,6 +371,21 @@ class BatchManager:
         if not total:
             errors.append(_described("empty_file", "the file has no lines"))
         return total, errors
+
+    def _lines(self, file: BinaryIO) -> Iterator[Line]:
+        """The lines of an input, for a thread that works on all of them.
+
+        Raises:
+            _Stopped: the server shuts down, and waits for the thread.
+        """
+        began = time.monotonic()
+        for line in read_lines(file, self.max_line):
+            if self._closed:
+                raise _Stopped
+            if time.monotonic() - began > TURN:
+                time.sleep(TURN)  # Python runs one thread at a time: others have a turn
+                began = time.monotonic()
+            yield line
 
     def _check_bounds(self, line: Line) -> None:
         """Refuses a line that takes long to parse: that stops everything else."""
@@ -443,7 +458,7 @@ class BatchManager:
         outputs = Outputs(*self._output_paths(record))
         try:
             with self._input_path(record).open("rb") as file:
-                for line in read_lines(file, self.max_line):
+                for line in self._lines(file):
                     if outputs.is_done(line):
                         continue
                     custom_id = parse(line, (record.endpoint,)).custom_id

@@ -143,12 +143,14 @@ def _write_lines(request: Request, manager: BatchManager, body: Path, to: Path) 
     """Writes the messages of a body as lines of a batch; returns how many. Runs on a thread.
 
     Raises:
-        ApiError: 400 that names a field.
+        ApiError: 400 that names a field; 503 when the server shuts down.
     """
     splitter, custom_ids = RequestSplitter(manager.max_line), set[str]()
+    context = context_of(request)
     began = time.monotonic()
     with body.open("rb") as source, open_new(to) as lines:
         while piece := source.read(_PIECE_SIZE):
+            context.check_takes_requests()  # (the end of the server waits for this thread)
             for entry in splitter.feed(piece):
                 lines.write(_line(entry, len(custom_ids), custom_ids, manager.bounds()))
                 if time.monotonic() - began > TURN:
