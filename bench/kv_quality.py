@@ -79,7 +79,7 @@ class Quality:
 
     @property
     def missed(self) -> bool:
-        """Whether it is worse than what was asked."""
+        """True if it is worse than what was asked."""
         if self.model in WITHOUT_LIMITS or self.kv_cache_dtype not in LIMITS:
             return False
         most_kl, most_change = LIMITS[self.kv_cache_dtype]

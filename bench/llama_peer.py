@@ -38,7 +38,7 @@ _TILES_MENDED = f'    asm volatile("" : : "m"(tc));\n{_TILES}'
 
 
 def has_amx() -> bool:
-    """Whether this processor has 8-bit matrix tiles, which llama.cpp uses."""
+    """True if this processor has 8-bit matrix tiles, which llama.cpp uses."""
     try:
         return "amx_int8" in Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -6,18 +6,18 @@
 
 namespace mlx_paged {
 
-// Whether `a` is known to have dense rows while the graph is built.
+// True if `a` is known to have dense rows while the graph is built.
 inline bool is_dense(const mlx::core::array& a) {
   return a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous;
 }
 
-// Whether `a` is a node of a graph that can still be changed: nothing of it has been evaluated, and
+// True if `a` is a node of a graph that can still be changed: nothing of it has been evaluated, and
 // nobody traces it.
 inline bool is_pending(const mlx::core::array& a) {
   return a.status() == mlx::core::array::Status::unscheduled && a.has_primitive() && !a.is_tracer();
 }
 
-// Whether the numbers of `a` are known now. array::is_available is also true for results of the
+// True if the numbers of `a` are known now. array::is_available is also true for results of the
 // current evaluation: they have no event yet.
 inline bool is_on_host(const mlx::core::array& a) {
   using Status = mlx::core::array::Status;

@@ -75,7 +75,7 @@ class DeviceGraph {
   const std::vector<int>& users_of(const mx::array& a) const;
   const GraphNode* producer_of(const mx::array& a) const;
 
-  // Whether a node changes only how a value is seen.
+  // True if a node changes only how a value is seen.
   static bool is_view(const GraphNode& node);
   // What is the same for all shapes that a value is seen in.
   static Id value_of(const mx::array& a);

@@ -113,7 +113,7 @@ struct AttentionStep {
 
 class DeviceProgram {
  public:
-  // Whether what is added to the result of a product is the product's or the next norm's to add.
+  // True if what is added to the result of a product is the product's or the next norm's to add.
   enum class Residual { in_product, in_norm };
 
   // Reads the graph that leads from `inputs`, which have no values yet, to `outputs`: the step's
@@ -163,7 +163,7 @@ class DeviceProgram {
   const std::vector<Result>& results() const { return results_; }
   // Which inputs the outputs after the results are.
   const std::vector<int>& pools() const { return pools_; }
-  // Whether kernels see an input. (Of a plan they do not see all.)
+  // True if kernels see an input. (Of a plan they do not see all.)
   bool is_used(int input) const { return used_[input]; }
   bool is_pool(int input) const;
   size_t num_inputs() const { return input_shapes_.size(); }

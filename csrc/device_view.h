@@ -31,7 +31,7 @@ struct View {
     return size;
   }
 
-  // Whether the elements of a row lie side by side.
+  // True if the elements of a row lie side by side.
   bool has_dense_rows() const {
     int64_t size = 1;
     for (size_t i = shape.size(); i-- > 1;) {

@@ -27,7 +27,7 @@ bool is_supported(const mlx::core::Dtype& dtype);
 // Of a supported dtype; Validator has checked it.
 DType dtype_of(const mlx::core::Dtype& dtype);
 
-// Whether pools may have this dtype, and the format that it stands for.
+// True if pools may have this dtype, and the format that it stands for.
 bool is_pool_dtype(const mlx::core::Dtype& dtype);
 PoolFormat format_of(const mlx::core::Dtype& dtype);
 

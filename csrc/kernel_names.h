@@ -28,7 +28,7 @@ enum class Gpu { apple, nvidia };
 KernelName attention_kernel(
     Gpu gpu, const char* function, DType dtype, int key_dim, int value_dim, const char* unit,
     int size);
-// Whether there are attention kernels for these head dims.
+// True if there are attention kernels for these head dims.
 bool has_kernels(int key_dim, int value_dim);
 
 // Of quantised_pool.h: with registers for heads of so many dims.

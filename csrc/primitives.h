@@ -210,7 +210,7 @@ class Rope : public Node {
  public:
   Rope(mx::Stream stream, bool traditional) : Node(stream), traditional_(traditional) {}
   MLX_PAGED_NODE("rope")
-  // Whether the CUDA backend has a kernel for it.
+  // True if the CUDA backend has a kernel for it.
   static bool served_on_gpu(const mx::array& x, const mx::array& rotations, bool traditional);
   void eval_gpu(const Arrays& in, Arrays& out) override;
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
@@ -243,7 +243,7 @@ class SiluMul : public Node {
  public:
   using Node::Node;
   MLX_PAGED_NODE("silu_mul")
-  // Whether the CUDA backend has a kernel for it.
+  // True if the CUDA backend has a kernel for it.
   static bool served_on_gpu(const mx::array& gate);
   void eval_gpu(const Arrays& in, Arrays& out) override;
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
@@ -485,21 +485,21 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype);
 int64_t pool_copies();
 void count_pool_copy();
 
-// Whether MLX_PAGED_CHECK=1: operations check ids when they run. Programs do not; none serve then.
+// True if MLX_PAGED_CHECK=1: operations check ids when they run. Programs do not; none serve then.
 bool check_enabled();
 
-// Whether an output of its size may take over the buffer of `in`, which nothing else needs then. A
+// True if an output of its size may take over the buffer of `in`, which nothing else needs then. A
 // small array must not keep a large buffer alive.
 bool can_donate(const mx::array& in);
 
-// Whether an output can share the pool's buffer; otherwise a copy is due, and is counted.
+// True if an output can share the pool's buffer; otherwise a copy is due, and is counted.
 bool can_alias_pool(const mx::array& pool);
 
 // The same for GPUs, whose kernels read and write 16 bytes at a time. Buffers begin at a multiple
 // of that, but an array may begin anywhere in its buffer.
 bool can_alias_pool_on_gpu(const mx::array& pool);
 
-// Whether kernels of GPUs can read an array that is no pool; otherwise a dense copy is due.
+// True if kernels of GPUs can read an array that is no pool; otherwise a dense copy is due.
 bool can_read_on_gpu(const mx::array& a);
 
 }  // namespace mlx_paged

@@ -42,7 +42,7 @@ class StepDevice {
   virtual ~StepDevice() = default;
 
   virtual Gpu kind() const = 0;
-  // Whether it keeps launches.
+  // True if it keeps launches.
   virtual bool captures() const = 0;
   // Loads what launches need. Before they first run.
   virtual void prepare(const PlacedLaunches& launches) = 0;

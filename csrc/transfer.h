@@ -18,7 +18,7 @@ struct HostArray {
   mx::Dtype dtype;
 };
 
-// Whether `upload` and `to_host` are there.
+// True if `upload` and `to_host` are there.
 bool has_transfers();
 
 // The arrays on the GPU, sent as one. The numbers are copied before this returns. With `stays` they

@@ -130,7 +130,7 @@ copy_strided(
   out[(ulong(group_id.z) * grid.y + group_id.y) * row_size + element] = in[from];
 }
 
-// Whether a number, given by its bits, is not finite; `infinite` has the bits of an infinity.
+// True if a number, given by its bits, is not finite; `infinite` has the bits of an infinity.
 template <typename T>
 constexpr bool is_not_finite(T number, T infinite) {
   T magnitude = T(~T(0)) >> 1;

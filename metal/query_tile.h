@@ -30,7 +30,7 @@ struct QueryTile {
   // Query q in [num_rows, num_q_heads].
   METAL_FUNC ulong query(int q) const thread { return ulong(row(q)) * num_q_heads + head(q); }
 
-  // Whether results go to the output; otherwise they are partials, see WorkItem.
+  // True if results go to the output; otherwise they are partials, see WorkItem.
   METAL_FUNC bool whole() const thread { return item.partial_begin < 0; }
 
   // The result of query q in [num_rows, num_q_heads], of the output or of the workspace.

@@ -22,7 +22,7 @@ _REMEDY = "pip install 'mlx-paged[cpu]'"
 # From this build of scipy-openblas32 on, products are wrong on Arm with SME, and some builds later
 # with SVE too: found with scripts/test_aarch64.sh. pyproject.toml asks for an earlier one there.
 _WRONG_ON_ARM = (0, 3, 34, 1)
-# What libmlx imports.
+# Symbols that libmlx imports.
 _NAMES = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 _status: str | None = None
 # Handles stay open: closing one would unmap code that libmlx is bound to.
@@ -30,7 +30,7 @@ _libraries: list[ctypes.CDLL] = []
 
 
 def status() -> str:
-    """Which BLAS serves MLX's CPU matrix products, in words."""
+    """Names the BLAS behind MLX's CPU matrix products."""
     return _status or "not decided yet: mlx_paged.blas.preload() has not run"
 
 
@@ -98,7 +98,7 @@ def _preload() -> str:
 
 
 def _mlx_has_cuda() -> bool:
-    """Whether the installed MLX is one of the CUDA builds; does not import it."""
+    """True if the installed MLX is one of the CUDA builds; does not import it."""
     for name in ("mlx-cuda-12", "mlx-cuda-13"):
         try:
             metadata.distribution(name)

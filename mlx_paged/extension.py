@@ -59,7 +59,7 @@ def _load() -> ModuleType:
 
 
 def _has_cuda_mlx(mx: ModuleType) -> bool:
-    """Whether MLX was built with CUDA, and so has what `_ext_cuda` calls."""
+    """True if MLX was built with CUDA, and so has what `_ext_cuda` calls."""
     return mx.cuda.is_available()
 
 
@@ -111,7 +111,7 @@ def use_supported_device() -> None:
 
 
 def build_info() -> dict[str, str]:
-    """What this build is made of and what it chose on this machine.
+    """Describes this build and its choices on this machine.
 
     Returns:
         ``version``, ``mlx_version``, ``mlx_lm_version``, ``nanobind_version``, ``compiler``,

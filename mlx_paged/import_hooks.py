@@ -63,7 +63,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # What others see of the module is what it would have been.
+        # Others see the module as it would have been.
         module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
         self._hook(module, lambda: self._loader.exec_module(module))
 

@@ -82,7 +82,7 @@ class McpTool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave.
+    """The result of a call.
 
     Attributes:
         text: For the model.
@@ -200,7 +200,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 class Status(StrEnum):
-    """Whether a server can be used."""
+    """True if a server can be used."""
 
     STARTING = "starting"
     READY = "ready"
@@ -241,7 +241,7 @@ class McpServers:
 
     @property
     def statuses(self) -> dict[str, Status]:
-        """Whether each server can be used, by name."""
+        """True if each server can be used, by name."""
         return {name: server.status for name, server in self._servers.items()}
 
     @property
@@ -473,7 +473,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _last_line(log: IO[str]) -> str:
-    """What a program said last on stderr."""
+    """Returns the last lines of a program's stderr."""
     log.seek(0)
     lines = [line.strip() for line in log.read()[-4000:].splitlines() if line.strip()]
     return f" ({lines[-1][:300]})" if lines else ""

@@ -88,12 +88,12 @@ def allocate_pool(
 
 
 def has_cuda() -> bool:
-    """Whether operations run on an NVIDIA GPU now."""
+    """True if operations run on an NVIDIA GPU now."""
     return ext.has_transfers()
 
 
 def has_wgmma() -> bool:
-    """Whether operations run on an NVIDIA GPU on which four warps multiply together (Hopper), for
+    """True if operations run on an NVIDIA GPU on which four warps multiply together (Hopper), for
     which this build has kernels."""
     return ext.has_wgmma()
 
@@ -363,7 +363,7 @@ def rope(
 
 
 def serves_rope(x: mx.array, rotations: mx.array, *, traditional: bool = False) -> bool:
-    """Whether this build runs `rope` of such arrays on a GPU: with CUDA, in 16 bits, of whole heads
+    """True if this build runs `rope` of such arrays on a GPU: with CUDA, in 16 bits, of whole heads
     whose halves are multiples of 16 bytes, not traditional.
     """
     return ext.serves_rope(x, rotations, traditional)
@@ -437,7 +437,7 @@ def silu_mul(
 
 
 def serves_silu_mul(gate: mx.array) -> bool:
-    """Whether this build runs `silu_mul` of such arrays on a GPU: with CUDA, in 16 bits, with rows
+    """True if this build runs `silu_mul` of such arrays on a GPU: with CUDA, in 16 bits, with rows
     of a multiple of 16 bytes.
     """
     return ext.serves_silu_mul(gate)
@@ -632,14 +632,14 @@ def quantized_linear(
 
 
 def activations() -> list[str]:
-    """What products on this CPU can round activations to: "float32" is not at all; "int8", see
+    """Returns the activation formats of products on this CPU: "float32" is not rounded; "int8", see
     `quantized_linear`; and where the processor has AVX-512 BF16 "bfloat16", see `linear`.
     """
     return ext.activations()
 
 
 def rounds_activations(mode: str, bits: int, group_size: int) -> bool:
-    """Whether `quantized_linear` has a product of int8 activations with weights of a format."""
+    """True if `quantized_linear` has a product of int8 activations with weights of a format."""
     return mode == "affine" and bits in (4, 8) and group_size in (32, 64, 128)
 
 
@@ -725,7 +725,7 @@ def expert_linear(
 
 
 def has_product(mode: str, bits: int, group_size: int) -> bool:
-    """Whether the CPU multiplies a format of ``mx.quantize`` natively."""
+    """True if the CPU multiplies a format of ``mx.quantize`` natively."""
     if mode == "affine":
         return bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
     return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
@@ -793,7 +793,7 @@ def most_device_program_rows() -> int:
 
 
 def repeats_steps() -> bool:
-    """Whether a GPU repeats steps of one shape as a whole, so that arrays of a plan should keep
+    """True if a GPU repeats steps of one shape as a whole, so that arrays of a plan should keep
     their sizes while contexts grow."""
     return has_cuda() or most_device_program_rows() > 0
 
@@ -856,7 +856,7 @@ class ArrayContents(Protocol):
     """See `array_contents`."""
 
     def are_still_of(self, array: mx.array, /) -> bool:
-        """Whether this array has them."""
+        """True if this array has them."""
 
 
 def array_contents(array: mx.array) -> ArrayContents:
@@ -883,7 +883,7 @@ def make_room() -> None:
 
 
 def compiles_kernels() -> bool:
-    """Whether GPU kernels are compiled on this machine, when they are first needed (Metal)."""
+    """True if GPU kernels are compiled on this machine, when they are first needed (Metal)."""
     if os.environ.get("MLX_PAGED_SIM") == "1":
         return True
     is_metal = "metal" in ext.build_info()["backends"].split()

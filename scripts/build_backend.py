@@ -53,7 +53,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Whether to build the CUDA backend.
+    """True if to build the CUDA backend.
 
     Attributes:
         nvcc: the compiler to build it with; None to leave it out.
@@ -144,7 +144,7 @@ def choose(setting: str, nvcc: str | None, gpu: Gpu, *, cuda_mlx: bool) -> Choic
 
 
 def takes_wheels(gpu: Gpu) -> bool:
-    """Whether NVIDIA's wheels of nvcc 13 make what this machine's driver runs."""
+    """True if NVIDIA's wheels of nvcc 13 make what this machine's driver runs."""
     return gpu.cuda is None or gpu.cuda >= (13, 0)
 
 

@@ -24,7 +24,7 @@ struct BitmaskVector<uint16_t> {
   typedef VecH Type;
 };
 
-// Whether numbers, given by their bits, are not finite; `infinite` has the bits of infinities.
+// True if numbers, given by their bits, are not finite; `infinite` has the bits of infinities.
 template <typename Word>
 inline auto is_not_finite(Word number, Word infinite) {
   Word magnitude = Word(~Word{}) >> 1;

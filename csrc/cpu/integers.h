@@ -69,7 +69,7 @@ struct IntegerKernels {
   // memory of the caller's; 0: never.
   int least_tile_rows;
 
-  // Whether a rounded row is to be multiplied in float32.
+  // True if a rounded row is multiplied in float32.
   bool is_uneven(const void* row) const {
     uint32_t scale;
     __builtin_memcpy(&scale, static_cast<const char*>(row) + digits * kIntegerChunk, sizeof(scale));

@@ -68,7 +68,7 @@ class PhaseMaker {
         writers[b].push_back(int(i));
       }
     }
-    // Whether all that wrote a buffer before operation i in the graph's order is done; `here`: or
+    // True if all that wrote a buffer before operation i in the graph's order is done; `here`: or
     // is part of the phase that is being put together.
     std::vector<char> in_phase(ops.size());
     auto is_ready = [&](size_t i, bool rows) {

@@ -60,7 +60,7 @@ std::optional<mx::Strides> reshaped(const View& view, const mx::Shape& shape) {
   return strides;
 }
 
-// Whether a node is an addition, also as a function that MLX compiled.
+// True if a node is an addition, also as a function that MLX compiled.
 bool is_addition(const std::string& name) {
   std::string left = name;
   if (left.rfind("Compiled", 0) == 0) {

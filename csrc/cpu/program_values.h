@@ -60,7 +60,7 @@ class ProgramValues {
   int add_buffer(Buffer buffer);
   const Buffer& buffer(const View& v) const { return program_.buffers_[v.buffer]; }
 
-  // Whether row i of a view is part of row i of what was written.
+  // True if row i of a view is part of row i of what was written.
   bool is_aligned(const View& v) const;
 
   // `gathers`: buffers of which a row reads other rows.

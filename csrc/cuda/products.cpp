@@ -145,19 +145,19 @@ int scale_bytes_of(CodeFormat format) {
   return format == CodeFormat::affine ? 2 : 1;
 }
 
-// Whether rows of scales, too, are multiples of 16 bytes apart, as the copy engine needs it.
+// True if rows of scales, too, are multiples of 16 bytes apart, as the copy engine needs it.
 bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k) {
   return k % 128 == 0 && k / codes.group_size * scale_bytes_of(format) % 16 == 0;
 }
 
-// Whether all scales of half a tile of rows of `n` can be copied at once instead.
+// True if all scales of half a tile of rows of `n` can be copied at once instead.
 bool streams_whole(CodeFormat format, const WeightCodes& codes, int k, int n, bool is_gated) {
   int bytes = k / codes.group_size * scale_bytes_of(format);
   constexpr int kHalf = kQuantisedStreamRows / 2;
   return k % 128 == 0 && bytes <= kQuantisedWholeScales && n % (is_gated ? kHalf : 2 * kHalf) == 0;
 }
 
-// Whether that is done by linear_quantised_wgmma.
+// True if that is done by linear_quantised_wgmma.
 bool by_four_warps(
     CodeFormat format, const WeightCodes& codes, int num_rows, int k, Streams streams) {
   return streams == Streams::wgmma && streams_quantised(format, codes, k) &&

@@ -44,7 +44,7 @@ struct LinearOperands {
 Launch linear_launch(
     const LinearParams& params, DType dtype, const LinearOperands& operands, Streams streams);
 
-// Whether there is a kernel for such a product.
+// True if there is a kernel for such a product.
 bool serves_product(int num_rows, int n, int k, bool is_gated, Streams streams);
 
 // The same of weights that mx.quantize made.
@@ -65,13 +65,13 @@ int expert_tiles(int num_rows, int top_k, int num_experts);
 // The same of quantised weights, whose kernels are fewer.
 int quantised_expert_tiles(int tiles);
 
-// Whether there are kernels for such products with the matrices of experts.
+// True if there are kernels for such products with the matrices of experts.
 bool serves_experts(const ProductStep& products, Streams streams);
 
 Launch expert_launch(
     const MixtureStep& step, const ProductStep& products, bool is_first, int tiles, int max_items);
 
-// Whether this process has cuBLASLt.
+// True if this process has cuBLASLt.
 bool has_library_products();
 
 // The name of a launch that is no kernel but a product, or two of one size, by cuBLASLt.

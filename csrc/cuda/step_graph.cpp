@@ -51,7 +51,7 @@ void check(cudaError_t status, const std::string& what) {
   }
 }
 
-// Whether kernels may begin while the one before ends (kernels/dependent_launch.h).
+// True if kernels may begin while the one before ends (kernels/dependent_launch.h).
 bool overlaps_kernels() {
   static const bool wanted = [] {
     const char* set = std::getenv("MLX_PAGED_DEPENDENT_LAUNCH");

@@ -30,7 +30,7 @@ from mlx_paged.server.context import Context
 
 @dataclass(frozen=True)
 class Batch:
-    """What to run.
+    """The requests to run.
 
     Attributes:
         input: JSONL; None: stdin.

@@ -35,7 +35,7 @@ class ExitCode(IntEnum):
 
 
 class _Debug:
-    """Whether errors show their traceback; set by ``--debug``."""
+    """True if errors show their traceback; set by ``--debug``."""
 
     on = False
 
@@ -152,7 +152,7 @@ def print_line(message: str) -> None:
 
 
 def _follows_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C came first: the interrupted code may raise other errors while it ends."""
+    """True if Ctrl-C came first: the interrupted code may raise other errors while it ends."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, KeyboardInterrupt):
         seen = seen.__context__

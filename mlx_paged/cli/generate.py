@@ -58,7 +58,7 @@ _GREEDY = SamplingOptions(
 
 @dataclass(frozen=True)
 class StructuredOptions:
-    """What an answer must be: at most one of these."""
+    """Constraints on an answer: at most one of them."""
 
     json_schema: Annotated[
         Path | None, option(_STRUCTURED, "File with a JSON schema that answers follow.")

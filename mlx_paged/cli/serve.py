@@ -657,7 +657,7 @@ def _check_mcp(options: ServeOptions) -> None:
 
 
 def _pooler_config(options: ServeOptions) -> dict[str, Any] | None:
-    """What the options say of pooling, together; None where they say nothing."""
+    """Combines the options for pooling; None where there are none."""
     found = _json_object("pooler_config", options.pooler_config) or {}
     if options.pooling_type is not None:
         found["pooling_type"] = options.pooling_type

@@ -121,7 +121,7 @@ class BlockPool:
         return self._nodes[block]
 
     def is_own(self, block: int) -> bool:
-        """Whether the one sequence that references `block` may write to it."""
+        """True if the one sequence that references `block` may write to it."""
         return self._ref_counts[block] == 1 and self._nodes[block] is None
 
     # Ownership by sequences.

@@ -10,7 +10,7 @@ from mlx_paged.errors import InvalidParameterError
 
 
 class SchedulingPolicy(StrEnum):
-    """Which requests are served first."""
+    """The order in which requests are served."""
 
     FCFS = "fcfs"  # in order of arrival
     PRIORITY = "priority"  # lower `Request.priority` first, then in order of arrival

@@ -25,7 +25,7 @@ from mlx_paged.errors import IntegrityError
 
 @dataclass
 class EncoderCacheStats:
-    """What happened since the cache was made, and what it holds now.
+    """Counters since the cache was made, and its current contents.
 
     Attributes:
         num_queries: Items that sequences needed features of.
@@ -51,7 +51,7 @@ class EncoderCacheStats:
 
 
 class ScheduledMedia(NamedTuple):
-    """What a step does with features, besides using them.
+    """A step's changes to the features, besides using them.
 
     Attributes:
         evicted: Keys of those that are given up, before anything else.
@@ -107,7 +107,7 @@ class EncoderCache:
         self._idle_bytes = 0
         self._stats = EncoderCacheStats()
         self._evicted: list[bytes] = []  # not yet told
-        # Of the step being built.
+        # State of the step being built.
         self._committed = 0
         self._rows_left = max_rows
         self._items_left = sys.maxsize
@@ -132,7 +132,7 @@ class EncoderCache:
         self._evicted = []
         return scheduled
 
-    # What a chunk needs.
+    # Needs of a chunk.
 
     def num_affordable(self, media: PromptMedia, items: range, *, whole: bool = False) -> int:
         """Leading items of a chunk whose features are there, or that this step may encode.
@@ -169,7 +169,7 @@ class EncoderCache:
         return len(items)
 
     def _has_room(self, num_bytes: int, kept: Set[bytes], *, alone: bool) -> bool:
-        """Whether so many bytes fit, once what may be evicted is gone; `kept` may not.
+        """True if this number of bytes fits once everything evictable but `kept` is gone.
 
         Args:
             alone: they may be any number where nothing else is held.
@@ -268,7 +268,7 @@ class EncoderCache:
     # Corrections.
 
     def resize(self, key: bytes, num_bytes: int) -> None:
-        """What the features of an item take, now that they are made."""
+        """Records the memory of an item's features, now that they exist."""
         features = self._held.get(key)
         if features is None:
             return
@@ -298,7 +298,7 @@ class EncoderCache:
 
     @property
     def stats(self) -> EncoderCacheStats:
-        """What happened so far (a copy)."""
+        """A copy of the counters so far."""
         return replace(self._stats, num_items=len(self._held), num_bytes=self.num_bytes)
 
     def check_integrity(self, pinned: Sequence[HeldFeatures]) -> None:

@@ -51,7 +51,7 @@ SLOTS_PER_SEQUENCE = 3
 
 @dataclass(frozen=True)
 class WindowGroupSpec:
-    """What a group of windowed layers needs.
+    """The needs of a group of windowed layers.
 
     Attributes:
         num_blocks: Blocks of its pool, block 0 included.
@@ -67,7 +67,7 @@ class WindowGroupSpec:
 
 @dataclass(frozen=True)
 class StateGroupSpec:
-    """What the recurrent layers need.
+    """The needs of the recurrent layers.
 
     Attributes:
         num_slots: Slots of the pool, slot 0 included.
@@ -360,7 +360,7 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def can_copy_from(self, node: PrefixNode) -> bool:
-        """Whether a sequence may begin with a part of a node's block, taken by copy."""
+        """True if a sequence may begin with a part of a node's block, taken by copy."""
 
     # The life of a sequence.
 
@@ -371,7 +371,7 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
-        """Whether `parent` still holds what a fork after `num_tokens` tokens reads."""
+        """True if `parent` still holds what a fork after `num_tokens` tokens reads."""
 
     @abstractmethod
     def begin(self, tables: BlockTables, source: PrefixSource) -> None:
@@ -379,7 +379,7 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
-        """Whether there is room for what a sequence that has begun will hold at once.
+        """True if there is room for what a sequence that has begun will hold at once.
 
         Args:
             headroom: further blocks that must stay available.
@@ -387,7 +387,7 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def will_have_room(self, num_tokens: int, node: PrefixNode | None, headroom: int) -> bool:
-        """Whether a new sequence, which continues after `node`, will find room once the steps in
+        """True if a new sequence, which continues after `node`, will find room once the steps in
         flight are evaluated."""
 
     @abstractmethod
@@ -399,7 +399,7 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
-        """Whether there will be room for `num_tokens` once the steps in flight are committed."""
+        """True if there will be room for `num_tokens` once the steps in flight are committed."""
 
     @abstractmethod
     def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
@@ -463,7 +463,7 @@ class AttentionGroup(KVCacheGroup):
 
     @property
     def sees_everything(self) -> bool:
-        """Whether this is a group of full attention."""
+        """True if this is a group of full attention."""
         return self._first_visible is None
 
     def first_block(self, num_tokens: int) -> int:
@@ -804,12 +804,12 @@ class StateGroup(KVCacheGroup):
         return end in self._state(tables).due or is_inside or end % self._interval == 0
 
     def _has_spare(self) -> bool:
-        """Whether a snapshot takes no slot that running sequences need."""
+        """True if a snapshot takes no slot that running sequences need."""
         num_needed = SLOTS_PER_SEQUENCE * self._num_sequences + self._num_pending
         return num_needed < self.pool.num_usable
 
     def request_snapshot(self, running: BlockTables, query: PrefixQuery) -> bool:
-        """Whether `query` will find a snapshot if it waits for a running sequence.
+        """True if `query` will find a snapshot if it waits for a running sequence.
 
         If that has yet to pass the end of what the two have in common, it will leave one there.
         """

@@ -55,7 +55,7 @@ from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 @dataclass
 class KVCounters:
-    """What happened since the store was made; every number only grows.
+    """Counters since the store was made; every number only grows.
 
     Attributes:
         num_admissions: Sequences that were given a block table (a resumed one counts again).
@@ -274,13 +274,13 @@ class KVManager:
         return max(first + 1, num_equal // size) * size
 
     def can_fork(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Whether a running sequence still holds what a fork after `num_tokens` tokens reads."""
+        """True if a running sequence still holds what a fork after `num_tokens` tokens reads."""
         if self._has_full_attention_only:
             return True
         return all(group.can_fork(tables, num_tokens) for group in self.groups)
 
     def keeps_last_token_forkable(self, num_tokens: int) -> bool:
-        """Whether a sequence that has computed `num_tokens` tokens can be forked before the last.
+        """True if a sequence that has computed `num_tokens` tokens can be forked before the last.
 
         Not where its windows slide with that token, and not where there are recurrent layers.
         """
@@ -497,7 +497,7 @@ class KVManager:
         return num_tokens
 
     def can_grow_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int = 0) -> bool:
-        """Whether there will be room once the steps in flight are committed.
+        """True if there will be room once the steps in flight are committed.
 
         Args:
             num_scheduled: tokens of the sequence that are scheduled or computed.
@@ -505,7 +505,7 @@ class KVManager:
         return all(g.can_cover_later(tables, num_tokens, num_scheduled) for g in self.groups)
 
     def will_have_room(self, num_tokens: int, query: PrefixQuery, *, headroom: int = 0) -> bool:
-        """Whether `admit` will find room once the steps in flight are evaluated."""
+        """True if `admit` will find room once the steps in flight are evaluated."""
         node = self.match(query).node
         return all(
             group.will_have_room(num_tokens, node, self._headroom(group, headroom))
@@ -586,7 +586,7 @@ class KVManager:
         return self._opened(tokens, [BlockTable([]) for _ in self.attention], tip, 0)
 
     def is_open(self, tables: BlockTables) -> bool:
-        """Whether tables hold blocks: they have not been freed."""
+        """True if tables hold blocks: they have not been freed."""
         return tables in self._sequences
 
     def fork(self, tables: BlockTables, tokens: Sequence[int]) -> BlockTables:
@@ -653,7 +653,7 @@ class KVManager:
             return None
         first = start // self.block_size
         self._lower_tip(tables, start)
-        # What slid out of a window, and is written again, has no content to keep.
+        # Blocks that slid out of a window and are written again have no content to keep.
         while table.first > first:
             tables.replace(number, table.first - 1, pool.allocate())
             table.first -= 1
@@ -672,7 +672,7 @@ class KVManager:
         return copies
 
     def _may_begin_at(self, table: BlockTable, first: int, number: int) -> bool:
-        """Whether a table needs nothing in front of entry `first`: that of a window which holds
+        """True if a table needs nothing in front of entry `first`: that of a window which holds
         nothing yet."""
         return number > 0 and table.first == len(table.blocks) < first
 
@@ -696,7 +696,7 @@ class KVManager:
                     group.pool.release(block)
 
     def _lower_tip(self, tables: BlockTables, num_tokens: int) -> None:
-        """What comes after the first `num_tokens` is about to differ from what is indexed."""
+        """Unindexes everything after the first `num_tokens`, which is about to change."""
         tables.num_computed_tokens = min(tables.num_computed_tokens, num_tokens)
         depth = num_tokens // self.block_size
         if tables.tip is not None and tables.tip.depth > depth:
@@ -772,7 +772,7 @@ class KVManager:
 
     @property
     def counters(self) -> KVCounters:
-        """What happened so far (a copy)."""
+        """A copy of the counters so far."""
         full = self.attention[0]
         return replace(
             self._counters,

@@ -1,4 +1,4 @@
-"""What the scheduler hands to the device half for one step, and what it reports of the tokens."""
+"""SchedulerOutput: the scheduler's plan for one step, and its report on the new tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def awaits_token(self) -> bool:
-        """Whether the input token is still being sampled by the step before this one."""
+        """True if the input token is still being sampled by the step before this one."""
         return self.input_from >= 0
 
     @property

@@ -83,7 +83,7 @@ class PrefixNode:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether the node is still in the tree: `KVManager` takes its blocks before it removes
+        """True if the node is still in the tree: `KVManager` takes its blocks before it removes
         it. Not for roots, which hold no block."""
         return self.blocks[0] != 0
 
@@ -293,7 +293,7 @@ class PrefixTree:
         return child
 
     def covers(self, node: PrefixNode, key: bytes) -> bool:
-        """Whether a child of `node` begins with all of `key`."""
+        """True if a child of `node` begins with all of `key`."""
         keys = tuple(node.children) if node.sorted_keys is None else node.sorted_keys
         place = bisect_left(keys, key)  # (those that begin with it follow it)
         return place < len(keys) and keys[place].startswith(key)
@@ -343,7 +343,7 @@ class PrefixTree:
                 yield node
             stack.extend(node.children.values())
 
-    # Which sequence fills which block.
+    # The sequence that fills each block.
 
     def move_tip(self, tables: Filler, tip: PrefixNode | None) -> None:
         """A sequence's next block will hang under `tip` from now on; None: it is not indexed."""

@@ -1,5 +1,4 @@
-"""What the scheduler keeps of sequences between steps: who runs, who waits and for what, and what
-is due.
+"""Queues: the scheduler's sequences between steps, running, waiting (and for what) or due.
 
 A step must not touch every sequence that waits. So a waiting sequence is in one of three places::
 

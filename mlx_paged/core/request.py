@@ -46,7 +46,7 @@ class FinishReason(StrEnum):
 
 
 class SequenceStatus(Enum):
-    """Whether a sequence waits, runs or has finished."""
+    """True if a sequence waits, runs or has finished."""
 
     WAITING = "waiting"  # holds no block; preempted sequences wait too
     RUNNING = "running"  # holds the blocks of all its known tokens
@@ -103,7 +103,7 @@ class StopPolicy:
 
 @dataclass(eq=False)
 class Request:
-    """What a caller asks for. It does not change once the scheduler has taken it.
+    """A caller's request. It does not change once the scheduler has taken it.
 
     Attributes:
         request_id: Unique among unfinished requests.
@@ -145,7 +145,7 @@ class Request:
     # The one of them that the others fork (`Scheduler._prompt_source`).
     prompt_source: Sequence | None = field(default=None, init=False, repr=False)
 
-    # Of a prompt with media: its items, and its tokens as the prefix tree is given them.
+    # For prompts with media: the items, and the tokens under which the prefix tree knows them.
     prompt_media: PromptMedia | None = field(default=None, init=False, repr=False)
     tree_prompt: array[int] | None = field(default=None, init=False, repr=False)
 

@@ -117,7 +117,7 @@ class Scheduler:
         self._step = 0
         self._committed_step = 0
         self._in_flight: deque[SchedulerOutput] = deque()
-        # Of the step being built.
+        # State of the step being built.
         self._scheduled: list[ScheduledSequence] = []
         self._num_sampled = 0
         self._prefilling: list[Sequence] = []  # running, with prompt tokens to go
@@ -460,7 +460,7 @@ class Scheduler:
             ):
                 self._prefilling.append(seq)
                 continue
-            # What is scheduled or in flight now may include its last token.
+            # A step that is scheduled or in flight may include its last token.
             if start + 1 >= seq.max_num_tokens or seq.status is not running:
                 continue  # (not running: preempted for one before it)
             # The blocks hold all that is scheduled: only where they are full is another one needed.
@@ -682,7 +682,7 @@ class Scheduler:
                 return  # none overtakes a sequence that waits for memory
 
     def _fits_whole(self, seq: Sequence) -> bool:
-        """Whether the step has the tokens of a whole prompt left, and may encode its items."""
+        """True if the step has the tokens of a whole prompt left, and may encode its items."""
         if len(seq.tokens) > self._budget:
             return False
         media = seq.request.prompt_media
@@ -761,7 +761,7 @@ class Scheduler:
         return seq.query
 
     def _is_still_blocked(self, seq: Sequence) -> bool:
-        """Whether there is no more room for a sequence than when there was none."""
+        """True if there is no more room for a sequence than when there was none."""
         if seq.blocked_at != self.kv.num_freed:
             return False
         query = self._query(seq)
@@ -770,8 +770,8 @@ class Scheduler:
         return query.depth <= before  # (otherwise more of its prompt is cached by now)
 
     def _awaited(self, seq: Sequence) -> tuple[BlockTables, int] | None:
-        """What a waiting sequence should wait for: the tables of a running one that computes what
-        it needs next, and the computed tokens with which the two part."""
+        """Returns the tables of a running sequence to wait for, which computes the tokens that
+        `seq` needs next, and the number of tokens at which the two part."""
         request = seq.request
         num_prompt_tokens = request.num_prompt_tokens
         reads_cache = request.read_prefix_cache and self.kv.enable_prefix_caching
@@ -820,7 +820,7 @@ class Scheduler:
         return source
 
     def _may_be_forked(self, seq: Sequence) -> bool:
-        """Whether a sequence runs, and its windows have not slid past the end of the prompt."""
+        """True if a sequence runs, and its windows have not slid past the end of the prompt."""
         return seq.tables is not None and (
             self.kv.can_fork(seq.tables, seq.request.num_prompt_tokens - 1)
         )

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (the prompt is text; its lines are as the model saw them in training)
-"""What the demo, the benchmarks and the tests ask the embedded model."""
+"""Prompts of the demo, the benchmarks and the tests for the embedded model."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from mlx_paged.doctor.jobs import EXTENSION, MEMORY, MLX, Outcome
 from mlx_paged.doctor.machine import Disk, Machine
 from mlx_paged.doctor.software import Software
 
-# What MLX's installation page requires (ml-explore.github.io/mlx, "Build and Install").
+# Requirements of MLX's installation page (ml-explore.github.io/mlx, "Build and Install").
 _LEAST_MACOS = "14.0"
 _LEAST_DRIVER = {"mlx-cuda-12": "550.54.14", "mlx-cuda-13": "580"}
 _LEAST_CAPABILITY = "7.5"
@@ -177,7 +177,7 @@ def _loading(outcomes: Mapping[str, Outcome], software: Software) -> Iterator[Fi
 
 
 def _backend(machine: Machine, build: Mapping[str, str], device: str) -> Iterator[Finding]:
-    """Whether MLX computes where this build has kernels, and on the GPU if there is one."""
+    """True if MLX computes where this build has kernels, and on the GPU if there is one."""
     built = build["backends"].split()
     has_kernels = bool({"metal", "cuda"} & set(built))
     gpus = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus)) or "no GPU"

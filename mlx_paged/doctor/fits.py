@@ -1,4 +1,4 @@
-"""Which models fit, and with how many tokens of keys and values, by the engine's own rule.
+"""Finds the models that fit, and their KV cache's tokens, by the engine's own rule.
 
 The rule (`EngineConfig`): on a GPU, 0.9 of the device's memory less weights and the largest step's
 activations; on the CPU 4 GiB, or half of the memory if that is less. Either way no more than
@@ -95,7 +95,7 @@ MODELS: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a model fits in a precision.
+    """True if a model fits in a precision.
 
     Attributes:
         num_blocks: Blocks of the pool that the engine would have; 0: it does not fit.

@@ -1,4 +1,4 @@
-"""What needs MLX, in small jobs, each named by a string: ``test/cpu/rope/float32``.
+"""Checks that need MLX, as small jobs, each named by a string: ``test/cpu/rope/float32``.
 
 They run in a child process, one after the other. When it crashes or hangs, the job that was running
 has failed, and a new child runs the rest.
@@ -55,7 +55,7 @@ class Memory(TypedDict):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job answered.
+    """The answer of a job.
 
     Attributes:
         value: Its answer; None where it failed.

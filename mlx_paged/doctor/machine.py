@@ -105,7 +105,7 @@ class Machine:
 
     @property
     def is_mac(self) -> bool:
-        """Whether it runs macOS."""
+        """True if it runs macOS."""
         return self.system.startswith("macOS")
 
 

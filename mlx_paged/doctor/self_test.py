@@ -330,7 +330,7 @@ def _expert_linear(data: Data) -> None:
 
 
 def _int8_activations(data: Data) -> None:
-    """Of whole numbers up to 127, which are not rounded."""
+    """A matrix of whole numbers up to 127, which are not rounded."""
     codes = np.random.default_rng(2).integers(-127, 128, (30, 128)).astype(np.float32)
     codes[:, ::32] = 127
     x, weight = mx.array(codes).astype(data.dtype), data.normal(9, 128)

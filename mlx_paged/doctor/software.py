@@ -1,4 +1,4 @@
-"""What is installed, read from metadata: nothing of it is imported."""
+"""Installed packages, read from metadata: none of them is imported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Software:
 
 
 def installed() -> Software:
-    """Of this interpreter."""
+    """Facts about this interpreter."""
     return Software(
         python=f"{platform.python_version()} ({platform.python_implementation()})",
         executable=sys.executable,

@@ -68,7 +68,7 @@ class BatchSequence:
         self.matcher = choice.stop_sequences.matcher()
         self.is_alive = True
         self._context: mlx_lm_cache.TokenBuffer | None = None
-        # What is in the cache, and the rest of the prompt. The caller's `tokens` are not checked
+        # The cached part, and the rest of the prompt. The caller's `tokens` are not checked
         # against the cache, so they are not used: only what the sequence itself knows is shared.
         self._text: array[int] | None = None
         self._query: PrefixQuery | None = None  # for the present segment
@@ -79,7 +79,7 @@ class BatchSequence:
 
     @property
     def is_at_last_token(self) -> bool:
-        """Whether the answer can start."""
+        """True if the answer can start."""
         return len(self.segments) == 1 and len(self.segments[0]) == 1
 
     def take_cached(self) -> int:
@@ -120,7 +120,7 @@ class BatchSequence:
                 self._shared.append((other, num_tokens))
 
     def must_wait_for(self, others: Iterable[BatchSequence]) -> bool:
-        """Whether one of `others` is computing the block that this one needs next."""
+        """True if one of `others` is computing the block that this one needs next."""
         if self._text is None or self._query is None:
             return False
         if self.sequence.store.has_states:
@@ -335,7 +335,7 @@ class PagedBatch:
 
     @exclusive
     def _plan_prompts(self) -> tuple[_Work, _Work, list[Any]]:
-        """Which sequences start to answer, which go on with their prompt, and the responses.
+        """Sorts sequences into those that begin to answer and those with more prompt.
 
         One whose next block another one is computing in this very step waits, and then takes the
         block by reference.

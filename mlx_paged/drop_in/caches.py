@@ -63,7 +63,7 @@ class _KVPromptCache(_PromptCache):
         return self.keys_and_values()
 
     def is_trimmable(self) -> bool:
-        """Whether `trim` takes any number; not once tokens have slid out of a window for good."""
+        """True if `trim` takes any number; not once tokens have slid out of a window for good."""
         return self.sequence.is_trimmable(self.layer)
 
     def trim(self, n: int) -> int:
@@ -99,7 +99,7 @@ class _KVPromptCache(_PromptCache):
         _restore(self, source)
 
     def _more_state(self) -> tuple[Any, ...]:
-        """What mlx-lm's class has in its state besides keys, values and offset."""
+        """State of mlx-lm's class besides keys, values and offset."""
         return ()
 
     def _check(self, source: Any) -> None:
@@ -237,7 +237,7 @@ class _UnusedCache(PagedKVCache):
 
 
 class _WorkingCache(_PromptCache):
-    """What mlx-lm's own loops are given: one in the place of each of a model's caches.
+    """Stand-in for one of a model's caches in mlx-lm's own loops.
 
     After every chunk of a prompt they evaluate the state of the caches: here that waits for the
     chunk and copies nothing.
@@ -291,7 +291,7 @@ def working_caches(sequence: PagedSequence) -> list[Any]:
 
 
 def is_loops(caches: Sequence[Any]) -> bool:
-    """Whether these are `working_caches`."""
+    """True if these are `working_caches`."""
     return isinstance(caches[0], _WorkingCache)
 
 
@@ -326,7 +326,7 @@ def dense_copy(cache: Any) -> Any:
 
 
 def is_importable(caches: Sequence[Any], store: PagedStore) -> bool:
-    """Whether `import_dense` can take mlx-lm's own caches of a model."""
+    """True if `import_dense` can take mlx-lm's own caches of a model."""
     leaves = leaves_of(caches)
     return len(leaves) == len(store.flat.specs) and all(map(_fits, leaves, store.flat.specs))
 
@@ -373,6 +373,6 @@ def _restore(cache: _KVPromptCache, source: Any) -> None:
         keys, values = (x[:, :, -source.size() :] for x in parts)
     else:
         keys, values = source.keys_and_values()
-    # What a window has lost is never read again: it gets its place in the blocks, and no content.
+    # Tokens that left a window are never read again: they get a place, and no content.
     cache.sequence.offsets[cache.layer] = source.offset - keys.shape[2]
     cache.sequence.write(cache.layer, keys, values)

@@ -80,7 +80,7 @@ class FlatModel:
         self._paged = paged
         self.windows = tuple(r for r in paged.layout.reaches if r.window is not None)
         self._numbers = {reach: number for number, reach in enumerate(self.windows, 1)}
-        # Of each cache with recurrent state, its number among them.
+        # The index of each cache with recurrent state among its kind.
         self.state_numbers = {
             layer: number
             for number, layer in enumerate(
@@ -105,7 +105,7 @@ class FlatModel:
 
     @property
     def specs(self) -> Sequence[CacheSpec]:
-        """What each cache holds, as mlx-lm's caches lie when they are taken out of their lists."""
+        """The contents of each cache, in the order of mlx-lm's caches outside their lists."""
         return self.layout.specs
 
     @property
@@ -131,7 +131,7 @@ class FlatModel:
         return [reach for reach in self.layout.reaches if self.group_of(reach) == number]
 
     def is_of(self, model: object) -> bool:
-        """Whether this runs that very model."""
+        """True if this runs that very model."""
         return self._model() is model
 
     # Steps.
@@ -256,7 +256,7 @@ class FlatModel:
         return (keys[:, :, start:], values[:, :, start:]) if start else (keys, values)
 
     def spec(self, layer: int) -> LayerSpec:
-        """What a cache that the model uses holds."""
+        """The contents of a cache that the model uses."""
         spec = self.specs[layer]
         assert isinstance(spec, LayerSpec), f"cache {layer} of the model is not used"
         return spec
@@ -318,7 +318,7 @@ class FlatModel:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether states were made since."""
+        """True if states were made since."""
         return bool(self._unfinished)
 
     def restore(self, pools: list[mx.array]) -> None:

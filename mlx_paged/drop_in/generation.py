@@ -1,4 +1,4 @@
-"""What replaces mlx-lm's functions: prompt caches, and generation for one sequence.
+"""Replacements for mlx-lm's functions: prompt caches, and generation for one sequence.
 
 mlx-lm's own loops do the work. They are given what is not in the store yet, and caches that put it
 there.

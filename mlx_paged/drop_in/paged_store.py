@@ -26,7 +26,7 @@ from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 32
 _INITIAL_BLOCKS = 1 + 1024 // BLOCK_SIZE
-# What a block of the prefix cache takes on the host, in about; where no layer has attention, it is
+# Approximate host memory of a block of the prefix cache; where no layer has attention, it is
 # all that a block takes.
 _NODE_BYTES = 1024
 
@@ -67,7 +67,7 @@ class StoreStats:
 
     @classmethod
     def sum(cls, stats: Sequence[StoreStats]) -> StoreStats:
-        """Of all stores of a model."""
+        """Options of all stores of a model."""
         return cls(**{f.name: sum(getattr(s, f.name) for s in stats) for f in fields(cls)})
 
 
@@ -86,7 +86,7 @@ class Lease:
         self.tables = tables
         self.num_drafts = 0  # so many tokens at the end may be taken back
         self.is_torn = False  # what it was to be a copy of may not have been copied
-        # Of the recurrent layers; None: before the first token, or there are none.
+        # State of the recurrent layers; None: before the first token, or there are none.
         self.state = state
         self._ended = ended
 
@@ -162,14 +162,14 @@ class PagedStore:
         self._scheduled = self.flat.pools()
         self._newest_states: list[mx.array] = []
         self._stream: mx.Stream | None = None  # of lazy calls
-        # What they have built, if the device is not at work on it yet.
+        # The graph they have built, if the device is not at work on it yet.
         self._lazy_leases: WeakSet[Lease] = WeakSet()
         self._lazy_thread: int | None = None
         self._begun = self._scheduled
 
     @property
     def _share_of_limit(self) -> int:
-        """Of blocks, and of snapshots, where there are any."""
+        """Memory of blocks, and of snapshots where there are any."""
         return self.limit // 2 if self.has_states else self.limit
 
     @property
@@ -342,7 +342,7 @@ class PagedStore:
         return [lease.tables.attention[number].blocks for lease in leases]
 
     def can_trim(self, leases: Sequence[Lease], layer: int, num_tokens: int) -> bool:
-        """Whether sequences still hold what a layer reads after their first `num_tokens` tokens."""
+        """True if sequences still hold what a layer reads after their first `num_tokens` tokens."""
         reach = self.flat.spec(layer).reach
         number = self.flat.group_of(reach)
         needed = reach.first_visible(num_tokens) if num_tokens else self.block_size << 32
@@ -389,7 +389,7 @@ class PagedStore:
 
     @property
     def _is_between_steps(self) -> bool:
-        """Whether `settle` was cut off: what is built is always part of a step."""
+        """True if `settle` was cut off: what is built is always part of a step."""
         return self.kv.pool.evaluated_step == self.kv.pool.launched_step
 
     def pools(self) -> list[mx.array]:

@@ -45,7 +45,7 @@ class MlxLmMismatchError(MlxPagedError, RuntimeError):
 
 
 class _Replaced(NamedTuple):
-    """What is where now."""
+    """The current place of everything that was replaced."""
 
     seam: Seam
     original: Any
@@ -56,12 +56,12 @@ _replaced: list[_Replaced] = []
 
 
 def is_disabled() -> bool:
-    """Whether the environment disables the drop-in."""
+    """True if the environment disables the drop-in."""
     return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
 
 
 def is_patched() -> bool:
-    """Whether mlx-lm is paged at the moment."""
+    """True if mlx-lm is paged at the moment."""
     return bool(_replaced)
 
 

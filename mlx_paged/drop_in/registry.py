@@ -1,4 +1,4 @@
-"""Which store belongs to which model, if any, and how the model's calls reach it."""
+"""Registry: finds the store of a model, if it has one, and routes the model's calls to it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class _Entry:
 
     @staticmethod
     def _is_current(model: nn.Module, known: list[tuple[str, _Weight]]) -> bool:
-        """Whether the weights are there that the stored keys and values were computed with."""
+        """True if the weights are there that the stored keys and values were computed with."""
         weights = _weights(model)
         return len(weights) == len(known) and all(
             name == known_name and weight.is_still(array)
@@ -115,7 +115,7 @@ class _Weight:
         self._value = mx.array(array) if array.nbytes <= _SMALL else None
 
     def is_still(self, array: mx.array) -> bool:
-        """Whether this array has the same contents, or is a small one of the same values.
+        """True if this array has the same contents, or is a small one of the same values.
 
         (Gemma 3n replaces small weights of its own, by what they are already, in every forward.)
         """

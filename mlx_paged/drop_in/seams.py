@@ -152,7 +152,7 @@ def signature_of(function: Any) -> str:
 
 
 def mismatch(module: ModuleType, seam: Seam) -> str | None:
-    """What is not as expected about a symbol; None where all is."""
+    """Returns how a symbol differs from what is expected; None where it does not."""
     _, _, found = resolve(module, seam.symbol)
     if found is None:
         return f"{seam.name} does not exist (expected: {seam.signature})"

@@ -46,10 +46,10 @@ class PagedSequence:
 
     def _begin(self) -> None:
         self._num_written = 0  # positions from here on were never written by this sequence
-        # Of the piece that is being written layer by layer: where it is, and each group's plan.
+        # The piece that is being written layer by layer: its place, and each group's plan.
         self._piece: tuple[int, int, int] | None = None
         self._plans: dict[int, AttentionPlan] = {}
-        # What a loop has said that it will compute: it is shared as it is computed.
+        # Tokens that a loop has announced: they are shared as they are computed.
         self._expected: Sequence[int] = ()
         self._is_foreign = False  # a state was set from outside, which says nothing of its tokens
         # Where the state is kept for others: at these positions of the prompt, and in the answer.
@@ -75,12 +75,12 @@ class PagedSequence:
 
     @property
     def is_known(self) -> bool:
-        """Whether every token in the cache is known."""
+        """True if every token in the cache is known."""
         return len(self.tokens) >= self.offset and len(self.leases) == 1 and not self._is_foreign
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in the cache."""
+        """True if there is nothing in the cache."""
         return self.offset == 0 and all(lease.state is None for lease in self.leases)
 
     @exclusive
@@ -297,12 +297,12 @@ class PagedSequence:
         return min([end, *(due for due in self._due if due > self.offset)])
 
     def is_trimmable(self, layer: int) -> bool:
-        """Whether a layer can be trimmed at any length: nothing of it slid out of a window."""
+        """True if a layer can be trimmed at any length: nothing of it slid out of a window."""
         number = self.store.flat.group_of(self.store.flat.spec(layer).reach)
         return all(lease.tables.attention[number].first == 0 for lease in self.leases)
 
     def can_trim_all(self, num_tokens: int) -> bool:
-        """Whether every layer can forget its last tokens: a little is possible after windows slid
+        """True if every layer can forget its last tokens: a little is possible after windows slid
         too."""
         if self.store.has_states:
             return False
@@ -441,7 +441,7 @@ class PagedSequence:
         if node not in store.snapshots:
             store.snapshots.add(node, store.flat.alone(state))
         if self._answer_from is not None and depth * store.block_size >= self._answer_from:
-            # Of an answer, only the newest state is likely to be wanted, and a few on the way.
+            # Later prompts are likely to want the newest state of an answer, and a few on the way.
             if self._newest is not None and self._newest.depth % _INTERVAL:
                 store.snapshots.drop(self._newest)
             self._newest = node

@@ -104,7 +104,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine takes requests."""
+        """True if the engine takes requests."""
         return self._thread.dead is None
 
     @property

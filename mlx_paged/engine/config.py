@@ -214,7 +214,7 @@ class EngineConfig:
 
     @cached_property
     def kv_salt(self) -> str | None:
-        """What tells blocks of these options from those of others, for prefix salts; None: those
+        """Returns a salt that tells blocks of these options from those of others; None: those
         of the defaults."""
         rounded = None if self.cpu_activations == "float32" else f"x={self.cpu_activations}"
         if self.kv_format is None:

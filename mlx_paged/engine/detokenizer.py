@@ -242,7 +242,7 @@ class DeferredText:
 
     @property
     def is_read_here(self) -> bool:
-        """Whether this thread is about to read it: what a collection then ends must not."""
+        """True if this thread is about to read it: what a collection then ends must not."""
         return bool(self._lock._is_owned())
 
     def end(self, num_text_tokens: int) -> None:
@@ -250,7 +250,7 @@ class DeferredText:
         self._num_text_tokens = num_text_tokens
 
     def between(self, begin: int, end: int | None) -> str:
-        """What became certain after the first `begin` tokens, up to `end` (None: by the answer's
+        """Returns text that became certain after `begin` tokens, up to `end` (None: by the answer's
         end).
 
         Raises:
@@ -273,7 +273,7 @@ class DeferredText:
 
     @property
     def decoded(self) -> str:
-        """What has been decoded by now."""
+        """The text decoded so far."""
         return self._stream.text
 
     def _decode(self, num_tokens: int | None) -> None:

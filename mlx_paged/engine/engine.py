@@ -428,7 +428,7 @@ class Engine:
 
     @property
     def scores_pairs(self) -> bool:
-        """Whether what it pools are pairs of texts, of which it makes scores and no embeddings."""
+        """True if it scores pairs of texts and makes no embeddings."""
         return len(self.labels) == 1
 
     @property
@@ -514,7 +514,7 @@ class Engine:
         token_mask: TokenMask | None,
         grammar: CompiledGrammar | None = None,
     ) -> RequestSampling:
-        """What parameters mean for this model; any thread may ask, as it may take long.
+        """Resolves parameters for this model. Any thread may call it, as it may take long.
 
         It waits until the grammar of `structured_outputs` is compiled, unless it is given.
 
@@ -544,7 +544,7 @@ class Engine:
         )
 
     def request_state(self, request_id: str) -> RequestState | None:
-        """What the engine keeps of an unfinished request."""
+        """Returns the engine's state of an unfinished request."""
         return self._output_processor.request_states.get(request_id)
 
     def request_states(self) -> list[RequestState]:
@@ -587,7 +587,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether another `step` has anything to do."""
+        """True if another `step` has anything to do."""
         return self._has_work or not self._is_whole
 
     @property
@@ -596,14 +596,14 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a thread is in a call at this moment."""
+        """True if a thread is in a call at this moment."""
         return self._guard.busy.locked()
 
     # Recovery.
 
     @property
     def needs_recovery(self) -> bool:
-        """Whether a call raised in the middle of a change, so that the next one repairs."""
+        """True if a call raised in the middle of a change, so that the next one repairs."""
         return not self._is_whole and not self.is_busy
 
     def recover(self) -> bool:
@@ -699,7 +699,7 @@ class Engine:
                 return self._run_step()
 
     def _run_step(self) -> list[SequenceUpdate]:
-        # What raises in between leaves `_is_whole` false, and no handler that could be interrupted
+        # An exception in between leaves `_is_whole` false, and no handler that could be interrupted
         # in its turn has to see to it.
         self._is_whole = False
         try:
@@ -853,7 +853,7 @@ def _sum(one: KVCounters, other: KVCounters) -> KVCounters:
 
 
 def _sum_encoder(past: EncoderCacheStats, now: EncoderCacheStats) -> EncoderCacheStats:
-    """What happened in both, and what the later one holds."""
+    """Adds the counters of both, and takes the current values of the later one."""
     counted = {
         f.name: getattr(past, f.name) + getattr(now, f.name) for f in fields(EncoderCacheStats)
     }

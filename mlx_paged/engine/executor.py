@@ -216,7 +216,7 @@ def _without(part: Part, places: Collection[int]) -> Part:
 
 
 def _reset_samplers(sequences: Iterable[ScheduledSequence]) -> None:
-    """What raised may have been a sampler, in the middle of counting tokens."""
+    """Recounts tokens: a sampler may have raised in the middle of counting."""
     for s in sequences:
         s.sequence.sampler.start_over()
 
@@ -253,7 +253,7 @@ def _made_for(copies: tuple[BlockCopy, ...], targets: Collection[int]) -> tuple[
 
 
 def _is_state_spent(scheduled: ScheduledSequence) -> bool:
-    """Whether the state that it begins with may be overwritten: that of a second part."""
+    """True if the state that it begins with may be overwritten: that of a second part."""
     state = scheduled.state
     return state is not None and state.read == state.write
 
@@ -273,7 +273,7 @@ def _halves(part: Part) -> list[Part]:
     head = s._replace(token_ids=s.token_ids[:middle], samples=False)
     tail = s._replace(token_ids=s.token_ids[middle:], start=s.start + middle)
     if s.state is not None:
-        # What the first part leaves is where the second one begins.
+        # The second part begins where the first one ends.
         tail = tail._replace(state=StateMove(s.state.write, s.state.write))
     return [((place, head),), ((place, tail),)]
 

@@ -46,13 +46,13 @@ def why_no_token(model_largest: float, largest: float) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether the user pressed Ctrl-C: Python raises that on the main thread, and only there."""
+    """True if the user pressed Ctrl-C: Python raises that on the main thread, and only there."""
     is_main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and is_main
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether MLX could not allocate memory for a computation; a smaller one may still run."""
+    """True if MLX could not allocate memory for a computation; a smaller one may still run."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY)
 

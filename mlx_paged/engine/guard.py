@@ -29,7 +29,7 @@ def check_process() -> None:
 
 
 def is_forked() -> bool:
-    """Whether this is such a child."""
+    """True if this is such a child."""
     return _user is not None and _user != os.getpid()
 
 

@@ -456,7 +456,7 @@ class _Call:
 
     @property
     def finished(self) -> bool:
-        """Whether all its requests have ended."""
+        """True if all its requests have ended."""
         return len(self.outputs) == len(self.request_ids) and all(
             output.finished for output in self.outputs
         )

@@ -45,9 +45,9 @@ _LEAST_CACHE_LIMIT = 64 << 20
 # Most tokens of a step on an NVIDIA GPU, and the bytes beside the weights that they need.
 _STEP_TOKENS = ((8192, 16 * _GIB), (4096, 8 * _GIB))
 _RUN_AHEAD = 5 * _GIB // 4
-# Of each side of the larger item with which a tower's memory is measured.
+# Pixels of each side of the larger item with which a tower's memory is measured.
 _PROFILED: dict[Kind, int] = {"image": 1024, "video": 256}
-# Of a frame, for which memory is kept: processors take seconds for clips as large as limits are.
+# Pixels of a frame for which memory is kept: processors take seconds for clips at the limits.
 _PROFILED_FRAME_PIXELS = 512 * 512
 
 
@@ -329,7 +329,7 @@ def _frames(options: MediaOptions) -> int:
 def _profile_item(
     media: Any, kind: Kind, side: int, options: MediaOptions
 ) -> tuple[MediaInputs, int]:
-    """What the processor makes of a grey square, and the tokens of a prompt with nothing else."""
+    """Returns the processor's output for a gray square, and the tokens of its prompt."""
     from PIL import Image
 
     item: Any = Image.new("RGB", (side, side), (127, 127, 127))

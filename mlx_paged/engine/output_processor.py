@@ -92,7 +92,7 @@ class AnswerState:
 
 
 class RequestState:
-    """What the engine keeps of an unfinished request, besides the scheduler's part.
+    """The engine's state of an unfinished request, besides the scheduler's part.
 
     Attributes:
         params: How to choose its tokens, and when to stop; or how to pool its prompt.

@@ -1,4 +1,4 @@
-"""What the engine returns."""
+"""Results of the engine."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class PositionReport(Mapping[int, Logprob]):
 
 
 class SequenceUpdate(NamedTuple):  # (twice as fast as a dataclass: one is made for every token)
-    """What one sequence gained in one step.
+    """One sequence's news from one step.
 
     Attributes:
         request_id: The request.
@@ -271,7 +271,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether all its answers have ended."""
+        """True if all its answers have ended."""
         return all(output.finish_reason is not None for output in self.outputs)
 
     def settle(self) -> None:

@@ -76,7 +76,7 @@ class ReasoningFormat:
         return self.tokens.begins(prompt_token_ids)
 
     def begins_inside(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends within the reasoning."""
+        """True if a prompt ends within the reasoning."""
         return self.begins(prompt_token_ids) is Reasoning.INSIDE
 
 

@@ -1,4 +1,4 @@
-"""What callers give with a request, checked where it enters: what is wrong never reaches a step.
+"""Options of a request, checked where it enters: a wrong value never reaches a step.
 
 `SamplingParams` checks its own fields, and `core.Request` what the scheduler works with.
 """
@@ -136,7 +136,7 @@ def params_of(given: Any) -> SamplingParams:
 
 
 def pooling_params_of(given: Any, field: str = "params") -> PoolingParams:
-    """What one request chooses of its embedding; None stands for the default.
+    """A request's choices for its embedding; None stands for the default.
 
     Raises:
         InvalidParameterError: something else.

@@ -26,7 +26,7 @@ _TURN = 0.002
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """What one sequence gained since its reader last looked: one token, or more where it lagged.
+    """One sequence's news since its reader last looked: one token, or more where it lagged.
 
     Attributes:
         updates: One for each step, oldest first; from 1 to `MAX_UPDATES`.
@@ -41,7 +41,7 @@ class SequenceDelta:
 
     @property
     def index(self) -> int:
-        """Which of the request's `n` answers."""
+        """Index among the request's `n` answers."""
         return self.updates[0].index
 
     @property
@@ -51,7 +51,7 @@ class SequenceDelta:
 
     @property
     def logprobs(self) -> list[PositionReport] | None:
-        """Of each of `token_ids`, as in `CompletionOutput`; None where they were not asked for."""
+        """Log-probabilities of `token_ids`, as in `CompletionOutput`; None: not asked for."""
         found = [update.logprobs for update in self.updates if update.logprobs is not None]
         return found or None
 
@@ -72,7 +72,7 @@ class SequenceDelta:
 
     @property
     def error(self) -> StepError | None:
-        """What happened, where `finish_reason` is "error"."""
+        """The error, where `finish_reason` is "error"."""
         return self.updates[-1].error
 
 

@@ -75,7 +75,7 @@ class LaunchedStep:
 
 
 class WhyNone(NamedTuple):
-    """What says why a row has no token. It is read only if there is such a row."""
+    """Explains why a row could not be sampled. Evaluated only when one failed."""
 
     sampled: Sampled
     # [num_sampled], before edits; None where they leave what is not finite as it is.
@@ -132,7 +132,7 @@ class ModelRunnerOutput:
 
     @property
     def poisoned(self) -> bool:
-        """Whether there were NaNs or infinities, so that the prefix cache cannot be trusted."""
+        """True if there were NaNs or infinities, so that the prefix cache cannot be trusted."""
         return any(reason in POISONS for _, reason in self.failures)
 
 
@@ -230,7 +230,7 @@ class ModelRunner:
             mx.synchronize()
         except Exception:
             logger.debug("the device reported an error after a failed step", exc_info=True)
-        # What a failed step wrote is overwritten before it is read.
+        # Contents that a failed step wrote are overwritten before they are read.
         self.model.restore(launched.pools_before)
         if self.media is not None:
             self.media.store.abandon()
@@ -347,7 +347,7 @@ class ModelRunner:
         wanted: np.ndarray,
         media: StepMedia | None = None,
     ) -> StepInputs:
-        """What the model is told of a step.
+        """Returns the model's inputs for a step.
 
         Args:
             columns: the fields of its scheduled sequences.

@@ -185,7 +185,7 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether a token's logit depends on the tokens before it."""
+        """True if a token's logit depends on the tokens before it."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -204,14 +204,14 @@ class SamplingParams:
 
 
 def _is_integer(value: object, least: int, most: int = _MAX_INT) -> bool:
-    """Whether an integer, Python's or NumPy's, lies in [least, most]."""
+    """True if an integer, Python's or NumPy's, lies in [least, most]."""
     if type(value) is not int and (not isinstance(value, Integral) or isinstance(value, bool)):
         return False  # (an abstract class takes many times as long to ask)
     return least <= int(value) <= most
 
 
 def _is_number(value: object, least: float, most: float) -> bool:
-    """Whether a number lies in [least, most], which are finite."""
+    """True if a number lies in [least, most], which are finite."""
     is_plain = type(value) is float or type(value) is int
     if not is_plain and (not isinstance(value, Real) or isinstance(value, bool)):
         return False

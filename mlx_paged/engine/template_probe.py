@@ -107,7 +107,7 @@ def prompt_of(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """What is rendered when the model's turn begins; "" where the template refuses."""
+    """Returns the text rendered when the model's turn begins; "" where the template refuses."""
     try:
         return probe.render([user_turn()], tools, add_generation_prompt=True, variables=variables)
     except Refused:
@@ -122,7 +122,7 @@ def written(probe: TemplateProbe, prompt: str, text: str) -> str:
 
 
 def is_marker(text: str) -> bool:
-    """Whether a text can be told from others: it is not punctuation of JSON, nor a short word."""
+    """True if a text can be told from others: it is not punctuation of JSON, nor a short word."""
     if len(text) == 2:
         return re.fullmatch(r"""[^\s\w{}\[\]"',:()]{2}""", text) is not None
     return len(text) > 2 and re.search(r"""[^\s{}\[\]"',:()]""", text) is not None

@@ -76,7 +76,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def kinds(config: EngineConfig, max_context_len: int | None, *, with_cuda: bool) -> list[Kind]:
-    """What is run, the largest first: what it leaves of memory serves the smaller ones.
+    """The steps to run, the largest first: the smaller ones reuse its memory.
 
     Args:
         max_context_len: most tokens of a sequence; None: no limit.
@@ -103,7 +103,7 @@ def kinds(config: EngineConfig, max_context_len: int | None, *, with_cuda: bool)
 
 
 def is_needed(config: EngineConfig) -> bool:
-    """Whether an engine with these options warms up on this device."""
+    """True if an engine with these options warms up on this device."""
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     return on_gpu and not config.enforce_eager and config.runner == "generate"
 

@@ -178,7 +178,7 @@ class StepContext(threading.local):
 
     @property
     def active(self) -> bool:
-        """Whether a step is being built."""
+        """True if a step is being built."""
         return self._step is not None
 
     def enter(self, step: Step) -> None:
@@ -270,7 +270,7 @@ class LatentScores(TypeError):
 
 
 class _Written(NamedTuple):
-    """What a layer has just written, until its attention has been built."""
+    """The keys and values a layer has just written, until its attention has been built."""
 
     step: Step
     keys: mx.array  # [num_rows, num_kv_heads, dim]

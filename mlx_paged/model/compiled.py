@@ -99,7 +99,7 @@ class CompiledSteps:
         return self._compile(shape, tokens, step, pools)
 
     def reads_once(self, num_rows: int) -> bool:
-        """Whether a step of so many decodes will read its plan once, as a device program."""
+        """True if a step of this many decodes will read its plan once, as a device program."""
         return (
             self.uses_device_programs and not self._failed and self._fits_device_program(num_rows)
         )
@@ -109,7 +109,7 @@ class CompiledSteps:
         return num_rows <= (min(most, _FEW_ROWS) if self._refuses_many_rows else most)
 
     def takes_prompts(self, num_rows: int) -> bool:
-        """Whether a step of so many rows, prompts among them, may become a device program."""
+        """True if a step of this many rows, prompts among them, may become a device program."""
         return (
             self._takes_prompts and num_rows <= _MOST_ROWS_OF_PROMPTS and self.reads_once(num_rows)
         )
@@ -121,8 +121,10 @@ class CompiledSteps:
         return -(-num_rows // _ROWS_OF_PROMPTS) * _ROWS_OF_PROMPTS
 
     def _serves_prompts(self, tokens: mx.array, step: Step) -> bool:
-        """Whether a step with prompts may be a device program: one of few rows, some of which are
-        sampled from. (As a graph of `mx.compile` it would begin later than it is built now.)"""
+        """True if a step with prompts may be a device program: few rows, some of them sampled.
+
+        A graph of `mx.compile` would begin later than the step is built now.
+        """
         num_rows = tokens.shape[0]
         return (
             self.takes_prompts(num_rows)
@@ -132,7 +134,7 @@ class CompiledSteps:
         )
 
     def greedy_of(self, logits: mx.array) -> Greedy | None:
-        """What greedy sampling gives, where the newest step has found it for these logits."""
+        """Returns the greedy tokens, where the newest step has found them for these logits."""
         return self._newest[1] if self._newest is not None and self._newest[0] is logits else None
 
     def _found(self, logits: mx.array, greedy: Greedy) -> None:
@@ -256,12 +258,12 @@ def _depends_on_arrays(step: Step) -> bool:
 
 
 def _is_decode(tokens: mx.array, step: Step) -> bool:
-    """Of every sequence."""
+    """Columns of every sequence."""
     return tokens.shape[0] == step.plan.context_lens.shape[0]
 
 
 def _serves(tokens: mx.array, step: Step) -> bool:
-    """Whether a step depends on arrays only, and is a small one."""
+    """True if a step depends on arrays only, and is a small one."""
     if not _depends_on_arrays(step):
         return False
     if ops.repeats_steps():

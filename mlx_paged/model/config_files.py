@@ -1,4 +1,4 @@
-"""What a model's `config.json` and `generation_config.json` say. Imports no mlx."""
+"""Reads a model's `config.json` and `generation_config.json`. Imports no mlx."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def vocab_size(config: Mapping[str, Any]) -> int:
 
 
 def has_vocab_size(config: Mapping[str, Any]) -> bool:
-    """Whether the config says it."""
+    """True if the config says it."""
     return _find(config, _VOCAB_SIZE) is not None
 
 

@@ -35,7 +35,7 @@ _MARK = "<image_placeholder>"
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of a model with the one tower, which makes text only."""
+    """True if a config is of a model with the one tower, which makes text only."""
     if config.get("model_type") == "deepseek_vl":
         return True
     vision = config.get("vision_config") or {}

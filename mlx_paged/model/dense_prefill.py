@@ -32,7 +32,7 @@ _HOPPER_DIMS = (64, 128)
 _HOPPER_BLOCK = 16  # and more
 ALIGNMENT = 256
 _MOST_DIM = 128  # cuDNN's
-# Of the sequences of one call together: gathered keys and values take memory, and beyond that a
+# Tokens of all sequences of one call: gathered keys and values take memory, and beyond that a
 # call is long enough that the host is no part of it.
 _MOST_KEYS = 16384
 
@@ -55,12 +55,12 @@ class Chunk:
 
     @property
     def _rows(self) -> int:
-        """Of each sequence."""
+        """Columns of each sequence."""
         return self.num_rows // self.num_sequences
 
     @property
     def has_all_keys(self) -> bool:
-        """Whether its rows bring all keys: nothing of the prompts is cached, nothing is added."""
+        """True if its rows bring all keys: nothing of the prompts is cached, nothing is added."""
         return self._rows == self.num_keys
 
     def attend(self, queries: mx.array, pools: Pools, own: Rows | None, scale: float) -> mx.array:
@@ -188,7 +188,7 @@ def plan_dense_prefill(
 
 
 def serves(spec: LayerSpec, *, sinks: mx.array | None, softcap: float | None) -> bool:
-    """Whether MLX's fused attention can compute a layer's attention."""
+    """True if MLX's fused attention can compute a layer's attention."""
     return (
         spec.window is None
         and sinks is None
@@ -228,7 +228,7 @@ def _chunk(
     first_row: int,
     block_size: int,
 ) -> Chunk:
-    """Of sequences that are alike."""
+    """Groups of sequences that are alike."""
     count, rows, context = len(tables), int(query_lens[0]), int(context_lens[0])
     num_keys = _aligned(context)
     blocks = np.zeros((count, -(-num_keys // block_size)), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Which model families are proven, and in which mode they run.
+"""The proven model families, and the mode in which each runs.
 
 A family is a model module of mlx-lm. It is listed here when a mixed step (prefill, decodes, a
 second chunk, a resumed prefix and a preempted prompt at once) matches mlx-lm's dense cache;
@@ -90,7 +90,7 @@ class Family:
     proven: Mode | None = None
 
     def must_compare(self, mode: Mode) -> bool:
-        """Whether a model that turned out to run in this mode is to be compared."""
+        """True if a model that runs in this mode must be compared."""
         return self.verify or (self.proven is not None and mode is not self.proven)
 
 

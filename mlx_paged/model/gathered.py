@@ -95,7 +95,7 @@ class GatheredLayerCache(KVPools):
     ) -> None:
         super().__init__(context, spec, num_blocks=num_blocks, block_size=block_size)
         self._group: GatheredGroup | None = None
-        # What was gathered for the group, under the names that mlx-lm's caches have. Model code may
+        # Arrays gathered for the group, under the names that mlx-lm's caches have. Model code may
         # put them behind others with `mx.depends`.
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -145,7 +145,7 @@ class GatheredLayerCache(KVPools):
         return self.keys, self.values
 
     def _first_key(self) -> int:
-        """What a rotating or chunked cache has dropped by now; masks count from there."""
+        """Tokens that a rotating or chunked cache has dropped so far; masks count from there."""
         group, spec = self.group, self.spec
         if group.start is None:
             return 0
@@ -162,7 +162,7 @@ class GatheredLayerCache(KVPools):
         return max(0, group.start - self.spec.chunk)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What `update_and_fetch` returned, for layers that share it."""
+        """The last result of `update_and_fetch`, for layers that share it."""
         if self.keys is None or self.values is None:
             raise RuntimeError("a layer's keys were read before it wrote any")
         return self.keys, self.values
@@ -189,5 +189,5 @@ class GatheredLayerCache(KVPools):
         return seen if group.start is None else seen[0, 0]
 
     def empty(self) -> bool:
-        """Whether nothing has been written yet."""
+        """True if nothing has been written yet."""
         return self.group.start == 0

@@ -14,7 +14,7 @@ _GROUP = 32  # dims that share a scale and a minimum in 4 bits
 
 
 class PoolFormat(StrEnum):
-    """What a quantised pool keeps. The value is the pool's dtype, by which the ops know it."""
+    """The contents of a quantized pool. The value is the pool's dtype, by which the ops know it."""
 
     INT8 = "int8"  # one scale a token and head
     INT4 = "uint32"  # a scale and a minimum for each group of 32 dims

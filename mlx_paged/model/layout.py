@@ -1,4 +1,4 @@
-"""What the layers of a model need from the KV store, in plain numbers.
+"""CacheLayout: the needs of a model's layers from the KV store, in plain numbers.
 
 A model has a tree of caches (mlx-lm gives one entry to a layer, and some entries hold several). Its
 leaves are described here, in order. The leaves of one `Reach` read and write through the same block
@@ -47,7 +47,7 @@ FULL = Reach()
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one attention cache holds.
+    """The contents of one attention cache.
 
     Latent attention (DeepSeek's MLA) has one head, whose keys are latent and rotary key side by
     side, and whose values are the latents: the first `value_dim` numbers of the keys. They are
@@ -97,9 +97,9 @@ def _padded(dim: int) -> int:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What one recurrent cache keeps of a sequence, whatever its length: its state arrays."""
+    """The state arrays that one recurrent cache keeps of a sequence, whatever its length."""
 
-    # Of each array, without the batch axis; None: an entry that the layer never uses.
+    # Shape of each array, without the batch axis; None: an entry that the layer never uses.
     shapes: tuple[tuple[int, ...] | None, ...]
     dtypes: tuple[mx.Dtype, ...]
 
@@ -130,7 +130,7 @@ class Mode(StrEnum):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether attention reads dense copies of the blocks."""
+        """True if attention reads dense copies of the blocks."""
         return self in (Mode.GATHERED, Mode.UNIFORM)
 
 
@@ -160,7 +160,7 @@ class CacheLayout:
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether sequences need state slots."""
+        """True if sequences need state slots."""
         return bool(self.states)
 
     @cached_property

@@ -186,7 +186,7 @@ def _media_family(path: Path) -> tuple[MediaFamily | None, str | None]:
 
 
 def _has_towers(path: Path) -> bool:
-    """Whether a checkpoint has more weights than a language model's. (mlx-lm leaves them out.)"""
+    """True if a checkpoint has more weights than a language model's. (mlx-lm leaves them out.)"""
     return any(part in name for name in _weight_names(path) for part in _TOWERS)
 
 
@@ -367,7 +367,7 @@ def _convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:
     kept: list[tuple[nn.Module, type]] = []
     if dtype == "auto" and keeps_weights:
         kept = [(module, type(module)) for module in model.modules() if _stays(module)]
-    # What has no native product is scalar code in MLX's CPU backend, quantised or of 16 bits.
+    # Formats without a native product are scalar code in MLX's CPU backend, quantized or 16-bit.
     for module, _ in kept:
         module.__class__ = nn.Module  # (hides it from what follows)
     try:
@@ -389,7 +389,7 @@ _KEPT = ("weight", "scales", "biases")
 
 
 def _stays(module: nn.Module) -> bool:
-    """Whether a module's weight is multiplied as the checkpoint has it. (No subclass's is.)"""
+    """True if a module's weight is multiplied as the checkpoint has it. (No subclass's is.)"""
     if type(module) in (nn.Linear, nn.Embedding, SwitchLinear):
         return module.weight.dtype in (mx.float16, mx.bfloat16)
     if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear):

@@ -1,4 +1,4 @@
-"""What a prompt's pictures, videos and sounds are to the model half, as plain values.
+"""A prompt's pictures, videos and sounds as plain values for the model half.
 
 The *rows* of an item are the prompt positions whose input embeddings its tower makes; its *span*
 goes from its first to its last row, and may hold text tokens in between. `model.media_processor`
@@ -20,7 +20,7 @@ from mlx_paged.model.media_kinds import Kind
 
 
 class MediaFeatures(NamedTuple):
-    """What a tower makes of one item, or what the rows of a step take of several.
+    """The features of one item, or those of several for the rows of a step.
 
     Attributes:
         embeds: ``[num_rows, hidden_size]`` input embeddings.
@@ -76,7 +76,7 @@ class MediaFeatures(NamedTuple):
 
 
 class StepMedia(NamedTuple):
-    """What the rows of a step bring besides tokens.
+    """Inputs of a step's rows besides tokens.
 
     Attributes:
         rows: ``[m]`` int32, ascending: rows of the step whose embeddings come from `features`.
@@ -146,7 +146,7 @@ class MediaRows:
 
 @dataclass(frozen=True, eq=False)
 class MediaInputs:
-    """What the processor made of one item: what its tower takes.
+    """One processed item: the inputs of its tower.
 
     Attributes:
         kind: What the item is.

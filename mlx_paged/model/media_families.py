@@ -1,4 +1,4 @@
-"""Which of mlx-vlm's families are proven with media, how each is run, and which are refused.
+"""mlx-vlm's families: those proven with media, how each is run, and those refused.
 
 A family is a package of `mlx_vlm.models`. `tests/model/test_media_families.py` holds each of these
 to mlx-vlm's own generation, with pictures cut by chunks and beside other requests.
@@ -434,7 +434,7 @@ _PACKAGES = {
     "sam3_video": "sam3",
     "unlimited-ocr": "unlimited_ocr",
 }
-# What a config of a multimodal model has.
+# Keys in the config of a multimodal model.
 _SECTIONS = ("vision_config", "audio_config")
 
 

@@ -1,4 +1,4 @@
-"""What prompts may have besides text. (In a module that does not import MLX, for options.)"""
+"""The media that prompts may have. (In a module that does not import MLX, for options.)"""
 
 from typing import Literal
 

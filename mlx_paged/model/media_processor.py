@@ -32,7 +32,7 @@ from mlx_paged.model.rope_positions import Grid, rope_positions
 
 logger = logging.getLogger(__name__)
 
-# What processors return beside the arrays of towers.
+# Entries that processors return beside the arrays of towers.
 _TEXT_OUTPUTS = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 )
@@ -321,7 +321,7 @@ _PLACEHOLDER_IDS = ("{}_token_id", "{}_token_index", "media_placeholder_token_id
 
 @dataclass(frozen=True, eq=False)
 class _Expanded:
-    """What takes a placeholder's place.
+    """Returns the tokens that replace a placeholder.
 
     Attributes:
         token_ids: Of the item.
@@ -346,7 +346,7 @@ def _num_bytes(item: _Expanded) -> int:
 
 
 class MediaModel:
-    """What a model takes besides text, and its processor. Any thread may use it.
+    """The media that a model takes, and its processor. Any thread may use it.
 
     Args:
         processor: mlx-vlm's or transformers', for one checkpoint.
@@ -381,16 +381,16 @@ class MediaModel:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What prompts may hold."""
+        """The media that prompts may hold."""
         return self.family.kinds
 
     @property
     def uses_rope_positions(self) -> bool:
-        """Whether RoPE turns by time, height and width."""
+        """True if RoPE turns by time, height and width."""
         return self.family.uses_rope_positions
 
     def is_atomic(self, kind: Kind) -> bool:
-        """Whether the positions of such an item see each other."""
+        """True if the positions of such an item see each other."""
         return kind in self.family.atomic(self._config)
 
     @property
@@ -406,7 +406,7 @@ class MediaModel:
 
     @property
     def chat_template(self) -> str | None:
-        """Of the processor, for tokenizers that have none of their own."""
+        """The processor's template, for tokenizers without one of their own."""
         template = getattr(self._processor, "chat_template", None)
         return template if isinstance(template, str) else None
 
@@ -798,7 +798,7 @@ class MediaModel:
         return _Expanded([max(0, token) for token in tokens], rows, inputs)
 
     def _placeholder_ids(self, kind: Kind) -> list[int]:
-        """Of the rows of an item."""
+        """Positions of an item's rows."""
         names = [name.format(kind) for name in _PLACEHOLDER_IDS]
         found = [getattr(self._config, name, None) for name in names]
         return [token for token in found if isinstance(token, int)]

@@ -31,7 +31,7 @@ _WRAPPED = {
 def mlx_lm_config(
     config: Mapping[str, Any], *, fill: bool = True, has_head: bool | None = None
 ) -> Config:
-    """What mlx-lm should be given for a ``config.json``.
+    """Returns the config to give to mlx-lm for a ``config.json``.
 
     Args:
         fill: see `normalize`.

@@ -43,12 +43,12 @@ INSTALL = (
 )
 
 
-# What mlx-vlm imports for any model; the extra `vision` has these.
+# Packages that mlx-vlm imports for any model; the extra `vision` has these.
 _IMPORTED = ("PIL", "requests", "sentencepiece", "tqdm")
 
 
 def installed_version() -> str | None:
-    """Of mlx-vlm, without importing it; None: it, or what it imports, is not installed."""
+    """Version of mlx-vlm, without importing it; None: it, or a package it needs, is missing."""
     if any(importlib.util.find_spec(name) is None for name in _IMPORTED):
         return None
     try:
@@ -77,7 +77,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         self.model_type = model_type
         _scatter_deepstack(vlm)
 
-    # What `model.wrap` asks of a model.
+    # The attributes of a model that `model.wrap` needs.
 
     @property
     def paged_family(self) -> Family:
@@ -91,7 +91,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
 
     @property
     def uses_bounds(self) -> bool:
-        """Whether some of its items' positions see each other."""
+        """True if some of its items' positions see each other."""
         return bool(self.family.atomic(self.vlm.config))
 
     @property
@@ -101,7 +101,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
 
     @property
     def layers(self) -> Any:
-        """Of the language model."""
+        """The layers of the language model."""
         return self.language_model.layers
 
     def make_cache(self) -> list[Any]:
@@ -153,7 +153,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         return self.language_model(tokens, cache=cache, **arguments).logits
 
     def _merged(self, tokens: mx.array, rows: mx.array, features: MediaFeatures) -> dict[str, Any]:
-        """What the language model takes instead of tokens, where some rows have features."""
+        """Returns the language model's inputs instead of tokens, where some rows have features."""
         if self.family.embeds is not None:
             text: Mapping[str, Any] = {"inputs_embeds": self.family.embeds(self.vlm, tokens)}
         else:

@@ -189,8 +189,8 @@ class PagedModel:
         return not self._output_rows.keeps_hidden
 
     def greedy_of(self, logits: mx.array) -> Greedy | None:
-        """What greedy sampling of the logits that `forward` returned last gives, where the step
-        has found it; None: it has not.
+        """Returns the greedy tokens for the logits that `forward` returned last, where the step
+        has found them; None: it has not.
         """
         return self._compiled.greedy_of(logits)
 
@@ -199,7 +199,7 @@ class PagedModel:
         return self._output_rows.keep_hidden_states()
 
     def output_weights(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Of the logits of some tokens; see `OutputRows.weights_of`."""
+        """Returns the weights for the logits of some tokens; see `OutputRows.weights_of`."""
         return self._output_rows.weights_of(token_ids)
 
     # Pools.
@@ -314,7 +314,7 @@ class PagedModel:
         return self._compiled.rows_with_prompts(num_rows)
 
     def reads_once(self, num_rows: int, *, is_decode: bool) -> bool:
-        """Whether a step is likely to read what the host sends once, as a device program.
+        """True if a step is likely to read what the host sends once, as a device program.
 
         Args:
             num_rows: of its tokens, as `rows_with_prompts` has it.

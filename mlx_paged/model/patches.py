@@ -1,4 +1,4 @@
-"""What is replaced in mlx, mlx-lm and single modules of a model, so that its code runs paged.
+"""Patches of mlx, mlx-lm and single modules of a model, so that its code runs paged.
 
 - **The attention patch.** Every mlx-lm model (and ``mlx_lm.models.base``) looks up
   ``mx.fast.scaled_dot_product_attention`` when it is called, so one rebinding serves them all.
@@ -138,7 +138,7 @@ _building = _Building()
 
 
 def is_native_on_cpu() -> bool:
-    """Whether this thread builds a step on the CPU, where operations without a gradient serve."""
+    """True if this thread builds a step on the CPU, where operations without a gradient serve."""
     return _building.linear_dtypes == (mx.float32,)
 
 
@@ -208,7 +208,7 @@ def _inv_freqs(dims: int, base: float) -> mx.array:
 
 
 def _too_narrow_for_cuda(a: mx.array, dims: int, offset: int | mx.array) -> bool:
-    """Whether MLX's RoPE would ask CUDA for blocks of 128 threads in z, where 64 are the most.
+    """True if MLX's RoPE would ask CUDA for blocks of 128 threads in z, where 64 are the most.
 
     It fills blocks of 1024 with powers of two: pairs of dims in x, one position in y, and in z the
     rows times groups of four heads. With 16 pairs or more z cannot pass 64.
@@ -381,7 +381,7 @@ def clipped_swiglu(
     return _mlx_lm_clipped_swiglu(gate, x, alpha=alpha, limit=limit)
 
 
-# Of one `mx.gather_qmm`: more blocks a CUDA grid's third axis has not. A step of 8192 tokens with
+# Rows of one `mx.gather_qmm`: a CUDA grid's third axis has no more. A step of 8192 tokens with
 # eight experts each has one more.
 _MOST_CUDA_MATRICES = (1 << 16) - 1
 
@@ -595,7 +595,7 @@ def overridden(base: type, method: str, function: Callable[..., Any]) -> type:
 
 
 class Overrides:
-    """What was replaced in one model."""
+    """The replaced attributes of one model."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, type]] = []
@@ -648,7 +648,7 @@ class OutputRows:
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether the rows are hidden states instead of logits."""
+        """True if the rows are hidden states instead of logits."""
         return self._keeps_hidden
 
     def keep_hidden_states(self) -> int:
@@ -673,7 +673,7 @@ class OutputRows:
         return width * 32 // module.bits if "scales" in module else width
 
     def weights_of(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """What the projection makes the logits of some tokens with. (After `keep_hidden_states`.)
+        """Returns the projection's weights for some tokens. Call `keep_hidden_states` first.
 
         Returns:
             ``[len(token_ids), hidden_size]`` weights and ``[len(token_ids)]`` biases, float32.
@@ -711,7 +711,7 @@ class OutputRows:
                 x = context.step.select(x.reshape(-1, 1, x.shape[-1]))
                 if rows._keeps_hidden:
                     rows._hidden = x
-                    # What the model goes on with, and nobody evaluates.
+                    # A placeholder for the model to go on with; nothing evaluates it.
                     return mx.zeros((*x.shape[:-1], self.weight.shape[0]), x.dtype)
             return getattr(base, method)(self, x)  # (looked up now: `install` rebinds it)
 

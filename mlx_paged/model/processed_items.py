@@ -1,4 +1,4 @@
-"""What a processor made of items, kept while the items live: an agent sends its old pictures again
+"""Cache of processed items, kept while the items live: an agent sends its old pictures again
 with every turn, and to scale and cut one takes longer than to decode it."""
 
 from __future__ import annotations

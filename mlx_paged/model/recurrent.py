@@ -202,7 +202,7 @@ class RecurrentCache(WindowedStates, ArraysCache):  # type: ignore[misc]
         """mlx-lm counts padding down here."""
 
     def empty(self) -> bool:
-        """Whether the group's sequences have no state yet, as mlx-lm's own cache says it."""
+        """True if the group's sequences have no state yet, as mlx-lm's own cache says it."""
         return self[0] is None
 
 

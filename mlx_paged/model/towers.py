@@ -21,7 +21,7 @@ _MOST_WIDTH = 256  # of a head; it is filled up with zeros to a multiple of eigh
 
 
 class TowerOps:
-    """What may be replaced while one tower is built; plans serve all of its layers."""
+    """Replacements while one tower is built; plans serve all of its layers."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, int], ops.AttentionPlan] = {}

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 # Sequences and tokens of the forward. A state that grows with its first tokens (n-gram contexts)
 # has its full size after this many.
 _SEQUENCES, _TOKENS = 2, 8
-# What model code raises when given handles instead of arrays, or positions instead of a number.
+# Errors of model code that is given handles instead of arrays, or positions instead of a number.
 _MISFITS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError)
 
 
@@ -220,7 +220,7 @@ def _tried(paged: PagedModel) -> PagedModel:
 
 @dataclass
 class Observed:
-    """What one dense forward of a model shows.
+    """The observations of one dense forward of a model.
 
     Attributes:
         specs: What each leaf of the cache tree holds; of latent attention the two halves as mlx-lm
@@ -405,7 +405,7 @@ class _Calls:
 
 
 def _is_projection(given: tuple[Any, ...], result: Any) -> bool:
-    """Whether a call mapped the last axis of one floating-point array, and did nothing else."""
+    """True if a call mapped the last axis of one floating-point array, and did nothing else."""
     if len(given) != 1 or not isinstance(given[0], mx.array) or not isinstance(result, mx.array):
         return False
     [x] = given

@@ -125,7 +125,7 @@ class Operation(NamedTuple):
 
     @property
     def needs_runner(self) -> str | None:
-        """What the engine must do; None: whatever."""
+        """The runner that the path needs; None: any."""
         return "generate" if self.chunk is not None else self.runner
 
 

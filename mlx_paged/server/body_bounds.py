@@ -20,7 +20,7 @@ MAX_FIELDS = 256
 MAX_DEPTH = 100
 
 _ID_FIELDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
-# What a string consists of after its quote; bytes without structure. (Possessive: no backtracking.)
+# The inside of a string, and bytes without structure. Possessive, so it never backtracks.
 _IN_STRING = re.compile(rb"(?:[^\"\\]++|\\.)*+", re.DOTALL)
 _PLAIN = re.compile(rb"[^\"\[\]{}]*+")
 _LONGEST_KEY = 64

@@ -71,7 +71,7 @@ async def prepared_chat(request: Request) -> tuple[requests.ChatBody, PreparedTu
 
 
 def turn_of(body: requests.ChatBody, io: IoOptions | None = None) -> Turn:
-    """What a body asks for.
+    """Reads a body.
 
     Args:
         io: how the server reads media.
@@ -257,7 +257,7 @@ class ChatAdapter(OpenAIAdapter):
             yield self.event(choice)
 
     def _delta(self, index: int, event: Event) -> responses.Delta | None:
-        """What a chunk says of an event; None: nothing."""
+        """Returns the chunk of an event; None: it has none."""
         if isinstance(event, ContentText):
             return {"content": event.separator + event.text}
         if isinstance(event, ReasoningText):

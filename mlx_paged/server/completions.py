@@ -179,7 +179,7 @@ class CompletionAdapter(OpenAIAdapter):
         return self._echoes[prompt] if self._echoes else ""
 
     def _prompt_reports(self, prompt: int) -> list[PositionReport | None]:
-        """Of the prompt's tokens, where the answer has them."""
+        """Log-probabilities of the prompt's tokens, where the answer has them."""
         if not self._body.echo or self._body.logprobs is None:
             return []
         return list(self.generation.outputs[prompt].prompt_logprobs or ())
@@ -217,7 +217,7 @@ class CompletionAdapter(OpenAIAdapter):
     def _logprobs_of(
         self, piece: Piece, reports: Sequence[PositionReport | None]
     ) -> responses.CompletionLogprobsAnswer | None:
-        """Of the next tokens of a sequence, or of its prompt."""
+        """Log-probabilities of the next tokens of a sequence, or of its prompt."""
         body = self._body
         if body.logprobs is None:
             return None

@@ -141,7 +141,7 @@ class ServerConfig:
 
     @property
     def needs_key(self) -> bool:
-        """Whether requests need a key."""
+        """True if requests need a key."""
         return bool(self.api_keys) or self.api_key_file is not None
 
     @property
@@ -206,7 +206,7 @@ class GenerationDefaults:
 
 
 def generation_config_of(source: str) -> dict[str, Any] | None:
-    """What ``--generation-config`` names.
+    """Loads the directory or source that ``--generation-config`` names.
 
     Args:
         source: "auto": the model's own; "vllm": none; else a directory that has one.
@@ -229,7 +229,7 @@ def generation_config_of(source: str) -> dict[str, Any] | None:
 
 
 def overrides_of(given: str) -> dict[str, Any]:
-    """What ``--override-generation-config`` holds.
+    """Parses ``--override-generation-config``.
 
     Raises:
         InvalidParameterError: it is not a JSON object, or has an unknown entry.

@@ -27,7 +27,7 @@ from mlx_paged.server.errors import ApiError, message_error, speaks_anthropic
 
 #: Most bytes of a request's line and headers.
 MAX_HEAD_SIZE = 64 << 10
-# Of a request's line, besides its method and target; and the empty line after the headers.
+# Bytes of a request's line besides its method and target, and of the empty line after the headers.
 _REST_OF_HEAD = len("  HTTP/1.1\r\n" "\r\n")  # fmt: skip
 _REST_OF_HEADER = len(": \r\n")
 # Seconds between looks whether a client that stopped sending is gone; first, then at most.
@@ -52,7 +52,7 @@ class ImpatientProtocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     _in_head = False
     _is_new_head = False
-    # Of the head so far: what was parsed (exact at its end), and whole chunks that were received
+    # Bytes of the head so far: parsed ones (exact at its end), and whole chunks that were received
     # (a header that does not end is not parsed).
     _parsed_size = 0
     _received_size = 0
@@ -72,7 +72,7 @@ class ImpatientProtocol(HttpToolsProtocol):
         self.idle_since = None
         super().connection_lost(exc)
 
-    # What the client sends.
+    # Data from the client.
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:

@@ -1,4 +1,4 @@
-"""What endpoints use besides the request: engine, tokenizer, options, metrics, the log line."""
+"""Context: engine, tokenizer, options and metrics of all endpoints; Trace: a request's log line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of bodies up to this size there may be as many as there are connections.
+# Bodies up to this size are not counted: connections bound their number.
 _SMALL_BODY = 1 << 20
 
 
@@ -102,7 +102,7 @@ class Phase(StrEnum):
 
 @dataclass
 class Context:
-    """What all requests share: the engine, its tokenizer, options and metrics.
+    """The state that all requests share: the engine, its tokenizer, options and metrics.
 
     Attributes:
         response_store: Responses that later requests may go on from.
@@ -160,7 +160,7 @@ class Context:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the engine was ever ready."""
+        """True if the engine was ever ready."""
         return self._renderer is not None
 
     @property
@@ -338,7 +338,7 @@ def _no_tool_format(config: ServerConfig, renderer: Renderer) -> str:
 
 
 def _log_capacity(engine: Engine, stats: EngineStats) -> None:
-    """What the KV cache holds, in vLLM's words."""
+    """The KV cache's configuration, in vLLM's terms."""
     block_size, num_blocks = engine.config.block_size, stats.usage.num_usable_blocks
     limit, model_len = engine.max_request_len, engine.max_model_len
     # (The last token of an answer needs no slot.)
@@ -356,12 +356,12 @@ def _log_capacity(engine: Engine, stats: EngineStats) -> None:
 
 
 def context_of(request: Request) -> Context:
-    """What all requests share."""
+    """Returns the state that all requests share."""
     context: Context = request.app.state.context
     return context
 
 
 def trace_of(request: Request) -> Trace:
-    """What the log will say of this request."""
+    """Returns this request's log line."""
     trace: Trace = request.scope["state"]["trace"]
     return trace

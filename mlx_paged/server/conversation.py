@@ -176,7 +176,7 @@ class Renderer:
 
     @property
     def renders_tools(self) -> bool:
-        """Whether a prompt can offer tools."""
+        """True if a prompt can offer tools."""
         return self._config.tool_template or knows_tools(self.chat_template)
 
     @property

@@ -89,7 +89,7 @@ def _model(context: Context, name: str) -> responses.Model:
 
 
 def _media(context: Context) -> responses.MediaInfo:
-    """What the model takes besides text, and how much; once it is loaded."""
+    """The media the model takes, and their limits; once it is loaded."""
     engine = context.engine.engine
     model, options = media_model_of(engine), engine.config.media_options
     return {

@@ -106,7 +106,7 @@ class ApiError(Exception):
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is one of Anthropic's API: by its path, or by the header of its SDKs."""
+    """True if a request is one of Anthropic's API: by its path, or by the header of its SDKs."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     of_messages = path == "/v1/messages" or path.startswith("/v1/messages/")
     return of_messages or "anthropic-version" in Headers(scope=scope)
@@ -217,7 +217,7 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
 def from_engine(
     error: MlxPagedError, request_id: str, names: Mapping[str, str] | None = None
 ) -> ApiError:
-    """What an error of the engine means to a client.
+    """Turns an error of the engine into one for clients.
 
     Args:
         names: see `own_name`.

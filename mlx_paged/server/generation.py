@@ -74,12 +74,12 @@ class Piece:
 
     @property
     def is_cut(self) -> bool:
-        """Whether something else than the model ended the sequence: a limit, or a stop string."""
+        """True if something else than the model ended the sequence: a limit, or a stop string."""
         return self.finish_reason != "stop" or isinstance(self.stop_reason, str)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is neither the first nor the last piece, and has text and tokens only."""
+        """True if it is neither the first nor the last piece, and has text and tokens only."""
         return self.num_before > 0 and self.finish_reason is None and not self.logprobs
 
     def add(self, delta: SequenceDelta) -> None:
@@ -160,7 +160,7 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property

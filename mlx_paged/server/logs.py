@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LEVELS = ("debug", "info", "warning", "error", "critical")
 FORMATS = ("text", "json")
 
-# What every record has; other attributes were given as `extra`.
+# Attributes of every record; others were given as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Consent(Body):
-    """What the page showed when its user agreed."""
+    """The call the page showed when its user approved."""
 
     name: str
     arguments: str

@@ -211,7 +211,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """What the engine counts itself."""
+    """Metrics that the engine counts itself."""
 
     def __init__(self, values: tuple[str, str], stats: EngineStats) -> None:
         self.stats = stats

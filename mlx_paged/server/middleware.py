@@ -1,4 +1,4 @@
-"""What happens to every request: id, key, log line, and unexpected errors."""
+"""Middleware of every request: id, key, log line, and unexpected errors."""
 
 from __future__ import annotations
 

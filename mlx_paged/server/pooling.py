@@ -526,11 +526,11 @@ class Embeddings:
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts."""
+        """Number of tokens of all texts."""
         return sum(map(len, self._prompts))
 
     def head(self, id_prefix: str) -> pooling_bodies.PoolingAnswerBase:
-        """What every answer begins with."""
+        """Fields that every answer begins with."""
         cached = sum(output.num_cached_tokens for output in self._outputs)
         self.trace.fields["cached_tokens"] = cached
         return {

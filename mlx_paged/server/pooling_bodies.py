@@ -21,7 +21,7 @@ _Text = str | _Texts
 
 
 class PoolingRequest(Body):
-    """What all bodies of texts to embed have in common. null means the default everywhere."""
+    """Fields of every body with texts to embed. null means the default everywhere."""
 
     model: str | None = Field(None, description="One of the served names; null: the first.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
@@ -150,7 +150,7 @@ class Embedding(TypedDict):
 
 
 class PoolingAnswerBase(TypedDict):
-    """What all answers begin with."""
+    """Fields that all answers begin with."""
 
     id: str
     created: int
@@ -166,7 +166,7 @@ class EmbeddingAnswer(PoolingAnswerBase):
 
 
 class Pooled(TypedDict):
-    """What was made of a text."""
+    """The result of one text."""
 
     object: Literal["pooling"]
     index: int

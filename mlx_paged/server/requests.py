@@ -91,7 +91,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream carries besides text."""
+    """Options for the extra contents of a stream."""
 
     include_usage: bool | None = Field(None, description="Send usage in a last chunk.")
     continuous_usage_stats: bool | None = Field(None, description="Send usage in every chunk.")
@@ -155,7 +155,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 class GenerationBody(Unsupported):
-    """What chat and plain completions have in common. null means the default everywhere."""
+    """Fields that chat and plain completions share. null means the default everywhere."""
 
     model: str | None = Field(None, description="A served name; null and default: the first.")
 
@@ -192,7 +192,7 @@ class GenerationBody(Unsupported):
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None
 
-    # What the text of the answer is.
+    # The format of the answer's text.
     response_format: ResponseFormat | None = Field(
         None, description="text, json_object, json_schema, or vLLM's structural_tag."
     )
@@ -212,7 +212,7 @@ class GenerationBody(Unsupported):
         None, description="Most tokens of reasoning; its end is forced. -1: any number."
     )
 
-    # What the answer contains.
+    # The contents of the answer.
     logprob_token_ids: (
         Annotated[TokenIds, Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None
     ) = Field(
@@ -505,7 +505,7 @@ def validated(request: Request, raw: bytes | bytearray, model: type[B]) -> B:
 
 
 def has_body(request: Request) -> bool:
-    """Whether a request announces a body."""
+    """True if a request announces a body."""
     headers = request.headers
     return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
 
@@ -590,7 +590,7 @@ def too_large(limit: int, what: str = "the body") -> ApiError:
 
 def _from_validation(error: ValidationError, *, is_openai: bool) -> ApiError:
     found = error.errors(include_url=False, include_context=False)
-    # Of the branches of a union, the client meant the one that matched most: all but its length.
+    # The client meant the branch of a union that matched most.
     top = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
     first = max(top, key=lambda e: (e["type"] == "too_long", len(_path_of(e["loc"]))))
     if first["type"] == "json_invalid":
@@ -641,7 +641,7 @@ def _unknown(body: BaseModel) -> Iterator[str]:
             yield from (f"{field}.{name}" for name in options.model_extra or ())
 
 
-# What `chat_template_kwargs` must not replace: the arguments of the renderer itself.
+# Arguments of the renderer itself, which `chat_template_kwargs` must not replace.
 _RESERVED_KWARGS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
     "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",

@@ -22,7 +22,7 @@ Reason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ErrorDetail(TypedDict):
-    """What went wrong."""
+    """The error."""
 
     message: str
     type: str
@@ -37,13 +37,13 @@ class ErrorAnswer(TypedDict):
 
 
 class PromptDetails(TypedDict):
-    """Of `prompt_tokens`."""
+    """Parts of `prompt_tokens`."""
 
     cached_tokens: int
 
 
 class CompletionDetails(TypedDict):
-    """Of `completion_tokens`."""
+    """Parts of `completion_tokens`."""
 
     reasoning_tokens: int
 
@@ -138,7 +138,7 @@ class ChatChoice(TypedDict):
 
 
 class Answer(TypedDict):
-    """What all answers begin with."""
+    """Fields that all answers begin with."""
 
     id: str
     created: int
@@ -157,21 +157,21 @@ class ChatAnswer(Answer):
 
 
 class FunctionDelta(TypedDict):
-    """What a call gained: its name at first, then pieces of its arguments."""
+    """The next part of a call: its name at first, then pieces of its arguments."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class CustomDelta(TypedDict):
-    """What a call of a custom tool gained: its name at first, then pieces of its input."""
+    """The next part of a custom tool's call: its name at first, then pieces of its input."""
 
     name: NotRequired[str]
     input: str
 
 
 class ToolCallDelta(TypedDict):
-    """What the call of an index gained."""
+    """The next part of the call at an index."""
 
     index: int
     id: NotRequired[str]
@@ -181,7 +181,7 @@ class ToolCallDelta(TypedDict):
 
 
 class Delta(TypedDict, total=False):
-    """What a choice gained."""
+    """The next part of a choice."""
 
     role: Literal["assistant"]
     content: str | None
@@ -310,7 +310,7 @@ class MediaLimit(TypedDict):
 
 
 class MediaInfo(TypedDict):
-    """What prompts may have besides text.
+    """The media that prompts may have.
 
     `kinds` is empty for a model that reads text only; `reason` says why it does.
     """
@@ -511,7 +511,7 @@ def _alternatives(
 
 
 def _likeliest(entries: list[tuple[int, Logprob]], count: int) -> list[tuple[int, Logprob]]:
-    """Of a report: the token itself comes first there, and is moved to its place."""
+    """Alternatives from a report, where the token itself comes first; here it moves to its rank."""
     ordered = sorted(entries, key=lambda entry: entry[1].rank)
     return [entry for entry in ordered if entry[1].rank <= count][:count]
 

@@ -227,7 +227,7 @@ class _Service:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine is neither ready nor failed."""
+        """True if the engine is neither ready nor failed."""
         return not self._context.is_loaded and self._engine.is_alive
 
     @property

@@ -112,7 +112,7 @@ def check_origin(headers: Headers, origins: frozenset[str] | None = None) -> Non
 
 
 def is_loopback(address: str) -> bool:
-    """Whether something is an address of this machine alone."""
+    """True if something is an address of this machine alone."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -120,7 +120,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_host(name: str) -> bool:
-    """Whether something is a name or an address, without scheme, port or path."""
+    """True if something is a name or an address, without scheme, port or path."""
     inner = name[1:-1] if name.startswith("[") and name.endswith("]") else name
     return _NAME.fullmatch(name) is not None or _is_address(inner)
 

@@ -46,7 +46,7 @@ _PIECE_SIZE = 1 << 15
 _MAX_HELD = 1 << 20
 
 
-# Of chats and of plain completions.
+# Chats and plain completions.
 ChunkChoice = responses.ChunkChoice | responses.CompletionChoice
 Chunk = responses.ChatChunk | responses.CompletionAnswer
 
@@ -70,7 +70,7 @@ class Adapter(ABC):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the response."""
+        """Headers of the response."""
         relaxed = self.relaxed
         return {RELAXED: ", ".join(relaxed).encode("ascii", "replace").decode()} if relaxed else {}
 
@@ -128,7 +128,7 @@ async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Respon
 
 
 async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns; it is cancelled if the client goes.
+    """Awaits a coroutine, and cancels it if the client goes.
 
     Raises:
         ApiError: the client has gone.
@@ -374,7 +374,7 @@ class OpenAIAdapter(Adapter):
         }
 
     def whole_usage(self) -> responses.Usage:
-        """Of all answers that were generated."""
+        """Usage of all answers that were generated."""
         answers = [answer for output in self.generation.outputs for answer in output.outputs]
         return self.usage(sum(len(answer.token_ids) for answer in answers))
 

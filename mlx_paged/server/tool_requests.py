@@ -47,7 +47,7 @@ class CustomGrammar(_Part):
 
 
 class CustomFormat(_Part):
-    """What the input of a custom tool is."""
+    """The input format of a custom tool."""
 
     type: Literal["text", "grammar"]
     grammar: CustomGrammar | None = None
@@ -101,7 +101,7 @@ class JsonSchemaFormat(_Part):
 
 
 class ResponseFormat(_Part):
-    """What the text of an answer is."""
+    """The format of an answer's text."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -202,7 +202,7 @@ def require_distinct(tools: Iterable[Tool]) -> None:
 def choice_of(
     given: str | ToolChoiceBody | None, parallel: bool | None, tools: Iterable[Tool]
 ) -> ToolChoice:
-    """What may be called.
+    """The tools that may be called.
 
     Raises:
         ApiError: 400 for a choice without tools, or without what its type needs.
@@ -239,7 +239,7 @@ def choice_of(
 
 
 def format_of(given: ResponseFormat | None) -> StructuredOutputs | None:
-    """What `response_format` asks for; None: any text.
+    """Reads `response_format`; None: free text.
 
     Raises:
         ApiError: 400 for an unknown type, or a schema that is missing.
@@ -280,7 +280,7 @@ GUIDED = {
 
 
 def structured_outputs_of(body: Any) -> StructuredOutputs | None:
-    """What the text of an answer must be, from whichever field of a body says it.
+    """Returns the constraint on an answer's text, from whichever field of a body has it.
 
     Raises:
         ApiError: 400 for two of them.
@@ -314,7 +314,7 @@ def structured_outputs_of(body: Any) -> StructuredOutputs | None:
 
 
 def names_of(body: Any) -> dict[str, str]:
-    """What a body calls the fields of structured outputs, for errors (`errors.own_name`)."""
+    """Maps fields of structured outputs to a body's names, for errors (`errors.own_name`)."""
     if body.response_format is not None and body.response_format.type != "text":
         schema = "response_format.json_schema.schema"
         return {

@@ -39,7 +39,7 @@ from mlx_paged.server.tools.parameters import refuse_or_tell
 
 @dataclass(frozen=True)
 class Turn:
-    """What a client asks for.
+    """A client's request for an answer.
 
     Attributes:
         conversation: The messages; `turn_messages` has their form.
@@ -89,11 +89,11 @@ class PreparedTurn:
 
     @property
     def is_plain(self) -> bool:
-        """Whether answers are their text: nothing in them needs to be told from it."""
+        """True if answers are their text: nothing in them needs to be told from it."""
         return not self._reads_markers
 
     def reader(self) -> AnswerReader:
-        """What reads one of the answers."""
+        """Returns a reader for one of the answers."""
         renderer = self._context.renderer
         tool_format = self._format if self._reads_markers else None
         reasoning = self._context.reasoning_format if self._reads_markers else None
@@ -201,7 +201,7 @@ _MOST_PARTS = 64
 
 
 class _Constraint(NamedTuple):
-    """What the answers of a turn must be.
+    """The constraint on the answers of a turn.
 
     Attributes:
         outputs: None: anything.
@@ -219,7 +219,7 @@ async def _constraint_in_time(context: Context, turn: Turn, tools: tuple[Tool, .
     if turn.structured_outputs is None and not (tools and _follows_grammar(turn, tools)):
         return _Constraint(None, (), turn.names)
     compiler = context.engine.engine.grammar_compiler
-    # Which field it is about by now. (A thread changes it.)
+    # The field being compiled; a thread changes it.
     schema_field = own_name("structured_outputs.json", turn.names)
     about: list[tuple[str, Any]] = [(schema_field, turn.structured_outputs)]
 
@@ -275,7 +275,7 @@ async def _error_of_part(
 
 
 def _follows_grammar(turn: Turn, tools: tuple[Tool, ...]) -> bool:
-    """Whether answers in which there may be calls are not free."""
+    """True if answers in which there may be calls are not free."""
     choice = turn.choice
     strict = any(tool.strict for tool in tools)
     is_limited = choice.names is not None or not choice.parallel
@@ -449,7 +449,7 @@ class TurnAdapter(Adapter):
         return self.turn.relaxed
 
     def answer(self, index: int) -> Answer:
-        """What an answer has by now; of one that is its text, only once it has ended."""
+        """The contents of an answer so far; plain text only once it has ended."""
         if self.turn.is_plain:
             answer = Answer()
             if text := self.generation.outputs[0].outputs[index].text:

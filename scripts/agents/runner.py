@@ -229,7 +229,7 @@ def serving(folder: Path) -> Iterator[int]:
 
 
 def is_ready(port: int) -> bool:
-    """Whether the server takes requests."""
+    """True if the server takes requests."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready") as answer:
             return bool(answer.status == 200)

@@ -59,7 +59,7 @@ def stdlib_files() -> Iterator[tuple[str, str]]:
 
 
 def wanted(path: str, text: str) -> bool:
-    """Whether a file is worth reading: no test, no table of data, ASCII, of ordinary size."""
+    """True if a file is worth reading: no test, no table of data, ASCII, of ordinary size."""
     parts = Path(path).parts
     name = parts[-1]
     if SKIPPED_PARTS & set(parts) or name.startswith("test_") or name.endswith("_test.py"):

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def uses_hub(path: Path) -> bool:
-    """Whether a test file loads models of the hub."""
+    """True if a test file loads models of the hub."""
     return "mlx-community/" in path.read_text()
 
 

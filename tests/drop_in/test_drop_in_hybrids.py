@@ -218,7 +218,7 @@ def test_other_weights_do_not_meet_old_states(module, model) -> None:
 
 
 def same_content(ours: list[Any], theirs: list[Any]) -> bool:
-    """Whether caches hold the same, up to rounding."""
+    """True if caches hold the same, up to rounding."""
 
     def leaves(cache: Any) -> list[Any]:
         if isinstance(cache, mlx_lm_cache.CacheList):

@@ -71,7 +71,7 @@ def test_no_collection_comes_in_a_step_of_an_async_engine() -> None:
 
 
 def in_a_step() -> bool:
-    """Whether a frame of any thread runs `Engine.step`."""
+    """True if a frame of any thread runs `Engine.step`."""
     for frame in sys._current_frames().values():
         while frame is not None:
             if frame.f_code is Engine.step.__code__:

@@ -36,7 +36,7 @@ def compiler() -> GrammarCompiler:
 
 
 def accepts(compiler: GrammarCompiler, wanted: StructuredOutputs, *parts: str | int) -> bool:
-    """Whether an answer of these texts and tokens follows the grammar to an end."""
+    """True if an answer of these texts and tokens follows the grammar to an end."""
     matcher = compiler.compile(wanted).matcher()
     tokens: list[int] = []
     for part in parts:

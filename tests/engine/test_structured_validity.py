@@ -188,7 +188,7 @@ def test_the_json_schema_test_suite(compiler) -> None:
 
 
 def is_relaxed(compiler: GrammarCompiler, schema: Any) -> bool:
-    """Whether a schema that is refused where it is strict is taken where it is not."""
+    """True if a schema that is refused where it is strict is taken where it is not."""
     try:
         relaxed = compiled(compiler, schema, strict=False).relaxed
     except InvalidParameterError as refusal:

@@ -59,7 +59,7 @@ def weights(
 
 
 def fits(out: mx.array, x: mx.array, weight: np.ndarray, bias: mx.array | None = None) -> bool:
-    """Whether a result is that of these weights, rounded."""
+    """True if a result is that of these weights, rounded."""
     unit = 2.0**-11 if out.dtype == mx.float16 else 2.0**-8
     product = exact(x) @ weight.T
     total = product if bias is None else product + exact(bias)

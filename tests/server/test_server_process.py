@@ -30,7 +30,7 @@ def read_stream(url: str, body: dict[str, Any], lines: list[str]) -> None:
 
 
 def refuses(url: str) -> bool:
-    """Whether no connection is accepted any more."""
+    """True if no connection is accepted any more."""
     try:
         httpx.get(f"{url}/health")
     except httpx.TransportError:

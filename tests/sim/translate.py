@@ -261,7 +261,7 @@ def _qualify_method(
 
 
 def _at_top(head: list[Token], at: int) -> bool:
-    """Whether the bracket is outside all others, of templates too."""
+    """True if the bracket is outside all others, of templates too."""
     return any(t is head[at] for t in outside_templates(head[: at + 1]))
 
 
@@ -287,7 +287,7 @@ def _statement(out: Translation, decl: list[Token], class_name: str) -> None:
 
 
 def _is_constructed(code: list[Token]) -> bool:
-    """Whether this is a variable with arguments of a constructor, `constant T x("a", 1)`."""
+    """True if this is a variable with arguments of a constructor, `constant T x("a", 1)`."""
     outside = outside_templates(code)
     return (
         outside[-1].text == "("

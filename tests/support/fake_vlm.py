@@ -40,7 +40,7 @@ PLACEHOLDER = VOCAB_SIZE - 1
 CONFIG = tiny_config("llama", num_hidden_layers=2, head_dim=HEAD_DIM)
 HIDDEN = CONFIG["hidden_size"]
 NUM_PIXELS = 6
-# Whether positions of atomic pictures see each other; otherwise they are causal, but not cut.
+# True if positions of atomic pictures see each other; otherwise they are causal, but not cut.
 HAS_BOUNDS = "bounds" in inspect.signature(build_plan).parameters
 
 

@@ -24,7 +24,7 @@ class Formats(FormatChecker):
 
 
 def is_beyond(name: str, value: str) -> bool:
-    """Whether a text has what llguidance's patterns of formats cannot tell: the 29th of February
+    """True if a text has what llguidance's patterns of formats cannot tell: the 29th of February
     of other years, seconds of 60, the length of all labels and what punycode stands for."""
     if name in ("date", "date-time") and "-02-29" in value:
         return True

@@ -16,7 +16,7 @@ PACKAGE = str(Path(mlx_paged.__file__).parent)
 
 
 def _is_with(frame: FrameType) -> bool:
-    """Whether the line is that of a `with`.
+    """True if the line is that of a `with`.
 
     Python lets exceptions from outside come after calls and jumps only, so none can come between
     the end of the block and the release of its lock. A trace function is called there.

@@ -56,7 +56,7 @@ class NaiveWindow:
     # Questions.
 
     def fits(self, salt: str | None, tokens: tuple[int, ...], depth: int) -> bool:
-        """Whether a sequence can continue after `depth` blocks."""
+        """True if a sequence can continue after `depth` blocks."""
         first = self.first_visible(depth * self.size) // self.size
         return all((salt, tokens[: (i + 1) * self.size]) in self.held for i in range(first, depth))
 

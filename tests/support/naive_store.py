@@ -83,7 +83,7 @@ class NaiveStore:
         return held | {own for _, own, _ in self.copies if own is not None}
 
     def is_used(self, prefix: Prefix) -> bool:
-        """Whether a sequence or a copy being prepared builds on this prefix."""
+        """True if a sequence or a copy being prepared builds on this prefix."""
         salt, tokens = prefix
         users = [
             (t.salt, tuple(t.tokens[: t.indexed * self.size]))
@@ -281,7 +281,7 @@ class NaiveStore:
         return prefix
 
     def covers(self, prefix: Prefix, tail: Prefix) -> bool:
-        """Whether all of a tail is the beginning of one block of another prefix."""
+        """True if all of a tail is the beginning of one block of another prefix."""
         (salt, tokens), (other_salt, wanted) = prefix, tail
         begin = len(wanted) // self.size * self.size
         return (

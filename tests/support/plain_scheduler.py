@@ -30,7 +30,7 @@ def num_schedulable_tokens(seq: Sequence) -> int:
 
 
 def is_prefilling(seq: Sequence) -> bool:
-    """Whether more than the newest token is still to be computed, or the last token of a prompt
+    """True if more than the newest token is still to be computed, or the last token of a prompt
     that may be a media item's."""
     num_left = len(seq.tokens) - seq.num_scheduled_tokens
     of_prompt = seq.num_scheduled_tokens < seq.request.num_prompt_tokens
@@ -126,7 +126,7 @@ class PlainScheduler(Scheduler):
         return num_blocks * size
 
     def _computes_next_block(self, running: Sequence, seq: Sequence) -> bool:
-        """Whether `seq` should wait for `running`; only where all layers see everything."""
+        """True if `seq` should wait for `running`; only where all layers see everything."""
         if len(self.kv.groups) > 1 or running.order[0] > seq.order[0]:
             return False
         assert running.tables is not None

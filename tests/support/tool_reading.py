@@ -145,7 +145,7 @@ class Walker:
         return self._matchers[lark].deep_copy()
 
     def accepts(self, lark: str, text: str) -> bool:
-        """Whether a whole answer is in the grammar."""
+        """True if a whole answer is in the grammar."""
         ids = [token for token, _ in self.tokenizer.encode(text)]
         matcher = self.matcher(lark)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -67,7 +67,7 @@ struct PrefillState {
     }
   }
 
-  // Whether any query sees a token of the tile that begins at `first`. The warp agrees on it.
+  // True if any query sees a token of the tile that begins at `first`. The warp agrees on it.
   __device__ __forceinline__ bool sees(int first) const {
     return first < any.end && first + TOKENS > any.begin;
   }

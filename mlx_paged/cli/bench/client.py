@@ -21,7 +21,7 @@ _READ_BUFFER = 1 << 20
 
 @dataclass
 class Result:
-    """What one request saw; times in seconds."""
+    """The timings of one request, in seconds."""
 
     prompt: Prompt
     success: bool = False
@@ -66,7 +66,7 @@ async def arrivals(
 
 
 def hint_of(status: int) -> str:
-    """What to do about an HTTP status, where the command line has something for it."""
+    """Returns a hint for an HTTP status, where the command line has an option for it."""
     return " (give --api-key)" if status == 401 else ""
 
 
@@ -113,7 +113,7 @@ class Arrivals:
     error: str = ""
 
     def result(self) -> Result:
-        """What the request saw."""
+        """Returns the timings of the request."""
         result = Result(self.prompt, started=self.started, error=self.error)
         if not self.error:
             try:

@@ -48,7 +48,7 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.token_ids)
 
     def as_text(self, tokenizer: Any) -> Prompt:

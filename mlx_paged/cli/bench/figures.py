@@ -86,7 +86,7 @@ def line(name: str, value: float | int | str) -> str:
 
 
 def latency_lines(made: Mapping[str, Any], shares: Sequence[float]) -> list[str]:
-    """What `latency_figures` made, as vLLM prints it."""
+    """Formats the result of `latency_figures` as vLLM prints it."""
     lines = []
     for name, (title, short) in _TITLES.items():
         lines.append(f"{title:-^{WIDTH}}")
@@ -157,12 +157,12 @@ class Run:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all answers."""
+        """Tokens of all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompts, that were not computed."""
+        """Prompt tokens that were not computed."""
         per_prompt = len(self.answers) // len(self.prompt_lens)
         return sum(answer.num_cached_tokens for answer in self.answers[::per_prompt])
 

@@ -193,7 +193,7 @@ def _model(
 def _most_tokens(
     sizes: Sequence[int], counts: Sequence[int], frame_size: int, output_len: int
 ) -> int:
-    """Of a request; towers make a row of 28 x 28 pixels or more, and no fewer than 64 of them."""
+    """Rows of a request; towers make one of 28 x 28 pixels or more, and no fewer than 64."""
     of_picture = max(max(64, (size // 28 + 1) ** 2) + 128 for size in sizes)
     of_video = max(counts) * (max(64, (frame_size // 28 + 1) ** 2) + 128)
     return max(of_picture, of_video) + 8 * output_len + _TEXT_TOKENS

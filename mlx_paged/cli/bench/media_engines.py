@@ -85,7 +85,7 @@ FPS = 2.0
 
 @dataclass
 class Reply:
-    """What was seen of an answer; times in seconds since the request.
+    """The timings of an answer, in seconds since the request.
 
     Attributes:
         times: When each token came.
@@ -136,7 +136,7 @@ class PagedEngines:
         self._llms: dict[str, LLM] = {}
 
     def kinds(self) -> tuple[str, ...]:
-        """What the model takes."""
+        """The media that the model takes."""
         assert self.model.media is not None
         return self.model.media.kinds
 
@@ -158,7 +158,7 @@ class PagedEngines:
         return prompt.text if isinstance(prompt, TextWithMedia) else ""
 
     def num_tokens(self, ask: Ask) -> int:
-        """Of a request, media included."""
+        """Prompt tokens of a request, media included."""
         [tokens] = self.llm().render_chats(ask.messages())
         return len(tokens)
 
@@ -236,7 +236,7 @@ class VlmEngine:
         self._features: Any = None
 
     def caches(self) -> tuple[str, ...]:
-        """What it may keep: nothing, or what its tower made, where the family lets it."""
+        """Sets the engine's cache: off, or its tower's features, where the family allows it."""
         encodes = any(hasattr(self._model, name) for name in ("encode_image", "encode_images"))
         return ("none", "encoder") if encodes else ("none",)
 

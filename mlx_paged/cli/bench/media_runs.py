@@ -1,4 +1,4 @@
-"""What `mlx-paged bench media` measures: tables of pictures and videos, and the figures."""
+"""Measurements of `mlx-paged bench media`: tables of pictures and videos, and the figures."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked, and how often.
+    """The questions, and how often they are asked.
 
     Attributes:
         output_len: tokens of an answer.

@@ -51,7 +51,7 @@ _CLIP = {
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What is written of a shape.
+    """The figures written for a shape.
 
     Attributes:
         package: of mlx-vlm.

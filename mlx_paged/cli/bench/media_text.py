@@ -1,4 +1,4 @@
-"""What media cost requests that have none.
+"""Measures how much media requests slow down text-only requests.
 
 Two questions: whether an engine whose model takes pictures is slower with texts than one whose
 model takes none, and what requests with pictures take from the texts beside them.
@@ -97,7 +97,7 @@ def text_speed(
 def beside(
     llm: LLM, asks: Sequence[Ask], num_tokens: int, rounds: int, rows: int, max_tokens: int
 ) -> dict[str, Any]:
-    """What texts that decode lose to two requests that come beside them, in turns.
+    """Measures how much decoding texts lose to two requests beside them, in turns.
 
     The two are texts of `num_tokens` tokens, or requests with a new picture each, which have as
     many. Each is asked when a quarter and a half of the texts' tokens are made.

@@ -103,7 +103,7 @@ def measure(
 
 
 def in_format(kv_cache_dtype: str) -> str:
-    """What a paged run with quantised keys and values is called."""
+    """Returns the name of a paged run with quantized keys and values."""
     return f"{PAGED}_{kv_cache_dtype}"
 
 

@@ -126,7 +126,7 @@ def throughput(
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What differs between the two.
+    """The settings that differ between the two.
 
     Attributes:
         title: of the report.

@@ -26,7 +26,7 @@ _REPORT = "Report"
 
 
 class EngineName(StrEnum):
-    """Which engine generates."""
+    """The engine that generates."""
 
     MLX_PAGED = "mlx-paged"
     MLX_LM = "mlx-lm"
@@ -105,7 +105,7 @@ MetricPercentiles = Annotated[str, option(_REPORT, "Percentiles of latencies, by
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What is reported, and where."""
+    """The report, and its place."""
 
     metric_percentiles: MetricPercentiles = "50,90,99"
     output_json: Annotated[Path | None, option(_REPORT, "Write figures and environment here.")] = (

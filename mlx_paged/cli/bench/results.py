@@ -23,7 +23,7 @@ _LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def environment() -> dict[str, Any]:
-    """What goes into every JSON file of results.
+    """Fields of every JSON file of results.
 
     Returns:
         ``date`` (UTC), ``command``, ``commit`` and ``dirty`` (None where the package does not lie
@@ -118,7 +118,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _run(*words: str) -> str | None:
-    """What a command prints; None where there is no such command, or it fails."""
+    """Returns the output of a command; None where it does not exist or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError:

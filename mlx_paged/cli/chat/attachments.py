@@ -89,7 +89,7 @@ def part_of(path: Path, kind: Kind) -> dict[str, Any]:
 
 
 def kind_of(part: dict[str, Any]) -> Kind:
-    """Of the file of a part."""
+    """The name of a part's file."""
     return "audio" if part["type"] == "input_audio" else _URL_PARTS[part["type"]]
 
 
@@ -120,7 +120,7 @@ def text_of(content: Content) -> str:
 
 
 def is_content(content: Any) -> bool:
-    """Whether it is one that a saved chat may have. (A URL of a saved chat is not fetched.)"""
+    """True if it is one that a saved chat may have. (A URL of a saved chat is not fetched.)"""
     return isinstance(content, str) or (
         isinstance(content, list) and bool(content) and all(map(_is_part, content))
     )

@@ -122,7 +122,7 @@ class LocalBackend:
 
     @cached_property
     def describes_tools(self) -> bool:
-        """Whether tools are described in a system message: the model's template has no place for
+        """True if tools are described in a system message: the model's template has no place for
         them, or it is not known how the model calls (as with ``serve --tool-template``)."""
         return self._own_format is None
 

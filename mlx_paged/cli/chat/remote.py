@@ -192,7 +192,7 @@ def _check(response: httpx.Response) -> None:
 
 
 def _message(body: Any) -> str:
-    """Of OpenAI's error object, or of what some servers send instead."""
+    """The message in OpenAI's error object, or in the forms that some servers send instead."""
     error = body.get("error", body) if isinstance(body, dict) else body
     found = error.get("message", error) if isinstance(error, dict) else error
     return str(found)[:500]

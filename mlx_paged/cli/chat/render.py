@@ -41,7 +41,7 @@ class _Markdown(Markdown):
 
 
 def rendered(text: str, markup: Markup) -> RenderableType:
-    """What is printed for a text without control characters."""
+    """Returns a text without control characters."""
     if markup == "markdown":
         return _Markdown(text)
     if markup == "code":

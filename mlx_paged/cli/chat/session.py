@@ -268,7 +268,7 @@ def _turns(conversation: Conversation) -> str:
 
 
 def _attaching(kind: Kind) -> Callable[[ChatSession, str], None]:
-    """What attaches files of a kind."""
+    """Returns the command that attaches files of a kind."""
 
     def attach(session: ChatSession, rest: str) -> None:
         if not rest:

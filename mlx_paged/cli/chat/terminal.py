@@ -59,7 +59,7 @@ def converse(session: ChatSession, history: Path) -> None:
 
 
 def _asking(session: ChatSession) -> Callable[[str], Consent]:
-    """What asks the user whether a call may run."""
+    """Returns a function that asks the user to approve a call."""
     prompts: PromptSession[str] = PromptSession(history=InMemoryHistory())
     answers: dict[str, Consent] = {
         "y": "yes", "yes": "yes", "n": "no", "no": "no", "a": "always", "always": "always",

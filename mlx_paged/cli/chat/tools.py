@@ -94,7 +94,7 @@ class ChatTools:
         return tuple(Tool(t.name, t.description, t.parameters) for t in self.listed)
 
     def is_allowed(self, name: str) -> bool:
-        """Whether the calls of a tool run without a question."""
+        """True if the calls of a tool run without a question."""
         return name in self._allowed
 
     def call(self, call: Call, note: Callable[[str], None]) -> str:

@@ -44,7 +44,7 @@ _MAX_FORMS = 24  # of the conversation itself, where its skeleton hides why it i
 _MAX_MEDIA_FORMS = 6
 _MAX_SHAPES = 256  # of conversations, whose rewrites are remembered
 _LONGEST_PERIOD = 6  # messages
-# What a missing word costs, in terms of `Rewrite.cost`. The text beside calls is a remark.
+# Cost of a missing word, in terms of `Rewrite.cost`. The text beside calls is a remark.
 _LOST, _LOST_REMARK, _REFUSED_LATER = 100, 20, 25
 _TOOL = {
     "type": "function",
@@ -188,7 +188,7 @@ class TemplateForms:
     def _lost(
         self, plain: Messages, applied: Sequence[Rewrite], tools: Tools, render: Render
     ) -> list[str]:
-        """What a conversation loses: by rewrites, and by what the template leaves out then."""
+        """The losses of a conversation: by rewrites, and by texts that the template leaves out."""
         skeleton = Skeleton.of(_shortened(plain))
         form = spelled(_applied(skeleton.messages, applied), self.spelling)
         lost = [rewrite.lossy for rewrite in applied if rewrite.lossy]
@@ -316,7 +316,7 @@ class Skeleton:
         return lost * _LOST + any(word not in text for word in self.remarks) * _LOST_REMARK
 
     def left_out(self, form: Messages, render: Callable[[Messages], str]) -> list[str]:
-        """What a template leaves out of a form of the messages without an error, in words."""
+        """Returns the words that a template silently leaves out of a form of the messages."""
         try:
             text = render(form)
         except Exception:  # (templates raise whatever they like)
@@ -400,7 +400,7 @@ def _shortened(messages: Messages) -> Messages:
 
 
 def _shape(message: Mapping[str, Any]) -> Any:
-    """What a template may tell messages apart by, besides their texts."""
+    """Returns the properties by which a template may tell messages apart, besides their texts."""
     calls = []
     for call in message.get("tool_calls", ()):
         name, arguments = call["function"]["name"], call["function"].get("arguments")

@@ -31,7 +31,7 @@ To call one, write a JSON object with its name and arguments:
 
 
 def knows_tools(chat_template: str) -> bool:
-    """Whether a template does anything with tools."""
+    """True if a template does anything with tools."""
     try:
         return "tools" in variables_of(chat_template)
     except jinja2.TemplateError:  # with tags that are not known

@@ -140,7 +140,7 @@ class GrammarCompiler:
         return await self._jobs.wait_async(self._begun(wanted), self._timeout, too_slow)
 
     async def prepare_async(self, work: Callable[[], T], about: Callable[[], tuple[str, Any]]) -> T:
-        """What `work` returns, which makes schemas ready to be compiled; it has the same limits.
+        """Runs `work`, which makes schemas ready to be compiled, within the same limits.
 
         Args:
             about: which field is worked on now, and its value, for the error.
@@ -154,7 +154,7 @@ class GrammarCompiler:
         return await self._jobs.wait_async(job, self._timeout, too_slow)
 
     def _begun(self, wanted: StructuredOutputs) -> Job[CompiledGrammar]:
-        """What is compiled, or kept, for the same text."""
+        """Returns the cached grammar for a text, or compiles it."""
         key = wanted.canonical_text
         with self._lock:
             found = self._cache.get(key)
@@ -179,7 +179,7 @@ class GrammarCompiler:
                     del self._cache[key]
 
     def _within_limit(self, work: Callable[[], T], too_slow: Callable[[], Exception]) -> T:
-        """What `work` returns, unless it has taken too long: each request gets the same answer."""
+        """Returns the result of `work`, or fails if it took too long: always the same answer."""
         began = time.thread_time()
         result = work()
         if time.thread_time() - began > self._timeout:

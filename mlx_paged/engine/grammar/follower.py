@@ -28,7 +28,7 @@ class _Phase(Enum):
 
 
 class FollowerRules:
-    """What the followers of a request's answers have in common.
+    """State that the followers of a request's answers share.
 
     Args:
         grammar: None: any answer (there is a budget for its reasoning).
@@ -235,7 +235,7 @@ class Follower:
         assert self._rules.reasoning is not None
         forced = self._rules.reasoning.forced_end
         self._phase = _Phase.ENDING
-        # What the model has written of the end already is not written again.
+        # The part of the end that the model has written already is not written again.
         self._forced = max(
             (k for k in range(1, len(forced)) if tuple(self._seen[-k:]) == forced[:k]), default=0
         )
@@ -281,7 +281,7 @@ class Follower:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow, so that the answer ends."""
+        """True if nothing can follow, so that the answer ends."""
         if self._phase is not _Phase.ANSWER or self.failed is not None:
             return False
         return self._begun() is not None and (
@@ -291,7 +291,7 @@ class Follower:
     # Masks.
 
     def may_limit(self, num_in_flight: int) -> bool:
-        """Whether the next token may need a mask.
+        """True if the next token may need a mask.
 
         Args:
             num_in_flight: tokens that are there besides those it has followed, 0 or 1.

@@ -102,7 +102,7 @@ class Jobs:
                     self._running.add(job)
 
     def wait(self, job: Job[T], limit: float, too_slow: Callable[[], Exception]) -> T:
-        """What a job returns; waits for it.
+        """Waits for a job and returns its result.
 
         Args:
             limit: most CPU seconds.

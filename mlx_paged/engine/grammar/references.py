@@ -66,7 +66,7 @@ def _target(schema: Any, pointer: str) -> Any:
 
 
 def _has_end(schema: Any, ends: Mapping[str, bool]) -> bool:
-    """Whether a schema has a value that ends, as far as it is known which references have."""
+    """True if a schema has a value that ends, as far as it is known which references have."""
     if not isinstance(schema, dict):
         return schema is not False
     if not ends.get(str(schema.get("$ref")), True):

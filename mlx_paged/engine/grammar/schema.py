@@ -40,7 +40,7 @@ from mlx_paged.errors import InvalidParameterError
 #: few spaces. It is bounded, or an answer could consist of whitespace until max_tokens.
 WHITESPACE = r"( {1,4}|\n[ \t]{0,40})"
 
-# What says nothing in any schema.
+# Keywords that constrain nothing in any schema.
 _EMPTY: Mapping[str, Callable[[Any], bool]] = {
     "additionalItems": lambda v: v is True or v == {},
     "dependencies": lambda v: v == {},
@@ -236,7 +236,7 @@ def _refusal(field: str, about: Located) -> InvalidParameterError:
     return InvalidParameterError(field + about.path, about.expected, about.value)
 
 
-# What llguidance gets.
+# The schema for llguidance.
 
 
 def _final(schema: dict[str, Any], options: dict[str, Any], field: str) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def _with_one_spelling(schema: dict[str, Any], options: dict[str, Any]) -> dict[
 
 
 def _stands_alone(schema: dict[str, Any]) -> bool:
-    """Whether llguidance never joins the properties of an object's schema with another's."""
+    """True if llguidance never joins the properties of an object's schema with another's."""
     if any(key in schema for key in _JOINS):
         return False
     refers = "$ref" in schema or "anyOf" in schema
@@ -413,7 +413,7 @@ def _is_integer(schema: dict[str, Any]) -> bool:
 
 
 def _is_exact(value: Any, *, is_integer: bool = False) -> bool:
-    """Whether llguidance, which reads larger integers as floats, writes a value as it is.
+    """True if llguidance, which reads larger integers as floats, writes a value as it is.
 
     Args:
         is_integer: whether the schema asks for one, so that it makes an integer of a float.

@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
 
 class Located(NamedTuple):
-    """What an error is about.
+    """The subject of an error.
 
     Attributes:
         path: of the keyword; empty: it is not known.
@@ -69,7 +69,7 @@ def one_line(error: str, limit: int = 240) -> str:
 
 
 def located(schema: dict[str, Any], error: str) -> Located:
-    """What an error of llguidance is about."""
+    """Returns the subject of an error of llguidance."""
     found = _found(schema, error)
     path, value = (found[0].path, found[0].value) if found else ("", schema)
     if error.startswith(_WITHOUT_VALUE):
@@ -84,7 +84,7 @@ def located(schema: dict[str, Any], error: str) -> Located:
 
 
 def _is_other_regex(found: list[Found], error: str) -> bool:
-    """Whether an error is about patterns that are regular expressions, but not of Rust's syntax."""
+    """True if an error is about patterns that are regular expressions, but not of Rust's syntax."""
     if "regex parse error" not in error:
         return False
     matches = _pattern_matcher(error)

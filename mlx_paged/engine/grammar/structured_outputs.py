@@ -1,4 +1,4 @@
-"""What an answer must be: the parameters, and the checks that need no model."""
+"""StructuredOutputsParams: the constraint on an answer, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIELD = "structured_outputs"
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What an answer must be: exactly one of the first six. Names and meanings are vLLM's
+    """The constraint on an answer: exactly one of the first six. Names and meanings are vLLM's
     (`StructuredOutputsParams`); `strict` and `enable_in_reasoning` are ours.
 
     Args:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from PIL.Image import Image
 
-# What Pillow may try. (Others run programs, such as EPS, or are metafiles.)
+# Formats for Pillow. Others, such as EPS, run programs, or are metafiles.
 _IMAGE_FORMATS = (
     "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO",
 )  # fmt: skip
-# What FFmpeg may try. (Playlists and others name further files and addresses.)
+# Formats for FFmpeg. Others, such as playlists, name further files and addresses.
 _CONTAINERS: dict[Kind, str] = {
     "video": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,ogg,gif,asf,ivf,m4v",
     "audio": "wav,mp3,flac,ogg,mov,mp4,m4a,3gp,3g2,mj2,aac,matroska,webm,aiff,w64,amr,caf,mpegts",
@@ -257,7 +257,7 @@ def video_of(content: bytes, limits: MediaLimits, options: IoOptions, work: Work
 
 
 def sampled_indices(num_frames: int, duration: float, options: IoOptions) -> list[int]:
-    """Which frames of a clip are taken; vLLM's rule."""
+    """Chooses the frames of a clip by vLLM's rule."""
     count = num_frames
     if options.num_frames > 0:
         count = min(count, options.num_frames)
@@ -477,7 +477,7 @@ _SIGNATURES = (
 
 
 def _looks_like(content: bytes) -> str:
-    """What bytes seem to be, for people."""
+    """Names the apparent format of bytes, for people."""
     head = content[:64].lstrip().lower()
     for signature, name in _SIGNATURES:
         if head.startswith(signature):

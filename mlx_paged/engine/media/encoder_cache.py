@@ -92,7 +92,7 @@ class FeatureStore:
         return found
 
     def made(self) -> list[mx.array]:
-        """What the step being launched has made: to be evaluated with it."""
+        """Features made by the step being launched, for evaluation with it."""
         return [
             array
             for key in self._made

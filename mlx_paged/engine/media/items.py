@@ -62,7 +62,7 @@ class MediaItem:
 
     @property
     def num_bytes(self) -> int:
-        """Of the decoded data."""
+        """Bytes of the decoded data."""
         return num_bytes(self.data)
 
 

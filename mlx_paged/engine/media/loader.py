@@ -350,7 +350,7 @@ def check_counts(sources: Sequence[MediaSource], options: MediaOptions) -> None:
 
 
 def _how(kind: Kind, options: IoOptions, rate: int, detail: str | None) -> str:
-    """What decides, besides the bytes, what will be decoded of them."""
+    """The options, besides the bytes, that determine the decoded result."""
     if kind == "image":
         return f"{options.rgba_background_color} {detail == 'low'}"
     if kind == "video":
@@ -383,7 +383,7 @@ def _then(first: Future[bytes], submit: Callable[[bytes], Future[MediaItem]]) ->
     return result
 
 
-# What programs give instead of files.
+# Objects that programs pass instead of files.
 
 
 def _as_numpy(given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What prompts may have besides text, and how much of it. Checked once, when the engine is made."""
+"""Limits of media in prompts. Checked once, when the engine is made."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class MediaLimits:
         return None
 
     def max_bytes(self, kind: Kind) -> int:
-        """Of the file of an item."""
+        """Size limit of an item's file."""
         return {
             "image": self.max_image_bytes,
             "video": self.max_video_bytes,

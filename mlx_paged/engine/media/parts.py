@@ -45,7 +45,7 @@ _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "web
 
 
 def is_media(part: Mapping[str, Any]) -> bool:
-    """Whether a part names an item."""
+    """True if a part names an item."""
     kind = part.get("type")
     return isinstance(kind, str) and (kind in URL_PARTS or kind in OBJECT_PARTS)
 
@@ -53,7 +53,7 @@ def is_media(part: Mapping[str, Any]) -> bool:
 def source_of(
     part: Mapping[str, Any], where: str, io: IoOptions | None = None, *, objects: bool = False
 ) -> MediaSource:
-    """What a part names.
+    """The item that a part names.
 
     Args:
         part: one that `is_media`.

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 
-# What a template of texts makes of a list of parts.
+# Text that a text-only template writes for a list of parts.
 _AS_PYTHON = "{'type': '"
 _NOUNS = {"image": "images", "video": "videos", "audio": "sounds"}
 # Larger arrays are what the tower computes with, and follow from the rest of a key.
@@ -44,7 +44,7 @@ class PreparedMedia:
 
 
 def media_model_of(engine: Any) -> Any | None:
-    """What an engine's model makes of media; None: it reads text only."""
+    """The media processor of an engine's model; None: it reads text only."""
     return getattr(engine, "media", None)
 
 
@@ -76,7 +76,7 @@ def check_kinds(
 
 
 def literal(value: Any, model: Any, sources: Sequence[MediaSource]) -> Any:
-    """What users wrote, with marks in whatever would read as the place of an item.
+    """Returns the users' text, with marks inside anything that would read as an item's place.
 
     Args:
         value: messages, tools, or other variables of a template.
@@ -203,7 +203,7 @@ def _with_placeholders(messages: Messages, model: Any) -> list[dict[str, Any]]:
 
 
 def is_complete(text: str, messages: Messages, model: Any) -> bool:
-    """Whether a template has put what the user says into a text, and a place for each item.
+    """True if a template has put what the user says into a text, and a place for each item.
 
     (Templates pass over a form of content that they do not know; few raise.)
     """
@@ -335,7 +335,7 @@ def _processed(
 
 
 def _refused(model: Any, items: Sequence[MediaItem]) -> str | None:
-    """Which of the items a processor does not take, if it is one of them."""
+    """Finds the item that a processor rejects, if it is one of them."""
     for item in items:
         try:
             _processed(model, model.placeholder(item.kind, 1), [item])
@@ -410,7 +410,7 @@ def data_sources(given: Any, field: str) -> list[MediaSource]:
 
 
 def _is_one(kind: Kind, value: list[Any]) -> bool:
-    """Whether a list is one item: frames of a clip, or samples of a sound."""
+    """True if a list is one item: frames of a clip, or samples of a sound."""
     if kind == "video":  # (pictures, or arrays of one picture each)
         return bool(value) and all(
             hasattr(each, "convert") or getattr(each, "ndim", 0) in (2, 3) for each in value

@@ -332,7 +332,7 @@ def addresses_of(host: str, port: int, *, any_address: bool) -> list[tuple[Any, 
 
 
 def _is_public(text: str) -> bool:
-    """Whether an address is one of the open Internet, also where another one is inside it."""
+    """True if an address is one of the open Internet, also where another one is inside it."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:

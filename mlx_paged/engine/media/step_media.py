@@ -1,4 +1,4 @@
-"""What the rows of a step bring besides tokens: features, RoPE positions, bounds."""
+"""Inputs of a step's rows besides tokens: features, RoPE positions, bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Prepared(Protocol):
 
     @property
     def prompt(self) -> MediaPrompt:
-        """Of the model's processor."""
+        """The prompt, as the model's processor made it."""
 
     @property
     def spans(self) -> tuple[MediaSpan, ...]:
@@ -30,7 +30,7 @@ class Prepared(Protocol):
 
 
 class SequenceMedia:
-    """What the device half needs of a prompt's media; all sequences of a request share it.
+    """The media of a prompt for the device half; all sequences of a request share them.
 
     Args:
         prompt: of the model's processor.
@@ -152,7 +152,7 @@ class StepMediaBuilder:
         *,
         overlaps: bool,
     ) -> StepMedia | None:
-        """What the rows of a step bring; None where that is nothing.
+        """Returns the inputs of a step's rows besides tokens; None where there are none.
 
         Args:
             owners: the step's sequences.

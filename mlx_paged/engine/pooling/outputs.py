@@ -1,4 +1,4 @@
-"""What embedding and scoring return. Names are vLLM's."""
+"""Results of embedding and scoring. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ScoringRequestOutput:
 
 
 def pairs_of(num_first: int, num_second: int, *, fields: tuple[str, str]) -> list[tuple[int, int]]:
-    """Which texts are compared: one with each of the others, or each with its counterpart.
+    """Pairs the texts to compare: one with each of the others, or each with its counterpart.
 
     Args:
         fields: names of the two sides in errors.
@@ -179,6 +179,6 @@ def pair_messages(query: str, document: str) -> list[dict[str, str]]:
 
 
 def cosine(first: Any, second: Any) -> float:
-    """Of two vectors of length 1, or of zeros; in [-1, 1]."""
+    """Cosine similarity in [-1, 1] of two vectors of length 1, or of zeros."""
     product = float(np.dot(np.asarray(first, np.float64), np.asarray(second, np.float64)))
     return max(-1.0, min(1.0, product))

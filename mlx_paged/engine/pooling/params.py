@@ -1,4 +1,4 @@
-"""What an embedding is: how an engine pools, and what a request may choose. Names are vLLM's."""
+"""Parameters of embeddings: an engine's pooling, and a request's choices. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNNERS = ("auto", "generate", "pooling")
 LAST, MEAN = "LAST", "MEAN"
 _TYPES = (LAST, MEAN)
 
-# What vLLM called, or calls, the same thing.
+# vLLM's names, old and new, for the same thing.
 _SYNONYMS = {"seq_pooling_type": "pooling_type", "use_activation": "normalize"}
 # Kinds of modules of sentence-transformers that are looked at; others are refused.
 _TRANSFORMER, _POOLING, _NORMALIZE = "Transformer", "Pooling", "Normalize"
@@ -103,7 +103,7 @@ class PoolerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """What a request may choose of its embedding.
+    """A request's choices for its embedding.
 
     Args:
         dimensions: keep only so many of the first numbers, for models that were trained for that
@@ -199,7 +199,7 @@ def overridden(given: PoolerConfig | None, overrides: Any) -> PoolerConfig | Non
     return own.over(given or PoolerConfig())
 
 
-# What vLLM calls the ways from logits to a score: of two tokens, and of one.
+# vLLM's names for scores from logits: of two tokens, and of one.
 _METHODS = ("from_2_way_softmax", "no_post_processing")
 
 

@@ -63,12 +63,12 @@ class Edits(NamedTuple):
 
     @property
     def has_mask(self) -> bool:
-        """Whether any token may be ruled out by a mask."""
+        """True if any token may be ruled out by a mask."""
         return self.allowed is not None or self.mask is not None or self.grammar is not None
 
 
 class Grammar(NamedTuple):
-    """What limits the next token of a row by all tokens before it."""
+    """Limits the next token of a row by all tokens before it."""
 
     follower: Follower
     tokens: Sequence[int]  # prompt and answer, without the newest one if that is in flight
@@ -136,7 +136,7 @@ class TokenHistory:
 
 
 class Edited(NamedTuple):
-    """What `apply_edits` returns."""
+    """The result of `apply_edits`."""
 
     # [num_rows, vocab_size]; float32 where they are more than masked.
     logits: mx.array
@@ -224,7 +224,7 @@ def _penalize(
 
 
 class GrammarMasks(NamedTuple):
-    """What the grammars of a step allow."""
+    """The tokens that the grammars of a step allow."""
 
     newest: Sequence[int | None]  # [num_rows]; None: known before, or there is none
     rows: list[int]  # those with a grammar
@@ -233,12 +233,12 @@ class GrammarMasks(NamedTuple):
 
 
 def only_masks(edited: list[tuple[int, Edits]]) -> bool:
-    """Whether a logit that is not finite is the same afterwards."""
+    """True if a logit that is not finite is the same afterwards."""
     return all(edit.additions is None and edit.penalties is None for _, edit in edited)
 
 
 def has_grammars(edited: list[tuple[int, Edits]]) -> bool:
-    """Whether the edits of a step need `make_grammar_masks`."""
+    """True if the edits of a step need `make_grammar_masks`."""
     return any(edit.grammar is not None for _, edit in edited)
 
 

@@ -40,7 +40,7 @@ class PositionLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class LogprobArrays:
-    """Of a step's positions, while the device works on them."""
+    """Log-probabilities of a step's positions, while the device computes them."""
 
     tokens: mx.array  # [n] int32
     logprobs: mx.array  # [n] float32
@@ -189,7 +189,7 @@ class PromptReport:
         self.positions: list[PositionReport | None] = [None]
 
     def targets(self, start: int, end: int) -> PromptTargets | None:
-        """What is wanted of a step that computes positions `[start, end)` of an answer."""
+        """Returns the log-probabilities to compute for positions `[start, end)` of an answer."""
         end = min(end, len(self._prompt) - 1)
         if start >= end or end < len(self.positions):
             return None  # past the prompt, or computed anew after a preemption

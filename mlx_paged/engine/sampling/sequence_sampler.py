@@ -136,7 +136,7 @@ class RequestSampling:
     def _rules(
         self, compiler: GrammarCompiler | None, reasoning: ReasoningFormat | None
     ) -> FollowerRules | None:
-        """What its answers must follow; None: nothing."""
+        """The grammar its answers must follow; None: free text."""
         params = self.params
         wanted, budget = params.structured_outputs, params.thinking_token_budget
         if wanted is None and budget is None:
@@ -319,7 +319,7 @@ class SequenceSampler:
             self._follower.start_over()
 
     def is_complete(self, tokens: Sequence[int]) -> bool:
-        """Whether an answer that follows a grammar has ended by it.
+        """True if an answer that follows a grammar has ended by it.
 
         Args:
             tokens: prompt and answer.

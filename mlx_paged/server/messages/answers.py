@@ -13,7 +13,7 @@ StopReason = Literal[
 
 
 class OutputDetails(TypedDict):
-    """Of `output_tokens`."""
+    """Parts of `output_tokens`."""
 
     thinking_tokens: int
 
@@ -74,7 +74,7 @@ class ErrorCause(TypedDict):
 
 
 class ErrorDetail(TypedDict):
-    """What went wrong."""
+    """The error."""
 
     type: str
     message: str

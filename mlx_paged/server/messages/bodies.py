@@ -69,7 +69,7 @@ class ClientTool(Body):
 
 
 class Choice(Body):
-    """What may be called."""
+    """The tools that may be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="Of the tool.")
@@ -77,7 +77,7 @@ class Choice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks first."""
+    """True if the model thinks first."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
@@ -89,7 +89,7 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """What the text of the answer must be."""
+    """The constraint on the answer's text."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -103,7 +103,7 @@ class OutputConfig(Body):
 
 
 class Metadata(Body):
-    """Of the request."""
+    """Metadata of the request."""
 
     user_id: Annotated[str, Field(max_length=4096)] | None = Field(None, description="Logged.")
 
@@ -123,7 +123,7 @@ class CountBody(Body):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="vLLM's.")
 
-    # Of Anthropic's servers.
+    # Options of Anthropic's own servers.
     mcp_servers: list[dict[str, Any]] | None = Field(None, description="Not supported: 400.")
     billing_policy: Any = Field(None, description=_NO_MEANING)
     cache_control: Any = Field(None, description="Taken: prefixes are cached without it.")
@@ -157,7 +157,7 @@ class MessagesBody(CountBody):
         None, description="Requests of different salts share no cached blocks."
     )
 
-    # Of Anthropic's servers.
+    # Options of Anthropic's own servers.
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description=_NO_MEANING)
     container: Any = Field(None, description="Not supported: 400.")
     diagnostics: Any = Field(None, description=_NO_MEANING)

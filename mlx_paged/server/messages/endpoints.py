@@ -143,7 +143,7 @@ class MessagesAdapter(TurnAdapter):
         thinking = body.thinking
         self._shows_thinking = thinking is None or thinking.type != "disabled"
         self._omits_thinking = thinking is not None and thinking.display == "omitted"
-        # Of the stream.
+        # Events of the stream.
         self._num_blocks = 0
         self._open: BlockType | None = None
         self._text_event: TextEvent | None = None  # of the open block

@@ -186,7 +186,7 @@ def _unknown(kind: str | None, where: str) -> Exception:
 
 
 def choice_of(body: CountBody, tools: Sequence[Tool]) -> ToolChoice:
-    """What may be called.
+    """The tools that may be called.
 
     Raises:
         ApiError: 400 for a choice without tools, or without the name that it needs.

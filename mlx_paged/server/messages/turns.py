@@ -1,4 +1,4 @@
-"""What a body of Anthropic's asks for, in terms of the server's own `Turn`."""
+"""Reads Anthropic's bodies into the server's own `Turn`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BLOCKS: TypeAdapter[list[Block]] = TypeAdapter(list[Block])
 
 
 def turn_of(body: CountBody) -> Turn:
-    """What a body asks for.
+    """Reads a body.
 
     Raises:
         ApiError: 400 for what this server does not have, and for fields that contradict each other.
@@ -80,7 +80,7 @@ def _format_field(body: CountBody) -> str:
 
 
 def _names(body: CountBody) -> dict[str, str]:
-    """What a body calls the fields of structured outputs, for errors."""
+    """Maps fields of structured outputs to their names in a body, for errors."""
     field = _format_field(body)
     return {"structured_outputs": field, "structured_outputs.json": f"{field}.schema"}
 
@@ -265,7 +265,7 @@ def _document(block: Block, where: str) -> str | Content:
 
 
 def _document_content(source: Mapping[str, Any], where: str) -> str | Content:
-    """What a document says.
+    """Returns the text of a document.
 
     Raises:
         ApiError: 400 for a PDF, and for what is not here.

@@ -44,7 +44,7 @@ _NO_ROOM = ApiError(
 
 @dataclass(frozen=True)
 class Remembered:
-    """What the store is told of a response's input.
+    """Returns the part of a response's input that the store keeps.
 
     Attributes:
         new_input: What this response adds to the conversation.
@@ -56,12 +56,12 @@ class Remembered:
 
 
 def wants_logprobs(body: ResponseBody) -> bool:
-    """Whether text comes with log-probabilities."""
+    """True if text comes with log-probabilities."""
     return LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
 
 
 def stores(body: ResponseBody, store: ResponseStore) -> bool:
-    """Whether a response is stored once it has ended."""
+    """True if a response is stored once it has ended."""
     return body.store is not False and store.max_responses > 0
 
 
@@ -103,7 +103,7 @@ class ResponseAdapter(Adapter):
 
     @property
     def remembered(self) -> Remembered:
-        """What the store is told of its input."""
+        """The part of its input that the store keeps."""
         return self._remembered
 
     @property
@@ -187,7 +187,7 @@ class ResponseAdapter(Adapter):
     # From tokens to events.
 
     def _read(self, piece: Piece) -> Iterator[Told]:
-        """What a piece tells: one delta for neighbours of a kind, however many tokens they have."""
+        """Returns the deltas of a piece: one for neighbors of a kind, with any number of tokens."""
         waiting: Event | None = None
         logprobs: list[ContentLogprob] = []
         for event, gained in self._events(piece):

@@ -62,7 +62,7 @@ class FunctionCallItem(TypedDict):
 
 
 class FunctionCallOutputItem(TypedDict):
-    """What a function returned."""
+    """The output of a function."""
 
     id: str
     type: Literal["function_call_output"]
@@ -84,7 +84,7 @@ class CustomCallItem(TypedDict):
 
 
 class CustomCallOutputItem(TypedDict):
-    """What a custom tool returned."""
+    """The output of a custom tool."""
 
     id: str
     type: Literal["custom_tool_call_output"]
@@ -105,14 +105,14 @@ OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputDetails(TypedDict):
-    """Of `input_tokens`: those that came from the prefix cache, and those that are new in it."""
+    """Parts of `input_tokens`: read from the prefix cache, and new in it."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(TypedDict):
-    """Of `output_tokens`."""
+    """Parts of `output_tokens`."""
 
     reasoning_tokens: int
 

@@ -78,7 +78,7 @@ class InputItem(Body):
 
 
 class CustomFormat(Body):
-    """What the input of a custom tool is."""
+    """The input format of a custom tool."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = Field(None, description="lark: without recursion.")
@@ -112,7 +112,7 @@ class ToolChoiceObject(Body):
 
 
 class TextFormat(Body):
-    """What the text is."""
+    """The format of the text."""
 
     type: str = Field(description="text, json_object or json_schema.")
     name: str | None = None
@@ -329,12 +329,12 @@ def _namespace(tool: ResponseTool, where: str) -> list[Tool]:
 
 
 def joined(namespace: str | None, name: str) -> str:
-    """What the model calls a function."""
+    """The name of a function, as the model writes it."""
     return name if namespace is None else f"{namespace}{JOINER}{name}"
 
 
 def choice_of(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
-    """What may be called.
+    """The tools that may be called.
 
     Raises:
         ApiError: 400 for a choice that names no function of the request.
@@ -404,7 +404,7 @@ def _named(
 
 
 def text_of(body: ResponseBody) -> StructuredOutputs | None:
-    """What the text of the answer must be; None: anything.
+    """The constraint on the answer's text; None: free text.
 
     Raises:
         ApiError: 400 for an unknown format, or two of them.
@@ -435,7 +435,7 @@ def text_of(body: ResponseBody) -> StructuredOutputs | None:
 
 
 def names_of(body: ResponseBody) -> dict[str, str]:
-    """What a body calls the fields of structured outputs, for errors (`errors.own_name`)."""
+    """Maps fields of structured outputs to a body's names, for errors (`errors.own_name`)."""
     given = None if body.text is None else body.text.format
     if given is None or given.type == "text":
         return tool_requests.names_of(body)

@@ -45,7 +45,7 @@ from mlx_paged.server.streaming import EventStream, events_of, json_response, re
 from mlx_paged.server.turn import PreparedTurn, Turn, prepare
 
 _MAX_PAGE, _PAGE = 100, 20
-# What the prompt and its limits are called here.
+# Names of the prompt and its limits in this API.
 _NAMES = {
     "prompt": "input",
     "messages": "input",
@@ -67,7 +67,7 @@ async def create(request: Request) -> HttpResponse:
 async def adapter_of(
     request: Request, body: ResponseBody, latest: LatestResponse | None = None
 ) -> ResponseAdapter:
-    """What answers a body; nothing is submitted yet. Errors name fields as the engine does.
+    """Prepares the answer to a body; submits nothing yet. Errors name fields as the engine does.
 
     Args:
         latest: the last response of the connection, which need not be stored.
@@ -402,7 +402,7 @@ async def _items_before(segment: Segment | None) -> list[Item]:
 async def _turn_of(
     body: PromptBody, request: Request, new_input: list[Item], before: Segment | None
 ) -> Turn:
-    """What a body asks for, but for the form of the text.
+    """Reads a body, apart from the form of the text.
 
     Raises:
         ApiError: 400 for something wrong.

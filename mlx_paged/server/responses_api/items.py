@@ -24,7 +24,7 @@ _CALLS = ("function_call", "custom_tool_call")
 # With the beginnings of their ids.
 _OUTPUTS = {"function_call_output": "fco", "custom_tool_call_output": "ctco"}
 _ROLES = ("user", "assistant", "system", "developer")
-# What begins the `encrypted_content` of this server's reasoning.
+# Prefix of the `encrypted_content` of this server's reasoning.
 _OURS = "mlx-paged:"
 
 
@@ -258,7 +258,7 @@ def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, An
 
 
 def _begins_another(kind: str, answer: dict[str, Any]) -> bool:
-    """Whether an item belongs to the next answer of the assistant, not to this one."""
+    """True if an item belongs to the next answer of the assistant, not to this one."""
     if kind in _CALLS:
         return False
     if kind == "message":

@@ -50,7 +50,7 @@ class Output:
 
     @property
     def has_answer(self) -> bool:
-        """Whether there is something besides reasoning."""
+        """True if there is something besides reasoning."""
         return any(item["type"] != "reasoning" for item in self.items)
 
     def take(self, event: Event, logprobs: list[ContentLogprob]) -> Iterator[Told]:

@@ -11,7 +11,7 @@ from pydantic_core import from_json, to_json
 
 
 class Segment:
-    """What one response added to its conversation: new input, and output. Both are JSON lists.
+    """One response's part of its conversation: new input, and output. Both are JSON lists.
 
     Attributes:
         before: The conversation that it goes on from; None: it begins one.
@@ -117,7 +117,7 @@ class ResponseStore:
         return None if entry is None else from_json(entry.head).get("status")
 
     def fits(self, new_input: list[dict[str, Any]], before: Segment | None) -> bool:
-        """Whether there is room for a conversation, before it has an answer."""
+        """True if there is room for a conversation, before it has an answer."""
         segment = Segment(before, to_json(new_input), b"", ())
         return _sum_of_sizes(segment) <= self.max_bytes
 

@@ -72,7 +72,7 @@ class _Text:
 
 
 class Answer:
-    """What an answer has by now."""
+    """The contents of an answer so far."""
 
     def __init__(self) -> None:
         self._items: list[tuple[type[ReasoningText | ContentText], _Text] | ToolCall] = []
@@ -110,7 +110,7 @@ class Answer:
         return True
 
     def separator(self, text: str) -> str:
-        """What must stand between the content so far and a text that comes next."""
+        """Returns the separator between the content so far and the next text."""
         last = self._items[-1] if self._items else None
         is_separate = not isinstance(last, tuple) or last[0] is not ContentText
         return "\n" if is_separate and not (self._ends_in_space or text[:1].isspace()) else ""
@@ -298,7 +298,7 @@ def answer_reader(
     *,
     is_calls: bool = False,
 ) -> AnswerReader:
-    """What reads an answer to a prompt.
+    """Returns a reader for an answer to a prompt.
 
     Args:
         tool_format, reasoning: how the model writes; None: that is text.

@@ -14,7 +14,7 @@ from mlx_paged.server.tools.json_calls import CallsReader, JsonCalls
 from mlx_paged.server.tools.lark import MORE_CALLS, Lark
 from mlx_paged.server.tools.lexer import Lexeme
 
-# What may stand before a call on its line: space, and a line that opens a block of code.
+# Text allowed before a call on its line: space, and a line that opens a block of code.
 _OPENING = re.compile(r"[ \t]*(?:```[a-zA-Z_]*[ \t]*\n[ \t]*)?")
 _MAY_BE_OPENING = re.compile(r"[ \t]*(?:`{1,2}|```[a-zA-Z_]*[ \t]*(?:\n[ \t]*)?)?")
 _LONGEST_OPENING = 200  # characters

@@ -16,7 +16,7 @@ class _Step(NamedTuple):
 
 
 class Beginnings:
-    """What begins texts that are given as sequences of regular expressions.
+    """Beginnings of texts that are given as sequences of regular expressions.
 
     An expression is one character, a class of them, an optional one, ``\\s*``, or a group of a
     class that is repeated. All ways to match are followed at once, so long texts take no deep
@@ -27,7 +27,7 @@ class Beginnings:
         self._texts = [[_step(unit) for unit in text] for text in texts]
 
     def has(self, text: str) -> bool:
-        """Whether a text is a beginning of one, or all of it."""
+        """True if a text is a beginning of one, or all of it."""
         return any(_begins(steps, text) for steps in self._texts)
 
 

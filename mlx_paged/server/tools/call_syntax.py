@@ -28,7 +28,7 @@ from mlx_paged.engine.template_probe import (
 
 
 class Hole(Enum):
-    """What differs from call to call."""
+    """The parts that differ from call to call."""
 
     NAME = "name"
     ID = "id"
@@ -79,7 +79,7 @@ class Parameters:
 
     @property
     def are_fixed(self) -> bool:
-        """Whether the texts are tags that are the same in every call, after the name."""
+        """True if the texts are tags that are the same in every call, after the name."""
         rest = self.head[1:] + self.key + self.value_end + self.tail
         tags = (self.key.strip(), self.value_end.strip())
         is_fixed = self.head.startswith(NAME) and not any(hole in rest for hole in (NAME, ID, KEY))
@@ -186,7 +186,7 @@ class _Writer:
         self._before_text, self._after_text = self._rendered_text()
 
     def _rendered_text(self) -> tuple[str, str]:
-        """What is before and after an answer that is text."""
+        """Returns the text before and after a plain answer."""
         message = {"role": "assistant", "content": CONTENT}
         try:
             text = self._probe.render([user_turn(), message], _TOOLS)
@@ -196,7 +196,7 @@ class _Writer:
         return before, after
 
     def body(self, *calls: _Call) -> str:
-        """What a model writes to make calls, without what ends its turn.
+        """Returns the text a model writes to make calls, without the end of its turn.
 
         Raises:
             Refused: the template does not take them.
@@ -439,14 +439,14 @@ class _Analysis:
         return Parameters(head, key, before_value, value_end, between, tail, empty, are_json)
 
     def _takes(self, value: Any) -> bool:
-        """Whether the template takes a parameter's value at all."""
+        """True if the template takes a parameter's value at all."""
         try:
             return bool(self._writer.body(replace(_FIRST, arguments={"key_one": value})))
         except Refused:
             return False
 
     def _before_value(self, base: CallSyntax, value: Any, lead: str, end: str) -> str | None:
-        """What is between a key and a value; None: the value is not JSON, or in another place."""
+        """Returns the text between a key and a value; None: the value is not JSON, or elsewhere."""
         call = replace(_FIRST, arguments={"key_one": "value one", "key_two": value})
         try:
             text = self._holed(base, self._writer.body(call), call).partition("value one")[2]

@@ -120,7 +120,7 @@ class InputReader:
         return value if isinstance(value, str) else text
 
     def _string(self) -> str:
-        """What is certain of the string in `_held`."""
+        """Returns the part of the string in `_held` that no later text can change."""
         out: list[str] = []
         held, at = self._held, 0
         while at < len(held):

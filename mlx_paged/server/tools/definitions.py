@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class InputGrammar:
-    """What the input of a custom tool must be."""
+    """The constraint on the input of a custom tool."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -57,7 +57,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What an answer may call.
+    """The tools an answer may call.
 
     Attributes:
         mode: "auto": text, calls or both; "none": no call; "required": at least one call;
@@ -72,7 +72,7 @@ class ToolChoice:
 
     @property
     def forces_a_call(self) -> bool:
-        """Whether an answer without a call is wrong."""
+        """True if an answer without a call is wrong."""
         return self.mode in ("required", "named")
 
     def of(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:

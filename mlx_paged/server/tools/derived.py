@@ -421,7 +421,7 @@ def _format(
 
 
 def _has_fixed_tags(syntax: CallSyntax) -> bool:
-    """Whether calls are parameters in tags that are the same in every call."""
+    """True if calls are parameters in tags that are the same in every call."""
     parts = syntax.parameters
     if parts is None or not parts.are_fixed:
         return False
@@ -539,7 +539,7 @@ class SectionParser:
 
     @property
     def in_string(self) -> bool:
-        """Whether a marker may be a part of a call."""
+        """True if a marker may be a part of a call."""
         return self._in_call or bool(getattr(self._inner, "in_string", False))
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""What an answer consists of, as it is written: reasoning, text, tool calls.
+"""Events of an answer as it is written: reasoning, text, tool calls.
 
 Nothing changes them. (Those that come with each token are not frozen: it takes thrice as long to
 make one.)

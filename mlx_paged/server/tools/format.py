@@ -1,4 +1,4 @@
-"""What a family's syntax of tool calls must provide: a parser, and a grammar that forces it."""
+"""ToolFormat: the parser of a family's tool calls, and a grammar that forces them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Parser(Protocol):
         """The answer has ended: what is held comes out, and an open call ends."""
 
     def passes(self, text: str) -> bool:
-        """Whether a text without markers is the answer's text as it is, and changes nothing here.
+        """True if a text without markers is the answer's text as it is, and changes nothing here.
 
         (Most tokens do, and need not be fed.)
         """
@@ -81,11 +81,11 @@ class ToolFormat(ABC):
 
     @classmethod
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
-        """Whether a model's chat template and added tokens show that it writes this format."""
+        """True if a model's chat template and added tokens show that it writes this format."""
         return False
 
     def reads(self, tools: Sequence[Tool]) -> bool:
-        """Whether its parser must read an answer that may call `tools`."""
+        """True if its parser must read an answer that may call `tools`."""
         return bool(tools) or self.reads_everything or self.frames_text
 
     @abstractmethod
@@ -113,7 +113,7 @@ class ToolFormat(ABC):
         return {}
 
     def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        """What `forced` leaves out of a tool's schema, beyond `prepare_schema`: paths of keywords,
+        """Parts of a schema that `forced` leaves out, beyond `prepare_schema`: paths of keywords,
         and their values.
 
         Raises:

@@ -180,7 +180,7 @@ class GemmaParser:
 
     @staticmethod
     def _may_be_bare(text: str) -> bool:
-        """Whether a line may begin with a call without its marker."""
+        """True if a line may begin with a call without its marker."""
         begun = text.lstrip()
         return begun.startswith(_BARE) or (begun != "" and _BARE.startswith(begun))
 
@@ -272,7 +272,7 @@ class GemmaParser:
             out.append(ContentText(stray + "\n"))
 
     def _settle(self, lexeme: Lexeme, pieces: list[str]) -> None:
-        """What follows an empty string shows whether it is one, or its quote was written twice."""
+        """Decides by the next text whether a string is empty or its quote was written twice."""
         space, self._space = self._space, None
         if space is None:
             return
@@ -388,7 +388,7 @@ class GemmaParser:
             self._add_plain(c)
 
     def _is_key(self, text: str, before: str) -> bool:
-        """Whether a text after a comma is a key, not more of the value without quotes before it."""
+        """True if a text after a comma is a key, not more of the value without quotes before it."""
         if _LITERAL.fullmatch(before.strip()):
             return True
         if len(self._open) == 1 and self._properties:
@@ -402,7 +402,7 @@ class GemmaParser:
             self._write_plain(pending, pieces)
 
     def _separate(self, pieces: list[str]) -> None:
-        """What comes before a value: a comma, and its key."""
+        """Writes the text before a value: a comma, and its key."""
         if not self._is_first[-1]:
             pieces.append(", ")
         self._is_first[-1] = False
@@ -542,7 +542,7 @@ class _Values(SchemaRules):
         return name if _PLAIN_KEY.fullmatch(name) else f"{self._quote}{name}{self._quote}"
 
 
-# Of numbers, `lark_json` takes care.
+# `lark_json` handles numbers.
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _NOT_ENFORCED = {
     *("contains", "dependentRequired", "dependentSchemas", "else", "if", "not", "prefixItems"),

@@ -192,7 +192,7 @@ class HarmonyParser:
             self._state = self._in_call
 
     def _leaves(self, lexeme: Lexeme) -> bool:
-        """Whether a marker ends the open message."""
+        """True if a marker ends the open message."""
         return lexeme.is_marker and lexeme.text in (*_ENDS, START, CHANNEL)
 
     def _leave(self, lexeme: Lexeme) -> None:
@@ -281,7 +281,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _may_be_header(text: str) -> bool:
-    """Whether a text is the beginning of a header, as far as it goes."""
+    """True if a text is the beginning of a header, as far as it goes."""
     header, rest = _split(text)
     if not rest or len(text) > _LONGEST_HEADER:
         return not rest

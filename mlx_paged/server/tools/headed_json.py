@@ -20,7 +20,7 @@ _SPACE = re.compile(_SPACES)
 
 
 class Head:
-    """What stands before the arguments of a call: texts, its name, its id, a number.
+    """The head of a call, before its arguments: texts, its name, its id, a number.
 
     Space between the texts may be more or less than it should.
 
@@ -55,7 +55,7 @@ class Head:
         return self._named.fullmatch(text)
 
     def may_begin(self, text: str) -> bool:
-        """Whether a text may become a head."""
+        """True if a text may become a head."""
         return len(text) < _LONGEST_HEAD and self._beginnings.has(text)
 
 
@@ -106,7 +106,7 @@ class HeadedCalls:
 
     @property
     def in_string(self) -> bool:
-        """Whether a marker is text here: within a string, or in a head or a tail that has one."""
+        """True if a marker is text here: within a string, or in a head or a tail that has one."""
         if self._value is not None:
             return self._value.in_string
         if self._expected:

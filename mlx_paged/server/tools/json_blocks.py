@@ -45,7 +45,7 @@ class CallBlockParser:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends within a string of a call: a marker there is text."""
+        """True if the text so far ends within a string of a call: a marker there is text."""
         return self._calls is not None and self._calls.in_string
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:

@@ -32,22 +32,22 @@ class JsonArguments:
 
     @property
     def has_begun(self) -> bool:
-        """Whether they have proven to be JSON."""
+        """True if they have proven to be JSON."""
         return self._value.is_proven and not self.has_failed
 
     @property
     def has_ended(self) -> bool:
-        """Whether their last bracket was read."""
+        """True if their last bracket was read."""
         return self._value.has_ended
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of them were read, and are JSON."""
+        """True if all of them were read, and are JSON."""
         return self._value.has_ended and not self._value.is_broken
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends within a string: a marker there is text."""
+        """True if the text so far ends within a string: a marker there is text."""
         return self._value.in_string
 
     def take(self, text: str, at: int = 0) -> tuple[int, str]:
@@ -148,7 +148,7 @@ class JsonCall:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends within a string: a marker there is text."""
+        """True if the text so far ends within a string: a marker there is text."""
         if self.has_ended or self.has_failed:
             return False
         arguments = self._arguments
@@ -367,7 +367,7 @@ class CallsReader(Protocol):
         """The answer, or the block of the calls, ends here: an open call does too."""
 
     def unread(self) -> str:
-        """What was read and is no call; it is forgotten."""
+        """Takes the text that was read and is no call."""
 
 
 class JsonCalls:
@@ -410,17 +410,17 @@ class JsonCalls:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends within a string."""
+        """True if the text so far ends within a string."""
         return self._call is not None and self._call.in_string
 
     @property
     def in_call(self) -> bool:
-        """Whether an object is open."""
+        """True if an object is open."""
         return self._call is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the object that was read last is no call."""
+        """True if the object that was read last is no call."""
         return self._call is not None and self._call.has_failed
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
@@ -492,7 +492,7 @@ class JsonCalls:
                 self._call = None
 
     def unread(self) -> str:
-        """What was read and is no call; it is forgotten."""
+        """Takes the text that was read and is no call."""
         is_needed = self._skipped or not self.num_calls
         before = [*self._skipped, *self._space] if is_needed else []
         raw = "".join(before + (self._call.raw if self._call is not None else []))

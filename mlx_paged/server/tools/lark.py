@@ -84,7 +84,7 @@ class Lark:
         return lark_literal(text, self._vocabulary)
 
     def has_token(self, marker: str) -> bool:
-        """Whether a marker is, or contains, an added token."""
+        """True if a marker is, or contains, an added token."""
         return any(token and token in marker for token in self._vocabulary)
 
     def until(self, marker: str, *, allowed: str = _ANY_TEXT, others: Iterable[str] = ()) -> str:

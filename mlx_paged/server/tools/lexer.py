@@ -79,7 +79,7 @@ class Lexer:
         self._first_letters = frozenset(marker[0] for marker in spelled)
 
     def passes(self, token: int | None, text: str) -> bool:
-        """Whether an update is one text, as it is: then it need not be fed."""
+        """True if an update is one text, as it is: then it need not be fed."""
         return (
             text != ""
             and token not in self._tokens

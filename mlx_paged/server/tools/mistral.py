@@ -140,7 +140,7 @@ class MistralParser:
         out.append(ContentText(lexeme.text))
 
     def _as_text(self, out: list[Event]) -> None:
-        """What was read is no call."""
+        """Turns the text that was read, which is no call, back into text."""
         out.append(ContentText("".join(self._raw)))
         self._raw = []
         self._follows_call = False

@@ -47,15 +47,15 @@ class Pattern:
         self._beginnings = Beginnings([*units, *rest] for units in parts for rest in more)
 
     def match(self, text: str) -> re.Match[str] | None:
-        """What a text begins with; whether it is all that there is decides `may_begin`."""
+        """Matches the beginning of a text; `may_begin` decides if it is all there is."""
         return self._whole.match(text)
 
     def fullmatch(self, text: str) -> re.Match[str] | None:
-        """What is all of a text."""
+        """Matches all of a text."""
         return self._whole.fullmatch(text)
 
     def may_begin(self, text: str) -> bool:
-        """Whether a text may become one, with what must follow."""
+        """True if a text may become one, with what must follow."""
         return len(text) < _LONGEST and self._beginnings.has(text)
 
 
@@ -93,7 +93,7 @@ def _renamed(expression: str, index: int) -> str:
 
 
 def group(found: re.Match[str], name: str) -> str | None:
-    """What a hole was filled with."""
+    """The text in a hole."""
     return next(
         (v for k, v in found.groupdict().items() if v and k.rstrip("0123456789") == name), None
     )
@@ -163,14 +163,14 @@ class ParameterCalls:
 
     @property
     def in_string(self) -> bool:
-        """Whether a marker is text here."""
+        """True if a marker is text here."""
         if self._json is not None:
             return self._json.in_string or not self._json.has_ended
         return self._state == "value" and not self._ends_value
 
     @property
     def _ends_value(self) -> bool:
-        """Whether all that is held is the end of a value."""
+        """True if all that is held is the end of a value."""
         return self._text.rstrip() == self._end.rstrip() and bool(self._text)
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:

@@ -30,7 +30,7 @@ class _Part(NamedTuple):
     schema: Mapping[str, Any]
 
     def of(self, name: str) -> list[Schema]:
-        """What it says of a property."""
+        """Returns the facts about a property."""
         found: list[Schema] = []
         properties = self.schema.get("properties") or {}
         if name in properties:
@@ -104,7 +104,7 @@ class _Object(NamedTuple):
 
 
 def parameter_lists(parameters: Schema) -> list[tuple[list[Parameter], Schema]]:
-    """What an object's parameters may be, in order: the object has one of these lists.
+    """Possible parameter lists of an object, in order: the object has one of them.
 
     What `unenforced` finds is left out.
 
@@ -273,7 +273,7 @@ def _followed(schema: Schema, path: str, root: Mapping[str, Any]) -> tuple[Schem
 
 
 def _matcher(pattern: str) -> Callable[[str], object] | None:
-    """Whether a name matches a pattern; None where Python cannot tell."""
+    """True if a name matches a pattern; None where Python cannot tell."""
     try:
         letters = _RUST_LETTER.sub(lambda found: re.escape(chr(int(found[1], 16))), pattern)
         return re.compile(letters).search

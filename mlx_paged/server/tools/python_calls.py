@@ -51,7 +51,7 @@ class PythonString:
 
     @property
     def has_closed(self) -> bool:
-        """Whether a quote was read that closes it, unless text follows."""
+        """True if a quote was read that closes it, unless text follows."""
         return self._after != ""
 
     def take(self, text: str, at: int) -> tuple[int, str]:
@@ -161,7 +161,7 @@ class PythonCalls:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends within a string: a marker there is text."""
+        """True if the text so far ends within a string: a marker there is text."""
         if self.has_ended or self.has_failed:
             return False
         return self._state == self._in_string or (
@@ -212,11 +212,11 @@ class PythonCalls:
         self.has_ended = True
 
     def _begins_name(self) -> bool:
-        """Whether the name that was read last may be the beginning of a tool's."""
+        """True if the name that was read last may be the beginning of a tool's."""
         return any(name.startswith(self._name) for name in self._parameters)
 
     def unread(self) -> str:
-        """What was read and is no call; it is forgotten."""
+        """Takes the text that was read and is no call."""
         raw = "".join([*self._skipped, *self._raw])
         is_needed = not self.num_calls or re.search(r"\w", raw) is not None
         self._skipped, self._raw = [], []

@@ -153,7 +153,7 @@ class _Trimmed:
         self._has_begun = False
 
     def take(self, text: str) -> str:
-        """What is certain to be part of it."""
+        """Returns the text that is certain to be reasoning."""
         if not self._has_begun:
             text = text.lstrip()
             self._has_begun = bool(text)
@@ -175,7 +175,7 @@ class ContentTrimmer:
         self._has_call = False
 
     def passes(self, text: str) -> bool:
-        """Whether a text comes out as it is, and changes nothing here."""
+        """True if a text comes out as it is, and changes nothing here."""
         return not (self._space or self._after_call or text[-1].isspace())
 
     def take(self, event: Event) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""What a tool's JSON Schema says of its parameters, for syntaxes that are not JSON."""
+"""Parameter types from a tool's JSON Schema, for syntaxes that are not JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Budget:
         self._left = _MOST_PARTS
 
     def spend(self) -> bool:
-        """Whether one more may be."""
+        """True if one more may be."""
         self._left -= 1
         return self._left >= 0
 
@@ -144,7 +144,7 @@ class Parameter:
 
     @classmethod
     def of(cls, schema: Schema, root: Mapping[str, Any]) -> Parameter:
-        """What a schema says."""
+        """The facts that a schema states."""
         types = types_of(schema, root)
         schema = resolved(schema, root)
         values = None
@@ -154,7 +154,7 @@ class Parameter:
 
     @property
     def is_string(self) -> bool:
-        """Whether its value is a string whatever it looks like."""
+        """True if its value is a string whatever it looks like."""
         return self.types == {"string"}
 
     def to_json(self, text: str) -> str:
@@ -282,12 +282,12 @@ class ArgumentsWriter:
         return opening + json.dumps(name, ensure_ascii=False) + ": "
 
     def _may_wrap(self, name: str) -> bool:
-        """Whether a parameter is none of the tool's, but a name for all of them."""
+        """True if a parameter is none of the tool's, but a name for all of them."""
         return name in WRAPPERS and bool(self._properties) and self._schema(name) is None
 
     @property
     def is_string(self) -> bool:
-        """Whether the value is known to be a string."""
+        """True if the value is known to be a string."""
         return self._streams
 
     @property
@@ -300,7 +300,7 @@ class ArgumentsWriter:
         self._text = []
 
     def _schema(self, name: str) -> Schema | None:
-        """What the tool's schema says of a parameter."""
+        """Returns the facts that the tool's schema states about a parameter."""
         if name in self._properties:
             return self._properties[name]
         others = self._parameters.get("additionalProperties")
@@ -373,7 +373,7 @@ class ArgumentsWriter:
 
 
 def _may_be_null(text: str) -> bool:
-    """Whether the text of a value that is a string or null may still be null."""
+    """True if the text of a value that is a string or null may still be null."""
     begun = text.lstrip()
     bare = begun.rstrip()
     if len(text) > _LONGEST_NULL:

@@ -94,7 +94,7 @@ class TaggedFormat(ToolFormat):
         return lark.value(schema, root, value_end, strict=strict)
 
     def _key_ends(self, schema: Schema, types: frozenset[str]) -> list[tuple[str, Schema]]:
-        """What may end a key, each with the schema of the values that may follow it.
+        """Possible ends of a key, each with the schema of the values that may follow it.
 
         Args:
             schema, types: of the key's values.

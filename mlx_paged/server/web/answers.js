@@ -224,7 +224,7 @@ class Answer {
     if (error.name === "AbortError") return { status: "stopped" };
     const hasText = this.content.trim() !== "" || this.reasoning.trim() !== "" || this.calls.length > 0;
     if (error instanceof ConnectionLost) {
-      // What came is good; it can be continued.
+      // The text so far is good; it can be continued.
       return { status: hasText ? "interrupted" : "failed", error: error.message };
     }
     if (error.status === 401) this.answers.dispatchEvent(new CustomEvent("unauthorised"));
@@ -232,7 +232,7 @@ class Answer {
       this.answers.dispatchEvent(new CustomEvent("schema", { detail: error.message }));
     }
     const message = this.told(error);
-    // What was there before it was to be continued is good.
+    // The text from before the continuation is good.
     const isOld = hasText && this.content.length === this.length;
     return { status: isOld ? "interrupted" : "failed", error: message };
   }
@@ -267,7 +267,7 @@ class Answer {
     };
   }
 
-  // Of the tokens so far; undefined until there are some.
+  // Speed so far; undefined until there are enough tokens.
   tokensPerSecond() {
     const seconds = (this.last - this.first) / 1000;
     return this.numTokens > 8 && seconds > 0.3 ? (this.numTokens - 1) / seconds : undefined;

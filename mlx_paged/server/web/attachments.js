@@ -77,7 +77,7 @@ $("viewer").addEventListener("keydown", (event) => {
   if (event.key === "Escape") event.stopPropagation(); // it closes the viewer, and stops nothing
 });
 
-// What will be sent with a message; thumbnails with buttons that remove them, and a line that says what is wrong.
+// The attachments of an unsent message: thumbnails with buttons that remove them, and a line for problems.
 // `act`: limits() a promise of those of the server; refusal(items) why they cannot be sent; urlOf(id) and blobOf(id) of
 // what is in the store;
 // changed(items); focus() where the focus goes when nothing is left.
@@ -102,7 +102,7 @@ export class Tray {
     this.change([...items]);
   }
 
-  // What is added meanwhile comes behind.
+  // Files that are added meanwhile come behind.
   add(files) {
     return this.addItems([...files].map(itemOf));
   }

@@ -47,7 +47,7 @@ export class CallView {
     this.pictures.hidden = !items.length;
     this.pictures.replaceChildren(...items.map((item) => element("li", {}, figure(item, this.urlOf(item.id)))));
     this.item.classList.toggle("failed", Boolean(call.result) && call.result.status !== "done");
-    // What is asked for is shown; afterwards it is folded.
+    // A call that waits for approval is open; afterwards it is folded.
     if (asks !== this.asked) this.details.open = asks;
     this.asked = asks;
     this.drawQuestion(call, server, asks, isRunning);

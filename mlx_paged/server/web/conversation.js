@@ -106,7 +106,7 @@ export function pendingCalls(message) {
   return message.status === "done" ? callsOf(message).filter((call) => !call.result) : [];
 }
 
-// Whether an answer may be sent as history: a failed or empty one would teach the model nothing.
+// True if an answer may be sent as history: a failed or empty one would teach the model nothing.
 export function isSendable(answer) {
   if (answer.status === "failed") return false;
   return splitReasoning(answer).text.trim() !== "" || sentCalls(answer).length > 0;
@@ -162,7 +162,7 @@ export function itemsOf(history) {
     .filter((part) => part.type === "media").map((part) => part.item);
 }
 
-// What the model is told before it answers the last message of `path`: a user's, or an answer whose calls
+// The request's messages, so that the model answers the last one of `path`: a user's, or an answer whose calls
 // have results. Turns that failed are left out as a whole, since templates want roles to alternate. Questions without
 // an answer between them are one.
 export function historyOf(path) {

@@ -1,4 +1,4 @@
-// What lies above the chat: settings, the banner of what is wrong, and toasts with an undo.
+// Everything above the chat: settings, the banner of current problems, and toasts with an undo.
 
 import { PARAMETERS, schemaOf } from "./settings.js";
 import { element, icon } from "./view.js";
@@ -36,7 +36,7 @@ export function toast(text, action = null, does = null) {
   wait();
 }
 
-// What is wrong now, by kind: "storage", "key", "connection". Shown until it is not wrong any more.
+// Current problems by kind ("storage", "key", "connection"), each shown until it is solved.
 export class Banner {
   constructor() {
     this.lines = new Map();

@@ -3,7 +3,7 @@
 const TOKENS = /"(?:[^"\\]|\\.)*"|[{}[\],:]|[^\s{}[\],:"]+/g;
 const INVISIBLE = /[\p{C}\p{Z}]/gu;
 
-// What cannot be seen, or turns text around, is written as an escape.
+// Writes invisible characters, and those that turn text around, as escapes.
 function visible(text) {
   return text.replace(INVISIBLE, (found) => (" \n\t".includes(found) ? found : [...Array(found.length).keys()]
     .map((i) => `\\u${found.charCodeAt(i).toString(16).padStart(4, "0")}`).join("")));
@@ -22,7 +22,7 @@ export function isObject(text) {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
-// Whether a text is an object or a list.
+// True if a text is an object or a list.
 export function isStructure(text) {
   return /^\s*[[{]/.test(text) && parsed(text) !== undefined;
 }

@@ -10,12 +10,12 @@ import { element } from "./view.js";
 
 export const KINDS = ["image", "video", "audio"];
 const NOUNS = { image: ["image", "images"], video: ["video", "videos"], audio: ["sound", "sounds"] };
-// Of pictures that servers read as they are; the browser makes another form of the rest.
+// Types of pictures that servers read as they are; the browser converts the others.
 const READ = [
   "png", "jpeg", "jpg", "webp", "gif", "bmp", "x-ms-bmp", "tiff", "avif", "jp2", "x-icon", "vnd.microsoft.icon",
   "x-portable-pixmap",
 ].map((name) => `image/${name}`);
-// Of those, the ones that every browser reads: one that it cannot read is broken.
+// Types that every browser reads: a picture it cannot read is broken.
 const SHOWN = ["png", "jpeg", "jpg", "webp", "gif", "bmp"].map((name) => `image/${name}`);
 // Where the browser knows no type of a file.
 const BY_ENDING = {
@@ -47,12 +47,12 @@ export const filesOf = (message) => [
   ...mediaOf(message), ...(message.calls ?? []).flatMap(({ result }) => result?.media ?? []),
 ];
 
-// Of a type that only shows, hears or plays: a document of another could run code.
+// True for types that are only shown or played: a document of another type could run code.
 export const isMediaType = (kind, type) => (kind === "text" && type === TEXT) || (
   KINDS.includes(kind) && type.startsWith(`${kind}/`) && /^[a-z]+\/[\w.+-]{1,80}$/.test(type) && !/svg|xml/.test(type)
 );
 
-// What a file is: { kind, name, type, size, blob }; `kind` is null for what is none of them.
+// Describes a file: { kind, name, type, size, blob }; `kind` is null for other files.
 export function itemOf(file) {
   const ending = /\.(\w+)$/.exec(file.name ?? "")?.[1].toLowerCase();
   const type = (file.type || BY_ENDING[ending] || "").split(";")[0].toLowerCase();

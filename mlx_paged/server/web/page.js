@@ -60,7 +60,7 @@ const chat = () => store.chats.get(current) ?? NEW_CHAT;
 const path = () => pathTo(store.messagesOf(current), chat().leaf);
 const coming = () => path().find((message) => message.status === "streaming"); // of the branch that is shown
 
-// What the parts of the page ask for.
+// Requests from the parts of the page.
 
 const dialog = new SettingsDialog(settings, {
   keyChanged() {
@@ -463,7 +463,7 @@ function fileName(chosen) {
   return title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "chat";
 }
 
-// What happens elsewhere.
+// Changes from elsewhere.
 
 let isShowing = false;
 function showSoon() {
@@ -580,7 +580,7 @@ function showModels(data) {
   $("model").value = settings.model;
 }
 
-// What may be attached; a server that does not say it takes text only.
+// Shows which files may be attached; a server that does not say so takes text only.
 function showLimits(info) {
   if (info.status !== "ready" || !info.config || !info.stats) return; // (a busy one says less)
   limits = new Limits({ media: { kinds: {} }, ...info });

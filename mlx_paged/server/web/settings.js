@@ -1,4 +1,4 @@
-// What the user has set, kept in localStorage: parameters, model, key, theme, and unsent texts.
+// The user's settings, in localStorage: parameters, model, key, theme, and unsent texts.
 
 const PREFIX = "mlx-paged.";
 // Up to version 0.1 the page sent defaults of its own.
@@ -102,7 +102,7 @@ export class Settings {
     keep("model", model);
   }
 
-  // Of the session: forgotten when the tab is closed.
+  // Kept for the session unless `keepsKey`: forgotten when the tab is closed.
   setKey(key, keepsKey) {
     this.key = key;
     this.keepsKey = keepsKey;
@@ -153,7 +153,7 @@ export class Settings {
     dispatchEvent(new Event("theme"));
   }
 
-  // Of this tab: the chat that is opened after a reload.
+  // The chat that this tab opens after a reload.
   get chat() {
     return read("chat", "sessionStorage");
   }

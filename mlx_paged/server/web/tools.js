@@ -29,12 +29,12 @@ export class Tools extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
-  // Of the tool of a name; undefined: there is none.
+  // The server of a tool, by the tool's name; undefined: there is none.
   serverOf(name) {
     return this.servers.find((server) => server.tools.some((tool) => tool.name === name));
   }
 
-  // What the model may call in a chat, as the API takes it.
+  // The tools of a chat, as the API takes them.
   ofRequest(chat) {
     const names = this.store.get("chats", chat)?.tools ?? [];
     return this.servers.flatMap(({ tools }) => tools).filter((tool) => names.includes(tool.name)).map(
@@ -145,7 +145,7 @@ function reasonOf(error) {
   return `The call failed: ${error.name}: ${error.message}`;
 }
 
-// Which tools a chat may use. `act`: chosen() -> names, choose(names).
+// The dialog that chooses a chat's tools. `act`: chosen() -> names, choose(names).
 export class ToolsDialog {
   constructor(tools, act) {
     this.tools = tools;

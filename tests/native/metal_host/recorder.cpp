@@ -26,7 +26,7 @@ struct Pipeline {
 std::map<std::string, Pipeline> pipelines;  // by the name that tells them apart
 bool concurrent_before = false;
 
-// Whether the encoder is in a concurrent context, which it keeps to itself.
+// True if the encoder is in a concurrent context, which it keeps to itself.
 bool concurrent(mlx::core::metal::CommandEncoder& encoder);
 template <bool mlx::core::metal::CommandEncoder::* Member>
 struct Reveal {

@@ -35,7 +35,7 @@ struct StepCounts {
 };
 StepCounts counts_of_steps();
 
-// Whether launches are captured, as on NVIDIA's GPUs, or run one after another, as on Apple's.
+// True if launches are captured, as on NVIDIA's GPUs, or run one after another, as on Apple's.
 void capture_steps(bool wanted);
 
 // The next capture throws.

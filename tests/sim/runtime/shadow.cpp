@@ -55,7 +55,7 @@ uint32_t simd_epoch_of(Stamp s) {
   return uint32_t(s >> kSimdEpoch) & kMaxSimdEpoch;
 }
 
-// Whether `before` and `now` touch a common byte with nothing between them that orders them.
+// True if `before` and `now` touch a common byte with nothing between them that orders them.
 bool unordered(Stamp before, Stamp now, Memory memory) {
   if (!before || !((before >> kMask) & (now >> kMask) & 3)) return false;
   if (before & now & kAtomic) return false;

@@ -22,7 +22,7 @@ _FILL = 1 << 15
 
 @dataclass(frozen=True)
 class PoolKey:
-    """What the contents of a pool depend on."""
+    """The properties that determine the contents of a pool."""
 
     lens: tuple[int, ...]
     kv_heads: int

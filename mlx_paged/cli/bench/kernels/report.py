@@ -114,7 +114,7 @@ def duration(seconds: float) -> str:
 
 
 def _differs(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Whether attention was measured with this and without."""
+    """True if attention was measured with this and without."""
     return len({row[name] for row in rows if row["op"] == "paged_attention"}) > 1
 
 

@@ -65,7 +65,7 @@ class GridOptions:
     ] = None
 
     def values(self) -> dict[str, list[Any]]:
-        """What was given for each field.
+        """The values given for each field.
 
         Raises:
             InvalidParameterError: a value that the field cannot have.
