@@ -29,7 +29,7 @@ export class TokensDialog {
       element("header", {}, element("h2", { id: "token-view-title" }, "Tokens"), element("button", close, icon("close"))),
       element(
         "div", { className: "body" },
-        element("p", { className: "muted" }, "The darker a token, the less probable it was. Click one, or use the arrow keys, to see its alternatives."),
+        element("p", { className: "muted" }, "The stronger the color of a token, the less probable it was. Click one, or use the arrow keys, to see its alternatives."),
         this.about, this.list,
       ),
     );
