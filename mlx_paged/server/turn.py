@@ -19,6 +19,7 @@ from starlette.requests import Request
 from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.dead_ends import without_impossible_parts
+from mlx_paged.engine.grammar.lark import with_forcing
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.media.parts import sources_of
 from mlx_paged.engine.media.prompt import PreparedMedia
@@ -324,6 +325,7 @@ def _constraint(
     else:
         grammar = tool_format.forced(prepared, required=False, parallel=choice.parallel)
     # (A format that reads everything writes the reasoning too.)
+    grammar = with_forcing(grammar)
     return _Constraint(
         StructuredOutputs(grammar=grammar, enable_in_reasoning=tool_format.reads_everything),
         relaxed,

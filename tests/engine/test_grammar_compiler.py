@@ -473,7 +473,15 @@ def test_a_vocabulary_smaller_than_the_tokenizers(compiler: GrammarCompiler) -> 
     assert accepts(small, StructuredOutputs(regex="ab"), "ab")
 
 
-@pytest.mark.parametrize("grammar", ["start: /a+/ /a+/", 'start: /((a)?)+/ "a"'])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: /a+/ /a+/",
+        'start: /((a)?)+/ "a"',
+        'start: /a+/ /a+/ %json {"type": "integer"}',
+        '%llguidance {"allow_initial_skip": false}\nstart: /a+/ /a+/',
+    ],
+)
 def test_a_grammar_without_an_end_is_followed_for_ever_and_not_compiled_for_ever(
     compiler: GrammarCompiler, grammar: str
 ) -> None:

@@ -35,7 +35,6 @@ T = TypeVar("T")
 # too long count until they end.)
 _MOST_AT_ONCE = 8
 _FIELD = "structured_outputs"
-_NO_FORCING = '%llguidance {"no_forcing": true}'
 
 
 class CompiledGrammar:
@@ -264,11 +263,7 @@ class GrammarCompiler:
             text, relaxed, schemas = lark.with_prepared_schemas(
                 lark.lark_of(wanted.grammar, field), strict=wanted.strict, field=field
             )
-            # (llguidance 1.9.1 looks for the end of what only one byte can follow: for `/a+/ /a+/`,
-            # which has none, it looks for ever. Where there is JSON, quotes and brackets end it.)
-            if not schemas and "%llguidance" not in text:
-                text = f"{_NO_FORCING}\n{text}"
-            return LLMatcher.grammar_from_lark(text), relaxed, schemas
+            return LLMatcher.grammar_from_lark(lark.without_forcing(text)), relaxed, schemas
         assert isinstance(wanted.structural_tag, dict)
         grammars = json.loads(lark.structural_tag(wanted.structural_tag, self.added_tokens, field))
         all_relaxed: tuple[str, ...] = ()

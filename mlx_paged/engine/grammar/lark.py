@@ -13,9 +13,9 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.errors import InvalidParameterError
 
-# Strings, comments and regular expressions, in which nothing is a keyword, and the keyword.
+# Strings, comments and regular expressions, in which nothing is a keyword, and the keywords.
 _LEXEMES = re.compile(
-    r"""(?P<json>%json\b)|//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[imslux]*"""
+    r"""(?P<json>%json\b)|(?P<options>%llguidance\b)|//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[imslux]*"""
 )
 _GBNF_RULE = re.compile(r"(?m)^\s*[A-Za-z][\w-]*\s*::=")
 _ANY_TEXT = "TEXT: /(.|\\n)*/\n"
@@ -33,6 +33,37 @@ def lark_of(text: str, field: str) -> str:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, RecursionError, KeyError, ValueError) as error:
         raise InvalidParameterError(field, f"Lark or GBNF ({error})", text) from error
+
+
+def with_forcing(lark: str) -> str:
+    """A Lark grammar whose forced texts are written in the tokenizer's usual tokens.
+
+    For grammars of this package's making only: see `without_forcing`.
+    """
+    return f'%llguidance {{"no_forcing": false}}\n{lark}'
+
+
+def without_forcing(lark: str) -> str:
+    """A Lark grammar with llguidance's option `no_forcing`, unless the grammar sets it.
+
+    llguidance 1.9.1 follows bytes that only one byte can follow to their end. `/a+/ /a+/` has no
+    such end: it would never return.
+    """
+    end = 0
+    while found := _LEXEMES.search(lark, end):
+        end = found.end()
+        if not found["options"]:
+            continue
+        start = end + len(lark[end:]) - len(lark[end:].lstrip())
+        try:
+            options, after = json.JSONDecoder().raw_decode(lark, start)
+        except (ValueError, RecursionError):
+            return lark  # llguidance says what is wrong with it
+        if not isinstance(options, dict):
+            return lark
+        options = json.dumps({"no_forcing": True, **options}, ensure_ascii=False)
+        return f"{lark[:end]} {options}{lark[after:]}"
+    return f'%llguidance {{"no_forcing": true}}\n{lark}'
 
 
 def with_prepared_schemas(
