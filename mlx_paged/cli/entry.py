@@ -221,7 +221,10 @@ def _misuse(context: typer.Context, error: InvalidParameterError) -> Exception:
     if isinstance(error, StepError):  # (it is about an answer)
         return error
     name, *rest = re.split(r"[.\[]", error.field)
-    names = {rest[0], f"{rest[0]}_schema"} if name == "structured_outputs" and rest else {name}
+    names = {name}
+    if name == "structured_outputs":
+        kinds = rest[:1] or ("json", "json_object", "regex", "choice", "grammar")
+        names = {*kinds, *(f"{kind}_schema" for kind in kinds)}
     for parameter in context.command.params:
         flags = (flag.lstrip("-").replace("-", "_") for flag in parameter.opts)
         if names.isdisjoint([parameter.name, *flags]):
