@@ -32,6 +32,7 @@ NOT_PRIMITIVES = {
     *("make_device_program", "run_device_program", "plan_attention"),
     *("serves_rope", "serves_silu_mul"),
     *("add_in_product", "select_rows", "wait_actively", "has_wgmma"),
+    *("ArrayContents", "allocator_function", "make_room"),
 }
 
 
