@@ -194,19 +194,22 @@ def test_a_batch_is_cancelled_before_it_runs(tmp_path) -> None:
 
 def test_a_stop_ends_the_check_of_lines(tmp_path, monkeypatch) -> None:
     """The process waits for the thread, and a file may have a million lines."""
-    life, begun, numbers = Life(tmp_path), threading.Event(), []
+    life, begun = Life(tmp_path), threading.Event()
+    managers: list[BatchManager] = []
+    numbers: list[int] = []
+
+    def parse_slowly(line: Line, urls: Sequence[str]) -> BatchRequest:
+        numbers.append(line.number)
+        begun.set()
+        while not (managers and managers[0]._closed):
+            time.sleep(0.001)
+        return parse(line, urls)
 
     async def stop_within_a_line(manager: BatchManager) -> None:
-        def parse_slowly(line: Line, urls: Sequence[str]) -> BatchRequest:
-            numbers.append(line.number)
-            begun.set()
-            while not manager._closed:
-                time.sleep(0.001)
-            return parse(line, urls)
+        managers.append(manager)
+        assert await asyncio.to_thread(begun.wait, 60)
 
-        monkeypatch.setattr("mlx_paged.server.batches.manager.parse", parse_slowly)
-        await asyncio.to_thread(begun.wait)
-
+    monkeypatch.setattr("mlx_paged.server.batches.manager.parse", parse_slowly)
     assert life.run(echo, stop_within_a_line).status == "validating"
     assert numbers == [1]
     monkeypatch.undo()
