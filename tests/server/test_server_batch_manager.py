@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -257,6 +259,34 @@ def test_a_batch_whose_failure_cannot_be_written_has_failed(tmp_path, monkeypatc
         patch.setattr(Folder, "write_batch", write)
         assert life.run(echo, life.ended).status == "validating"
     assert life.run(echo, life.ended).completed == 10
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_upload_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch, number) -> None:
+    """Its content or its record does not, and neither does closing it."""
+    fsync, count = os.fsync, iter(range(9))
+
+    def full(fd: int) -> None:
+        if next(count) == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(fd)
+
+    class Full(io.BytesIO):
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = Folder(tmp_path)
+    upload = folder.begin_upload()
+    upload.add(b"x")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "fsync", full)
+        folder.keep(upload, "in", "batch", None)
+    folder.discard(upload)
+    unclosed = folder.begin_upload()
+    unclosed.close()
+    unclosed._file = Full()
+    folder.discard(unclosed)
+    assert not list((tmp_path / "files").iterdir()) and not folder.files
 
 
 def test_batches_created_at_once_have_a_limit(tmp_path, monkeypatch) -> None:

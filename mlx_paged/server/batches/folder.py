@@ -99,9 +99,9 @@ class Upload:
 
     def close(self) -> None:
         """Closes it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 class Folder:
@@ -169,7 +169,8 @@ class Folder:
 
     def discard(self, upload: Upload) -> None:
         """Forgets what was received."""
-        upload.close()
+        with contextlib.suppress(OSError):  # (what is unwritten does not fit on a full disk)
+            upload.close()
         upload.path.unlink(missing_ok=True)
 
     def keep(
@@ -184,8 +185,10 @@ class Folder:
         expires_at = None if expires_after is None else now + expires_after
         file = StoredFile(new_file_id(), filename, purpose, upload.size, now, expires_at)
         upload.sync()
-        upload.path.rename(self.data_path(file.id))
-        self.publish(file)
+        path = self.data_path(file.id)
+        upload.path.rename(path)
+        with _removed_unless_done(path):
+            self.publish(file)
         return file
 
     def publish(self, file: StoredFile) -> None:
@@ -270,11 +273,12 @@ class Folder:
         folder = self.path / kind
         part = folder / f"{name}{_PART}"
         part.unlink(missing_ok=True)
-        with open_new(part) as file:
-            file.write(json.dumps(record).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(folder / f"{name}{_META}")
+        with _removed_unless_done(part):
+            with open_new(part) as file:
+                file.write(json.dumps(record).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(folder / f"{name}{_META}")
         _sync_folder(folder)
 
     def _unlink(self, kind: str, name: str) -> None:
@@ -293,6 +297,16 @@ def open_new(path: Path) -> BinaryIO:
     return os.fdopen(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
     )
+
+
+@contextlib.contextmanager
+def _removed_unless_done(path: Path) -> Iterator[None]:
+    """Removes a file if something fails: it would stay on a full disk."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _sync_folder(path: Path) -> None:

@@ -503,9 +503,10 @@ class BatchManager:
         now = int(self._now())
         among: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
         record = self._records[batch_id]
+        counts = self._counts.get(batch_id, Counts())
         changes: dict[str, Any] = {
             "status": "failed", "failed_at": now, "errors": errors, "output_file_id": None,
-            "error_file_id": None,
+            "error_file_id": None, "completed": counts.answered, "failed": counts.failed,
         }  # fmt: skip
         try:
             await self._change(batch_id, among, **changes)
