@@ -142,7 +142,7 @@ def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 def test_an_unknown_family_is_refused_and_told_what_there_is() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'mine'.*no such model.*llama"):
+    with pytest.raises(UnsupportedModelError, match=r"'mine'.*no such model.*docs/models.md"):
         LLM(loaded(mine()), kv_cache_memory=1 << 22)
 
 

@@ -31,7 +31,7 @@ from mlx_paged.model.wrap import page
 EXACT = 1e-5
 # Against caches that quantise by themselves. Sums are added up in another order there, so a number
 # between two codes may become the other one, which is a large step for few bits.
-TOLERANCE = {"int8": 1e-3, "int8_k_int4_v": 1e-3, "int4": 2e-2, "fp8": 1e-2}
+TOLERANCE = {"int8": 5e-3, "int8_k_int4_v": 5e-3, "int4": 2e-2, "fp8": 1e-2}
 # Full attention, windows, sinks, soft-caps, recurrent states, dense copies, chunks.
 MODULES = ("llama", "qwen3", "gpt_oss", "gemma2", "gemma3_text", "lfm2", "plamo", "llama4")
 

@@ -19,7 +19,7 @@ CHATS, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
 )  # fmt: skip
 INVALID = {"type": "object", "properties": {"a": {"type": "objekt"}}}
-NESTED = "(([a-z]{1,1000}){1,1000}){1,1000}"
+NESTED = "((([a-z]{1,1000}){1,1000}){1,1000}){1,1000}"
 COMPLEX = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^{NESTED}$"}},
            "required": ["a"]}  # fmt: skip
 FINE = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -268,7 +268,7 @@ def test_pictures_of_a_result_are_shown_and_kept(server, page) -> None:
         page.wait_for_function("() => document.querySelector('.call img')?.naturalWidth === 1")
         page.get_by_role("button", name="Show picture 1").click()
         expect(page.locator("#viewer img")).to_have_attribute("alt", "picture 1")
-        page.get_by_role("button", name="Close picture").click()
+        page.get_by_role("button", name="Close viewer").click()
         page.reload()
     page.click("#open-settings")
     with page.expect_download() as download:
