@@ -343,7 +343,7 @@ def test_a_failure_is_not_kept() -> None:
 
 
 def burn_until(finish: threading.Event) -> None:
-    """Uses CPU time, of which alone there is a limit."""
+    """Uses CPU time, the only kind of time that is limited."""
     while not finish.is_set():
         sum(range(1000))
 
@@ -381,7 +381,7 @@ def test_what_takes_too_long_is_refused_and_not_waited_for() -> None:
                     asyncio.run(compile_async(wanted))
         finally:
             finish.set()
-    # What was too slow is refused each time, and what has waited is compiled.
+    # Grammars that were too slow are refused each time; those that waited are compiled.
     with pytest.raises(InvalidParameterError, match="compiles within"):
         compiler._cache[StructuredOutputs(regex="a0").canonical_text].future.result(300)
     compiler._timeout = 300

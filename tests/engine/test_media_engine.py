@@ -389,7 +389,10 @@ def test_interrupts(overlap: bool) -> None:
         run(engine, prompts)
     rng = random.Random(overlap)
     num_steps = engine.stats().num_steps
-    for _ in range(NUM_INTERRUPTS):
+    for attempt in range(10 * NUM_INTERRUPTS):
+        # (Some lines need no recovery, and which ones are drawn depends on Python's version.)
+        if attempt >= NUM_INTERRUPTS and engine.stats().num_recoveries > 0:
+            break
         interrupter = Interrupter(rng.randint(1, counter.num_lines), RuntimeError("injected"))
         outputs = []
         try:

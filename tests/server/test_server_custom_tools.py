@@ -197,7 +197,7 @@ def test_a_forced_input_of_a_chat(sdk) -> None:
     assert a.isdigit() and b.isdigit()
 
 
-# What is wrong.
+# Wrong requests.
 
 RECURSIVE = 'start: "(" start ")" | "x"'
 

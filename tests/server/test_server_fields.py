@@ -127,7 +127,7 @@ def test_the_table_of_fields_is_complete_and_true(api) -> None:
     assert works | hints | refused <= body.model_fields.keys()
     assert not works & hints and not works & refused and not hints & refused
     known = works | hints | refused | NO_MEANING
-    # Of one value only, which a test below gives.
+    # It has one value only, which a test below gives.
     known |= {"completion": {"suffix", "tool_choice", "function_call", "verbosity"},
               "response": {"max_tool_calls", "background"}}.get(api, set())  # fmt: skip
     assert typing.get_type_hints(OPENAI[api]).keys() <= known

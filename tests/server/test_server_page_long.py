@@ -24,7 +24,7 @@ for (const name of ["scrollHeight", "scrollTop", "clientHeight", "offsetHeight"]
     },
   });
 }
-// What other tabs say; while this one is deaf, it waits for the next transaction that writes.
+// Messages of other tabs; while this one is deaf, they wait for the next transaction that writes.
 const unheard = [];
 const hear = () => {
   window.isDeaf = false;
@@ -98,7 +98,7 @@ def test_a_long_chat_is_laid_out_a_few_times_for_an_answer(page: Page) -> None:
     import_chats(page, exported(1, NUM_MESSAGES))
     page.get_by_role("button", name="Question 0 of chat 0", exact=True).click()
     expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
-    # What is seen is there at once, and the rest when the page has nothing else to do.
+    # Visible messages are there at once, and the rest when the page is idle.
     expect(page.locator(".message .code").last).to_be_visible()
     expect(page.locator(".message.filled")).to_have_count(NUM_MESSAGES)
     page.evaluate("() => { window.layouts = 0; }")

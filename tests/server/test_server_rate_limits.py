@@ -90,7 +90,7 @@ def test_requests_beyond_the_limit_of_a_key_wait(server, clock) -> None:
     for _ in range(5):
         answer = httpx.get(f"{server.url}/v1/models", headers=headers)
         assert answer.status_code == 200 and not limits_of(answer)
-    # The form is that of the API.
+    # The form is the API's own.
     message = ask(server, "one", "/v1/messages").json()
     assert message["type"] == "error" and message["error"]["type"] == "rate_limit_error"
     with (
@@ -111,7 +111,7 @@ def test_tokens_are_counted_as_they_are_used(server, clock) -> None:
     assert (
         refused.status_code == 429 and "30 tokens per minute" in refused.json()["error"]["message"]
     )
-    # 30 - 14 - 40 = -24, and 1 is needed: 25 tokens, of which there come 30 a minute.
+    # 30 - 14 - 40 = -24, and 1 is needed: 25 tokens, and 30 come in a minute.
     assert refused.headers["Retry-After"] == "50"
     assert limits_of(refused)["remaining-tokens"] == "0"
     clock.now += 50

@@ -154,7 +154,7 @@ def test_a_response_is_queued_then_runs_then_is_what_it_would_have_been(
 
 @pytest.mark.parametrize("gate", [2], indirect=True)
 def test_events_come_again_from_any_place_and_go_on(client, server, sdk, engine, gate) -> None:
-    """What a client has missed is what another one has read."""
+    """A client catches up with exactly the events that another one has read."""
     engine.says("one two three four five six")
     with client.stream("POST", PATH, json={"input": "a", "background": True, "stream": True}) as s:
         lines = read(s.iter_lines())

@@ -127,7 +127,7 @@ def log_probabilities(
 
 
 def kind_of(part: Any) -> str:
-    """Of a part of a message."""
+    """The text of a part of a message."""
     if isinstance(part, str):
         return "text"
     if isinstance(part, tuple):

@@ -212,7 +212,7 @@ _PREFIX = "toolu_"
 
 
 def use_id(call_id: str) -> str:
-    """The id of a tool's use, from that of the call."""
+    """Returns the id of a tool's use for a call's id."""
     return _PREFIX + re.sub(r"[^a-zA-Z0-9_-]", "_", call_id.removeprefix("call_"))
 
 

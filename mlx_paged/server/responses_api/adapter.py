@@ -277,7 +277,7 @@ class ResponseAdapter(Adapter):
         }  # fmt: skip
 
     def _store(self, response: Response) -> bool:
-        """Stores the response, where it is to be stored; returns whether there was room for it."""
+        """Stores the response if it asks for that; returns True if there was room."""
         store, remembered = self.generation.context.response_store, self._remembered
         if not stores(self._body, store):
             return True

@@ -303,7 +303,7 @@ def _tool(tool: ResponseTool, where: str) -> Tool:
 
 
 def _namespace(tool: ResponseTool, where: str) -> list[Tool]:
-    """The tools of a namespace. Its description comes once, before that of the first one."""
+    """The tools of a namespace. Its description comes once, before the first tool's."""
     if tool.name is None:
         raise bad_request(f"{where}.name", f"{where}.name is missing", "missing_field")
     found = []

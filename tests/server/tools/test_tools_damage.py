@@ -107,7 +107,7 @@ class Formats:
         return Right(text + family.render(calls), calls)
 
     def read(self, updates: Sequence[tuple[int, str]], *, is_cut: bool) -> Answer:
-        """What is in an answer."""
+        """The contents of an answer."""
         parser = answer_parser(self.format, self.reasoning, TOOLS, begins_inside=False)
         lexer = Lexer(dict.fromkeys(self.markers), self.tokenizer.added)
         reader = AnswerReader(lexer, parser, TOOLS)
