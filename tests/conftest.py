@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import zlib
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # A core for each worker. (`native/test_threads.py` runs the kernels on several threads.)
@@ -90,8 +91,24 @@ def real_freezing() -> Iterator[None]:
     gc.freeze = gc.unfreeze = stand_in
 
 
+def _is_run(item: pytest.Item) -> bool:
+    """True for one in n cases of a test with the marker `one_in`, and for all other tests."""
+    marker = item.get_closest_marker("one_in")
+    return (
+        marker is None
+        or bool(os.environ.get("MLX_PAGED_ALL_CASES"))
+        or zlib.crc32(item.name.encode()) % marker.args[0] == 0
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With MLX_PAGED_TEST_SHARD=2/4 every fourth test is run, from the second on."""
+    """Leaves out cases of `one_in`, unless MLX_PAGED_ALL_CASES asks for them.
+
+    With MLX_PAGED_TEST_SHARD=2/4 every fourth test is run, from the second on.
+    """
+    if left_out := [item for item in items if not _is_run(item)]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _is_run(item)]
     shard, shards = map(int, os.environ.get("MLX_PAGED_TEST_SHARD", "1/1").split("/"))
     others = [item for i, item in enumerate(items) if i % shards != shard - 1]
     if others:

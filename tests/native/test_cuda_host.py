@@ -102,6 +102,7 @@ def test_products_of_experts(tmp_path) -> None:
 
 
 @needs_nvcc
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -129,6 +130,7 @@ ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
 
 
 @needs_nvcc
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("bits", "changes"),
     [
@@ -163,6 +165,7 @@ def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]
 
 
 @needs_nvcc
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "change",
     [
