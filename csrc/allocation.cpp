@@ -2,6 +2,7 @@
 
 #include "allocation.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -40,37 +41,111 @@ constexpr bool is_failing() {
 
 std::atomic<bool> is_bound{false};
 
-// Bytes that MLX's CPU allocator counts as active and did not get.
+// Bytes that MLX's CPU allocator counts as active and did not get; taken back at the next occasion.
 std::atomic<size_t> miscounted{0};
 
-// A freed buffer of that size takes it back. It must not be kept for reuse, as it has no memory but
-// for its size. The streams must be idle.
+// Has MLX's CPU allocator count fewer active bytes. It subtracts the size that a freed buffer's
+// header names. Two sizes that wrap around to `num_bytes` are both larger than any cache, so that
+// neither buffer is kept for reuse: they have no memory but for their headers.
 void correct_count() {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
+  constexpr size_t kHalf = size_t{1} << (8 * sizeof(size_t) - 1);
   size_t num_bytes = miscounted.exchange(0);
-  auto* header = num_bytes ? static_cast<size_t*>(std::malloc(sizeof(size_t))) : nullptr;
-  if (!header) {
+  if (num_bytes == 0) {
+    return;
+  }
+  auto* first = static_cast<size_t*>(std::malloc(sizeof(size_t)));
+  auto* second = static_cast<size_t*>(std::malloc(sizeof(size_t)));
+  if (!first || !second) {
+    std::free(first);
+    std::free(second);
     miscounted += num_bytes;
     return;
   }
-  *header = num_bytes;
-  size_t limit = mx::set_cache_limit(0);
-  mx::allocator::allocator().free(mx::allocator::Buffer(header));
-  mx::set_cache_limit(limit);
+  *first = kHalf;
+  *second = kHalf + num_bytes;
+  mx::allocator::Allocator& mlx = mx::allocator::allocator();
+  mlx.free(mx::allocator::Buffer(first));
+  mlx.free(mx::allocator::Buffer(second));
 }
 
-void drain(mx::Stream stream) {
-  auto done = std::make_shared<std::promise<void>>();
-  auto is_done = done->get_future();
-  mx::scheduler::enqueue(stream, [done] { done->set_value(); });
-  is_done.wait();
+// The error of a stream, taken from it; empty if it has none.
+std::string take_error(mx::Stream stream) {
+  try {
+    mx::scheduler::check_error(stream);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return {};
 }
 
-// Waits until the CPU's streams have done what is queued, and frees what is cached. What is queued
-// holds memory, and must not outlive the arrays of an evaluation that is given up. A stream's own
-// thread, which is none of Python's, cannot wait for itself: it does nothing.
+// Waits until a CPU stream has done what is queued. Returns its error and takes it from the stream:
+// MLX refuses work from the main thread while there is one.
+std::string drain(mx::Stream stream) {
+  std::string error;
+  for (bool is_queued = false; !is_queued;) {
+    if (std::string found = take_error(stream); error.empty()) {
+      error = std::move(found);
+    }
+    auto done = std::make_shared<std::promise<void>>();
+    auto is_done = done->get_future();
+    try {
+      mx::scheduler::enqueue(stream, [done] { done->set_value(); });
+      is_queued = true;
+    } catch (const std::exception& found) {  // an error that has come since
+      if (error.empty()) {
+        error = found.what();
+      }
+      continue;
+    }
+    is_done.wait();
+  }
+  if (std::string found = take_error(stream); error.empty()) {
+    error = std::move(found);
+  }
+  return error;
+}
+
+std::vector<mx::Stream> cpu_streams() {
+  std::vector<mx::Stream> streams;
+  for (const auto& stream : mx::get_streams()) {
+    if (stream.device == mx::Device::cpu) {
+      streams.push_back(stream);
+    }
+  }
+  return streams;
+}
+
+// MLX counts a task before it queues it. The main thread, which may not queue while a stream has an
+// error, leaves tasks counted that never come, and evaluations that wait for their end hang. Idle
+// streams have none under way. A task that another thread queues meanwhile may be taken for one of
+// these, so the least of a few counts is used; a count that is too low only lets MLX run ahead
+// further.
+void correct_num_tasks(const std::vector<mx::Stream>& streams) {
+  if (streams.empty() || mx::is_available(mx::Device::gpu)) {
+    return;  // a GPU's tasks are counted, too
+  }
+  int num_lost = mx::scheduler::n_active_tasks();
+  for (int i = 0; i < 2 && num_lost > 0; ++i) {
+    for (const auto& stream : streams) {
+      std::string error = drain(stream);
+      if (!error.empty()) {
+        mx::scheduler::enqueue(stream, [error] { throw std::runtime_error(error); });
+        return;  // at the next occasion
+      }
+    }
+    num_lost = std::min(num_lost, mx::scheduler::n_active_tasks());
+  }
+  for (; num_lost > 0; --num_lost) {
+    mx::scheduler::notify_task_completion(streams.front());
+  }
+}
+
+// Waits until the CPU's streams have done what is queued, frees what is cached and corrects what
+// MLX counts. What is queued holds memory, and must not outlive the arrays of an evaluation that is
+// given up. A stream's own thread, which is none of Python's, cannot wait for itself: it corrects
+// the count of bytes only.
 void make_room() {
+  correct_count();
   if (!PyGILState_GetThisThreadState()) {
     return;
   }
@@ -78,24 +153,19 @@ void make_room() {
   if (PyGILState_Check()) {
     released.emplace();
   }
+  std::vector<mx::Stream> streams = cpu_streams();
   // MLX raises and forgets the errors of streams when it frees its cache; they belong to who waits
   // for the arrays.
   std::vector<std::pair<mx::Stream, std::string>> errors;
-  for (const auto& stream : mx::get_streams()) {
-    if (stream.device == mx::Device::cpu) {
-      drain(stream);
-      try {
-        mx::scheduler::check_error(stream);
-      } catch (const std::exception& error) {
-        errors.emplace_back(stream, error.what());
-      }
+  for (const auto& stream : streams) {
+    if (std::string error = drain(stream); !error.empty()) {
+      errors.emplace_back(stream, std::move(error));
     }
   }
   mx::clear_cache();
-  correct_count();
+  correct_num_tasks(streams);
   for (const auto& [stream, message] : errors) {
     mx::scheduler::enqueue(stream, [text = message] { throw std::runtime_error(text); });
-    drain(stream);
   }
 }
 
@@ -111,9 +181,7 @@ void retry(size_t num_bytes, const Allocate& allocate) {
   if (!fails && allocate()) {
     return;
   }
-  if (miscounted) {
-    make_room();
-  }
+  correct_count();
   throw OutOfMemory(num_bytes);
 }
 
@@ -243,6 +311,9 @@ void bind_allocation(nb::module_& m) {
   m.def(
       "_num_allocations", [] { return num_allocations.load(); },
       "Allocations since `_fail_allocation`.");
+  m.def(
+      "_num_active_tasks", [] { return mx::scheduler::n_active_tasks(); },
+      "Tasks that MLX counts as under way, on all streams.");
 #endif
 }
 

@@ -878,6 +878,9 @@ def make_room() -> None:
 
     As `mx.clear_cache`, but an error in a stream stays with the arrays that it concerns:
     `mx.clear_cache` raises it, and whoever waits for those arrays would not see it.
+
+    It also corrects MLX's count of active tasks. An error in a stream makes the main thread leave
+    tasks counted that were never queued, and later evaluations would wait for them for ever.
     """
     ext.make_room()
 

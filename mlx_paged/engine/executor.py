@@ -190,8 +190,8 @@ class StepExecutor:
         self._num_good_steps = 0
         logger.warning("a step of %d rows failed: %s", num_rows, reason_of(error))
         logger.debug("where it failed", exc_info=error)
+        ops.make_room()
         if is_out_of_memory(error):
-            ops.make_room()
             self._rows_too_many = num_rows
             self.max_rows = max(1, num_rows // 2)
 

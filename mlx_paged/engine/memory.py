@@ -390,15 +390,24 @@ def limit_buffer_cache(activation_bytes: int | None, pool_bytes: int, logits_byt
 
 
 def limit_run_ahead() -> None:
-    """Bounds the activations of steps that the device has not started yet. (With CUDA.)
+    """Bounds the activations of operations that the device has not started yet.
 
-    MLX encodes operations as fast as it can, and each takes its memory then: all layers of a
-    prefill hold theirs at once, and those of the next step. Beyond its memory limit it waits for
-    the device instead. Live now are weights and pool; a few more layers keep the device busy.
+    MLX encodes operations as fast as it can, and each takes its memory then: with CUDA, all layers
+    of a prefill hold theirs at once, and those of the next step. Beyond its memory limit MLX waits
+    for the device instead. Live now are weights and pool; a few more layers keep the device busy.
+
+    On the CPU MLX's own limit is a share of the machine's memory, which a pool alone may exceed;
+    each operation would wait for the one before it. There the limit only goes up.
+
     The limit holds for the whole process; exceeding it is no error.
     """
-    if ops.has_cuda():
-        mx.set_memory_limit(mx.get_active_memory() + _RUN_AHEAD)
+    is_cpu_only = not mx.is_available(mx.gpu)
+    if not (ops.has_cuda() or is_cpu_only):
+        return
+    wanted = mx.get_active_memory() + _RUN_AHEAD
+    previous = mx.set_memory_limit(wanted)
+    if is_cpu_only and previous > wanted:
+        mx.set_memory_limit(previous)
 
 
 def usage(cache_limit: int | None) -> MemoryUsage:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -121,6 +123,84 @@ def test_a_kernel_that_fails_on_the_streams_thread_raises_where_its_result_is_wa
     if mx.any(failed).item():  # (MLX evaluates it again, unless the error came after that)
         assert_close(failed, expected)
     assert_close(attend(), expected)
+
+
+# (A process of its own: MLX's main thread is the one that used it first.)
+LOST_TASKS = """
+import contextlib
+import mlx_paged
+from mlx_paged import ops
+from mlx_paged.extension import ext
+import mlx.core as mx
+
+were_lost = False
+for num_operations in range(40):
+    with contextlib.suppress(RuntimeError):
+        mx.async_eval(mx.linalg.inv(mx.zeros((4, 4))))
+        x = mx.ones(4)
+        for _ in range(num_operations):
+            x = x + 1
+        mx.eval(x)
+    with contextlib.suppress(RuntimeError):
+        mx.synchronize()
+    were_lost = were_lost or ext._num_active_tasks() > 0
+    ops.make_room()
+    assert ext._num_active_tasks() == 0
+assert were_lost, "MLX no longer loses tasks: `correct_num_tasks` can go"
+"""
+
+
+@linux_only
+@can_fail
+def test_tasks_that_an_error_of_a_stream_kept_from_being_queued_are_not_waited_for() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LOST_TASKS], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+@linux_only
+@can_fail
+def test_steps_that_find_an_error_of_a_stream_leave_no_lost_tasks(engine, monkeypatch) -> None:
+    prompts = [list(range(10, 40)), list(range(200, 207))]
+    expected = finish(engine, prompts, max_tokens=8)
+    launch, launches = engine._executor._runner.launch, itertools.count()
+
+    def lose_a_task() -> None:
+        """Raises an error of the stream; most times once a task is lost."""
+        for num_operations in range(100):
+            try:
+                mx.async_eval(mx.linalg.inv(mx.zeros((4, 4))))  # fails on the stream's thread
+                x = mx.ones(4)
+                for _ in range(num_operations):
+                    x = x + 1
+                mx.eval(x)
+            except RuntimeError:
+                if ext._num_active_tasks() > 0 or num_operations == 99:
+                    raise
+
+    def launch_after_an_error(*arguments):
+        if next(launches) % 3 == 0:
+            lose_a_task()
+        return launch(*arguments)
+
+    monkeypatch.setattr(engine._executor._runner, "launch", launch_after_an_error)
+    num_faults = engine.stats().num_faults
+    for _ in range(3):
+        assert finish(engine, prompts, max_tokens=8) == expected
+        assert ext._num_active_tasks() == 0
+    assert engine.stats().num_faults > num_faults
+
+
+@linux_only
+def test_a_pool_larger_than_mlxs_memory_limit_raises_the_limit() -> None:
+    before = mx.set_memory_limit(1 << 20)
+    try:
+        Engine(load(dtype="float32"), EngineConfig(max_num_seqs=1, kv_cache_memory=16 << 20))
+        raised = mx.set_memory_limit(before)
+        assert raised > mx.get_active_memory()
+    finally:
+        mx.set_memory_limit(before)
 
 
 # Machines differ in what an address space leaves: the limit goes down until a step
