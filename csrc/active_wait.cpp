@@ -10,8 +10,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What this thread was kept from running for at least, when another one had its turn. (Others that
-// only need a moment, the GPU driver's among them, are no reason to sleep.)
+// This thread was preempted for at least this long when another one had its turn. (Threads that
+// only need a moment, such as the GPU driver's, are no reason to sleep.)
 constexpr std::chrono::microseconds kTurn{500};
 
 // Times that this thread was made to give up its core. (Where nobody counts them, as many as it was

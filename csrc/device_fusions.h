@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Which nodes of a graph become one launch.
+// Fusions: nodes of a graph that become one launch.
 
 #pragma once
 

@@ -13,7 +13,7 @@ void refuse_graph(const std::string& reason) {
 
 namespace {
 
-// What all rows of `a` are, where it is made of one.
+// The single row that was broadcast to all rows of `a`; `a` itself if there is none.
 mx::array without_broadcast(const mx::array& a) {
   bool is_broadcast = a.has_primitive() && a.status() == mx::array::Status::unscheduled &&
                       std::strcmp(a.primitive().name(), "Broadcast") == 0;

@@ -66,7 +66,7 @@ class DeviceGraph {
 
   // Every one after those that it needs.
   const std::vector<GraphNode>& nodes() const { return nodes_; }
-  // What nodes use that does not depend on the inputs.
+  // Inputs of nodes that do not depend on the inputs of the graph.
   const Arrays& constants() const { return constants_; }
 
   bool depends(const mx::array& a) const { return depends_.count(a.id()) > 0; }
@@ -77,11 +77,12 @@ class DeviceGraph {
 
   // True if a node changes only how a value is seen.
   static bool is_view(const GraphNode& node);
-  // What is the same for all shapes that a value is seen in.
+  // Identity of a value, the same for all shapes in which it is seen.
   static Id value_of(const mx::array& a);
 
   std::optional<LinearNode> linear_of(const GraphNode& node) const;
-  // Of an ExpertLinear, whose weight is [num_experts, n, k]; its x and result have axes of pairs.
+  // Reads an ExpertLinear, whose weight is [num_experts, n, k]; its x and result have axes of
+  // pairs.
   static LinearNode expert_of(const GraphNode& node);
   // The product that makes `a`, if nothing else needs it.
   std::optional<size_t> own_linear(const mx::array& a) const;

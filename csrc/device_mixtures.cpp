@@ -14,7 +14,7 @@ class Trail {
  public:
   explicit Trail(const DeviceGraph& graph) : graph_(graph) {}
 
-  // What makes `a`, behind views and what changes no number.
+  // The node that computes `a`, behind views and nodes that change no number.
   const GraphNode* source(const mx::array& a) {
     const auto* node = graph_.producer_of(a);
     while (node && passes(*node)) {

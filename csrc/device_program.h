@@ -41,7 +41,7 @@ class NoProgram : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What bindings of a program's launches name.
+// Operands that bindings of a program's launches name.
 struct ProgramOperand {
   enum class Kind {
     input,      // `index`: of the inputs
@@ -75,8 +75,8 @@ struct ProductStep {
   int residual = -1;  // [num_rows, n] that is added to a single part; -1: none
   bool is_gated = false;
   std::optional<WeightCodes> codes;  // of all parts
-  // Of NVIDIA's kernels, where a step's launches are made: x has been written in the order of the
-  // codes, and what of a gated one is wanted.
+  // NVIDIA only, set where a step's launches are made: x is in the order of the codes, and the
+  // order that the output needs.
   bool x_is_ordered = false;
   cuda::CodeOrder out_order{};
   // Queries, keys and values: the kernel that rotates and writes them, which products may do too.
@@ -161,7 +161,7 @@ class DeviceProgram {
   uint64_t temporary_bytes() const { return temporary_bytes_; }
   uint64_t workspace_bytes(const std::vector<LaunchList>& attention) const;
   const std::vector<Result>& results() const { return results_; }
-  // Which inputs the outputs after the results are.
+  // The inputs that the outputs after the results are (pools, written in place).
   const std::vector<int>& pools() const { return pools_; }
   // True if kernels see an input. (Of a plan they do not see all.)
   bool is_used(int input) const { return used_[input]; }
@@ -171,7 +171,7 @@ class DeviceProgram {
   // Inputs whose contents decide how attention is launched.
   std::vector<int> read_by_host() const;
 
-  // What runs the program on a stream; of the thread that calls. Few are kept: threads end.
+  // The runner of this program on a stream, for the calling thread. Few are kept: threads end.
   std::shared_ptr<StepRunner> runner(int stream) const;
 
  private:
@@ -240,7 +240,7 @@ std::vector<Launch> mixture_launches(
     const MixtureStep& step, const std::vector<ProgramOperand>& operands, Gpu gpu,
     cuda::Streams streams);
 
-// What is left to do where a step's products have only been multiplied: silu(gate) * up, or the
+// Launches that remain where a step's products have only been multiplied: silu(gate) * up, or the
 // rotation and write of heads.
 std::vector<Launch> launches_after_products(
     const ProductStep& step, const std::vector<ProgramOperand>& operands);

@@ -62,7 +62,8 @@ class DeviceProgramReader {
     int first_use = std::numeric_limits<int>::max();
     int last_use = -1;
     bool is_written = false;
-    // Of what a norm or gated products make: the step, and those that multiply whole rows of it.
+    // Results of norms and gated products: the step that made them, and the steps that multiply
+    // whole rows of them.
     std::optional<size_t> made_by = {};
     int64_t row_size = 0;
     std::vector<size_t> read_by = {};
@@ -503,7 +504,7 @@ class DeviceProgramReader {
     } else {
       read(launch, slots);  // (not read)
     }
-    // What a quantised pool is written from is a pool of a row's own first.
+    // Rows for a quantised pool are first written to a pool of the row's own.
     View keys = is_quantised ? new_buffer(node.inputs[2].shape(), dtype) : key_pool;
     View values = is_quantised ? new_buffer(node.inputs[3].shape(), dtype) : value_pool;
     read(launch, is_quantised ? row_numbers(slots.shape[0]) : slots);
@@ -614,7 +615,7 @@ class DeviceProgramReader {
   // --- Views ---
 
   void read_view(const GraphNode& node) {
-    // Of what another step takes in; its own result is seen when it has been read.
+    // A view of a value that another step fuses; it is resolved once that step has been read.
     if (DeviceGraph::is_view(node) && !views_.count(node.inputs[0].id()) &&
         graph_.depends(node.inputs[0])) {
       pending_.push_back(&node);

@@ -56,7 +56,8 @@ std::optional<mx::Strides> reshaped(const View& view, const mx::Shape& shape);
 // where they do not lie so.
 std::optional<View> rows_of_heads(const View& view, int heads, int dim);
 
-// What a Transpose, Slice or a part of a Split sees of its input; none: it does not only that.
+// The view that a Transpose, Slice or part of a Split has of its input; none if it is not only a
+// view.
 View transposed(const View& view, const std::vector<int>& axes);
 std::optional<View> sliced(
     const View& view, const mx::Shape& begin, const mx::Shape& steps, const mx::Shape& shape);

@@ -24,17 +24,17 @@ const char* name_of(DType dtype);
 
 bool is_supported(const mlx::core::Dtype& dtype);
 
-// Of a supported dtype; Validator has checked it.
+// Converts a dtype that Validator has checked.
 DType dtype_of(const mlx::core::Dtype& dtype);
 
 // True if pools may have this dtype, and the format that it stands for.
 bool is_pool_dtype(const mlx::core::Dtype& dtype);
 PoolFormat format_of(const mlx::core::Dtype& dtype);
 
-// What a pool has in place of the head dim as its last extent.
+// The last extent of a pool, which stands in place of the head dim.
 int last_extent(const mlx::core::Dtype& dtype, int head_dim);
 
-// Of a pool that Validator has checked.
+// The layout of a pool that Validator has checked.
 PoolLayout layout_of(const mlx::core::array& pool);
 
 }  // namespace mlx_paged

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a GPU backend (metal/, cuda/) provides. All decisions are made in launch.h, none here.
+// Interface of a GPU backend (metal/, cuda/). All decisions are made in launch.h, none here.
 
 #pragma once
 
@@ -37,7 +37,7 @@ void encode(
     const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>& pools,
     mx::Stream stream);
 
-// What runs the steps of device programs on a stream. Only within eval_gpu.
+// Runs the steps of device programs on a stream. Only within eval_gpu.
 std::unique_ptr<StepDevice> step_device(mx::Stream stream);
 
 // Rows of a step up to which device programs serve; 0: they do not.

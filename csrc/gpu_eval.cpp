@@ -85,8 +85,8 @@ void KernelNode::eval_gpu(const Arrays& in, Arrays& out) {
       read_pools.push_back(i);
     }
   }
-  // What the host reads usually came from the host, which kept a copy; what was computed on the
-  // GPU is waited for.
+  // Inputs that the host reads usually came from the host, which kept a copy; inputs that the GPU
+  // computed are waited for.
   for (int i : read_by_host()) {
     bool copied = inputs[i].data_shared_ptr() != in[i].data_shared_ptr();
     if (!find_host_copy(inputs[i]) && (copied || !is_on_host(in[i]))) {

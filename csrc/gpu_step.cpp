@@ -37,7 +37,7 @@ void DeviceStep::eval_gpu(const Arrays& inputs, Arrays& out) {
       in[i] = gpu::readable(inputs[i], stream());
     }
   }
-  // What the host reads came from the host, which kept a copy.
+  // Inputs that the host reads came from the host, which kept a copy.
   for (int i : program_->read_by_host()) {
     bool copied = in[i].data_shared_ptr() != inputs[i].data_shared_ptr();
     if (!find_host_copy(in[i]) && (copied || !is_on_host(inputs[i]))) {

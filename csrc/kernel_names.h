@@ -31,7 +31,7 @@ KernelName attention_kernel(
 // True if there are attention kernels for these head dims.
 bool has_kernels(int key_dim, int value_dim);
 
-// Of quantised_pool.h: with registers for heads of so many dims.
+// A kernel of quantised_pool.h with registers for heads of up to `most_dims`.
 KernelName quantised_kernel(const std::string& function, DType dtype, int most_dims);
 
 KernelName merge_kernel(DType dtype, int value_dim);

@@ -65,7 +65,7 @@ LaunchList quantise_launches(const Arrays& in, const Arrays& out) {
   return {{launch}, {}};
 }
 
-// Of keys (0) or values (1).
+// Gathers keys (0) or values (1).
 Launch gather_quantised_launch(const Arrays& in, const Arrays& out, int which) {
   auto layout = layout_of(in[which]);
   const auto& dense = out[which];

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a GPU has to run for each operation: which kernels of metal/, over which grid, with which
-// buffers and constants. KernelNode::launches decides it, once and without knowing any GPU
-// framework; a backend (gpu.h) hands it to its encoder unchanged.
+// Launches: the kernels of metal/ that a GPU runs for each operation, with their grids, buffers and
+// constants. KernelNode::launches decides them, once and without knowing any GPU framework; a
+// backend (gpu.h) hands them to its encoder unchanged.
 
 #pragma once
 
@@ -105,7 +105,7 @@ Launch rotate_queries_launch(const mx::array& queries, int from, int to);
 // grows is not made anew each time. In two dims, as one could not count those of 8 GiB.
 mx::Shape workspace_shape(uint64_t bytes);
 
-// Of GreedyTokens: operands are the logits and its outputs.
+// The launch of GreedyTokens: operands are the logits and its outputs.
 Launch greedy_launch(int num_rows, int vocab_size, DType dtype);
 
 // Without operands, which are positions, frequencies and the rotations.
@@ -117,8 +117,8 @@ Launch silu_mul_launch(int64_t num_rows, const paged::SiluParams& params, DType 
 // A dense copy of in[0]; of rank 4, or row-contiguous.
 LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 
-// Which attention kernel serves an item. The rule, in terms of the rows of its score matrix (query
-// rows x query heads of a group):
+// The attention kernel that serves an item. The rule, in terms of the rows of its score matrix
+// (query rows x query heads of a group):
 //   - up to 3 (1 for head dims over 256): paged_decode. The vector units keep up with memory, and
 //     nothing is padded to 8;
 //   - more: paged_decode_matrix, for decodes of larger groups and for drafts to verify. It reads

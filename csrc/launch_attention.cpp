@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Which attention kernels a plan needs. A step may mix decodes, drafts to verify and prefill
+// Chooses the attention kernels of a plan. A step may mix decodes, drafts to verify and prefill
 // chunks: every kind of item present gets a launch over all items, and a threadgroup whose item is
 // of another kind returns at once.
 

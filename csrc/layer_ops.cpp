@@ -1,7 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer does around its matrix products, and sampling, as Python calls it: arguments are
-// checked and the node is made.
+// Python's entry points of layer operations and sampling: check the arguments and make the node.
 
 #include <algorithm>
 #include <cmath>
@@ -227,7 +226,7 @@ struct Quantized {
   std::vector<int> group_sizes;
 };
 
-// What a mode of mx.quantize may have.
+// Bits and group sizes that a mode of mx.quantize supports.
 const Quantized& quantized_mode(const std::string& mode) {
   using enum cpu::WeightFormat;
   static const std::map<std::string, Quantized> modes{

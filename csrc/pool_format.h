@@ -16,7 +16,8 @@
 
 namespace mlx_paged {
 
-// Of each instruction set the compiler would keep a copy otherwise, and the linker any one of them.
+// Inlined always: the compiler would keep a copy for each instruction set, and the linker would
+// choose any one of them.
 #define PAGED_ALWAYS_INLINE [[gnu::always_inline]] constexpr
 
 enum class PoolFormat {

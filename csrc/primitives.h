@@ -48,12 +48,13 @@ class KernelNode : public Node {
   // gpu_eval.cpp has it for every node; no_gpu.cpp throws where no GPU backend is built.
   void eval_gpu(const Arrays& in, Arrays& out) override;
 
-  // What a GPU runs. Only the shapes and dtypes of `in` and `out` matter, the contents of the
-  // inputs that `read_by_host` names, and whether an output has the buffer of `donated`.
+  // The launches that a GPU runs. They depend only on the shapes and dtypes of `in` and `out`, the
+  // contents of the inputs that `read_by_host` names, and on whether an output has the buffer of
+  // `donated`.
   virtual LaunchList launches(const Arrays& in, const Arrays& out, Gpu gpu) const = 0;
   virtual std::vector<int> read_by_host() const { return {}; }
 
-  // Which inputs are pools: `count` of them from `first` on. Those that are written are returned as
+  // Inputs that are pools: `count` of them from `first` on. Those that are written are returned as
   // the outputs, in place.
   struct Pools {
     int first;
@@ -403,7 +404,7 @@ class QuantizedLinear : public Node {
     shape.back() = in[1].shape(0);
     return {shape};
   }
-  // Of x and bias: models are trained on top of quantised layers, and mapped over.
+  // Gradients of x and bias: models are trained on top of quantised layers, and mapped over.
   Arrays vjp(
       const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
       const Arrays& outputs) override;

@@ -17,7 +17,7 @@ bool is(const mx::array& a, const char* name) {
   return is_pending(a) && std::strcmp(a.primitive().name(), name) == 0;
 }
 
-// What has the same elements in the same order.
+// The array behind views that keep its elements in order.
 mx::array without_views(mx::array a) {
   while (is(a, "Unflatten") || is(a, "Reshape") || is(a, "ExpandDims") || is(a, "Squeeze")) {
     a = mx::array(a.inputs()[0]);

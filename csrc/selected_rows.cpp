@@ -24,7 +24,7 @@ using Arrays = std::vector<mx::array>;
 // it would lead to the tokens.)
 constexpr size_t kMostOperations = 512;
 
-// What an operation does with rows.
+// How an operation treats rows.
 enum class Kind {
   elements,   // each element of the result depends on those in its place
   first,      // of the inputs the first one has rows
@@ -99,8 +99,8 @@ class Selection {
   }
 
   mx::array of(const mx::array& a) {
-    // What must be computed of all rows for the sake of what is not made again is not made again
-    // either. (That is complete: it holds whatever it depends on.)
+    // Arrays that must be computed for all rows, because of others that are not rebuilt, are not
+    // rebuilt either. (That is complete: it holds for everything it depends on.)
     Arrays ends;
     find_ends(a, ends);
     for (const auto& end : ends) {
@@ -139,8 +139,8 @@ class Selection {
 
   bool has_rows(const mx::array& a) const { return a.ndim() > 0 && a.shape(0) == num_rows_; }
 
-  // Of an operation whose result has the rows as its first axis: which inputs have, too. None where
-  // rows are not independent, as far as is known here.
+  // For an operation whose result has the rows as its first axis: which of its inputs have, too.
+  // None where rows are not known to be independent.
   std::optional<std::vector<bool>> inputs_with_rows(const mx::array& a) const {
     if (!is_pending(a)) {
       return std::nullopt;

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Of a prompt's rows only the last one is sampled from. What a model's last layer does after its
-// keys and values are written is needed of that row alone, but model code computes it of all.
+// Prunes rows of a prompt's last layer. Once K and V are written, only the sampled rows matter, but
+// model code computes all of them.
 
 #pragma once
 

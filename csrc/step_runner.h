@@ -4,7 +4,7 @@
 // and how long all of it is kept. Knows no GPU framework; a StepDevice does what is asked
 // (cuda/step_graph.cpp, metal/step_encoder.cpp, and the simulator of tests).
 //
-// Of a program on a stream, one step is
+// One step of a program on a stream is
 //   copy     the step's inputs to where the captured launches look for them
 //   replay   launches that were captured once
 //   run      those that write the results, which are new arrays each time (a caller may keep them)
@@ -63,8 +63,8 @@ class StepDevice {
   virtual void keep(std::shared_ptr<const void> what) = 0;
 };
 
-// What the steps of a stream need while they run: one memory for each use, made anew where a step
-// needs more, and then twice as large at least. What was captured before keeps the old one.
+// Memory of a stream's steps while they run: one allocation for each use, replaced by one at least
+// twice as large where a step needs more. Captured launches keep the old one.
 class StepMemory {
  public:
   enum class Use { values, workspace };
@@ -78,7 +78,7 @@ class StepMemory {
 // That of a stream, of this thread. It lives as long as somebody has it.
 std::shared_ptr<StepMemory> step_memory(int stream);
 
-// Of a program on a stream.
+// Runs one program on one stream.
 class StepRunner {
  public:
   // Ways to launch a program's steps that are kept.
@@ -91,7 +91,7 @@ class StepRunner {
   void run(const Arrays& in, const Arrays& results, StepDevice& device);
 
  private:
-  // What launches were made for.
+  // Key of a set of launches.
   struct Key {
     std::vector<LaunchList> attention;
     std::vector<const void*> fixed;  // where pools and constants are

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer's attention, or a step, has and another lacks. In Metal these are function
-// constants: a pipeline has no code for what they lack. The host gives them with a launch
-// (csrc/launch.h), in this order. A compiler without function constants defines the words below
-// as conditions on the params.
+// Attention options that a layer or a step has and another lacks. In Metal these are function
+// constants: a pipeline has no code for options that it lacks. The host passes them with a launch
+// (csrc/launch.h), in this order. A compiler without function constants defines the words below as
+// conditions on the params.
 
 #pragma once
 

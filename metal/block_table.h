@@ -58,7 +58,7 @@ keys_of_row(device const int* positions, int row, constant AttentionParams& para
   return keys;
 }
 
-// Of a row that does not exist.
+// Bounds of a row that does not exist.
 METAL_FUNC RowBounds no_keys() {
   RowBounds bounds;
   bounds.first = 0;

@@ -14,8 +14,8 @@ using namespace metal;
 
 namespace paged {
 
-// What the lanes of a SIMD-group add up to are the products of rows `rows` of x, of which there are
-// `count`, with the row `weight`.
+// Multiplies rows `rows` of x, `count` of them, with the row `weight`. The lanes of a SIMD-group
+// each have a part of the sums; their totals are the products.
 template <typename T>
 METAL_FUNC void multiply_rows(
     device const T* weight, int k, device const T* x, int x_stride,

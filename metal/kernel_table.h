@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What the host and the kernels agree on: the items of a plan, the params of each kernel, and every
-// instantiation. Metal, nvcc, the simulator and the host's C++ include this file, so it
-// uses only `int` and `float`, which are 32 bits wide everywhere, and `long`, which is 64.
+// Contract between the host and the kernels: the items of a plan, the params of each kernel, and
+// every instantiation. Metal, nvcc, the simulator and the host's C++ include this file, so it uses
+// only `int` and `float`, which are 32 bits wide everywhere, and `long`, which is 64.
 
 #pragma once
 
@@ -115,7 +115,7 @@ struct FillParams {
 };
 static_assert(sizeof(FillParams) == 4, "the same for every compiler");
 
-// Of a pool, as csrc/pool_format.h has them.
+// Formats of a pool, as in csrc/pool_format.h.
 enum { FORMAT_PLAIN = 0, FORMAT_INT8 = 1, FORMAT_INT4 = 2, FORMAT_FP8 = 3 };
 
 struct QuantiseParams {
@@ -155,13 +155,13 @@ struct BitmaskParams {
 };
 static_assert(sizeof(BitmaskParams) == 20, "the same for every compiler");
 
-// Of greedy.h.
+// Params of greedy.h.
 struct GreedyParams {
   int vocab_size;
 };
 static_assert(sizeof(GreedyParams) == 4, "the same for every compiler");
 
-// Of layer.h. Chunks are of 16 bytes, strides of elements from one row to the next.
+// Params of layer.h. Chunks have 16 bytes; strides count elements from one row to the next.
 struct NormParams {
   int row_chunks;
   int has_residual;
@@ -216,7 +216,7 @@ struct ProductParams {
 };
 static_assert(sizeof(ProductParams) == 24, "the same for every compiler");
 
-// Of experts.h.
+// Params of experts.h.
 struct RouteParams {
   int num_rows;
   int num_experts;

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What is spelled differently for the other compilers that read these kernels.
+// Spellings that differ for the other compilers that read these kernels.
 
 #pragma once
 

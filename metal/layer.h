@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer does around its attention, with as few kernels as can be: each reads what it is
-// given once and writes what the next needs. All compute in fp32; what other code would have
-// rounded between two operations is rounded here too, so that results are the same.
+// Layer operations around attention, in as few kernels as possible: each reads its input once and
+// writes what the next one needs. All compute in fp32; values that other code would have rounded
+// between two operations are rounded here too, so that results are the same.
 
 #pragma once
 

@@ -17,7 +17,7 @@ using namespace metal;
 
 namespace paged {
 
-// Which elements of an 8 x 8 matrix a lane holds: (row, column) and (row, column + 1). All Apple
+// The elements of an 8 x 8 matrix that a lane holds: (row, column) and (row, column + 1). All Apple
 // GPUs share this layout, and MLX's kernels rely on it too.
 METAL_FUNC int matrix_row(uint lane) {
   return int(((lane / 4) & 4) + (lane / 2) % 4);
@@ -97,7 +97,7 @@ struct TileLoader {
     }
   }
 
-  // Of a quantised pool as what its codes stand for, in int8 without the scale.
+  // Stores the numbers that a quantised pool's codes stand for, in int8 without the scale.
   METAL_FUNC void store(threadgroup T* tile, int pitch, int format, uint thread_id) const thread {
     PAGED_UNROLL
     for (int i = 0; i < LOADS; i++) {

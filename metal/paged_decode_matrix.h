@@ -6,7 +6,7 @@
 // The SIMD-groups divide the head dims, not the tokens: each has the slice [begin, end) of every
 // query, key, value and result. So a key goes from device memory to one SIMD-group's part of
 // threadgroup memory and on to its matrix units, once, and no result has to be moved at the end.
-// What they exchange is small: the partial dot products of a tile of tokens, and its weights.
+// They exchange little: the partial dot products of a tile of tokens, and its weights.
 
 #pragma once
 

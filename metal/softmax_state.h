@@ -15,8 +15,8 @@ namespace paged {
 
 #define PAGED_LOG2E 1.44269504088896340736f
 
-// What values relative to `from` are multiplied by to be relative to `to`, a larger maximum or the
-// same. With no key seen yet both are -inf, and (-inf) - (-inf) would be a NaN.
+// The factor that makes values relative to `from` relative to `to`, which is at least as large.
+// With no key seen yet both are -inf, and (-inf) - (-inf) would be a NaN.
 METAL_FUNC float rescale(float from, float to) {
   return to == -INFINITY ? 0.0f : fast::exp2(from - to);
 }
@@ -44,7 +44,7 @@ struct SoftmaxState {
     sum = 0.0f;
   }
 
-  // What the sum of values relative to `maximum` is multiplied by at the very end. The sink is a
+  // The factor applied at the very end to a sum of values relative to `maximum`. The sink is a
   // logit that joins the softmax and carries no value. A row that sees no key at all is zero.
   METAL_FUNC float normaliser(bool has_sink, float sink) const thread {
     float factor = 1.0f;

@@ -67,7 +67,7 @@ METAL_FUNC uint4 pack(thread const float* values, T type) {
   return chunk;
 }
 
-// What is left of a number in T.
+// Rounds a number to T.
 template <typename T>
 METAL_FUNC float rounded(float value) {
   return float(T(value));

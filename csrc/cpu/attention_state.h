@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a task of the attention kernel works on: its item of the plan, its scratch and the running
-// state of its lanes. Compiled once for each instruction set, see simd.h.
+// Working set of one attention task: its item of the plan, its scratch and the running state of its
+// lanes. Compiled once for each instruction set, see simd.h.
 
 #pragma once
 

@@ -33,7 +33,7 @@ cpu::PoolArgs pool_args(mx::array& pool, mx::Dtype dtype, bool holds_keys) {
   return {{layout, pool.data<char>()}, dtype_of(dtype), holds_keys && rotates_keys(layout.format)};
 }
 
-// Of a token in keys or values.
+// Bytes of one token's keys or values.
 int64_t count_bytes(const mx::array& rows) {
   return int64_t(rows.shape(1)) * rows.shape(2) * rows.itemsize();
 }

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What the primitives' eval_cpu have in common.
+// Helpers shared by the primitives' eval_cpu.
 
 #pragma once
 

@@ -34,8 +34,8 @@ void sgemm(int m, int n, int k, const float* x, const float* weight, float* out,
   cpu::find_sgemm()(kRowMajor, kNoTranspose, kTranspose, m, n, k, 1, x, k, weight, k, 0, out, ldc);
 }
 
-// Of many rows: some of the weights at a time are unpacked, into what the processor's caches hold,
-// and multiplied by all of x.
+// Product for many rows: unpacks a cache-sized slab of the weights at a time and multiplies it with
+// all of x.
 void multiply_many(const float* x, const cpu::WeightView& weights, float* out, int m) {
   constexpr int64_t kSlabBytes = 32 << 20;
   constexpr int kAlign = 16;

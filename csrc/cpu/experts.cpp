@@ -134,7 +134,8 @@ void run_experts(const ExpertArgs& args, const ExpertGroups& groups, int share, 
       std::fill_n(args.out + int64_t(pair) * n, n, std::nanf(""));
     }
   }
-  // Of each group some units of kAlign columns, by where their work lies in all of the work.
+  // Each share takes some units of kAlign columns of each group, by where they lie in the total
+  // work.
   int64_t units = (n + kAlign - 1) / kAlign;
   auto unit_work = [](const ExpertGroups::Group& g) { return kFixed + g.end - g.begin; };
   int64_t work = 0;

@@ -34,7 +34,7 @@ struct ExpertArgs {
   int num_rows = 0;  // tokens
   int per_row = 0;   // experts of a token
   ExpertWeights weights;
-  // Of a gated layer: out = silu(x @ weights.T + bias) * (x @ up.T + up's bias).
+  // Second weight of a gated layer: out = silu(x @ weights.T + bias) * (x @ up.T + up's bias).
   std::optional<ExpertWeights> up;
   float* out = nullptr;  // [num_rows, per_row, n]; NaN where there is no such expert
 

@@ -79,7 +79,7 @@ inline VecI add_products(VecI sums, VecU8 codes, VecU8 x) {
 #endif
 }
 
-// Of each group (a quarter of a vector) of each column the sum of its four elements: the columns
+// Sums the four elements of each group (a quarter of a vector) of each column; the columns end up
 // side by side.
 inline VecI sum_columns(VecI a, VecI b, VecI c, VecI d) {
 #if defined(__AVX512F__)

@@ -14,7 +14,7 @@ namespace mlx_paged::cpu {
 
 struct RoundedKernels {
   IntegerKernels int8;
-  // Of three digits: in place of products in float32. `product` is null where it would be slower.
+  // Three-digit products that replace float32 ones. `product` is null where it would be slower.
   IntegerKernels wide;
   BFloatKernels bfloat;  // none, but of AVX-512 with BF16
 };
@@ -37,7 +37,7 @@ extern const RoundedKernels kAvx512VnniKernels;
 extern const RoundedKernels kAvx512Bf16Kernels;
 #endif
 
-// What multiplies activations as integers, with weights and activations like these; null: nothing.
+// The kernels that multiply such activations with such weights as integers; null if there are none.
 const IntegerKernels* integer_kernels(Activations activations, const WeightView& weights);
 
 // The best build that this processor runs, or the one MLX_PAGED_SIMD names.

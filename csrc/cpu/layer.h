@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer does between its matrix products, and sampling, a row at a time: what the vectorised
-// kernels are given. All that compute do so in fp32 and round once.
+// Row operations between a layer's matrix products, and sampling: arguments of the vectorised
+// kernels. All compute in fp32 and round once.
 
 #pragma once
 

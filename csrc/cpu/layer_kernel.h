@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer does between its matrix products, one pass over memory each, in fp32; and greedy
-// sampling. Compiled once for each instruction set, see simd.h.
+// Fused fp32 kernels for everything between a layer's matrix products, and greedy sampling; each
+// makes one pass over memory. Compiled once for each instruction set, see simd.h.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What some of MLX's own CPU operations compute, on rows of float32 and to the same bits: its loops
-// in its order, on its functions.
+// Some of MLX's own CPU operations on rows of float32, to the same bits: its loops in its order, on
+// its functions.
 
 #pragma once
 

@@ -20,7 +20,7 @@ inline VecF exp_below_zero(VecF x) {
   return exp2(rest * 1.44269504088896340736f) * exp2(n);
 }
 
-// Of logits at most 0, in descending order: 31 bits.
+// Sort key of a logit that is at most 0: 31 bits, in descending order.
 inline uint32_t nucleus_key(float logit) {
   return uint32_t(__builtin_bit_cast(int32_t, logit)) & 0x7fffffff;
 }

@@ -46,7 +46,7 @@ class Job {
   virtual ~Job() = default;
   virtual void work(int thread) = 0;
 
-  // What the first of them that failed threw.
+  // Throws the first task's error, if one failed.
   void rethrow() {
     if (error_) {
       std::rethrow_exception(error_);

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What pools hold, as fp32: elements and rows of every format, and the rotation of keys. Compiled
-// once for each instruction set, see simd.h.
+// Pool contents as fp32: elements and rows of every format, and the rotation of keys. Compiled once
+// for each instruction set, see simd.h.
 
 #pragma once
 

@@ -20,7 +20,7 @@ enum class WeightFormat : uint8_t {
   nvfp4,   // E2M1 * scale, which is E4M3
 };
 
-// What activations are rounded to before a product.
+// How activations are rounded before a product.
 enum class Activations : uint8_t {
   float32,   // not at all
   bfloat16,  // of many rows, where the weights are, see bfloat.h

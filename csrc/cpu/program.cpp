@@ -216,7 +216,7 @@ struct Program::Run {
 
 namespace {
 
-// What a view shows of `base`, as an array.
+// The view of `base` as an array.
 mx::array shown(const View& v, mx::Dtype dtype, const mx::array& base, int64_t byte) {
   mx::array a(v.shape, dtype, nullptr, {});
   auto [size, is_row, is_column] = mx::check_contiguity(v.shape, v.strides);

@@ -170,7 +170,7 @@ class Program : public std::enable_shared_from_this<Program> {
   int num_nodes() const;  // phases that are operations of MLX's own
   const mx::Shape& result_shape() const { return result_shape_; }
   size_t result_bytes() const;  // float32
-  // Which inputs the outputs after the first are.
+  // The inputs that the outputs after the first are (pools, written in place).
   const std::vector<int>& pools() const { return pools_; }
   bool is_pool(int input) const {
     return std::find(pools_.begin(), pools_.end(), input) != pools_.end();

@@ -24,7 +24,7 @@ void cut(ProductPhase& phase) {
     weights += p.main.weight.n * column_size(p);
     rows = std::max(rows, p.out.rows());
   }
-  // Of few rows it takes a long run: kernels fetch what comes after a piece, which is another's.
+  // With few rows a piece is long: kernels prefetch past its end, into another thread's piece.
   int64_t most = std::max(kMostWork / rows, 8 * kLeastWeights);
   int64_t piece = std::clamp(weights / (kPiecesPerThread * num_threads()), kLeastWeights, most);
   for (size_t i = 0; i < phase.products.size(); i++) {

@@ -23,7 +23,7 @@ inline void require(bool ok, const std::string& reason) {
   }
 }
 
-// What is to be done, before it is part of a phase.
+// An operation that is not part of a phase yet.
 struct Operation {
   enum class Kind { rows, product, experts, attention, node };
   Kind kind = Kind::rows;

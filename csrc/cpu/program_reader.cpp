@@ -516,7 +516,7 @@ class ProgramReader : public RowReader {
   std::unordered_map<Id, size_t> producers_;
   std::unordered_map<Id, int> uses_;
   std::map<size_t, Linears> linears_;
-  // What was rounded: its buffer, offset, stride and rows, for what k and bits, and to what size.
+  // Rounded activations, by buffer, offset, stride, rows, k, bits and size.
   std::map<std::array<int64_t, 7>, std::optional<View>> rounded_;
 };
 

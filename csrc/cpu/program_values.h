@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a graph's arrays are in a Program that is being read, and its operations so far.
+// Values of a Program that is being read: what each array of the graph became, and the operations
+// so far.
 
 #pragma once
 

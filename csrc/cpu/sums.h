@@ -8,8 +8,8 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-// Of each vector the sum of its elements goes to c, whose rows are ldc apart. Rows and Columns are
-// at most 4; the order of summation is the same for all of them.
+// Sums each vector into c (row stride ldc). Rows and Columns are at most 4; the order of summation
+// is the same for all of them.
 template <int Rows, int Columns>
 inline void store_sums(const VecF (&sums)[Rows][Columns], float* c, int64_t ldc) {
 #if defined(__AVX512F__)

@@ -9,7 +9,7 @@
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 #if defined(__AVX512F__)
-// Of 16 rows of 16 words each the columns.
+// Transposes 16 rows of 16 words.
 inline void transpose(__m512i (&v)[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 4) {

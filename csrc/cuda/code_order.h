@@ -7,9 +7,10 @@
 
 namespace mlx_paged::cuda {
 
-// Of each run of so many columns four lanes have a quarter each, in pieces of eight columns side by
-// side, and of a piece columns so far apart are a pair. In order there are first the first pieces
-// of all lanes, then the second ones; of these first the first pairs of all lanes, and so on.
+// Order of x for quantised products. Four lanes share each run of columns: each has a quarter, in
+// pieces of eight adjacent columns, and columns of a piece that are a fixed distance apart form a
+// pair. Ordered x has the first pieces of all lanes, then the second ones; within these the first
+// pairs of all lanes, then the second ones.
 struct CodeOrder {
   int run;    // 32 or 64; 0: columns are where they are
   int apart;  // 1, 2 or 4

@@ -22,7 +22,7 @@ constexpr bool kHasSm90a = false;
 
 Streams streams() {
   static const Streams found = [] {
-    // Of the code that the driver chose for this device, compiled or PTX.
+    // Attributes of the code that the driver chose for this device, compiled or PTX.
     cudaFuncAttributes kernel;
     auto symbol = find_kernel(stream_kernel(DType::float16, 1, Streams::any));
     if (cudaFuncGetAttributes(&kernel, symbol) != cudaSuccess || kernel.ptxVersion < 90) {

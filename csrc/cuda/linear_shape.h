@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What the host and the kernels of a linear layer agree on: params, how the work is divided, and
+// Contract between the host and the kernels of a linear layer: params, how the work is divided, and
 // every instantiation of linear_stream. Plain C++: nvcc reads it too.
 
 #pragma once
@@ -20,12 +20,13 @@ struct LinearParams {
   int num_weights;
   int is_gated;
   int has_residual;  // that is added to the only output
-  // Of the weights of queries, keys and values; 0: of others. Queries and keys are rotated, keys
-  // and values go to their slots of the pools. A block has rows of both halves of a head.
+  // Head dim of the weights of queries, keys and values; 0 for others. Queries and keys are
+  // rotated, keys and values go to their slots of the pools. A block has rows of both halves of a
+  // head.
   int head_dim;
   int n[kLinearMostWeights];  // outputs: rows of each weight
   int has_bias[kLinearMostWeights];
-  // Of linear_quantised_wgmma: x is in the order of the weights' codes.
+  // linear_quantised_wgmma only: x is in the order of the weights' codes.
   int x_is_ordered;
   CodeOrder out_order;  // of outputs, which are multiples of its run
 };
@@ -76,7 +77,7 @@ constexpr int stream_stages(int tiles) {
   return kStreamBytes / stream_stage_bytes(tiles);
 }
 
-// Of barriers, in shared memory (kernels/copy_ring.h).
+// Bytes of the barriers in shared memory (kernels/copy_ring.h).
 constexpr int copy_ring_bytes(int stages) {
   return 16 * stages;
 }

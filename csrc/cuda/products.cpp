@@ -26,7 +26,7 @@ int tiles_of(int num_rows) {
   return tiles;
 }
 
-// Of `rows` outputs each: no block has rows of two weights.
+// Number of blocks of `rows` outputs each: no block has rows of two weights.
 uint32_t blocks_of(const LinearParams& params, int rows) {
   int blocks = 0;
   for (int i = 0; i < (params.is_gated ? 1 : params.num_weights); i++) {
@@ -164,8 +164,8 @@ bool by_four_warps(
          tiles_of(num_rows) >= kQuantisedWgmmaTiles;
 }
 
-// Of weights, whose first buffer is `first`, with `count` matrices each. Without scales (which are
-// not copied by their maps) there are others in their places.
+// Maps of weights whose first buffer is `first`, with `count` matrices each. Weights without scales
+// (which are not copied by their maps) have other maps in their places.
 std::vector<MatrixMap> quantised_maps(
     const LinearParams& params, CodeFormat format, const WeightCodes& codes, int first,
     int buffers_of_part, int count, bool has_scales) {

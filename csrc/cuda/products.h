@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What serves a product: a kernel of linear.cu, linear_stream.cu or linear_quantised.h, and over
-// which grid, or for more rows cuBLASLt. Needs neither CUDA nor a GPU, so that its rule can be
+// Chooses how a product is computed: a kernel of linear.cu, linear_stream.cu or linear_quantised.h
+// and its grid, or cuBLASLt for more rows. Needs neither CUDA nor a GPU, so that its rule can be
 // tested anywhere.
 
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace mlx_paged::cuda {
 
-// Which kernels can run whose operands the copy engine reads and whose blocks form clusters: on
+// Kernels that can run here whose operands the copy engine reads and whose blocks form clusters: on
 // sm_90 and later, if this build has code for it.
 enum class Streams {
   none,
@@ -54,8 +54,8 @@ Launch quantised_launch(
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
 
-// The order in which the kernel of such products can be given x, which it brings into it otherwise.
-// Of other kernels: none.
+// The order in which the product's kernel accepts x; it reorders x itself otherwise. Kernels
+// without an order: none.
 CodeOrder order_of_x(const ProductStep& step, Streams streams);
 
 // --- Products of rows with their experts (metal/experts.h)

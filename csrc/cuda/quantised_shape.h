@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What the host and the kernels of products with quantised weights agree on: formats, how the work
-// is divided, and every instantiation. Plain C++: nvcc reads it too.
+// Contract between the host and the kernels of products with quantised weights: formats, how the
+// work is divided, and every instantiation. Plain C++: nvcc reads it too.
 
 #pragma once
 
@@ -101,7 +101,7 @@ constexpr bool quantised_stream_swizzles(int bits) {
   return quantised_stream_chunk(bits) * bits / 8 == 128;
 }
 
-// Of shared memory that a block must be able to have: all of sm_90's and sm_100's.
+// Shared memory that a block must be able to have: all of sm_90's and sm_100's.
 constexpr int kQuantisedStreamBytes = 227 * 1024;
 
 // Blocks that a multiprocessor has at once, by tiles of eight rows of x: registers allow no more.
@@ -115,7 +115,7 @@ constexpr int kQuantisedWgmmaTiles = 4;
 constexpr int kQuantisedWgmmaBlocks = 2;
 constexpr int kQuantisedWgmmaThreads = 32 * 8;  // all multiply: so a thread has 128 registers
 
-// Of the kernels for experts, which have one tile or so many.
+// Tiles of the kernels for experts, which have one tile or this many.
 constexpr int kQuantisedExpertTiles = 4;
 
 // Scales of rows that are no multiples of 16 bytes are copied all at once (`whole`): those of a

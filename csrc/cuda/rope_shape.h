@@ -6,7 +6,8 @@
 
 namespace mlx_paged::cuda {
 
-// Of rope_rows, which rotates dim i of each head with dim i + half_dims. Chunks are of 16 bytes.
+// Params of rope_rows, which rotates dim i of each head with dim i + half_dims. Chunks have 16
+// bytes.
 struct RopeRowsParams {
   int64_t num_chunks;  // of the first halves of all heads
   int num_heads;

@@ -5,7 +5,7 @@
 //
 // (step_runner.h says what a step is in the stream.)
 //
-// What is relied on of MLX's encoder (mlx/backend/cuda/device.cpp, 0.32):
+// This relies on MLX's encoder (mlx/backend/cuda/device.cpp, 0.32):
 //   - it collects what it is given in a graph of its own and launches that on its stream in
 //     commit(). So commit() first, and then launches on the same stream, run after all that was
 //     encoded before and before all that is encoded later. No edge between nodes is needed;
@@ -13,7 +13,7 @@
 //     so what waits for the outputs waits for the step;
 //   - add_temporary() keeps a buffer until the stream has come past the next commit, and eval()
 //     calls it for the inputs after eval_gpu(): a step's inputs live until they have been copied.
-//     What was added before our commit() does not, so it is added again;
+//     Buffers added before our commit() are not kept, so they are added again;
 //   - memory from the allocator is in the order of the stream.
 
 #include <cuda_runtime.h>

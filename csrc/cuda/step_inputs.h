@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What the host and copy_inputs agree on. Plain C++: nvcc reads it too.
+// Contract between the host and copy_inputs. Plain C++: nvcc reads it too.
 
 #pragma once
 

@@ -55,7 +55,7 @@ constexpr int tensor_scratch(int dim, int queries) {
 
 enum { QUANTISED_TOKENS = 32 };  // of a tile: about as many bytes as one of 16 bits
 
-// Of a head of a token.
+// Bytes of the codes of one head of a token.
 constexpr int quantised_code_bytes(int format, int dim) {
   return format == FORMAT_INT4 ? dim / 2 : dim;
 }

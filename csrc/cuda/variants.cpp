@@ -57,7 +57,7 @@ Params params_of(const Launch& launch) {
   return params;
 }
 
-// What a kernel of 16 bits is chosen by.
+// Properties by which a 16-bit kernel is chosen.
 struct Attention {
   DType dtype;
   int dim;      // of keys and of values
@@ -151,7 +151,8 @@ void rotate_by_rows(Launch& launch, const std::string& dtype) {
   }
 }
 
-// Of the kernels of quantised_pool.h those that have one of quantise_rows.h.
+// Switches the kernels of quantised_pool.h to their variants in quantise_rows.h, where there are
+// any.
 void by_rows(Launch& launch) {
   std::string name = launch.kernel.host_name;
   size_t end = name.rfind('_');  // before how many dims there may be

@@ -4,7 +4,7 @@
 
 #pragma once
 
-// Which of the dtypes of metal/kernel_table.h a file is compiled for: name and type.
+// The dtype of metal/kernel_table.h that a file is compiled for: name and type.
 #if defined(PAGED_DTYPE_float32)
 #define PAGED_DTYPE float32, float
 #elif defined(PAGED_DTYPE_float16)
@@ -15,8 +15,8 @@
 #error "define PAGED_DTYPE_<name> for one of the dtypes of metal/kernel_table.h"
 #endif
 
-// What the kernel before may still be writing (dependent_launch.h) is not __restrict__: a load of
-// what is taken for constant may be moved before the wait.
+// Pointers that the previous kernel may still write (dependent_launch.h) are not __restrict__: the
+// compiler may move loads of constant data before the wait.
 #define ATTENTION_PARAMETERS                                                                   \
   const T *queries, const T *key_pool, const T *value_pool, const int *__restrict__ positions, \
       const int *__restrict__ block_tables, const paged::WorkItem *__restrict__ work_items,    \

@@ -58,14 +58,14 @@ __device__ __forceinline__ __half2 from_e4m3_pair(unsigned int word, bool upper)
 #endif
 }
 
-// Which number of a lane's is which in its fragments of slices 2 i and 2 i + 1 (int4) or of slice
-// i: B of a query, [0] and [1], has dims that its A of keys has.
+// Maps a lane's codes to elements of its fragments for slices 2 i and 2 i + 1 (int4) or slice i: a
+// query's B, [0] and [1], has the dims that the keys' A has.
 template <int FORMAT>
 struct KeyCodes {
   static constexpr int SLICES = FORMAT == FORMAT_INT4 ? 2 : 1;  // of a chunk of 16 bytes
   static constexpr int NUMBERS = 4 * SLICES;  // of a chunk that a lane has, side by side
 
-  // Of slice s of a chunk: which of a lane's numbers is element j of its four.
+  // The index, among a lane's numbers, of element j of its four in slice s of a chunk.
   __device__ __forceinline__ static constexpr int number(int s, int j) {
     return FORMAT == FORMAT_INT4 ? 2 * s + j / 2 + j % 2 * 4 : j;
   }
@@ -100,7 +100,7 @@ template <int FORMAT>
 struct ValueCodes {
   static constexpr int SLICES = FORMAT == FORMAT_INT4 ? 2 : 1;  // of a chunk
 
-  // Of slice s of a chunk: the dim of row r of a product; row r + 8 is the next dim.
+  // The dim of row r of a product, in slice s of a chunk; row r + 8 is the next dim.
   __device__ __forceinline__ static int dim(int s, int r) {
     return FORMAT == FORMAT_INT4 ? 4 * r + 2 * s : 2 * r;
   }

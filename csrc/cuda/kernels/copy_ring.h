@@ -56,7 +56,7 @@ struct CopyRing {
         : "memory");
   }
 
-  // Of an array, side by side. All of it are multiples of 16 bytes.
+  // Copies contiguous bytes. Addresses and sizes are multiples of 16 bytes.
   __device__ __forceinline__ void copy_bytes(
       int stage, unsigned int to, const void* from, int bytes, paged::CachePolicy policy) const {
     asm volatile(

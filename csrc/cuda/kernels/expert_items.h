@@ -2,9 +2,9 @@
 //
 // Products of rows with their experts: what a block serves, and how kernels follow each other.
 //
-// Of a mixture's two launches of products the first one waits for the router's and only then lets
-// the next begin. So the second one knows its items before it waits, and its weights are under way
-// while the first one ends.
+// A mixture has two launches of products. The first one waits for the router's launch before it
+// lets the next begin. So the second one knows its items before it waits, and its weights are under
+// way while the first one ends.
 
 #pragma once
 
@@ -63,7 +63,7 @@ struct RowsOfLane {
   }
 };
 
-// Of a launch; gate's, if it is gated, and up's.
+// Parts of one launch: gate's, if it is gated, and up's.
 #define EXPERT_PARTS                                                                        \
   {                                                                                         \
     {nullptr, bias_0, out, params.product.n[0], params.product.has_bias[0] != 0},           \

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
     }
   }
 
-  // Of each warp, [row of x][row of the weight].
+  // Sums of each warp: [row of x][row of the weight].
   extern __shared__ float parts[];
   constexpr int kPitch = kRows + 1;
   auto part = [&](int w, int at, int output) -> float& {

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What becomes of the sums of a block's rows of the weight: biases are added, gates applied, heads
-// rotated and written, a residual added, and what the next product reads is brought into its order.
+// Epilogue of a block's sums: adds biases, applies gates, rotates and writes heads, adds a
+// residual, and brings the next product's input into its order.
 //
-// Of gate and up a block has UNIT / 2 rows of each, in turn; of heads it has what head_row says.
+// A block has UNIT / 2 rows of gate and up each, in turn; for heads head_row says which.
 
 #pragma once
 

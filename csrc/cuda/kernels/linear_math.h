@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What the kernels of a linear layer have in common.
+// Helpers shared by the kernels of a linear layer.
 //
 // The columns of a product can be added up in any order, as long as both operands use the same.
 // So a lane takes eight columns in a row, 16 bytes, of each operand and passes them on as the pairs
@@ -107,7 +107,7 @@ struct LinearPart {
   bool has_bias;
 };
 
-// What all kernels of linear layers are given.
+// Parameters of all linear-layer kernels.
 #define LINEAR_PARAMETERS                                                     \
   const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0, \
       const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1, \

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
   paged::wait_for_copies<0>();
   __syncthreads();  // the rings have been read
 
-  // Of each part, [row of x][row of the weight].
+  // Sums of each part: [row of x][row of the weight].
   constexpr int kPitch = kRows + 4;
   float* results = reinterpret_cast<float*>(shared);
   auto result = [&](int of_part, int at, int output) -> float& {

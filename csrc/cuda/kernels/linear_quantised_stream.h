@@ -253,8 +253,8 @@ struct QuantisedStream {
     return (first_row + row) * kRowBytes + codes_in_row(first_run, row, lane % 4);
   }
 
-  // Of sixteen rows a lane's two, r and r + 8: what their codes are scaled with in a turn, as
-  // shared memory has it. Of all the warp's runs.
+  // Scales for a lane's two rows, r and r + 8 of sixteen, in one turn and for all of the warp's
+  // runs, as shared memory has them.
   struct Scales {
     unsigned int words[2][kScaleArrays][kScaleWords];
 
@@ -278,7 +278,7 @@ struct QuantisedStream {
     }
   };
 
-  // Of rows `16 m` to `16 m + 15` of the warp's.
+  // Loads the scales of the warp's rows `16 m` to `16 m + 15`.
   __device__ __forceinline__ Scales
   load_scales(const Turn& turn, int first_row, int first_run, int m, int lane) const {
     const int group = (turn.in_span * kChunk + first_run * kRun) / GROUP;  // of the span
@@ -313,7 +313,7 @@ struct QuantisedStream {
     }
   };
 
-  // Of run `i` of the warp's, and rows `16 m` to `16 m + 15`. `codes`: codes_of_lane.
+  // Loads the codes of the warp's run `i` and rows `16 m` to `16 m + 15`. `codes`: codes_of_lane.
   __device__ __forceinline__ Codes
   load_codes(const Turn& turn, unsigned int codes, int i, int m, int lane) const {
     const unsigned int of_run =

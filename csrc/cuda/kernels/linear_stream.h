@@ -170,7 +170,7 @@ __device__ __forceinline__ void copy_turns(
   }
 }
 
-// What a warp has added up, to [row of x][row of the weight] of the block's results.
+// Stores a warp's sums to the block's results, [row of x][row of the weight].
 template <int TILES>
 __device__ __forceinline__ void store_sums(
     float* results, const float (&sums)[TILES][4], int warp, int lane) {

@@ -16,7 +16,7 @@
 
 namespace paged {
 
-// What the warps of a block exchange, in shared memory. RING: bytes that a warp has.
+// Results that the warps of a block exchange through shared memory. RING: bytes of each warp.
 template <int DIM, int QUERIES, int RING = tensor_ring_bytes(DIM, QUERIES)>
 struct WarpResults {
   static constexpr int WARPS = tensor_warps(DIM);

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What paged_prefill_tensor does, for sm_90a and to the same bits: four warps of a block have the
-// copy engine fill a ring with tiles of keys and values, the others multiply what has come, four
-// together (FlashAttention-3, Shah et al. 2024).
+// The computation of paged_prefill_tensor for sm_90a, to the same bits: four warps of a block have
+// the copy engine fill a ring with tiles of keys and values, the others multiply what has arrived,
+// four together (FlashAttention-3, Shah et al. 2024).
 
 #pragma once
 

@@ -115,7 +115,7 @@ struct RowPart {
     }
   }
 
-  // What `f` makes of this lane's value and those of the next ones, up to `lanes` of them.
+  // Folds this lane's value with those of the next ones, up to `lanes` of them, by `f`.
   template <typename V, typename F>
   __device__ __forceinline__ static V over_lanes(V value, int lanes, F f) {
 #pragma unroll

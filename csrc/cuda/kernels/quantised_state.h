@@ -257,7 +257,7 @@ struct QuantisedState {
       for (int n = 0; n < COLUMNS; n++) {
         transpose<__half>(by[n], weights[n][t]);
       }
-      // Of tokens 2c and 2c + 1, and of 2c + 8 and 2c + 9.
+      // Scales of tokens 2c and 2c + 1, and of 2c + 8 and 2c + 9.
       unsigned int scales[2] = {};
       unsigned int minima[2] = {};
       unsigned int groups[4][GROUPS];  // int4

@@ -6,9 +6,9 @@
 // columns is multiplied and added up in fp32, and its scale and bias are applied to that sum:
 //   x . (code * scale + bias) = scale * (x . code) + bias * (sum of x)
 //
-// Of a group each of the four lanes of a row has a quarter, side by side; which of its columns are
-// which of the product's is free, as long as x agrees. Where a word has whole pairs of codes 16
-// bits apart, these are pairs of a fragment, and one logical operation makes one of them.
+// Each of the four lanes of a row has a contiguous quarter of a group. Its columns may be permuted
+// among those of the product as long as x agrees. Where a word has whole pairs of codes 16 bits
+// apart, these are pairs of a fragment, and one logical operation extracts each of them.
 
 #pragma once
 
@@ -224,7 +224,7 @@ struct GroupOf {
     }
   }
 
-  // What was loaded, from the lane's first code on.
+  // Shifts the loaded words so that they begin with the lane's first code.
   __device__ __forceinline__ static void align(int lane, unsigned int (&words)[kWords]) {
     if constexpr (!kInWords) {
       const int shift = lane * kLaneBits % 32;

@@ -84,7 +84,7 @@ __device__ __forceinline__ void copy_few_async(unsigned int to, const void* from
                : "memory");
 }
 
-// What the kernel before may have written: not through the cache of what never changes.
+// Loads data that the previous kernel may have written: bypasses the read-only cache.
 __device__ __forceinline__ Eight load_x(const void* p) {
   Eight v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -137,7 +137,7 @@ __device__ __forceinline__ float4 sum_of(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Of the parts' sums, in pairs, pairs of pairs and so on.
+// Adds up the parts' sums as a tree: pairs, pairs of pairs and so on.
 __device__ __forceinline__ float4 sum_of_parts(float4 (&sum)[kLinearParts]) {
 #pragma unroll
   for (int apart = 1; apart < kLinearParts; apart *= 2) {

@@ -70,8 +70,8 @@ __device__ __forceinline__ void transpose(FragmentB& to, const FragmentD& from) 
   }
 }
 
-// What the L2 cache is to do with a line. Keys and values are read once, and partials soon after
-// they were written: without this the cache would write out the partials to keep the keys.
+// L2 cache policy of a line. Keys and values are read once, and partials soon after they were
+// written: without a policy the cache would write out the partials to keep the keys.
 struct CachePolicy {
   unsigned long long bits;
 };
@@ -130,7 +130,7 @@ __device__ __forceinline__ unsigned int tile_offset(int row, int chunk) {
   return (row * ROW_CHUNKS + (chunk ^ (row & 7))) * 16;
 }
 
-// What was copied since the last commit becomes one group.
+// Makes all copies since the last commit one group.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

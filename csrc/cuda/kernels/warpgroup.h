@@ -43,8 +43,8 @@ __device__ __forceinline__ void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// What all lanes of a warp have, and the compiler does not know that they do: where products find
-// their tiles can be worked out once for all of them then.
+// Tells the compiler that a value is the same in all lanes of a warp, so that it computes the
+// addresses of tiles once for all of them.
 __device__ __forceinline__ int same_in_warp(int v) {
   return __shfl_sync(0xffffffffu, v, 0);
 }

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What MLX's CUDA headers want of fmt: they include it, and put messages of errors together with it
-// in templates. fmt itself is in no package that pip could fetch. Numbers are left out of messages.
+// The part of fmt that MLX's CUDA headers use: they format error messages in templates. No package
+// that pip can fetch has fmt itself. Numbers are left out of messages.
 
 #pragma once
 
