@@ -1,9 +1,8 @@
 """The state half: requests, the scheduler, the KV store. Plain Python: no arrays, no mlx."""
 
-from mlx_paged.core.block_pool import NULL_BLOCK, BlockPool
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.encoder_cache import EncoderCacheStats, ScheduledMedia
-from mlx_paged.core.kv_cache_groups import (
+from mlx_paged.core.kv.groups import (
     BlockCopy,
     BlockTables,
     StateGroupSpec,
@@ -11,7 +10,9 @@ from mlx_paged.core.kv_cache_groups import (
     StepTable,
     WindowGroupSpec,
 )
-from mlx_paged.core.kv_manager import KVCounters, KVManager, KVUsage
+from mlx_paged.core.kv.manager import KVCounters, KVManager, KVUsage
+from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.kv.tree import PrefixMatch, PrefixNode, PrefixQuery, PrefixTree
 from mlx_paged.core.media import MediaSpan, PromptMedia
 from mlx_paged.core.outputs import (
     IN_FLIGHT_TOKEN,
@@ -19,7 +20,6 @@ from mlx_paged.core.outputs import (
     SchedulerOutput,
     SequenceOutcome,
 )
-from mlx_paged.core.prefix_tree import PrefixMatch, PrefixNode, PrefixQuery, PrefixTree
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus, StopPolicy
 from mlx_paged.core.scheduler import Scheduler
 

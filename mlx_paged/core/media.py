@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from mlx_paged.core.prefix_tree import TOKEN_TYPE
+from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.errors import InvalidParameterError
 
 #: Ids of media in the prefix tree begin here; no vocabulary is so large.

@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from mlx_paged.core.encoder_cache import ScheduledMedia
-from mlx_paged.core.kv_cache_groups import BlockCopy, StateMove, StepTable
+from mlx_paged.core.kv.groups import BlockCopy, StateMove, StepTable
 from mlx_paged.core.request import FinishReason, Sequence
 
 #: Placeholder in `ScheduledSequence.token_ids` for a token not yet known on the host: the one

@@ -29,9 +29,9 @@ from numbers import Integral, Real
 from typing import Any
 
 from mlx_paged.core.encoder_cache import HeldFeatures
-from mlx_paged.core.kv_cache_groups import BlockTables
+from mlx_paged.core.kv.groups import BlockTables
+from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixQuery
 from mlx_paged.core.media import MediaSpan, PromptMedia, TreeTokens
-from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixQuery
 from mlx_paged.errors import InvalidParameterError
 
 

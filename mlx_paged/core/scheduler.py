@@ -16,8 +16,9 @@ from functools import partial
 
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.encoder_cache import EncoderCache, ScheduledMedia
-from mlx_paged.core.kv_cache_groups import BlockTables
-from mlx_paged.core.kv_manager import KVManager
+from mlx_paged.core.kv.groups import BlockTables
+from mlx_paged.core.kv.manager import KVManager
+from mlx_paged.core.kv.tree import PrefixQuery
 from mlx_paged.core.media import MediaIdsExhaustedError, outside
 from mlx_paged.core.outputs import (
     IN_FLIGHT_TOKEN,
@@ -25,7 +26,6 @@ from mlx_paged.core.outputs import (
     SchedulerOutput,
     SequenceOutcome,
 )
-from mlx_paged.core.prefix_tree import PrefixQuery
 from mlx_paged.core.queues import Deadlines, SequenceQueue, WaitingQueue
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus
 from mlx_paged.errors import (

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_paged.core import PrefixQuery
-from mlx_paged.core.prefix_tree import TOKEN_TYPE
+from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.drop_in.caches import import_dense, is_importable, prompt_cache, sequence_of
 from mlx_paged.drop_in.locking import exclusive
 from mlx_paged.drop_in.paged_store import PagedStore

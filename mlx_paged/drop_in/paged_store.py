@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged.core import BlockTables, KVManager, PrefixQuery, WindowGroupSpec
-from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixMatch
+from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixMatch
 from mlx_paged.drop_in.flat_model import WINDOW_SLACK, FlatModel
 from mlx_paged.drop_in.locking import exclusive
 from mlx_paged.drop_in.states import Snapshots, State

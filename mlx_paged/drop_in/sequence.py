@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.core import BlockTables, PrefixQuery
-from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixNode
+from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixNode
 from mlx_paged.drop_in.locking import exclusive
 from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.drop_in.states import Arrays, State, unshared

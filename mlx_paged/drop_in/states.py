@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged.core import KVManager
-from mlx_paged.core.prefix_tree import PrefixMatch, PrefixNode
+from mlx_paged.core.kv.tree import PrefixMatch, PrefixNode
 from mlx_paged.model.layout import StateSpec
 from mlx_paged.model.plan import SequenceGroup, int32
 from mlx_paged.model.recurrent import RecurrentCache

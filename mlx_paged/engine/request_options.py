@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.core.prefix_tree import TOKEN_TYPE
+from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.checks import is_text
 from mlx_paged.engine.media.items import MediaSource
 from mlx_paged.engine.media.prompt import split_prompt

@@ -22,6 +22,7 @@ from mlx_paged.core import (
     StateGroupSpec,
     WindowGroupSpec,
 )
+from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.core.media import (
     FIRST_MEDIA_ID,
     MediaIds,
@@ -30,7 +31,6 @@ from mlx_paged.core.media import (
     TreeTokens,
     outside,
 )
-from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
 
 P = 1  # the placeholder

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.core import BlockTables, PrefixNode, PrefixQuery, PrefixTree
-from mlx_paged.core.prefix_tree import common_prefix_len, token_bytes
+from mlx_paged.core.kv.tree import common_prefix_len, token_bytes
 from mlx_paged.errors import IntegrityError
 
 

@@ -480,6 +480,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 def test_random_operations(
     machine: type[RuleBasedStateMachine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_paged.core.prefix_tree.LONG_SEARCH", 2)  # prompts are short here
+    monkeypatch.setattr("mlx_paged.core.kv.tree.LONG_SEARCH", 2)  # prompts are short here
     for num_runs in ROUNDS:
         run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=num_runs))

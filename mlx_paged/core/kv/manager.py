@@ -27,21 +27,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_paged.core.block_pool import NULL_BLOCK, BlockPool
-from mlx_paged.core.kv_cache_groups import (
+from mlx_paged.core.kv.groups import (
     AttentionGroup,
     BlockCopy,
     BlockTable,
     BlockTables,
     KVCacheGroup,
     PrefixSource,
-    StateGroup,
     StateGroupSpec,
     StateMove,
     WindowGroupSpec,
 )
-from mlx_paged.core.media import MediaIds, outside
-from mlx_paged.core.prefix_tree import (
+from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.kv.state_group import StateGroup
+from mlx_paged.core.kv.tree import (
     NO_MATCH,
     TOKEN_BYTES,
     PrefixMatch,
@@ -50,6 +49,7 @@ from mlx_paged.core.prefix_tree import (
     PrefixTree,
     token_bytes,
 )
+from mlx_paged.core.media import MediaIds, outside
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 

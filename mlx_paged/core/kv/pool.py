@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from mlx_paged.core.prefix_tree import PrefixNode  # for annotations only
+from mlx_paged.core.kv.tree import PrefixNode  # for annotations only
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 #: Never handed out: padding entries of block tables point at it.

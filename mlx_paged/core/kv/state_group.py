@@ -1,0 +1,204 @@
+"""StateGroup: the states of recurrent layers, in slots that never change once they are written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from mlx_paged.core.kv.groups import (
+    SLOTS_PER_SEQUENCE,
+    BlockCopy,
+    BlockTables,
+    KVCacheGroup,
+    PrefixSource,
+    StateGroupSpec,
+    StateMove,
+    StateSlot,
+)
+from mlx_paged.core.kv.pool import NULL_BLOCK
+from mlx_paged.core.kv.tree import PrefixNode, PrefixQuery
+from mlx_paged.core.media import outside
+from mlx_paged.errors import IntegrityError
+
+
+class StateGroup(KVCacheGroup):
+    """State slots of all sequences; all recurrent layers of a model advance together."""
+
+    def __init__(self, number: int, spec: StateGroupSpec, block_size: int) -> None:
+        super().__init__(number, spec.num_slots, block_size)
+        self._interval = spec.snapshot_interval * block_size
+        self._num_sequences = 0
+        self._num_pending = 0
+        self._passed: set[int] = set()  # snapshots on the way through a prompt
+        self._read: list[int] = []  # by the step being built; released when it is launched
+
+    @staticmethod
+    def _state(tables: BlockTables) -> StateSlot:
+        assert tables.state is not None
+        return tables.state
+
+    # The prefix tree.
+
+    def usable_depth(self, node: PrefixNode, depth: int) -> int:
+        node = node.ancestor(depth)
+        while node.parent is not None and node.blocks[self.number] == NULL_BLOCK:
+            node = node.parent
+        return node.depth
+
+    def can_copy_from(self, node: PrefixNode) -> bool:
+        return False  # there is no state in the middle of a block
+
+    # The life of a state.
+
+    capacity = None  # a state has the same size at every length
+
+    def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
+        return False  # the state is past those tokens already
+
+    def begin(self, tables: BlockTables, source: PrefixSource) -> None:
+        """Takes over the snapshot that a new sequence continues from, and plans its own ones.
+
+        They are due at the last full block of what is known, where an equal prompt or the next turn
+        will continue, and where the sequence diverges from what others have computed before it: a
+        third one will continue there.
+        """
+        slot: int = NULL_BLOCK
+        num_full = source.num_full_blocks
+        if num_full:
+            assert source.tip is not None
+            slot = source.tip.blocks[self.number]
+            assert slot != NULL_BLOCK, "a match that has no snapshot"
+            self.pool.retain(slot)
+            self._passed.discard(slot)
+        last = (len(tables.tokens) - 1) // self.block_size
+        due = {
+            self._boundary(tables, depth * self.block_size)
+            for depth in (last, min(last, source.num_known_blocks))
+        }
+        positions = {position for position in due if position > num_full * self.block_size}
+        tables.state = StateSlot(slot, positions, num_full * self.block_size)
+        self._num_sequences += 1
+
+    def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
+        num_needed = SLOTS_PER_SEQUENCE * self._num_sequences
+        if self._num_sequences > 1 and num_needed > self.pool.num_usable:
+            return False
+        return self.make_room(1)
+
+    def will_have_room(self, num_tokens: int, node: PrefixNode | None, headroom: int) -> bool:
+        num_needed = SLOTS_PER_SEQUENCE * (self._num_sequences + 1)
+        return not self._num_sequences or num_needed <= self.pool.num_usable
+
+    def make_coverable(self, tables: BlockTables, num_tokens: int) -> int:
+        """It ends where a snapshot is due, and where it does not reach the end of what is known, at
+        the end of a block."""
+        state = self._state(tables)
+        start = state.num_scheduled
+        if not self.make_room(1):
+            return start
+        end = min([num_tokens, *(due for due in state.due if due > start)])
+        if end < len(tables.tokens):
+            aligned = self._boundary(tables, end)
+            end = aligned if aligned > start else end
+        return end
+
+    def _boundary(self, tables: BlockTables, position: int) -> int:
+        """The last end of a block up to a position, where no atomic span is cut."""
+        while True:
+            aligned = position // self.block_size * self.block_size
+            position = outside(tables.atomic, aligned)
+            if position == aligned:
+                return aligned
+
+    def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
+        return self.pool.num_available_later > 0
+
+    def move(self, tables: BlockTables, end: int) -> StateMove:
+        """Slots of a step that brings a sequence to `end` tokens, for which there is room."""
+        state = self._state(tables)
+        read, write = state.slot, self.pool.allocate()
+        self._passed.discard(write)
+        if read != NULL_BLOCK:
+            self._read.append(read)
+        state.slot, state.num_scheduled = write, end
+        if tables.tip is not None and self._is_due(tables, end) and self._has_spare():
+            if end < len(tables.tokens) and end not in state.due:
+                self._passed.add(write)
+            state.pending.append((end // self.block_size, write))
+            self._num_pending += 1
+            self.pool.retain(write)
+        state.due.discard(end)
+        return StateMove(read, write)
+
+    def _is_due(self, tables: BlockTables, end: int) -> bool:
+        if end % self.block_size:
+            return False
+        is_inside = end < len(tables.tokens)
+        return end in self._state(tables).due or is_inside or end % self._interval == 0
+
+    def _has_spare(self) -> bool:
+        """True if a snapshot takes no slot that running sequences need."""
+        num_needed = SLOTS_PER_SEQUENCE * self._num_sequences + self._num_pending
+        return num_needed < self.pool.num_usable
+
+    def request_snapshot(self, running: BlockTables, query: PrefixQuery) -> bool:
+        """True if `query` will find a snapshot if it waits for a running sequence.
+
+        If that has yet to pass the end of what the two have in common, it will leave one there.
+        """
+        state = self._state(running)
+        common = running.num_equal(query)
+        end = self._boundary(running, common)
+        if end <= state.num_scheduled:
+            return any(depth * self.block_size <= end for depth, _ in state.pending)
+        state.due.add(end)
+        return True
+
+    def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
+        """Gives snapshots to the nodes that exist by now."""
+        state, tip = self._state(tables), tables.tip
+        for depth, slot in state.pending.copy():
+            if tip is not None and depth > tip.depth:
+                continue
+            state.pending.remove((depth, slot))
+            self._num_pending -= 1
+            if tip is not None:
+                self.hold(tip.ancestor(depth), slot)
+            self._release(slot)
+
+    def end(self, tables: BlockTables) -> None:
+        state = self._state(tables)
+        self._num_sequences -= 1
+        self._num_pending -= len(state.pending)
+        for _, slot in state.pending:
+            self._release(slot)
+        if state.slot != NULL_BLOCK:
+            self._release(state.slot)
+
+    def _release(self, slot: int) -> None:
+        self.pool.release(slot, passed=slot in self._passed)
+
+    # Steps.
+
+    def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
+        """Releases what the step reads, stamped with the step; states are never copied."""
+        self.pool.on_step_launched(step)
+        for slot in self._read:
+            self._release(slot)
+        self._read.clear()
+        return ()
+
+    def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
+        references = Counter(self._read)
+        num_pending = 0
+        for tables in all_tables:
+            state = self._state(tables)
+            num_pending += len(state.pending)
+            references.update(slot for _, slot in state.pending)
+            references.update([state.slot] if state.slot else [])
+        if (len(all_tables), num_pending) != (self._num_sequences, self._num_pending):
+            raise IntegrityError(
+                f"{self._num_sequences} sequences with {self._num_pending} snapshots to come are "
+                f"counted, but there are {len(all_tables)} and {num_pending}"
+            )
+        return references
