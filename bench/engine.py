@@ -21,9 +21,9 @@ import mlx.core as mx
 import numpy as np
 from harness import print_table, save
 
-from mlx_paged.cli.bench.datasets import Prompt
-from mlx_paged.cli.bench.engines import MlxLmRunner, PagedRunner, Settings
-from mlx_paged.cli.bench.figures import Run, compare, percentile
+from mlx_paged.bench.datasets import Prompt
+from mlx_paged.bench.engines import MlxLmRunner, PagedRunner, Settings
+from mlx_paged.bench.figures import Run, compare, percentile
 from mlx_paged.model.loader import load
 
 OUTPUT_TOKENS = 32

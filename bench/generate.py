@@ -46,9 +46,9 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     # isort: split
     import mlx.core as mx
 
+    from mlx_paged.bench.datasets import Prompt
+    from mlx_paged.bench.engines import MlxLmRunner, PagedRunner, Settings
     from mlx_paged.cli import demo
-    from mlx_paged.cli.bench.datasets import Prompt
-    from mlx_paged.cli.bench.engines import MlxLmRunner, PagedRunner, Settings
     from mlx_paged.model.loader import load
 
     mx.set_default_device(mx.cpu)

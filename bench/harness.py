@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.cli.bench.results import checkout, environment, table, write_json
+from mlx_paged.bench.results import checkout, environment, table, write_json
 
 __all__ = ["environment", "free_port", "median_seconds", "print_table", "save", "server_process"]
 

@@ -46,7 +46,7 @@ import numpy as np
 from harness import RESULTS, free_port, print_table, save, server_process
 from llama_models import SHAPES, write_gguf, write_mlx
 
-from mlx_paged.cli.bench.results import checkout, processor
+from mlx_paged.bench.results import checkout, processor
 
 FORMATS = {"f32": ("float32", "f32"), "bf16": ("bfloat16", "bf16"), "8bit": ("8bit", "q8_0"),
            "4bit": ("4bit", "q4_0")}  # fmt: skip

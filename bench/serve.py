@@ -26,8 +26,8 @@ from typing import Any
 
 from harness import free_port, print_table, save, server_process
 
-from mlx_paged.cli.bench.client import Target, run
-from mlx_paged.cli.bench.datasets import random_prompts
+from mlx_paged.bench.client import Target, run
+from mlx_paged.bench.datasets import random_prompts
 from mlx_paged.cli.bench.serve import figures
 
 

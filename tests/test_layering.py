@@ -2,7 +2,7 @@
 engine joins them.
 
 cli, server, doctor
-    drop_in
+    bench, drop_in
         engine
             core    model
                         ops
@@ -43,9 +43,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "demo": (),
     "mcp": (),
     "doctor": ("_build", "blas", "cgroups", "extension", "ops", "model", "engine"),
+    "extras": (),
+    "bench": ("__init__", "extras", "engine", "model", "ops", "extension", "demo"),
     "cli": (
         *("__init__", "engine", "model", "ops", "extension", "blas", "demo", "server"),
-        *("doctor", "import_hooks", "mcp"),
+        *("doctor", "import_hooks", "mcp", "bench", "extras"),
     ),
     "server": ("__init__", "engine", "core", "model", "extension", "descriptors", "mcp"),
     "__init__": ("blas", "descriptors", "extension", "model", "engine", "drop_in"),

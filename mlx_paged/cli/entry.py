@@ -106,28 +106,6 @@ def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """Around imports: the error for a missing package names the command that installs it.
-
-    Args:
-        extra: the optional dependencies that include it.
-        what: what needs it, for the message.
-
-    Raises:
-        MlxPagedError: it is missing.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "mlx_paged":
-            raise
-        raise MlxPagedError(
-            f"{what} needs a package that is not installed ({error.name}): "
-            f"pip install 'mlx-paged[{extra}]'"
-        ) from error
-
-
-@contextlib.contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
     """Ctrl-C only sets the event; the caller checks it between two steps of the engine.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mlx_paged.cli.entry import ExitCode, deferred_interrupt, needs_extra
+from mlx_paged.cli.entry import ExitCode, deferred_interrupt
 from mlx_paged.cli.options import (
     AsyncScheduling,
     CPUActivations,
@@ -28,6 +28,7 @@ from mlx_paged.cli.options import (
     with_options,
 )
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.extras import needs_extra
 
 if TYPE_CHECKING:
     from mlx_paged.engine.llm import LLM

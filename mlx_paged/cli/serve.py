@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mlx_paged.cli.entry import needs_extra
 from mlx_paged.cli.options import ENV_PREFIX, DType, fields_of, option, read_config, with_options
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.extras import needs_extra
 
 _MODEL, _CACHE, _SCHED = "Model", "KV cache and memory", "Scheduling"
 _NET, _LIMITS, _LOGS, _API = "Network and access", "Limits", "Logs", "API"

@@ -14,8 +14,8 @@ import typer
 from support.server_helpers import running
 from typer.testing import CliRunner
 
-from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
-from mlx_paged.cli.bench.figures import percentile
+from mlx_paged.bench.datasets import Dataset, Workload, tokenizer_of
+from mlx_paged.bench.figures import percentile
 from mlx_paged.cli.main import app
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.server.app import API

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mlx_paged.cli.bench.kernels.verb import kernels
+from mlx_paged.cli.bench.kernels import kernels
 from mlx_paged.cli.bench.media import media
 from mlx_paged.cli.bench.memory import memory
 from mlx_paged.cli.bench.offline import latency, throughput

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_paged.bench.results import check_writable, checkout, write_json
 from mlx_paged.cli.bench.options import ListOf, at_least, list_option, parse_list
-from mlx_paged.cli.bench.results import check_writable, checkout, write_json
-from mlx_paged.cli.entry import needs_extra
 from mlx_paged.cli.options import DType
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.extras import needs_extra
 
 if TYPE_CHECKING:
-    from mlx_paged.cli.bench.remote import Remote
+    from mlx_paged.bench.remote import Remote
 
 # Questions, answers and templates, beside the rows of the media.
 _TEXT_TOKENS = 512
@@ -107,7 +107,7 @@ def media(
         from mlx_paged.model.multimodal import import_mlx_vlm
 
         import_mlx_vlm()
-    from mlx_paged.cli.bench import media_engines, media_runs
+    from mlx_paged.bench import media_engines, media_runs
     from mlx_paged.model.media_families import MLX_VLM_VERSION
 
     if servers and compare:
@@ -173,7 +173,7 @@ def _model(
         from mlx_paged.demo import vision_model_path
 
         return model or str(vision_model_path())
-    from mlx_paged.cli.bench.media_shapes import Shape, write_checkpoint
+    from mlx_paged.bench.media_shapes import Shape, write_checkpoint
     from mlx_paged.extension import use_supported_device
 
     # isort: split
@@ -201,8 +201,8 @@ def _most_tokens(
 
 @contextlib.contextmanager
 def _opened(path: str, dtype: str, most_tokens: int, compare: bool) -> Iterator[dict[str, Remote]]:
-    from mlx_paged.cli.bench import media_engines, media_runs
-    from mlx_paged.cli.bench.remote import Remote
+    from mlx_paged.bench import media_engines, media_runs
+    from mlx_paged.bench.remote import Remote
 
     makers: dict[str, tuple[Any, ...]] = {
         media_runs.PAGED: (media_engines.PagedEngines, path, dtype, most_tokens, _MOST_ROWS)
@@ -223,7 +223,7 @@ def _opened(path: str, dtype: str, most_tokens: int, compare: bool) -> Iterator[
 def _servers(
     path: str, compare: bool, pictures: Any, sizes: Sequence[int], settings: Any
 ) -> list[Mapping[str, Any]]:
-    from mlx_paged.cli.bench import media_engines, media_runs
+    from mlx_paged.bench import media_engines, media_runs
 
     opened: dict[str, Any] = {}
     try:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_paged.bench.results import check_writable, checkout, write_csv, write_json
 from mlx_paged.cli.bench.options import BLOCK_SIZES, ListOf, at_least, list_option, parse_list
-from mlx_paged.cli.bench.results import check_writable, checkout, write_csv, write_json
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.kv_formats import format_named
 
 if TYPE_CHECKING:
-    from mlx_paged.cli.bench.memory_runs import Load
+    from mlx_paged.bench.memory_runs import Load
 
 
 def memory(
@@ -81,7 +81,7 @@ def memory(
     unpatch()  # dense caches are those of unpatched mlx-lm
     checkout()
     use_supported_device()
-    from mlx_paged.cli.bench import memory_runs
+    from mlx_paged.bench import memory_runs
     from mlx_paged.model.loader import load
 
     loaded = load(model)

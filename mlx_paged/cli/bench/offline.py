@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_paged.cli.bench.datasets import Prompt, Workload, random_prompts, tokenizer_of
-from mlx_paged.cli.bench.figures import (
+from mlx_paged.bench.datasets import Prompt, Workload, random_prompts, tokenizer_of
+from mlx_paged.bench.figures import (
     WIDTH,
+    EngineName,
     Run,
     compare,
     latency_lines,
@@ -21,21 +22,20 @@ from mlx_paged.cli.bench.figures import (
     rates,
     token_latencies,
 )
+from mlx_paged.bench.results import check_writable, checkout, table, write_json
 from mlx_paged.cli.bench.options import (
-    EngineName,
     EngineOptions,
     NumAnswers,
     ReportOptions,
     Seed,
 )
-from mlx_paged.cli.bench.results import check_writable, checkout, table, write_json
-from mlx_paged.cli.entry import needs_extra
 from mlx_paged.cli.options import fields_of, option, with_options
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.extras import needs_extra
 
 if TYPE_CHECKING:
-    from mlx_paged.cli.bench.engines import Footprint, Settings
+    from mlx_paged.bench.engines import Footprint, Settings
 
 _BATCH, _ROUNDS = "Batch", "Rounds"
 _UNCACHED = EngineOptions(enable_prefix_caching=False)
@@ -159,7 +159,7 @@ def run(
         asked: further options, for the file.
     """
     with needs_extra("bench", f"mlx-paged bench {benchmark.title.lower()}"):
-        import mlx_paged.cli.bench.engines  # noqa: F401
+        import mlx_paged.bench.engines  # noqa: F401
 
     shares = parse_percentiles(report.metric_percentiles)
     if len(set(setup.engine)) < len(setup.engine):
@@ -197,7 +197,7 @@ def settings_for(
     setup: EngineOptions, prompts: Sequence[Prompt], num_answers: int, seed: int
 ) -> Settings:
     """Settings by the options, with a KV pool just large enough for the prompts."""
-    from mlx_paged.cli.bench.engines import Settings
+    from mlx_paged.bench.engines import Settings
     from mlx_paged.engine.config import EngineConfig
 
     engine_options = fields_of(EngineConfig, setup)
@@ -240,7 +240,7 @@ def _measure(
     cold: bool,
 ) -> tuple[dict[str, list[Run]], dict[str, Footprint]]:
     """Runs and memory of each engine, with a progress bar on stderr."""
-    from mlx_paged.cli.bench.engines import opened, take_turns
+    from mlx_paged.bench.engines import opened, take_turns
 
     checkout()
     with opened(engines, settings) as runners:

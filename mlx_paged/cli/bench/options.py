@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+from mlx_paged.bench.datasets import DATA
+from mlx_paged.bench.figures import EngineName
 from mlx_paged.cli.options import (
     ENGINE,
     AsyncScheduling,
@@ -21,15 +22,7 @@ from mlx_paged.cli.options import (
 )
 from mlx_paged.errors import InvalidParameterError
 
-DATA = "Data set"
 _REPORT = "Report"
-
-
-class EngineName(StrEnum):
-    """The engine that generates."""
-
-    MLX_PAGED = "mlx-paged"
-    MLX_LM = "mlx-lm"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_paged.cli.entry import needs_extra
 from mlx_paged.cli.options import (
     AsyncScheduling,
     CPUActivations,
@@ -27,6 +26,7 @@ from mlx_paged.cli.options import (
     with_options,
 )
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.extras import needs_extra
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.conversation import Backend, Conversation

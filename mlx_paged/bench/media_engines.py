@@ -202,7 +202,7 @@ class PagedEngines:
 
     def text_speed(self, rounds: int, rows: int, max_tokens: int) -> dict[str, Any]:
         """See `media_text.text_speed`."""
-        from mlx_paged.cli.bench.media_text import text_speed
+        from mlx_paged.bench.media_text import text_speed
 
         return text_speed(self.llm(), self.model, rounds, rows, max_tokens)
 
@@ -210,7 +210,7 @@ class PagedEngines:
         self, asks: Sequence[Ask], num_tokens: int, rounds: int, rows: int, max_tokens: int
     ) -> dict[str, Any]:
         """See `media_text.beside`."""
-        from mlx_paged.cli.bench.media_text import beside
+        from mlx_paged.bench.media_text import beside
 
         return beside(self.llm(), asks, num_tokens, rounds, rows, max_tokens)
 

@@ -24,10 +24,9 @@ from mlx_paged import extension  # noqa: F401  (its BLAS has to come before mlx.
 # isort: split
 import mlx.core as mx
 
-from mlx_paged.cli.bench.datasets import Prompt
-from mlx_paged.cli.bench.figures import Answer, Run
-from mlx_paged.cli.bench.options import EngineName
-from mlx_paged.cli.bench.remote import Remote
+from mlx_paged.bench.datasets import Prompt
+from mlx_paged.bench.figures import Answer, EngineName, Run
+from mlx_paged.bench.remote import Remote
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams

@@ -27,7 +27,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model.loader import LoadedModel
 
 if TYPE_CHECKING:
-    from mlx_paged.cli.bench.media_engines import Ask
+    from mlx_paged.bench.media_engines import Ask
 
 _PROMPT_TOKENS = 64
 # mlx-lm's family of the same layers, by mlx-vlm's.

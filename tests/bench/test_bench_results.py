@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from mlx_paged.cli.bench.results import write_json
+from mlx_paged.bench.results import write_json
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 VALIDATOR = jsonschema_rs.validator_for(json.loads((BENCH / "results.schema.json").read_text()))

@@ -11,9 +11,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.cli.bench.kernels import reference
-from mlx_paged.cli.bench.kernels.cases import DTYPE_BYTES, VOCAB_SIZE, Case
-from mlx_paged.cli.bench.kernels.data import (
+from mlx_paged.bench.kernels import reference
+from mlx_paged.bench.kernels.cases import DTYPE_BYTES, VOCAB_SIZE, Case
+from mlx_paged.bench.kernels.data import (
     MOST_CHECKED,
     OURS,
     Checked,

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from mlx_paged.cli.bench.datasets import Prompt
-from mlx_paged.cli.bench.figures import time_per_token
+from mlx_paged.bench.datasets import Prompt
+from mlx_paged.bench.figures import time_per_token
 
 # Reading is part of what is measured: lines of a stream may be long (log-probabilities).
 _READ_BUFFER = 1 << 20

@@ -16,7 +16,7 @@ from mlx_paged.model.loader import LoadedModel
 # isort: split
 import mlx.core as mx
 
-from mlx_paged.cli.bench.results import table
+from mlx_paged.bench.results import table
 from mlx_paged.errors import UnsupportedModelError
 
 DENSE, BATCH, PAGED, SHARED = "dense", "batch_generator", "paged", "paged_shared"

@@ -12,8 +12,8 @@ from support.models import embedded, tiny_config, tiny_model
 from support.plain import plain_mlx_lm
 from typer.testing import CliRunner
 
-from mlx_paged.cli.bench import memory_runs
-from mlx_paged.cli.bench.memory_runs import BATCH, DENSE, PAGED, SHARED, Load
+from mlx_paged.bench import memory_runs
+from mlx_paged.bench.memory_runs import BATCH, DENSE, PAGED, SHARED, Load
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
 from mlx_paged.errors import InvalidParameterError, MlxPagedError, UnsupportedModelError

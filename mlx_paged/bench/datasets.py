@@ -11,11 +11,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from mlx_paged.cli.bench.options import DATA
-from mlx_paged.cli.options import option
+import typer
+
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
 
 _T = TypeVar("_T")
+
+DATA = "Data set"  # heading of these options in ``--help``
 
 # vLLM's limits for a file of conversations, so that both measure the same requests.
 _LEAST_TOKENS, _MOST_PROMPT_TOKENS, _MOST_TOKENS = 4, 1024, 2048
@@ -56,9 +58,13 @@ class Prompt:
         return replace(self, token_ids=tuple(tokenizer.encode(self.text)))
 
 
+def _option(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=DATA, **more)
+
+
 def _own(help: str, default: str, *names: str, min: float = 1) -> Any:
     """A number that a data set has a default of its own for."""
-    return option(DATA, help, *names, min=min, show_default=default)
+    return _option(help, *names, min=min, show_default=default)
 
 
 @dataclass(frozen=True)
@@ -70,17 +76,16 @@ class Workload:
 
     dataset_name: Annotated[
         Dataset,
-        option(
-            DATA,
+        _option(
             "random: random tokens; prefix_repetition: each prompt begins with one of a few "
             "prefixes; sharegpt: a file of conversations; embedded: requests to the embedded "
             "model.",
         ),
     ] = Dataset.RANDOM
-    num_prompts: Annotated[int, option(DATA, "Requests.", min=1)] = 64
-    dataset_path: Annotated[
-        Path | None, option(DATA, "sharegpt: file in ShareGPT's JSON format.")
-    ] = None
+    num_prompts: Annotated[int, _option("Requests.", min=1)] = 64
+    dataset_path: Annotated[Path | None, _option("sharegpt: file in ShareGPT's JSON format.")] = (
+        None
+    )
     input_len: Annotated[
         int | None,
         _own("random: tokens of a prompt.", "128", "--input-len", "--random-input-len"),
@@ -124,8 +129,8 @@ class Workload:
     ] = None  # fmt: skip
     system_prompt: Annotated[
         bool | None,
-        option(
-            DATA, "embedded: all chats begin with the same long system message.",
+        _option(
+            "embedded: all chats begin with the same long system message.",
             "--system-prompt/--no-system-prompt", show_default="with it",
         ),
     ] = None  # fmt: skip

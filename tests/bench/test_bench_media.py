@@ -20,10 +20,10 @@ pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test i
 
 import mlx.core as mx
 
-from mlx_paged.cli.bench import media_engines, media_runs, media_shapes, media_text
-from mlx_paged.cli.bench.media_engines import Ask, PagedEngines, VlmEngine
-from mlx_paged.cli.bench.media_runs import PAGED, VLM, Pictures, Settings
-from mlx_paged.cli.bench.media_shapes import Shape, write_checkpoint
+from mlx_paged.bench import media_engines, media_runs, media_shapes, media_text
+from mlx_paged.bench.media_engines import Ask, PagedEngines, VlmEngine
+from mlx_paged.bench.media_runs import PAGED, VLM, Pictures, Settings
+from mlx_paged.bench.media_shapes import Shape, write_checkpoint
 from mlx_paged.demo import vision_model_path
 from mlx_paged.model import patches
 from mlx_paged.model.loader import load

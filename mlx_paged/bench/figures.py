@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from mlx_paged.errors import InvalidParameterError
@@ -99,6 +100,13 @@ def latency_lines(made: Mapping[str, Any], shares: Sequence[float]) -> list[str]
 
 
 # --- Runs of an engine ----------------------------------------------------------------------------
+
+
+class EngineName(StrEnum):
+    """The engine that generates."""
+
+    MLX_PAGED = "mlx-paged"
+    MLX_LM = "mlx-lm"
 
 
 @dataclass(frozen=True)

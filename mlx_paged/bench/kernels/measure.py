@@ -17,11 +17,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import extension
-from mlx_paged.cli.bench.figures import percentile
-from mlx_paged.cli.bench.kernels import workloads
-from mlx_paged.cli.bench.kernels.cases import LAYER, Case, refusal
-from mlx_paged.cli.bench.kernels.data import OURS, Checked, PoolCache, Variant, Work, key_of
-from mlx_paged.cli.bench.results import memory_bytes
+from mlx_paged.bench.figures import percentile
+from mlx_paged.bench.kernels import workloads
+from mlx_paged.bench.kernels.cases import LAYER, Case, refusal
+from mlx_paged.bench.kernels.data import OURS, Checked, PoolCache, Variant, Work, key_of
+from mlx_paged.bench.results import memory_bytes
 from mlx_paged.errors import BackendUnavailableError, MlxPagedError
 
 # Share of available memory that pools and dense copies may take.

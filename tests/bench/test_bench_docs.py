@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from mlx_paged.bench.datasets import Dataset
 from mlx_paged.cli.bench import bench
-from mlx_paged.cli.bench.datasets import Dataset
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/benchmarking.md").read_text()
 VERBS = typer.main.get_command(bench).commands  # type: ignore[attr-defined]

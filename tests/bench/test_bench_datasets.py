@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mlx_paged.cli.bench.datasets import Dataset, Prompt, Workload, random_prompts, tokenizer_of
+from mlx_paged.bench.datasets import Dataset, Prompt, Workload, random_prompts, tokenizer_of
 from mlx_paged.cli.main import app
 from mlx_paged.demo.prompts import CHATS, REQUESTS, SYSTEM_PROMPT
 from mlx_paged.errors import InvalidParameterError, ModelLoadError

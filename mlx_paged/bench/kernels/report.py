@@ -10,10 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.cli.bench.kernels.cases import Case
-from mlx_paged.cli.bench.results import read_json, table
-from mlx_paged.cli.entry import needs_extra
+from mlx_paged.bench.kernels.cases import Case
+from mlx_paged.bench.results import read_json, table
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.extras import needs_extra
 
 _FIELDS = [field.name for field in fields(Case)]
 _SHORT = {"kv_heads": "KV heads", "group": "G", "head_dim": "D", "block_size": "block"}

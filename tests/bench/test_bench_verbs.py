@@ -104,8 +104,8 @@ def test_throughput(engine, tmp_path) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "mlx_paged.cli.bench.engines", raising=False)
-    monkeypatch.delattr("mlx_paged.cli.bench.engines", raising=False)
+    monkeypatch.delitem(sys.modules, "mlx_paged.bench.engines", raising=False)
+    monkeypatch.delattr("mlx_paged.bench.engines", raising=False)
     monkeypatch.setitem(sys.modules, "psutil", None)
     done = CliRunner().invoke(app, ["bench", "latency"])
     assert isinstance(done.exception, MlxPagedError)

@@ -17,10 +17,10 @@ from support.reference import ON_GPU
 from typer.testing import CliRunner
 
 from mlx_paged import ops
-from mlx_paged.cli.bench.kernels import measure, reference, workloads
-from mlx_paged.cli.bench.kernels.cases import LAYER, OPS, Case, cases, defaults, refusal
-from mlx_paged.cli.bench.kernels.data import PoolCache, key_of
-from mlx_paged.cli.bench.kernels.reference import WrongResultError
+from mlx_paged.bench.kernels import measure, reference, workloads
+from mlx_paged.bench.kernels.cases import LAYER, OPS, Case, cases, defaults, refusal
+from mlx_paged.bench.kernels.data import PoolCache, key_of
+from mlx_paged.bench.kernels.reference import WrongResultError
 from mlx_paged.cli.main import app
 from mlx_paged.errors import BackendUnavailableError, InvalidParameterError, MlxPagedError
 

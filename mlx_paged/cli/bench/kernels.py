@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mlx_paged.cli.bench.kernels.cases import DTYPE_BYTES, LAYER, OPS, Case, cases, defaults
+from mlx_paged.bench.kernels.cases import DTYPE_BYTES, LAYER, OPS, Case, cases, defaults
+from mlx_paged.bench.results import check_writable, checkout, write_csv, write_json
 from mlx_paged.cli.bench.options import (
     BLOCK_SIZES,
     ListOf,
@@ -18,7 +19,6 @@ from mlx_paged.cli.bench.options import (
     one_of,
     parse_list,
 )
-from mlx_paged.cli.bench.results import check_writable, checkout, write_csv, write_json
 from mlx_paged.cli.options import option, with_options
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
@@ -149,7 +149,7 @@ def kernels(
       mlx-paged bench kernels --batch 32 --skew 1,32 --json before.json
       mlx-paged bench kernels --compare before.json after.json
     """
-    from mlx_paged.cli.bench.kernels.report import check_picture
+    from mlx_paged.bench.kernels.report import check_picture
 
     given = grid.values()
     for field, path in vars(files).items():
@@ -168,7 +168,7 @@ def kernels(
 
 
 def _compare(before: Path, after: Path, files: Files) -> None:
-    from mlx_paged.cli.bench.kernels import report
+    from mlx_paged.bench.kernels import report
 
     compared = report.compare(report.load(before, "compare"), report.load(after, "compare"))
     typer.echo(report.comparison_table(compared))
@@ -181,9 +181,9 @@ def _compare(before: Path, after: Path, files: Files) -> None:
 
 
 def _measure(given: dict[str, list[Any]], how: RunOptions, files: Files) -> None:
-    from mlx_paged.cli.bench.kernels import measure, report
-    from mlx_paged.cli.bench.kernels.data import COUNTING
-    from mlx_paged.cli.bench.results import device_name, processor
+    from mlx_paged.bench.kernels import measure, report
+    from mlx_paged.bench.kernels.data import COUNTING
+    from mlx_paged.bench.results import device_name, processor
 
     checkout()  # read before measuring: the checkout may change during the run
     where = measure.use_device(how.device)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mlx_paged.cli.bench.media_engines import CACHES, Ask, Reply
-from mlx_paged.cli.bench.results import table
+from mlx_paged.bench.media_engines import CACHES, Ask, Reply
+from mlx_paged.bench.results import table
 
 _QUESTIONS = (
     "What is in this picture?",

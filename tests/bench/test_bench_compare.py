@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 import mlx_paged
-from mlx_paged.cli.bench import results
-from mlx_paged.cli.bench.kernels import measure, report
-from mlx_paged.cli.bench.kernels.data import Variant
-from mlx_paged.cli.bench.kernels.measure import Timing, interleaved
+from mlx_paged.bench import results
+from mlx_paged.bench.kernels import measure, report
+from mlx_paged.bench.kernels.data import Variant
+from mlx_paged.bench.kernels.measure import Timing, interleaved
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 

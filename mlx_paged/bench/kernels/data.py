@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.cli.bench.kernels.cases import VOCAB_SIZE, Case
-from mlx_paged.cli.bench.kernels.reference import TOLERANCE, WrongResultError, relative_error
+from mlx_paged.bench.kernels.cases import VOCAB_SIZE, Case
+from mlx_paged.bench.kernels.reference import TOLERANCE, WrongResultError, relative_error
 from mlx_paged.model.plan import build_plan
 
 # Sets of sequences that launches take in turn. More would only be more plans.

@@ -1,0 +1,1 @@
+"""Benchmarks that users run: workloads, runners, figures and reports behind `mlx-paged bench`."""

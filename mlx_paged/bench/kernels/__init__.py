@@ -1,0 +1,1 @@
+"""Kernel benchmarks: every native primitive against the machine's bandwidth."""

@@ -1,1 +1,0 @@
-"""`mlx-paged bench kernels`: every native primitive against the machine's bandwidth."""
