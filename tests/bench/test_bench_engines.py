@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mlx_paged.bench import engines, figures
-from mlx_paged.cli.bench import offline
 from mlx_paged.bench.datasets import Dataset, Prompt, Workload, random_prompts, tokenizer_of
 from mlx_paged.bench.engines import Settings, open_runner
 from mlx_paged.bench.figures import Answer, Run, latency_figures, percentile
+from mlx_paged.cli.bench import offline
 from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.errors import MlxPagedError, RequestTooLargeError
 
