@@ -28,7 +28,7 @@ from harness import environment, print_table, save
 
 from mlx_paged import ops
 from mlx_paged.model import compiled
-from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.compiled import CompiledSteps, Repeat
 from mlx_paged.model.plan import PaddedTables, StepInputs
 from mlx_paged.model.wrap import serve
 
@@ -48,7 +48,7 @@ def step_of(paged: Any, contexts: tuple[int, ...]) -> tuple[mx.array, Any]:
         logit_rows=np.arange(len(contexts)),
         state_slots=None,
     )
-    step = paged._step(inputs)
+    step = paged._step(inputs, Repeat.AS_GRAPH, len(contexts))
     [tokens] = ops.upload(np.arange(5, 5 + len(contexts), dtype=np.int32))
     mx.eval(tokens, compiled._arrays_of(step))
     return tokens, step
@@ -63,7 +63,7 @@ class Runner:
         self.steps.uses_device_programs = programs
 
     def forward(self) -> mx.array:
-        logits, pools = self.steps.run(self.tokens, self.step, self.paged.pools())
+        logits, pools = self.steps.run(self.tokens, self.step, self.paged.pools(), Repeat.AS_GRAPH)
         self.paged.restore(pools)
         return logits
 

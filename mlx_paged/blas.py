@@ -63,7 +63,7 @@ def _preload() -> str:
         return "Accelerate (macOS)"
     if choice == "off":
         return "MLX's own (MLX_PAGED_BLAS=off)"
-    if _mlx_has_cuda():
+    if _mlx_is_for_cuda():
         return "MLX's own (this MLX runs on a GPU)"
     if hasattr(ctypes.CDLL(None), "cblas_sgemm"):
         return "preloaded by the environment"
@@ -97,7 +97,7 @@ def _preload() -> str:
     return f"OpenBLAS (scipy-openblas32 {version})"
 
 
-def _mlx_has_cuda() -> bool:
+def _mlx_is_for_cuda() -> bool:
     """True if the installed MLX is one of the CUDA builds; does not import it."""
     for name in ("mlx-cuda-12", "mlx-cuda-13"):
         try:

@@ -91,25 +91,6 @@ def _limit_threads(ext: ModuleType, cpus: float | None) -> None:
 ext = _load()
 
 
-def use_supported_device() -> None:
-    """Moves MLX's default device to the CPU where this build has no kernels for the GPU.
-
-    Logs one warning: on a Mac everything else would work and be slower than expected.
-    """
-    import mlx.core as mx
-
-    gpu_backends = {"metal", "cuda"} & set(ext.build_info()["backends"].split())
-    if mx.default_device() == mx.gpu and not gpu_backends:
-        warnings.warn(
-            "this build of mlx_paged has no GPU kernels; MLX's default device is now the CPU. "
-            "For NVIDIA GPUs run in its checkout: "
-            "MLX_PAGED_CUDA=ON pip install --force-reinstall --no-deps .",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        mx.set_default_device(mx.cpu)
-
-
 def build_info() -> dict[str, str]:
     """Describes this build and its choices on this machine.
 

@@ -792,12 +792,6 @@ def most_device_program_rows() -> int:
     return ext.most_device_program_rows()
 
 
-def repeats_steps() -> bool:
-    """True if a GPU repeats steps of one shape as a whole, so that arrays of a plan should keep
-    their sizes while contexts grow."""
-    return has_cuda() or most_device_program_rows() > 0
-
-
 class DeviceProgram:
     """A decode step as one operation of a GPU: its kernels one after another in memory
     that stays, with CUDA captured as a graph and replayed.

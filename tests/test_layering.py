@@ -5,9 +5,10 @@ cli, server, doctor
     bench, drop_in
         engine
             core    model
-                        ops
-                            extension
-                                blas, cgroups, linker, descriptors
+                        platform
+                            ops
+                                extension
+                                    blas, cgroups, linker, descriptors
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "descriptors": ("import_hooks",),
     "extension": ("blas", "cgroups", "linker", "_build", "_ext"),
     "ops": ("extension",),
-    "model": ("ops", "extension", "demo", "descriptors"),
+    "platform": ("ops", "extension"),
+    "model": ("platform", "ops", "extension", "demo", "descriptors"),
     "core": (),
-    "engine": ("cgroups", "core", "model", "ops", "extension"),
-    "drop_in": ("engine", "model", "core", "ops", "extension", "import_hooks"),
+    "engine": ("cgroups", "core", "model", "platform", "ops", "extension"),
+    "drop_in": ("engine", "model", "core", "platform", "ops", "extension", "import_hooks"),
     "demo": (),
     "mcp": (),
-    "doctor": ("_build", "blas", "cgroups", "extension", "ops", "model", "engine"),
+    "doctor": ("_build", "blas", "cgroups", "extension", "ops", "platform", "model", "engine"),
     "extras": (),
-    "bench": ("__init__", "extras", "engine", "model", "ops", "extension", "demo"),
+    "bench": ("__init__", "extras", "engine", "model", "platform", "ops", "extension", "demo"),
     "cli": (
-        *("__init__", "engine", "model", "ops", "extension", "blas", "demo", "server"),
+        *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras"),
     ),
     "server": ("__init__", "engine", "core", "model", "extension", "descriptors", "mcp"),
@@ -186,6 +188,44 @@ def test_the_state_half_runs_without_mlx() -> None:
     run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == ""
+
+
+# --- Asking the device ----------------------------------------------------------------------------
+
+ASKS_THE_DEVICE = re.compile(r"has_cuda\(\)|repeats_steps\(\)|default_device\(\) [!=]=")
+
+
+def test_the_device_is_asked_in_two_files() -> None:
+    """Everything else receives a `Platform`, or asks that file."""
+    found = {path.name for path in modules() if ASKS_THE_DEVICE.search(path.read_text())}
+    assert found == {"ops.py", "platform.py"}
+
+
+def test_a_decode_step_asks_no_device(monkeypatch) -> None:
+    """Every answer is in the platform, which the engine made when it was."""
+    from support.models import embedded_twin
+
+    from mlx_paged import LLM, SamplingParams, ops
+
+    engine = LLM(embedded_twin(), num_gpu_blocks_override=64, block_size=8).engine
+    for i, temperature in enumerate((0.0, 0.7)):
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=60, ignore_eos=True)
+        engine.add_request(str(i), list(range(3 + i, 40)), params)
+    for _ in range(4):
+        engine.step()
+    asked: list[str] = []
+
+    def watched(name: str) -> None:
+        function = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda: asked.append(name) or function())
+
+    for name in ("has_cuda", "most_program_rows", "most_device_program_rows", "activations"):
+        watched(name)
+    for _ in range(8):
+        engine.step()
+    assert not asked
+    ops.has_cuda()
+    assert asked == ["has_cuda"], "the watch works"
 
 
 # --- How much a reader has to hold ----------------------------------------------------------------

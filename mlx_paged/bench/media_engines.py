@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_paged import extension
+from mlx_paged import platform
 
 # isort: split
 import mlx.core as mx
@@ -227,7 +227,7 @@ class VlmEngine:
 
         from mlx_paged.model.loader import _convert
 
-        extension.use_supported_device()
+        platform.use_supported_device()
         with contextlib.redirect_stdout(sys.stderr):
             self._model, self._processor = load_vlm(model)
         _convert(self._model, dtype, keeps_weights=False)

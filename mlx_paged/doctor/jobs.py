@@ -152,12 +152,12 @@ def _mlx() -> Mlx:
     """MLX alone: does it import, and which device is its default?"""
     import mlx.core as mx
 
-    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    device = mx.default_device().type.name  # "cpu" or "gpu"
     ask = getattr(mx, "device_info", None)  # older versions of MLX lack it
-    info = ask(mx.gpu) if ask and on_gpu else {}
+    info = ask(mx.gpu) if ask and device == "gpu" else {}
     return {
         "version": mx.__version__,  # type: ignore[attr-defined]
-        "default_device": "gpu" if on_gpu else "cpu",
+        "default_device": device,
         "gpu_info": {k: v if isinstance(v, int) else str(v) for k, v in info.items()},
     }
 
@@ -178,14 +178,12 @@ def _extension() -> Extension:
 
 def _memory() -> Memory:
     """Memory as the engine sees it, and the rule by which it sizes its pool."""
-    import mlx.core as mx
-
-    from mlx_paged import extension
+    from mlx_paged import platform
     from mlx_paged.engine import memory
 
-    extension.use_supported_device()
+    platform.use_supported_device()
     return {
-        "on_gpu": mx.default_device() != mx.Device(mx.cpu),
+        "on_gpu": not platform.is_cpu_default(),
         "device_bytes": memory.device_memory(),
         "utilization": memory._DEFAULT_GPU_UTILIZATION,
     }

@@ -213,9 +213,9 @@ def _warn(reason: str) -> None:
 
 
 def _unusable_device() -> str | None:
-    from mlx_paged.extension import build_info
+    from mlx_paged.platform import has_kernels
 
-    if mx.default_device() == mx.cpu or {"metal", "cuda"} & set(build_info()["backends"].split()):
+    if has_kernels():
         return None
     return "this build of mlx_paged has no kernels for the default device, a GPU"
 

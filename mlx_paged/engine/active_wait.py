@@ -12,6 +12,7 @@ import os
 import mlx.core as mx
 
 from mlx_paged import cgroups, ops
+from mlx_paged.platform import Platform
 
 _LONGEST = 1.0  # seconds; a GPU that failed never says that it is done
 _FEWEST_CPUS = 2.0  # as the GPU's driver has threads too
@@ -26,8 +27,8 @@ class ActiveWait:
     in the next 64; 128 where that happens again at once, and so on.
     """
 
-    def __init__(self) -> None:
-        self._is_wanted = ops.has_cuda() and usable_cpus() >= _FEWEST_CPUS
+    def __init__(self, platform: Platform) -> None:
+        self._is_wanted = platform.has_cuda and usable_cpus() >= _FEWEST_CPUS
         self._num_asleep = _FEWEST_ASLEEP
         self._left_asleep = 0
 

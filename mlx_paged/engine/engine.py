@@ -13,8 +13,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
-import mlx.core as mx
-
 from mlx_paged import ops
 from mlx_paged.core import (
     EncoderCacheStats,
@@ -69,6 +67,7 @@ from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
 from mlx_paged.model.wrap import serve
+from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +146,12 @@ class Engine:
         on_kernel: ops.OnKernel | None = None,
     ) -> None:
         self._guard = EngineGuard()
+        platform = Platform.current()
         self.config = memory.with_step_tokens(
             (config or EngineConfig()).for_model(
                 model_directory(model.name), model.config, classifies=model.head is not None
-            )
+            ),
+            platform,
         )
         self.tokenizer = model.tokenizer
         self.generation_config = model.generation_config
@@ -167,7 +168,9 @@ class Engine:
                 cache_size=self.config.structured_outputs_cache_size,
             )
         self.reasoning_format = format_of(self.config.reasoning_parser, self.tokenizer)
-        paged = serve(model.model, model.config, block_size=self.config.block_size)
+        paged = serve(
+            model.model, model.config, block_size=self.config.block_size, platform=platform
+        )
         _quantise(paged, self.config)
         paged.round_activations(self.config.cpu_activations)
         paged.repeats_steps = not self.config.enforce_eager
@@ -186,8 +189,8 @@ class Engine:
             activations, self.pool_bytes, 4 * self.config.max_num_seqs * model.vocab_size
         )
         prepare_kernels(paged, on_kernel)
-        memory.limit_run_ahead()
-        if warm_up.is_needed(self.config):
+        memory.limit_run_ahead(platform)
+        if warm_up.is_needed(self.config, platform):
             warm_up.warm_up(self._runner, self.config, self.max_model_len, on_kernel)
         self._make_kv = partial(
             KVManager,
@@ -202,7 +205,7 @@ class Engine:
             self.config.scheduler_config(
                 model_limit,
                 _feature_bytes(model),
-                encodes_slowly=mx.default_device() == mx.Device(mx.cpu),
+                encodes_slowly=platform.on_cpu,
             ),
             self._kv,
         )
@@ -457,7 +460,7 @@ class Engine:
                 self._begin()
                 if not self._has_work:
                     # Other parts of the process may have taken memory since.
-                    memory.limit_run_ahead()
+                    memory.limit_run_ahead(self._runner.model.platform)
                 self._is_whole = False
                 try:
                     self._scheduler.add(state.request)

@@ -56,7 +56,7 @@ class StepExecutor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._wait_actively = ActiveWait()
+        self._wait_actively = ActiveWait(runner.model.platform)
         self._num_good_steps = 0
         self._rows_too_many = 0
         self.max_rows: int | None = None

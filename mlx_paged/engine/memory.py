@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged import ops
 from mlx_paged.core import (
     Request,
     ScheduledSequence,
@@ -31,6 +30,7 @@ from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.media import MediaInputs
 from mlx_paged.model.media_kinds import Kind
+from mlx_paged.platform import Platform, is_cpu_default
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def available_memory() -> int:
 
 def device_memory() -> int:
     """Bytes that the default device may use."""
-    if mx.default_device() == mx.cpu:
+    if is_cpu_default():
         return physical_memory()
     info = mx.device_info()
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
@@ -99,14 +99,14 @@ def device_memory() -> int:
     return physical_memory()
 
 
-def with_step_tokens(config: EngineConfig) -> EngineConfig:
+def with_step_tokens(config: EngineConfig, platform: Platform) -> EngineConfig:
     """The same, with the tokens of a step chosen where they are not given. Weights are loaded.
 
     An NVIDIA GPU takes a long prompt in fewer, larger steps: of 8192 tokens it computes 8% more a
     second than of 2048. A step needs some 60 KB a token of a model of 3B for the activations of the
     layers under way, and a step of windowed layers as many blocks.
     """
-    if config.max_num_batched_tokens is not None or not ops.has_cuda():
+    if config.max_num_batched_tokens is not None or not platform.has_cuda:
         return config
     share = config.gpu_memory_utilization or _DEFAULT_GPU_UTILIZATION
     free = int(device_memory() * share) - mx.get_active_memory()
@@ -148,7 +148,9 @@ def allocate_pools(
         return with_media(activations, runner, config, media, model_len=length, room=room)
 
     kept = 0 if media is None else config.mm_encoder_cache_bytes
-    left_over, activations = left_for_pool(config, measure, kept=kept)
+    left_over, activations = left_for_pool(
+        config, measure, kept=kept, on_cpu=runner.model.platform.on_cpu
+    )
     wanted = config.num_blocks(
         [spec.bytes_per_token for spec in runner.model.layout.attention],
         model_limit,
@@ -161,7 +163,11 @@ def allocate_pools(
 
 
 def left_for_pool(
-    config: EngineConfig, measure_activations: Callable[[], int], *, kept: int = 0
+    config: EngineConfig,
+    measure_activations: Callable[[], int],
+    *,
+    kept: int = 0,
+    on_cpu: bool,
 ) -> tuple[int | None, int | None]:
     """Bytes that `gpu_memory_utilization` leaves to the pool, and those the largest step needs.
 
@@ -170,10 +176,10 @@ def left_for_pool(
     Args:
         measure_activations: runs the largest step and returns the bytes it needed.
         kept: bytes that something else will hold.
+        on_cpu: the model runs on the CPU.
     """
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None:
         return None, None
-    on_cpu = mx.default_device() == mx.cpu
     utilization = config.gpu_memory_utilization
     if utilization is None:
         if on_cpu:
@@ -389,7 +395,7 @@ def limit_buffer_cache(activation_bytes: int | None, pool_bytes: int, logits_byt
     return limit
 
 
-def limit_run_ahead() -> None:
+def limit_run_ahead(platform: Platform) -> None:
     """Bounds the activations of operations that the device has not started yet.
 
     MLX encodes operations as fast as it can, and each takes its memory then: with CUDA, all layers
@@ -402,7 +408,7 @@ def limit_run_ahead() -> None:
     The limit holds for the whole process; exceeding it is no error.
     """
     is_cpu_only = not mx.is_available(mx.gpu)
-    if not (ops.has_cuda() or is_cpu_only):
+    if not (platform.has_cuda or is_cpu_only):
         return
     wanted = mx.get_active_memory() + _RUN_AHEAD
     previous = mx.set_memory_limit(wanted)

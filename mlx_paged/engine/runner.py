@@ -46,6 +46,7 @@ from mlx_paged.model.layout import Reach
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs
+from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +319,7 @@ class ModelRunner:
                 metadata = self._metadata(sampled, positions)
             raw = logits[: len(sampled)] if targets else logits
             greedy = self.model.greedy_of(raw)
-            why_none = _choose(raw, metadata, newest, grammars, greedy)
+            why_none = _choose(raw, metadata, newest, grammars, greedy, self.model.platform)
             tokens = why_none.sampled.tokens
             for_host = why_none.sampled.for_host(why_none.model_largest)
             if greedy is None or for_host is not greedy.reported:  # (which is for the host)
@@ -421,6 +422,7 @@ def _choose(
     newest: InFlight | None,
     grammars: Future[GrammarMasks] | None,
     greedy: Greedy | None,
+    platform: Platform,
 ) -> WhyNone:
     """The tokens of a step, and what says why a row has none.
 
@@ -429,13 +431,14 @@ def _choose(
         greedy: greedy sampling of them, where the step has found it.
     """
     if not metadata.edits:
-        return WhyNone(sample(raw, metadata, greedy), None, False, {})
+        return WhyNone(sample(raw, metadata, greedy, platform=platform), None, False, {})
     # (A mask hides nothing that is not finite.)
     model_largest = None
     if not only_masks(metadata.edits):
-        model_largest = largest_of(raw) if greedy is None else greedy.largest
+        model_largest = largest_of(raw, platform) if greedy is None else greedy.largest
     edited = apply_edits(raw, metadata.edits, newest, grammars)
-    return WhyNone(sample(edited.logits, metadata), model_largest, True, edited.failed)
+    sampled = sample(edited.logits, metadata, platform=platform)
+    return WhyNone(sampled, model_largest, True, edited.failed)
 
 
 def _report_samples(

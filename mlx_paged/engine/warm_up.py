@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_paged import ops
 from mlx_paged.core import (
     IN_FLIGHT_TOKEN,
     Request,
@@ -30,6 +29,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +102,9 @@ def kinds(config: EngineConfig, max_context_len: int | None, *, with_cuda: bool)
     return [*reversed(prompts), *decodes]
 
 
-def is_needed(config: EngineConfig) -> bool:
+def is_needed(config: EngineConfig, platform: Platform) -> bool:
     """True if an engine with these options warms up on this device."""
-    on_gpu = mx.default_device() == mx.Device(mx.gpu)
-    return on_gpu and not config.enforce_eager and config.runner == "generate"
+    return not platform.on_cpu and not config.enforce_eager and config.runner == "generate"
 
 
 def warm_up(
@@ -123,7 +122,7 @@ def warm_up(
         on_step: called before each kind of steps, and after the last.
     """
     start = time.perf_counter()
-    wanted = kinds(config, max_context_len, with_cuda=ops.has_cuda())
+    wanted = kinds(config, max_context_len, with_cuda=runner.model.platform.has_cuda)
     for done, kind in enumerate(wanted):
         if on_step is not None:
             on_step(done, len(wanted))

@@ -20,6 +20,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields
+from enum import Enum
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -29,6 +30,7 @@ from mlx_paged.model import patches
 from mlx_paged.model.caches import Step
 from mlx_paged.model.media import MediaRows
 from mlx_paged.ops import AttentionPlan
+from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +57,20 @@ class Greedy(NamedTuple):
     reported: mx.array  # [num_rows] int32, where the host reads it
 
 
+class Repeat(Enum):
+    """How a step repeats, decided before it is planned (`CompiledSteps.repeat_of`)."""
+
+    NOT = "not"  # built anew
+    AS_GRAPH = "as a graph"  # of its shape: decodes, and on the CPU any step of few rows
+    WITH_PROMPTS = "with prompts"  # as a device program of few rows, some of them padding
+
+
 class CompiledSteps:
     """Runs steps of few rows as compiled graphs.
 
     Args:
         forward: builds a step; a function of its arguments, but for the model's weights.
+        platform: the device that steps run on; None: MLX's default device now.
         enabled: false: none is compiled.
         chooses: whether what `forward` returns are logits, to choose tokens by.
     """
@@ -68,10 +79,12 @@ class CompiledSteps:
         self,
         forward: Forward,
         *,
+        platform: Platform | None = None,
         enabled: bool = True,
         chooses: Callable[[], bool] = lambda: False,
     ) -> None:
         self._forward = forward
+        self.platform = platform or Platform.current()
         self._chooses = chooses
         self._newest: tuple[mx.array, Greedy] | None = None
         self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
@@ -82,11 +95,36 @@ class CompiledSteps:
         self._refuses_many_rows = False
         self._takes_prompts = True
 
-    def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
+    def repeat_of(
+        self, num_rows: int, num_sequences: int, num_samples: int, *, is_of_arrays: bool
+    ) -> Repeat:
+        """Decides how a step repeats.
+
+        Args:
+            num_rows: of its tokens, those that belong to no sequence included.
+            num_samples: rows whose logits are wanted.
+            is_of_arrays: it depends on nothing but arrays whose sizes such steps share: it has no
+                recurrent state, no features of media, and no row that sees behind its position.
+        """
+        if self._failed or not is_of_arrays:
+            return Repeat.NOT
+        platform, is_decode = self.platform, num_rows == num_sequences
+        if not platform.repeats_steps:
+            fits = platform.on_cpu and num_rows <= platform.most_program_rows
+            return Repeat.AS_GRAPH if fits else Repeat.NOT
+        if is_decode and (platform.has_cuda or num_rows <= platform.most_device_program_rows):
+            return Repeat.AS_GRAPH
+        # A graph of `mx.compile` would begin later than a step with prompts is built now.
+        repeats = self.takes_prompts(num_rows) and num_rows % _ROWS_OF_PROMPTS == 0
+        return Repeat.WITH_PROMPTS if repeats and num_samples > 0 else Repeat.NOT
+
+    def run(
+        self, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat
+    ) -> tuple[mx.array, Pools]:
         """The step, compiled or not."""
-        if self._failed or not (_serves(tokens, step) or self._serves_prompts(tokens, step)):
+        if self._failed or repeat is Repeat.NOT:
             return self._forward(tokens, step, pools)
-        shape = _shape_of(tokens, step)
+        shape = self._shape_of(tokens, step)
         graph = self._graphs.get(shape)
         if graph is not None:
             self._graphs.move_to_end(shape)
@@ -94,9 +132,9 @@ class CompiledSteps:
         self._times[shape] = times = self._times.pop(shape, 0) + 1
         if len(self._times) > 4 * _MOST_GRAPHS:
             self._times.popitem(last=False)
-        if ops.repeats_steps() and times <= _SEEN_BEFORE:
+        if self.platform.repeats_steps and times <= _SEEN_BEFORE:
             return self._forward(tokens, step, pools)
-        return self._compile(shape, tokens, step, pools)
+        return self._compile(shape, tokens, step, pools, repeat)
 
     def reads_once(self, num_rows: int) -> bool:
         """True if a step of this many decodes will read its plan once, as a device program."""
@@ -105,7 +143,7 @@ class CompiledSteps:
         )
 
     def _fits_device_program(self, num_rows: int) -> bool:
-        most = ops.most_device_program_rows()
+        most = self.platform.most_device_program_rows
         return num_rows <= (min(most, _FEW_ROWS) if self._refuses_many_rows else most)
 
     def takes_prompts(self, num_rows: int) -> bool:
@@ -120,19 +158,6 @@ class CompiledSteps:
             return num_rows
         return -(-num_rows // _ROWS_OF_PROMPTS) * _ROWS_OF_PROMPTS
 
-    def _serves_prompts(self, tokens: mx.array, step: Step) -> bool:
-        """True if a step with prompts may be a device program: few rows, some of them sampled.
-
-        A graph of `mx.compile` would begin later than the step is built now.
-        """
-        num_rows = tokens.shape[0]
-        return (
-            self.takes_prompts(num_rows)
-            and num_rows % _ROWS_OF_PROMPTS == 0
-            and step.logit_rows.shape[0] > 0
-            and _depends_on_arrays(step)
-        )
-
     def greedy_of(self, logits: mx.array) -> Greedy | None:
         """Returns the greedy tokens, where the newest step has found them for these logits."""
         return self._newest[1] if self._newest is not None and self._newest[0] is logits else None
@@ -141,7 +166,7 @@ class CompiledSteps:
         self._newest = (logits, greedy)
 
     def _compile(
-        self, shape: object, tokens: mx.array, step: Step, pools: Pools
+        self, shape: object, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat
     ) -> tuple[mx.array, Pools]:
         reaches, has_rope = tuple(step.plans), _has_rope_positions(step)
         arrays = _arrays_of(step)
@@ -162,7 +187,7 @@ class CompiledSteps:
                 self._keep(shape, graph)
                 return result
             except Exception as error:
-                if not _is_decode(tokens, step):
+                if repeat is Repeat.WITH_PROMPTS:
                     logger.info("its steps with prompts are not device programs: %s", error)
                     self._takes_prompts = False
                     return self._forward(tokens, step, pools)
@@ -172,14 +197,14 @@ class CompiledSteps:
                 else:
                     logger.info("steps of this model are not device programs: %s", error)
                     self.uses_device_programs = False
-        if _is_metal():  # (whose graphs MLX encodes alike, compiled or not)
+        is_cuda = self.platform.has_cuda
+        if (
+            self.platform.repeats_steps and not is_cuda
+        ):  # (Metal, whose graphs MLX encodes alike, compiled or not)
             self._failed = True
             return self._forward(tokens, step, pools)
         try:
-            if ops.has_cuda():
-                graph = mx.compile(forward)
-            else:
-                graph = _program(forward, tokens, arrays, pools)
+            graph = mx.compile(forward) if is_cuda else _program(forward, tokens, arrays, pools)
             result = graph(tokens, arrays, pools)
         except Exception as error:
             # Model code that reads array values cannot be traced, and programs have not all
@@ -190,6 +215,25 @@ class CompiledSteps:
             return self._forward(tokens, step, pools)
         self._keep(shape, graph)
         return result
+
+    def _shape_of(self, tokens: mx.array, step: Step) -> object:
+        repeats = self.platform.repeats_steps
+        any_size = set() if repeats else _ANY_SIZE
+        # (A program's operations that are MLX's own have the stream of the thread that built them.)
+        stream = None if repeats else repr(mx.default_stream(mx.default_device()))
+        return (
+            tuple(step.plans),
+            tokens.shape[0],
+            step.logit_rows.shape[0],
+            _has_rope_positions(step),
+            *(
+                tuple(getattr(plan, name).shape)
+                for plan in (step.plan, *step.plans.values())
+                for name in _PLAN_FIELDS
+                if name not in any_size
+            ),
+            stream,
+        )
 
     def _keep(self, shape: object, graph: _Graph) -> None:
         self._graphs[shape] = graph
@@ -245,54 +289,6 @@ def _program(
         return logits, pools
 
     return run
-
-
-def _depends_on_arrays(step: Step) -> bool:
-    return not (
-        step.states is not None
-        or step.prefill is not None
-        # (Features are as many as a step's pictures have rows: such a step does not repeat.)
-        or (step.media is not None and step.media.rows is not None)
-        or any(plan.bounds is not None for plan in (step.plan, *step.plans.values()))
-    )
-
-
-def _is_decode(tokens: mx.array, step: Step) -> bool:
-    """Columns of every sequence."""
-    return tokens.shape[0] == step.plan.context_lens.shape[0]
-
-
-def _serves(tokens: mx.array, step: Step) -> bool:
-    """True if a step depends on arrays only, and is a small one."""
-    if not _depends_on_arrays(step):
-        return False
-    if ops.repeats_steps():
-        fits = ops.has_cuda() or tokens.shape[0] <= ops.most_device_program_rows()
-        return fits and _is_decode(tokens, step)
-    return tokens.shape[0] <= ops.most_program_rows() and mx.default_device() == mx.cpu
-
-
-def _is_metal() -> bool:
-    return ops.repeats_steps() and not ops.has_cuda()
-
-
-def _shape_of(tokens: mx.array, step: Step) -> object:
-    any_size = set() if ops.repeats_steps() else _ANY_SIZE
-    # (A program's operations that are MLX's own have the stream of the thread that built them.)
-    stream = None if ops.repeats_steps() else repr(mx.default_stream(mx.default_device()))
-    return (
-        tuple(step.plans),
-        tokens.shape[0],
-        step.logit_rows.shape[0],
-        _has_rope_positions(step),
-        *(
-            tuple(getattr(plan, name).shape)
-            for plan in (step.plan, *step.plans.values())
-            for name in _PLAN_FIELDS
-            if name not in any_size
-        ),
-        stream,
-    )
 
 
 def _arrays_of(step: Step) -> list[mx.array]:

@@ -22,6 +22,7 @@ from mlx_paged import ops
 from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.plan import PaddedTables, Tables, build_plan
 from mlx_paged.ops import AttentionPlan
+from mlx_paged.platform import Platform
 
 # Shorter chunks gain less than gathering and another shape cost.
 LEAST_ROWS = 512
@@ -135,6 +136,7 @@ def plan_dense_prefill(
     block_size: int,
     bounds: np.ndarray | None = None,
     least_gathered: int = LEAST_ROWS,
+    platform: Platform | None = None,
 ) -> DensePrefill | None:
     """Plans one step; None where it has no long chunk, or no CUDA. See `build_plan`.
 
@@ -146,7 +148,8 @@ def plan_dense_prefill(
     """
     is_whole = (context_lens == query_lens) & (query_lens % ALIGNMENT == 0)
     long = query_lens >= np.where(is_whole, LEAST_ROWS, least_gathered)
-    if not (ops.has_cuda() and long.any()):
+    platform = platform or Platform.current()
+    if not (platform.has_cuda and long.any()):
         return None
     ends = np.cumsum(query_lens)
     starts = ends - query_lens
@@ -183,6 +186,7 @@ def plan_dense_prefill(
         query_lens[rest],
         block_size=block_size,
         bounds=None if bounds is None else bounds[:, np.isin(sequence, rest)],
+        platform=platform,
     )
     return DensePrefill(chunks, tuple(others), plan)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_paged import extension  # checks the extension, and loads BLAS, before mlx is imported
+from mlx_paged import extension  # noqa: F401  checks the extension, and loads BLAS, before mlx is imported
 
 # isort: split
 import mlx.core as mx
@@ -54,6 +54,7 @@ from mlx_paged.model.multimodal import INSTALL, installed_version
 from mlx_paged.model.multimodal import load as load_mlx_vlm
 from mlx_paged.model.patches import overridden
 from mlx_paged.model.wide_embeddings import WideEmbedding, WideQuantizedEmbedding
+from mlx_paged.platform import is_cpu_default, use_supported_device
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ def load(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be 'auto' or one of {sorted(DTYPES)} but got {dtype!r}")
-    extension.use_supported_device()
+    use_supported_device()
     if path_or_hub_id is None:
         from mlx_paged.demo import model_path
 
@@ -361,7 +362,7 @@ def _reason(name: str, error: Exception) -> str:
 
 
 def _convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:
-    on_cpu = mx.default_device() == mx.cpu
+    on_cpu = is_cpu_default()
     if dtype == "auto" and not on_cpu:
         return
     kept: list[tuple[nn.Module, type]] = []

@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged import ops
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model import dense_prefill, patches
 from mlx_paged.model.caches import (
@@ -23,7 +22,7 @@ from mlx_paged.model.caches import (
     UnusedCache,
     copy_blocks,
 )
-from mlx_paged.model.compiled import CompiledSteps, Greedy
+from mlx_paged.model.compiled import CompiledSteps, Greedy, Repeat
 from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
 from mlx_paged.model.layout import (
     FULL,
@@ -50,6 +49,7 @@ from mlx_paged.model.plan import (
 )
 from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.ops import AttentionPlan
+from mlx_paged.platform import Platform
 
 _MOST_FIRST_ROWS = 1024  # arrays of logit rows that are kept: as many as steps may have rows
 # A GPU begins with the first layers of a step with prompts while the host builds the others. It
@@ -70,8 +70,10 @@ class PagedModel:
         model: an mlx-lm model. Its modules are changed in place, so it belongs to this object.
         layout: what its caches hold and how it is run, see `mlx_paged.model.wrap`.
         block_size: tokens of a block.
+        platform: the device that it runs on; None: MLX's default device now.
 
     Attributes:
+        platform: The device that steps run on.
         repeats_steps: Whether decode steps that repeat may become graphs; of pools allocated later.
     """
 
@@ -83,8 +85,10 @@ class PagedModel:
         context: StepContext,
         output_rows: patches.OutputRows,
         block_size: int,
+        platform: Platform | None = None,
     ) -> None:
         self.model = model
+        self.platform = platform or Platform.current()
         self.layout = layout
         self._is_gathered = layout.mode.is_gathered
         self._sees_within_windows = (
@@ -102,7 +106,12 @@ class PagedModel:
         self._least_gathered = dense_prefill.LEAST_ROWS
         # The first n rows of a step, by n: as they are given, and [n] int32 on the device.
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
-        self._compiled = CompiledSteps(self._run, chooses=self._chooses)
+        self._compiled = self._make_compiled()
+
+    def _make_compiled(self) -> CompiledSteps:
+        return CompiledSteps(
+            self._run, platform=self.platform, enabled=self.repeats_steps, chooses=self._chooses
+        )
 
     def limit_contexts(self, longest: int | None) -> None:
         """Says how long a sequence may become, before the first step.
@@ -121,11 +130,11 @@ class PagedModel:
         Raises:
             InvalidParameterError: the default device or the processor has no such products.
         """
-        if activations != "float32" and mx.default_device() != mx.cpu:
+        if activations != "float32" and not self.platform.on_cpu:
             expected = "'float32' where the model does not run on the CPU"
             raise InvalidParameterError("cpu_activations", expected, activations)
-        if activations not in ops.activations():
-            expected = f"one of {', '.join(ops.activations())} on this processor"
+        if activations not in self.platform.activations:
+            expected = f"one of {', '.join(self.platform.activations)} on this processor"
             raise InvalidParameterError("cpu_activations", expected, activations)
         self._activations = activations
 
@@ -146,7 +155,7 @@ class PagedModel:
         """
         self.release()
         # (Compiled graphs must not keep the old pools.)
-        self._compiled = CompiledSteps(self._run, enabled=self.repeats_steps, chooses=self._chooses)
+        self._compiled = self._make_compiled()
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
@@ -266,10 +275,10 @@ class PagedModel:
         if self._is_gathered:
             return self._forward_in_groups(tokens, inputs)
         num_rows = tokens.shape[0]
-        repeats = num_rows > len(inputs.query_lens) and self._compiled.takes_prompts(num_rows)
-        step = self._step(inputs, num_rows if repeats else None)
+        repeat = self._repeat_of(inputs, num_rows)
+        step = self._step(inputs, repeat, num_rows)
         before = self.pools()
-        logits, pools = self._compiled.run(tokens, step, before)
+        logits, pools = self._compiled.run(tokens, step, before, repeat)
         if pools is not before:  # (a device program leaves the handles)
             self.restore(pools)
         return logits
@@ -283,7 +292,7 @@ class PagedModel:
         if not isinstance(self.model, MultiModalModel):
             raise ValueError(f"the model takes text only but got {item.kind}")
         patches.ensure_installed()
-        with patches.native_tower():
+        with patches.native_tower(self.platform):
             return self.model.encode(item)
 
     def _run(
@@ -296,7 +305,9 @@ class PagedModel:
         try:
             # Rounding makes a visible difference of the last bits of a sum.
             by_rows = self.layout.has_quantised_pools or self._activations == "int8"
-            with patches.native_ops(step.plan.positions, self._activations, by_rows=by_rows):
+            with patches.native_ops(
+                step.plan.positions, self._activations, by_rows=by_rows, platform=self.platform
+            ):
                 more = {} if step.media is None else {"media": step.media}
                 logits = self.model(tokens[:, None], cache=self.caches, **more)
                 return self._output_rows.finish(logits), self.pools()
@@ -323,7 +334,18 @@ class PagedModel:
         takes = self._compiled.reads_once if is_decode else self._compiled.takes_prompts
         return takes(num_rows)
 
-    def _step(self, inputs: StepInputs, num_rows: int | None = None) -> Step:
+    def _repeat_of(self, inputs: StepInputs, num_rows: int) -> Repeat:
+        media = inputs.media
+        return self._compiled.repeat_of(
+            num_rows,
+            len(inputs.query_lens),
+            len(inputs.logit_rows),
+            # (Features are as many as a step's pictures have rows: such a step does not repeat.)
+            is_of_arrays=not self.layout.has_states
+            and (media is None or (not len(media.rows) and media.bounds is None)),
+        )
+
+    def _step(self, inputs: StepInputs, repeat: Repeat, wanted_rows: int) -> Step:
         states = None
         if self.layout.has_states:
             states = build_state_plan(inputs.query_lens, _slots(inputs))
@@ -333,10 +355,13 @@ class PagedModel:
         tables = inputs.tables_of(FULL) if FULL in reaches else some
         alone = len(reaches) == 1 and reaches[0].chunk is None
         longest = int(inputs.query_lens.max(initial=0))
+        num_rows = wanted_rows if repeat is Repeat.WITH_PROMPTS else None
         # (A step that nothing is sampled from is no program.)
-        stays = len(inputs.logit_rows) > 0 and (
-            num_rows is not None
-            or (longest == 1 and self.reads_once(len(inputs.query_lens), is_decode=True))
+        stays = (
+            self.platform.pinned_uploads
+            and repeat is not Repeat.NOT
+            and len(inputs.logit_rows) > 0
+            and self._compiled.reads_once(wanted_rows)
         )
         plan = self._plan(inputs, tables, reaches[0] if alone else FULL, num_rows, stays)
         plans = {
@@ -347,7 +372,7 @@ class PagedModel:
             or self._bounds(inputs, reach) is not self._bounds(inputs, FULL)
         }
         prefill = None
-        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
+        if repeat is Repeat.NOT and FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
             prefill = dense_prefill.plan_dense_prefill(
                 tables,
                 inputs.context_lens,
@@ -355,10 +380,11 @@ class PagedModel:
                 block_size=self.block_size,
                 bounds=self._bounds(inputs, FULL),
                 least_gathered=self._least_gathered,
+                platform=self.platform,
             )
         # A step of decodes only is built while the step before runs, and repeats as one graph.
         parts = None
-        if ops.has_cuda() and longest > 1:
+        if self.platform.has_cuda and longest > 1:
             is_large = inputs.query_lens.sum() >= _LARGE_STEP
             parts = Parts(1, most=_MOST_LARGE_PARTS) if is_large else Parts(_LAYERS_OF_PART)
         media = None if inputs.media is None else MediaRows.of(inputs.media)
@@ -389,6 +415,7 @@ class PagedModel:
             np.ones(len(sequences), dtype=np.int64),
             block_size=self.block_size,
             window=reach.window,
+            platform=self.platform,
         )
         return SelectedRows(logit_rows, plan, len(self._attention) - 1, self.pools)
 
@@ -421,7 +448,13 @@ class PagedModel:
         if reach.chunk is not None:
             if bounds is not None:
                 raise ValueError("[step media] bounds must be None for layers with chunks")
-            return build_chunk_plan(tables, *rows, chunk=reach.chunk, block_size=self.block_size)
+            return build_chunk_plan(
+                tables,
+                *rows,
+                chunk=reach.chunk,
+                block_size=self.block_size,
+                platform=self.platform,
+            )
         return build_plan(
             tables,
             *rows,
@@ -430,6 +463,7 @@ class PagedModel:
             bounds=bounds,
             stays_on_host=stays,
             num_rows=num_rows,
+            platform=self.platform,
         )
 
     def _bounds(self, inputs: StepInputs, reach: Reach) -> np.ndarray | None:
@@ -455,7 +489,7 @@ class PagedModel:
     def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
         # (The caches have their own groups: the plan has no sequences. And no media: `wrap.page`
         # runs no multimodal model so.)
-        no_plan = build_plan([], [], [], block_size=self.block_size)
+        no_plan = build_plan([], [], [], block_size=self.block_size, platform=self.platform)
         parts: list[mx.array] = []
         wanted: list[np.ndarray] = []
         first_rows = np.cumsum(inputs.query_lens) - inputs.query_lens

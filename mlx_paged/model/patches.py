@@ -35,6 +35,7 @@ from mlx_lm.models import activations, switch_layers
 from mlx_paged import ops
 from mlx_paged.model.caches import KVHandle, Scores, StepContext
 from mlx_paged.model.towers import TowerOps
+from mlx_paged.platform import Platform, is_cpu_default
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -144,7 +145,11 @@ def is_native_on_cpu() -> bool:
 
 @contextmanager
 def native_ops(
-    positions: mx.array, activations: str = "float32", *, by_rows: bool = False
+    positions: mx.array,
+    activations: str = "float32",
+    *,
+    by_rows: bool = False,
+    platform: Platform | None = None,
 ) -> Iterator[None]:
     """Within it, model code on this thread runs the native operations.
 
@@ -152,15 +157,17 @@ def native_ops(
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
         activations: what `ops.linear` and `ops.quantized_linear` round their input to, on the CPU.
         by_rows: as theirs.
+        platform: the device of the step; None: MLX's default device now.
     """
-    if mx.default_device() == mx.cpu:
+    platform = platform or Platform.current()
+    if platform.on_cpu:
         _building.activations, _building.by_rows = activations, by_rows
         _building.rotations = _Rotations(positions)
         _building.is_native = True
-        _building.linear_dtypes = (mx.float32,)
-    elif ops.has_cuda() or _building.for_program:
-        _building.on_cuda = ops.has_cuda()
-        _building.linear_dtypes = (mx.float16, mx.bfloat16)
+        _building.linear_dtypes = platform.native_dtypes
+    elif platform.has_cuda or _building.for_program:
+        _building.on_cuda = platform.has_cuda
+        _building.linear_dtypes = platform.native_dtypes
         _building.rotations = _Rotations(positions)
         _building.is_native = _building.for_program
     try:
@@ -189,9 +196,10 @@ def leave_native_ops() -> None:
 
 
 @contextmanager
-def native_tower() -> Iterator[None]:
+def native_tower(platform: Platform | None = None) -> Iterator[None]:
     """Within it, a tower's code on this thread runs native operations, on the CPU."""
-    if mx.default_device() == mx.cpu:
+    platform = platform or Platform.current()
+    if platform.on_cpu:
         _building.tower = TowerOps()
     try:
         yield
@@ -408,9 +416,7 @@ def quantized_expert_linear(
 ) -> mx.array:
     """``QuantizedSwitchLinear.__call__``."""
     # (With a scale of each matrix MLX's own is for GPUs only.)
-    native = _building.is_native or (
-        self.get("global_scale") is not None and mx.default_device() == mx.cpu
-    )
+    native = _building.is_native or (self.get("global_scale") is not None and is_cpu_default())
     if native and _are_rows(x) and ops.has_product(self.mode, self.bits, self.group_size):
         dtype = mx.result_type(x, self["scales"]) if self.mode == "affine" else x.dtype
         for_program = _building.for_program
@@ -428,7 +434,8 @@ def quantized_expert_linear(
             for_program=for_program,
         )
         return out.astype(dtype)
-    if indices.size > _MOST_CUDA_MATRICES and indices.shape == x.shape[:1] and ops.has_cuda():
+    too_many = indices.size > _MOST_CUDA_MATRICES and indices.shape == x.shape[:1]
+    if too_many and Platform.current().has_cuda:
         parts = range(0, len(indices), _MOST_CUDA_MATRICES)
         rows = [slice(first, first + _MOST_CUDA_MATRICES) for first in parts]
         return mx.concatenate([
@@ -471,7 +478,7 @@ def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
 
 def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
     """``nn.QuantizedLinear.__call__``; on the CPU native outside of steps too."""
-    if mx.default_device() == mx.cpu:
+    if is_cpu_default():
         return _native_quantized(self, x)
     native = x.dtype in _building.linear_dtypes
     return _as_one_matrix(_native_quantized if native else _mlx_quantized_linear, self, x)
@@ -479,7 +486,7 @@ def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
 
 def quantized_as_linear(self: nn.QuantizedEmbedding, x: mx.array) -> mx.array:
     """``nn.QuantizedEmbedding.as_linear``; on the CPU native outside of steps too."""
-    if mx.default_device() == mx.cpu:
+    if is_cpu_default():
         return _native_quantized(self, x)
     native = x.dtype in _building.linear_dtypes
     return _as_one_matrix(_native_quantized if native else _mlx_quantized_as_linear, self, x)

@@ -7,7 +7,6 @@ csrc/attention_plan.cpp.)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -19,6 +18,7 @@ from mlx_paged import ops
 from mlx_paged.model.layout import Reach
 from mlx_paged.model.media import StepMedia
 from mlx_paged.ops import AttentionPlan
+from mlx_paged.platform import Platform
 
 # Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
 _ROWS_PER_ITEM = 32
@@ -202,6 +202,7 @@ def build_plan(
     bounds: np.ndarray | None = None,
     stays_on_host: bool = False,
     num_rows: int | None = None,
+    platform: Platform | None = None,
 ) -> AttentionPlan:
     """Plans one step over ragged sequences.
 
@@ -226,12 +227,14 @@ def build_plan(
         num_rows: of a step that is to have as many as others, or as much work: the last rows
             belong to no sequence, write nothing and see nothing. None: it has those of its
             sequences. (Where rows have bounds there are no others.)
+        platform: the device to plan for; None: MLX's default device now.
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
             a block table too short for its context, or bounds that do not hold the row's position
             or go beyond the context.
     """
+    platform = platform or Platform.current()
     lens = np.asarray(context_lens, dtype=np.int64)
     rows = np.asarray(query_lens, dtype=np.int64)
     if not isinstance(block_tables, PaddedTables):
@@ -255,8 +258,8 @@ def build_plan(
         window=window,
         rows_per_item=rows_per_item,
         split_tokens=split_tokens,
-        on_gpu=_on_gpu(),
-        pads=ops.repeats_steps(),
+        on_gpu=platform.plans_for_gpu,
+        pads=platform.repeats_steps,
         num_rows=num_rows,
         stays=stays_on_host,
     )
@@ -321,11 +324,6 @@ def _validate(num_blocks: np.ndarray, lens: np.ndarray, rows: np.ndarray, block_
         )
 
 
-def _on_gpu() -> bool:
-    simulated = os.environ.get("MLX_PAGED_SIM") == "1"
-    return simulated or mx.default_device() == mx.Device(mx.gpu)
-
-
 def build_chunk_plan(
     block_tables: Tables,
     context_lens: Sequence[int] | np.ndarray,
@@ -333,6 +331,7 @@ def build_chunk_plan(
     *,
     chunk: int,
     block_size: int,
+    platform: Platform | None = None,
 ) -> AttentionPlan:
     """Plans one step of layers with chunked attention (Llama 4).
 
@@ -369,7 +368,7 @@ def build_chunk_plan(
             lens.append(end - number * chunk)
             rows.append(end - first)
             first = end
-    return build_plan(tables, lens, rows, block_size=block_size)
+    return build_plan(tables, lens, rows, block_size=block_size, platform=platform)
 
 
 # --- Recurrent layers -----------------------------------------------------------------------------

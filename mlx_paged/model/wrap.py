@@ -50,6 +50,7 @@ from mlx_paged.model.patches import OutputProjection, OutputRows, Overrides
 from mlx_paged.model.plan import StateSlots, StepInputs
 from mlx_paged.model.recurrent import regrouped
 from mlx_paged.model.verify import difference_from_dense, difference_where_cut, tolerance_of
+from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +61,20 @@ _SEQUENCES, _TOKENS = 2, 8
 _MISFITS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError)
 
 
-def serve(model: nn.Module, config: Mapping[str, Any], *, block_size: int) -> PagedModel:
+def serve(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    *,
+    block_size: int,
+    platform: Platform | None = None,
+) -> PagedModel:
     """Makes a model of a proven or registered family run on paged caches.
 
     Args:
         model: its modules are changed in place.
         config: its ``config.json``.
         block_size: tokens of a KV block.
+        platform: the device that it runs on; None: MLX's default device now.
 
     Raises:
         UnsupportedModelError: for a family that is neither, a model that runs in none of the
@@ -74,7 +82,7 @@ def serve(model: nn.Module, config: Mapping[str, Any], *, block_size: int) -> Pa
     """
     family = model.paged_family if isinstance(model, MultiModalModel) else require_family(config)
     model_type = str(config.get("model_type", family.name))
-    paged = page(model, model_type, modes=family.modes, block_size=block_size)
+    paged = page(model, model_type, modes=family.modes, block_size=block_size, platform=platform)
     if family.must_compare(paged.layout.mode):
         difference = difference_from_dense(paged, vocab_size(config))
         if not difference < tolerance_of(paged):
@@ -104,7 +112,12 @@ def serve(model: nn.Module, config: Mapping[str, Any], *, block_size: int) -> Pa
 
 
 def page(
-    model: nn.Module, model_type: str, *, modes: Sequence[Mode] = tuple(Mode), block_size: int
+    model: nn.Module,
+    model_type: str,
+    *,
+    modes: Sequence[Mode] = tuple(Mode),
+    block_size: int,
+    platform: Platform | None = None,
 ) -> PagedModel:
     """Makes a model run on paged caches, in the first of these modes in which it can be.
 
@@ -125,6 +138,7 @@ def page(
         context=context,
         output_rows=OutputRows(observed.projection, context),
         block_size=block_size,
+        platform=platform,
     )
     reasons = []
     for mode in modes:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 import pytest
 from support.models import embedded_twin
+from support.platforms import CUDA, platform_with
 
 from mlx_paged import LLM, SamplingParams, cgroups, ops
 from mlx_paged.engine import active_wait
@@ -26,7 +27,6 @@ needs_linux = pytest.mark.skipif(
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of an `ActiveWait` as on a GPU, what each of its waits will return; popped from the end."""
     results: list[bool] = []
-    monkeypatch.setattr(ops, "has_cuda", lambda: True)
     monkeypatch.setattr(active_wait, "usable_cpus", lambda: 8.0)
     monkeypatch.setattr(ops, "wait_actively", lambda array, seconds: results.pop())
     return results
@@ -130,7 +130,7 @@ def test_a_neighbour_on_the_core_is_noticed() -> None:
 
 
 def test_after_a_lost_core_it_sleeps_for_a_while(waits: list[bool]) -> None:
-    wait, array = ActiveWait(), mx.zeros(1)
+    wait, array = ActiveWait(platform_with(**CUDA)), mx.zeros(1)
     waits += [True, False]
     wait(array)
     for _ in range(64):
@@ -141,7 +141,7 @@ def test_after_a_lost_core_it_sleeps_for_a_while(waits: list[bool]) -> None:
 
 
 def test_it_sleeps_twice_as_long_where_the_core_is_lost_again(waits: list[bool]) -> None:
-    wait, array = ActiveWait(), mx.zeros(1)
+    wait, array = ActiveWait(platform_with(**CUDA)), mx.zeros(1)
     for num_asleep in (64, 128, 256, 512, 1024, 2048, 4096, 4096):
         waits.append(False)
         for _ in range(1 + num_asleep):
@@ -156,12 +156,11 @@ def test_it_sleeps_twice_as_long_where_the_core_is_lost_again(waits: list[bool])
 
 def test_nobody_waits_actively_on_one_cpu(waits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active_wait, "usable_cpus", lambda: 1.5)
-    ActiveWait()(mx.zeros(1))
+    ActiveWait(platform_with(**CUDA))(mx.zeros(1))
 
 
-def test_nobody_waits_actively_without_cuda(waits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "has_cuda", lambda: False)
-    ActiveWait()(mx.zeros(1))
+def test_nobody_waits_actively_without_cuda(waits) -> None:
+    ActiveWait(platform_with(has_cuda=False))(mx.zeros(1))
 
 
 @needs_linux
@@ -181,7 +180,7 @@ def test_an_engine_waits_for_each_step(waits, monkeypatch: pytest.MonkeyPatch) -
         return True
 
     monkeypatch.setattr(ops, "wait_actively", wait)
-    waiting = ActiveWait()
+    waiting = ActiveWait(platform_with(**CUDA))
     monkeypatch.undo()
     monkeypatch.setattr(ops, "wait_actively", wait)
     llm = LLM(embedded_twin(), num_gpu_blocks_override=64)

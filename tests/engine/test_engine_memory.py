@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from support.hash_model import hash_model
+from support.platforms import platform_with
 
 # isort: split
 import mlx.core as mx
@@ -27,19 +28,16 @@ from mlx_paged.model.plan import BlockTableCache, PaddedTables
 GIB = 1 << 30
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-
-
-def sized(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **machine: int) -> Any:
+def sized(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig, *, on_cpu: bool = True, **machine: int
+) -> Any:
     monkeypatch.setattr(memory, "device_memory", lambda: machine["device"])
     monkeypatch.setattr(memory, "available_memory", lambda: machine["available"])
     monkeypatch.setattr(mx, "get_active_memory", lambda: machine["weights"])
-    return memory.left_for_pool(config, lambda: machine["activations"])
+    return memory.left_for_pool(config, lambda: machine["activations"], on_cpu=on_cpu)
 
 
-def test_the_pool_gets_what_weights_and_activations_leave(monkeypatch, on_cpu) -> None:
+def test_the_pool_gets_what_weights_and_activations_leave(monkeypatch) -> None:
     machine = {"device": 100, "available": 100, "weights": 20, "activations": 15}
     config = EngineConfig(gpu_memory_utilization=0.5)
     assert sized(monkeypatch, config, **machine) == (15, 15)
@@ -49,21 +47,21 @@ def test_the_pool_gets_what_weights_and_activations_leave(monkeypatch, on_cpu) -
 
 
 def test_a_gpu_has_memory_of_its_own(monkeypatch) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     machine = {"device": 100, "available": 0, "weights": 20, "activations": 15}
-    assert sized(monkeypatch, EngineConfig(gpu_memory_utilization=0.5), **machine) == (15, 15)
-    assert sized(monkeypatch, EngineConfig(), **machine) == (55, 15)
+    config = EngineConfig(gpu_memory_utilization=0.5)
+    assert sized(monkeypatch, config, on_cpu=False, **machine) == (15, 15)
+    assert sized(monkeypatch, EngineConfig(), on_cpu=False, **machine) == (55, 15)
 
 
 @pytest.mark.parametrize(
     "options",
     [{}, {"kv_cache_memory": GIB}, {"num_gpu_blocks_override": 5, "gpu_memory_utilization": 0.5}],
 )
-def test_nothing_is_measured_where_it_decides_nothing(options, on_cpu) -> None:
+def test_nothing_is_measured_where_it_decides_nothing(options) -> None:
     def never() -> int:
         raise AssertionError("the largest step was run for nothing")
 
-    assert memory.left_for_pool(EngineConfig(**options), never) == (None, None)
+    assert memory.left_for_pool(EngineConfig(**options), never, on_cpu=True) == (None, None)
 
 
 def test_too_small_a_share_is_refused_with_the_numbers() -> None:
@@ -269,18 +267,17 @@ def test_tables_are_those_of_a_fresh_copy_whatever_happens() -> None:
 def test_an_nvidia_gpu_takes_larger_steps_where_it_has_the_memory(
     monkeypatch: pytest.MonkeyPatch, gib: int, share: float | None, expected: int
 ) -> None:
-    monkeypatch.setattr(memory.ops, "has_cuda", lambda: True)
+    platform = platform_with(has_cuda=True)
     monkeypatch.setattr(memory, "device_memory", lambda: gib << 30)
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)
-    chosen = memory.with_step_tokens(EngineConfig(gpu_memory_utilization=share))
+    chosen = memory.with_step_tokens(EngineConfig(gpu_memory_utilization=share), platform)
     assert chosen.step_tokens == chosen.scheduler_config(None).max_num_batched_tokens == expected
     given = EngineConfig(gpu_memory_utilization=share, max_num_batched_tokens=100)
-    assert memory.with_step_tokens(given) is given
+    assert memory.with_step_tokens(given, platform) is given
 
 
-def test_elsewhere_a_step_has_2048_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.ops, "has_cuda", lambda: False)
-    config = memory.with_step_tokens(EngineConfig())
+def test_elsewhere_a_step_has_2048_tokens() -> None:
+    config = memory.with_step_tokens(EngineConfig(), platform_with(has_cuda=False))
     assert config.step_tokens == config.scheduler_config(None).max_num_batched_tokens == 2048
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.grouped_models import engine_of
 from support.models import embedded_twin
+from support.platforms import platform_with
 from support.reference import ON_GPU
 
 from mlx_paged import LLM, SamplingParams, ops
@@ -25,7 +26,7 @@ PROMPTS = [[3, 4, 5, 6], [7, 8], list(range(10, 60))]
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up, "is_needed", lambda config: not config.enforce_eager, raising=True)
+    monkeypatch.setattr(warm_up, "is_needed", lambda config, platform: not config.enforce_eager)
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -64,11 +65,11 @@ def test_what_is_prepared_with_cuda() -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="tests on a GPU start engines without a warm-up")
-def test_on_the_cpu_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not warm_up.is_needed(EngineConfig(runner="generate"))
-    monkeypatch.setattr(warm_up.mx, "default_device", lambda: warm_up.mx.Device(warm_up.mx.gpu))
-    assert warm_up.is_needed(EngineConfig(runner="generate"))
-    assert not warm_up.is_needed(EngineConfig(runner="generate", enforce_eager=True))
+def test_on_the_cpu_nothing_is_prepared() -> None:
+    cpu, gpu = platform_with(on_cpu=True), platform_with(on_cpu=False)
+    assert not warm_up.is_needed(EngineConfig(runner="generate"), cpu)
+    assert warm_up.is_needed(EngineConfig(runner="generate"), gpu)
+    assert not warm_up.is_needed(EngineConfig(runner="generate", enforce_eager=True), gpu)
 
 
 @pytest.mark.parametrize("with_cuda", [True, False])
@@ -80,7 +81,7 @@ def test_the_steps_come_before_the_first_request_and_change_no_answer(
         "max_num_batched_tokens": 64,
     }  # fmt: skip
     expected = answers(LLM(embedded_twin(), **options))
-    monkeypatch.setattr(warm_up, "is_needed", lambda config: True)
+    monkeypatch.setattr(warm_up, "is_needed", lambda config, platform: True)
     monkeypatch.setattr(ops, "has_cuda", lambda: with_cuda)
     launched: list[tuple[int, int]] = []
     launch = ModelRunner.launch

@@ -12,6 +12,8 @@ from typing import Any
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -19,11 +21,13 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text
 from support.parity import Driver
+from support.platforms import CUDA, run_as_on
 from support.reference import ON_GPU
 
 from mlx_paged import ops
-from mlx_paged.model import compiled, dense_prefill, paged_model
+from mlx_paged.model import dense_prefill, paged_model
 from mlx_paged.model.caches import LatentLayerCache, Scores, Step, StepContext
+from mlx_paged.model.compiled import Repeat
 from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.plan import StepInputs, build_plan
@@ -89,7 +93,14 @@ class BoundedDriver:
         self.spans = spans
         self.bounds: np.ndarray | None = None
         self.bounded_plans = 0
+        self._decide = paged._repeat_of
         monkeypatch.setattr(paged_model, "build_plan", self._build_plan)
+        monkeypatch.setattr(paged, "_repeat_of", self._repeat_of)
+
+    def _repeat_of(self, inputs: StepInputs, num_rows: int) -> Repeat:
+        assert self.bounds is not None
+        has_bounds = (self.bounds[1] > self.bounds[0]).any()  # (the model itself takes text only)
+        return Repeat.NOT if has_bounds else self._decide(inputs, num_rows)
 
     def _build_plan(self, *args: Any, **options: Any) -> ops.AttentionPlan:
         plan = build_plan(*args, **{**options, "bounds": self.bounds})
@@ -177,16 +188,16 @@ def test_mlx_attention_leaves_chunks_with_pictures_alone(monkeypatch, decode_row
 
 
 @pytest.mark.parametrize("of_second", [None, (100, 299)])
-def test_text_beside_a_picture_is_left_to_mlx_attention(model, monkeypatch, of_second) -> None:
+def test_text_beside_a_picture_is_left_to_mlx_attention(model, of_second) -> None:
     paged = serve(model, CONFIG, block_size=16)
-    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    run_as_on(paged, **CUDA)
     rows, tables = np.array([600, 700]), [list(range(1, 39)), list(range(40, 84))]
     bounds = np.stack([np.concatenate([np.arange(n) for n in rows])] * 2)
     if of_second is not None:
         bounds[:, 600 + np.arange(of_second[0], of_second[1] + 1)] = np.array([of_second]).T
     media = StepMedia(np.zeros(0, np.int32), None, None, bounds)
     inputs = StepInputs(rows, rows, tables, np.cumsum(rows) - 1, media=media)
-    chunks = paged._step(inputs).prefill.chunks
+    chunks = paged._step(inputs, Repeat.NOT, 1300).prefill.chunks
     assert [c.num_rows for c in chunks] == ([600, 700] if of_second is None else [600])
 
 
@@ -194,12 +205,16 @@ def bounded_plan() -> ops.AttentionPlan:
     return build_plan([[1]], [8], [1], block_size=8, window=2, bounds=np.array([[3], [7]]))
 
 
-def test_a_step_with_bounds_is_not_compiled(monkeypatch) -> None:
-    monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    text = build_plan([[1]], [8], [1], block_size=8)
-    tokens = mx.zeros(1, mx.int32)
-    assert compiled._serves(tokens, Step(text, tokens))
-    assert not compiled._serves(tokens, Step(bounded_plan(), tokens))
+@pytest.mark.parametrize("fields", [CUDA, {"has_cuda": False, "most_program_rows": 16}])
+def test_a_step_with_bounds_does_not_repeat(model, fields) -> None:
+    paged = serve(model, CONFIG, block_size=8)
+    run_as_on(paged, **fields)
+    one, rows = np.array([8]), np.zeros(0, np.int32)
+    text = StepInputs(one, one // 8, [[1]], one * 0)
+    seen = replace(text, media=StepMedia(rows, None, None, np.array([[3], [7]])))
+    unseen = replace(text, media=StepMedia(rows, None, None))
+    assert [paged._repeat_of(step, 1) for step in (text, unseen)] == [Repeat.AS_GRAPH] * 2
+    assert paged._repeat_of(seen, 1) is Repeat.NOT
 
 
 def test_latent_attention_refuses_bounds() -> None:

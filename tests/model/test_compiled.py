@@ -10,7 +10,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.family_configs import config_of
 from support.models import StepDriver, tiny_config, tiny_model
+from support.parity import Driver, family_model
+from support.platforms import CUDA, platform_with
 
 from mlx_paged import ops
 from mlx_paged.demo import model_path
@@ -20,9 +23,11 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model import compiled as compiled_module
 from mlx_paged.model import paged_model
 from mlx_paged.model.caches import Step
+from mlx_paged.model.compiled import Repeat
 from mlx_paged.model.loader import load
-from mlx_paged.model.media import MediaFeatures, MediaRows
+from mlx_paged.model.media import MediaRows
 from mlx_paged.model.plan import build_plan
+from mlx_paged.model.wrap import serve
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 65, 17)]
 
@@ -77,7 +82,7 @@ def test_model_that_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = compiled_module.CompiledSteps(forward)
     for i in range(5):
         plan = build_plan([[1]], [3], [1], block_size=16)
-        out, _ = steps.run(mx.array([i]), Step(plan, mx.array([0])), [])
+        out, _ = run_step(steps, mx.array([i]), Step(plan, mx.array([0])))
         assert out.item() == i + 1
     assert steps._failed
     assert calls == [0, 1, 2, 3, 4]
@@ -134,6 +139,17 @@ def test_layers_of_a_large_step_start_one_by_one_and_few_ahead(monkeypatch) -> N
     assert len(events) == 11 and ops.pool_copies() == copies
 
 
+def run_step(
+    steps: compiled_module.CompiledSteps, tokens: mx.array, step: Step
+) -> tuple[mx.array, list[mx.array]]:
+    """Decides how a step of arrays repeats, and runs it."""
+    num_sequences = step.plan.context_lens.shape[0]
+    repeat = steps.repeat_of(
+        tokens.shape[0], num_sequences, step.logit_rows.shape[0], is_of_arrays=True
+    )
+    return steps.run(tokens, step, [], repeat)
+
+
 def decode_step(num_seqs: int, **fields: Any) -> tuple[mx.array, Step]:
     ones = [1] * num_seqs
     plan = build_plan([[i + 1] for i in range(num_seqs)], ones, ones, block_size=16)
@@ -149,7 +165,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> compiled_module.CompiledSteps:
 
 def test_a_shape_is_compiled_when_it_occurs_for_the_third_time(steps) -> None:
     for i in range(4):
-        steps.run(*decode_step(1), [])
+        run_step(steps, *decode_step(1))
         assert len(steps._graphs) == (1 if i >= 2 else 0)
 
 
@@ -159,28 +175,34 @@ def test_the_graph_that_was_not_used_for_longest_is_dropped(steps) -> None:
 
     for num_seqs in (1, 2):
         for _ in range(3):
-            steps.run(*decode_step(num_seqs), [])
-    steps.run(*decode_step(1), [])
+            run_step(steps, *decode_step(num_seqs))
+    run_step(steps, *decode_step(1))
     assert kept() == {1, 2}
     for _ in range(3):
-        steps.run(*decode_step(3), [])
+        run_step(steps, *decode_step(3))
     assert kept() == {1, 3}
 
 
 def test_shapes_that_do_not_repeat_are_forgotten(steps) -> None:
     for num_seqs in range(1, 30):
-        steps.run(*decode_step(num_seqs), [])
+        run_step(steps, *decode_step(num_seqs))
     assert len(steps._times) == 4 * 2 and not steps._graphs
 
 
-@pytest.mark.parametrize("field", ["states", "prefill"])
-def test_steps_that_are_more_than_arrays_are_not_compiled(steps, field: str) -> None:
-    for _ in range(5):
-        steps.run(*decode_step(1, **{field: object()}), [])
-    step = decode_step(2)[1]
-    for _ in range(5):
-        steps.run(mx.zeros((3,), dtype=mx.int32), step, [])  # (a row more than sequences)
-    assert not steps._graphs and not steps._times
+def test_only_decodes_of_arrays_repeat(steps) -> None:
+    assert steps.repeat_of(2, 2, 2, is_of_arrays=True) is Repeat.AS_GRAPH
+    assert steps.repeat_of(2, 2, 2, is_of_arrays=False) is Repeat.NOT
+    assert steps.repeat_of(3, 2, 2, is_of_arrays=True) is Repeat.NOT, "a row more than sequences"
+
+
+def test_steps_with_recurrent_states_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    config = config_of("qwen3_next")
+    driver = Driver(serve(family_model(config), config, block_size=8))
+    for token in range(5):
+        driver.step({"a": [token]})
+    compiled = driver.paged._compiled
+    assert not compiled._graphs and not compiled._times
 
 
 def test_new_pools_have_no_graphs_of_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,19 +224,12 @@ def test_positions_of_rope_are_those_of_each_step(monkeypatch: pytest.MonkeyPatc
     )
     for i in range(6):
         positions = mx.full((3, 2, 1), i, dtype=mx.int32)
-        found, _ = steps.run(*decode_step(2, media=MediaRows(None, None, positions)), [])
+        found, _ = run_step(steps, *decode_step(2, media=MediaRows(None, None, positions)))
         assert found.tolist() == positions.tolist()
     assert len(steps._graphs) == 1
     # Another graph than that of a step without.
     with pytest.raises(AttributeError):
-        steps.run(*decode_step(2), [])
-
-
-def test_a_step_with_features_is_not_compiled(steps) -> None:
-    features = MediaFeatures(mx.zeros((1, 4)))
-    for _ in range(4):
-        steps.run(*decode_step(2, media=MediaRows(mx.array([0]), features, None)), [])
-    assert not steps._graphs
+        run_step(steps, *decode_step(2))
 
 
 def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> None:
@@ -227,18 +242,18 @@ def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> No
             raise ValueError("a product with quantised weights")
         return lambda tokens, arrays, pools: forward(tokens, arrays, pools)
 
-    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 512)
+    steps.platform = platform_with(**{**CUDA, "most_device_program_rows": 512})
     monkeypatch.setattr(compiled_module, "_device_program", device_program)
     refused_from = 64
     for num_seqs in (65, 100, 64):
         assert steps.reads_once(num_seqs) == (num_seqs != 100)
         for _ in range(3):
-            steps.run(*decode_step(num_seqs), [])
+            run_step(steps, *decode_step(num_seqs))
     assert tried == [65, 64]
     assert steps.reads_once(64) and not steps.reads_once(65)
     refused_from = 0
     for _ in range(3):
-        steps.run(*decode_step(1), [])
+        run_step(steps, *decode_step(1))
     assert tried == [65, 64, 1] and not steps.reads_once(1)
 
 

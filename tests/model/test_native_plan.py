@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.plan_reference import reference_plan
+from support.platforms import platform_with
 
 from mlx_paged import ops
-from mlx_paged.model import plan
 from mlx_paged.model.plan import PaddedTables, build_plan
 
 CASES = 1500
@@ -91,14 +91,15 @@ class Steps:
     ("kind", "has_bounds"),
     [("decodes", False), ("prompts", False), ("few", False), ("prompts", True)],
 )
-def test_it_is_what_numpy_plans(monkeypatch, place: str, kind: str, has_bounds: bool) -> None:
-    monkeypatch.setattr(plan, "_on_gpu", lambda: place != "cpu")
-    monkeypatch.setattr(ops, "repeats_steps", lambda: place == "cuda")
+def test_it_is_what_numpy_plans(place: str, kind: str, has_bounds: bool) -> None:
+    platform = platform_with(
+        plans_for_gpu=place != "cpu", has_cuda=place == "cuda", most_device_program_rows=0
+    )
     steps = Steps(kind, has_bounds=has_bounds)
     num_split = num_bounded = 0
     for _ in range(CASES // (1 if kind == "few" else 4)):
         args, options = steps.next()
-        made = arrays_of(build_plan(*args, **options))
+        made = arrays_of(build_plan(*args, **options, platform=platform))
         expected = reference_plan(*args, **options, on_gpu=place != "cpu", pads=place == "cuda")
         for mine, theirs in zip(made, expected, strict=True):
             assert mine.dtype == np.int32

@@ -15,6 +15,7 @@ from support import family_configs
 from support.device_programs import with_programs
 from support.mixtures import ROUTERS, Experts, Router, chosen_by, logits_apart, softmax_and_last
 from support.models import GREEDY, FixedSampler, StepDriver, tiny_config, tiny_model
+from support.platforms import CUDA_PROGRAMS, run_as_on
 from support.quantised import raw
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, sim_ext, simulated
@@ -763,27 +764,21 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "windows"])
-def test_steps_with_prompts_are_padded_and_become_programs(rng, monkeypatch, name: str) -> None:
+def test_steps_with_prompts_are_padded_and_become_programs(rng, name: str) -> None:
     """Prompts of other lengths, alone and beside decodes, in as many rows; and one that is not
     sampled from, which is no program and does not keep the others from being one."""
     ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
     work = [{"a": 5}, {"b": 11}, {"c": 16}, {"d": 7}, {"a": 1, "e": 9}, {"b": 12}]
     steps = ours.runner.model._compiled
     made = []
-    with simulated(), monkeypatch.context() as patch:
-        patch.setattr(ops, "has_cuda", lambda: True)
-        patch.setattr(ops, "most_device_program_rows", lambda: 64)
+    run_as_on(ours.runner.model, **CUDA_PROGRAMS)
+    with simulated():
         for part in work:
             tokens = {sequence: new_tokens(rng, count) for sequence, count in part.items()}
             with counted() as found:
                 actual = ours.step(tokens)
             made.append(found["steps"])
-            patch.undo()
-            with monkeypatch.context() as other:
-                other.setattr(ops, "has_cuda", lambda: False)
-                expected = graphs.step(tokens)
-            patch.setattr(ops, "has_cuda", lambda: True)
-            patch.setattr(ops, "most_device_program_rows", lambda: 64)
+            expected = graphs.step(tokens)
             for sequence, logits in expected.items():
                 np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
     assert made == [0, 0, 1, 1, 0, 1], "the third of a shape, and those after it"
@@ -791,11 +786,11 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, monkeypatch, nam
 
 
 @pytest.mark.parametrize("name", ["llama", "windows"])
-def test_steps_as_metal_runs_them(rng, monkeypatch, name: str) -> None:
+def test_steps_as_metal_runs_them(rng, name: str) -> None:
     """Decodes whose shape repeats, encoded anew in each step; nothing is captured."""
     ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
     steps = ours.runner.model._compiled
-    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 4)
+    run_as_on(ours.runner.model, most_device_program_rows=4)
     with simulated():
         sim_ext.capture_steps(False)
         try:
@@ -803,9 +798,7 @@ def test_steps_as_metal_runs_them(rng, monkeypatch, name: str) -> None:
             num_launches = []
             for part in [{"a": 5, "b": 9, "c": 1}, *[dict.fromkeys("abc", 1)] * 9]:
                 tokens = {sequence: new_tokens(rng, count) for sequence, count in part.items()}
-                with monkeypatch.context() as other:
-                    other.setattr(ops, "most_device_program_rows", lambda: 0)
-                    expected = graphs.step(tokens)
+                expected = graphs.step(tokens)
                 launches()
                 actual = ours.step(tokens)
                 num_launches.append(len([o for o in launches() if o["kernel"] != "write_kv"]))
@@ -820,9 +813,9 @@ def test_steps_as_metal_runs_them(rng, monkeypatch, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_steps_that_are_no_programs_of_metal_run_as_before(rng, monkeypatch, family: str) -> None:
+def test_steps_that_are_no_programs_of_metal_run_as_before(rng, family: str) -> None:
     ours, graphs = family_driver(family), family_driver(family)
-    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 4)
+    run_as_on(ours.runner.model, most_device_program_rows=4)
     with simulated():
         for _ in range(5):
             tokens = {sequence: new_tokens(rng, 1) for sequence in "ab"}
@@ -836,8 +829,7 @@ def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> Non
     """Its pools have the handles of before, so nothing built on them waits for it."""
     driver = driver_of(CONFIGS["qwen3"])
     steps = driver.runner.model._compiled
-    monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    run_as_on(driver.runner.model, **CUDA_PROGRAMS)
     made, run = [], steps.run
 
     def watched(*args: Any) -> Any:
@@ -866,8 +858,7 @@ def test_all_that_is_asked_of_a_step_is_under_way_when_it_is_launched(rng, monke
         started.clear()
         return driver.runner.launch(SchedulerOutput(9, (row,), ((),)), None)
 
-    monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    run_as_on(driver.runner.model, **CUDA_PROGRAMS)
     drawn = FixedSampler(GREEDY._replace(temperature=1.0))
     reporting = FixedSampler(GREEDY._replace(logprobs=2))
     with simulated():
@@ -884,11 +875,10 @@ def test_all_that_is_asked_of_a_step_is_under_way_when_it_is_launched(rng, monke
         assert len(results) > 1, "log-probabilities too"
 
 
-def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng, monkeypatch) -> None:
+def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng) -> None:
     driver = driver_of(CONFIGS["qwen3"])
     steps = driver.runner.model._compiled
-    monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    run_as_on(driver.runner.model, **CUDA_PROGRAMS)
     with simulated():
         for sequence in "ab":
             driver.step({sequence: new_tokens(rng, 5)})

@@ -13,6 +13,7 @@ from mlx_paged.model.compiled import (
     CompiledSteps,
     Greedy,
     Pools,
+    Repeat,
     _arrays_of,
     _has_rope_positions,
     _step_of,
@@ -33,7 +34,9 @@ class ProgramSteps(CompiledSteps):
         assert self._newest is not None
         return self._newest[1]
 
-    def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
+    def run(
+        self, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat = Repeat.NOT
+    ) -> tuple[mx.array, Pools]:
         arrays = _arrays_of(step)
         unknown = ops.placeholders([tokens, *arrays, *pools])
         end = 1 + len(arrays)

@@ -35,8 +35,7 @@ from mlx_paged.core import (
 )
 from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.engine.sampling.sampler import Sampled, SamplingMetadata, SamplingRow
-from mlx_paged.model.compiled import Greedy
+from mlx_paged.engine.sampling.sampler import Sampled, SamplingRow
 from mlx_paged.model.kv_formats import KVFormat
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.model.wrap import page
@@ -262,11 +261,9 @@ class StepDriver:
         captured: list[mx.array] = []
         real_sample = runner_module.sample
 
-        def capture(
-            logits: mx.array, sampling_rows: SamplingMetadata, greedy: Greedy | None
-        ) -> Sampled:
+        def capture(logits: mx.array, *args: Any, **options: Any) -> Sampled:
             captured.append(logits)
-            return real_sample(logits, sampling_rows, greedy)
+            return real_sample(logits, *args, **options)
 
         with mock.patch.object(runner_module, "sample", capture):
             launched = self.runner.launch(output, previous)

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged import extension
+from mlx_paged import extension, platform
 from mlx_paged.bench.figures import percentile
 from mlx_paged.bench.kernels import workloads
 from mlx_paged.bench.kernels.cases import LAYER, Case, refusal
@@ -60,7 +60,7 @@ def use_device(name: str | None) -> str:
         "cpu" or "gpu".
     """
     if name is None:
-        extension.use_supported_device()
+        platform.use_supported_device()
     elif name == "cpu":
         mx.set_default_device(mx.cpu)
     else:
@@ -72,7 +72,7 @@ def use_device(name: str | None) -> str:
                 "gpu", f"this build of mlx_paged has kernels for {backends} only"
             )
         mx.set_default_device(mx.gpu)
-    return "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+    return "cpu" if platform.is_cpu_default() else "gpu"
 
 
 def gpu_head_dims() -> set[int]:

@@ -174,7 +174,7 @@ def _model(
 
         return model or str(vision_model_path())
     from mlx_paged.bench.media_shapes import Shape, write_checkpoint
-    from mlx_paged.extension import use_supported_device
+    from mlx_paged.platform import is_cpu_default, use_supported_device
 
     # isort: split
     import mlx.core as mx
@@ -184,7 +184,7 @@ def _model(
         raise InvalidParameterError("shape", " or ".join(names), shape)
     use_supported_device()
     if dtype == "auto":
-        dtype = "float32" if mx.default_device() == mx.Device(mx.cpu) else "bfloat16"
+        dtype = "float32" if is_cpu_default() else "bfloat16"
     path = write_checkpoint(folder / shape, Shape(shape), num_layers=num_layers, dtype=dtype)
     mx.clear_cache()
     return str(path)

@@ -76,7 +76,7 @@ def memory(
     for field, path in (("json", json), ("csv", csv)):
         check_writable(field, path)
     from mlx_paged import unpatch
-    from mlx_paged.extension import use_supported_device
+    from mlx_paged.platform import use_supported_device
 
     unpatch()  # dense caches are those of unpatched mlx-lm
     checkout()

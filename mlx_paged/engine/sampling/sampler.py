@@ -20,6 +20,7 @@ from mlx_paged.core import ScheduledSequence
 from mlx_paged.engine.sampling.logits_processors import Edits, FloatArray
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow, SequenceSampler
 from mlx_paged.model.compiled import Greedy
+from mlx_paged.platform import Platform
 
 # A temperature this low is greedy, as in vLLM: dividing by it may overflow, and changes nothing
 # otherwise.
@@ -171,6 +172,8 @@ def sample(
     logits: mx.array,
     rows: Sequence[SamplingRow] | SamplingMetadata,
     greedy: Greedy | None = None,
+    *,
+    platform: Platform | None = None,
 ) -> Sampled:
     """Chooses a token for each row: temperature, then min-p, top-k and top-p, then the draw.
 
@@ -180,41 +183,45 @@ def sample(
         logits: ``[num_rows, vocab_size]``, edited (`logits_processors`).
         rows: one for each row of `logits`.
         greedy: greedy sampling of these logits, where it is known already.
+        platform: the device; None: MLX's default device now.
     """
+    platform = platform or Platform.current()
     rows = SamplingMetadata.of(rows)
     drawn = rows.drawn
-    tokens, largest, reported = _greedy(logits) if greedy is None else Sampled(*greedy)
+    tokens, largest, reported = _greedy(logits, platform) if greedy is None else Sampled(*greedy)
     if not len(drawn):
         return Sampled(tokens, largest, reported)
     if len(drawn) == len(rows):
-        tokens = _draw(logits, Sampled(tokens, largest), rows)
+        tokens = _draw(logits, Sampled(tokens, largest), rows, platform)
     else:
         [at] = ops.upload(drawn.astype(np.int32))
         drawn_from = Sampled(tokens[at], largest[at])
-        tokens[at] = _draw(logits[at], drawn_from, rows.only(drawn))
+        tokens[at] = _draw(logits[at], drawn_from, rows.only(drawn), platform)
     return Sampled(tokens, largest)
 
 
-def largest_of(logits: mx.array) -> mx.array:
+def largest_of(logits: mx.array, platform: Platform) -> mx.array:
     """``[num_rows]``: the largest of each row of ``[num_rows, vocab_size]`` logits, or NaN."""
-    return _greedy(logits).largest
+    return _greedy(logits, platform).largest
 
 
-def _greedy(logits: mx.array) -> Sampled:
+def _greedy(logits: mx.array, platform: Platform) -> Sampled:
     # (MLX's own is a scalar loop on a CPU, and several kernels on a GPU.)
-    if mx.default_device() == mx.cpu or ops.has_cuda():
+    if platform.on_cpu or platform.has_cuda:
         return Sampled(*ops.greedy_tokens(logits))
     # (What is not asked for is not computed.)
     return Sampled(mx.argmax(logits, axis=-1).astype(mx.int32), logits.max(axis=-1))
 
 
-def _draw(logits: mx.array, greedy: Sampled, rows: SamplingMetadata) -> mx.array:
+def _draw(
+    logits: mx.array, greedy: Sampled, rows: SamplingMetadata, platform: Platform
+) -> mx.array:
     # The largest becomes 0: the filters then need no other reduction to get probabilities.
     logits = logits.astype(mx.float32) - greedy.largest.astype(mx.float32)[:, None]
     keys = rows.key.copy()
     keys[:, 1] ^= rows.position
     temperature, on_device = ops.upload(rows.temperature, keys)
-    logits = apply_filters(logits / temperature[:, None], rows)
+    logits = apply_filters(logits / temperature[:, None], rows, platform)
     tokens = mx.vmap(_categorical)(logits, on_device).astype(mx.int32)
     # The noise of a token is -inf once in 2**32: if no other is left, it is no likelier than any.
     chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1).squeeze(1)
@@ -225,7 +232,11 @@ def _categorical(logits: mx.array, key: mx.array) -> mx.array:
     return mx.random.categorical(logits, key=key)
 
 
-def apply_filters(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> mx.array:
+def apply_filters(
+    logits: mx.array,
+    rows: Sequence[SamplingRow] | SamplingMetadata,
+    platform: Platform | None = None,
+) -> mx.array:
     """Sets the logits of tokens that must not be sampled to -inf.
 
     min_p comes first, then top_k, then top_p on what is left, renormalised, as in vLLM.
@@ -233,7 +244,9 @@ def apply_filters(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetada
     Args:
         logits: ``[num_rows, vocab_size]`` float32 after temperature, the largest of each row 0.
         rows: one for each row of `logits`.
+        platform: the device; None: MLX's default device now.
     """
+    on_cpu = (platform or Platform.current()).on_cpu
     rows, vocab_size = SamplingMetadata.of(rows), logits.shape[1]
     with np.errstate(divide="ignore"):
         floor = np.log(rows.min_p)
@@ -241,7 +254,7 @@ def apply_filters(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetada
     limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
     is_few = (rows.top_k > 0) & (rows.top_k <= vocab_size // _PARTITION_SHARE)
     # Where no top_k helps, a CPU need not sort (MLX's own sort there is a scalar loop).
-    is_nucleus = ~limited & (rows.top_p < 1) & (mx.default_device() == mx.cpu)
+    is_nucleus = ~limited & (rows.top_p < 1) & on_cpu
     is_many = ~is_few & ~is_nucleus & ((rows.top_p < 1) | limited)
     ways = (
         (is_few, _of_the_largest),

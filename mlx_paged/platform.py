@@ -1,0 +1,92 @@
+"""Platform: what MLX's default device can do, asked once when a model is loaded.
+
+The answers do not change while a model is served, so a step reads them here and asks no device.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from mlx_paged import extension, ops
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """The device that a model runs on.
+
+    Attributes:
+        on_cpu: MLX's default device is the CPU.
+        has_cuda: It is an NVIDIA GPU, for which this build has kernels.
+        plans_for_gpu: Attention is planned for GPU kernels (a GPU, or the Metal simulator).
+        simd: Instruction set of the CPU kernels.
+        activations: Formats to which linear layers can round their inputs, see `ops.activations`.
+        most_program_rows: Rows of a step up to which an `ops.StepProgram` serves; 0: it serves
+            none.
+        most_device_program_rows: The same for an `ops.DeviceProgram`.
+        pinned_uploads: `ops.upload` sends arrays from pinned memory, where they may stay.
+        native_dtypes: Dtypes that `ops.linear` multiplies there.
+        repeats_steps: A GPU repeats steps of one shape as a whole, so arrays of a plan should keep
+            their sizes while contexts grow.
+    """
+
+    on_cpu: bool
+    has_cuda: bool
+    plans_for_gpu: bool
+    simd: str
+    activations: tuple[str, ...]
+    most_program_rows: int
+    most_device_program_rows: int
+    pinned_uploads: bool
+    native_dtypes: tuple[mx.Dtype, ...]
+    repeats_steps: bool = field(init=False)
+
+    @classmethod
+    def current(cls) -> Platform:
+        """The platform of MLX's default device as it is now."""
+        on_cpu, has_cuda = is_cpu_default(), ops.has_cuda()
+        return cls(
+            on_cpu=on_cpu,
+            has_cuda=has_cuda,
+            plans_for_gpu=not on_cpu or os.environ.get("MLX_PAGED_SIM") == "1",
+            simd=extension.ext.build_info()["simd"],
+            activations=tuple(ops.activations()),
+            most_program_rows=ops.most_program_rows(),
+            most_device_program_rows=ops.most_device_program_rows(),
+            pinned_uploads=has_cuda,
+            native_dtypes=(mx.float32,) if on_cpu else (mx.float16, mx.bfloat16),
+        )
+
+    def __post_init__(self) -> None:
+        repeats = self.has_cuda or self.most_device_program_rows > 0
+        object.__setattr__(self, "repeats_steps", repeats)
+
+
+def is_cpu_default() -> bool:
+    """True if MLX's default device is the CPU now: for code that runs outside of a served model."""
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
+def has_kernels() -> bool:
+    """True if this build has kernels for MLX's default device."""
+    backends = set(extension.ext.build_info()["backends"].split())
+    return is_cpu_default() or bool({"metal", "cuda"} & backends)
+
+
+def use_supported_device() -> None:
+    """Moves MLX's default device to the CPU where this build has no kernels for the GPU.
+
+    Logs one warning: on a Mac everything else would work and be slower than expected.
+    """
+    if not has_kernels():
+        warnings.warn(
+            "this build of mlx_paged has no GPU kernels; MLX's default device is now the CPU. "
+            "For NVIDIA GPUs run in its checkout: "
+            "MLX_PAGED_CUDA=ON pip install --force-reinstall --no-deps .",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        mx.set_default_device(mx.cpu)

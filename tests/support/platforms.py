@@ -1,0 +1,23 @@
+"""Models that run as on another device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mlx_paged.model.paged_model import PagedModel
+from mlx_paged.platform import Platform
+
+# Fields of a `Platform` with an NVIDIA GPU; `most_device_program_rows` is 0 unless it is set.
+CUDA: dict[str, Any] = {"has_cuda": True, "pinned_uploads": True}
+CUDA_PROGRAMS: dict[str, Any] = {**CUDA, "most_device_program_rows": 64}
+
+
+def platform_with(**fields: Any) -> Platform:
+    """This machine's, with other answers."""
+    return replace(Platform.current(), **fields)
+
+
+def run_as_on(paged: PagedModel, **fields: Any) -> None:
+    """Has a model plan and run its next steps as a device with these answers does."""
+    paged.platform = paged._compiled.platform = replace(paged.platform, **fields)
