@@ -221,6 +221,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.check()
 
     @precondition(lambda self: self.tokens)
+    @rule(choice=st.integers(0, 20), count=st.integers(1, 9))
+    def truncate(self, choice: int, count: int) -> None:
+        seq_id = self.pick(choice)
+        tokens = self.tokens[seq_id]
+        length = max(1, len(tokens) - count)
+        # (Not what is still to come: no table needs to cover that.)
+        length = min(length, max(1, self.computed[seq_id]))
+        start = self.kv.truncate(seq_id, length)
+        assert start == self.naive.truncate(seq_id, length)
+        del tokens[length:]
+        self.computed[seq_id] = min(self.computed[seq_id], start)
+        self.check()
+
+    @precondition(lambda self: self.tokens)
     @rule(choice=st.integers(0, 20))
     def abort(self, choice: int) -> None:
         self.free(self.pick(choice))

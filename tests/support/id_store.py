@@ -75,6 +75,9 @@ class IdStore:
     def shrink(self, seq_id: int, num_tokens: int) -> None:
         self.kv.shrink(self.tables[seq_id], num_tokens)
 
+    def truncate(self, seq_id: int, num_tokens: int) -> int:
+        return self.kv.truncate(self.tables[seq_id], num_tokens)
+
     def free(self, seq_id: int) -> None:
         self.kv.free(self.tables.pop(seq_id))
 

@@ -127,6 +127,31 @@ class NaiveWindow:
             self.left(block, kept=i < self.shared[seq_id])
         self.first[seq_id] = max(first, self.first[seq_id])
 
+    def is_own(self, block: int | None) -> bool:
+        is_held = any(held.block == block for held in self.held.values())
+        return block is not None and self.users(block) == 1 and not is_held
+
+    def resume_point(self, seq_id: int, num_tokens: int) -> int:
+        if self.first_visible(num_tokens) // self.size < self.first[seq_id]:
+            return 0
+        depth, rest = divmod(num_tokens, self.size)
+        table = self.tables[seq_id]
+        if rest and depth < len(table) and not self.is_own(table[depth]):
+            return depth * self.size
+        return num_tokens
+
+    def truncate(self, seq_id: int, start: int, num_tokens: int) -> None:
+        table = self.tables[seq_id]
+        keep = start // self.size
+        while keep < min(len(table), self.blocks_for(num_tokens)) and self.is_own(table[keep]):
+            keep += 1
+        while len(table) > keep:
+            block = table.pop()
+            if block is not None:
+                self.left(block, kept=True)
+        self.first[seq_id] = min(self.first[seq_id], keep)
+        self.shared[seq_id] = min(self.shared[seq_id], keep)
+
     def end(self, seq_id: int) -> None:
         table = self.tables[seq_id]
         for i, block in reversed(list(enumerate(table))):

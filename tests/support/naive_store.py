@@ -235,6 +235,15 @@ class NaiveStore:
     def reach(self, seq_id: int, num_tokens: int) -> int:
         for window in self.windows:
             num_tokens = window.coverable(seq_id, num_tokens)
+        table = self.tables[seq_id]
+        num_blocks = table.indexed + len(table.own)
+        num_fresh = -(-num_tokens // self.size) - num_blocks
+        if num_fresh > 0 and not self.make_room(num_fresh, 0):
+            if num_fresh > self.num_free + self.num_cached:
+                num_fresh = 0
+            num_fresh = min(num_fresh, self.num_free)
+            num_tokens = (num_blocks + num_fresh) * self.size
+        table.own += self.fresh(max(0, num_fresh))
         for window in self.windows:
             window.cover(seq_id, num_tokens)
         return num_tokens
@@ -313,15 +322,62 @@ class NaiveStore:
             return None
         return self.index(seq_id, end)
 
+    def truncate(self, seq_id: int, num_tokens: int) -> int:
+        table, size, start = self.tables[seq_id], self.size, num_tokens
+        while True:
+            end = start
+            if start % size and not self.is_own(table, start // size):
+                end = start // size * size
+            end = min([end, *(window.resume_point(seq_id, start) for window in self.windows)])
+            if end == start:
+                break
+            start = end
+        place = next((i for i, copy in enumerate(self.copies) if copy[2] == seq_id), None)
+        if place is not None and start <= table.cached // size * size:
+            self.drop_copy(place)
+        before, depth = table.indexed, start // size
+        own = table.own
+        keep = max(0, depth - before)
+        while before <= depth and keep < len(own) and (before + keep) * size < num_tokens:
+            if not self.is_own(table, before + keep):
+                break
+            keep += 1
+        table.own = own[:keep]
+        if before > depth:
+            table.indexed = depth
+            self.arrive(table)
+            self.leave((table.salt, tuple(table.tokens[: before * size])))
+        self.release(own[keep:])
+        table.cached = min(table.cached, start)
+        table.computed = min(table.computed, start)
+        for window in self.windows:
+            window.truncate(seq_id, start, num_tokens)
+        return start
+
+    def is_own(self, table: Table, index: int) -> bool:
+        """True if only this sequence has a block, and may write to it."""
+        if index < table.indexed:
+            return False
+        if index >= table.indexed + len(table.own):
+            return True  # it will get one
+        block = table.own[index - table.indexed]
+        users = [own for other in self.tables.values() for own in other.own]
+        users += [own for _, own, _ in self.copies if own is not None]
+        return users.count(block) == 1
+
+    def drop_copy(self, place: int) -> None:
+        """A copy that is not made yet is not made at all."""
+        prefix, own, _ = self.copies.pop(place)
+        self.leave(prefix)
+        self.release([] if own is None else [own])
+        for window in self.windows:
+            window.drop_copy(place)
+
     def free(self, seq_id: int) -> None:
         tail = self.index_tail(seq_id)
         place = next((i for i, copy in enumerate(self.copies) if copy[2] == seq_id), None)
-        if place is not None:  # a copy that is not made yet is not made at all
-            prefix, own, _ = self.copies.pop(place)
-            self.leave(prefix)
-            self.release([] if own is None else [own])
-            for window in self.windows:
-                window.drop_copy(place)
+        if place is not None:
+            self.drop_copy(place)
         table = self.tables.pop(seq_id)
         if table.is_indexed:
             path = tuple(table.tokens[: table.indexed * self.size])

@@ -136,6 +136,19 @@ class BlockTable:
         return self.blocks[self.first :]
 
 
+class KeptState(NamedTuple):
+    """A state that is kept until the step which read it is committed, so that it can be taken back.
+
+    Attributes:
+        slot: The state after `num_tokens` tokens.
+        end: Tokens after the step that read it.
+    """
+
+    slot: int
+    num_tokens: int
+    end: int
+
+
 @dataclass
 class StateSlot:
     """A sequence's recurrent state.
@@ -146,12 +159,14 @@ class StateSlot:
         num_scheduled: Tokens in `slot`.
         pending: (depth in blocks, slot) of snapshots written or being written, whose node is not
             there yet.
+        kept: States before steps that may be taken back, the oldest first.
     """
 
     slot: int
     due: set[int]
     num_scheduled: int
     pending: list[tuple[int, int]] = field(default_factory=list)
+    kept: list[KeptState] = field(default_factory=list)
 
 
 class BlockTables:
@@ -405,6 +420,19 @@ class KVCacheGroup(ABC):
         """A sequence has `num_tokens` tokens; releases what later tokens do not need."""
 
     @abstractmethod
+    def resume_point(self, tables: BlockTables, num_tokens: int) -> int:
+        """Leading tokens, at most `num_tokens`, after which a running sequence can go on once it
+        loses all later ones."""
+
+    @abstractmethod
+    def truncate(self, tables: BlockTables, start: int, num_tokens: int) -> None:
+        """Takes back all but the first `num_tokens` tokens of a sequence.
+
+        Args:
+            start: tokens that are not computed again: a resume point of every group.
+        """
+
+    @abstractmethod
     def end(self, tables: BlockTables) -> None:
         """Releases all that a sequence holds; what nodes hold stays until it is evicted."""
 
@@ -636,6 +664,30 @@ class AttentionGroup(KVCacheGroup):
             self.pool.release(table.blocks[index], passed=index >= table.num_shared)
             tables.slide(self.number, index)
         table.first = max(table.first, first)
+
+    def resume_point(self, tables: BlockTables, num_tokens: int) -> int:
+        table = self._table(tables)
+        if self.first_block(num_tokens) < table.first:
+            return 0  # its window has slid on
+        index, num_partial = divmod(num_tokens, self.block_size)
+        # The rest of a block is written anew, unless somebody else may read it.
+        has_block = num_partial and index < len(table.blocks)
+        if has_block and not self.pool.is_own(table.blocks[index]):
+            return index * self.block_size
+        return num_tokens
+
+    def truncate(self, tables: BlockTables, start: int, num_tokens: int) -> None:
+        table = self._table(tables)
+        if start <= table.num_shared * self.block_size:
+            self.drop_copy(tables)
+        end = min(self._blocks_for(num_tokens), len(table.blocks))
+        for index in range(start // self.block_size, end):
+            if not self.pool.is_own(table.blocks[index]):
+                end = index  # to be computed again, into other blocks
+                break
+        first, table.first = table.first, min(table.first, end)
+        cut = tables.truncate(self.number, end)
+        self.pool.release(*reversed(cut[max(0, first - end) :]))
 
     def end(self, tables: BlockTables) -> None:
         self.drop_copy(tables)

@@ -487,12 +487,11 @@ class KVManager:
     def reach(self, tables: BlockTables, num_tokens: int) -> int:
         """Makes tables cover as many tokens as there is room for, `num_tokens` at most.
 
-        (Full attention covers all known tokens from admission on.) A step must not go further than
-        the answer; it may be less where a state is to be kept, too.
+        A step must not go further than the answer; it may be less where a state is to be kept, too.
         """
-        for group in self.groups[1:]:
+        for group in (*self.groups[1:], self.groups[0]):
             num_tokens = group.make_coverable(tables, num_tokens)
-        for attention in self.attention[1:]:
+        for attention in self.attention:
             attention.cover(tables, num_tokens)
         return num_tokens
 
@@ -544,6 +543,39 @@ class KVManager:
         for group in self.attention:
             group.on_indexed(tables, index, node)
         return node
+
+    def truncate(self, tables: BlockTables, num_tokens: int) -> int:
+        """Takes back all but the first `num_tokens` tokens of a sequence, computed or not.
+
+        The tokens after them may change then. What others share with the sequence stays as it is.
+        Rejected drafts are taken back before their step is committed: a block that is indexed is
+        not written again, not even with accepted tokens that a recurrent state has to replay.
+
+        ::
+
+            [0, start)           computed, as before
+            [start, num_tokens)  computed again; `reach` makes the tables cover them where they do
+                                 not any more
+            [num_tokens, end)    taken back
+
+        Returns:
+            `start`. It is less than `num_tokens` where a group holds nothing to go on from there: a
+            block that others read is not overwritten, a recurrent state is that before a step which
+            kept it (`move_state`), and a window that has slid past is computed from the beginning.
+        """
+        start = num_tokens
+        while True:
+            points = [group.resume_point(tables, start) for group in self.groups]
+            end = min(outside(tables.atomic, start), *points)
+            if end == start:
+                break
+            start = end
+        self._lower_tip(tables, start)
+        tables.num_cached_tokens = min(tables.num_cached_tokens, start)
+        tables.prompt = tables.prompt[: num_tokens * TOKEN_BYTES]
+        for group in self.groups:
+            group.truncate(tables, start, num_tokens)
+        return start
 
     def free(self, tables: BlockTables) -> None:
         """Releases a sequence's blocks; those that are indexed stay cached, with its tail."""
@@ -756,12 +788,16 @@ class KVManager:
             self.states.launch_step(step)
         return copies
 
-    def move_state(self, tables: BlockTables, end: int) -> StateMove | None:
+    def move_state(self, tables: BlockTables, end: int, *, keep: bool = False) -> StateMove | None:
         """Slots of a step that brings a sequence to `end` tokens; None where there are no states.
 
         Called once for each scheduled sequence.
+
+        Args:
+            keep: tokens of the step may be rejected, so the state before it is kept until it is
+                committed (`truncate`).
         """
-        return None if self.states is None else self.states.move(tables, end)
+        return None if self.states is None else self.states.move(tables, end, keep=keep)
 
     def on_step_evaluated(self, step: int) -> None:
         """A step was evaluated: blocks that waited for it are free."""

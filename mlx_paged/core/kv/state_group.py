@@ -9,6 +9,7 @@ from mlx_paged.core.kv.groups import (
     SLOTS_PER_SEQUENCE,
     BlockCopy,
     BlockTables,
+    KeptState,
     KVCacheGroup,
     PrefixSource,
     StateGroupSpec,
@@ -113,13 +114,21 @@ class StateGroup(KVCacheGroup):
     def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
         return self.pool.num_available_later > 0
 
-    def move(self, tables: BlockTables, end: int) -> StateMove:
-        """Slots of a step that brings a sequence to `end` tokens, for which there is room."""
+    def move(self, tables: BlockTables, end: int, *, keep: bool = False) -> StateMove:
+        """Slots of a step that brings a sequence to `end` tokens, for which there is room.
+
+        Args:
+            keep: the step may be taken back (`truncate`), so the state before it is kept until the
+                step is committed.
+        """
         state = self._state(tables)
         read, write = state.slot, self.pool.allocate()
         self._passed.discard(write)
         if read != NULL_BLOCK:
             self._read.append(read)
+            if keep:
+                self.pool.retain(read)
+                state.kept.append(KeptState(read, state.num_scheduled, end))
         state.slot, state.num_scheduled = write, end
         if tables.tip is not None and self._is_due(tables, end) and self._has_spare():
             if end < len(tables.tokens) and end not in state.due:
@@ -157,6 +166,8 @@ class StateGroup(KVCacheGroup):
     def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
         """Gives snapshots to the nodes that exist by now."""
         state, tip = self._state(tables), tables.tip
+        while state.kept and state.kept[0].end <= num_tokens:
+            self._release(state.kept.pop(0).slot)
         for depth, slot in state.pending.copy():
             if tip is not None and depth > tip.depth:
                 continue
@@ -166,12 +177,34 @@ class StateGroup(KVCacheGroup):
                 self.hold(tip.ancestor(depth), slot)
             self._release(slot)
 
+    def resume_point(self, tables: BlockTables, num_tokens: int) -> int:
+        """The state has to be one that exists: the newest, a kept one or the initial one."""
+        state = self._state(tables)
+        lengths = [state.num_scheduled, *(kept.num_tokens for kept in state.kept)]
+        return max((length for length in lengths if length <= num_tokens), default=0)
+
+    def truncate(self, tables: BlockTables, start: int, num_tokens: int) -> None:
+        state = self._state(tables)
+        for depth, slot in state.pending.copy():
+            if depth * self.block_size > num_tokens:
+                state.pending.remove((depth, slot))
+                self._num_pending -= 1
+                self._release(slot)
+        while state.num_scheduled > start:
+            if state.slot != NULL_BLOCK:
+                self._release(state.slot)
+            state.slot, state.num_scheduled = NULL_BLOCK, 0
+            if state.kept:
+                state.slot, state.num_scheduled, _ = state.kept.pop()
+
     def end(self, tables: BlockTables) -> None:
         state = self._state(tables)
         self._num_sequences -= 1
         self._num_pending -= len(state.pending)
         for _, slot in state.pending:
             self._release(slot)
+        for kept in state.kept:
+            self._release(kept.slot)
         if state.slot != NULL_BLOCK:
             self._release(state.slot)
 
@@ -195,6 +228,7 @@ class StateGroup(KVCacheGroup):
             state = self._state(tables)
             num_pending += len(state.pending)
             references.update(slot for _, slot in state.pending)
+            references.update(kept.slot for kept in state.kept)
             references.update([state.slot] if state.slot else [])
         if (len(all_tables), num_pending) != (self._num_sequences, self._num_pending):
             raise IntegrityError(
