@@ -14,17 +14,12 @@ from mlx_paged.core.kv.manager import KVCounters, KVManager, KVUsage
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
 from mlx_paged.core.kv.tree import PrefixMatch, PrefixNode, PrefixQuery, PrefixTree
 from mlx_paged.core.media import MediaSpan, PromptMedia
-from mlx_paged.core.outputs import (
-    IN_FLIGHT_TOKEN,
-    ScheduledSequence,
-    SchedulerOutput,
-    SequenceOutcome,
-)
+from mlx_paged.core.outputs import SchedulerOutput, SequenceOutcome
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus, StopPolicy
 from mlx_paged.core.scheduler import Scheduler
+from mlx_paged.core.step import PooledStates, PromptLogprobs, StepBatch, StepResult
 
 __all__ = [
-    "IN_FLIGHT_TOKEN",
     "NULL_BLOCK",
     "BlockCopy",
     "BlockPool",
@@ -35,14 +30,15 @@ __all__ = [
     "KVManager",
     "KVUsage",
     "MediaSpan",
+    "PooledStates",
     "PrefixMatch",
     "PrefixNode",
     "PrefixQuery",
     "PrefixTree",
+    "PromptLogprobs",
     "PromptMedia",
     "Request",
     "ScheduledMedia",
-    "ScheduledSequence",
     "Scheduler",
     "SchedulerConfig",
     "SchedulerOutput",
@@ -53,6 +49,8 @@ __all__ = [
     "StateGroupSpec",
     "StateMove",
     "StopPolicy",
+    "StepBatch",
+    "StepResult",
     "StepTable",
     "WindowGroupSpec",
 ]

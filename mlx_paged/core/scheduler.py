@@ -8,6 +8,7 @@ class finds no room (`_make_way`), and a step failed (`requeue_in_flight`).
 from __future__ import annotations
 
 import time
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -15,19 +16,15 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
-from mlx_paged.core.encoder_cache import EncoderCache, ScheduledMedia
+from mlx_paged.core.encoder_cache import EncoderCache
 from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.manager import KVManager
 from mlx_paged.core.kv.tree import PrefixQuery
 from mlx_paged.core.media import MediaIdsExhaustedError, outside
-from mlx_paged.core.outputs import (
-    IN_FLIGHT_TOKEN,
-    ScheduledSequence,
-    SchedulerOutput,
-    SequenceOutcome,
-)
+from mlx_paged.core.outputs import SchedulerOutput, SequenceOutcome
 from mlx_paged.core.queues import Deadlines, SequenceQueue, WaitingQueue
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus
+from mlx_paged.core.step import StepBatch
 from mlx_paged.errors import (
     DuplicateRequestError,
     EngineOverloadedError,
@@ -49,9 +46,7 @@ PARKING_COST = 1 << 12
 # While others are unfinished, background requests have this part of places and tokens.
 _BACKGROUND_PART = 8
 
-_IN_FLIGHT = (IN_FLIGHT_TOKEN,)
 # (Three times as fast as calling the constructor.)
-_scheduled = partial(tuple.__new__, ScheduledSequence)
 _outcome = partial(tuple.__new__, SequenceOutcome)
 
 
@@ -118,7 +113,8 @@ class Scheduler:
         self._committed_step = 0
         self._in_flight: deque[SchedulerOutput] = deque()
         # State of the step being built.
-        self._scheduled: list[ScheduledSequence] = []
+        self._batch = StepBatch()
+        self._scheduled: list[Sequence] = []  # its sequences, in order
         self._num_sampled = 0
         self._prefilling: list[Sequence] = []  # running, with prompt tokens to go
         self._budget = 0
@@ -301,7 +297,7 @@ class Scheduler:
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "commit a step before scheduling another"
         self._expire()
         self._step += 1
-        self._scheduled, self._prefilling = [], []
+        self._batch, self._scheduled, self._prefilling = StepBatch(self._step), [], []
         self._num_sampled = self._num_decodes = 0
         self._budget = self.config.max_num_batched_tokens
         self._preempted = False
@@ -327,11 +323,14 @@ class Scheduler:
         if not self._scheduled:
             self._step -= 1
             return None
-        copies = self.kv.launch_step(self._step)
-        media: ScheduledMedia | None = None
+        batch, num_seqs = self._batch, len(self._scheduled)
+        batch.seq_ids = [seq.seq_id for seq in self._scheduled]
+        batch.num_drafts = array("i", bytes(4 * num_seqs))
+        batch.adapter_ids = array("i", bytes(4 * num_seqs))
+        batch.block_copies = self.kv.launch_step(self._step)
         if self.encoder_cache.step == self._step:
-            media = self.encoder_cache.end()
-        output = SchedulerOutput(self._step, tuple(self._scheduled), copies, media)
+            batch.media = self.encoder_cache.end()
+        output = SchedulerOutput(batch, self._scheduled)
         self._in_flight.append(output)
         return output
 
@@ -354,13 +353,16 @@ class Scheduler:
         )
         _check_sampled(output, sampled)
         self._in_flight.popleft()
-        self._committed_step = output.step
-        self.kv.on_step_evaluated(output.step)
+        batch = output.batch
+        self._committed_step = batch.step
+        self.kv.on_step_evaluated(batch.step)
         outcomes = self.take_outcomes()
         block_size = self.kv.block_size
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         # As lean as `_schedule_decodes`, for the same reason.
-        for (seq, token_ids, start, samples, _, _, _), token in zip(output.sequences, sampled):
+        for seq, start, length, samples, token in zip(
+            output.sequences, batch.starts, batch.query_lens, batch.samples, sampled
+        ):
             status = seq.status
             if status is finished:
                 continue
@@ -374,8 +376,8 @@ class Scheduler:
                 if samples:
                     tokens.append(token)  # type: ignore[arg-type]
                 tables = seq.tables
-                tables.num_computed_tokens = now = start + len(token_ids)  # type: ignore[union-attr]
-                if now % block_size < len(token_ids):  # the end of a block is among them
+                tables.num_computed_tokens = now = start + length  # type: ignore[union-attr]
+                if now % block_size < length:  # the end of a block is among them
                     self.kv.commit(tables, now)  # type: ignore[arg-type]
             if not samples:
                 continue
@@ -407,13 +409,13 @@ class Scheduler:
         Nothing they wrote is trusted. Call it when the device is idle. Returns how many
         sequences wait again.
         """
-        in_flight = {s.sequence for output in self._in_flight for s in output.sequences}
+        in_flight = {seq for output in self._in_flight for seq in output.sequences}
         again = sorted((s for s in in_flight if s.is_running), key=lambda seq: seq.order)
         for seq in again:
             self._preempt(seq)
         self.encoder_cache.forget_after(self._committed_step)
         while self._in_flight:
-            self.kv.on_step_evaluated(self._in_flight.popleft().step)
+            self.kv.on_step_evaluated(self._in_flight.popleft().batch.step)
         self._committed_step = self._step
         return len(again)
 
@@ -447,9 +449,9 @@ class Scheduler:
         # This loop and the one of `update_from_output` see every running sequence in every step;
         # the rest runs for few of them. Hence no properties and few calls.
         step, block_size = self._step, self.kv.block_size
-        scheduled, running = self._scheduled, SequenceStatus.RUNNING
+        batch, scheduled, running = self._batch, self._scheduled, SequenceStatus.RUNNING
+        token_ids, starts, input_from = batch.token_ids, batch.starts, batch.input_from
         has_states, move_state = self.kv.states is not None, self.kv.move_state
-        state = None
         for seq in self._in_turn():
             start = seq.num_scheduled_tokens
             tokens = seq.tokens
@@ -471,15 +473,21 @@ class Scheduler:
             seq.last_step = step
             tables = seq.tables
             if has_states:
-                state = move_state(tables, start + 1)  # type: ignore[arg-type]
-            token_ids, input_from = _IN_FLIGHT, seq.sampled_index
+                batch.slots.append(move_state(tables, start + 1))  # type: ignore[arg-type]
             if num_left:
-                token_ids, input_from = (tokens[start],), -1
+                token_ids.append(tokens[start])
+                input_from.append(-1)
+            else:
+                token_ids.append(0)
+                input_from.append(seq.sampled_index)
             seq.sampled_index = len(scheduled)
-            exported = tables.exported or tables.export()  # type: ignore[union-attr]
-            scheduled.append(_scheduled((seq, token_ids, start, True, input_from, exported, state)))
-        self._num_decodes = self._num_sampled = len(scheduled)
-        self._budget -= len(scheduled)
+            starts.append(start)
+            batch.tables.append(tables.exported or tables.export())  # type: ignore[union-attr]
+            scheduled.append(seq)
+        num_decodes = self._num_decodes = self._num_sampled = len(scheduled)
+        batch.query_lens = array("q", (1,)) * num_decodes
+        batch.samples = [True] * num_decodes
+        self._budget -= num_decodes
 
     def _in_turn(self) -> list[Sequence]:
         """The running sequences that this step may schedule; few background ones beside others."""
@@ -644,21 +652,23 @@ class Scheduler:
         assert seq.tables is not None
         start = seq.num_scheduled_tokens
         end = seq.num_scheduled_tokens = start + num_tokens
-        token_ids = seq.tokens[start:end]
-        input_from = -1 if token_ids else seq.sampled_index
-        samples = end >= len(seq.tokens)
+        batch, samples = self._batch, end >= len(seq.tokens)
+        batch.input_from.append(-1 if start < len(seq.tokens) else seq.sampled_index)
         if samples:
             seq.sampled_index = self._num_sampled
             self._num_sampled += 1
         seq.last_step = self._step
-        state = self.kv.move_state(seq.tables, end)
+        slots = self.kv.move_state(seq.tables, end)
+        if slots is not None:
+            batch.slots.append(slots)
         if seq.request.prompt_media is not None:
             self._use_media(seq, start, end)
-        self._scheduled.append(
-            ScheduledSequence(
-                seq, token_ids or _IN_FLIGHT, start, samples, input_from, seq.tables.export(), state
-            )
-        )
+        batch.token_ids.extend(seq.tokens[start:end] if start < len(seq.tokens) else (0,))
+        batch.starts.append(start)
+        batch.query_lens.append(num_tokens)
+        batch.samples.append(samples)
+        batch.tables.append(seq.tables.export())
+        self._scheduled.append(seq)
         self._budget = max(0, self._budget - num_tokens)
         if self._is_long(len(seq.tokens) - start):
             self._long_budget = max(0, self._long_budget - num_tokens)
@@ -922,14 +932,15 @@ class Scheduler:
 
 def _check_sampled(output: SchedulerOutput, sampled: SequenceOf[int | None]) -> None:
     """Raises `InvalidParameterError` where a live sequence that samples has no token."""
-    if len(sampled) == len(output.sequences) and None not in sampled:
+    sequences = output.sequences
+    if len(sampled) == len(sequences) and None not in sampled:
         return
     missing = [
-        s.seq_id
-        for i, s in enumerate(output.sequences)
-        if s.samples and not s.sequence.is_finished and (i >= len(sampled) or sampled[i] is None)
+        seq.seq_id
+        for i, (seq, samples) in enumerate(zip(sequences, output.batch.samples))
+        if samples and not seq.is_finished and (i >= len(sampled) or sampled[i] is None)
     ]
-    if missing or len(sampled) != len(output.sequences):
-        expected = f"one entry for each of {len(output.sequences)} sequences"
+    if missing or len(sampled) != len(sequences):
+        expected = f"one entry for each of {len(sequences)} sequences"
         expected += f", and a token where one samples (none for {missing})" if missing else ""
         raise InvalidParameterError("sampled", expected, list(sampled))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,12 +20,13 @@ from mlx_paged.core import (
     KVUsage,
     Request,
     Scheduler,
+    SchedulerOutput,
     Sequence,
 )
 from mlx_paged.engine import memory, request_options, warm_up
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
-from mlx_paged.engine.executor import PendingStep, StepExecutor
+from mlx_paged.engine.executor import Executor, InProcessExecutor
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.guard import EngineGuard
@@ -54,8 +54,10 @@ from mlx_paged.engine.pooling.runner import Classifier, PooledPrompt, PoolingRun
 from mlx_paged.engine.reasoning import format_of
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
+from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.engine.step_columns import StepColumns
 from mlx_paged.errors import (
     InvalidParameterError,
     MlxPagedError,
@@ -179,7 +181,8 @@ class Engine:
         self.max_model_len = self.config.model_len(model_limit)
         paged.limit_contexts(self.max_model_len)
         kv_config = KVCacheConfig(paged.layout, self.config, self.max_model_len)
-        self._runner = _runner(paged, self.config, kv_config, model)
+        masks = SequenceMasks()
+        self._runner = _runner(paged, self.config, kv_config, model, masks)
         #: Numbers of an embedding before `dimensions` cuts it; None where the engine generates.
         self.hidden_size = getattr(self._runner, "hidden_size", None)
         sizes, activations = memory.allocate_pools(
@@ -209,7 +212,12 @@ class Engine:
             ),
             self._kv,
         )
-        self._executor = StepExecutor(self._runner)
+        self._executor: Executor = InProcessExecutor(self._runner)
+        self._columns = StepColumns(
+            masks,
+            samples=self.config.runner == "generate",
+            has_media=self._runner.media is not None,
+        )
         self.vocab_size = model.vocab_size
         self._classifier = self._make_classifier(paged, model.head)
         #: Prompts that the model was trained to see before texts, by the name of their use.
@@ -219,12 +227,11 @@ class Engine:
         self._no_text = self._detokenizer(SamplingParams())  # of all embeddings
         self._report = LogprobReport(self.tokenizer)
         self._output_processor = OutputProcessor(self._scheduler, self._report)
-        self._in_flight: PendingStep | None = None
+        self._in_flight: SchedulerOutput | None = None
         self.on_launch: Callable[[int], None] | None = None
         self._num_steps = 0
         self._max_used_blocks = 0
         self._max_shared_blocks = 0
-        self._thread = threading.current_thread()  # that launched what is in flight
         self._left: deque[str] = deque()  # requests that were aborted in the middle of a call
         # Recovery.
         self._is_whole = True  # false while a call changes the engine, and after one that raised
@@ -644,13 +651,6 @@ class Engine:
         while self._left:
             self._abort(self._left[0])
             self._left.popleft()
-        thread = threading.current_thread()
-        if thread is not self._thread:
-            # MLX's streams belong to threads: an operation of this one's stream must not wait for
-            # what another one's has in flight.
-            if self._in_flight is not None:
-                self._executor.wait(self._in_flight)
-            self._thread = thread
 
     def _recover(self) -> bool:
         if self._is_whole:
@@ -691,8 +691,8 @@ class Engine:
         With overlap, the next step is planned and launched before the tokens of the one in flight
         are read, so the device does not wait for the host.
 
-        A fault of the model or the device ends only the sequences it affects (`StepExecutor`). See
-        `recover` for what any other exception does.
+        A fault of the model or the device ends only the sequences it affects (`InProcessExecutor`).
+        See `recover` for what any other exception does.
         """
         self._enter()
         with self._guard.lock:
@@ -720,36 +720,34 @@ class Engine:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
             return self._output_processor.process_outputs(self._scheduler.take_outcomes())
-        result = self._executor.read(launched, self._in_flight)
+        result = self._executor.read()
+        for key, num_bytes in result.feature_sizes:
+            self._scheduler.encoder_cache.resize(key, num_bytes)
         updates: list[SequenceUpdate] = []
         if result.failures or result.logprobs or result.prompt_logprobs or result.pooled:
-            sequences = [s.sequence for s in launched.output.sequences]
-            updates += self._output_processor.end_failed(sequences, result)
-            updates += self._output_processor.record_reports(sequences, result)
-        if result.poisoned:
+            updates += self._output_processor.end_failed(launched.sequences, result)
+            updates += self._output_processor.record_reports(launched.sequences, result)
+        if result.is_poisoned:
             # NaNs spread through shared keys and values, and cached blocks cannot be checked.
             self._scheduler.reset_prefix_cache()
             self._scheduler.encoder_cache.clear()
-        outcomes = self._scheduler.update_from_output(launched.output, result.sampled_token_ids)
+        sampled = [tokens[0] if tokens else None for tokens in result.token_ids]
+        outcomes = self._scheduler.update_from_output(launched, sampled)
         return updates + self._output_processor.process_outputs(outcomes)
 
-    def _launch_next(self) -> PendingStep | None:
-        if self._in_flight is not None and self._in_flight.launched is None:
-            return None  # it runs when it is read: there is nothing to overlap with
+    def _launch_next(self) -> SchedulerOutput | None:
         output = self._scheduler.schedule()
         if output is None:
             return None
         self._num_steps += 1
         if self.on_launch is not None:
-            self.on_launch(output.num_tokens)
+            self.on_launch(output.batch.num_tokens)
         pool = self._kv.pool
         self._max_used_blocks = max(self._max_used_blocks, pool.num_used)
         self._max_shared_blocks = max(self._max_shared_blocks, pool.num_shared)
-        pending = self._executor.launch(output, self._in_flight)
-        if output.media is not None and self._runner.media is not None:
-            for key, num_bytes in self._runner.media.store.take_sizes():
-                self._scheduler.encoder_cache.resize(key, num_bytes)
-        return pending
+        self._columns.add_to(output)
+        self._executor.launch(output.batch)
+        return output
 
     # Numbers.
 
@@ -825,7 +823,11 @@ def _quantise(paged: PagedModel, config: EngineConfig) -> None:
 
 
 def _runner(
-    paged: PagedModel, config: EngineConfig, kv_config: KVCacheConfig, model: LoadedModel
+    paged: PagedModel,
+    config: EngineConfig,
+    kv_config: KVCacheConfig,
+    model: LoadedModel,
+    masks: MaskSource,
 ) -> ModelRunner:
     pooler, model_type = config.pooler, model.model_type
     if pooler is None:
@@ -833,7 +835,7 @@ def _runner(
         if model.media is not None:
             rope = model.media.uses_rope_positions
             media = StepMediaBuilder(paged.encode, uses_rope_positions=rope)
-        return ModelRunner(paged, windows=kv_config.windows, media=media)
+        return ModelRunner(paged, windows=kv_config.windows, media=media, masks=masks)
     assert pooler.pooling_type is not None
     try:
         runner = PoolingRunner(paged, pooler.pooling_type, windows=kv_config.windows)

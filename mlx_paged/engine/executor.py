@@ -1,53 +1,77 @@
-"""StepExecutor: runs steps so that a fault ends only the sequences that it affects.
+"""Executor: runs the batches of steps. InProcessExecutor runs them on this process's device.
 
-The sequences of a step are independent: none writes what another reads, and writing the same keys
-and values to the same slots twice changes nothing. So a step that failed is run again in parts. The
-scheduler does not see this: it planned one step and gets that step's tokens.
+A fault ends only the sequences that it affects. The sequences of a step are independent: none
+writes what another reads, and writing the same keys and values to the same slots twice changes
+nothing. So a step that failed is run again in parts (`engine.step_parts`). The scheduler does not
+see this: it planned one step and gets that step's tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+import threading
+from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.core import (
-    BlockCopy,
-    ScheduledMedia,
-    ScheduledSequence,
-    SchedulerOutput,
-    StateMove,
-)
-from mlx_paged.core.media import outside
+from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.active_wait import ActiveWait
 from mlx_paged.engine.faults import is_out_of_memory, reason_of
 from mlx_paged.engine.media.encoder_cache import RejectedItem
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
+from mlx_paged.engine.runner import KnownTokens, LaunchedStep, ModelRunner
+from mlx_paged.engine.step_parts import Part, add_results, cut, halves, is_state_spent, whole
 
 logger = logging.getLogger(__name__)
-
-# A part of a step: (place in the step, the sequence or a piece of its tokens).
-Part = tuple[tuple[int, ScheduledSequence], ...]
 
 # Steps without a fault after which a limit set by a lack of memory is doubled.
 _STEPS_UNTIL_LARGER = 64
 
 
-@dataclass
+class Executor(Protocol):
+    """Runs batches in the order in which they are launched.
+
+    Attributes:
+        num_faults: Steps, or parts of them, that failed.
+    """
+
+    num_faults: int
+
+    def launch(self, batch: StepBatch) -> None:
+        """Starts a step and returns at once; its inputs may be tokens of the step before."""
+
+    def read(self) -> StepResult:
+        """Waits for the oldest step that has not been read, and returns its results.
+
+        Does not raise for a fault of the device or the model: that ends the sequences it affects.
+        """
+
+    def reset(self) -> None:
+        """Drops all steps that were launched, and waits until the device is idle."""
+
+
+@dataclass(slots=True)
 class PendingStep:
-    """A step between launch and read; `launched` is None where it will run when it is read."""
+    """A step that has not been read.
 
-    output: SchedulerOutput
-    launched: LaunchedStep | None
+    Attributes:
+        launched: The step on the device; None where it failed or was too large, and has yet to run
+            in parts.
+        result: Its results, where it ran in parts before it was read.
+    """
+
+    batch: StepBatch
+    launched: LaunchedStep | None = None
+    result: StepResult | None = None
 
 
-class StepExecutor:
-    """Launches and reads steps; neither raises for a fault of the device or the model.
-
-    What a sequence's sampler raises is a fault of the step like any other. (A token mask that
-    raises concerns its row only, see `apply_edits`.)
+class InProcessExecutor:
+    """Runs batches with a `ModelRunner`, on the calling thread.
 
     Attributes:
         max_rows: Most rows of one launch, since memory ran out; None: any number.
@@ -57,126 +81,131 @@ class StepExecutor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._wait_actively = ActiveWait(runner.model.platform)
+        self._thread = threading.current_thread()  # that launched what is pending
+        self._pending: deque[PendingStep] = deque()
+        self._read: PendingStep | None = None  # the step read last
         self._num_good_steps = 0
         self._rows_too_many = 0
         self.max_rows: int | None = None
         self.num_faults = 0
 
-    def launch(self, output: SchedulerOutput, previous: PendingStep | None) -> PendingStep:
-        """Starts a step on the device; returns at once.
-
-        Args:
-            previous: the step before, if it has not been read yet. It must have been launched: see
-                `PendingStep`.
-        """
-        if self.max_rows is not None and output.num_tokens > self.max_rows:
-            return PendingStep(output, None)
-        before = None if previous is None else previous.launched
+    def launch(self, batch: StepBatch) -> None:
+        """See `Executor`."""
+        self._enter_thread()
+        step = PendingStep(batch)
+        previous: LaunchedStep | KnownTokens | None = None
+        if self._pending:
+            before = self._pending[-1]
+            if before.launched is None and before.result is None:
+                # It has yet to run, and this step's inputs are its tokens.
+                before.result = self._run_in_parts(before)
+            previous = before.launched or _known_tokens(before)
+        self._pending.append(step)
+        if self.max_rows is not None and batch.num_tokens > self.max_rows:
+            return
         try:
-            return PendingStep(output, self._runner.launch(output, before))
+            step.launched = self._runner.launch(batch, previous)
         except Exception as error:
             if not isinstance(error, RejectedItem):  # (it is no fault of the device)
-                self._note(error, output.num_tokens)
-            _reset_samplers(output.sequences)
-            return PendingStep(output, None)
+                self._note(error, batch.num_tokens)
 
-    def read(self, step: PendingStep, following: PendingStep | None) -> ModelRunnerOutput:
-        """Waits for a step and returns its results.
-
-        Args:
-            following: the step launched after it. If this step fails, so did that one: it will run
-                when it is read.
-        """
+    def read(self) -> StepResult:
+        """See `Executor`."""
+        self._enter_thread()
+        step = self._pending[0]
         num_faults = self.num_faults
-        result = self._read_launched(step, following)
+        result = step.result or self._read_launched(step)
         if result is None:
-            result = self._run_in_parts(step.output)
+            result = self._run_in_parts(step)
         if self.num_faults == num_faults:
             self._count_good_step()
+        if self._runner.media is not None:
+            result.feature_sizes = self._runner.media.store.take_sizes()
+        step.result, step.launched = result, None
+        self._read = self._pending.popleft()
         return result
 
-    def _read_launched(
-        self, step: PendingStep, following: PendingStep | None
-    ) -> ModelRunnerOutput | None:
+    def reset(self) -> None:
+        """See `Executor`."""
+        self._pending.clear()
+        self._read = None
+        self._runner.reset()
+
+    def _enter_thread(self) -> None:
+        """Waits for steps that another thread launched.
+
+        MLX's streams belong to threads: an operation of this one's stream must not wait for what
+        another one's has in flight. (`read` finds out whether they failed.)
+        """
+        thread = threading.current_thread()
+        if thread is self._thread:
+            return
+        for step in self._pending:
+            if step.launched is not None:
+                with suppress(Exception):
+                    self._runner.wait(step.launched)
+        self._thread = thread
+
+    def _read_launched(self, step: PendingStep) -> StepResult | None:
         if step.launched is None:
             return None
         try:
             self._wait_actively(step.launched.results[0])
             return self._runner.read(step.launched)
         except Exception as error:
-            self._note(error, step.output.num_tokens)
+            self._note(error, step.batch.num_tokens)
             self._runner.abandon(step.launched)
-            if following is not None:
+            for following in self._pending:  # they were built on it, and run when they are read
                 following.launched = None
             return None
 
-    def wait(self, step: PendingStep) -> None:
-        """Waits for a step that another thread launched; `read` finds out whether it failed."""
-        if step.launched is not None:
-            with suppress(Exception):
-                self._runner.wait(step.launched)
-
-    def reset(self) -> None:
-        """Drops all steps that were launched, and waits until the device is idle."""
-        self._runner.reset()
-
     # Steps that failed, or that are too large for the memory there is.
 
-    def _run_in_parts(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def _run_in_parts(self, step: PendingStep) -> StepResult:
         """Runs a step at once, cut in two wherever it fails, until what fails is one sequence's,
         twice."""
-        result = ModelRunnerOutput([None] * len(output.sequences))
-        parts = [_with_known_tokens(output)]
+        batch = step.batch
+        result = StepResult([[] for _ in batch.seq_ids])
+        previous = None if self._read is None else _known_tokens(self._read)
+        parts = [whole(batch, set() if self._read is None else _without_token(self._read, batch))]
         tried_alone: set[int] = set()
         while parts:
             part = parts.pop()
             if not part:
                 continue
-            num_rows = sum(s.num_tokens for _, s in part)
-            halves = _halves(part)
-            if self.max_rows is not None and num_rows > self.max_rows and len(halves) > 1:
-                parts += reversed(halves)
+            num_rows = sum(piece.num_tokens for piece in part)
+            two = halves(batch, part)
+            if self.max_rows is not None and num_rows > self.max_rows and len(two) > 1:
+                parts += reversed(two)
                 continue
-            place, first = part[0]
+            first = part[0]
             try:
-                _merge(result, part, self._run_now(output, part))
+                found = self._run_now(cut(batch, part, self._runner.block_size), previous)
+                add_results(result, part, found)
                 continue
             except RejectedItem as error:
                 logger.info("an item of a prompt was rejected: %s", error, exc_info=error.__cause__)
-                _reset_samplers([s for _, s in part])
-                rejected = {at for at, s in part if _has_item(s, error.key)} or {place}
-                result.failures += [(at, error) for at in sorted(rejected)]
+                rejected = {p.place for p in part if _has_item(batch, p.place, error.key)}
+                rejected.add(first.place)
+                result.failures += [(index, error) for index in sorted(rejected)]
                 parts = [_without(each, rejected) for each in (*parts, part)]
                 continue
             except Exception as error:
                 self._note(error, num_rows)
-                _reset_samplers([s for _, s in part])
-                if not _is_state_spent(first):
-                    if len(part) > 1 or (len(halves) > 1 and is_out_of_memory(error)):
-                        parts += reversed(halves)
+                if not is_state_spent(batch, first):
+                    if len(part) > 1 or (len(two) > 1 and is_out_of_memory(error)):
+                        parts += reversed(two)
                         continue
-                    if place not in tried_alone:
-                        tried_alone.add(place)
+                    if first.place not in tried_alone:
+                        tried_alone.add(first.place)
                         parts.append(part)
                         continue
-                result.failures.append((place, reason_of(error)))
-                parts = [p for p in parts if p[0][0] != place]
+                result.failures.append((first.place, reason_of(error)))
+                parts = [p for p in parts if p[0].place != first.place]
         return result
 
-    def _run_now(self, output: SchedulerOutput, part: Part) -> ModelRunnerOutput:
-        # A copy goes with the sequence that continues its target: made later, it would undo what
-        # that sequence wrote.
-        size = self._runner.block_size
-        begun = [s for place, s in part if s.start == output.sequences[place].start]
-        copies = tuple(
-            _made_for(copies, [s.tables[group].blocks[s.start // size] for s in begun])
-            for group, copies in enumerate(output.block_copies)
-        )
-        sequences = tuple(s for _, s in part)
-        # (What the step gave up is gone by now.)
-        media = None if output.media is None else ScheduledMedia((), output.media.encoded)
-        again = SchedulerOutput(output.step, sequences, copies, media)
-        launched = self._runner.launch(again, None)
+    def _run_now(self, batch: StepBatch, previous: KnownTokens | None) -> StepResult:
+        launched = self._runner.launch(batch, previous)
         try:
             return self._runner.read(launched)
         except Exception:
@@ -206,87 +235,33 @@ class StepExecutor:
                 self.max_rows = None  # there may be more memory by now
 
 
-def _has_item(scheduled: ScheduledSequence, key: bytes) -> bool:
-    media = scheduled.sequence.media
+def _known_tokens(step: PendingStep) -> KnownTokens:
+    """The tokens of a step with results; 0 where there is none: that sequence has ended."""
+    assert step.result is not None
+    found = [
+        tokens[-1] if tokens else 0
+        for tokens, samples in zip(step.result.token_ids, step.batch.samples)
+        if samples
+    ]
+    tokens = mx.array(np.array(found, dtype=np.int32))
+    return KnownTokens(tokens, tokens)
+
+
+def _without_token(before: PendingStep, batch: StepBatch) -> set[int]:
+    """Indices of the sequences whose input a step was to make, and did not."""
+    assert before.result is not None
+    sampled = [
+        bool(tokens)
+        for tokens, samples in zip(before.result.token_ids, before.batch.samples)
+        if samples
+    ]
+    return {i for i, at in enumerate(batch.input_from) if at >= 0 and not sampled[at]}
+
+
+def _has_item(batch: StepBatch, index: int, key: bytes) -> bool:
+    media = batch.media_inputs[index] if batch.media_inputs else None
     return media is not None and key in media.keys
 
 
-def _without(part: Part, places: Collection[int]) -> Part:
-    return tuple(each for each in part if each[0] not in places)
-
-
-def _reset_samplers(sequences: Iterable[ScheduledSequence]) -> None:
-    """Recounts tokens: a sampler may have raised in the middle of counting."""
-    for s in sequences:
-        s.sequence.sampler.start_over()
-
-
-def _with_known_tokens(output: SchedulerOutput) -> Part:
-    """A whole step, with the tokens that were in flight when it was planned.
-
-    (The step before it has been read and committed.)
-    """
-    part = []
-    for place, s in enumerate(output.sequences):
-        if s.sequence.is_finished:
-            continue  # its token would be discarded
-        if s.awaits_token:
-            s = s._replace(token_ids=(s.sequence.tokens[s.start],), input_from=-1)
-        tables = tuple(table._replace(dirty_from=0) for table in s.tables)
-        part.append((place, s._replace(tables=tables)))
-    return tuple(part)
-
-
-def _merge(result: ModelRunnerOutput, part: Part, found: ModelRunnerOutput) -> None:
-    """Adds the results of a part of a step to those of the step."""
-    for (place, _), token in zip(part, found.sampled_token_ids):
-        if token is not None:
-            result.sampled_token_ids[place] = token
-    result.failures += [(part[i][0], reason) for i, reason in found.failures]
-    result.logprobs += [(part[i][0], position) for i, position in found.logprobs]
-    result.prompt_logprobs += found.prompt_logprobs
-    result.pooled += found.pooled
-
-
-def _made_for(copies: tuple[BlockCopy, ...], targets: Collection[int]) -> tuple[BlockCopy, ...]:
-    return tuple(copy for copy in copies if copy.dst in targets)
-
-
-def _is_state_spent(scheduled: ScheduledSequence) -> bool:
-    """True if the state that it begins with may be overwritten: that of a second part."""
-    state = scheduled.state
-    return state is not None and state.read == state.write
-
-
-def _halves(part: Part) -> list[Part]:
-    """Two parts, to be run in this order: by sequences, or one sequence by its tokens.
-
-    What cannot be cut is returned whole: one token, or a media item whose positions see each other.
-    """
-    if len(part) > 1:
-        middle = len(part) // 2
-        return [part[:middle], part[middle:]]
-    [(place, s)] = part
-    middle = _middle(s)
-    if middle == 0:
-        return [part]
-    head = s._replace(token_ids=s.token_ids[:middle], samples=False)
-    tail = s._replace(token_ids=s.token_ids[middle:], start=s.start + middle)
-    if s.state is not None:
-        # The second part begins where the first one ends.
-        tail = tail._replace(state=StateMove(s.state.write, s.state.write))
-    return [((place, head),), ((place, tail),)]
-
-
-def _middle(scheduled: ScheduledSequence) -> int:
-    """How many of a sequence's tokens the first of two parts has; 0: it cannot be cut."""
-    middle = scheduled.num_tokens // 2
-    media = scheduled.sequence.request.prompt_media
-    if media is None or not media.atomic:
-        return middle
-    start = scheduled.start
-    before = outside(media.atomic, start + middle)
-    if before > start:
-        return before - start
-    after = next((end for _, end in media.atomic if start + middle < end), start)
-    return after - start if after < scheduled.context_len else 0
+def _without(part: Part, indices: Collection[int]) -> Part:
+    return tuple(piece for piece in part if piece.place not in indices)

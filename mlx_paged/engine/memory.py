@@ -5,28 +5,25 @@ from __future__ import annotations
 import gc
 import logging
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.core import (
-    Request,
-    ScheduledSequence,
-    SchedulerOutput,
-    Sequence,
-    StateMove,
-    StepTable,
-)
+from mlx_paged.core import StateMove, StepBatch, StepTable
+from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig, physical_memory
 from mlx_paged.engine.faults import is_out_of_memory
 from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
 from mlx_paged.engine.media.items import VideoFrames
 from mlx_paged.engine.media.options import IoOptions, MediaOptions
 from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.media import MediaInputs
 from mlx_paged.model.media_kinds import Kind
@@ -218,15 +215,15 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
 
     It runs on small temporary pools.
     """
-    output = largest_step(config, len(runner.windows), has_states=runner.model.layout.has_states)
-    num_blocks = 1 + max(max(seq.block_table) for seq in output.sequences)
+    batch = largest_step(config, len(runner.windows), has_states=runner.model.layout.has_states)
+    num_blocks = 1 + max(max(table.blocks) for tables in batch.tables for table in tables)
     blocks = dict.fromkeys(runner.model.layout.reaches, num_blocks)
-    runner.allocate(blocks, 1 + len(output.sequences))
+    runner.allocate(blocks, 1 + batch.num_seqs)
     mx.synchronize()
     gc.collect()  # what it would free during the step must not count
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    runner.read(runner.launch(output, None))
+    runner.read(runner.launch(batch, None))
     return max(0, mx.get_peak_memory() - before)
 
 
@@ -346,32 +343,36 @@ def _profile_item(
     return prompt.inputs[0], len(prompt.token_ids)
 
 
-class _ProfileSampler:
-    """The costliest sampling that a request can have without edits of its logits."""
-
-    row = SamplingRow(1.0, 0, 0)
-    has_edits = False
-
-
 def largest_step(
     config: EngineConfig, num_windows: int = 0, *, has_states: bool = False
-) -> SchedulerOutput:
+) -> StepBatch:
     """`max_num_batched_tokens` rows of `max_num_seqs` new sequences."""
-    num_tokens = max(config.step_tokens, config.max_num_seqs)
-    request = Request("profile", (0,))
-    sequences, first_block = [], 1
-    for i in range(config.max_num_seqs):
-        begin, end = (num_tokens * k // config.max_num_seqs for k in (i, i + 1))
-        num_blocks = -(-(end - begin) // config.block_size)
+    num_seqs = config.max_num_seqs
+    num_tokens = max(config.step_tokens, num_seqs)
+    bounds = [num_tokens * i // num_seqs for i in range(num_seqs + 1)]
+    lengths = [end - begin for begin, end in pairwise(bounds)]
+    tables, first_block = [], 1
+    for length in lengths:
+        num_blocks = -(-length // config.block_size)
         table = StepTable(tuple(range(first_block, first_block + num_blocks)), 0)
+        tables.append((table,) * (1 + num_windows))
         first_block += num_blocks
-        sequence = Sequence(-1 - i, request, i, ((False, 0), 0, i))
-        sequence.sampler = _ProfileSampler()
-        state = StateMove(0, 1 + i) if has_states else None
-        tables = (table,) * (1 + num_windows)
-        token_ids = (0,) * (end - begin)
-        sequences.append(ScheduledSequence(sequence, token_ids, 0, True, -1, tables, state))
-    return SchedulerOutput(0, tuple(sequences), ((),) * (1 + num_windows))
+    # The costliest sampling that a request can have without edits of its logits.
+    settings = [SamplingRow(1.0, seed=0, position=length) for length in lengths]
+    return StepBatch(
+        seq_ids=[-1 - i for i in range(num_seqs)],
+        token_ids=array(TOKEN_TYPE, [0]) * num_tokens,
+        starts=array("q", [0]) * num_seqs,
+        query_lens=array("q", lengths),
+        samples=[True] * num_seqs,
+        input_from=array("i", [-1]) * num_seqs,
+        num_drafts=array("i", [0]) * num_seqs,
+        adapter_ids=array("i", [0]) * num_seqs,
+        tables=tables,
+        slots=[StateMove(0, 1 + i) for i in range(num_seqs)] if has_states else [],
+        block_copies=((),) * (1 + num_windows),
+        sampling=SamplingMetadata.of(settings),
+    )
 
 
 def limit_buffer_cache(activation_bytes: int | None, pool_bytes: int, logits_bytes: int) -> int:

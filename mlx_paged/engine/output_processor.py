@@ -17,13 +17,13 @@ from mlx_paged.core import (
     Sequence,
     SequenceOutcome,
     SequenceStatus,
+    StepResult,
 )
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
 from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, is_interrupt, reason_of
 from mlx_paged.engine.media.encoder_cache import RejectedItem
 from mlx_paged.engine.outputs import CompletionOutput, RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.params import PoolingParams
-from mlx_paged.engine.runner import ModelRunnerOutput
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
 from mlx_paged.engine.sampling.sequence_sampler import SequenceSampler
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -166,7 +166,7 @@ class OutputProcessor:
         return updates
 
     def end_failed(
-        self, sequences: SequenceOf[Sequence], result: ModelRunnerOutput
+        self, sequences: SequenceOf[Sequence], result: StepResult
     ) -> list[SequenceUpdate]:
         """Ends the sequences that a step failed for.
 
@@ -174,27 +174,27 @@ class OutputProcessor:
             sequences: of the step, in its order.
         """
         updates = []
-        for place, reason in result.failures:
-            updates += self._fail(sequences[place], reason)
+        for index, reason in result.failures:
+            updates += self._fail(sequences[index], reason)
         self._current = None
         return updates
 
     def record_reports(
-        self, sequences: SequenceOf[Sequence], result: ModelRunnerOutput
+        self, sequences: SequenceOf[Sequence], result: StepResult
     ) -> list[SequenceUpdate]:
         """Takes what a step found of prompts and tokens; returns the updates of what that ended."""
         updates = []
-        for scheduled, states in result.pooled:
-            scheduled.sequence.prompt_report.record(scheduled.start, scheduled.context_len, states)
-        for place, position in result.logprobs:
-            if sequences[place].answer is not None:
-                sequences[place].answer.position = position
-        for scheduled, positions in result.prompt_logprobs:
-            seq = scheduled.sequence
+        for part in result.pooled:
+            sequences[part.place].prompt_report.record(part.start, part.end, part.states)
+        for index, positions in result.logprobs:
+            if sequences[index].answer is not None:
+                sequences[index].answer.position = positions[0]
+        for found in result.prompt_logprobs:
+            seq = sequences[found.place]
             if seq.answer is None or seq.finish_reason is FinishReason.ERROR:
                 continue
             try:
-                seq.prompt_report.record(scheduled.start, positions)
+                seq.prompt_report.record(found.start, found.positions)
             except Exception as error:  # as in `process_outputs`
                 updates += self._fail(seq, reason_of(error))
         self._current = None

@@ -1,4 +1,4 @@
-"""Runs the scheduler's steps on the device. Knows nothing about requests."""
+"""ModelRunner: runs the batches of steps on the device. Knows nothing about requests."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.core import IN_FLIGHT_TOKEN, ScheduledSequence, SchedulerOutput
+from mlx_paged.core import PromptLogprobs, StepBatch, StepResult, StepTable
 from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, POISONS, why_no_token
 from mlx_paged.engine.grammar.worker import MaskWorker
-from mlx_paged.engine.media.encoder_cache import RejectedItem
 from mlx_paged.engine.media.step_media import StepMediaBuilder
 from mlx_paged.engine.sampling.logits_processors import (
     GrammarMasks,
@@ -34,8 +33,8 @@ from mlx_paged.engine.sampling.logprobs import (
     PromptTargets,
     logprobs_of,
 )
+from mlx_paged.engine.sampling.masks import MaskSource
 from mlx_paged.engine.sampling.sampler import (
-    MetadataCache,
     Sampled,
     SamplingMetadata,
     largest_of,
@@ -50,15 +49,28 @@ from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
-# Places in `SchedulerOutput.sequences`, and how many positions are reported of each.
+# (index into the batch, number of reported positions)
 Places = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """Tokens of a step that has been read, as input of the step after it.
+
+    Attributes:
+        tokens: ``[num_sampled]`` int32.
+        reported: The same.
+    """
+
+    tokens: mx.array
+    reported: mx.array
 
 
 @dataclass(frozen=True)
 class LaunchedStep:
     """A step that the device is working on, and where its tokens will be."""
 
-    output: SchedulerOutput
+    batch: StepBatch
     tokens: mx.array  # [num_sampled] int32, in the order of the sequences that sample
     # The last pool it writes, to wait for in a step without samples.
     written: mx.array
@@ -105,36 +117,9 @@ class Reported:
     places: Places  # the sequences of the positions, in order
 
     def read(self) -> list[tuple[int, list[PositionLogprobs]]]:
-        """(place, its positions) of each sequence."""
+        """(index, its positions) of each sequence."""
         positions = iter(self.arrays.read())
-        return [(place, [next(positions) for _ in range(count)]) for place, count in self.places]
-
-
-@dataclass
-class ModelRunnerOutput:
-    """Results of a step; places are those in `SchedulerOutput.sequences`.
-
-    Attributes:
-        sampled_token_ids: For each sequence its token; None where it does not sample, or failed.
-        failures: (place, why there is no token, or the item that the tower rejects). These
-            sequences cannot continue.
-        logprobs: (place, log-probabilities of its token), where they were asked for.
-        prompt_logprobs: (sequence's part of the step, those of the tokens after its first ones).
-        pooled: (sequence's part of the step, ``[hidden_size]`` float32): see `PooledPrompt`.
-    """
-
-    sampled_token_ids: list[int | None]
-    failures: list[tuple[int, str | RejectedItem]] = field(default_factory=list)
-    logprobs: list[tuple[int, PositionLogprobs]] = field(default_factory=list)
-    prompt_logprobs: list[tuple[ScheduledSequence, list[PositionLogprobs]]] = field(
-        default_factory=list
-    )
-    pooled: list[tuple[ScheduledSequence, np.ndarray]] = field(default_factory=list)
-
-    @property
-    def poisoned(self) -> bool:
-        """True if there were NaNs or infinities, so that the prefix cache cannot be trusted."""
-        return any(reason in POISONS for _, reason in self.failures)
+        return [(index, [next(positions) for _ in range(count)]) for index, count in self.places]
 
 
 class ModelRunner:
@@ -146,6 +131,7 @@ class ModelRunner:
             step names them; all others share one.
         num_blocks: blocks of the pools; None: `allocate` makes them later.
         media: encodes media items, where the model takes any.
+        masks: makes the masks that batches name; None: they name none.
     """
 
     def __init__(
@@ -155,12 +141,13 @@ class ModelRunner:
         windows: Sequence[Reach] = (),
         num_blocks: int | None = None,
         media: StepMediaBuilder | None = None,
+        masks: MaskSource | None = None,
     ) -> None:
         self.model = model
         self.media = media
+        self._masks = masks
         self._tables = BlockTableCache()
         self._windows = {reach: BlockTableCache() for reach in windows}
-        self._metadata = MetadataCache()
         self._mask_worker = MaskWorker[GrammarMasks]()
         if num_blocks is not None:
             self.allocate(num_blocks)
@@ -179,18 +166,23 @@ class ModelRunner:
         """Makes new pools; what the old ones held is lost."""
         self.model.allocate(num_blocks, num_state_slots)
 
-    def launch(self, output: SchedulerOutput, previous: LaunchedStep | None) -> LaunchedStep:
+    def launch(self, batch: StepBatch, previous: LaunchedStep | KnownTokens | None) -> LaunchedStep:
         """Builds a step and starts it on the device; returns at once.
 
         (Unless a sequence has a token mask and its newest token is in flight: then it waits for
         that.) A step that raises leaves no trace: the pools' handles are those of before.
 
         Args:
-            previous: the step before, if its tokens have not been read yet.
+            previous: the step before, or its tokens, where the batch takes any of them.
+
+        Raises:
+            ValueError: the batch has drafts or adapters, which this runner does not know.
         """
+        if batch.num_drafts.count(0) + batch.adapter_ids.count(0) < 2 * batch.num_seqs:
+            raise ValueError("[step] num_drafts and adapter_ids must be 0: not supported")
         before = self.model.pools()
         try:
-            return self._launch(output, previous, before)
+            return self._launch(batch, previous, before)
         except Exception:
             self.model.restore(before)
             self._forget()
@@ -199,30 +191,35 @@ class ModelRunner:
             raise
 
     @staticmethod
-    def read(launched: LaunchedStep) -> ModelRunnerOutput:
+    def read(launched: LaunchedStep) -> StepResult:
         """Waits for a step and returns its results.
 
         A sequence has no token where its logits hold a NaN, or permit none.
         """
         mx.eval(*launched.results, launched.written)
-        sequences = launched.output.sequences
+        batch = launched.batch
         sampled: list[int] = np.array(launched.reported).tolist()
-        tokens: list[int | None] = list(sampled)
-        if len(sampled) < len(sequences):
+        if len(sampled) == batch.num_seqs:
+            tokens = [[token] for token in sampled]
+        else:
             rest = iter(sampled)
-            tokens = [next(rest) if s.samples else None for s in sequences]
-        result = ModelRunnerOutput(tokens)
+            tokens = [[next(rest)] if samples else [] for samples in batch.samples]
+        result = StepResult(tokens)
         if min(sampled, default=0) < 0 and launched.why_none is not None:
-            places = [place for place, s in enumerate(sequences) if s.samples]
-            for row, (place, token) in enumerate(zip(places, sampled)):
+            indices = compress(range(batch.num_seqs), batch.samples)
+            for row, (index, token) in enumerate(zip(indices, sampled)):
                 if token < 0:
-                    tokens[place] = None
-                    result.failures.append((place, launched.why_none(row)))
+                    tokens[index] = []
+                    reason = launched.why_none(row)
+                    result.failures.append((index, reason))
+                    result.is_poisoned |= reason in POISONS
         if launched.logprobs is not None:
-            result.logprobs = [(at, found[0]) for at, found in launched.logprobs.read()]
+            result.logprobs = launched.logprobs.read()
         if launched.prompt_logprobs is not None:
-            found_of = launched.prompt_logprobs.read()
-            result.prompt_logprobs = [(sequences[at], found) for at, found in found_of]
+            result.prompt_logprobs = [
+                PromptLogprobs(index, batch.starts[index], found)
+                for index, found in launched.prompt_logprobs.read()
+            ]
         return result
 
     def abandon(self, launched: LaunchedStep) -> None:
@@ -261,78 +258,77 @@ class ModelRunner:
         self._mask_worker.wait()
         self._tables = BlockTableCache()
         self._windows = {reach: BlockTableCache() for reach in self._windows}
-        self._metadata = MetadataCache()
 
     def _launch(
-        self, output: SchedulerOutput, previous: LaunchedStep | None, pools_before: list[mx.array]
+        self,
+        batch: StepBatch,
+        previous: LaunchedStep | KnownTokens | None,
+        pools_before: list[mx.array],
     ) -> LaunchedStep:
-        self._copy_blocks(output)
-        columns = tuple(zip(*output.sequences))
-        _, token_ids, starts, samples, input_from, _, _ = columns
-        count = len(token_ids)
-        is_decode = False not in samples and sum(map(len, token_ids)) == count
-        sampled: Sequence[ScheduledSequence]
+        self._copy_blocks(batch)
+        count, is_decode, targets = batch.num_seqs, batch.is_decode, batch.prompt_targets
+        num_sampled = count if is_decode else sum(batch.samples)
+        num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)
+        context_lens = np.frombuffer(batch.starts, dtype=np.int64) + num_rows
         if is_decode:
             # (A single token that is sampled from is its prompt's last, or follows it.)
-            sampled, targets = output.sequences, []
-            num_rows, wanted = np.ones(count, dtype=np.int64), np.arange(count)
-            positions = context_lens = np.fromiter(starts, dtype=np.int64, count=count) + 1
+            begins = wanted = np.arange(count)
         else:
-            sampled, targets = [s for s in output.sequences if s.samples], _prompt_targets(output)
-            num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=count)
-            context_lens = np.fromiter(starts, dtype=np.int64, count=count) + num_rows
             ends = np.cumsum(num_rows)
-            positions, wanted = context_lens, ends - 1
-            if len(sampled) < count:
-                is_sampled = np.array(samples)
-                positions, wanted = positions[is_sampled], wanted[is_sampled]
+            begins, wanted = ends - num_rows, ends - 1
+            if num_sampled < count:
+                wanted = wanted[np.array(batch.samples)]
             if targets:
                 # Rows that are sampled from, then those that prompt tokens to report follow.
-                reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+                reported = [begins[i] + np.arange(len(t.token_ids)) for i, t in targets]
                 wanted = np.concatenate([wanted, *reported])
-        metadata, newest, grammars = None, None, None
-        if sampled and (is_decode or any(s.sequence.sampler.has_edits for s in sampled)):
-            metadata = self._metadata(sampled, positions)
-            if metadata.edits:
-                newest = _newest(sampled, metadata, previous)
-                if has_grammars(metadata.edits):
-                    make = partial(make_grammar_masks, metadata.edits, newest)
-                    grammars = self._mask_worker.start(make)
+        metadata: SamplingMetadata = batch.sampling
+        newest, grammars = None, None
+        if num_sampled and metadata.edits:
+            newest = _newest(batch, metadata, previous)
+            if has_grammars(metadata.edits):
+                assert self._masks is not None, "a batch names masks, but there is no source"
+                make = partial(make_grammar_masks, metadata.edits, newest, self._masks)
+                grammars = self._mask_worker.start(make)
         media, made = None, []
         if self.media is not None:
-            media = self.media.build(
-                output, columns[0], context_lens, num_rows, overlaps=previous is not None
-            )
+            overlaps = isinstance(previous, LaunchedStep)
+            media = self.media.build(batch, context_lens, num_rows, overlaps=overlaps)
             made = self.media.store.made()
-        total = count if is_decode else int(num_rows.sum())
-        wanted_rows = total
-        if not is_decode and sampled and media is None:
+        wanted_rows = total = batch.num_tokens
+        if not is_decode and num_sampled and media is None:
             wanted_rows = self.model.rows_with_prompts(total)
         stays = self.model.reads_once(wanted_rows, is_decode=is_decode)
         logits = self.model.forward(
-            _input_tokens(token_ids, input_from, previous, wanted_rows - total, stays=stays),
-            self._inputs(columns, context_lens, num_rows, wanted, media),
+            _input_tokens(batch, begins, previous, wanted_rows - total, stays=stays),
+            self._inputs(batch, context_lens, num_rows, wanted, media),
         )
         greedy = None
-        if sampled:
-            if metadata is None:  # (for which the GPU need not have waited)
-                metadata = self._metadata(sampled, positions)
-            raw = logits[: len(sampled)] if targets else logits
+        if num_sampled:
+            raw = logits[:num_sampled] if targets else logits
             greedy = self.model.greedy_of(raw)
-            why_none = _choose(raw, metadata, newest, grammars, greedy, self.model.platform)
+            platform = self.model.platform
+            why_none = _choose(raw, metadata, newest, grammars, self._masks, greedy, platform)
             tokens = why_none.sampled.tokens
             for_host = why_none.sampled.for_host(why_none.model_largest)
             if greedy is None or for_host is not greedy.reported:  # (which is for the host)
                 for_host = ops.to_host(for_host)
-            logprobs = _report_samples(raw, tokens, output, metadata)
+            logprobs = _report_samples(raw, tokens, batch, metadata)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
             tokens, logprobs, why_none = mx.zeros((0,), dtype=mx.int32), None, None
             for_host = tokens
-        prompt_logprobs = _report_prompts(logits[len(sampled) :], targets) if targets else None
+        prompt_logprobs = _report_prompts(logits[num_sampled:], targets) if targets else None
         pools = self.model.pools()
         launched = LaunchedStep(
-            output, tokens, pools[-1], for_host, pools_before, why_none, logprobs, prompt_logprobs
+            batch=batch,
+            tokens=tokens,
+            written=pools[-1],
+            reported=for_host,
+            pools_before=pools_before,
+            why_none=why_none,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         # (What a device program found has been launched with it, and nothing but it is asked for.)
         results = launched.results
@@ -342,7 +338,7 @@ class ModelRunner:
 
     def _inputs(
         self,
-        columns: tuple[Any, ...],
+        batch: StepBatch,
         context_lens: np.ndarray,
         num_rows: np.ndarray,
         wanted: np.ndarray,
@@ -351,24 +347,27 @@ class ModelRunner:
         """Returns the model's inputs for a step.
 
         Args:
-            columns: the fields of its scheduled sequences.
             context_lens: tokens of each sequence in its blocks, after the step.
             num_rows: tokens of each sequence in the step.
             wanted: rows whose results are asked for.
             media: what they bring besides tokens.
         """
-        owners, _, _, _, _, tables, states = columns
+        slots = batch.slots
         return StepInputs(
             context_lens=context_lens,
             query_lens=num_rows,
-            tables=self._block_tables(tuple([s.seq_id for s in owners]), tables),
+            tables=self._block_tables(tuple(batch.seq_ids), batch.tables),
             logit_rows=wanted,
-            state_slots=None if states[0] is None else StateSlots(*zip(*states)),
+            state_slots=StateSlots(
+                reads=[slot.read for slot in slots], writes=[slot.write for slot in slots]
+            )
+            if slots
+            else None,
             media=media,
         )
 
     def _block_tables(
-        self, seq_ids: tuple[int, ...], tables: tuple[tuple[Sequence[int], int], ...]
+        self, seq_ids: tuple[int, ...], tables: Sequence[tuple[StepTable, ...]]
     ) -> PaddedTables | Mapping[Reach, PaddedTables]:
         """The block tables of a step: one for all layers, or those of each reach."""
         full, *windows = zip(*tables)
@@ -380,9 +379,9 @@ class ModelRunner:
             by_reach[reach] = cache.update(seq_ids, own)
         return by_reach
 
-    def _copy_blocks(self, output: SchedulerOutput) -> None:
+    def _copy_blocks(self, batch: StepBatch) -> None:
         """Copy-on-write, in the layers of each group."""
-        full, *windows = output.block_copies
+        full, *windows = batch.block_copies
         if full:
             [pairs] = ops.upload(np.array(full, dtype=np.int32))
             for reach in self.model.layout.reaches:
@@ -394,25 +393,17 @@ class ModelRunner:
                 self.model.copy_blocks(pairs, reach)
 
 
-def _prompt_targets(output: SchedulerOutput) -> list[tuple[int, PromptTargets]]:
-    """(place, prompt tokens to report), where a sequence's request asks for any."""
-    targets = []
-    for place, s in enumerate(output.sequences):
-        report = s.sequence.prompt_report
-        if report is not None and (len(s.token_ids) > 1 or not s.samples):
-            found = report.targets(s.start, s.context_len)
-            if found is not None:
-                targets.append((place, found))
-    return targets
-
-
 def _newest(
-    sampled: Sequence[ScheduledSequence], metadata: SamplingMetadata, previous: LaunchedStep | None
+    batch: StepBatch, metadata: SamplingMetadata, previous: LaunchedStep | KnownTokens | None
 ) -> InFlight | None:
     """Where the newest tokens are, if an edit needs them and any of them is in flight."""
-    if previous is None or not any(sampled[i].awaits_token for i, _ in metadata.edits):
+    if previous is None:
         return None
-    source = np.array([s.input_from for s in sampled], dtype=np.int32)
+    source = np.frombuffer(batch.input_from, dtype=np.int32)
+    if False in batch.samples:
+        source = source[np.array(batch.samples)]
+    if not any(source[i] >= 0 for i, _ in metadata.edits):
+        return None
     return InFlight(previous.tokens, source, previous.reported)
 
 
@@ -421,10 +412,11 @@ def _choose(
     metadata: SamplingMetadata,
     newest: InFlight | None,
     grammars: Future[GrammarMasks] | None,
+    masks: MaskSource | None,
     greedy: Greedy | None,
     platform: Platform,
 ) -> WhyNone:
-    """The tokens of a step, and what says why a row has none.
+    """Chooses the tokens of a step; the result says why a row has none.
 
     Args:
         raw: ``[num_sampled, vocab_size]`` logits.
@@ -436,13 +428,13 @@ def _choose(
     model_largest = None
     if not only_masks(metadata.edits):
         model_largest = largest_of(raw, platform) if greedy is None else greedy.largest
-    edited = apply_edits(raw, metadata.edits, newest, grammars)
+    edited = apply_edits(raw, metadata.edits, newest, grammars, masks)
     sampled = sample(edited.logits, metadata, platform=platform)
     return WhyNone(sampled, model_largest, True, edited.failed)
 
 
 def _report_samples(
-    logits: mx.array, tokens: mx.array, output: SchedulerOutput, metadata: SamplingMetadata
+    logits: mx.array, tokens: mx.array, batch: StepBatch, metadata: SamplingMetadata
 ) -> Reported | None:
     asking = [i for i, _ in metadata.logprobs]
     if not asking:
@@ -457,21 +449,21 @@ def _report_samples(
         likeliest=any(count for _, count in metadata.logprobs),
         listed=[listed.get(i, ()) for i in asking] if listed else (),
     )
-    places = [place for place, s in enumerate(output.sequences) if s.samples]
-    return Reported(arrays, [(places[i], 1) for i in asking])
+    indices = list(compress(range(batch.num_seqs), batch.samples))
+    return Reported(arrays, [(indices[i], 1) for i in asking])
 
 
 def _report_prompts(logits: mx.array, targets: list[tuple[int, PromptTargets]]) -> Reported:
     tokens = np.concatenate([np.array(t.token_ids, dtype=np.int32) for _, t in targets])
     likeliest = any(t.likeliest for _, t in targets)
     arrays = logprobs_of(logits, mx.array(tokens), likeliest=likeliest)
-    return Reported(arrays, [(place, len(t.token_ids)) for place, t in targets])
+    return Reported(arrays, [(index, len(t.token_ids)) for index, t in targets])
 
 
 def _input_tokens(
-    token_ids: Sequence[Sequence[int]],
-    input_from: tuple[int, ...],
-    previous: LaunchedStep | None,
+    batch: StepBatch,
+    begins: np.ndarray,
+    previous: LaunchedStep | KnownTokens | None,
     num_more: int = 0,
     *,
     stays: bool = False,
@@ -479,33 +471,24 @@ def _input_tokens(
     """``[num_rows]`` int32. Tokens that the step before is still sampling stay on the device.
 
     Args:
+        begins: row at which each sequence begins.
         num_more: rows of no sequence behind the others.
         stays: see `ops.upload`; of tokens that are all known.
     """
-    num_known = input_from.count(-1)
-    if num_known == len(input_from):
-        return ops.upload(_flat(token_ids, num_more), stays=stays)[0]
+    known = np.frombuffer(batch.token_ids, dtype=np.uint32).astype(np.int32)
+    if num_more:
+        known = np.concatenate([known, np.zeros(num_more, dtype=np.int32)])
+    num_known = batch.input_from.count(-1)
+    if num_known == batch.num_seqs:
+        return ops.upload(known, stays=stays)[0]
     assert previous is not None, "a sequence awaits a token but no step is in flight"
+    input_from = np.frombuffer(batch.input_from, dtype=np.int32)
     if num_known == 0:
-        if input_from == tuple(range(previous.tokens.size)):
+        if np.array_equal(input_from, np.arange(previous.tokens.size)):
             return previous.tokens  # the same sequences in the same order
-        return previous.tokens[ops.upload(np.array(input_from, dtype=np.int32))[0]]
-    known = _flat(token_ids, num_more)
+        return previous.tokens[ops.upload(input_from)[0]]
     source = np.full(len(known), -1, dtype=np.int32)
-    source[known == IN_FLIGHT_TOKEN] = [place for place in input_from if place >= 0]
+    is_awaited = input_from >= 0
+    source[begins[is_awaited]] = input_from[is_awaited]
     places, tokens = ops.upload(source, known)
     return mx.where(places < 0, tokens, previous.tokens[mx.maximum(places, 0)])
-
-
-def _flat(token_ids: Sequence[Sequence[int]], num_more: int) -> np.ndarray:
-    """All of them side by side, int32, and so many zeros behind them."""
-    total = sum(map(len, token_ids))
-    if total == len(token_ids) and not num_more:
-        return np.fromiter(chain.from_iterable(token_ids), dtype=np.int32, count=total)
-    flat, at = np.zeros(total + num_more, dtype=np.int32), 0
-    for ids in token_ids:
-        end = at + len(ids)
-        # (An array as a whole: number by number it would take longer than all else of a prompt.)
-        flat[at:end] = ids[0] if len(ids) == 1 else ids
-        at = end
-    return flat

@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_paged.core import (
-    IN_FLIGHT_TOKEN,
-    Request,
-    ScheduledSequence,
-    SchedulerOutput,
-    Sequence,
-    StateMove,
-    StepTable,
-)
+from mlx_paged.core import StateMove, StepBatch, StepTable
+from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.platform import Platform
 
@@ -61,13 +56,6 @@ class Kind:
     num_tokens: int = 1
     context_len: int = 1
     temperature: float = 0.0
-
-
-class _Sampler:
-    has_edits = False
-
-    def __init__(self, temperature: float) -> None:
-        self.row = SamplingRow(temperature, 0, 0)
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -154,24 +142,31 @@ def _run(runner: ModelRunner, kind: Kind) -> None:
     runner.read(before)
 
 
-def _step(runner: ModelRunner, kind: Kind, index: int) -> SchedulerOutput:
+def _step(runner: ModelRunner, kind: Kind, index: int) -> StepBatch:
     """Step `index` of a chain. Block 0, which padding points at, is not written."""
-    model, size = runner.model, runner.block_size
-    blocks = min((len(c.key_pool) for c in model.attention_caches), default=2) - 1
+    model, size, num_seqs = runner.model, runner.block_size, kind.num_sequences
+    num_blocks = min((len(c.key_pool) for c in model.attention_caches), default=2) - 1
     end = kind.context_len + index
-    request = Request("warm-up", (0,))
-    sequences = []
-    for i in range(kind.num_sequences):
+    num_tokens = 1 if index else kind.num_tokens
+    num_groups = 1 + len(runner.windows)
+    tables = []
+    for i in range(num_seqs):
         # (Any blocks: what they hold is not read again. A sequence's may all be the same.)
-        own = 1 + i % blocks
-        table = StepTable((own,) * -(-end // size), 0)
-        sequence = Sequence(-1 - i, request, i, ((False, 0), 0, i))
-        sequence.sampler = _Sampler(kind.temperature)  # type: ignore[assignment]
-        tables = (table,) * (1 + len(runner.windows))
-        # (It begins with no state, and leaves none.)
-        state = StateMove(0, -1) if model.layout.has_states else None
-        token_ids = (IN_FLIGHT_TOKEN,) if index else (0,) * kind.num_tokens
-        source = i if index else -1
-        start = end - len(token_ids)
-        sequences.append(ScheduledSequence(sequence, token_ids, start, True, source, tables, state))
-    return SchedulerOutput(0, tuple(sequences), ((),) * (1 + len(runner.windows)))
+        table = StepTable((1 + i % num_blocks,) * -(-end // size), 0)
+        tables.append((table,) * num_groups)
+    settings = SamplingRow(kind.temperature, seed=0, position=end)
+    return StepBatch(
+        seq_ids=[-1 - i for i in range(num_seqs)],
+        token_ids=array(TOKEN_TYPE, [0]) * (num_seqs * num_tokens),
+        starts=array("q", [end - num_tokens]) * num_seqs,
+        query_lens=array("q", [num_tokens]) * num_seqs,
+        samples=[True] * num_seqs,
+        input_from=array("i", range(num_seqs)) if index else array("i", [-1]) * num_seqs,
+        num_drafts=array("i", [0]) * num_seqs,
+        adapter_ids=array("i", [0]) * num_seqs,
+        tables=tables,
+        # (Each begins with no state, and leaves none.)
+        slots=[StateMove(0, -1)] * num_seqs if model.layout.has_states else [],
+        block_copies=((),) * num_groups,
+        sampling=SamplingMetadata.of([settings] * num_seqs),
+    )

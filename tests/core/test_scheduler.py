@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support.fake_model import FakeEngine, generate, next_token
 from support.scheduling_helpers import OVERLAP, Clock, check_outputs, make, request, rows
+from support.step_rows import IN_FLIGHT_TOKEN, as_rows
 
 from mlx_paged.core import (
-    IN_FLIGHT_TOKEN,
     FinishReason,
     KVManager,
     Scheduler,
@@ -132,7 +132,7 @@ def test_the_schedule_depends_on_nothing_but_the_requests():
         for i in range(12):
             engine.scheduler.add(request(f"r{i}", [1, 2, 3, 4, i % 3], 6, n=1 + i % 2))
         engine.run()
-        return [[(s.seq_id, *s[1:]) for s in output.sequences] for output in engine.batches]
+        return [[s[1:] for s in output.sequences] for output in engine.batches]
 
     assert batches() == batches()
 
@@ -358,7 +358,7 @@ def test_a_failed_step_is_computed_again(overlap):
         engine.step()
         batch = engine.scheduler.schedule()
         assert batch is not None
-        engine.device.launch(batch)
+        engine.device.launch(as_rows(batch))
         engine.fail()
         engine.scheduler.check_integrity()
     engine.run()

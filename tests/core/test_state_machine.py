@@ -28,6 +28,7 @@ from support.id_store import IdStore
 from support.naive_groups import NaiveWindow
 from support.naive_store import NaiveStore
 from support.plain_scheduler import PlainScheduler
+from support.step_rows import Rows
 
 from mlx_paged.core import (
     FinishReason,
@@ -36,7 +37,6 @@ from mlx_paged.core import (
     Request,
     Scheduler,
     SchedulerConfig,
-    SchedulerOutput,
     StateGroupSpec,
     StopPolicy,
     WindowGroupSpec,
@@ -291,14 +291,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert counted.num_quarantined_blocks == len(window.quarantine)
 
 
-def told(output: SchedulerOutput) -> list[Any]:
+def told(step: Rows) -> list[Any]:
     """A step, with its sequences by id."""
-    return [
-        output.step,
-        output.block_copies,
-        output.media,
-        *((s.seq_id, tuple(s.token_ids), *s[2:]) for s in output.sequences),
-    ]
+    return [step.step, step.block_copies, step.media, *(row[1:] for row in step.sequences)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.core import FinishReason
+from mlx_paged.core import FinishReason, StepResult
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import is_out_of_memory
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import StepError
 from mlx_paged.model.loader import load
@@ -163,14 +163,14 @@ class FailsWhenRead:
         self._newest = self._launch(*args)
         return self._newest
 
-    def read(self, launched: LaunchedStep) -> ModelRunnerOutput:
+    def read(self, launched: LaunchedStep) -> StepResult:
         result = self._read(launched)
-        if any(POISON in s.token_ids for s in launched.output.sequences):
+        if POISON in launched.batch.token_ids:
             self.num_failures += 1
             self._worthless.append(self._newest)
             raise RuntimeError("injected on the device")
         if any(launched is step for step in self._worthless):
-            result.sampled_token_ids = [7] * len(result.sampled_token_ids)
+            result.token_ids = [[7]] * len(result.token_ids)
         return result
 
 
@@ -258,9 +258,9 @@ def test_a_fault_in_one_of_several_answers_leaves_the_others() -> None:
     victims: set[int] = set()
 
     def fails(batch: Any, previous: Any) -> LaunchedStep:
-        if len(batch.sequences) == 3 and not victims:
-            victims.add(batch.sequences[1].seq_id)
-        if victims & {s.seq_id for s in batch.sequences}:
+        if batch.num_seqs == 3 and not victims:
+            victims.add(batch.seq_ids[1])
+        if victims & set(batch.seq_ids):
             raise RuntimeError("injected")
         return launch(batch, previous)
 
@@ -370,7 +370,7 @@ def test_logprobs_of_steps_that_were_run_in_parts(expected, overlap, fault) -> N
     def fails(batch: Any, *more: Any) -> LaunchedStep:
         if fault == "lack of memory" and batch.num_tokens > 9:
             raise MemoryError
-        if fault == "exception" and len(batch.sequences) > 2:
+        if fault == "exception" and batch.num_seqs > 2:
             raise RuntimeError("injected")
         return launch(batch, *more)
 

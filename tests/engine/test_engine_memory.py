@@ -8,6 +8,7 @@ from typing import Any
 
 from support.hash_model import hash_model
 from support.platforms import platform_with
+from support.step_rows import rows_of
 
 # isort: split
 import mlx.core as mx
@@ -110,10 +111,11 @@ def test_the_activation_peak_grows_with_the_step() -> None:
 def test_the_largest_step_is_within_the_limits(num_seqs, num_tokens) -> None:
     config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
     batch = largest_step(config)
-    assert batch.num_tokens == num_tokens and len(batch.sequences) == num_seqs
-    blocks = [b for row in batch.sequences for b in row.block_table]
+    assert batch.num_tokens == num_tokens and batch.num_seqs == num_seqs
+    rows = rows_of(batch)
+    blocks = [b for row in rows for b in row.block_table]
     assert len(blocks) == len(set(blocks)) and 0 not in blocks
-    assert all(len(r.block_table) * 32 >= r.context_len for r in batch.sequences)
+    assert all(len(r.block_table) * 32 >= r.context_len for r in rows)
 
 
 def test_a_pool_that_does_not_fit_becomes_smaller() -> None:

@@ -24,6 +24,7 @@ from support.fake_vlm import (
 )
 from support.interrupts import Interrupter
 from support.models import embedded_twin
+from support.step_rows import rows_of
 
 # isort: split
 import mlx.core as mx
@@ -31,7 +32,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.core import FinishReason, MediaSpan, PromptMedia, Request, SchedulerOutput
+from mlx_paged.core import FinishReason, MediaSpan, PromptMedia, Request, StepBatch
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.core.encoder_cache import ScheduledMedia
 from mlx_paged.engine import memory
@@ -293,16 +294,16 @@ def test_steps_that_fail_and_run_in_parts(overlap: bool, fault: str, monkeypatch
     runner, calls, sizes = engine._runner, [], []
     launch, read = runner.launch, runner.read
 
-    def failing_launch(batch: SchedulerOutput, previous: Any) -> LaunchedStep:
-        for s in batch.sequences:
-            for start, end in getattr(s.sequence.request.prompt_media, "atomic", ()):
-                assert not start < s.start < end and not start < s.context_len < end
+    def failing_launch(batch: StepBatch, previous: Any) -> LaunchedStep:
+        for row, media in zip(rows_of(batch), batch.media_inputs):
+            for start, end in () if media is None else media.media.atomic:
+                assert not start < row.start < end and not start < row.context_len < end
         calls.append(batch)
         sizes.append(batch.num_tokens)
         if fault == "memory" and batch.num_tokens > 11:
             raise MemoryError
         launched = launch(batch, previous)
-        if fault == "launch" and len(calls) % 3 == 0 and len(batch.sequences) > 1:
+        if fault == "launch" and len(calls) % 3 == 0 and batch.num_seqs > 1:
             runner.abandon(launched)
             raise RuntimeError("injected")
         return launched
@@ -544,11 +545,11 @@ def test_rows_positions_and_bounds_of_random_steps(monkeypatch: Any) -> None:
         found = [_row(s, position) for s, position in tokens]
         has_items = any(made is not None for made, _, _ in found)
         media = ScheduledMedia((), ()) if has_items or trial % 2 else None
-        output = SchedulerOutput(1, (), (), media)
+        batch = StepBatch(
+            seq_ids=[s.seq_id for s in owners], media=media, media_inputs=[s.media for s in owners]
+        )
         for builder, rope in zip(builders, (True, False), strict=True):
-            step = builder.build(
-                output, owners, np.array(contexts), np.array(counts), overlaps=False
-            )
+            step = builder.build(batch, np.array(contexts), np.array(counts), overlaps=False)
             if not any(s.media for s in owners) or not (rope or media):
                 assert step is None
                 continue

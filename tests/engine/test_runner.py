@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from support.models import (
     IN_FLIGHT_TOKEN,
-    FixedSampler,
     StepDriver,
     dense_logits,
     embedded,
     embedded_twin,
     random_tokens,
     rms,
+    step_of,
     tiny_config,
     tiny_model,
 )
@@ -25,7 +25,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged import ops
-from mlx_paged.core import SchedulerOutput
 from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.sampling.sampler import SamplingRow
 
@@ -112,7 +111,7 @@ def test_tokens_come_back_in_the_place_of_their_sequence(
     rows[1] = rows[1]._replace(samples=False)
     launched, logits = driver.launch(*rows)
     a, c = (int(np.argmax(logits[name])) for name in "ac")
-    assert driver.runner.read(launched).sampled_token_ids == [a, None, c]
+    assert driver.runner.read(launched).token_ids == [[a], [], [c]]
 
 
 def test_a_step_without_samples_has_no_tokens(driver: StepDriver, rng: np.random.Generator) -> None:
@@ -120,7 +119,7 @@ def test_a_step_without_samples_has_no_tokens(driver: StepDriver, rng: np.random
         driver.schedule("a", random_tokens(rng, 9), samples=False),
         driver.schedule("b", random_tokens(rng, 3), samples=False),
     )
-    assert driver.runner.read(launched).sampled_token_ids == [None] * 2 and logits == {}
+    assert driver.runner.read(launched).token_ids == [[], []] and logits == {}
     mx.synchronize()
     assert driver.num_written_slots() == [(12, 12)] * 4
 
@@ -129,11 +128,10 @@ def test_every_sequence_is_sampled_with_its_own_row(
     driver: StepDriver, rng: np.random.Generator
 ) -> None:
     rows = [driver.schedule(name, random_tokens(rng, 3)) for name in "ab"]
-    rows[1].sequence.sampler = FixedSampler(SamplingRow(50.0, 4, 9))
+    rows[1] = rows[1]._replace(sampling=SamplingRow(50.0, 4, 9))
     skipped = driver.schedule("c", random_tokens(rng, 3), samples=False)
-    skipped.sequence.sampler = None  # it is not asked
     with mock.patch.object(runner_module, "sample", wraps=runner_module.sample) as sample:
-        driver.runner.launch(SchedulerOutput(1, (*rows, skipped), ((),)), None)
+        driver.runner.launch(step_of((*rows, skipped)), None)
     logits, columns, _ = sample.call_args.args
     assert logits.shape == (2, CONFIG["vocab_size"])
     assert columns.temperature.tolist() == [0, 50]
@@ -153,7 +151,9 @@ def test_tokens_in_flight_are_those_of_the_step_before(
     for overlap in (True, False):
         run = StepDriver(model, "llama", block_size=8)
         first, _ = run.launch(*(run.schedule(n, tokens) for n, tokens in prompts.items()))
-        tokens = dict(zip(prompts, run.runner.read(first).sampled_token_ids, strict=True))
+        tokens = {
+            n: ids[0] for n, ids in zip(prompts, run.runner.read(first).token_ids, strict=True)
+        }
         # Other order, one sequence gone, one new, one chunk whose tokens are known.
         in_flight = {n: [IN_FLIGHT_TOKEN] if overlap else [tokens[n]] for n in "dac"}
         rows = [run.schedule("d", in_flight["d"]), run.schedule("late", late)]
@@ -183,8 +183,8 @@ def test_launching_does_not_wait(driver: StepDriver, rng: np.random.Generator) -
     chain = [launched]
     for _ in range(20):
         row = driver.schedule("a", [IN_FLIGHT_TOKEN])._replace(input_from=0)
-        chain.append(driver.runner.launch(SchedulerOutput(9, (row,), ((),)), chain[-1]))
-    tokens = [driver.runner.read(step).sampled_token_ids[0] for step in chain]
+        chain.append(driver.runner.launch(step_of([row], step=9), chain[-1]))
+    tokens = [driver.runner.read(step).token_ids[0][0] for step in chain]
     # The prompt was known; what followed it is now.
     model = tiny_model(CONFIG)
     prompt = driver.sequences["a"].chunks[0]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from support.models import scheduled as scheduled_sequence
 
-from mlx_paged.core import ScheduledSequence
+from mlx_paged.core import Request
+from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.sampling.logits_processors import Edits
-from mlx_paged.engine.sampling.sampler import MetadataCache, SamplingMetadata
+from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
+from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.engine.step_columns import MetadataCache
 
 
 class Sampler:
@@ -23,21 +26,23 @@ class Sampler:
         self.has_edits = i % 5 == 0
         self.asked: list[int] = []
 
-    def edits(self, tokens: Sequence[int], position: int) -> Edits:
-        self.asked.append(position)
-        return Edits(mask=lambda newest: None)
+    def edits(self, tokens: Sequence[int], key: MaskKey) -> Edits:
+        self.asked.append(key.position)
+        return Edits(mask=key)
 
     def whole_row(self, position: int) -> SamplingRow:
-        edits = Edits(mask=lambda newest: None) if self.has_edits else None
+        edits = Edits(mask=MaskKey(1, position)) if self.has_edits else None
         return self.row._replace(position=position, edits=edits)
 
 
-def scheduled(sampler: Sampler, start: int, num_tokens: int = 1) -> ScheduledSequence:
-    return scheduled_sequence(1, "r", (1,) * num_tokens, start, (1,), sampler=sampler)
+def sequence(sampler: Any, num_tokens: int) -> CoreSequence:
+    found = CoreSequence(1, Request("r", (1,) * num_tokens), 0, ((False, 0), 0, 0))
+    found.sampler = sampler
+    return found
 
 
-def metadata_of(cache: MetadataCache, sampled: list[ScheduledSequence]) -> SamplingMetadata:
-    return cache(sampled, np.array([s.context_len for s in sampled], dtype=np.int64))
+def metadata_of(cache: MetadataCache, sampled: list[CoreSequence]) -> SamplingMetadata:
+    return cache(sampled, np.array([len(s.tokens) for s in sampled], dtype=np.int64))
 
 
 def assert_same(got: SamplingMetadata, expected: SamplingMetadata) -> None:
@@ -51,7 +56,7 @@ def assert_same(got: SamplingMetadata, expected: SamplingMetadata) -> None:
 
 def test_columns_are_those_of_fresh_rows_whoever_comes_and_goes() -> None:
     rng = np.random.default_rng(0)
-    cache = MetadataCache()
+    cache = MetadataCache(SequenceMasks())
     samplers = [Sampler(i) for i in range(1003)]
     starts: dict[int, int] = {}
     for _ in range(300):
@@ -59,16 +64,16 @@ def test_columns_are_those_of_fresh_rows_whoever_comes_and_goes() -> None:
             starts = {i: start for i, start in starts.items() if rng.random() < 0.9}
             first = rng.integers(1000)
             starts.update({int(i): int(rng.integers(50)) for i in range(first, first + 3)})
-        sampled = [scheduled(samplers[i], start) for i, start in starts.items()]
+        sampled = [sequence(samplers[i], start + 1) for i, start in starts.items()]
         fresh = [samplers[i].whole_row(start + 1) for i, start in starts.items()]
         assert_same(metadata_of(cache, sampled), SamplingMetadata.of(fresh))
         starts = {i: start + 1 for i, start in starts.items()}
 
 
 def test_edits_are_made_anew_for_every_step_and_only_where_there_are_any() -> None:
-    cache, plain, edited = MetadataCache(), Sampler(1), Sampler(5)
+    cache, plain, edited = MetadataCache(SequenceMasks()), Sampler(1), Sampler(5)
     for step in range(3):
-        metadata_of(cache, [scheduled(plain, step), scheduled(edited, step)])
+        metadata_of(cache, [sequence(plain, step + 1), sequence(edited, step + 1)])
     assert plain.asked == [] and edited.asked == [1, 2, 3]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from mlx_lm.sample_utils import make_logits_processors
 from support.models import embedded
 
 from mlx_paged import SamplingParams
+from mlx_paged.core import Request
+from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.sampling.logits_processors import (
     ALWAYS,
     Edits,
@@ -27,6 +30,7 @@ from mlx_paged.engine.sampling.logits_processors import (
     TokenHistory,
     apply_edits,
 )
+from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sequence_sampler import (
     RequestSampling,
     SequenceSampler,
@@ -38,6 +42,7 @@ from mlx_paged.errors import InvalidParameterError
 VOCAB_SIZE = 4096
 PROMPT = [5, 6, 7, 7, 300]
 PLAIN = None  # a row without edits
+MASKS, SEQ_IDS = SequenceMasks(), itertools.count()
 
 
 def sampler_of(
@@ -58,7 +63,11 @@ def edits_of(
 ) -> Edits | None:
     """Edits of the token at a position; None where the request asks for none."""
     sampler = SequenceSampler(sampling, index)
-    return sampler.edits(tokens, position) if sampler.has_edits else None
+    sequence = CoreSequence(next(SEQ_IDS), Request("r", PROMPT), index, ((False, 0), 0, index))
+    sequence.tokens, sequence.sampler = tokens, sampler  # type: ignore[assignment]
+    MASKS.watch([sequence])
+    key = MaskKey(sequence.seq_id, position)
+    return sampler.edits(tokens, key) if sampler.has_edits else None
 
 
 def row_for(params: SamplingParams, answer: Sequence[int], prompt: Sequence[int] = PROMPT):
@@ -85,7 +94,7 @@ def edited(logits: np.ndarray, rows: list[Edits | None], newest: Sequence[int] |
                 tokens[place] = token
         in_flight = InFlight(mx.array(tokens), source, mx.array(tokens))
     edited_rows = [(i, edits) for i, edits in enumerate(rows) if edits is not None]
-    result = apply_edits(mx.array(logits), edited_rows, in_flight)
+    result = apply_edits(mx.array(logits), edited_rows, in_flight, masks=MASKS)
     assert not result.failed
     return np.array(result.logits)
 
@@ -340,7 +349,7 @@ def test_a_mask_and_allowed_tokens_hold_together() -> None:
 )
 def test_a_mask_that_does_not_fit_is_refused(mask: np.ndarray) -> None:
     row = edits_of(sampler_of(SamplingParams(), mask=lambda *_: mask), PROMPT, len(PROMPT))
-    result = apply_edits(mx.zeros((2, VOCAB_SIZE)), [(1, row)], None)
+    result = apply_edits(mx.zeros((2, VOCAB_SIZE)), [(1, row)], None, masks=MASKS)
     assert list(result.failed) == [1] and "token_mask must be at most 4096" in result.failed[1]
     assert np.isneginf(np.array(result.logits[1])).all()
     assert (np.array(result.logits[0]) == 0).all()

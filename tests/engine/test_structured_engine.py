@@ -24,6 +24,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.grammar.follower import Follower
 from mlx_paged.engine.outputs import RequestOutput
+from mlx_paged.engine.sampling.masks import MaskKey
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler
 from mlx_paged.errors import InvalidParameterError
 
@@ -414,12 +415,12 @@ def test_the_tokens_of_an_answer_are_not_copied_for_each(llm: LLM, fields: dict[
     Counted.copied = 0
     letters = tokens_of("ab")[0], tokens_of("c")[0]
     for i in range(300):
-        edits = sampler.edits(tokens, len(tokens) + 1)
+        edits = sampler.edits(tokens, MaskKey(1, len(tokens) + 1))
         newest = letters[i % 2]
         if edits is not None and edits.mask is not None:
-            edits.mask(newest)
+            sampler.token_mask(tokens, newest)
         if edits is not None and edits.grammar is not None:
-            edits.grammar.follower.follow(edits.grammar.tokens, newest)
+            sampler.follow(tokens, newest)
         tokens.append(newest)
     assert Counted.copied < 10 * len(tokens)
     # What a mask was given stays as it was.

@@ -87,7 +87,7 @@ def test_the_steps_come_before_the_first_request_and_change_no_answer(
     launch = ModelRunner.launch
 
     def note(self: ModelRunner, output: Any, previous: Any) -> Any:
-        launched.append((len(output.sequences), output.num_tokens))
+        launched.append((output.num_seqs, output.num_tokens))
         return launch(self, output, previous)
 
     monkeypatch.setattr(ModelRunner, "launch", note)

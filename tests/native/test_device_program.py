@@ -14,14 +14,14 @@ import pytest
 from support import family_configs
 from support.device_programs import with_programs
 from support.mixtures import ROUTERS, Experts, Router, chosen_by, logits_apart, softmax_and_last
-from support.models import GREEDY, FixedSampler, StepDriver, tiny_config, tiny_model
+from support.models import GREEDY, StepDriver, step_of, tiny_config, tiny_model
 from support.platforms import CUDA_PROGRAMS, run_as_on
 from support.quantised import raw
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
-from mlx_paged.core import SchedulerOutput
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.kv_formats import FORMATS
 from mlx_paged.model.plan import build_plan
 
@@ -852,22 +852,20 @@ def test_all_that_is_asked_of_a_step_is_under_way_when_it_is_launched(rng, monke
     begin = mx.async_eval
     monkeypatch.setattr(mx, "async_eval", lambda *a: started.append(a) or begin(*a))
 
-    def launch(sampler: FixedSampler) -> Any:
-        row = driver.schedule("a", new_tokens(rng, 1))
-        row.sequence.sampler = sampler
+    def launch(sampling: SamplingRow) -> Any:
+        row = driver.schedule("a", new_tokens(rng, 1))._replace(sampling=sampling)
         started.clear()
-        return driver.runner.launch(SchedulerOutput(9, (row,), ((),)), None)
+        return driver.runner.launch(step_of([row], step=9), None)
 
     run_as_on(driver.runner.model, **CUDA_PROGRAMS)
-    drawn = FixedSampler(GREEDY._replace(temperature=1.0))
-    reporting = FixedSampler(GREEDY._replace(logprobs=2))
+    drawn, reporting = GREEDY._replace(temperature=1.0), GREEDY._replace(logprobs=2)
     with simulated():
         for _ in range(4):
-            launch(FixedSampler())
-        greedy = launch(FixedSampler())
-        assert len(started) == 1 and driver.runner.read(greedy).sampled_token_ids[0] is not None
-        for sampler in (drawn, reporting):
-            launched = launch(sampler)
+            launch(GREEDY)
+        greedy = launch(GREEDY)
+        assert len(started) == 1 and driver.runner.read(greedy).token_ids[0]
+        for sampling in (drawn, reporting):
+            launched = launch(sampling)
             [_, behind] = started
             results = launched.results
             assert all(any(a is result for a in behind) for result in results)

@@ -20,11 +20,10 @@ from mlx_paged.core import (
     KVManager,
     MediaSpan,
     Request,
-    ScheduledSequence,
     Scheduler,
-    SchedulerOutput,
     SequenceOutcome,
 )
+from support.step_rows import Row, Rows, as_rows
 
 VOCAB_SIZE = 61
 PLACEHOLDER = 1
@@ -74,12 +73,12 @@ class Place(NamedTuple):
     block: int
 
 
-def tables_of(row: ScheduledSequence) -> list[tuple[int, tuple[int, ...], int]]:
+def tables_of(row: Row) -> list[tuple[int, tuple[int, ...], int]]:
     """(group, block table, dirty_from) in every group."""
     return [(i, table.blocks, table.dirty_from) for i, table in enumerate(row.tables)]
 
 
-def copies_of(batch: SchedulerOutput) -> Iterator[tuple[Place, Place]]:
+def copies_of(batch: Rows) -> Iterator[tuple[Place, Place]]:
     """(source, destination) of all block copies."""
     for group, copies in enumerate(batch.block_copies):
         for src, dst in copies:
@@ -89,7 +88,7 @@ def copies_of(batch: SchedulerOutput) -> Iterator[tuple[Place, Place]]:
 class Launched:
     """A step on the device: executed, in the order of launch, when it is evaluated."""
 
-    def __init__(self, batch: SchedulerOutput) -> None:
+    def __init__(self, batch: Rows) -> None:
         self.batch = batch
         # Sequences that read or write a place in this step (0: a copy).
         self.touched: dict[Place, set[int]] = {}
@@ -127,7 +126,7 @@ class FakeDevice:
         self.features: set[bytes] = set()
         self.encoded: list[bytes] = []  # the keys of all that was ever encoded
 
-    def launch(self, batch: SchedulerOutput) -> Launched:
+    def launch(self, batch: Rows) -> Launched:
         launched = Launched(batch)
         self._check_media(batch)
         self._check_batch(batch)
@@ -168,7 +167,7 @@ class FakeDevice:
                 assert self.sampled[row.input_from] == self.last[row.seq_id]
 
     @staticmethod
-    def _seen(row: ScheduledSequence, tokens: Sequence[int]) -> list[int]:
+    def _seen(row: Row, tokens: Sequence[int]) -> list[int]:
         """What the model sees of the tokens of a row."""
         seen = list(tokens)
         for i in row.media_items:
@@ -177,7 +176,7 @@ class FakeDevice:
                 seen[position - row.start] = content(span, position - span.offset)
         return seen
 
-    def _check_media(self, batch: SchedulerOutput) -> None:
+    def _check_media(self, batch: Rows) -> None:
         """Features are there for what needs them, and atomic items are not cut."""
         media = batch.media
         used = {key for launched in self.in_flight for key in _keys_of(launched.batch)}
@@ -209,18 +208,16 @@ class FakeDevice:
                 self.features -= set(launched.batch.media.encoded)
         self.in_flight.clear()
 
-    def _context(self, row: ScheduledSequence) -> list[int]:
+    def _context(self, row: Row) -> list[int]:
         return [self._read(row, 0, row.block_table, i) for i in range(row.context_len)]
 
-    def _read(
-        self, row: ScheduledSequence, group: int, table: tuple[int, ...], position: int
-    ) -> int:
+    def _read(self, row: Row, group: int, table: tuple[int, ...], position: int) -> int:
         held = self.slots[group][self._slot(table, position)]
         assert held is not None, f"{row} reads position {position}, never written in {group}"
         assert held[0] == position, f"{row} reads position {position} of {group}, finds {held}"
         return held[1]
 
-    def _check_context(self, row: ScheduledSequence) -> None:
+    def _check_context(self, row: Row) -> None:
         """Windows and states hold what the full group says."""
         if len(self.kv.groups) == 1:
             return
@@ -232,7 +229,7 @@ class FakeDevice:
         if row.state is not None:
             assert self.states[row.state.write] == tuple(context)
 
-    def _sample(self, row: ScheduledSequence) -> int:
+    def _sample(self, row: Row) -> int:
         return next_token(self._context(row), self.seeds.get(row.seq_id, 0))
 
     def _slot(self, table: tuple[int, ...], position: int) -> int:
@@ -240,7 +237,7 @@ class FakeDevice:
         assert block != 0, f"position {position} is used, but its block slid out of {table}"
         return block * self.block_size + position % self.block_size
 
-    def _blocks_written(self, row: ScheduledSequence) -> set[Place]:
+    def _blocks_written(self, row: Row) -> set[Place]:
         first = row.start // self.block_size
         last = (row.context_len - 1) // self.block_size
         return {
@@ -249,7 +246,7 @@ class FakeDevice:
             for block in table[first : last + 1]
         }
 
-    def _check_batch(self, batch: SchedulerOutput) -> None:
+    def _check_batch(self, batch: Rows) -> None:
         assert batch.sequences, "a step without rows"
         copies = list(copies_of(batch))
         sources, targets = {src for src, _ in copies}, [dst for _, dst in copies]
@@ -275,7 +272,7 @@ class FakeDevice:
                     assert writer == row.seq_id, f"block {block} of {group} is foreign"
         self._check_states(batch)
 
-    def _check_states(self, batch: SchedulerOutput) -> None:
+    def _check_states(self, batch: Rows) -> None:
         moves = [row.state for row in batch.sequences]
         if self.kv.states is None:
             assert moves == [None] * len(moves)
@@ -284,7 +281,7 @@ class FakeDevice:
         assert len(writes) == len(set(writes)) == len(moves) and 0 not in writes
         assert not set(writes) & {move.read for move in moves if move is not None}
 
-    def _update_tables(self, row: ScheduledSequence) -> None:
+    def _update_tables(self, row: Row) -> None:
         for group, given, dirty_from in tables_of(row):
             table = self.tables.get((row.seq_id, group), [])
             assert dirty_from <= len(table)
@@ -312,7 +309,7 @@ class FakeDevice:
                 )
 
 
-def _keys_of(batch: SchedulerOutput) -> set[bytes]:
+def _keys_of(batch: Rows) -> set[bytes]:
     """The items that the rows of a step need."""
     return {
         row.sequence.request.prompt_media.keys[i]
@@ -332,13 +329,14 @@ class FakeEngine:
         self.running: Launched | None = None
         self.outputs: dict[int, list[int]] = {}  # by seq_id
         self.reasons: dict[int, FinishReason] = {}
-        self.batches: list[SchedulerOutput] = []
+        self.batches: list[Rows] = []
 
     def step(self) -> None:
-        batch = self.scheduler.schedule()
-        assert batch or self.running or not self.scheduler.has_unfinished, "livelock"
+        output = self.scheduler.schedule()
+        assert output or self.running or not self.scheduler.has_unfinished, "livelock"
         launched = None
-        if batch is not None:
+        if output is not None:
+            batch = as_rows(output)
             self._check_budgets(batch)
             assert len(batch.sequences) <= self.scheduler.config.max_num_seqs
             self.batches.append(batch)
@@ -349,11 +347,13 @@ class FakeEngine:
             self.running, launched = launched, None
         if self.running is not None:
             done, self.running = self.running, None
-            self._take(self.scheduler.update_from_output(done.batch, self.device.evaluate(done)))
+            self._take(
+                self.scheduler.update_from_output(done.batch.output, self.device.evaluate(done))
+            )
         self.running = launched
         self._take(self.scheduler.take_outcomes())
 
-    def _check_budgets(self, batch: SchedulerOutput) -> None:
+    def _check_budgets(self, batch: Rows) -> None:
         config = self.scheduler.config
         chunks = [row for row in batch.sequences if row.num_tokens > 1]
         if batch.num_tokens > config.max_num_batched_tokens:

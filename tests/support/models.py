@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,17 +23,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes
 
-from mlx_paged.core import (
-    IN_FLIGHT_TOKEN,
-    BlockCopy,
-    Request,
-    ScheduledSequence,
-    SchedulerOutput,
-    StepTable,
-)
-from mlx_paged.core import (
-    Sequence as CoreSequence,
-)
+from mlx_paged.core import BlockCopy, StepBatch, StepTable
 from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.sampler import Sampled, SamplingRow
@@ -40,17 +31,10 @@ from mlx_paged.model.kv_formats import KVFormat
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.model.wrap import page
 from support.plain import plain_caches
+from support.step_rows import IN_FLIGHT_TOKEN, Row, batch_of
 
 VOCAB_SIZE = 96
 GREEDY = SamplingRow(temperature=0, seed=0, position=0)
-
-
-class FixedSampler:
-    """Stands for `SequenceSampler`: every token is chosen alike."""
-
-    def __init__(self, row: SamplingRow = GREEDY) -> None:
-        self.row = row
-        self.has_edits = False
 
 
 def scheduled(
@@ -61,14 +45,29 @@ def scheduled(
     blocks: Sequence[int],
     samples: bool = True,
     *,
-    sampler: Any = None,
+    sampling: SamplingRow = GREEDY,
     input_from: int = -1,
-) -> ScheduledSequence:
+) -> Row:
     """A sequence's part of a step that no scheduler planned."""
-    sequence = CoreSequence(seq_id, Request(name, (0,)), 0, ((False, 0), 0, 0))
-    sequence.sampler = FixedSampler() if sampler is None else sampler
-    tables = (StepTable(tuple(blocks), 0),)
-    return ScheduledSequence(sequence, tuple(token_ids), start, samples, input_from, tables)
+    return Row(
+        sequence=None,
+        seq_id=seq_id,
+        token_ids=tuple(token_ids),
+        start=start,
+        samples=samples,
+        input_from=input_from,
+        tables=(StepTable(tuple(blocks), 0),),
+        name=name,
+        sampling=sampling,
+    )
+
+
+def step_of(
+    rows: Sequence[Row], copies: tuple[tuple[BlockCopy, ...], ...] = ((),), *, step: int = 1
+) -> StepBatch:
+    """A batch of rows, with the settings of those that sample."""
+    settings = [row.sampling._replace(position=row.context_len) for row in rows if row.samples]
+    return batch_of(rows, copies, step=step, sampling=SamplingMetadata.of(settings))
 
 
 def tiny_config(model_type: str, *, tied: bool = True, **fields: Any) -> dict[str, Any]:
@@ -232,9 +231,7 @@ class StepDriver:
             self._copies.append(BlockCopy(old.blocks[num_full], new.blocks[-1]))
         self.sequences[name] = new
 
-    def schedule(
-        self, name: str, tokens: Sequence[int], *, samples: bool = True
-    ) -> ScheduledSequence:
+    def schedule(self, name: str, tokens: Sequence[int], *, samples: bool = True) -> Row:
         """The rows of one sequence, its blocks allocated; -1 stands for a token in flight."""
         seq = self.sequences.setdefault(name, Rows(len(self.sequences)))
         start = len(seq.tokens)
@@ -244,19 +241,19 @@ class StepDriver:
         return scheduled(seq.seq_id, name, tokens, start, seq.blocks, samples)
 
     def launch(
-        self, *rows: ScheduledSequence, previous: LaunchedStep | None = None
+        self, *rows: Row, previous: LaunchedStep | None = None
     ) -> tuple[LaunchedStep, dict[str, np.ndarray]]:
         """Runs one step; returns it and the ``[vocab_size]`` logits of each row that samples."""
         self._num_steps += 1
         if previous is not None:
-            sampled = [row.seq_id for row in previous.output.sequences if row.samples]
+            sampled = list(compress(previous.batch.seq_ids, previous.batch.samples))
             rows = tuple(
                 row._replace(input_from=sampled.index(row.seq_id))
                 if row.token_ids == (IN_FLIGHT_TOKEN,)
                 else row
                 for row in rows
             )
-        output = SchedulerOutput(self._num_steps, rows, (tuple(self._copies),))
+        batch = step_of(rows, (tuple(self._copies),), step=self._num_steps)
         self._copies = []
         captured: list[mx.array] = []
         real_sample = runner_module.sample
@@ -266,7 +263,7 @@ class StepDriver:
             return real_sample(logits, *args, **options)
 
         with mock.patch.object(runner_module, "sample", capture):
-            launched = self.runner.launch(output, previous)
+            launched = self.runner.launch(batch, previous)
         names = [row.request_id for row in rows if row.samples]
         if not names:
             assert not captured, "a step that samples nothing has no use for logits"
@@ -301,7 +298,6 @@ __all__ = [
     "IN_FLIGHT_TOKEN",
     "VOCAB_SIZE",
     "Rows",
-    "FixedSampler",
     "StepDriver",
     "dense_greedy",
     "dense_logits",
@@ -311,6 +307,7 @@ __all__ = [
     "rms",
     "save_tiny",
     "scheduled",
+    "step_of",
     "tiny_config",
     "tiny_model",
 ]

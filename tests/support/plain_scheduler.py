@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from mlx_paged.core import BlockTables, Scheduler, SchedulerOutput, Sequence, SequenceOutcome
+from support.step_rows import as_rows
 
 
 def num_pending_tokens(seq: Sequence) -> int:
@@ -164,10 +165,10 @@ class PlainScheduler(Scheduler):
         self, output: SchedulerOutput, sampled: SequenceOf[int | None]
     ) -> list[SequenceOutcome]:
         assert self._in_flight.popleft() is output
-        self._committed_step = output.step
-        self.kv.on_step_evaluated(output.step)
+        self._committed_step = output.batch.step
+        self.kv.on_step_evaluated(output.batch.step)
         outcomes = self.take_outcomes()
-        for scheduled, token in zip(output.sequences, sampled, strict=True):
+        for scheduled, token in zip(as_rows(output).sequences, sampled, strict=True):
             seq = scheduled.sequence
             if seq.is_finished:
                 continue

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.core import MediaSpan, PromptMedia, SchedulerOutput
-from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.core import MediaSpan, PromptMedia, StepBatch
 from mlx_paged.engine.media.encoder_cache import FeatureStore
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, StepMedia
@@ -137,7 +136,7 @@ class StepMediaBuilder:
     ) -> None:
         self.store = FeatureStore(encode)
         self._uses_rope_positions = uses_rope_positions
-        self._owners: tuple[CoreSequence, ...] = ()  # of the step before,
+        self._seq_ids: list[int] = []  # of the step before,
         self._media: list[SequenceMedia | None] = []  # theirs,
         self._prompt_lens = np.zeros(0, dtype=np.int64)  # [num_seqs]; 0: it has no media,
         self._deltas = np.zeros(0)  # [num_seqs], their RoPE deltas,
@@ -145,8 +144,7 @@ class StepMediaBuilder:
 
     def build(
         self,
-        output: SchedulerOutput,
-        owners: tuple[CoreSequence, ...],
+        batch: StepBatch,
         context_lens: IntArray,
         num_rows: IntArray,
         *,
@@ -155,24 +153,25 @@ class StepMediaBuilder:
         """Returns the inputs of a step's rows besides tokens; None where there are none.
 
         Args:
-            owners: the step's sequences.
             context_lens: ``[num_seqs]`` tokens of each after the step.
             num_rows: ``[num_seqs]`` tokens of each in the step.
             overlaps: the step before has not been read yet.
         """
         self.store.begin(overlaps=overlaps)
-        if output.media is not None:
-            self.store.drop(output.media.evicted)
-        if owners != self._owners:
-            self._owners = owners
-            self._media = [s.media for s in owners]
+        if batch.media is not None:
+            self.store.drop(batch.media.evicted)
+        if not batch.media_inputs:
+            return None
+        if batch.seq_ids != self._seq_ids:
+            self._seq_ids = batch.seq_ids
+            self._media = batch.media_inputs
             self._prompt_lens = np.array(
                 [0 if m is None else m.num_prompt_tokens for m in self._media], dtype=np.int64
             )
             self._deltas = np.array([0 if m is None else m.rope_delta for m in self._media])
             given = [None if m is None else m.rope_positions for m in self._media]
             self._has_fractions = any(np.asarray(p).dtype.kind == "f" for p in given)
-        has_items = output.media is not None
+        has_items = batch.media is not None
         if not (has_items or self._uses_rope_positions) or not self._prompt_lens.any():
             return None
         starts = context_lens - num_rows
@@ -211,7 +210,7 @@ class StepMediaBuilder:
 
     def forget(self) -> None:
         """Drops what is kept from step to step, and all features."""
-        self._owners, self._media = (), []
+        self._seq_ids, self._media = [], []
         self.store.clear()
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged import ops
-from mlx_paged.core import SchedulerOutput
+from mlx_paged.core import PooledStates, StepBatch, StepResult
 from mlx_paged.engine.faults import HIDDEN_NOT_FINITE
 from mlx_paged.engine.pooling.params import MEAN, PoolerConfig, PoolingParams
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
+from mlx_paged.engine.runner import KnownTokens, LaunchedStep, ModelRunner
 from mlx_paged.model.classification import ClassificationHead
 from mlx_paged.model.layout import Reach
 from mlx_paged.model.paged_model import PagedModel
@@ -123,7 +123,7 @@ class PooledPrompt:
 class LaunchedPooling(LaunchedStep):
     """A step of prompts to be pooled."""
 
-    places: tuple[int, ...] = ()  # of the sequences that are pooled in it
+    places: tuple[int, ...] = ()  # indices of the sequences that are pooled in it
     pooled: mx.array | None = None  # [len(places), hidden_size] float32, seen as int32
 
     @property
@@ -154,22 +154,23 @@ class PoolingRunner(ModelRunner):
         super().__init__(model, windows=windows)
 
     def _launch(
-        self, output: SchedulerOutput, previous: LaunchedStep | None, pools_before: list[mx.array]
+        self,
+        batch: StepBatch,
+        previous: LaunchedStep | KnownTokens | None,
+        pools_before: list[mx.array],
     ) -> LaunchedPooling:
-        self._copy_blocks(output)
-        columns = tuple(zip(*output.sequences))
-        _, token_ids, starts, samples, _, _, _ = columns
-        num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=len(token_ids))
+        self._copy_blocks(batch)
+        num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)
+        context_lens = np.frombuffer(batch.starts, dtype=np.int64) + num_rows
         ends = np.cumsum(num_rows)
-        places = [i for i, ends_here in enumerate(samples) if self._sums or ends_here]
+        places = [i for i, ends_here in enumerate(batch.samples) if self._sums or ends_here]
         # A mean needs the states of all tokens; else that of the last one of each prompt.
         wanted = np.arange(ends[-1]) if self._sums else (ends - 1)[places]
-        flat = np.fromiter((t for ids in token_ids for t in ids), dtype=np.int32)
+        flat = np.frombuffer(batch.token_ids, dtype=np.uint32).astype(np.int32)
         hidden = self.model.forward(
-            ops.upload(flat)[0],
-            self._inputs(columns, np.array(starts) + num_rows, num_rows, wanted),
+            ops.upload(flat)[0], self._inputs(batch, context_lens, num_rows, wanted)
         )
-        nothing = mx.zeros((sum(samples),), dtype=mx.int32)
+        nothing = mx.zeros((sum(batch.samples),), dtype=mx.int32)
         pooled = None
         if places:
             if self._sums:
@@ -177,27 +178,35 @@ class PoolingRunner(ModelRunner):
             pooled = ops.to_host(hidden.astype(mx.float32).view(mx.int32))
         pools = self.model.pools()
         launched = LaunchedPooling(
-            output, nothing, pools[-1], nothing, pools_before, places=tuple(places), pooled=pooled
+            batch=batch,
+            tokens=nothing,
+            written=pools[-1],
+            reported=nothing,
+            pools_before=pools_before,
+            places=tuple(places),
+            pooled=pooled,
         )
         mx.async_eval(*launched.results, *pools)  # type: ignore[no-untyped-call]
         return launched
 
     @staticmethod
-    def read(launched: LaunchedStep) -> ModelRunnerOutput:
+    def read(launched: LaunchedStep) -> StepResult:
         """Waits for a step and returns its results: tokens that mean nothing, and pooled states."""
         result = ModelRunner.read(launched)
         assert isinstance(launched, LaunchedPooling)
         if launched.pooled is None:
             return result
-        states = np.array(launched.pooled).view(np.float32)
+        states, batch = np.array(launched.pooled).view(np.float32), launched.batch
         finite = [bool(np.isfinite(row).all()) for row in states]
-        sequences = launched.output.sequences
-        for place, row, is_finite in zip(launched.places, states, finite):
+        for index, row, is_finite in zip(launched.places, states, finite):
             if is_finite:
-                result.pooled.append((sequences[place], row))
+                start = batch.starts[index]
+                end = start + batch.query_lens[index]
+                result.pooled.append(PooledStates(index, start, end, row))
             else:
-                result.sampled_token_ids[place] = None
-                result.failures.append((place, HIDDEN_NOT_FINITE))
+                result.token_ids[index] = []
+                result.failures.append((index, HIDDEN_NOT_FINITE))
+                result.is_poisoned = True
         return result
 
 

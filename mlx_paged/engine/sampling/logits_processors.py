@@ -7,7 +7,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -17,14 +17,12 @@ import numpy.typing as npt
 
 from mlx_paged import ops
 from mlx_paged.engine.faults import is_interrupt, reason_of
-from mlx_paged.engine.grammar.follower import Follower, Words, fill_masks
+from mlx_paged.engine.grammar.follower import Words
+from mlx_paged.engine.sampling.masks import FilledMasks, Mask, MaskKey, MaskSource
 from mlx_paged.errors import InvalidParameterError
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
-
-#: Tokens that may follow: ``[vocab_size]`` booleans, or 32 tokens to an (u)int32, lowest bit first.
-Mask = npt.NDArray[np.bool_] | npt.NDArray[np.integer]
 
 #: Stands in `Additions.after` for an addition that does not depend on the newest token.
 ALWAYS = -1
@@ -52,29 +50,28 @@ class Penalties(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """How to change a row's logits before a token is chosen."""
+    """How to change a row's logits before a token is chosen. Plain data.
+
+    Attributes:
+        allowed: The only tokens that may follow.
+        mask: Names the row's token mask, which the `MaskSource` makes once the newest token is
+            known; None: it has none.
+        grammar: Names the row's place in its grammar, likewise.
+        failure: Why the row's edits could not be made, so that no token can be chosen.
+    """
 
     additions: Additions | None = None
     penalties: Penalties | None = None
     allowed: Mask | None = None
-    # Takes the newest token if that was in flight, else None; returns None where all may follow.
-    mask: Callable[[int | None], Mask | None] | None = None
-    grammar: Grammar | None = None
+    mask: MaskKey | None = None
+    grammar: MaskKey | None = None
+    failure: str | None = None
 
     @property
     def has_mask(self) -> bool:
         """True if any token may be ruled out by a mask."""
-        return self.allowed is not None or self.mask is not None or self.grammar is not None
-
-
-class Grammar(NamedTuple):
-    """Limits the next token of a row by all tokens before it."""
-
-    follower: Follower
-    tokens: Sequence[int]  # prompt and answer, without the newest one if that is in flight
-    # Takes the newest token if that was in flight, else None; returns the mask of the tokens that
-    # other parameters permit.
-    permits: Callable[[int | None], Words] | None = None
+        found = self.allowed, self.mask, self.grammar, self.failure
+        return any(part is not None for part in found)
 
 
 class InFlight(NamedTuple):
@@ -148,6 +145,7 @@ def apply_edits(
     edited: list[tuple[int, Edits]],
     in_flight: InFlight | None,
     grammars: Future[GrammarMasks] | None = None,
+    masks: MaskSource | None = None,
 ) -> Edited:
     """Applies the rows' edits, in vLLM's order: mask, biases and bans, penalties.
 
@@ -156,13 +154,14 @@ def apply_edits(
         edited: (row, its edits) in the order of rows, for the rows that ask for any.
         in_flight: where the newest tokens are; None: all are known.
         grammars: what `make_grammar_masks` returns for these edits; not None where `has_grammars`.
+        masks: makes token masks; not None where an edit names one.
     """
     failed: dict[int, str] = {}
     if not edited:
         return Edited(logits, failed)
     edits = logits
     if any(edit.has_mask for _, edit in edited):
-        edits = _apply_masks(edits, edited, in_flight, grammars, failed)
+        edits = _apply_masks(edits, edited, in_flight, grammars, masks, failed)
     if only_masks(edited):
         return Edited(edits, failed)
     edits = edits.astype(mx.float32)
@@ -242,39 +241,18 @@ def has_grammars(edited: list[tuple[int, Edits]]) -> bool:
     return any(edit.grammar is not None for _, edit in edited)
 
 
-def make_grammar_masks(edited: list[tuple[int, Edits]], in_flight: InFlight | None) -> GrammarMasks:
-    """Waits for the newest tokens, follows them, and fills the masks. Any thread may do it."""
-    return _grammar_masks(edited, _newest_of(edited, in_flight))
-
-
-def _grammar_masks(edited: list[tuple[int, Edits]], newest: Sequence[int | None]) -> GrammarMasks:
-    rows, followers = [], []
-    for i, edit in edited:
-        if edit.grammar is not None:
-            edit.grammar.follower.follow(edit.grammar.tokens, newest[i])
-            rows.append(i)
-            followers.append(edit.grammar.follower)
-    # (A tokenizer may have more tokens than its model.)
-    words = np.empty((len(rows), followers[0].num_words), np.int32)
-    fill_masks(followers, words)
-    grammars = [edit.grammar for _, edit in edited if edit.grammar is not None]
-    for i, grammar, mask in zip(rows, grammars, words):
-        if grammar.permits is not None:
-            _narrow(mask, grammar.permits(newest[i]))
-    failed = {i: f.failed for i, f in zip(rows, followers) if f.failed is not None}
-    return GrammarMasks(newest, rows, words, failed)
-
-
-def _narrow(mask: Words, permitted: Words) -> None:
-    """Takes out of a grammar's mask what other parameters do not permit.
-
-    Where that would leave nothing, the grammar comes first: a valid answer must go on.
-    """
-    size = min(len(mask), len(permitted))
-    narrowed = mask[:size] & permitted[:size]
-    if narrowed.any():
-        mask[:size] = narrowed
-        mask[size:] = 0
+def make_grammar_masks(
+    edited: list[tuple[int, Edits]], in_flight: InFlight | None, masks: MaskSource
+) -> GrammarMasks:
+    """Waits for the newest tokens, and has the grammars' masks made. Any thread may do it."""
+    newest = _newest_of(edited, in_flight)
+    named = [(i, edit.grammar) for i, edit in edited if edit.grammar is not None]
+    filled: FilledMasks = masks.grammar_masks(
+        [key for _, key in named], [newest[i] for i, _ in named]
+    )
+    rows = [i for i, _ in named]
+    failed = {rows[place]: reason for place, reason in filled.failed.items()}
+    return GrammarMasks(newest, rows, filled.words, failed)
 
 
 def _newest_of(edited: list[tuple[int, Edits]], in_flight: InFlight | None) -> Sequence[int | None]:
@@ -288,12 +266,13 @@ def _apply_masks(
     edited: list[tuple[int, Edits]],
     in_flight: InFlight | None,
     grammars: Future[GrammarMasks] | None,
+    masks: MaskSource | None,
     failed: dict[int, str],
 ) -> mx.array:
     masked = [(i, edit) for i, edit in edited if edit.has_mask]
     newest: Sequence[int | None] = []
     made: GrammarMasks | None = None
-    if any(edit.mask or edit.grammar for _, edit in masked):
+    if any(edit.mask is not None or edit.grammar is not None for _, edit in masked):
         # Masks are made on the host, which waits for the newest tokens first. The device has the
         # whole forward to run in the meantime.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
@@ -307,10 +286,14 @@ def _apply_masks(
     for place, (i, edit) in enumerate(masked):
         if edit.allowed is not None:
             words[place] &= packed(edit.allowed, logits.shape[1])
+        if edit.failure is not None:
+            failed[i] = edit.failure
+            words[place] = 0
         if edit.mask is None:
             continue
+        assert masks is not None, "an edit names a token mask, but there is no source of masks"
         try:
-            mask = edit.mask(newest[i])
+            mask = masks.token_mask(edit.mask, newest[i])
             if mask is not None:
                 words[place] &= packed(mask, logits.shape[1])
         except BaseException as error:

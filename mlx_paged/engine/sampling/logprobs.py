@@ -171,6 +171,11 @@ class PromptTargets:
     token_ids: Sequence[int]
     likeliest: bool
 
+    def between(self, begin: int, end: int) -> PromptTargets | None:
+        """Those that follow rows ``[begin, end)`` of the sequence; None where there are none."""
+        token_ids = self.token_ids[begin:end]
+        return PromptTargets(token_ids, self.likeliest) if token_ids else None
+
 
 class PromptReport:
     """Records which prompt tokens have been reported. All answers of a request share one.

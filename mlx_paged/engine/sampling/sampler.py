@@ -8,7 +8,7 @@ independent of its batch (a partition breaks ties as it likes), and half-precisi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged import ops
-from mlx_paged.core import ScheduledSequence
 from mlx_paged.engine.sampling.logits_processors import Edits, FloatArray
-from mlx_paged.engine.sampling.sequence_sampler import SamplingRow, SequenceSampler
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.compiled import Greedy
 from mlx_paged.platform import Platform
 
@@ -52,21 +51,22 @@ class SamplingMetadata:
         """Columns from rows."""
         if isinstance(rows, SamplingMetadata):
             return rows
-        columns = list(zip(*rows)) or [()] * len(SamplingRow._fields)
-        temperatures, seeds, positions, top_k, top_p, min_p, edits, logprobs, listed = columns
-        temperature = np.array(temperatures, dtype=np.float32)
+        temperature = np.array([row.temperature for row in rows], dtype=np.float32)
+        top_p = np.array([row.top_p for row in rows], dtype=np.float32)
         return cls(
-            temperature,
-            keys_of(seeds),
-            np.array(positions, dtype=np.uint32),
-            np.array(top_k, dtype=np.int64),
+            temperature=temperature,
+            key=keys_of([row.seed for row in rows]),
+            position=np.array([row.position for row in rows], dtype=np.uint32),
+            top_k=np.array([row.top_k for row in rows], dtype=np.int64),
             # (A tiny one must not become 0: that would keep no token, or all of them.)
-            np.maximum(np.array(top_p, dtype=np.float32), _LEAST_TOP_P),
-            np.array(min_p, dtype=np.float32),
-            [(i, edit) for i, edit in enumerate(edits) if edit is not None],
-            [(i, count) for i, count in enumerate(logprobs) if count is not None],
-            [(i, token_ids) for i, token_ids in enumerate(listed) if token_ids],
-            np.flatnonzero(temperature.astype(np.float64) >= _GREEDY_BELOW),
+            top_p=np.maximum(top_p, _LEAST_TOP_P),
+            min_p=np.array([row.min_p for row in rows], dtype=np.float32),
+            edits=[(i, row.edits) for i, row in enumerate(rows) if row.edits is not None],
+            logprobs=[(i, row.logprobs) for i, row in enumerate(rows) if row.logprobs is not None],
+            logprob_token_ids=[
+                (i, row.logprob_token_ids) for i, row in enumerate(rows) if row.logprob_token_ids
+            ],
+            drawn=np.flatnonzero(temperature.astype(np.float64) >= _GREEDY_BELOW),
         )
 
     def __len__(self) -> int:
@@ -75,16 +75,28 @@ class SamplingMetadata:
     def only(self, at: npt.NDArray[np.intp]) -> SamplingMetadata:
         """The settings of some rows that drawing needs: without edits and reports."""
         return SamplingMetadata(
-            self.temperature[at],
-            self.key[at],
-            self.position[at],
-            self.top_k[at],
-            self.top_p[at],
-            self.min_p[at],
-            [],
-            [],
-            [],
-            np.flatnonzero(np.isin(at, self.drawn)),
+            temperature=self.temperature[at],
+            key=self.key[at],
+            position=self.position[at],
+            top_k=self.top_k[at],
+            top_p=self.top_p[at],
+            min_p=self.min_p[at],
+            edits=[],
+            logprobs=[],
+            logprob_token_ids=[],
+            drawn=np.flatnonzero(np.isin(at, self.drawn)),
+        )
+
+    def take(self, at: Sequence[int]) -> SamplingMetadata:
+        """All settings of some rows, in that order."""
+        place = {row: i for i, row in enumerate(at)}
+        return replace(
+            self.only(np.array(at, dtype=np.intp)),
+            edits=sorted((place[i], edit) for i, edit in self.edits if i in place),
+            logprobs=sorted((place[i], n) for i, n in self.logprobs if i in place),
+            logprob_token_ids=sorted(
+                (place[i], ids) for i, ids in self.logprob_token_ids if i in place
+            ),
         )
 
 
@@ -102,42 +114,6 @@ def keys_of(seeds: Sequence[int]) -> UIntArray:
     mixed ^= mixed >> np.uint64(33)
     words = low ^ mixed >> np.uint64(32), mixed & np.uint64(0xFFFFFFFF)
     return np.stack(words, axis=1).astype(np.uint32)
-
-
-class MetadataCache:
-    """Keeps the columns of running sequences from step to step.
-
-    Of a sequence's settings only position and edits differ between two steps, so the columns are
-    made anew only where other sequences are sampled.
-    """
-
-    def __init__(self) -> None:
-        self._samplers: list[SequenceSampler] = []
-        self._edited: list[int] = []  # those that have edits
-        self._columns = SamplingMetadata.of([])
-
-    def __call__(
-        self, sampled: Sequence[ScheduledSequence], positions: npt.NDArray[np.int64]
-    ) -> SamplingMetadata:
-        """The metadata of a step that samples these sequences.
-
-        Args:
-            positions: ``[num_sampled]``, of the tokens to be chosen.
-        """
-        samplers = [s[0].sampler for s in sampled]
-        if samplers != self._samplers:
-            self._columns = SamplingMetadata.of([sampler.row for sampler in samplers])
-            self._samplers = samplers
-            self._edited = [i for i, sampler in enumerate(samplers) if sampler.has_edits]
-        edits = [
-            (i, edit)
-            for i in self._edited
-            if (edit := samplers[i].edits(sampled[i].sequence.tokens, int(positions[i])))
-            is not None
-        ]
-        c = self._columns  # (`replace` takes several times as long)
-        settings = (c.temperature, c.key, positions.astype(np.uint32), c.top_k, c.top_p, c.min_p)
-        return SamplingMetadata(*settings, edits, c.logprobs, c.logprob_token_ids, c.drawn)
 
 
 class Sampled(NamedTuple):

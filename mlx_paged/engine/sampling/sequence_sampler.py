@@ -17,12 +17,11 @@ from mlx_paged.engine.sampling.logits_processors import (
     ALWAYS,
     Additions,
     Edits,
-    Grammar,
-    Mask,
     Penalties,
     TokenHistory,
     packed,
 )
+from mlx_paged.engine.sampling.masks import Mask, MaskKey
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 
@@ -333,60 +332,78 @@ class SequenceSampler:
         """Why an answer cannot follow its grammar any more; None while it can."""
         return None if self._follower is None else self._follower.failed
 
-    def edits(self, tokens: Sequence[int], position: int) -> Edits | None:
-        """How to change the logits of the token at `position`; None: not at all.
+    def edits(self, tokens: Sequence[int], key: MaskKey) -> Edits | None:
+        """How to change the logits of the token at `key.position`; None: not at all.
 
         Args:
             tokens: prompt and answer as far as known: all of `[0, position)`, or all but the last
                 if that is in flight.
+            key: the name of the token's masks.
         """
-        sampling = self._sampling
-        start = len(sampling.prompt)
-        is_early = position - start < sampling.params.min_tokens
-        grammar = (
-            None
-            if self._follower is None
-            else self._grammar(self._follower, tokens, position, is_early)
-        )
+        sampling, position = self._sampling, key.position
+        has_grammar = self._may_limit(tokens, position)
         allowed = sampling.allowed
-        if grammar is not None:
+        if has_grammar:
             additions, allowed = sampling.biases, None
         else:
+            is_early = position - len(sampling.prompt) < sampling.params.min_tokens
             additions = sampling.early_additions if is_early else sampling.additions
             if sampling.long_bad_words:
                 additions = self._with_long_bad_words(additions, tokens, position)
-        mask = None if sampling.token_mask is None else self._mask(sampling.token_mask, tokens)
+        has_mask = sampling.token_mask is not None
         penalties = self._penalties(tokens) if sampling.params.penalizes else None
-        if additions is None and penalties is None and mask is None and grammar is None:
+        if additions is None and penalties is None and not has_mask and not has_grammar:
             return None if allowed is None else Edits(allowed=allowed)
-        return Edits(additions, penalties, allowed, mask, grammar)
+        return Edits(
+            additions,
+            penalties,
+            allowed,
+            mask=key if has_mask else None,
+            grammar=key if has_grammar else None,
+        )
 
-    def _grammar(
-        self, follower: Follower, tokens: Sequence[int], position: int, is_early: bool
-    ) -> Grammar | None:
-        if not self.has_grammar:
-            # A budget of reasoning: most of the time the newest token need not be waited for.
-            follower.follow(tokens)
-            if not follower.may_limit(position - len(tokens)):
-                return None
+    def _may_limit(self, tokens: Sequence[int], position: int) -> bool:
+        """True if the token at `position` needs the mask of a grammar."""
+        if self._follower is None or self.has_grammar:
+            return self.has_grammar
+        # A budget of reasoning: most of the time the newest token need not be waited for.
+        self._follower.follow(tokens)
+        return self._follower.may_limit(position - len(tokens))
+
+    # Masks. (`newest` is the token after `tokens`, if it was in flight when the step was built.)
+
+    def follow(self, tokens: Sequence[int], newest: int | None) -> Follower:
+        """The place in the grammar after these tokens."""
+        assert self._follower is not None
+        self._follower.follow(tokens, newest)
+        return self._follower
+
+    def narrow(self, mask: Words, tokens: Sequence[int], newest: int | None, position: int) -> None:
+        """Takes out of a grammar's mask what other parameters do not permit.
+
+        Where that would leave nothing, the grammar comes first: a valid answer must go on.
+        """
         sampling, start = self._sampling, len(self._sampling.prompt)
-        words = sampling.long_bad_words
+        is_early = position - start < sampling.params.min_tokens
         permitted = sampling.early_permitted if is_early else sampling.permitted
-        if not words:
-            return Grammar(follower, tokens, lambda newest: permitted)
-        last = list(tokens[max(start, len(tokens) - words.longest) :])
-
-        def permits(newest: int | None) -> Words:
-            generated = last if newest is None else [*last, newest]
+        words = sampling.long_bad_words
+        if words:
+            generated = list(tokens[max(start, len(tokens) - words.longest) :])
+            generated += [] if newest is None else [newest]
             banned = [token for token, _ in words.possible(generated, in_flight=False)]
-            return without(permitted, banned)
+            permitted = without(permitted, banned)
+        size = min(len(mask), len(permitted))
+        narrowed = mask[:size] & permitted[:size]
+        if narrowed.any():
+            mask[:size] = narrowed
+            mask[size:] = 0
 
-        return Grammar(follower, tokens, permits)
-
-    def _mask(self, ask: TokenMask, tokens: Sequence[int]) -> Callable[[int | None], Mask | None]:
-        index, generated = self._index, self._generated
+    def token_mask(self, tokens: Sequence[int], newest: int | None) -> Mask | None:
+        """The caller's mask; None: all tokens may follow."""
+        ask, generated = self._sampling.token_mask, self._generated
+        assert ask is not None
         generated.extend(tokens[len(self._sampling.prompt) + len(generated) :])
-        return lambda newest: ask(index, _Generated(generated, newest))
+        return ask(self._index, _Generated(generated, newest))
 
     def _penalties(self, tokens: Sequence[int]) -> Penalties:
         params, prompt = self._sampling.params, self._sampling.prompt
@@ -395,8 +412,9 @@ class SequenceSampler:
             self._history = TokenHistory(prompt if params.repetition_penalty != 1 else ())
         self._history.update(tokens, len(prompt))
         return Penalties(
-            self._history.ids,
-            self._history.counts,
+            # (Copies: a step keeps what it was given, and may run again.)
+            self._history.ids.copy(),
+            self._history.counts.copy(),
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,

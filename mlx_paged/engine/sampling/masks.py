@@ -1,0 +1,110 @@
+"""Masks that depend on a row's newest token: grammars and callers' token masks.
+
+They are made on the host, after the newest token has arrived there. A step names them by sequence
+and position (`MaskKey`), and asks a `MaskSource` for them, so it carries no grammar and no
+callable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.engine.grammar.follower import Follower, Words, fill_masks
+
+#: Tokens that may follow: ``[vocab_size]`` booleans, or 32 tokens to an (u)int32, lowest bit first.
+Mask = npt.NDArray[np.bool_] | npt.NDArray[np.integer]
+
+
+class MaskKey(NamedTuple):
+    """Names the mask of one token.
+
+    Attributes:
+        seq_id: The sequence.
+        position: The position that the token will have.
+    """
+
+    seq_id: int
+    position: int
+
+
+class FilledMasks(NamedTuple):
+    """Masks of several rows."""
+
+    words: Words  # [num_rows, num_words of the tokenizer]
+    failed: dict[int, str]  # places whose mask could not be made: why; it is empty
+
+
+class MaskSource(Protocol):
+    """Makes the masks that a step names."""
+
+    def grammar_masks(self, keys: Sequence[MaskKey], newest: Sequence[int | None]) -> FilledMasks:
+        """The tokens that grammars allow; any thread may call it.
+
+        Args:
+            newest: of each sequence its newest token, if that was in flight when the step was
+                built.
+        """
+
+    def token_mask(self, key: MaskKey, newest: int | None) -> Mask | None:
+        """The tokens that a caller's token mask allows; None: all. It raises what the mask does."""
+
+
+class SequenceMasks:
+    """`MaskSource` over the engine's sequences."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, CoreSequence] = {}
+
+    def watch(self, sequences: Iterable[CoreSequence]) -> None:
+        """Steps to come may name masks of these sequences; forgets those that have finished."""
+        kept = {i: seq for i, seq in self._sequences.items() if not seq.is_finished}
+        self._sequences = kept | {seq.seq_id: seq for seq in sequences}
+
+    def grammar_masks(self, keys: Sequence[MaskKey], newest: Sequence[int | None]) -> FilledMasks:
+        """See `MaskSource`."""
+        found = [self._sequences.get(key.seq_id) for key in keys]
+        places = [place for place, seq in enumerate(found) if seq is not None]
+        samplers = [seq.sampler for seq in found if seq is not None]
+        try:
+            followers: list[Follower] = []
+            for place, sampler in zip(places, samplers):
+                tokens, token = self._known(keys[place], newest[place])
+                followers.append(sampler.follow(tokens, token))
+            # (A tokenizer may have more tokens than its model.)
+            num_words = followers[0].num_words if followers else 0
+            words = np.full((len(keys), num_words), -1, np.int32)
+            own = words if len(places) == len(keys) else words[places]
+            fill_masks(followers, own)
+            for mask, place, sampler in zip(own, places, samplers):
+                tokens, token = self._known(keys[place], newest[place])
+                sampler.narrow(mask, tokens, token, keys[place].position)
+            if own is not words:  # (others have finished: their tokens are discarded)
+                words[places] = own
+        except BaseException:
+            for sampler in samplers:  # it may have stopped in the middle of a sequence
+                sampler.start_over()
+            raise
+        failed = {p: f.failed for p, f in zip(places, followers) if f.failed is not None}
+        return FilledMasks(words, failed)
+
+    def token_mask(self, key: MaskKey, newest: int | None) -> Mask | None:
+        """See `MaskSource`."""
+        seq = self._sequences.get(key.seq_id)
+        if seq is None:
+            return None
+        tokens, token = self._known(key, newest)
+        mask: Mask | None = seq.sampler.token_mask(tokens, token)
+        return mask
+
+    def _known(self, key: MaskKey, newest: int | None) -> tuple[Sequence[int], int | None]:
+        """A sequence's tokens, and the newest one if it is not among them yet.
+
+        (It is among them where a step runs again after the one before it has been committed.)
+        """
+        tokens = self._sequences[key.seq_id].tokens
+        return tokens, newest if len(tokens) < key.position else None

@@ -1,0 +1,117 @@
+"""StepColumns: adds to a scheduled batch what the scheduler does not know.
+
+These are the settings with which tokens are chosen, the prompt tokens to report, and media. All of
+it is data: nothing in a batch leads back to a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.core import SchedulerOutput, Sequence
+from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.sampling.logits_processors import Edits
+from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
+from mlx_paged.engine.sampling.sampler import SamplingMetadata
+from mlx_paged.engine.sampling.sequence_sampler import SequenceSampler
+
+
+class StepColumns:
+    """Completes batches.
+
+    Args:
+        masks: makes the masks that the batches name.
+        samples: false where the "token" of a sequence only says that its prompt is computed.
+        has_media: whether sequences may have media.
+    """
+
+    def __init__(self, masks: SequenceMasks, *, samples: bool = True, has_media: bool) -> None:
+        self._metadata = MetadataCache(masks)
+        self._samples = samples
+        self._has_media = has_media
+
+    def add_to(self, output: SchedulerOutput) -> None:
+        """Fills the columns of a batch that follow from its sequences."""
+        batch, sequences = output.batch, output.sequences
+        if self._samples:
+            positions = np.frombuffer(batch.starts, dtype=np.int64) + np.frombuffer(
+                batch.query_lens, dtype=np.int64
+            )
+            sampled = sequences
+            if False in batch.samples:
+                sampled = list(compress(sequences, batch.samples))
+                positions = positions[np.array(batch.samples)]
+            if sampled:
+                batch.sampling = self._metadata(sampled, positions)
+            if not batch.is_decode:
+                self._add_prompt_targets(output)
+        if self._has_media:
+            media = [seq.media for seq in sequences]
+            if any(each is not None for each in media):
+                batch.media_inputs = media
+
+    def _add_prompt_targets(self, output: SchedulerOutput) -> None:
+        batch = output.batch
+        for index, seq in enumerate(output.sequences):
+            length = batch.query_lens[index]
+            if seq.prompt_report is None or (length == 1 and batch.samples[index]):
+                continue
+            start = batch.starts[index]
+            found = seq.prompt_report.targets(start, start + length)
+            if found is not None:
+                batch.prompt_targets.append((index, found))
+
+
+class MetadataCache:
+    """Keeps the sampling settings of running sequences from step to step.
+
+    Of a sequence's settings only position and edits differ between two steps, so the columns are
+    made anew only where other sequences are sampled.
+    """
+
+    def __init__(self, masks: SequenceMasks) -> None:
+        self._masks = masks
+        self._samplers: list[SequenceSampler] = []
+        self._edited: list[int] = []  # those that have edits
+        self._columns = SamplingMetadata.of([])
+
+    def __call__(
+        self, sampled: SequenceOf[Sequence], positions: npt.NDArray[np.int64]
+    ) -> SamplingMetadata:
+        """The metadata of a step that samples these sequences.
+
+        Args:
+            positions: ``[num_sampled]``, of the tokens to be chosen.
+        """
+        samplers = [seq.sampler for seq in sampled]
+        if samplers != self._samplers:
+            self._columns = SamplingMetadata.of([sampler.row for sampler in samplers])
+            self._samplers = samplers
+            self._edited = [i for i, sampler in enumerate(samplers) if sampler.has_edits]
+            if self._edited:
+                self._masks.watch(sampled[i] for i in self._edited)
+        edits = []
+        for i in self._edited:
+            edit = _edits_of(sampled[i], int(positions[i]))
+            if edit is not None:
+                edits.append((i, edit))
+        return replace(self._columns, position=positions.astype(np.uint32), edits=edits)
+
+
+def _edits_of(seq: Sequence, position: int) -> Edits | None:
+    """A sequence's edits; one that cannot be made, twice, ends its sequence and no other."""
+    sampler: SequenceSampler = seq.sampler
+    key = MaskKey(seq.seq_id, position)
+    for is_last in (False, True):
+        try:
+            return sampler.edits(seq.tokens, key)
+        except Exception as error:
+            sampler.start_over()  # it may have stopped in the middle of counting
+            if is_last:
+                return Edits(failure=reason_of(error))
+    return None

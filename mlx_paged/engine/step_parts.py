@@ -1,0 +1,161 @@
+"""Cuts a batch into parts that are run one after another, and joins their results."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from mlx_paged.core import ScheduledMedia, StateMove, StepBatch, StepResult, StepTable
+from mlx_paged.core.media import outside
+
+
+class Piece(NamedTuple):
+    """Tokens ``[begin, end)`` of those that a batch has of one sequence.
+
+    Attributes:
+        place: Index of the sequence in the batch.
+        is_last: Whether the tokens of the batch end here, so that it samples where the batch does.
+    """
+
+    place: int
+    begin: int
+    end: int
+    is_last: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the piece."""
+        return self.end - self.begin
+
+
+#: Pieces of different sequences, in the order of the batch.
+Part = tuple[Piece, ...]
+
+
+def whole(batch: StepBatch, left_out: Collection[int] = ()) -> Part:
+    """All of a batch but for some sequences."""
+    return tuple(
+        Piece(place, 0, length)
+        for place, length in enumerate(batch.query_lens)
+        if place not in left_out
+    )
+
+
+def halves(batch: StepBatch, part: Part) -> list[Part]:
+    """Two parts, to be run in this order: by sequences, or one sequence by its tokens.
+
+    What cannot be cut is returned whole: one token, drafts with the token before them, or a media
+    item whose positions see each other.
+    """
+    if len(part) > 1:
+        middle = len(part) // 2
+        return [part[:middle], part[middle:]]
+    [piece] = part
+    middle = _middle(batch, piece)
+    if middle == 0:
+        return [part]
+    head = piece._replace(end=piece.begin + middle, is_last=False)
+    return [(head,), (piece._replace(begin=piece.begin + middle),)]
+
+
+def _middle(batch: StepBatch, piece: Piece) -> int:
+    """How many of a piece's tokens the first of two pieces has; 0: it cannot be cut."""
+    middle = piece.num_tokens // 2
+    if batch.num_drafts[piece.place]:
+        return 0
+    media = batch.media_inputs[piece.place] if batch.media_inputs else None
+    atomic = () if media is None else media.media.atomic
+    if not atomic:
+        return middle
+    start = batch.starts[piece.place] + piece.begin
+    before = outside(atomic, start + middle)
+    if before > start:
+        return before - start
+    after = next((end for _, end in atomic if start + middle < end), start)
+    return after - start if after < start + piece.num_tokens else 0
+
+
+def is_state_spent(batch: StepBatch, piece: Piece) -> bool:
+    """True if the state that a piece begins with may be overwritten: that of a second piece."""
+    return bool(batch.slots) and piece.begin > 0
+
+
+def cut(batch: StepBatch, part: Part, block_size: int) -> StepBatch:
+    """A part as a batch of its own, which may run whatever ran before."""
+    indices = [piece.place for piece in part]
+    begins = batch.begins()
+    samples = [piece.is_last and batch.samples[piece.place] for piece in part]
+    token_ids = array(batch.token_ids.typecode)
+    for piece in part:
+        at = begins[piece.place]
+        token_ids += batch.token_ids[at + piece.begin : at + piece.end]
+    return StepBatch(
+        step=batch.step,
+        seq_ids=[batch.seq_ids[i] for i in indices],
+        token_ids=token_ids,
+        starts=array("q", [batch.starts[p.place] + p.begin for p in part]),
+        query_lens=array("q", [p.num_tokens for p in part]),
+        samples=samples,
+        input_from=array("i", [batch.input_from[i] for i in indices]),
+        num_drafts=array("i", [batch.num_drafts[i] for i in indices]),
+        adapter_ids=array("i", [batch.adapter_ids[i] for i in indices]),
+        tables=[tuple(StepTable(t.blocks, 0) for t in batch.tables[i]) for i in indices],
+        slots=[_slots(batch, piece) for piece in part] if batch.slots else [],
+        block_copies=_copies(batch, part, block_size),
+        # (What the step gave up is gone by now.)
+        media=None if batch.media is None else ScheduledMedia((), batch.media.encoded),
+        sampling=_sampling(batch, [p.place for p, sampled in zip(part, samples) if sampled]),
+        prompt_targets=_targets(batch, part),
+        media_inputs=[batch.media_inputs[i] for i in indices] if batch.media_inputs else [],
+    )
+
+
+def _slots(batch: StepBatch, piece: Piece) -> StateMove:
+    slots = batch.slots[piece.place]
+    # A second piece begins where the first one ends.
+    return slots if piece.begin == 0 else StateMove(slots.write, slots.write)
+
+
+def _copies(batch: StepBatch, part: Part, block_size: int) -> tuple[tuple[Any, ...], ...]:
+    """A copy goes with the piece that continues its target: made later, it would undo what that
+    sequence wrote."""
+    begun = [p.place for p in part if p.begin == 0]
+    made = []
+    for group, copies in enumerate(batch.block_copies):
+        targets = {batch.tables[i][group].blocks[batch.starts[i] // block_size] for i in begun}
+        made.append(tuple(copy for copy in copies if copy.dst in targets))
+    return tuple(made)
+
+
+def _sampling(batch: StepBatch, indices: list[int]) -> Any:
+    if batch.sampling is None or not indices:
+        return None
+    rows: dict[int, int] = {}
+    for index, samples in enumerate(batch.samples):
+        if samples:
+            rows[index] = len(rows)
+    return batch.sampling.take([rows[index] for index in indices])
+
+
+def _targets(batch: StepBatch, part: Part) -> list[tuple[int, Any]]:
+    wanted = dict(batch.prompt_targets)
+    targets = []
+    for place, piece in enumerate(part):
+        found = wanted.get(piece.place)
+        found = None if found is None else found.between(piece.begin, piece.end)
+        if found is not None:
+            targets.append((place, found))
+    return targets
+
+
+def add_results(result: StepResult, part: Part, found: StepResult) -> None:
+    """Adds the results of a part of a step to those of the step."""
+    for piece, token_ids in zip(part, found.token_ids):
+        if token_ids:
+            result.token_ids[piece.place] = token_ids
+    result.failures += [(part[i].place, reason) for i, reason in found.failures]
+    result.logprobs += [(part[i].place, positions) for i, positions in found.logprobs]
+    result.prompt_logprobs += [p._replace(place=part[p.place].place) for p in found.prompt_logprobs]
+    result.pooled += [p._replace(place=part[p.place].place) for p in found.pooled]
+    result.is_poisoned |= found.is_poisoned
