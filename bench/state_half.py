@@ -71,7 +71,9 @@ def prefix_tree(num_tokens: int, repeat: int) -> dict[str, Any]:
 
 
 def commit(scheduler: Scheduler, output: SchedulerOutput) -> None:
-    scheduler.update_from_output(output, [7 if s.samples else None for s in output.sequences])
+    scheduler.update_from_output(
+        output, [7 if samples else None for samples in output.batch.samples]
+    )
 
 
 def step(scheduler: Scheduler) -> SchedulerOutput:
@@ -86,11 +88,11 @@ def blocked_head(repeat: int) -> dict[str, Any]:
     scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=4096), KVManager(2300, BLOCK_SIZE))
     prompt = tokens(70_000, 31)
     scheduler.add(Request("earlier", prompt[:64_000], StopPolicy(max_tokens=5)))
-    while not step(scheduler).sequences[0].samples:
+    while not step(scheduler).batch.samples[0]:
         pass
     scheduler.abort("earlier")
     scheduler.add(Request("running", [1] * 6000, StopPolicy(max_tokens=2000)))
-    while step(scheduler).num_tokens > 1:
+    while step(scheduler).batch.num_tokens > 1:
         pass
     scheduler.add(Request("blocked", prompt, StopPolicy(max_tokens=10)))
     step(scheduler)
@@ -111,7 +113,7 @@ def decodes(num_seqs: int, repeat: int) -> dict[str, Any]:
     scheduler = Scheduler(config, KVManager(200 + 40 * num_seqs, BLOCK_SIZE))
     for i in range(num_seqs):
         scheduler.add(Request(str(i), [i] * 40, StopPolicy(max_tokens=1000)))
-    while step(scheduler).num_tokens > num_seqs or scheduler.num_waiting:
+    while step(scheduler).batch.num_tokens > num_seqs or scheduler.num_waiting:
         pass
     scheduling, committing = [], []
     for _ in range(repeat):

@@ -266,7 +266,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(path, ())
 
 
-def test_a_step_passes_at_most_15_modules() -> None:
+def test_a_step_passes_at_most_16_modules() -> None:
     """From `Engine.step` to a sampled token, with new blocks and blocks that are indexed."""
     from support.models import embedded_twin
 
@@ -300,7 +300,7 @@ def test_a_step_passes_at_most_15_modules() -> None:
         sys.setprofile(None)
         gc.enable()
     assert {"core/scheduler.py", "core/kv/tree.py", "ops.py"} <= passed
-    assert len(passed) <= 15, sorted(passed)
+    assert len(passed) <= 16, sorted(passed)
 
 
 # --- C++ and Metal --------------------------------------------------------------------------------

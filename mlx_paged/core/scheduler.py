@@ -327,6 +327,7 @@ class Scheduler:
         batch.seq_ids = [seq.seq_id for seq in self._scheduled]
         batch.num_drafts = array("i", bytes(4 * num_seqs))
         batch.adapter_ids = array("i", bytes(4 * num_seqs))
+        batch.is_decode = len(batch.token_ids) == num_seqs and False not in batch.samples
         batch.block_copies = self.kv.launch_step(self._step)
         if self.encoder_cache.step == self._step:
             batch.media = self.encoder_cache.end()

@@ -10,23 +10,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from mlx_paged.core.encoder_cache import ScheduledMedia
 from mlx_paged.core.kv.groups import BlockCopy, StateMove, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 
-
-def _token_column() -> array[int]:
-    return array(TOKEN_TYPE)
-
-
-def _int64_column() -> array[int]:
-    return array("q")
-
-
-def _int32_column() -> array[int]:
-    return array("i")
+_token_column = partial(array, TOKEN_TYPE)
+_int64_column = partial(array, "q")
+_int32_column = partial(array, "i")
 
 
 @dataclass(slots=True)
@@ -46,6 +39,7 @@ class StepBatch:
         query_lens: ``[num_seqs]`` int64: how many tokens of each the step computes.
         samples: ``[num_seqs]``: whether a token is chosen after the last one: true when no known
             token is left to compute.
+        is_decode: Whether every sequence computes one token and samples the next.
         input_from: ``[num_seqs]`` int32: entry of the tokens sampled by the step before that is the
             input; -1: the input is known.
         num_drafts: ``[num_seqs]`` int32: how many of the tokens, the last ones, are guesses to be
@@ -69,6 +63,7 @@ class StepBatch:
     starts: array[int] = field(default_factory=_int64_column)
     query_lens: array[int] = field(default_factory=_int64_column)
     samples: list[bool] = field(default_factory=list)
+    is_decode: bool = False
     input_from: array[int] = field(default_factory=_int32_column)
     num_drafts: array[int] = field(default_factory=_int32_column)
     adapter_ids: array[int] = field(default_factory=_int32_column)
@@ -89,11 +84,6 @@ class StepBatch:
     def num_tokens(self) -> int:
         """Tokens of the whole step."""
         return len(self.token_ids)
-
-    @property
-    def is_decode(self) -> bool:
-        """True if every sequence computes one token and samples the next."""
-        return len(self.token_ids) == len(self.samples) and False not in self.samples
 
     def begins(self) -> list[int]:
         """``[num_seqs]``: entry of `token_ids` where each sequence begins."""

@@ -181,7 +181,9 @@ class Engine:
         self.max_model_len = self.config.model_len(model_limit)
         paged.limit_contexts(self.max_model_len)
         kv_config = KVCacheConfig(paged.layout, self.config, self.max_model_len)
-        masks = SequenceMasks()
+        # (A tokenizer may have more tokens than its model.)
+        compiler = self._grammar_compiler
+        masks = SequenceMasks(0 if compiler is None else compiler.num_words)
         self._runner = _runner(paged, self.config, kv_config, model, masks)
         #: Numbers of an embedding before `dimensions` cuts it; None where the engine generates.
         self.hidden_size = getattr(self._runner, "hidden_size", None)
@@ -661,6 +663,7 @@ class Engine:
             "an interrupted call" if failed is None else f"a failed step: {reason_of(failed)}",
         )
         self._executor.reset()
+        self._columns.reset()
         self._in_flight = None
         kv = self._make_kv()
         scheduler = Scheduler(self._scheduler.config, kv)
@@ -741,7 +744,7 @@ class Engine:
             return None
         self._num_steps += 1
         if self.on_launch is not None:
-            self.on_launch(output.batch.num_tokens)
+            self.on_launch(len(output.batch.token_ids))
         pool = self._kv.pool
         self._max_used_blocks = max(self._max_used_blocks, pool.num_used)
         self._max_shared_blocks = max(self._max_shared_blocks, pool.num_shared)

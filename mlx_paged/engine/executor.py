@@ -93,17 +93,19 @@ class InProcessExecutor:
         """See `Executor`."""
         self._enter_thread()
         step = PendingStep(batch)
-        previous: LaunchedStep | KnownTokens | None = None
-        if self._pending:
-            before = self._pending[-1]
-            if before.launched is None and before.result is None:
-                # It has yet to run, and this step's inputs are its tokens.
-                before.result = self._run_in_parts(before)
-            previous = before.launched or _known_tokens(before)
+        before = self._pending[-1] if self._pending else None
+        if before is not None and before.launched is None and before.result is None:
+            # It has yet to run, and this step's inputs are its tokens.
+            before.result = self._run_in_parts(before)
         self._pending.append(step)
         if self.max_rows is not None and batch.num_tokens > self.max_rows:
             return
+        if before is not None and before.result is not None and before.result.failures:
+            return  # it has sequences that ended there, and runs without them
         try:
+            previous: LaunchedStep | KnownTokens | None = None
+            if before is not None:
+                previous = before.launched or _known_tokens(before)
             step.launched = self._runner.launch(batch, previous)
         except Exception as error:
             if not isinstance(error, RejectedItem):  # (it is no fault of the device)
@@ -166,8 +168,7 @@ class InProcessExecutor:
         twice."""
         batch = step.batch
         result = StepResult([[] for _ in batch.seq_ids])
-        previous = None if self._read is None else _known_tokens(self._read)
-        parts = [whole(batch, set() if self._read is None else _without_token(self._read, batch))]
+        parts = [whole(batch, set() if self._read is None else _ended(self._read, batch))]
         tried_alone: set[int] = set()
         while parts:
             part = parts.pop()
@@ -180,13 +181,13 @@ class InProcessExecutor:
                 continue
             first = part[0]
             try:
-                found = self._run_now(cut(batch, part, self._runner.block_size), previous)
+                found = self._run_now(cut(batch, part, self._runner.block_size))
                 add_results(result, part, found)
                 continue
             except RejectedItem as error:
                 logger.info("an item of a prompt was rejected: %s", error, exc_info=error.__cause__)
                 rejected = {p.place for p in part if _has_item(batch, p.place, error.key)}
-                rejected.add(first.place)
+                rejected = rejected or {first.place}
                 result.failures += [(index, error) for index in sorted(rejected)]
                 parts = [_without(each, rejected) for each in (*parts, part)]
                 continue
@@ -204,7 +205,8 @@ class InProcessExecutor:
                 parts = [p for p in parts if p[0].place != first.place]
         return result
 
-    def _run_now(self, batch: StepBatch, previous: KnownTokens | None) -> StepResult:
+    def _run_now(self, batch: StepBatch) -> StepResult:
+        previous = None if self._read is None else _known_tokens(self._read)
         launched = self._runner.launch(batch, previous)
         try:
             return self._runner.read(launched)
@@ -247,15 +249,11 @@ def _known_tokens(step: PendingStep) -> KnownTokens:
     return KnownTokens(tokens, tokens)
 
 
-def _without_token(before: PendingStep, batch: StepBatch) -> set[int]:
-    """Indices of the sequences whose input a step was to make, and did not."""
+def _ended(before: PendingStep, batch: StepBatch) -> set[int]:
+    """Indices of the sequences that ended with an error in the step before."""
     assert before.result is not None
-    sampled = [
-        bool(tokens)
-        for tokens, samples in zip(before.result.token_ids, before.batch.samples)
-        if samples
-    ]
-    return {i for i, at in enumerate(batch.input_from) if at >= 0 and not sampled[at]}
+    failed = {before.batch.seq_ids[place] for place, _ in before.result.failures}
+    return {i for i, seq_id in enumerate(batch.seq_ids) if seq_id in failed}
 
 
 def _has_item(batch: StepBatch, index: int, key: bytes) -> bool:

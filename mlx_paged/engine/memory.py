@@ -365,6 +365,7 @@ def largest_step(
         starts=array("q", [0]) * num_seqs,
         query_lens=array("q", lengths),
         samples=[True] * num_seqs,
+        is_decode=num_tokens == num_seqs,
         input_from=array("i", [-1]) * num_seqs,
         num_drafts=array("i", [0]) * num_seqs,
         adapter_ids=array("i", [0]) * num_seqs,

@@ -178,7 +178,7 @@ class ModelRunner:
         Raises:
             ValueError: the batch has drafts or adapters, which this runner does not know.
         """
-        if batch.num_drafts.count(0) + batch.adapter_ids.count(0) < 2 * batch.num_seqs:
+        if batch.num_drafts.count(0) + batch.adapter_ids.count(0) < 2 * len(batch.seq_ids):
             raise ValueError("[step] num_drafts and adapter_ids must be 0: not supported")
         before = self.model.pools()
         try:
@@ -199,7 +199,7 @@ class ModelRunner:
         mx.eval(*launched.results, launched.written)
         batch = launched.batch
         sampled: list[int] = np.array(launched.reported).tolist()
-        if len(sampled) == batch.num_seqs:
+        if len(sampled) == len(batch.seq_ids):
             tokens = [[token] for token in sampled]
         else:
             rest = iter(sampled)
@@ -266,7 +266,7 @@ class ModelRunner:
         pools_before: list[mx.array],
     ) -> LaunchedStep:
         self._copy_blocks(batch)
-        count, is_decode, targets = batch.num_seqs, batch.is_decode, batch.prompt_targets
+        count, is_decode, targets = len(batch.seq_ids), batch.is_decode, batch.prompt_targets
         num_sampled = count if is_decode else sum(batch.samples)
         num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)
         context_lens = np.frombuffer(batch.starts, dtype=np.int64) + num_rows
@@ -295,7 +295,7 @@ class ModelRunner:
             overlaps = isinstance(previous, LaunchedStep)
             media = self.media.build(batch, context_lens, num_rows, overlaps=overlaps)
             made = self.media.store.made()
-        wanted_rows = total = batch.num_tokens
+        wanted_rows = total = len(batch.token_ids)
         if not is_decode and num_sampled and media is None:
             wanted_rows = self.model.rows_with_prompts(total)
         stays = self.model.reads_once(wanted_rows, is_decode=is_decode)
@@ -479,7 +479,7 @@ def _input_tokens(
     if num_more:
         known = np.concatenate([known, np.zeros(num_more, dtype=np.int32)])
     num_known = batch.input_from.count(-1)
-    if num_known == batch.num_seqs:
+    if num_known == len(batch.seq_ids):
         return ops.upload(known, stays=stays)[0]
     assert previous is not None, "a sequence awaits a token but no step is in flight"
     input_from = np.frombuffer(batch.input_from, dtype=np.int32)

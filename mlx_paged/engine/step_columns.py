@@ -31,9 +31,14 @@ class StepColumns:
     """
 
     def __init__(self, masks: SequenceMasks, *, samples: bool = True, has_media: bool) -> None:
+        self._masks = masks
         self._metadata = MetadataCache(masks)
         self._samples = samples
         self._has_media = has_media
+
+    def reset(self) -> None:
+        """Forgets the steps so far: an exception may have come in between, and ids begin anew."""
+        self._metadata = MetadataCache(self._masks)
 
     def add_to(self, output: SchedulerOutput) -> None:
         """Fills the columns of a batch that follow from its sequences."""

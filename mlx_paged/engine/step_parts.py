@@ -97,6 +97,7 @@ def cut(batch: StepBatch, part: Part, block_size: int) -> StepBatch:
         starts=array("q", [batch.starts[p.place] + p.begin for p in part]),
         query_lens=array("q", [p.num_tokens for p in part]),
         samples=samples,
+        is_decode=len(token_ids) == len(part) and False not in samples,
         input_from=array("i", [batch.input_from[i] for i in indices]),
         num_drafts=array("i", [batch.num_drafts[i] for i in indices]),
         adapter_ids=array("i", [batch.adapter_ids[i] for i in indices]),

@@ -161,6 +161,7 @@ def _step(runner: ModelRunner, kind: Kind, index: int) -> StepBatch:
         starts=array("q", [end - num_tokens]) * num_seqs,
         query_lens=array("q", [num_tokens]) * num_seqs,
         samples=[True] * num_seqs,
+        is_decode=num_tokens == 1,
         input_from=array("i", range(num_seqs)) if index else array("i", [-1]) * num_seqs,
         num_drafts=array("i", [0]) * num_seqs,
         adapter_ids=array("i", [0]) * num_seqs,

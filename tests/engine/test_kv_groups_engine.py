@@ -151,7 +151,7 @@ def test_a_step_that_failed_is_run_again(
         nonlocal calls
         calls += 1
         tokens = read(launched)  # all has been computed and written, and yet:
-        if fault == "too many rows" and launched.output.num_tokens > 7:
+        if fault == "too many rows" and launched.batch.num_tokens > 7:
             raise RuntimeError("out of memory")
         if fault == "now and then" and launched.batch.num_seqs > 1 and calls % 5 == 0:
             raise RuntimeError("the device is gone")

@@ -127,6 +127,7 @@ def batch_of(
         starts=array("q", [row.start for row in rows]),
         query_lens=array("q", [row.num_tokens for row in rows]),
         samples=[row.samples for row in rows],
+        is_decode=all(row.samples and row.num_tokens == 1 for row in rows),
         input_from=array("i", [row.input_from for row in rows]),
         num_drafts=array("i", [row.num_drafts for row in rows]),
         adapter_ids=array("i", [0] * len(rows)),

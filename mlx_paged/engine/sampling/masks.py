@@ -55,9 +55,14 @@ class MaskSource(Protocol):
 
 
 class SequenceMasks:
-    """`MaskSource` over the engine's sequences."""
+    """`MaskSource` over the engine's sequences.
 
-    def __init__(self) -> None:
+    Args:
+        num_words: int32 words of a grammar's mask.
+    """
+
+    def __init__(self, num_words: int = 0) -> None:
+        self._num_words = num_words
         self._sequences: dict[int, CoreSequence] = {}
 
     def watch(self, sequences: Iterable[CoreSequence]) -> None:
@@ -75,9 +80,7 @@ class SequenceMasks:
             for place, sampler in zip(places, samplers):
                 tokens, token = self._known(keys[place], newest[place])
                 followers.append(sampler.follow(tokens, token))
-            # (A tokenizer may have more tokens than its model.)
-            num_words = followers[0].num_words if followers else 0
-            words = np.full((len(keys), num_words), -1, np.int32)
+            words = np.full((len(keys), self._num_words), -1, np.int32)
             own = words if len(places) == len(keys) else words[places]
             fill_masks(followers, own)
             for mask, place, sampler in zip(own, places, samplers):
