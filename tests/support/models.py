@@ -26,7 +26,7 @@ from mlx_lm.utils import _get_classes
 from mlx_paged.core import BlockCopy, StepBatch, StepTable
 from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.engine.sampling.sampler import Sampled, SamplingRow
+from mlx_paged.engine.sampling.sampler import Sampled, SamplingMetadata, SamplingRow
 from mlx_paged.model.kv_formats import KVFormat
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.model.wrap import page
