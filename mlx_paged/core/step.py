@@ -124,7 +124,7 @@ class PooledStates(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step found; `place` is the index of a sequence in its `StepBatch`.
+    """The results of a step; `place` is the index of a sequence in its `StepBatch`.
 
     Attributes:
         token_ids: For each sequence the tokens that it gained: none where it does not sample or

@@ -52,7 +52,7 @@ class PickledExecutor:
 
 
 def kinds_of(batch: StepBatch) -> set[str]:
-    """What a batch has; the workload must have all of it."""
+    """Names the kinds of content in a batch; the workload must have all of them."""
     kinds = {"decode" if batch.is_decode else "mixed"}
     edits = [] if batch.sampling is None else [edit for _, edit in batch.sampling.edits]
     found = {
