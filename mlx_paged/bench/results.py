@@ -103,12 +103,12 @@ def memory_bytes() -> int | None:
 
 def device_name() -> str:
     """The GPU that MLX computes on by default, by name; ``cpu`` without one."""
-    from mlx_paged import platform  # (its BLAS has to come before mlx.core)
+    from mlx_paged.platform import is_cpu_default  # (its BLAS has to come before mlx.core)
 
     # isort: split
     import mlx.core as mx
 
-    if platform.is_cpu_default():
+    if is_cpu_default():
         return "cpu"
     return str(mx.device_info().get("device_name", "gpu"))  # type: ignore[attr-defined]
 
