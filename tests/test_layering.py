@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "linker": (),
     "cgroups": (),
     "import_hooks": (),
+    "reference": (),
     "descriptors": ("import_hooks",),
     "extension": ("blas", "cgroups", "linker", "_build", "_ext"),
     "ops": ("extension",),
@@ -44,9 +45,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "drop_in": ("engine", "model", "core", "platform", "ops", "extension", "import_hooks"),
     "demo": (),
     "mcp": (),
-    "doctor": ("_build", "blas", "cgroups", "extension", "ops", "platform", "model", "engine"),
+    "doctor": (
+        *("_build", "blas", "cgroups", "extension", "ops", "platform", "model", "engine"),
+        "reference",
+    ),
     "extras": (),
-    "bench": ("__init__", "extras", "engine", "model", "platform", "ops", "extension", "demo"),
+    "bench": (
+        *("__init__", "extras", "engine", "model", "platform", "ops", "extension", "demo"),
+        "reference",
+    ),
     "cli": (
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras"),

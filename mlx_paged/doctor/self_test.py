@@ -1,4 +1,4 @@
-"""Every primitive once, on small data, against NumPy in float64. Imports MLX: for the child only.
+"""Runs every primitive once against `mlx_paged.reference`. Imports MLX: for the child only.
 
 The data is random, unused slots hold NaN, and each case takes milliseconds. A case raises
 `WrongResult` with the row that is wrong and by how much.
@@ -6,18 +6,16 @@ The data is random, unused slots hold NaN, and each case takes milliseconds. A c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged import ops
+from mlx_paged import ops, reference
 from mlx_paged.model.plan import build_plan
+from mlx_paged.reference import TOLERANCE
 
-# Largest error of a row, relative to the row's norm.
-TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 DTYPES = tuple(TOLERANCE)
 _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, _NUM_BLOCKS = 16, 2, 64, 9
 _TABLES, _LENS = [[3, 7, 1, 5], [2, 6, 4]], [59, 37]
@@ -89,11 +87,8 @@ class Data:
 
     def check(self, actual: mx.array, expected: np.ndarray, what: str = "result") -> None:
         """Raises `WrongResult` for another shape, and for a row beyond the dtype's tolerance."""
-        rows = expected.reshape(expected.shape[0], -1)
-        found = _exact_of_shape(actual, expected, what).reshape(rows.shape)
-        error = np.linalg.norm(found - rows, axis=1)
-        scale = np.maximum(np.linalg.norm(rows, axis=1), 1e-30)
-        relative = np.nan_to_num(error / scale, nan=np.inf)
+        found = _exact_of_shape(actual, expected, what)
+        relative = reference.relative_errors(found, expected)
         worst = int(np.argmax(relative))
         if relative[worst] > TOLERANCE[self.name]:
             raise WrongResult(
@@ -135,21 +130,18 @@ def _write_kv(data: Data) -> None:
     key_pool, value_pool = data.pools()
     before = exact(key_pool), exact(value_pool)
     keys, values = (data.normal(3, _KV_HEADS, _HEAD_DIM) for _ in range(2))
-    slots = mx.array([130, -1, 17], mx.int32)
-    written = ops.write_kv(key_pool, value_pool, keys, values, slots)
-    for name, out, expected, rows in zip(("keys", "values"), written, before, (keys, values)):
-        flat = expected.reshape(-1, _KV_HEADS, _HEAD_DIM)
-        flat[130], flat[17] = exact(rows)[0], exact(rows)[2]
-        data.same(out, expected, name)
+    slots = [130, -1, 17]
+    written = ops.write_kv(key_pool, value_pool, keys, values, mx.array(slots, mx.int32))
+    for name, out, pool, rows in zip(("keys", "values"), written, before, (keys, values)):
+        data.same(out, reference.write_kv(pool, exact(rows), slots), name)
 
 
 def _copy_blocks(data: Data) -> None:
     pools = data.pools()
-    expected = [exact(pool) for pool in pools]
+    before = [exact(pool) for pool in pools]
     copied = ops.copy_blocks(pools, mx.array([[3, 8], [2, 5]], mx.int32))
-    for name, out, pool in zip(("first pool", "second pool"), copied, expected):
-        pool[8], pool[5] = pool[3], pool[2]
-        data.same(out, pool, name)
+    for name, out, pool in zip(("first pool", "second pool"), copied, before):
+        data.same(out, reference.copy_blocks(pool, [(3, 8), (2, 5)]), name)
 
 
 def _gather_kv(data: Data) -> None:
@@ -157,16 +149,7 @@ def _gather_kv(data: Data) -> None:
     plan = build_plan(_TABLES, _LENS, [1, 1], block_size=_BLOCK_SIZE)
     dense = ops.gather_kv(key_pool, value_pool, plan.block_tables, plan.context_lens, 60)
     for name, out, pool in zip(("keys", "values"), dense, (key_pool, value_pool)):
-        expected = np.zeros((2, _KV_HEADS, 60, _HEAD_DIM))
-        for i, length in enumerate(_LENS):
-            expected[i, :, :length] = _tokens(pool, i).swapaxes(0, 1)
-        data.same(out, expected, name)
-
-
-def _tokens(pool: mx.array, sequence: int) -> np.ndarray:
-    """``[context_len, _KV_HEADS, _HEAD_DIM]``"""
-    rows = exact(pool)[_TABLES[sequence]].reshape(-1, _KV_HEADS, _HEAD_DIM)
-    return rows[: _LENS[sequence]]
+        data.same(out, reference.gather_kv(exact(pool), _TABLES, _LENS, 60), name)
 
 
 def _attention(
@@ -188,27 +171,20 @@ def _attention(
     out = ops.paged_attention(
         queries, *pools, plan, scale=_SCALE, window=window, softcap=softcap, sinks=sinks
     )
-    ends = np.cumsum(query_lens)
-    rows: list[np.ndarray] = []
-    for i, (length, count) in enumerate(zip(_LENS, query_lens)):
-        keys, values = (_tokens(pool, i) for pool in pools)
-        query = exact(queries)[ends[i] - count : ends[i]]
-        query = query.reshape(count, _KV_HEADS, group, _HEAD_DIM)
-        scores = _SCALE * np.einsum("qhgd,khd->qhgk", query, keys)
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
-        behind = np.arange(length - count, length)[:, None, None, None] - np.arange(length)
-        scores[
-            np.broadcast_to((behind < 0) | (behind >= (window or length)), scores.shape)
-        ] = -np.inf
-        if sinks is not None:
-            logits = exact(sinks).reshape(1, _KV_HEADS, group, 1)
-            scores = np.concatenate([scores, np.repeat(logits, count, axis=0)], axis=-1)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        mixed = np.einsum("qhgk,khd->qhgd", weights[..., :length], values)
-        rows.append(mixed.reshape(count, group * _KV_HEADS, _HEAD_DIM))
-    data.check(out, np.concatenate(rows))
+    key_pool, value_pool = map(exact, pools)
+    expected = reference.paged_attention(
+        exact(queries),
+        key_pool,
+        value_pool,
+        _TABLES,
+        _LENS,
+        query_lens,
+        scale=_SCALE,
+        window=window,
+        softcap=softcap,
+        sinks=None if sinks is None else exact(sinks),
+    )
+    data.check(out, expected)
 
 
 def _rope_rotations(data: Data) -> None:
@@ -228,41 +204,34 @@ def _rope(data: Data) -> None:
     angles = np.random.default_rng(1).uniform(-3, 3, (3, _HEAD_DIM // 2)).astype(np.float32)
     rotations = mx.array(np.stack([np.cos(angles), np.sin(angles)], axis=1))
     cos, sin = (exact(rotations)[:, i, None, None, :] for i in range(2))
-    a, b = np.split(exact(x), 2, axis=-1)
-    expected = np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-    data.check(ops.rope(x, rotations), expected)
+    data.check(ops.rope(x, rotations), reference.rope(exact(x), cos, sin))
 
 
 def _rms_norm(data: Data) -> None:
     x, weight = data.normal(5, 96), data.normal(96)
-    wide = exact(x)
-    expected = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5) * exact(weight)
-    data.check(ops.rms_norm(x, weight, 1e-5), expected)
+    data.check(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(exact(x), exact(weight), 1e-5))
 
 
 def _silu_mul(data: Data) -> None:
     gate, x = data.normal(5, 96), data.normal(5, 96)
-    data.check(ops.silu_mul(gate, x), exact(gate) / (1 + np.exp(-exact(gate))) * exact(x))
+    data.check(ops.silu_mul(gate, x), reference.silu_mul(exact(gate), exact(x)))
 
 
 def _layer_norm(data: Data) -> None:
     x, weight, bias = data.normal(5, 96), data.normal(96), data.normal(96)
-    wide = exact(x) - exact(x).mean(axis=-1, keepdims=True)
-    normed = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
-    data.check(ops.layer_norm(x, weight, bias, 1e-5), normed * exact(weight) + exact(bias))
+    expected = reference.layer_norm(exact(x), exact(weight), exact(bias), 1e-5)
+    data.check(ops.layer_norm(x, weight, bias, 1e-5), expected)
 
 
 def _gelu(data: Data) -> None:
     x = data.normal(5, 96)
-    wide = exact(x)
-    data.check(ops.gelu(x), wide * (1 + np.vectorize(math.erf)(wide / np.sqrt(2))) / 2)
-    data.check(ops.gelu(x, "fast"), wide / (1 + np.exp(-1.702 * wide)))
+    for approximation in ("none", "fast"):
+        data.check(ops.gelu(x, approximation), reference.gelu(exact(x), approximation))
 
 
 def _clipped_swiglu(data: Data) -> None:
     gate, x = data.normal(5, 96), data.normal(5, 96)
-    g = np.minimum(exact(gate), 0.5)
-    expected = g / (1 + np.exp(-1.5 * g)) * (np.clip(exact(x), -0.5, 0.5) + 1)
+    expected = reference.clipped_swiglu(exact(gate), exact(x), alpha=1.5, limit=0.5)
     data.check(ops.clipped_swiglu(gate, x, alpha=1.5, limit=0.5), expected)
 
 
@@ -306,7 +275,7 @@ def _apply_token_bitmask(data: Data) -> None:
 
 def _linear(data: Data) -> None:
     x, weight, bias = data.normal(7, 96), data.normal(33, 96), data.normal(33)
-    data.check(ops.linear(x, weight, bias), exact(x) @ exact(weight).T + exact(bias))
+    data.check(ops.linear(x, weight, bias), reference.linear(exact(x), exact(weight), exact(bias)))
 
 
 def _quantized_linear(data: Data) -> None:
@@ -317,7 +286,7 @@ def _quantized_linear(data: Data) -> None:
     )
     wide = exact(codes) * np.repeat(exact(scales), 64, 1) + np.repeat(exact(biases), 64, 1)
     out = ops.quantized_linear(x, packed, scales, biases, bias, group_size=64, bits=4)
-    data.check(out, exact(x) @ wide.T + exact(bias))
+    data.check(out, reference.linear(exact(x), wide, exact(bias)))
 
 
 def _expert_linear(data: Data) -> None:
@@ -340,7 +309,7 @@ def _int8_activations(data: Data) -> None:
             x, packed, scales, biases, group_size=64, bits=bits, activations="int8"
         )
         wide = mx.dequantize(packed, scales, biases, group_size=64, bits=bits)
-        data.check(out, exact(x) @ exact(wide).T, f"{bits} bits")
+        data.check(out, reference.linear(exact(x), exact(wide)), f"{bits} bits")
 
 
 def _lookup(data: Data) -> None:

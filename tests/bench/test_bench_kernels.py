@@ -12,15 +12,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support import reference as oracle
-from support.reference import ON_GPU
+from support.reference import GPU_HEAD_DIMS, ON_GPU
 from typer.testing import CliRunner
 
 from mlx_paged import ops
-from mlx_paged.bench.kernels import measure, reference, workloads
+from mlx_paged.bench.kernels import data, measure, workloads
 from mlx_paged.bench.kernels.cases import LAYER, OPS, Case, cases, defaults, refusal
-from mlx_paged.bench.kernels.data import PoolCache, key_of
-from mlx_paged.bench.kernels.reference import WrongResultError
+from mlx_paged.bench.kernels.data import PoolCache, WrongResultError, key_of
 from mlx_paged.cli.main import app
 from mlx_paged.errors import BackendUnavailableError, InvalidParameterError, MlxPagedError
 
@@ -66,7 +64,7 @@ def test_every_primitive_is_measured_and_checked(tmp_path) -> None:
     found = measured(tmp_path)
     assert [row["op"] for row in found["results"]] == HERE
     for row in found["results"]:
-        assert row["max_relative_error"] <= reference.TOLERANCE[row["dtype"]]
+        assert row["max_relative_error"] <= data.TOLERANCE[row["dtype"]]
         assert row["checked"][0] > 0
         peers = {"paged_attention": {"dense_sdpa", "gather_sdpa"}}.get(row["op"], set())
         assert set(row["peers"]) == ({"mlx"} if row["op"] in LAYER else peers)
@@ -149,20 +147,6 @@ def test_pools_are_turned_over_past_the_cache_but_not_without_end() -> None:
 
 
 # --- Checks ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_the_reference_agrees_with_the_tests_own(rng, window) -> None:
-    batch = oracle.make_batch(rng, [40], [7], num_q_heads=4, num_kv_heads=2, window=window)
-    tokens = [
-        oracle.tokens_of(oracle.to_numpy(pool), batch.tables[0], 40)
-        for pool in (batch.key_pool, batch.value_pool)
-    ]
-    queries = oracle.to_numpy(batch.queries)
-    if window is not None:
-        tokens = [np.nan_to_num(t) for t in tokens]
-    out = reference.attention(queries, *tokens, scale=0.2, window=window)
-    np.testing.assert_allclose(out, batch.expected(scale=0.2, window=window), rtol=1e-12)
 
 
 def _off_by_little(made: Any) -> Any:
@@ -299,7 +283,7 @@ def test_a_case_that_the_backend_cannot_serve_is_refused(changes, device, reason
 
 
 def test_the_gpu_head_dims_are_those_of_the_kernels() -> None:
-    assert measure.gpu_head_dims() == {k for k, v in oracle.GPU_HEAD_DIMS if k == v}
+    assert measure.gpu_head_dims() == {k for k, v in GPU_HEAD_DIMS if k == v}
 
 
 def test_what_is_left_out_is_told_and_written(tmp_path) -> None:

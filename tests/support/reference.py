@@ -1,12 +1,4 @@
-"""The oracle: the four operations in float64 NumPy, written from their contract alone.
-
-The token at position p of a sequence lives in block ``table[p // block_size]`` at offset
-``p % block_size``. The query rows of a step are the last ``query_len`` tokens of each sequence, one
-sequence after the other, and a row sees the tokens up to and including itself. With bounds it also
-sees every token from its first bound to its last.
-
-Below the oracle: paged data to ask it about, in which every slot that nothing may read is NaN.
-"""
+"""Paged data for the oracle (`mlx_paged.reference`): every slot that nothing may read is NaN."""
 
 from __future__ import annotations
 
@@ -17,11 +9,18 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import reference
 from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
+from mlx_paged.reference import (  # noqa: F401  (tests take the oracle from here, with its data)
+    copy_blocks,
+    gather_kv,
+    paged_attention,
+    tokens_of,
+    write_kv,
+)
 
-# Largest error of a row, relative to the row's norm.
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+TOLERANCE = {getattr(mx, name): most for name, most in reference.TOLERANCE.items()}
 DTYPES = tuple(TOLERANCE)
 
 ON_GPU = os.environ.get("MLX_PAGED_TEST_DEVICE") == "gpu"
@@ -32,100 +31,6 @@ GPU_HEAD_DIMS = (
 )
 # Of the tiny models of the tests of media: small, but one that the device takes.
 HEAD_DIM = int(os.environ.get("MLX_PAGED_TEST_HEAD_DIM") or (32 if ON_GPU else 16))
-
-
-def write_kv(pool: np.ndarray, rows: np.ndarray, slots: Sequence[int]) -> np.ndarray:
-    """A copy of `pool` in which row i stands at slot ``slots[i]``; -1 leaves it out."""
-    written = pool.copy()
-    for row, slot in zip(rows, slots):
-        if slot != -1:
-            written[slot // pool.shape[1], slot % pool.shape[1]] = row
-    return written
-
-
-def copy_blocks(pool: np.ndarray, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """A copy of `pool` in which each block ``dst`` holds what ``src`` held before."""
-    copied = pool.copy()
-    for src, dst in pairs:
-        copied[dst] = pool[src]
-    return copied
-
-
-def tokens_of(pool: np.ndarray, table: Sequence[int], context_len: int) -> np.ndarray:
-    """``[context_len, num_kv_heads, head_dim]``: a sequence's tokens in order."""
-    block_size = pool.shape[1]
-    tokens = [pool[table[p // block_size], p % block_size] for p in range(context_len)]
-    return np.stack(tokens) if tokens else pool[:0, 0]
-
-
-def gather_kv(
-    pool: np.ndarray,
-    tables: Sequence[Sequence[int]],
-    context_lens: Sequence[int],
-    max_context_len: int,
-) -> np.ndarray:
-    """``[num_seqs, num_kv_heads, max_context_len, head_dim]``, zero past each context."""
-    dense = np.zeros((len(tables), pool.shape[2], max_context_len, pool.shape[3]), pool.dtype)
-    for i, (table, context_len) in enumerate(zip(tables, context_lens)):
-        length = min(context_len, max_context_len)
-        dense[i, :, :length] = tokens_of(pool, table, length).swapaxes(0, 1)
-    return dense
-
-
-def paged_attention(
-    queries: np.ndarray,
-    key_pool: np.ndarray,
-    value_pool: np.ndarray,
-    tables: Sequence[Sequence[int]],
-    context_lens: Sequence[int],
-    query_lens: Sequence[int],
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: np.ndarray | None = None,
-    bounds: np.ndarray | None = None,
-) -> np.ndarray:
-    """``[num_rows, num_q_heads, value_dim]`` float64."""
-    rows = []
-    for table, context_len, query_len in zip(tables, context_lens, query_lens):
-        keys = tokens_of(key_pool, table, context_len).astype(np.float64)
-        values = tokens_of(value_pool, table, context_len).astype(np.float64)
-        for position in range(context_len - query_len, context_len):
-            first = 0 if window is None else max(0, position - window + 1)
-            seen: slice | np.ndarray = slice(first, position + 1)
-            if bounds is not None:
-                tokens = np.arange(context_len)
-                in_span = (bounds[0, len(rows)] <= tokens) & (tokens <= bounds[1, len(rows)])
-                seen = ((first <= tokens) & (tokens <= position)) | in_span
-            query = queries[len(rows)].astype(np.float64)
-            rows.append(_attend(query, keys[seen], values[seen], scale, softcap, sinks))
-    return np.stack(rows) if rows else np.zeros((0, queries.shape[1], value_pool.shape[3]))
-
-
-def _attend(
-    query: np.ndarray,  # [num_q_heads, key_dim]
-    keys: np.ndarray,  # [num_tokens, num_kv_heads, key_dim]
-    values: np.ndarray,  # [num_tokens, num_kv_heads, value_dim]
-    scale: float,
-    softcap: float | None,
-    sinks: np.ndarray | None,
-) -> np.ndarray:
-    num_kv_heads = keys.shape[1]
-    grouped = query.reshape(num_kv_heads, -1, query.shape[-1])
-    scores = scale * (grouped @ keys.transpose(1, 2, 0))  # [num_kv_heads, group, num_tokens]
-    if softcap is not None:
-        scores = softcap * np.tanh(scores / softcap)
-    if sinks is not None:
-        logits = np.asarray(sinks, np.float64).reshape(num_kv_heads, -1, 1)
-        scores = np.concatenate([scores, logits], axis=-1)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    mixed = weights[..., : len(values)] @ values.swapaxes(0, 1)
-    return mixed.reshape(query.shape[0], values.shape[-1])
-
-
-# --- Data -----------------------------------------------------------------------------------------
 
 
 def to_numpy(a: mx.array) -> np.ndarray:
@@ -261,11 +166,10 @@ def spans_of(
 def assert_close(actual: mx.array, expected: np.ndarray, tolerance: float | None = None) -> None:
     """Each row within the dtype's tolerance of the oracle, relative to the row's norm."""
     assert actual.shape == expected.shape
-    rows = expected.reshape(expected.shape[0], int(np.prod(expected.shape[1:])))
-    error = np.linalg.norm(to_numpy(actual).reshape(rows.shape) - rows, axis=1)
-    bound = (tolerance or TOLERANCE[actual.dtype]) * np.linalg.norm(rows, axis=1)
-    worst = int(np.argmax(np.nan_to_num(error - bound, nan=np.inf))) if len(rows) else 0
-    assert (error <= bound).all(), f"row {worst}: error {error[worst]} exceeds {bound[worst]}"
+    errors = reference.relative_errors(to_numpy(actual), expected)
+    bound = tolerance or TOLERANCE[actual.dtype]
+    worst = int(np.argmax(errors)) if len(errors) else 0
+    assert (errors <= bound).all(), f"row {worst}: error {errors[worst]} exceeds {bound}"
 
 
 def noncontiguous(a: mx.array) -> dict[str, mx.array]:

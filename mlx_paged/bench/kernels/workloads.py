@@ -10,8 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged import ops
-from mlx_paged.bench.kernels import reference
+from mlx_paged import ops, reference
 from mlx_paged.bench.kernels.cases import DTYPE_BYTES, VOCAB_SIZE, Case
 from mlx_paged.bench.kernels.data import (
     MOST_CHECKED,
@@ -370,7 +369,9 @@ def _rope(case: Case, past_cache: int, seed: int) -> Work:
             x, dim, traditional=False, base=_BASE, scale=1.0, offset=positions
         ),
     }
-    expected = reference.rope(to_float64(x)[:, :, 0], places.astype(np.float64), _BASE)
+    half = np.arange(dim // 2) / (dim // 2)
+    angles = places[:, None, None] * _BASE**-half
+    expected = reference.rope(to_float64(x)[:, :, 0], np.cos(angles), np.sin(angles))
     return _chained(case, x, run, expected, 2 * num_bytes + rotations.nbytes)
 
 

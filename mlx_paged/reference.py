@@ -1,0 +1,233 @@
+"""The oracle: the native operations in float64 NumPy, written from their contracts alone.
+
+`mlx-paged doctor`, `mlx-paged bench kernels` and the tests compare with it. It knows no MLX.
+
+The token at position p of a sequence lives in block ``table[p // block_size]`` at offset
+``p % block_size``. The query rows of a step are the last ``query_len`` tokens of each sequence, one
+sequence after the other, and a row sees the tokens up to and including itself. With bounds it also
+sees every token from its first bound to its last. A token that a row does not see may be NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+# Largest error of a row, relative to the row's norm, by dtype.
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+def relative_errors(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Error of each row (all axes but the first), relative to the row's norm; NaN is infinite.
+
+    Args:
+        actual: of the shape of `expected`.
+    """
+    flat = (len(expected), int(np.prod(expected.shape[1:])))
+    errors = np.linalg.norm((actual - expected).reshape(flat), axis=1)
+    norms = np.linalg.norm(expected.reshape(flat), axis=1)
+    return np.nan_to_num(errors / np.maximum(norms, 1e-30), nan=np.inf, posinf=np.inf)
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The largest error of a row; infinite for a wrong shape."""
+    if actual.shape != expected.shape:
+        return math.inf
+    return float(np.max(relative_errors(actual, expected), initial=0.0))
+
+
+# --- Pools ----------------------------------------------------------------------------------------
+
+
+def write_kv(pool: np.ndarray, rows: np.ndarray, slots: Sequence[int]) -> np.ndarray:
+    """A copy of `pool` in which row i stands at slot ``slots[i]``; -1 leaves it out."""
+    written = pool.copy()
+    for row, slot in zip(rows, slots):
+        if slot != -1:
+            written[slot // pool.shape[1], slot % pool.shape[1]] = row
+    return written
+
+
+def copy_blocks(pool: np.ndarray, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """A copy of `pool` in which each block ``dst`` holds what ``src`` held before."""
+    copied = pool.copy()
+    for src, dst in pairs:
+        copied[dst] = pool[src]
+    return copied
+
+
+def tokens_of(pool: np.ndarray, table: Sequence[int], context_len: int) -> np.ndarray:
+    """``[context_len, num_kv_heads, head_dim]``: a sequence's tokens in order."""
+    block_size = pool.shape[1]
+    tokens = [pool[table[p // block_size], p % block_size] for p in range(context_len)]
+    return np.stack(tokens) if tokens else pool[:0, 0]
+
+
+def gather_kv(
+    pool: np.ndarray,
+    tables: Sequence[Sequence[int]],
+    context_lens: Sequence[int],
+    max_context_len: int,
+) -> np.ndarray:
+    """``[num_seqs, num_kv_heads, max_context_len, head_dim]``, zero past each context."""
+    dense = np.zeros((len(tables), pool.shape[2], max_context_len, pool.shape[3]), pool.dtype)
+    for i, (table, context_len) in enumerate(zip(tables, context_lens)):
+        length = min(context_len, max_context_len)
+        dense[i, :, :length] = tokens_of(pool, table, length).swapaxes(0, 1)
+    return dense
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+
+def paged_attention(
+    queries: np.ndarray,
+    key_pool: np.ndarray,
+    value_pool: np.ndarray,
+    tables: Sequence[Sequence[int]],
+    context_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+    bounds: np.ndarray | None = None,
+) -> np.ndarray:
+    """``[num_rows, num_q_heads, value_dim]`` float64.
+
+    Args:
+        queries: ``[num_rows, num_q_heads, key_dim]``.
+        bounds: ``[2, num_rows]``.
+    """
+    parts = [np.zeros((0, queries.shape[1], value_pool.shape[3]))]
+    row = 0
+    for table, context_len, query_len in zip(tables, context_lens, query_lens):
+        rows = slice(row, row + query_len)
+        parts.append(
+            attention(
+                queries[rows],
+                tokens_of(key_pool, table, context_len),
+                tokens_of(value_pool, table, context_len),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                bounds=None if bounds is None else bounds[:, rows],
+            )
+        )
+        row += query_len
+    return np.concatenate(parts)
+
+
+def attention(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+    bounds: np.ndarray | None = None,
+) -> np.ndarray:
+    """``[num_rows, num_q_heads, value_dim]`` float64: rows that are a sequence's last tokens.
+
+    Args:
+        queries: ``[num_rows, num_q_heads, key_dim]``.
+        keys: ``[context_len, num_kv_heads, key_dim]``; values likewise.
+    """
+    num_rows, context_len = len(queries), len(keys)
+    if num_rows == 0:
+        return np.zeros((0, queries.shape[1], values.shape[2]))
+    position = np.arange(context_len - num_rows, context_len)[:, None]
+    token = np.arange(context_len)
+    seen = token <= position
+    if window is not None:
+        seen &= token > position - window
+    if bounds is not None:
+        seen |= (token >= bounds[0][:, None]) & (token <= bounds[1][:, None])
+    used = seen.any(axis=0)
+    seen, keys, values = seen[:, used], keys[used], values[used]
+    queries, keys, values = (a.astype(np.float64) for a in (queries, keys, values))
+    if np.isfinite(values).all():
+        return _attend(queries, keys, values, seen, scale, softcap, sinks)
+    # A weight of 0 times a NaN that only another row sees would be NaN.
+    alone = [
+        _attend(queries[[i]], keys[mine], values[mine], seen[[i]][:, mine], scale, softcap, sinks)
+        for i, mine in enumerate(seen)
+    ]
+    return np.concatenate(alone)
+
+
+def _attend(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    seen: np.ndarray,  # [num_rows, num_tokens] bool
+    scale: float,
+    softcap: float | None,
+    sinks: np.ndarray | None,
+) -> np.ndarray:
+    num_rows, num_q_heads, _ = queries.shape
+    group = num_q_heads // keys.shape[1]
+    out = np.empty((num_rows, num_q_heads, values.shape[2]))
+    for head in range(num_q_heads):
+        scores = scale * (queries[:, head] @ keys[:, head // group].T)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        scores = np.where(seen, scores, -np.inf)
+        if sinks is not None:
+            sink = np.full((num_rows, 1), np.float64(sinks[head]))
+            scores = np.concatenate([scores, sink], axis=1)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[:, head] = weights[:, : len(values)] @ values[:, head // group]
+    return out
+
+
+# --- Layers ---------------------------------------------------------------------------------------
+
+
+def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Turns dim i with dim i + dim / 2; `cos` and `sin` have half of the last axis of `x`."""
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """Over the last axis."""
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
+    """Over the last axis."""
+    centered = x - x.mean(axis=-1, keepdims=True)
+    return rms_norm(centered, weight, eps) + bias
+
+
+def silu_mul(gate: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """``gate * sigmoid(gate) * x``."""
+    return gate / (1 + np.exp(-gate)) * x
+
+
+def gelu(x: np.ndarray, approximation: str = "none") -> np.ndarray:
+    """GELU as `ops.gelu` names its approximations: "none", "tanh" or "fast"."""
+    if approximation == "tanh":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    if approximation == "fast":
+        return x / (1 + np.exp(-1.702 * x))
+    return x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))) / 2
+
+
+def clipped_swiglu(gate: np.ndarray, x: np.ndarray, *, alpha: float, limit: float) -> np.ndarray:
+    """SwiGLU of gpt-oss: the gate is clipped from above, `x` from both sides."""
+    gate = np.minimum(gate, limit)
+    return gate / (1 + np.exp(-alpha * gate)) * (np.clip(x, -limit, limit) + 1)
+
+
+def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float = 0.0) -> np.ndarray:
+    """``[..., k]`` times ``[n, k]``."""
+    return x @ weight.T + bias
