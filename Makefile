@@ -29,7 +29,7 @@ INSTALLED := $(BIN)/.installed
 INSTALLED_DEV := $(INSTALLED)-dev
 INSTALLED_TESTS := $(INSTALLED_DEV)$(if $(filter ON,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
 
-.PHONY: demo test test-mlx-lm soak hostile load lint bench mac-report wheel clean
+.PHONY: demo test test-long test-mlx-lm soak hostile load lint bench mac-report wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/mlx-paged demo
@@ -38,6 +38,12 @@ demo: $(INSTALLED)
 WORKERS ?= $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)
 test: $(INSTALLED_TESTS)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+# All planted faults, fuzzers and load tests, which `make test` samples. Takes an hour or more on two cores.
+test-long: $(INSTALLED_TESTS)
+	MLX_PAGED_ALL_CASES=1 $(BIN)/python -m pytest -m "long or one_in" \
+		--numprocesses $(WORKERS) --dist worksteal
+	$(MAKE) soak hostile load
 
 # mlx-lm's own tests, fetched from PyPI, without and with `import mlx_paged`. Takes some minutes.
 test-mlx-lm: $(INSTALLED_TESTS)

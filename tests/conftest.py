@@ -91,24 +91,36 @@ def real_freezing() -> Iterator[None]:
     gc.freeze = gc.unfreeze = stand_in
 
 
-def _is_run(item: pytest.Item) -> bool:
-    """True for one in n cases of a test with the marker `one_in`, and for all other tests."""
-    marker = item.get_closest_marker("one_in")
-    return (
-        marker is None
-        or bool(os.environ.get("MLX_PAGED_ALL_CASES"))
-        or zlib.crc32(item.name.encode()) % marker.args[0] == 0
-    )
+def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leaves out tests marked `long`, and all but one in n cases of those marked `one_in`.
+
+    At least one of each kind stays. Cases with ids like "file: fault" are of one kind for each
+    file, those of another test of one kind.
+    """
+    kinds: set[tuple[str, str]] = set()
+    kept = []
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            continue
+        if (marker := item.get_closest_marker("one_in")) is not None:
+            name, _, case = item.nodeid.partition("[")
+            kind = name, case.partition(": ")[0] if ": " in case else ""
+            if kind in kinds and zlib.crc32(item.name.encode()) % marker.args[0]:
+                continue
+            kinds.add(kind)
+        kept.append(item)
+    return kept
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out cases of `one_in`, unless MLX_PAGED_ALL_CASES asks for them.
+    """Leaves out what only `make test-long` runs, unless MLX_PAGED_ALL_CASES asks for it.
 
     With MLX_PAGED_TEST_SHARD=2/4 every fourth test is run, from the second on.
     """
-    if left_out := [item for item in items if not _is_run(item)]:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if _is_run(item)]
+    if not os.environ.get("MLX_PAGED_ALL_CASES"):
+        kept = set(sampled := _sampled(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = sampled
     shard, shards = map(int, os.environ.get("MLX_PAGED_TEST_SHARD", "1/1").split("/"))
     others = [item for i, item in enumerate(items) if i % shards != shard - 1]
     if others:
