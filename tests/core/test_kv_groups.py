@@ -104,7 +104,7 @@ def test_a_tail_is_kept_and_copied_in_every_group_or_not_at_all() -> None:
     kv.free(1)
     kv.check_integrity()
     tail = kv.match([*tokens, 99]).partial
-    assert tail is not None and all(tail.blocks)
+    assert tail is not None and all(tail.entries)
     assert kv.admitted(2, [*tokens, 99]) == 10
     assert [len(copies) for copies in kv.launch_step(98)] == [1, 1, 1]
     kv.on_step_evaluated(98)
@@ -156,7 +156,7 @@ def test_what_was_shared_is_kept_when_it_is_passed() -> None:
     kv.compute(2, [*system, *range(70, 80)])
     [group] = kv.attention[1:]
     shared = kv.match([*system, 0]).node
-    assert shared is not None and shared.blocks[1] in group.pool._kept
+    assert shared is not None and shared.entries[1] in group.pool._kept
 
 
 def test_a_sequence_longer_than_a_pool_without_room_for_a_view_is_refused() -> None:
@@ -269,7 +269,7 @@ def test_specs_are_checked() -> None:
         lambda kv, w, s: kv.tables[1].attention[1].blocks.reverse(),
         lambda kv, w, s: setattr(kv.tables[1].attention[1], "first", 0),
         lambda kv, w, s: w.pool.uncache(kv.blocks_of(1, 1)[-2]),
-        lambda kv, w, s: kv.tables[1].tip.blocks.__setitem__(1, 0),
+        lambda kv, w, s: kv.tables[1].tip.entries.__setitem__(1, 0),
         lambda kv, w, s: setattr(s, "_num_sequences", 0),
         lambda kv, w, s: setattr(kv.tables[1].state, "slot", 1 + kv.tables[1].state.slot % 7),
         lambda kv, w, s: s._read.append(1),

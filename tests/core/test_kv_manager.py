@@ -469,7 +469,7 @@ def opened(kv: Store, seq_id: int, tokens: list[int]) -> None:
 def blocks_matched(kv: Store, text: str) -> list[int]:
     match = kv.match([*tokens_of(text), 0])
     assert match.node is not None
-    return [node.blocks[0] for node in match.node.path()]
+    return [node.entries[0] for node in match.node.path()]
 
 
 @pytest.mark.parametrize("start", [4, 6])

@@ -443,7 +443,7 @@ def test_snapshots_are_not_taken_inside_of_atomic_pictures() -> None:
     for each in requests:
         run(engine, each)
     check_outputs(engine, *requests)
-    snapshots = [node.depth * 4 for node in kv.tree.nodes() if node.blocks[1]]
+    snapshots = [node.depth * 4 for node in kv.tree.nodes() if node.entries[1]]
     # Behind two tokens all ends of blocks are in the picture; behind six, one is in front of it.
     assert set(snapshots) == {4}
     assert [cached(each)[0] for each in requests] == [0, 0, 0, 0, 4]

@@ -25,13 +25,13 @@ def insert(tree: PrefixTree, text: str, first_block: int, salt: str | None = Non
     size = tree.block_size
     for i in range(len(text) // size):
         node = tree.extend(node, key_of(text[i * size : (i + 1) * size]))
-        node.blocks[0] = node.blocks[0] or first_block + i
+        node.entries[0] = node.entries[0] or first_block + i
     tree.move_tip(tables, node)
     return tables
 
 
 def evict(tree: PrefixTree, node: PrefixNode) -> None:
-    node.blocks[0] = 0
+    node.entries[0] = 0
     tree.remove(node)
 
 
@@ -40,8 +40,8 @@ def match(
 ) -> tuple[list[int], int | None, int]:
     """(full blocks, block of the partial match, its matching tokens)"""
     found = tree.match(PrefixQuery([ord(c) for c in text], salt, limit=len(text)))
-    blocks = [] if found.node is None else [node.blocks[0] for node in found.node.path()]
-    return blocks, found.partial.blocks[0] if found.partial else None, found.num_partial_tokens
+    blocks = [] if found.node is None else [node.entries[0] for node in found.node.path()]
+    return blocks, found.partial.entries[0] if found.partial else None, found.num_partial_tokens
 
 
 def test_the_longest_prefix_matches_in_full_blocks_and_one_partial():
@@ -150,7 +150,7 @@ def test_clear_returns_every_node_and_ends_indexing():
     tree = PrefixTree(2)
     tables = insert(tree, "aabb", 1)
     insert(tree, "aacc", 3)
-    assert sorted(node.blocks[0] for node in tree.clear()) == [1, 2, 4]
+    assert sorted(node.entries[0] for node in tree.clear()) == [1, 2, 4]
     assert len(tree) == 0 and tables.tip is None
     tree.check_integrity()
 
@@ -159,7 +159,7 @@ def test_a_tail_matches_in_part_and_never_as_a_block():
     tree = PrefixTree(4)
     root = tree.root()
     for block, text in enumerate(("ab", "acd", "adef"), 1):
-        tree.extend(root, key_of(text)).blocks[0] = block
+        tree.extend(root, key_of(text)).entries[0] = block
     tree.check_integrity()
     assert match(tree, "ab") == ([], 1, 2)  # equal, but no block that others could continue after
     assert match(tree, "abcd") == ([], 1, 2)
@@ -173,13 +173,13 @@ def test_what_covers_a_tail_and_what_a_block_covers():
     assert not tree.covers(root, key_of("a"))
     for block, text in enumerate(("ab", "aa", "abca"), 1):
         child = tree.extend(root, key_of(text))
-        child.blocks[0] = block
+        child.entries[0] = block
     assert tree.covers(root, key_of("abc")) and tree.covers(root, key_of("ab"))
     assert not tree.covers(root, key_of("ac")) and not tree.covers(root, key_of("abcaa"))
     with pytest.raises(IntegrityError, match="begins with the key of another"):
         tree.check_integrity()
     tail = tree.tail_within(child)
-    assert tail is not None and tail.blocks[0] == 1
+    assert tail is not None and tail.entries[0] == 1
     evict(tree, tail)
     assert tree.tail_within(child) is None
     tree.check_integrity()
@@ -192,8 +192,8 @@ def child_removed(tree: PrefixTree, node: PrefixNode) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda tree, node: node.blocks.__setitem__(0, 0),
-        lambda tree, node: node.blocks.__setitem__(0, 1),
+        lambda tree, node: node.entries.__setitem__(0, 0),
+        lambda tree, node: setattr(node, "is_indexed", False),
         lambda tree, node: setattr(node, "depth", 5),
         lambda tree, node: node.parent.sorted_keys.clear(),
         lambda tree, node: setattr(node.parent, "sorted_keys", None),
@@ -251,7 +251,7 @@ def index(tree: PrefixTree, tokens: list[int], salt: str | None = None) -> Prefi
     node = tree.root(salt)
     for start in range(0, len(tokens) - tree.block_size + 1, tree.block_size):
         node = tree.extend(node, token_bytes(tokens[start : start + tree.block_size]))
-        node.blocks[0] = node.blocks[0] or len(tree)
+        node.entries[0] = node.entries[0] or len(tree)
     return node
 
 
@@ -292,7 +292,7 @@ def test_a_long_search_does_not_trust_a_node_that_was_evicted():
     tokens = list(range(80))
     leaf = index(tree, tokens)
     assert tree.match(PrefixQuery([*tokens, 0])).node is leaf
-    leaf.blocks[0] = 0
+    leaf.entries[0] = 0
     tree.remove(leaf)
     assert tree.match(PrefixQuery([*tokens, 0])).num_full_blocks == 19
 

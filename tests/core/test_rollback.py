@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.recording_tier import RecordingTier
 
 from mlx_paged.core import BlockTables, KVManager, StateGroupSpec, WindowGroupSpec
 
@@ -74,9 +75,15 @@ GROUPS: dict[str, dict[str, Any]] = {
 class RollbackMachine(RuleBasedStateMachine):
     """Sequences that compute drafts and lose some of them, and that are cut at any length."""
 
-    @initialize(groups=st.sampled_from(sorted(GROUPS)), block_size=st.sampled_from([1, 2, 4]))
-    def begin(self, groups: str, block_size: int) -> None:
-        self.kv = KVManager(16, block_size, **GROUPS[groups])
+    @initialize(
+        groups=st.sampled_from(sorted(GROUPS)),
+        block_size=st.sampled_from([1, 2, 4]),
+        keeps=st.sampled_from([0, 1, 2]),
+    )
+    def begin(self, groups: str, block_size: int, keeps: int) -> None:
+        # (A tier that drops everything, or keeps all or every second block.)
+        self.tier = RecordingTier(lambda handed: bool(keeps) and handed.block % keeps == 0)
+        self.kv = KVManager(16, block_size, tier=self.tier, **GROUPS[groups])
         self.device = Device(self.kv)
         self.sequences: list[tuple[BlockTables, list[int]]] = []
 
@@ -142,6 +149,8 @@ class RollbackMachine(RuleBasedStateMachine):
             self.free(0)
         if hasattr(self, "kv"):
             assert all(group.pool.num_used == 0 for group in self.kv.groups)
+            self.kv.reset_prefix_cache()
+            assert not self.tier.kept
 
 
 def test_random_rollbacks() -> None:

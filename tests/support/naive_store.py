@@ -181,13 +181,20 @@ class NaiveStore:
         if source is not None:
             self.copies.append(source)
         if not self.has_room(seq_id, num_fresh, headroom):
+            may_retry = source is not None
             if source is not None:
                 self.copies.pop()
                 self.leave(source[0])
                 source, num_partial = None, 0
                 for window in self.windows:
                     window.left(window.copies.pop(), kept=True)
-            if (is_fork and self.windows) or not self.has_room(seq_id, num_fresh, headroom):
+            if may_retry and is_fork:  # it needs what its windows see from there
+                end = num_shared * self.size
+                may_retry = all(window.can_fork(fork_of, end) for window in self.windows)
+                for window in self.windows if may_retry else ():
+                    window.end(seq_id)
+                    window.fork(seq_id, fork_of, end)
+            if not may_retry or not self.has_room(seq_id, num_fresh, headroom):
                 for window in self.windows:
                     window.end(seq_id)
                 del self.tables[seq_id]
@@ -225,10 +232,9 @@ class NaiveStore:
         table.arrived = self.num_arrived
 
     def has_room(self, seq_id: int, num_fresh: int, headroom: int) -> bool:
-        share = headroom / self.num_usable
         num_tokens = len(self.tables[seq_id].tokens)
         return self.make_room(num_fresh, headroom) and all(
-            window.has_room(seq_id, num_tokens, int(share * window.num_usable))
+            window.has_room(seq_id, num_tokens, headroom * window.num_usable // self.num_usable)
             for window in self.windows
         )
 

@@ -2,8 +2,7 @@
 
 Three kinds of layers, two classes, one protocol (`KVCacheGroup`):
 
-- *Full attention* sees every token. Group 0 is always of this kind, because a node of the prefix
-  tree exists as long as its block of this group; without such layers the group uses no memory.
+- *Full attention* sees every token.
 - *Windows* see the newest tokens. Their tables are as long as the sequence, but hold blocks only
   that tokens still to be computed will read; entries that slid out are block 0::
 
@@ -34,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import (
     TOKEN_BYTES,
     PrefixNode,
@@ -313,41 +313,63 @@ class KVCacheGroup(ABC):
     """A pool, and what its blocks (or slots) are to sequences and to the prefix tree.
 
     Attributes:
-        number: Its place among the groups, and in `PrefixNode.blocks`.
+        number: Its place among the groups, and in `PrefixNode.entries`.
         pool: Its blocks, or slots.
         num_evictions: Cached blocks given up to make room.
+        sees_everything: True if a row reads every token before it. So a node without an entry in
+            this group is of no use, nor are those below it: they leave the tree. And all that a
+            sequence holds grows with it; the other groups let go of blocks as it advances.
     """
+
+    sees_everything = False
 
     def __init__(
         self,
         number: int,
         num_blocks: int,
         block_size: int,
-        evict: Callable[[PrefixNode], None] | None = None,
+        tier: Tier,
+        remove: Callable[[PrefixNode], None],
     ) -> None:
         self.number = number
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.num_evictions = 0
-        self._evict = self.forget if evict is None else evict
+        self._tier = tier
+        self._remove = remove  # takes a node out of the tree, with all that groups hold of it
 
     # The prefix tree.
 
     def forget(self, node: PrefixNode) -> None:
-        """A node gives up its block, which no sequence references."""
-        block = node.blocks[self.number]
-        if block != NULL_BLOCK:
-            node.blocks[self.number] = NULL_BLOCK
-            self.pool.uncache(block)
+        """A node gives up its entry, which no sequence references."""
+        entry = node.entries[self.number]
+        node.entries[self.number] = ABSENT
+        if entry > ABSENT:
+            self.pool.uncache(entry)
+        elif entry < ABSENT:
+            self._tier.drop(-entry)
 
     def hold(self, node: PrefixNode, block: int) -> int:
         """A node starts to hold a block in use; returns the one that it already held, if any."""
-        present = node.blocks[self.number]
-        if present != NULL_BLOCK:
+        present = node.entries[self.number]
+        if present > ABSENT:
             return present
-        node.blocks[self.number] = block
+        if present < ABSENT:
+            self._tier.drop(-present)  # computed once more
+        node.entries[self.number] = block
         self.pool.cache(block, node)
         return block
+
+    def evict(self, node: PrefixNode) -> None:
+        """A node's block leaves the device: the tier takes it, or drops it."""
+        block = node.entries[self.number]
+        key = self._tier.store(node, self.number, block)
+        if not key and self.sees_everything:
+            self._remove(node)
+        else:
+            node.entries[self.number] = -key
+            self.pool.uncache(block)
+        self.num_evictions += 1
 
     def make_room(self, num_blocks: int) -> bool:
         """Evicts until `num_blocks` are free; false where fewer are there for now."""
@@ -355,8 +377,7 @@ class KVCacheGroup(ABC):
             node = self.pool.next_to_evict()
             if node is None:
                 return False
-            self._evict(node)
-            self.num_evictions += 1
+            self.evict(node)
         return True
 
     def keep_at_most(self, num_blocks: int) -> None:
@@ -364,8 +385,7 @@ class KVCacheGroup(ABC):
         while self.pool.num_cached > num_blocks:
             node = self.pool.next_to_evict()
             assert node is not None
-            self._evict(node)
-            self.num_evictions += 1
+            self.evict(node)
 
     @abstractmethod
     def usable_depth(self, node: PrefixNode, depth: int) -> int:
@@ -455,7 +475,12 @@ class KVCacheGroup(ABC):
     ) -> None:
         """Recounts pool and tables; raises `IntegrityError` with what disagrees."""
         self.pool.check_integrity(self.references(all_tables))
-        held = {node.blocks[self.number]: node for node in nodes if node.blocks[self.number]}
+        holders = [node for node in nodes if node.entries[self.number] > ABSENT]
+        held = {node.entries[self.number]: node for node in holders}
+        if len(held) != len(holders):
+            raise IntegrityError("two nodes of the prefix tree hold the same block")
+        if self.sees_everything and not all(node.entries[self.number] for node in nodes):
+            raise IntegrityError("a node has nothing of a group that sees everything")
         for block in range(self.pool.num_blocks):
             if self.pool.node_of(block) is not held.get(block):
                 raise IntegrityError(f"the pool and the prefix tree disagree about block {block}")
@@ -475,23 +500,20 @@ class AttentionGroup(KVCacheGroup):
         number: int,
         num_blocks: int,
         block_size: int,
-        spec: WindowGroupSpec | None = None,
-        evict: Callable[[PrefixNode], None] | None = None,
+        spec: WindowGroupSpec | None,
+        tier: Tier,
+        remove: Callable[[PrefixNode], None],
     ) -> None:
         if spec is not None and spec.span < 1:
             raise InvalidParameterError("span", "at least 1", spec.span)
-        super().__init__(number, num_blocks, block_size, evict)
+        super().__init__(number, num_blocks, block_size, tier, remove)
+        self.sees_everything = spec is None
         self._first_visible = None if spec is None else spec.first_visible
         # Most blocks that a row sees.
         self.view_blocks = None if spec is None else (spec.span + block_size - 2) // block_size + 1
         self._copying: list[BlockTable] = []  # whose copies the step being built makes,
         self._deferred: list[BlockTable] = []  # and those that a later one makes
         self.num_deduplicated = 0
-
-    @property
-    def sees_everything(self) -> bool:
-        """True if this is a group of full attention."""
-        return self._first_visible is None
 
     def first_block(self, num_tokens: int) -> int:
         """First block that rows after `num_tokens` tokens see."""
@@ -508,13 +530,16 @@ class AttentionGroup(KVCacheGroup):
     # The prefix tree.
 
     def usable_depth(self, node: PrefixNode, depth: int) -> int:
-        if self.sees_everything:
-            return depth
         node = node.ancestor(depth)
+        if self.sees_everything:
+            # (Leaves are evicted first, so what is above a node on the device is there too.)
+            while node.parent is not None and node.entries[self.number] <= ABSENT:
+                node = node.parent
+            return node.depth
         while depth:
             # (Climbs from `depth` over the blocks that the next row sees.)
             first, step = self.first_block(depth * self.block_size), node
-            while step.depth > first and step.blocks[self.number] != NULL_BLOCK:
+            while step.depth > first and step.entries[self.number] > ABSENT:
                 assert step.parent is not None
                 step = step.parent
             if step.depth <= first:
@@ -524,7 +549,7 @@ class AttentionGroup(KVCacheGroup):
         return 0
 
     def can_copy_from(self, node: PrefixNode) -> bool:
-        return node.blocks[self.number] != NULL_BLOCK
+        return node.entries[self.number] > ABSENT
 
     def on_indexed(self, tables: BlockTables, index: int, node: PrefixNode) -> None:
         """Block `index` of a sequence is that of `node` from now on.
@@ -567,10 +592,10 @@ class AttentionGroup(KVCacheGroup):
             first, node = self.first_block(num_full * self.block_size), source.tip
             for index in range(num_full - 1, first - 1, -1):
                 assert node is not None
-                blocks[index] = node.blocks[self.number]
+                blocks[index] = node.entries[self.number]
                 node = node.parent
             if source.partial is not None:
-                copy_source = source.partial.blocks[self.number]
+                copy_source = source.partial.entries[self.number]
         self.pool.retain(*blocks[first:])
         if copy_source is not None:
             self.pool.retain(copy_source)
@@ -626,7 +651,7 @@ class AttentionGroup(KVCacheGroup):
         else:
             # Blocks in use by others cost nothing. They are the first part of a path.
             while node is not None and node.depth:
-                if self.pool.ref_count(node.blocks[self.number]):
+                if self.pool.ref_count(node.entries[self.number]):
                     num_needed -= node.depth
                     break
                 node = node.parent
@@ -734,6 +759,6 @@ def _check_path(tables: BlockTables, table: BlockTable, number: int) -> None:
     """The indexed part of a table is what the nodes of its path hold."""
     node = tables.tip
     while node is not None and node.depth > table.first:
-        if node.blocks[number] != table.blocks[node.depth - 1]:
+        if node.entries[number] != table.blocks[node.depth - 1]:
             raise IntegrityError(f"entry {node.depth - 1} of a table is not the indexed block")
         node = node.parent

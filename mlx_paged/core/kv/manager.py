@@ -40,6 +40,7 @@ from mlx_paged.core.kv.groups import (
 )
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
 from mlx_paged.core.kv.state_group import StateGroup
+from mlx_paged.core.kv.tier import DropTier, Tier
 from mlx_paged.core.kv.tree import (
     NO_MATCH,
     TOKEN_BYTES,
@@ -63,7 +64,7 @@ class KVCounters:
         num_cached_tokens: Tokens that did come from it: not computed again.
         num_copied_tokens: Part of `num_cached_tokens` that came by copy-on-write.
         num_block_copies: Blocks copied on write.
-        num_evictions: Blocks of full attention dropped from the prefix tree to make room.
+        num_evictions: Blocks of the first group that left the device to make room.
         num_deduplicated_blocks: Blocks computed although an equal one was indexed first; the
             equal one is used.
         num_resets: Calls of `reset_prefix_cache`.
@@ -118,10 +119,10 @@ class KVManager:
     """The KV store of an engine: `num_blocks - 1` usable blocks of `block_size` tokens.
 
     Args:
-        num_blocks: of the layers that see everything. Where a model has none, they use no memory,
-            and only keep the prefix tree's nodes.
+        num_blocks: of the layers that see everything. Where a model has none, they use no memory.
         windows: the groups of layers that see the newest tokens only.
         states: what recurrent layers need; None where there are none.
+        tier: takes the blocks that are evicted; None: they are dropped.
 
     Attributes:
         groups: All KV cache groups; `attention` are those with blocks, full attention first, then
@@ -137,35 +138,40 @@ class KVManager:
         enable_prefix_caching: bool = True,
         windows: Sequence[WindowGroupSpec] = (),
         states: StateGroupSpec | None = None,
+        tier: Tier | None = None,
     ) -> None:
         if block_size < 1:
             raise InvalidParameterError("block_size", "at least 1", block_size)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        full = AttentionGroup(0, num_blocks, block_size, evict=self._remove_node)
+        tier = DropTier() if tier is None else tier
+
+        def attention(number: int, size: int, spec: WindowGroupSpec | None) -> AttentionGroup:
+            return AttentionGroup(number, size, block_size, spec, tier, self._remove_node)
+
         self.attention = (
-            full,
-            *(
-                AttentionGroup(number, spec.num_blocks, block_size, spec)
-                for number, spec in enumerate(windows, 1)
-            ),
-        )
-        self.states = (
-            None if states is None else StateGroup(len(self.attention), states, block_size)
+            attention(0, num_blocks, None),
+            *(attention(number, spec.num_blocks, spec) for number, spec in enumerate(windows, 1)),
         )
         self.groups: tuple[KVCacheGroup, ...] = self.attention
-        if self.states is not None:
+        self.states = None
+        if states is not None:
+            number = len(self.attention)
+            self.states = StateGroup(number, states, block_size, tier, self._remove_node)
             self.groups += (self.states,)
+        # A group that sees everything evicts whole nodes, so it takes blocks after the others have
+        # found theirs.
+        self._by_eviction = sorted(self.groups, key=lambda group: group.sees_everything)
+        self._advancing = [group for group in self.groups if not group.sees_everything]
         self.tree = PrefixTree(block_size, len(self.groups))
         self.media_ids = MediaIds()
-        self._has_full_attention_only = len(self.groups) == 1
         self._counters = KVCounters()
         self._sequences: set[BlockTables] = set()  # that hold blocks
 
     @property
     def pool(self) -> BlockPool:
-        """The pool of full attention."""
-        return self.attention[0].pool
+        """The pool of the first group."""
+        return self.groups[0].pool
 
     # The prefix cache.
 
@@ -199,8 +205,7 @@ class KVManager:
 
     def _continuable(self, query: PrefixQuery) -> PrefixMatch:
         """The longest cached prefix, also in the middle of an atomic span."""
-        match = self._indexed(query)
-        return match if self._has_full_attention_only else self.limit(match)
+        return self.limit(self._indexed(query))
 
     def _cut(self, match: PrefixMatch, query: PrefixQuery) -> PrefixMatch:
         """The part of a match that does not end in the middle of an atomic span."""
@@ -215,9 +220,7 @@ class KVManager:
             partial = None
             if num_partial:
                 partial = match.partial if depth == node.depth else node.ancestor(depth + 1)
-            match = PrefixMatch(node.ancestor(depth), partial, num_partial)
-            if not self._has_full_attention_only:
-                match = self.limit(match)
+            match = self.limit(PrefixMatch(node.ancestor(depth), partial, num_partial))
 
     def limit(self, match: PrefixMatch) -> PrefixMatch:
         """The part of a match that every group can continue from."""
@@ -275,8 +278,6 @@ class KVManager:
 
     def can_fork(self, tables: BlockTables, num_tokens: int) -> bool:
         """True if a running sequence still holds what a fork after `num_tokens` tokens reads."""
-        if self._has_full_attention_only:
-            return True
         return all(group.can_fork(tables, num_tokens) for group in self.groups)
 
     def keeps_last_token_forkable(self, num_tokens: int) -> bool:
@@ -286,11 +287,11 @@ class KVManager:
         """
         return self.states is None and all(
             group.first_block(num_tokens) <= group.first_block(num_tokens - 1)
-            for group in self.attention[1:]
+            for group in self.attention
         )
 
     def reset_prefix_cache(self) -> int:
-        """Empties the prefix tree; returns how many blocks of full attention it held.
+        """Empties the prefix tree; returns how many nodes it had.
 
         Running sequences keep their blocks, and are no longer indexed until they are admitted
         again.
@@ -303,7 +304,12 @@ class KVManager:
         return len(nodes)
 
     def _remove_node(self, node: PrefixNode) -> None:
-        """Evicts a leaf of the tree, with what each group holds of it."""
+        """Takes a node out of the tree, with what each group holds of it.
+
+        Only what is elsewhere can be below a node that no sequence uses; it goes too.
+        """
+        for child in [*node.children.values()]:
+            self._remove_node(child)
         for group in self.groups:
             group.forget(node)
         self.tree.remove(node)
@@ -341,25 +347,18 @@ class KVManager:
         """
         assert len(tokens)
         query = PrefixQuery(tokens, salt) if query is None else query
-        source = self._source(query, read_cache, fork_of, num_fork_tokens)
-        tables = self._begin(tokens, query, owner, source)
-        if not self._has_room(tables, headroom):
-            # In a full pool the source of a copy may be the very block that is
-            # missing. (A fork's windows may not reach back to where its copy begins.)
-            is_fork = source.fork_of is not None and not self._has_full_attention_only
-            shorter = source if is_fork else self._without_copy(source, query)
-            if shorter.num_full_blocks == source.num_full_blocks:
-                for attention in self.attention:
-                    attention.drop_copy(tables)
-            else:
-                for group in self.groups:
-                    group.end(tables)
-                tables = self._begin(tokens, query, owner, shorter)
-            source = shorter
-            if is_fork or not self._has_room(tables, headroom):
-                for group in self.groups:
-                    group.end(tables)
-                return None
+        source: PrefixSource | None = self._source(query, read_cache, fork_of, num_fork_tokens)
+        tables = None
+        while source is not None:
+            tables = self._begin(tokens, query, owner, source)
+            if self._has_room(tables, headroom):
+                break
+            for group in self.groups:
+                group.end(tables)
+            # In a full pool the source of a copy may be the very block that is missing.
+            source = self._without_copy(source, query)
+        if source is None or tables is None:
+            return None
         for attention in self.attention:
             attention.reserve(tables)
         is_indexed = source.fork_of is None or source.fork_of.tip is not None
@@ -381,16 +380,23 @@ class KVManager:
             group.begin(tables, source)
         return tables
 
-    def _without_copy(self, source: PrefixSource, query: PrefixQuery) -> PrefixSource:
-        """The same without a copy; it ends earlier where it would cut an atomic span."""
+    def _without_copy(self, source: PrefixSource, query: PrefixQuery) -> PrefixSource | None:
+        """The same without a copy; it ends earlier where it would cut an atomic span.
+
+        None where there is no copy, or where windows of a forked sequence do not reach back so far.
+        """
         tip, depth, size = source.tip, source.num_full_blocks, self.block_size
+        if not source.num_partial_tokens:
+            return None
         while (end := outside(query.atomic, depth * size)) < depth * size:
             depth = end // size
-            if source.fork_of is None and not self._has_full_attention_only:
+            if source.fork_of is None:
                 assert tip is not None
                 tip = self.limit(PrefixMatch(tip.ancestor(depth), None, 0)).node
                 assert tip is not None
                 depth = tip.depth
+        if source.fork_of is not None and not self.can_fork(source.fork_of, depth * size):
+            return None
         tip = None if tip is None else tip.ancestor(depth)
         return source._replace(num_full_blocks=depth, tip=tip, partial=None, num_partial_tokens=0)
 
@@ -403,9 +409,8 @@ class KVManager:
     ) -> PrefixSource:
         """Where a new sequence's head comes from: the tree, or a running sequence, where that has
         computed more of it than is indexed."""
-        indexed = match = self._indexed(query) if read_cache else NO_MATCH
-        if not self._has_full_attention_only:
-            match = self.limit(indexed)
+        indexed = self._indexed(query) if read_cache else NO_MATCH
+        match = self.limit(indexed)
         size = self.block_size
         if fork_of is None and read_cache and match.node is not None:
             start = match.node.depth * size
@@ -438,10 +443,8 @@ class KVManager:
         return all(g.make_room_for(tables, self._headroom(g, headroom)) for g in self.groups)
 
     def _headroom(self, group: KVCacheGroup, headroom: int) -> int:
-        """The same share of a group's pool as `headroom` is of full attention's."""
-        if group.number == 0:
-            return headroom
-        return int(headroom / self.pool.num_usable * group.pool.num_usable)
+        """The same share of a group's pool as `headroom` is of the first group's."""
+        return headroom * group.pool.num_usable // self.pool.num_usable
 
     def _count_admission(self, tables: BlockTables, num_copied: int) -> None:
         counters = self._counters
@@ -476,8 +479,7 @@ class KVManager:
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
         """Makes tables cover `num_tokens` tokens; false, and no change, when there is no room."""
-        # (Full attention last: what it evicts is gone in every group.)
-        for group in (*self.groups[1:], self.groups[0]):
+        for group in self._by_eviction:
             if group.make_coverable(tables, num_tokens) < num_tokens:
                 return False
         for attention in self.attention:
@@ -489,7 +491,7 @@ class KVManager:
 
         A step must not go further than the answer; it may be less where a state is to be kept, too.
         """
-        for group in (*self.groups[1:], self.groups[0]):
+        for group in self._by_eviction:
             num_tokens = group.make_coverable(tables, num_tokens)
         for attention in self.attention:
             attention.cover(tables, num_tokens)
@@ -530,9 +532,8 @@ class KVManager:
                 tip = self._index(tables, tip, first + i, keys[i * length : (i + 1) * length])
             self.tree.move_tip(tables, tip)
         tables.num_computed_tokens = num_computed_tokens
-        if not self._has_full_attention_only:
-            for each in self.groups:
-                each.on_computed(tables, num_computed_tokens)
+        for each in self._advancing:
+            each.on_computed(tables, num_computed_tokens)
 
     def _index(self, tables: BlockTables, parent: PrefixNode, index: int, key: bytes) -> PrefixNode:
         """Indexes block `index` of a sequence as a child of `parent`."""
@@ -653,7 +654,7 @@ class KVManager:
         num_tokens = match.num_tokens(self.block_size)
         for number, group in enumerate(self.attention):
             first = min(group.first_block(num_tokens), len(nodes))
-            blocks = [node.blocks[number] for node in nodes[first:]]
+            blocks = [node.entries[number] for node in nodes[first:]]
             group.pool.retain(*blocks)
             group.pool.release(*reversed(tables.attention[number].live))
             tables.attention[number] = BlockTable([NULL_BLOCK] * first + blocks, first)
@@ -706,11 +707,12 @@ class KVManager:
     def _may_begin_at(self, table: BlockTable, first: int, number: int) -> bool:
         """True if a table needs nothing in front of entry `first`: that of a window which holds
         nothing yet."""
-        return number > 0 and table.first == len(table.blocks) < first
+        sees_everything = self.attention[number].sees_everything
+        return not sees_everything and table.first == len(table.blocks) < first
 
     def slide(self, tables: BlockTables, num_tokens: int) -> None:
         """Releases what rows after `num_tokens` tokens do not see, whether or not it is indexed."""
-        for group in self.attention[1:]:
+        for group in self.attention:
             group.on_computed(tables, num_tokens)
 
     def shrink(self, tables: BlockTables, num_tokens: int) -> None:
@@ -755,7 +757,7 @@ class KVManager:
         for block in moved.values():
             node = pool.node_of(block)
             if node is not None:
-                node.blocks[number] = block
+                node.entries[number] = block
         return [BlockCopy(src, dst) for src, dst in moved.items()]
 
     def recount(self) -> None:
@@ -765,7 +767,7 @@ class KVManager:
         self.tree = PrefixTree(self.block_size, len(self.groups))
         for tables in self._sequences:
             tables.tip = tables.exported = None
-            for table in tables.attention[1:]:
+            for table in tables.attention:
                 # (Where a change of a window's table was cut off, zeros may be in the middle.)
                 holes = [i for i, block in enumerate(table.blocks) if block == NULL_BLOCK]
                 table.first = holes[-1] + 1 if holes else 0
@@ -809,21 +811,21 @@ class KVManager:
     @property
     def counters(self) -> KVCounters:
         """A copy of the counters so far."""
-        full = self.attention[0]
+        first = self.attention[0]
         return replace(
             self._counters,
-            num_evictions=full.num_evictions,
-            num_deduplicated_blocks=full.num_deduplicated,
+            num_evictions=first.num_evictions,
+            num_deduplicated_blocks=first.num_deduplicated,
         )
 
     @property
     def usage(self) -> KVUsage:
-        """Where the blocks of full attention are now."""
+        """Where the blocks of the first group are now."""
         return KVUsage.of(self.pool)
 
     @property
     def group_usage(self) -> tuple[KVUsage, ...]:
-        """Where the blocks of each window group are now, then the state slots."""
+        """Where the blocks, or slots, of each further group are now."""
         return tuple(KVUsage.of(group.pool) for group in self.groups[1:])
 
     def check_integrity(self) -> None:
@@ -846,4 +848,4 @@ class KVManager:
         for node in [] if tables.tip is None else tables.tip.path():
             first = (node.depth - 1) * size
             if token_bytes(tables.tokens[first : first + size]) != node.key:
-                raise IntegrityError(f"block {node.blocks[0]} is indexed under other tokens")
+                raise IntegrityError(f"blocks {node.entries} are indexed under other tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from mlx_paged.core.kv.groups import (
     SLOTS_PER_SEQUENCE,
@@ -17,6 +17,7 @@ from mlx_paged.core.kv.groups import (
     StateSlot,
 )
 from mlx_paged.core.kv.pool import NULL_BLOCK
+from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import PrefixNode, PrefixQuery
 from mlx_paged.core.media import outside
 from mlx_paged.errors import IntegrityError
@@ -25,8 +26,15 @@ from mlx_paged.errors import IntegrityError
 class StateGroup(KVCacheGroup):
     """State slots of all sequences; all recurrent layers of a model advance together."""
 
-    def __init__(self, number: int, spec: StateGroupSpec, block_size: int) -> None:
-        super().__init__(number, spec.num_slots, block_size)
+    def __init__(
+        self,
+        number: int,
+        spec: StateGroupSpec,
+        block_size: int,
+        tier: Tier,
+        remove: Callable[[PrefixNode], None],
+    ) -> None:
+        super().__init__(number, spec.num_slots, block_size, tier, remove)
         self._interval = spec.snapshot_interval * block_size
         self._num_sequences = 0
         self._num_pending = 0
@@ -42,7 +50,7 @@ class StateGroup(KVCacheGroup):
 
     def usable_depth(self, node: PrefixNode, depth: int) -> int:
         node = node.ancestor(depth)
-        while node.parent is not None and node.blocks[self.number] == NULL_BLOCK:
+        while node.parent is not None and node.entries[self.number] <= ABSENT:
             node = node.parent
         return node.depth
 
@@ -67,8 +75,8 @@ class StateGroup(KVCacheGroup):
         num_full = source.num_full_blocks
         if num_full:
             assert source.tip is not None
-            slot = source.tip.blocks[self.number]
-            assert slot != NULL_BLOCK, "a match that has no snapshot"
+            slot = source.tip.entries[self.number]
+            assert slot > ABSENT, "a match that has no snapshot"
             self.pool.retain(slot)
             self._passed.discard(slot)
         last = (len(tables.tokens) - 1) // self.block_size

@@ -18,8 +18,9 @@ The last block of a sequence that has ended may be filled in part: a *tail*. It 
 others copy from it. No child's key begins with that of a sibling, so a tail goes as soon as a
 longer block is indexed that begins with its tokens.
 
-A node holds at most one block of each KV cache group, by the group's number. Group 0 sees every
-token, so its block exists as long as the node; those of other groups are added and removed.
+A node has an entry for each KV cache group, by the group's number: it is absent, a block on the
+device, or elsewhere (`core/kv/tier.py`). A node leaves the tree with its entry of a group that sees
+every token, because without that nothing could continue there; other entries come and go.
 
 *What may be evicted* is not stored here. A sequence that uses a node references the blocks of its
 whole path, and releases them last block first (`AttentionGroup.end`), so a child's block loses its
@@ -67,25 +68,23 @@ class PrefixNode:
     All but leaves are full. A tail's key is shorter than a block.
     """
 
-    __slots__ = ("blocks", "children", "depth", "fillers", "key", "parent", "sorted_keys")
+    __slots__ = (
+        *("children", "depth", "entries", "fillers", "is_indexed", "key", "parent"),
+        "sorted_keys",
+    )
 
     def __init__(self, parent: PrefixNode | None, key: bytes, num_groups: int) -> None:
         self.parent = parent
         self.key = key
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.blocks = [0] * num_groups  # by group; 0: none
+        self.entries = [0] * num_groups  # by group: absent, a block, or elsewhere (`tier.py`)
+        self.is_indexed = False  # true while it is in the tree; not for roots
         self.children = _NO_CHILDREN
         # The keys of `children` in order, where there is more than one: the key that shares most
         # leading tokens with a query is a neighbour of the place where that would be inserted.
         self.sorted_keys: list[bytes] | None = None
         # Running sequences whose next block will hang under this node.
         self.fillers: list[Filler] | None = None
-
-    @property
-    def is_indexed(self) -> bool:
-        """True if the node is still in the tree: `KVManager` takes its blocks before it removes
-        it. Not for roots, which hold no block."""
-        return self.blocks[0] != 0
 
     def ancestor(self, depth: int) -> PrefixNode:
         """The node at `depth` on the path from the root to this node."""
@@ -282,6 +281,7 @@ class PrefixTree:
         if child is None:
             assert 0 < len(key) <= self._key_bytes and len(node.key) in (0, self._key_bytes)
             child = PrefixNode(node, key, self._num_groups)
+            child.is_indexed = True
             if not node.children:
                 node.children = {}
             node.children[key] = child
@@ -314,6 +314,7 @@ class PrefixTree:
         """Takes out a leaf; its blocks have been taken from it."""
         parent = node.parent
         assert parent is not None and not node.children and not node.fillers
+        node.is_indexed = False
         del parent.children[node.key]
         if not parent.children:
             parent.children = _NO_CHILDREN
@@ -326,6 +327,7 @@ class PrefixTree:
         """Forgets everything; returns the nodes that were there. No sequence fills them now."""
         nodes = list(self.nodes())
         for node in [*self._roots.values(), *nodes]:
+            node.is_indexed = False
             for tables in node.fillers or ():
                 tables.tip = None
             node.fillers = None
@@ -404,16 +406,13 @@ class PrefixTree:
     def check_integrity(self) -> None:
         """Walks the trees and recounts; raises `IntegrityError` with what disagrees."""
         num_nodes = 0
-        blocks: set[int] = set()
         for node in self.nodes():
             parent = node.parent
             assert parent is not None  # nodes() leaves the roots out
             num_nodes += 1
-            block = node.blocks[0]
-            where = f"node of block {block} at depth {node.depth}"
-            if block in blocks or block == 0:
-                raise IntegrityError(f"{where}: the block is indexed twice, or is block 0")
-            blocks.add(block)
+            where = f"node of entries {node.entries} at depth {node.depth}"
+            if not node.is_indexed or not any(node.entries):
+                raise IntegrityError(f"{where} is in the tree, and holds nothing")
             if parent.children.get(node.key) is not node:
                 raise IntegrityError(f"{where} is not filed under its tokens")
             num_bytes, is_leaf = len(node.key), not (node.children or node.fillers)

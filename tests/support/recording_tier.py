@@ -1,0 +1,39 @@
+"""A tier that notes what it is handed, and keeps what it is told to."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mlx_paged.core import PrefixNode
+
+
+class Handed(NamedTuple):
+    tokens: tuple[int, ...]
+    group: int
+    block: int
+
+
+class RecordingTier:
+    """Attributes:
+    handed: Everything that was evicted, in order.
+    kept: By key, what is stored.
+    """
+
+    def __init__(self, keeps: Callable[[Handed], bool] = lambda handed: True) -> None:
+        self.keeps = keeps
+        self.handed: list[Handed] = []
+        self.kept: dict[int, Handed] = {}
+
+    def store(self, node: PrefixNode, group: int, block: int) -> int:
+        tokens = array("I", b"".join(each.key for each in node.path()))
+        handed = Handed(tuple(tokens), group, block)
+        self.handed.append(handed)
+        if not self.keeps(handed):
+            return 0
+        self.kept[len(self.handed)] = handed
+        return len(self.handed)
+
+    def drop(self, key: int) -> None:
+        del self.kept[key]
