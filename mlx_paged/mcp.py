@@ -1,6 +1,6 @@
-"""Servers of the Model Context Protocol: their tools, and calls of them.
+"""Servers of the Model Context Protocol: their tools, prompts and resources.
 
-Nothing here asks for consent: whoever calls `McpServers.call` has it.
+Nothing here asks for consent: the caller of `McpServers.call` has it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+import httpcore2
 import httpx2
 import mcp
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
+from mlx_paged.addresses import Reach, addresses_of
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
+
+_T = TypeVar("_T")
 
 #: Seconds that a server has to start and to list its tools, and to answer a call.
 START_TIMEOUT = 60.0
@@ -33,6 +37,7 @@ CALL_TIMEOUT = 120.0
 WATCH_INTERVAL = 30.0
 _MOST_CHARACTERS = 100_000  # of a result, so that one call cannot fill the context
 _MOST_IMAGE_CHARACTERS = 16 << 20  # of base64
+_MOST_RESOURCE_CHARACTERS = 16 << 20  # of text or base64
 _LONGEST_NAME = 64  # as OpenAI limits it
 _MOST_PAGES = 100
 _STDIO = ("command", "args", "env", "cwd")
@@ -50,6 +55,7 @@ class ServerSpec:
         env: Variables besides the few that every program gets (PATH, HOME, ...).
         url: Of a server with streamable HTTP.
         timeout: Seconds that a call may take.
+        reach: Addresses that the URL may lead to.
     """
 
     name: str
@@ -60,6 +66,7 @@ class ServerSpec:
     url: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout: float = CALL_TIMEOUT
+    reach: Reach = Reach.ANY
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,48 @@ class McpTool:
     title: str | None
     description: str | None
     parameters: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class McpPrompt:
+    """A prompt that a server offers.
+
+    Attributes:
+        arguments: Name, description, and True if it is required, of each.
+    """
+
+    server: str
+    name: str
+    title: str | None
+    description: str | None
+    arguments: tuple[tuple[str, str | None, bool], ...]
+
+
+@dataclass(frozen=True)
+class McpResource:
+    """A resource that a server offers.
+
+    Attributes:
+        size: In bytes, if the server says so.
+    """
+
+    server: str
+    uri: str
+    name: str
+    title: str | None
+    description: str | None
+    mime_type: str | None
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a resource: either `text`, or `data` in base64."""
+
+    uri: str
+    mime_type: str | None
+    text: str | None = None
+    data: str | None = None
 
 
 @dataclass(frozen=True)
@@ -267,6 +316,75 @@ class McpServers:
                 )
         return tuple(found.values())
 
+    @property
+    def prompts(self) -> tuple[McpPrompt, ...]:
+        """The prompts of all servers."""
+        return tuple(
+            McpPrompt(
+                server.spec.name,
+                prompt.name,
+                prompt.title,
+                prompt.description,
+                tuple((a.name, a.description, bool(a.required)) for a in prompt.arguments or ()),
+            )
+            for server in self._servers.values()
+            for prompt in server.prompts
+        )
+
+    @property
+    def resources(self) -> tuple[McpResource, ...]:
+        """The resources of all servers."""
+        return tuple(
+            McpResource(
+                server.spec.name,
+                str(resource.uri),
+                resource.name,
+                resource.title,
+                resource.description,
+                resource.mime_type,
+                resource.size,
+            )
+            for server in self._servers.values()
+            for resource in server.resources
+        )
+
+    async def prompt(self, server: str, name: str, arguments: dict[str, str]) -> str:
+        """The text of a prompt: of its messages, one below the other.
+
+        Raises:
+            MlxPagedError: there is no such server, it does not answer, or it refuses.
+        """
+        result = await self._server(server).ask(
+            lambda client: client.get_prompt(name, arguments or None)
+        )
+        return _limited("\n\n".join(_shown(message.content) for message in result.messages))
+
+    async def read(self, server: str, uri: str) -> tuple[Contents, ...]:
+        """The contents of a resource.
+
+        Raises:
+            MlxPagedError: there is no such server, it does not answer, or it refuses; or there is
+                too much.
+        """
+        result = await self._server(server).ask(lambda client: client.read_resource(uri))
+        found = tuple(
+            Contents(
+                str(part.uri),
+                part.mime_type,
+                getattr(part, "text", None),
+                getattr(part, "blob", None),
+            )
+            for part in result.contents
+        )
+        if sum(len(each.text or each.data or "") for each in found) > _MOST_RESOURCE_CHARACTERS:
+            raise MlxPagedError(f"the resource has more than {_MOST_RESOURCE_CHARACTERS >> 20} MiB")
+        return found
+
+    def _server(self, name: str) -> _Server:
+        if name not in self._servers:
+            raise MlxPagedError(f"there is no MCP server {name!r}")
+        return self._servers[name]
+
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Calls a tool. A call that failed is not repeated: it may have done something.
 
@@ -296,7 +414,7 @@ class _Server:
     """One server, and the task that holds its connection.
 
     Attributes:
-        tools: Those that it had when it was started last.
+        tools, prompts, resources: Those that it had when it was started last.
         error: Why it does not run; None: it does.
     """
 
@@ -307,7 +425,10 @@ class _Server:
         self._on_failure = on_failure
         self.status = Status.STARTING
         self.tools: tuple[mcp.types.Tool, ...] = ()
+        self.prompts: tuple[mcp.types.Prompt, ...] = ()
+        self.resources: tuple[mcp.types.Resource, ...] = ()
         self.error: str | None = None
+        self._bad_status: int | None = None  # of HTTP, that came last; the protocol's code hides it
         self._client: mcp.Client | None = None
         self._task: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -340,7 +461,7 @@ class _Server:
                 async with AsyncExitStack() as stack:
                     async with asyncio.timeout(START_TIMEOUT):
                         client = await self._connect(stack, log)
-                        self.tools = await _tools_of(client)
+                        await self._list(client)
                     self._client, self.status = client, Status.READY
                     started.set()
                     await self._until_closed_or_dead(client)
@@ -348,10 +469,21 @@ class _Server:
             except Exception as error:
                 is_program = isinstance(error, OSError) and self.spec.command is not None
                 program = f"{self.spec.command}: " if is_program else ""
-                self._fail(f"{program}{_reason(error)}{_last_line(log)}")
+                self._fail(f"{program}{self._reason(error)}{_last_line(log)}")
             finally:
                 self._client = None
                 started.set()
+
+    async def _list(self, client: mcp.Client) -> None:
+        """Reads what the server offers; one may have no tools, or only tools."""
+        offers = client.server_capabilities
+        self.tools = self.prompts = self.resources = ()
+        if offers.tools is not None:
+            self.tools = await _pages(client.list_tools, lambda page: page.tools)
+        if offers.prompts is not None:
+            self.prompts = await _pages(client.list_prompts, lambda page: page.prompts)
+        if offers.resources is not None:
+            self.resources = await _pages(client.list_resources, lambda page: page.resources)
 
     async def _until_closed_or_dead(self, client: mcp.Client) -> None:
         """Waits for `close`, and asks the server now and then whether it is there.
@@ -388,7 +520,12 @@ class _Server:
         else:
             assert spec.url is not None
             timeout = httpx2.Timeout(30.0, read=max(spec.timeout, 30.0))
-            http = httpx2.AsyncClient(headers=dict(spec.headers), timeout=timeout)
+            http = httpx2.AsyncClient(
+                headers=dict(spec.headers),
+                timeout=timeout,
+                transport=_transport(spec.reach),
+                event_hooks={"response": [self._note_status]},
+            )
             await stack.enter_async_context(http)
             transport = streamable_http_client(spec.url, http_client=http)
         client = mcp.Client(transport, read_timeout_seconds=START_TIMEOUT)
@@ -396,13 +533,23 @@ class _Server:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """See `McpServers.call`."""
+        timeout = self.spec.timeout + 1
+        result = await self.ask(lambda client: client.call_tool(name, arguments, timeout))
+        return ToolResult(_text_of(result), bool(result.is_error), _images_of(result))
+
+    async def ask(self, question: Callable[[mcp.Client], Awaitable[_T]]) -> _T:
+        """The server's answer; it is started again if it has ended.
+
+        Raises:
+            MlxPagedError: it does not answer, or answers with an error.
+        """
         await self.start()
         client, spec = self._client, self.spec
         if client is None:
             raise MlxPagedError(f"the MCP server {spec.name!r} cannot be started: {self.error}")
         try:
             async with asyncio.timeout(spec.timeout):
-                result = await client.call_tool(name, arguments, spec.timeout + 1)
+                return await question(client)
         except TimeoutError:
             raise MlxPagedError(
                 f"the MCP server {spec.name!r} did not answer within {spec.timeout:g} s"
@@ -411,24 +558,79 @@ class _Server:
             if isinstance(error, mcp.MCPError) and error.code != mcp.types.CONNECTION_CLOSED:
                 raise MlxPagedError(f"the MCP server {spec.name!r} says: {error}") from error
             await self.close()
-            self._fail(_reason(error))
+            reason = self._reason(error)
+            self._fail(reason)
             raise MlxPagedError(
-                f"the connection to the MCP server {spec.name!r} has ended: {_reason(error)}"
+                f"the connection to the MCP server {spec.name!r} has ended: {reason}"
             ) from error
-        return ToolResult(_text_of(result), bool(result.is_error), _images_of(result))
+
+    async def _note_status(self, response: httpx2.Response) -> None:
+        self._bad_status = response.status_code if response.status_code >= 400 else None
+
+    def _reason(self, error: BaseException) -> str:
+        status = self._bad_status
+        if status is None or isinstance(error, TimeoutError):
+            return _reason(error)
+        hint = ": it requires authorization, such as a header with a token"
+        return f"it answered with status {status}{hint if status in (401, 403) else ''}"
 
 
-async def _tools_of(client: mcp.Client) -> tuple[mcp.types.Tool, ...]:
-    """All pages."""
-    found: list[mcp.types.Tool] = []
+async def _pages(ask: Callable[..., Awaitable[Any]], items: Callable[[Any], list[_T]]) -> Any:
+    """The items of all pages of a list."""
+    found: list[_T] = []
     cursor: str | None = None
     for _ in range(_MOST_PAGES):
-        page = await client.list_tools(cursor=cursor, cache_mode="refresh")
-        found += page.tools
+        page = await ask(cursor=cursor, cache_mode="refresh")
+        found += items(page)
         cursor = page.next_cursor
         if cursor is None:
             break
     return tuple(found)
+
+
+def _transport(reach: Reach) -> httpx2.AsyncHTTPTransport:
+    """HTTP connections to addresses that `reach` allows, looked up and checked for each one."""
+    if reach is Reach.ANY:
+        return httpx2.AsyncHTTPTransport()
+    # (Proxies of the environment are not used: they would connect to any address.)
+    transport = httpx2.AsyncHTTPTransport(trust_env=False)
+    pool = transport._pool
+    assert isinstance(pool, httpcore2.AsyncConnectionPool)
+    pool._network_backend = _CheckedNetwork(pool._network_backend, reach)
+    return transport
+
+
+class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
+    """A network that connects to the address that was checked, not to a name that may change."""
+
+    def __init__(self, network: httpcore2.AsyncNetworkBackend, reach: Reach) -> None:
+        self._network = network
+        self._reach = reach
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        found = await asyncio.to_thread(addresses_of, host, port, self._reach)
+        for place, (*_, address) in enumerate(found):
+            try:
+                return await self._network.connect_tcp(
+                    str(address[0]), port, timeout, local_address, socket_options
+                )
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout):
+                if place == len(found) - 1:
+                    raise
+        raise AssertionError("a host has an address")
+
+    async def connect_unix_socket(self, *_: Any, **__: Any) -> httpcore2.AsyncNetworkStream:
+        raise NotImplementedError
+
+    async def sleep(self, seconds: float) -> None:
+        await self._network.sleep(seconds)
 
 
 def _text_of(result: mcp.types.CallToolResult) -> str:
@@ -436,7 +638,10 @@ def _text_of(result: mcp.types.CallToolResult) -> str:
     parts = [_shown(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    text = "\n".join(parts)
+    return _limited("\n".join(parts))
+
+
+def _limited(text: str) -> str:
     if len(text) > _MOST_CHARACTERS:
         left = len(text) - _MOST_CHARACTERS
         text = f"{text[:_MOST_CHARACTERS]}\n[{left} more characters are not shown]"

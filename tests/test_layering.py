@@ -30,6 +30,7 @@ PACKAGE = ROOT / "mlx_paged"
 # What each part of the package may import of it, besides itself and `errors`.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "addresses": (),
     "blas": ("linker",),
     "linker": (),
     "cgroups": (),
@@ -41,10 +42,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "platform": ("ops", "extension"),
     "model": ("platform", "ops", "extension", "demo", "descriptors"),
     "core": (),
-    "engine": ("cgroups", "core", "model", "platform", "ops", "extension"),
+    "engine": ("addresses", "cgroups", "core", "model", "platform", "ops", "extension"),
     "drop_in": ("engine", "model", "core", "platform", "ops", "extension", "import_hooks"),
     "demo": (),
-    "mcp": (),
+    "mcp": ("addresses",),
     "doctor": (
         *("_build", "blas", "cgroups", "extension", "ops", "platform", "model", "engine"),
         "reference",
@@ -58,7 +59,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras"),
     ),
-    "server": ("__init__", "engine", "core", "model", "extension", "descriptors", "mcp"),
+    "server": (
+        "__init__",
+        "engine",
+        "core",
+        "model",
+        "extension",
+        "descriptors",
+        "mcp",
+        "addresses",
+    ),
     "__init__": ("blas", "descriptors", "extension", "model", "engine", "drop_in"),
 }
 # Parts that import nothing outside Python's standard library: neither mlx, mlx_lm nor numpy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import json
 import sys
@@ -430,6 +431,16 @@ class ServeOptions:
             dir_okay=False,
         ),
     ] = None
+    page_mcp: Annotated[
+        bool | None,
+        option(
+            _API,
+            "Users of the page can add MCP servers (HTTP). Where --host is not loopback it needs "
+            "--api-key, and the servers must have public addresses.",
+            "--page-mcp/--no-page-mcp",
+            show_default="on where --host is loopback",
+        ),
+    ] = None
     files_dir: Annotated[
         Path | None,
         option(
@@ -612,6 +623,7 @@ def serve(
             "priority_scheduling": options.policy == "priority",
             "files_dir": None if options.files_dir is None else str(options.files_dir),
             "mcp_config": None if options.mcp_config is None else str(options.mcp_config),
+            "page_mcp": _page_mcp(options),
         }
         server_config = ServerConfig(**server_options)
         keys_of(server_config)
@@ -645,15 +657,36 @@ def _check_mcp(options: ServeOptions) -> None:
     with needs_extra("mcp", "--mcp"):
         from mlx_paged.mcp import read_config
     read_config(options.mcp_config)
-    try:
-        is_loopback = ipaddress.ip_address(options.host).is_loopback
-    except ValueError:
-        is_loopback = options.host == "localhost"
-    if not is_loopback and not (options.api_keys or options.api_key_file):
+    if not _is_loopback(options) and not (options.api_keys or options.api_key_file):
         raise InvalidParameterError(
             "mcp", "given with --api-key where --host is not loopback: a call runs programs here",
             str(options.mcp_config),
         )  # fmt: skip
+
+
+def _page_mcp(options: ServeOptions) -> Literal["off", "public", "private"]:
+    """Which MCP servers users may add on the page."""
+    is_local = _is_loopback(options) and options.uds is None
+    if options.page_mcp is None:
+        is_installed = all(map(importlib.util.find_spec, ("mcp", "httpx2")))
+        return "private" if is_local and is_installed and options.serve_page else "off"
+    if not options.page_mcp:
+        return "off"
+    with needs_extra("mcp", "--page-mcp"):
+        import mcp  # noqa: F401
+    if not is_local and not (options.api_keys or options.api_key_file):
+        raise InvalidParameterError(
+            "page_mcp", "given with --api-key where --host is not loopback: this machine connects "
+            "to what users of the page name", options.page_mcp,
+        )  # fmt: skip
+    return "private" if is_local else "public"
+
+
+def _is_loopback(options: ServeOptions) -> bool:
+    try:
+        return ipaddress.ip_address(options.host).is_loopback
+    except ValueError:
+        return options.host == "localhost"
 
 
 def _pooler_config(options: ServeOptions) -> dict[str, Any] | None:

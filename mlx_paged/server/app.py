@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from mlx_paged import __version__
+from mlx_paged.addresses import Reach
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.server import (
@@ -54,6 +55,7 @@ from mlx_paged.server.middleware import (
     RequestMiddleware,
     digest,
 )
+from mlx_paged.server.page_mcp import PageServers
 from mlx_paged.server.rate_limits import HEADERS, Limits, RateLimitMiddleware, keys_of
 from mlx_paged.server.responses_api import answers as response_answers
 from mlx_paged.server.responses_api import endpoints as response_endpoints
@@ -365,6 +367,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
             lambda name, reason: logger.warning("the MCP server %r does not run: %s", name, reason),
         )
 
+    if config.page_mcp != "off":
+        reach = Reach.PUBLIC if config.page_mcp == "public" else Reach.NO_METADATA
+        context.page_servers = PageServers(reach)
+
     async def start() -> None:
         await context.start()
         if context.failure is None:
@@ -381,6 +387,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
         if context.mcp_servers is not None:
             tools.cancel()
             await context.mcp_servers.__aexit__(None, None, None)
+        if context.page_servers is not None:
+            await context.page_servers.close()
         if context.batches is not None:
             await context.batches.close()
         if context.tracing is not None:
@@ -395,9 +403,12 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
     ]
     routes.append(WebSocketRoute(response_websocket.PATH, response_websocket.responses_socket))
     routes.append(Route("/v1/responses/compact", response_endpoints.compact, methods=["POST"]))
-    if context.mcp_servers is not None:  # (for the page, and so no part of the API)
-        routes.append(Route("/mcp/tools", mcp_tools.tools))
+    # (For the page, and so no part of the API.)
+    if context.mcp_servers is not None or context.page_servers is not None:
+        routes.append(Route("/mcp/tools", mcp_tools.tools, methods=["GET", "POST"]))
         routes.append(Route("/mcp/call", mcp_tools.call, methods=["POST"]))
+        routes.append(Route("/mcp/prompt", mcp_tools.prompt, methods=["POST"]))
+        routes.append(Route("/mcp/resource", mcp_tools.resource, methods=["POST"]))
     routes.append(Route("/openapi.json", _document))
     routes.append(Route("/docs", pages.page("docs.html"), methods=["GET"]))
     # (Anthropic's clients ask for the head of it first, to see whether there is a server.)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
@@ -85,6 +85,8 @@ class ServerConfig:
             None: there is none.
         serve_page: Serve the chat page at `/`.
         mcp_config: File of MCP servers whose tools the page may use; None: there are none.
+        page_mcp: MCP servers (HTTP) that users add on the page: "off" refuses them, "public" allows
+            those of the Internet, "private" those of private networks and this machine, too.
     """
 
     served_model_names: tuple[str, ...] = ("mlx-paged-demo",)
@@ -124,6 +126,7 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
     serve_page: bool = True
     mcp_config: str | None = None
+    page_mcp: Literal["off", "public", "private"] = "off"
 
     def __post_init__(self) -> None:
         names = ("auto", "none", *registry.names())

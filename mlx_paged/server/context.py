@@ -37,6 +37,7 @@ from mlx_paged.server.tools.hermes import HermesFormat
 if TYPE_CHECKING:
     from mlx_paged.mcp import McpServers
     from mlx_paged.server.batches.manager import BatchManager
+    from mlx_paged.server.page_mcp import PageServers
     from mlx_paged.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ class Context:
         tool_format: How the model writes calls; None: not known, or not to be parsed.
         no_tool_format: Why it is not known; "" where it is.
         reasoning_format: How it marks its reasoning; None: it does not.
-        mcp_servers: Those whose tools the page may use.
+        mcp_servers: Those of the configuration, which the page may use.
+        page_servers: Those that users add on the page; None: they may not.
         batches: Files and batches of clients; None: this server has none.
         underway: The requests that run in the engine now.
     """
@@ -132,6 +134,7 @@ class Context:
     no_tool_format: str = ""
     reasoning_format: ReasoningFormat | None = None
     mcp_servers: McpServers | None = None
+    page_servers: PageServers | None = None
     batches: BatchManager | None = None
     underway: set[Work] = field(default_factory=set)
     tracing: Tracing | None = None

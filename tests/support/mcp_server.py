@@ -72,6 +72,24 @@ def environment(name: str) -> str:
     return os.environ.get(name, "(not set)")
 
 
+@server.prompt(title="Review code")
+def review(code: str, language: str = "Python") -> str:
+    """Ask for a review."""
+    return f"Review this {language} code:\n{code}"
+
+
+@server.resource("notes://today", title="Notes of today", mime_type="text/plain")
+def notes() -> str:
+    """What was noted today."""
+    return "Buy a ladder."
+
+
+@server.resource("pixel://red", mime_type="image/png")
+def pixel() -> bytes:
+    """A picture."""
+    return base64.b64decode(PIXEL)
+
+
 def serve_http(port_file: Path) -> None:
     import socket
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import ipaddress
 import os
 import re
 import socket
@@ -23,14 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
+from mlx_paged.addresses import Reach, UnreachableHostError, addresses_of
 from mlx_paged.engine.media.items import Unusable, Work
 
 if TYPE_CHECKING:
     import ssl
 
     import httpcore2
-
-    Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _MAX_URL = 8192  # characters, of what is fetched
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -44,8 +42,6 @@ _HANDSHAKE = 10.0
 _USER_AGENT = "mlx-paged"
 _BASE64_HEAD = re.compile(r"[^,]*;base64", re.IGNORECASE)
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
-# IPv6 addresses that are a way to an IPv4 address.
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def read_url(
@@ -264,7 +260,7 @@ def _get(
         "Accept-Encoding": "identity",  # (a compressed bomb is not unpacked)
         "Connection": "close",
     }
-    backend = _pinned_backend(domains is not None, work)
+    backend = _pinned_backend(Reach.PUBLIC if domains is None else Reach.ANY, work)
     context = _ssl_context() if parts.scheme == "https" else None
     with (
         httpcore2.ConnectionPool(ssl_context=context, network_backend=backend) as pool,
@@ -311,45 +307,7 @@ def _ssl_context() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-def addresses_of(host: str, port: int, *, any_address: bool) -> list[tuple[Any, ...]]:
-    """Where to connect to for a host: family, type, protocol and the socket's address of each.
-
-    Args:
-        any_address: whether it may be one that is not public.
-
-    Raises:
-        Unusable: it has no address, or one that is not public.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise Unusable(f"there is no host {host[:100]}") from None
-    if not any_address and not all(_is_public(str(entry[4][0])) for entry in found):
-        raise Unusable(
-            "its host has an address that is not public: allowed_media_domains must name it"
-        )
-    return [(family, kind, protocol, address) for family, kind, protocol, _, address in found]
-
-
-def _is_public(text: str) -> bool:
-    """True if an address is one of the open Internet, also where another one is inside it."""
-    try:
-        address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address):
-        inner: list[Address | None] = [address.ipv4_mapped, address.sixtofour]
-        inner += address.teredo or ()
-        if address in _NAT64:
-            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if any(each is not None and not _is_public(str(each)) for each in inner):
-            return False
-        if address.ipv4_mapped is not None:
-            return True
-    return address.is_global and not address.is_multicast
-
-
-def _pinned_backend(any_address: bool, work: Work) -> httpcore2.NetworkBackend:
+def _pinned_backend(reach: Reach, work: Work) -> httpcore2.NetworkBackend:
     """A network whose connections go to addresses that were checked, and that heeds `work`."""
     import httpcore2
 
@@ -398,7 +356,11 @@ def _pinned_backend(any_address: bool, work: Work) -> httpcore2.NetworkBackend:
             local_address: str | None = None,
             socket_options: Iterable[Any] | None = None,
         ) -> httpcore2.NetworkStream:
-            *others, last = addresses_of(host, port, any_address=any_address)
+            try:
+                *others, last = addresses_of(host, port, reach)
+            except UnreachableHostError as error:
+                named = ": allowed_media_domains must name it" if reach is Reach.PUBLIC else ""
+                raise Unusable(f"{error}{named}" if error.is_forbidden else str(error)) from None
             for each in others:
                 with suppress(OSError):  # (such as of IPv6, where this machine has none)
                     return Stream(_connected(each, min(_PATIENCE, work.check())))

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from mlx_paged.addresses import Reach, UnreachableHostError, addresses_of
 from mlx_paged.engine.media import source
 from mlx_paged.engine.media.items import Unusable, Work
-from mlx_paged.engine.media.source import addresses_of, read_url
+from mlx_paged.engine.media.source import read_url
 
 LOOPBACK = ("127.0.0.1",)
 
@@ -206,17 +207,36 @@ def test_addresses_that_are_not_public(monkeypatch, address: str) -> None:
     for found in ([address], ["93.184.216.34", address]):
         entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 80)) for a in found]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, entries=entries, **__: entries)
-        with pytest.raises(Unusable, match="not public"):
-            addresses_of("x.example", 80, any_address=False)
-        assert addresses_of("x.example", 80, any_address=True)
+        with pytest.raises(UnreachableHostError, match="not public"):
+            addresses_of("x.example", 80, Reach.PUBLIC)
+        assert addresses_of("x.example", 80, Reach.ANY)
     entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", public)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
-    assert addresses_of("x.example", 80, any_address=False)[0][3] == public
+    assert addresses_of("x.example", 80, Reach.PUBLIC)[0][3] == public
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"])
 def test_addresses_that_are_public(address: str) -> None:
-    assert source._is_public(address)
+    assert addresses_of(address, 80, Reach.PUBLIC)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_allowed"),
+    [
+        ("127.0.0.1", True), ("10.1.2.3", True), ("192.168.1.1", True), ("::1", True),
+        ("8.8.8.8", True), ("169.254.169.254", False), ("::ffff:169.254.169.254", False),
+        ("64:ff9b::a9fe:a9fe", False), ("fd00:ec2::254", False), ("100.100.100.200", False),
+        ("fe80::1", False), ("224.0.0.1", False), ("0.0.0.0", False),
+    ],
+)  # fmt: skip
+def test_metadata_services_are_out_of_reach_where_private_networks_are_not(
+    address: str, is_allowed: bool
+) -> None:
+    if is_allowed:
+        assert addresses_of(address, 80, Reach.NO_METADATA)
+    else:
+        with pytest.raises(UnreachableHostError, match="metadata"):
+            addresses_of(address, 80, Reach.NO_METADATA)
 
 
 @pytest.mark.parametrize(

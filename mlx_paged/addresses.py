@@ -1,0 +1,90 @@
+"""Addresses that a stranger's URL may lead to: no private network, no metadata service."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from enum import Enum
+from typing import Any
+
+from mlx_paged.errors import MlxPagedError
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+# IPv6 addresses that lead to an IPv4 address.
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Metadata services of clouds that are not link-local: AWS over IPv6, Alibaba, Oracle.
+_METADATA = tuple(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")))
+
+
+class Reach(Enum):
+    """Addresses that may be connected to."""
+
+    PUBLIC = "public"  # the open Internet
+    NO_METADATA = (
+        "no metadata"  # private networks too, but no link-local address or metadata service
+    )
+    ANY = "any"
+
+
+class UnreachableHostError(MlxPagedError):
+    """A host has no address, or one that is not allowed.
+
+    Attributes:
+        is_forbidden: It has one that is not allowed.
+    """
+
+    def __init__(self, message: str, *, is_forbidden: bool) -> None:
+        super().__init__(message)
+        self.is_forbidden = is_forbidden
+
+
+def addresses_of(host: str, port: int, reach: Reach) -> list[tuple[Any, ...]]:
+    """The addresses to connect to for a host: family, type, protocol and socket address of each.
+
+    Raises:
+        UnreachableHostError: it has no address, or one that `reach` does not allow.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise UnreachableHostError(f"there is no host {host[:100]}", is_forbidden=False) from None
+    if not all(_is_allowed(str(entry[4][0]), reach) for entry in found):
+        kind = "that is not public" if reach is Reach.PUBLIC else "of a metadata service"
+        raise UnreachableHostError(f"its host has an address {kind}", is_forbidden=True)
+    return [(family, kind, protocol, address) for family, kind, protocol, _, address in found]
+
+
+def _is_allowed(text: str, reach: Reach) -> bool:
+    if reach is Reach.ANY:
+        return True
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    check = _is_public if reach is Reach.PUBLIC else _is_no_metadata
+    return all(check(each) for each in (address, *_inner(address)))
+
+
+def _inner(address: _Address) -> list[_Address]:
+    """The IPv4 addresses that an IPv6 address leads to."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    found: list[_Address | None] = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    if address in _NAT64:
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return [each for each in found if each is not None]
+
+
+def _is_public(address: _Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return True  # the address inside decides
+    return address.is_global and not address.is_multicast
+
+
+def _is_no_metadata(address: _Address) -> bool:
+    return not (
+        address.is_link_local
+        or address.is_multicast
+        or address.is_unspecified
+        or address in _METADATA
+    )

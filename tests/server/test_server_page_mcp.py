@@ -1,0 +1,210 @@
+"""MCP servers that users add on the chat page: who may, where they may be, what they offer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+from support import mcp_server
+from support.scripted_engine import ScriptedEngine
+from support.server_helpers import ENGINE, RunningServer, running, until
+
+from mlx_paged.cli.entry import ExitCode, status_of
+from mlx_paged.cli.main import app
+from mlx_paged.server import page_mcp
+from mlx_paged.server.config import ServerConfig
+
+
+@pytest.fixture(scope="module")
+def mcp_url(tmp_path_factory) -> Iterator[str]:
+    """Of a server with streamable HTTP."""
+    port = tmp_path_factory.mktemp("mcp") / "port"
+    command = [sys.executable, str(Path(mcp_server.__file__)), str(port)]
+    with subprocess.Popen(command) as process:
+        try:
+            until(lambda: (port.exists() and port.read_text()) or process.poll() is not None)
+            yield f"http://127.0.0.1:{port.read_text()}/mcp"
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    config = ServerConfig(tool_template=True, page_mcp="private")
+    with running(config, lambda: ScriptedEngine.from_model(**ENGINE)) as server:
+        yield server
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """Answers with 401, and remembers the headers that came."""
+
+    seen: ClassVar[list[dict[str, str]]] = []
+
+    def do_POST(self) -> None:
+        self.seen.append(dict(self.headers))
+        self.send_response(401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_POST
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as listener:
+        thread = threading.Thread(target=listener.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.server_address[1]}/mcp?key=secret"
+        listener.shutdown()
+        thread.join()
+
+
+def listed(server: RunningServer, *servers: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the page's servers offer, once none is starting."""
+    found: list[dict[str, Any]] = []
+
+    def is_settled() -> bool:
+        answer = httpx.post(f"{server.url}/mcp/tools", json={"servers": servers}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found[:] = answer.json()["servers"]
+        return all(each["status"] != "starting" for each in found)
+
+    server.until(is_settled)
+    return found
+
+
+def test_a_server_of_the_page_offers_tools_prompts_and_resources(server, mcp_url) -> None:
+    mine = {"name": "mine", "url": mcp_url}
+    [offers] = listed(server, mine)
+    assert (offers["status"], offers["error"], offers["is_own"]) == ("ready", None, True)
+    assert "mine__add" in [tool["name"] for tool in offers["tools"]]
+    [prompt] = offers["prompts"]
+    assert (prompt["name"], prompt["title"]) == ("review", "Review code")
+    assert [(a["name"], a["required"]) for a in prompt["arguments"]] == [
+        ("code", True), ("language", False),
+    ]  # fmt: skip
+    assert {r["uri"]: r["type"] for r in offers["resources"]} == {
+        "notes://today": "text/plain", "pixel://red": "image/png",
+    }  # fmt: skip
+    with server.client() as client:
+        arguments = '{"a": 1, "b": 2}'
+        body = {
+            "name": "mine__add", "arguments": arguments, "server": mine,
+            "consent": {"name": "mine__add", "arguments": arguments},
+        }  # fmt: skip
+        assert client.post("/mcp/call", json=body).json() == {"text": "3", "is_error": False}
+        body["consent"] = {"name": "mine__add", "arguments": "{}"}
+        assert client.post("/mcp/call", json=body).status_code == 403
+        body = {"server": mine, "name": "review", "arguments": {"code": "x = 1"}}
+        answer = client.post("/mcp/prompt", json=body)
+        assert answer.json() == {"text": "Review this Python code:\nx = 1"}
+        answer = client.post("/mcp/prompt", json={**body, "name": "no"})
+        assert answer.status_code == 502 and "mine" in answer.json()["error"]["message"]
+        answer = client.post("/mcp/resource", json={"server": mine, "uri": "notes://today"})
+        [contents] = answer.json()["contents"]
+        assert (contents["text"], contents["type"]) == ("Buy a ladder.", "text/plain")
+        answer = client.post("/mcp/resource", json={"server": mine, "uri": "pixel://red"})
+        assert answer.json()["contents"][0]["data"] == mcp_server.PIXEL
+
+
+def test_a_refusal_is_told_and_keys_are_not(server, refusing, caplog) -> None:
+    headers = {"Authorization": "Bearer sesame"}
+    [offers] = listed(server, {"name": "locked", "url": refusing, "headers": headers})
+    assert offers["status"] == "failed" and "requires authorization" in offers["error"]
+    assert Refuses.seen[-1]["Authorization"] == "Bearer sesame"
+    told = offers["error"] + caplog.text
+    assert "secret" not in told and "sesame" not in told
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"name": "a__b", "url": "http://127.0.0.1/mcp"}, "servers[0].name"),
+        ({"name": "", "url": "http://127.0.0.1/mcp"}, "servers[0].name"),
+        ({"name": "a", "url": "file:///etc/passwd"}, "servers[0].url"),
+        ({"name": "a", "url": "http://user:pass@host/"}, "servers[0].url"),
+        ({"name": "a", "url": "http://h/", "headers": {"a b": "c"}}, "servers[0].headers"),
+        ({"name": "a", "url": "http://h/", "headers": {"a": "b\r\nc: d"}}, "servers[0].headers"),
+        ({"name": "a", "url": "http://h/", "command": "rm"}, "servers[0].command"),
+    ],
+)
+def test_wrong_servers_are_refused(server, body, param) -> None:
+    answer = httpx.post(f"{server.url}/mcp/tools", json={"servers": [body]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_two_servers_have_two_names(server, mcp_url) -> None:
+    twice = [{"name": "a", "url": mcp_url}] * 2
+    answer = httpx.post(f"{server.url}/mcp/tools", json={"servers": twice})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "servers[1].name"
+
+
+def test_metadata_services_are_out_of_reach(server) -> None:
+    [offers] = listed(server, {"name": "cloud", "url": "http://169.254.169.254/latest"})
+    assert offers["status"] == "failed" and "metadata" in offers["error"]
+
+
+def test_off_loopback_only_public_addresses_are_reached(mcp_url) -> None:
+    config = ServerConfig(page_mcp="public")
+    with running(config, lambda: ScriptedEngine.from_model(**ENGINE)) as server:
+        [offers] = listed(server, {"name": "mine", "url": mcp_url})
+        assert offers["status"] == "failed" and "not public" in offers["error"]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "http://evil.test"}, {"Sec-Fetch-Site": "cross-site"}]
+)
+def test_pages_of_other_origins_are_refused(server, mcp_url, headers) -> None:
+    mine = {"name": "mine", "url": mcp_url}
+    for path, body in (
+        ("tools", {"servers": [mine]}),
+        ("prompt", {"server": mine, "name": "review"}),
+        ("resource", {"server": mine, "uri": "notes://today"}),
+    ):
+        answer = httpx.post(f"{server.url}/mcp/{path}", json=body, headers=headers)
+        assert answer.status_code == 403, answer.text
+        assert answer.json()["error"]["code"] == "cross_origin"
+
+
+def test_without_the_option_there_are_none(mcp_url, tmp_path) -> None:
+    file = tmp_path / "mcp.json"
+    file.write_text(json.dumps({"mcpServers": {}}))
+    mine = {"servers": [{"name": "mine", "url": mcp_url}]}
+    for config, status in ((None, 404), (ServerConfig(mcp_config=str(file)), 403)):
+        with running(config, lambda: ScriptedEngine.from_model(**ENGINE)) as server:
+            answer = httpx.post(f"{server.url}/mcp/tools", json=mine)
+            assert answer.status_code == status, answer.text
+
+
+def test_connections_are_shared_and_closed_when_they_are_idle(server, mcp_url, monkeypatch) -> None:
+    pages = server.context.page_servers
+    mine, other = {"name": "mine", "url": mcp_url}, {"name": "other", "url": mcp_url}
+    listed(server, mine, other)
+    before = dict(pages._connections)
+    listed(server, mine, other)
+    assert pages._connections == before, "another request made another connection"
+    monkeypatch.setattr(page_mcp, "IDLE_SECONDS", -1.0)
+    listed(server)
+    assert not pages._connections
+    server.until(lambda: not pages._closing)
+    monkeypatch.setattr(page_mcp, "IDLE_SECONDS", 600.0)
+    listed(server, mine)
+    monkeypatch.setattr(page_mcp, "MOST_SERVERS", 1)
+    listed(server, other)
+    assert [key[0] for key in pages._connections] == ["other"]
+
+
+def test_the_option_needs_a_key_off_loopback(capsys) -> None:
+    assert status_of(app, ["serve", "--page-mcp", "--host", "0.0.0.0"]) == ExitCode.USAGE
+    assert "--api-key" in capsys.readouterr().err
