@@ -49,6 +49,7 @@ class PageServers:
         self._reach = reach
         self._connections: dict[_Key, _Connection] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None  # set while there are connections
 
     def spec_of(self, name: str, url: str, headers: dict[str, str]) -> ServerSpec:
         """How a page's server is reached."""
@@ -99,6 +100,7 @@ class PageServers:
         )
         starting = asyncio.create_task(servers.__aenter__())
         self._connections[key] = made = _Connection(servers, starting)
+        self._close_idle()  # (sets the timer)
         return made
 
     def _close_idle(self) -> None:
@@ -106,6 +108,12 @@ class PageServers:
         for key, connection in list(self._connections.items()):
             if not connection.num_users and now - connection.used > IDLE_SECONDS:
                 self._close(key)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._connections:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(IDLE_SECONDS, 1.0), self._close_idle)
 
     def _close(self, key: _Key) -> None:
         connection = self._connections.pop(key)
@@ -115,6 +123,8 @@ class PageServers:
 
     async def close(self) -> None:
         """Closes all connections."""
+        if self._timer is not None:
+            self._timer.cancel()
         for key in list(self._connections):
             self._close(key)
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -13,7 +13,10 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
 from support import mcp_server
+from support.page_helpers import Visitor, answered, in_browser, send, visiting
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running, until
 
@@ -208,3 +211,108 @@ def test_connections_are_shared_and_closed_when_they_are_idle(server, mcp_url, m
 def test_the_option_needs_a_key_off_loopback(capsys) -> None:
     assert status_of(app, ["serve", "--page-mcp", "--host", "0.0.0.0"]) == ExitCode.USAGE
     assert "--api-key" in capsys.readouterr().err
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def visitor(browser, server) -> Iterator[Visitor]:
+    with visiting(browser, server) as visitor:
+        yield visitor
+
+
+def add(page: Page, name: str, url: str, headers: str = "") -> None:
+    page.get_by_role("button", name="Add an MCP server").click()
+    page.get_by_label("Name", exact=True).fill(name)
+    page.get_by_label("URL (streamable HTTP)").fill(url)
+    page.get_by_label("Headers, one a line").fill(headers)
+    page.get_by_role("button", name="Add", exact=True).click()
+
+
+@in_browser
+def test_a_server_is_added_used_turned_off_and_removed(server, visitor, mcp_url) -> None:
+    page = visitor.open()
+    page.click("#open-tools")
+    add(page, "mine", mcp_url)
+    page.get_by_role("checkbox", name="mine__add").check()
+    page.keyboard.press("Escape")
+    expect(page.locator("#tools-label")).to_have_text("Tools (1)")
+    say = '<tool_call>\n{"name": "mine__add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    server.engine.says(say, "It is 3.")
+    send(page, "1 + 2?")
+    question = page.locator(".call .question")
+    for _ in range(2):
+        expect(question).to_contain_text("Run mine__add of the server “mine” with these arguments?")
+        page.reload()  # the list is kept
+    question.get_by_role("button", name="Run").click()
+    answered(page, 2)
+    assert "<tool_response>\n3\n</tool_response>" in server.engine.prompts[-1]
+    page.click("#open-tools")
+    page.get_by_role("button", name="Turn off mine").click()
+    expect(page.locator("#tool-list")).to_contain_text("It is turned off.")
+    page.get_by_role("button", name="Turn on mine").click()
+    expect(page.get_by_role("checkbox", name="mine__add")).to_be_checked()
+    page.get_by_role("button", name="Edit mine").click()
+    page.get_by_label("Name", exact=True).fill("yours")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("checkbox", name="yours__add")).to_be_visible()
+    page.get_by_role("button", name="Remove yours").click()
+    expect(page.locator("#tool-list section")).to_have_count(0)
+
+
+@in_browser
+def test_wrong_servers_are_told_beside_the_field(visitor, refusing) -> None:
+    page = visitor.open()
+    page.click("#open-tools")
+    for name, url, headers, told in (
+        ("a__b", "http://h/", "", "single"),
+        ("a", "ftp://h/", "", "http:// or https://"),
+        ("a", "http://h/", "no colon", "Name: value"),
+    ):
+        add(page, name, url, headers)
+        expect(page.locator(".own-server .error:not(:empty)")).to_contain_text(told)
+        expect(page.locator(":focus")).to_have_attribute("aria-invalid", "true")
+        page.get_by_role("button", name="Cancel").click()
+    add(page, "locked", refusing)
+    expect(page.locator("#tool-list")).to_contain_text("requires authorization")
+
+
+@in_browser
+def test_prompts_are_inserted_and_resources_attached(server, visitor, mcp_url) -> None:
+    page = visitor.open()
+    page.click("#open-tools")
+    add(page, "mine", mcp_url)
+    page.get_by_role("button", name="Insert Review code").click()
+    page.get_by_label("code", exact=True).fill("x = 1")
+    page.keyboard.press("Enter")
+    expect(page.locator("#input")).to_have_value("Review this Python code:\nx = 1")
+    page.click("#open-tools")
+    page.get_by_role("button", name="Attach Notes of today").click()
+    expect(page.locator(".tray .chip")).to_contain_text("Notes of today")
+    server.engine.says("Done.")
+    page.locator("#input").press("Enter")
+    answered(page)
+    assert "Buy a ladder." in server.engine.prompts[-1]
+
+
+@in_browser
+@pytest.mark.parametrize("width", (390, 1200))
+def test_axe_finds_nothing(browser, server, mcp_url, width) -> None:
+    with visiting(browser, server, viewport={"width": width, "height": 780}) as visitor:
+        page = visitor.open()
+        page.click("#open-tools")
+        add(page, "mine", mcp_url)
+        page.get_by_role("button", name="Insert Review code").click()
+
+        def check() -> None:
+            for theme in ("light", "dark"):
+                page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+                expect(page.locator("html")).to_have_attribute("data-theme", theme)
+                found = Axe().run(page, options={"resultTypes": ["violations"]})
+                assert found.violations_count == 0, (theme, found.generate_report())
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+        check()
+        page.get_by_role("button", name="Edit mine").click()
+        check()

@@ -19,7 +19,9 @@ import { Dictation, Reader } from "./speech.js";
 import { Store } from "./store.js";
 import { PASTED_CHARACTERS, pastedItem } from "./texts.js";
 import { Titles } from "./titles.js";
-import { Tools, ToolsDialog } from "./tools.js";
+import { OwnServers } from "./own_servers.js";
+import { Tools } from "./tools.js";
+import { ToolsDialog } from "./tools_dialog.js";
 import { addTo, fromJson, ImportError, toJson, toMarkdown } from "./transfer.js";
 import { copyText, download, element, isComposing } from "./view.js";
 
@@ -30,7 +32,7 @@ const ANNOUNCED = 2000; // characters of an answer
 
 const store = new Store();
 const settings = new Settings();
-const tools = new Tools(store, settings);
+const tools = new Tools(store, settings, new OwnServers());
 const answers = new Answers(store, settings, (id) => tools.ofRequest(id), contextLimit);
 const titles = new Titles(store, answers, settings);
 const tokensDialog = new TokensDialog();
@@ -89,7 +91,11 @@ const sidebar = new Sidebar(store, answers, settings, {
   remove: (chosen) => remove([chosen]),
 });
 
+let mayAddServers = false; // of MCP; as the server says
 new ToolsDialog(tools, {
+  mayAdd: () => mayAddServers,
+  insert: (text) => compose([{ text, items: [] }]),
+  attach: (files) => tray.add(files),
   chosen: () => chat().tools ?? [],
   choose(names) {
     if (current === NEW_CHAT.id) NEW_CHAT.tools = names;
@@ -541,7 +547,7 @@ async function poll() {
     showLimits(info);
     const { num_running: running = 1, num_waiting: waiting = 1 } = info.stats ?? {}; // (a busy one says less)
     titles.write(running + waiting > 0);
-    await showServers(info.config.mcp_config);
+    await showServers(info.config);
   } catch (error) {
     status = null;
     if (error instanceof ApiError && error.status === 401) {
@@ -557,10 +563,12 @@ async function poll() {
 }
 
 // (A server without them has no such path.)
-async function showServers(config) {
-  const isNews = Boolean(config) === $("open-tools").hidden;
-  $("open-tools").hidden = !config;
-  if (!config || !(isNews || tools.servers.some((server) => server.status === "starting"))) return;
+async function showServers({ mcp_config: file, page_mcp: ofPage }) {
+  mayAddServers = Boolean(ofPage) && ofPage !== "off";
+  const hasSome = Boolean(file) || (mayAddServers && tools.own.enabled().length > 0);
+  const isNews = (Boolean(file) || mayAddServers) === $("open-tools").hidden;
+  $("open-tools").hidden = !file && !mayAddServers;
+  if (!hasSome || !(isNews || tools.servers.some((server) => server.status === "starting"))) return;
   try {
     await tools.load();
   } catch (error) {

@@ -1,32 +1,52 @@
-// Tools of MCP servers: which the server has, which a chat may use, and the calls that the user allows.
+// Tools of MCP servers: which there are, which a chat may use, and the calls that the user allows.
 
 import { ApiError, ConnectionLost, get, post } from "./api.js";
 import { callsOf, pathTo, pendingCalls, sentCalls } from "./conversation.js";
 import { isObject } from "./json.js";
 import { isMediaType, MediaError, ofBase64 } from "./media.js";
-import { element } from "./view.js";
 
-const $ = (id) => document.getElementById(id);
 const MOST_ROUNDS = 10; // of calls for one message of the user, until it is the user who sends their results
 
 const keyOf = (message, index) => `${message.id}.${index}`;
 
 // Events: "change", of what runs or of what the server has.
 export class Tools extends EventTarget {
-  constructor(store, settings) {
+  // `own`: the servers that the user has added on this page.
+  constructor(store, settings, own) {
     super();
     this.store = store;
     this.settings = settings;
-    this.servers = []; // { name, status, error, tools: [{ name, title, description, parameters }] }
+    this.own = own;
+    // { name, status, error, is_own, tools: [{ name, title, description, parameters }], prompts, resources }
+    this.servers = [];
     this.running = new Map(); // key of a call -> AbortController
     this.always = new Map(); // chat id -> names; as long as this page is open
     store.addEventListener("gone", ({ detail }) => detail.forEach((chat) => this.stop(chat)));
   }
 
-  // The server's tools, anew.
+  // What the servers offer, anew.
   async load() {
-    this.servers = (await get("mcp/tools", this.settings.key)).servers;
+    const servers = this.own.enabled();
+    const { key } = this.settings;
+    const found = servers.length ? await post("mcp/tools", key, { servers }) : await get("mcp/tools", key);
+    this.servers = found.servers;
     this.dispatchEvent(new Event("change"));
+  }
+
+  // The text of a prompt of a server.
+  async prompt(server, name, args) {
+    const body = { server: this.named(server), name, arguments: args };
+    return (await post("mcp/prompt", this.settings.key, body)).text;
+  }
+
+  // The contents of a resource: [{ uri, type, text or data }].
+  async read(server, uri) {
+    return (await post("mcp/resource", this.settings.key, { server: this.named(server), uri })).contents;
+  }
+
+  // How requests name a server: by its name, or whole if it is the page's.
+  named({ name, is_own: isOwn }) {
+    return isOwn ? this.own.find(name) : name;
   }
 
   // The server of a tool, by the tool's name; undefined: there is none.
@@ -92,7 +112,9 @@ export class Tools extends EventTarget {
     this.dispatchEvent(new Event("change"));
     let result;
     try {
-      const body = { name, arguments: text, consent: { name, arguments: text } };
+      const server = this.serverOf(name);
+      const own = server?.is_own ? { server: this.named(server) } : {};
+      const body = { name, arguments: text, consent: { name, arguments: text }, ...own };
       const answer = await post("mcp/call", this.settings.key, body, controller.signal);
       const media = await this.kept(message.chat, answer.images ?? []);
       result = { status: answer.is_error ? "failed" : "done", text: answer.text, ...(media.length ? { media } : {}) };
@@ -143,58 +165,4 @@ function reasonOf(error) {
   if (error.name === "AbortError") return "The user stopped this call.";
   if (error instanceof ApiError || error instanceof ConnectionLost) return `The call failed: ${error.message}`;
   return `The call failed: ${error.name}: ${error.message}`;
-}
-
-// The dialog that chooses a chat's tools. `act`: chosen() -> names, choose(names).
-export class ToolsDialog {
-  constructor(tools, act) {
-    this.tools = tools;
-    this.act = act;
-    this.dialog = $("tools");
-    $("open-tools").addEventListener("click", () => this.open());
-    $("close-tools").addEventListener("click", () => this.dialog.close());
-    this.dialog.addEventListener("click", (event) => {
-      if (event.target === this.dialog) this.dialog.close();
-    });
-    this.dialog.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") event.stopPropagation();
-    });
-    $("tool-list").addEventListener("change", () => {
-      const boxes = [...$("tool-list").querySelectorAll("input")];
-      act.choose(boxes.filter((box) => box.checked).map((box) => box.value));
-    });
-  }
-
-  async open() {
-    this.draw();
-    this.dialog.showModal();
-    try {
-      await this.tools.load();
-      $("tools-state").textContent = "";
-    } catch (error) {
-      $("tools-state").textContent = `The tools could not be read: ${error.message}`;
-    }
-    this.draw();
-  }
-
-  draw() {
-    const chosen = this.act.chosen();
-    $("tool-list").replaceChildren(...this.tools.servers.map((server, i) => this.section(server, i, chosen)));
-  }
-
-  section({ name, status, error, tools }, i, chosen) {
-    const head = element("h3", { id: `tools-of-${i}`, textContent: name });
-    const section = element("section", { "aria-labelledby": head.id }, head);
-    if (status === "starting") section.append(element("p", { className: "muted", textContent: "It is being started." }));
-    else if (error) section.append(element("p", { className: "error", textContent: error }));
-    else if (!tools.length) section.append(element("p", { className: "muted", textContent: "It has no tools." }));
-    for (const [j, tool] of tools.entries()) {
-      const about = element("p", { className: "muted about", id: `about-${i}-${j}`, textContent: tool.description ?? "" });
-      const box = element("input", {
-        type: "checkbox", value: tool.name, checked: chosen.includes(tool.name), "aria-describedby": about.id,
-      });
-      section.append(element("label", { className: "check" }, box, tool.title || tool.name), about);
-    }
-    return section;
-  }
 }
