@@ -16,7 +16,7 @@ from playwright.sync_api import Page, expect
 from support import mcp_server
 from support.page_helpers import answered, in_browser, send, shoot, visiting
 from support.scripted_engine import ScriptedEngine
-from support.server_helpers import ENGINE, RunningServer, running
+from support.server_helpers import ENGINE, TIMEOUT, RunningServer, running
 
 from mlx_paged import mcp
 from mlx_paged.cli.entry import ExitCode, status_of
@@ -160,7 +160,9 @@ def test_pages_of_other_origins_are_refused(server, headers, code) -> None:
         ("GET", "/mcp/tools", None),
         ("POST", "/mcp/call", body_of("test__add", '{"a": 1, "b": 2}')),
     ):
-        answer = httpx.request(method, server.url + path, json=body, headers=headers)
+        answer = httpx.request(
+            method, server.url + path, json=body, headers=headers, timeout=TIMEOUT
+        )
         assert answer.status_code == (403 if code else 200), answer.text
         assert code is None or answer.json()["error"]["code"] == code
 

@@ -18,7 +18,7 @@ from playwright.sync_api import Page, expect
 from support import mcp_server
 from support.page_helpers import Visitor, answered, in_browser, send, visiting
 from support.scripted_engine import ScriptedEngine
-from support.server_helpers import ENGINE, RunningServer, running, until
+from support.server_helpers import ENGINE, TIMEOUT, RunningServer, running, until
 
 from mlx_paged.cli.entry import ExitCode, status_of
 from mlx_paged.cli.main import app
@@ -78,7 +78,7 @@ def listed(server: RunningServer, *servers: dict[str, Any]) -> list[dict[str, An
     found: list[dict[str, Any]] = []
 
     def is_settled() -> bool:
-        answer = httpx.post(f"{server.url}/mcp/tools", json={"servers": servers}, timeout=60)
+        answer = httpx.post(f"{server.url}/mcp/tools", json={"servers": servers}, timeout=TIMEOUT)
         assert answer.status_code == 200, answer.text
         found[:] = answer.json()["servers"]
         return all(each["status"] != "starting" for each in found)
@@ -143,13 +143,13 @@ def test_a_refusal_is_told_and_keys_are_not(server, refusing, caplog) -> None:
     ],
 )
 def test_wrong_servers_are_refused(server, body, param) -> None:
-    answer = httpx.post(f"{server.url}/mcp/tools", json={"servers": [body]})
+    answer = httpx.post(f"{server.url}/mcp/tools", json={"servers": [body]}, timeout=TIMEOUT)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
 def test_two_servers_have_two_names(server, mcp_url) -> None:
     twice = [{"name": "a", "url": mcp_url}] * 2
-    answer = httpx.post(f"{server.url}/mcp/tools", json={"servers": twice})
+    answer = httpx.post(f"{server.url}/mcp/tools", json={"servers": twice}, timeout=TIMEOUT)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "servers[1].name"
 
 
@@ -175,7 +175,7 @@ def test_pages_of_other_origins_are_refused(server, mcp_url, headers) -> None:
         ("prompt", {"server": mine, "name": "review"}),
         ("resource", {"server": mine, "uri": "notes://today"}),
     ):
-        answer = httpx.post(f"{server.url}/mcp/{path}", json=body, headers=headers)
+        answer = httpx.post(f"{server.url}/mcp/{path}", json=body, headers=headers, timeout=TIMEOUT)
         assert answer.status_code == 403, answer.text
         assert answer.json()["error"]["code"] == "cross_origin"
 
@@ -186,7 +186,7 @@ def test_without_the_option_there_are_none(mcp_url, tmp_path) -> None:
     mine = {"servers": [{"name": "mine", "url": mcp_url}]}
     for config, status in ((None, 404), (ServerConfig(mcp_config=str(file)), 403)):
         with running(config, lambda: ScriptedEngine.from_model(**ENGINE)) as server:
-            answer = httpx.post(f"{server.url}/mcp/tools", json=mine)
+            answer = httpx.post(f"{server.url}/mcp/tools", json=mine, timeout=TIMEOUT)
             assert answer.status_code == status, answer.text
 
 
