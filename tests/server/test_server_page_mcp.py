@@ -28,7 +28,7 @@ from mlx_paged.server.config import ServerConfig
 
 @pytest.fixture(scope="module")
 def mcp_url(tmp_path_factory) -> Iterator[str]:
-    """Of a server with streamable HTTP."""
+    """URL of a server with streamable HTTP."""
     port = tmp_path_factory.mktemp("mcp") / "port"
     command = [sys.executable, str(Path(mcp_server.__file__)), str(port)]
     with subprocess.Popen(command) as process:
@@ -74,7 +74,7 @@ def refusing() -> Iterator[str]:
 
 
 def listed(server: RunningServer, *servers: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the page's servers offer, once none is starting."""
+    """The offers of the page's servers, once none is starting."""
     found: list[dict[str, Any]] = []
 
     def is_settled() -> bool:

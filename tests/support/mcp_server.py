@@ -80,7 +80,7 @@ def review(code: str, language: str = "Python") -> str:
 
 @server.resource("notes://today", title="Notes of today", mime_type="text/plain")
 def notes() -> str:
-    """What was noted today."""
+    """Notes of today."""
     return "Buy a ladder."
 
 
