@@ -665,7 +665,7 @@ def _check_mcp(options: ServeOptions) -> None:
 
 
 def _page_mcp(options: ServeOptions) -> Literal["off", "public", "private"]:
-    """Which MCP servers users may add on the page."""
+    """The MCP servers that users may add on the page."""
     is_local = _is_loopback(options) and options.uds is None
     if options.page_mcp is None:
         is_installed = all(map(importlib.util.find_spec, ("mcp", "httpx2")))

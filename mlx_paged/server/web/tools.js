@@ -24,7 +24,7 @@ export class Tools extends EventTarget {
     store.addEventListener("gone", ({ detail }) => detail.forEach((chat) => this.stop(chat)));
   }
 
-  // What the servers offer, anew.
+  // Reads the offers of all servers anew.
   async load() {
     const servers = this.own.enabled();
     const { key } = this.settings;
