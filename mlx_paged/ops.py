@@ -608,10 +608,10 @@ def quantized_linear(
     Else, and for a weight that is not evaluated, ``mx.quantized_matmul``.
     On the CPU, with `activations` "int8", that one operation rounds `x` first, each group of 32 to
     ``[-127, 127]`` times a float32 scale, and multiplies integers; a group that has a NaN or an
-    infinity makes the row NaN. `rounds_activations` says for which weights; others are multiplied
-    as with "float32". Processors with AVX-512 VNNI multiply affine weights of 4 bits so with
-    "float32" too: by integers of 22 bits times a power of two, whose errors are like those of sums
-    in float32.
+    infinity makes the row NaN. This holds for affine weights of 4 or 8 bits in groups of 32, 64 or
+    128; others are multiplied as with "float32". Processors with AVX-512 VNNI multiply affine
+    weights of 4 bits so with "float32" too: by integers of 22 bits times a power of two, whose
+    errors are like those of sums in float32.
 
     Args:
         x: ``[..., k]``.
@@ -636,11 +636,6 @@ def activations() -> list[str]:
     `quantized_linear`; and where the processor has AVX-512 BF16 "bfloat16", see `linear`.
     """
     return ext.activations()
-
-
-def rounds_activations(mode: str, bits: int, group_size: int) -> bool:
-    """True if `quantized_linear` has a product of int8 activations with weights of a format."""
-    return mode == "affine" and bits in (4, 8) and group_size in (32, 64, 128)
 
 
 def lookup(

@@ -23,7 +23,6 @@ _QUESTIONS = (
     "What color is the background?",
     "How many colors are there?",
 )
-NUM_QUESTIONS = len(_QUESTIONS)
 PAGED, VLM = "mlx-paged", "mlx-vlm"
 TARGETS = {"eight_questions": 4.0, "second_turn": 0.15, "text": 0.95, "first_turn": 1.1}
 

@@ -69,18 +69,17 @@ class HeldFeatures:
         key: Of the item and the salt.
         num_rows, num_bytes: Their size.
         num_pins: Sequences that are in the middle of the item.
-        made_in: Step that encodes it.
         last_step: Newest step that uses them.
     """
 
-    __slots__ = ("key", "last_step", "made_in", "num_bytes", "num_pins", "num_rows")
+    __slots__ = ("key", "last_step", "num_bytes", "num_pins", "num_rows")
 
     def __init__(self, key: bytes, num_rows: int, num_bytes: int, step: int) -> None:
         self.key = key
         self.num_rows = num_rows
         self.num_bytes = num_bytes
         self.num_pins = 0
-        self.made_in = self.last_step = step
+        self.last_step = step
 
 
 class EncoderCache:
@@ -279,11 +278,6 @@ class EncoderCache:
         self._bytes_per_row = max(self._bytes_per_row, -(-num_bytes // features.num_rows))
         self._make_room(0)
         self._stats.max_bytes = max(self._stats.max_bytes, self.num_bytes)
-
-    def forget_after(self, committed: int) -> None:
-        """The steps after `committed` failed: what they encoded is not there."""
-        for features in [f for f in self._held.values() if f.made_in > committed]:
-            self._forget(features)
 
     def clear(self) -> None:
         """Forgets all features, those that sequences are in the middle of included."""

@@ -1,8 +1,8 @@
 """Scheduler: decides what the next step computes, and processes what a step sampled.
 
-A sequence is preempted (it loses its blocks and waits again) in four cases: a decode needs a block
-and there is none (`_secure`), a prompt's chunk needs one (`_secure_chunk`), a request of a higher
-class finds no room (`_make_way`), and a step failed (`requeue_in_flight`).
+A sequence is preempted (it loses its blocks and waits again) in three cases: a decode needs a block
+and there is none (`_secure`), a prompt's chunk needs one (`_secure_chunk`), and a request of a
+higher class finds no room (`_make_way`).
 """
 
 from __future__ import annotations
@@ -403,22 +403,6 @@ class Scheduler:
         """Outcomes without a step (timeouts); `update_from_output` returns them too."""
         outcomes, self._unreported = self._unreported, []
         return outcomes
-
-    def requeue_in_flight(self) -> int:
-        """Forgets the steps in flight, after one failed: their sequences wait again.
-
-        Nothing they wrote is trusted. Call it when the device is idle. Returns how many
-        sequences wait again.
-        """
-        in_flight = {seq for output in self._in_flight for seq in output.sequences}
-        again = sorted((s for s in in_flight if s.is_running), key=lambda seq: seq.order)
-        for seq in again:
-            self._preempt(seq)
-        self.encoder_cache.forget_after(self._committed_step)
-        while self._in_flight:
-            self.kv.on_step_evaluated(self._in_flight.popleft().batch.step)
-        self._committed_step = self._step
-        return len(again)
 
     def restore(self, requests: Iterable[Request]) -> None:
         """Takes over the requests of another scheduler, which is not used any more.

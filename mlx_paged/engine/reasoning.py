@@ -103,7 +103,6 @@ class ReasoningTokens:
         self.start = encode(format.start)
         self.forced_end = encode(format.forced_end or format.end)
         self.end_token = added.get(format.end) if format.end_part is None else None
-        self._start_token = added.get(format.start)
         parts = [p for p in (format.start, format.end_part, format.end) if p]
         markers = {token for text, token in added.items() if any(text in part for part in parts)}
         self._boundaries = frozenset(_special_ids(tokenizer)) - markers

@@ -157,15 +157,6 @@ def test_sizes_are_corrected() -> None:
     assert book.gone == ["a"] and book.cache.num_bytes == 2 + 8
 
 
-def test_features_of_steps_that_failed_are_forgotten() -> None:
-    book = Book(capacity=10)
-    book.build(media(("a", 2)))
-    book.commit()
-    book.build(media(("a", 2), ("b", 2)))
-    book.cache.forget_after(book.committed)
-    assert book.build(media(("a", 2), ("b", 2))) == ([2], ["b"]) and book.gone == ["b"]
-
-
 def test_a_pin_of_what_was_cleared_does_no_harm() -> None:
     book = Book()
     book.build(media(("a", 2)))
@@ -363,20 +354,6 @@ def test_prompts_that_are_not_cut_wait_for_the_tower_before_they_are_admitted(
     check_outputs(engine, *texts, short, *long)
     chunks = [n for i in range(len(engine.batches)) for name, n in rows(engine, i) if name in "bc"]
     assert [n for n in chunks if n > 1] == [35, 35]
-
-
-@OVERLAP
-def test_features_of_a_step_that_failed_are_made_again(overlap: bool) -> None:
-    engine = make(overlap=overlap, max_num_batched_tokens=8)
-    each = asked("r", ("a", 20))
-    engine.scheduler.add(each)
-    engine.step()
-    if overlap:
-        engine.fail()
-        assert each.sequences[0].begun is None
-    engine.run()
-    check_outputs(engine, each)
-    assert len(engine.device.encoded) == 1 + overlap
 
 
 @OVERLAP

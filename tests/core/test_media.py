@@ -368,7 +368,6 @@ def test_pictures_under_pressure(overlap: bool, atomic: bool) -> None:
     for _ in range(30):
         engine.step()
         engine.scheduler.check_integrity()
-    engine.fail()
     run(engine)
     check_outputs(engine, *requests)
     assert engine.scheduler.num_preemptions > 5

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.fake_model import FakeEngine, generate, next_token
 from support.scheduling_helpers import OVERLAP, Clock, check_outputs, make, request, rows
-from support.step_rows import IN_FLIGHT_TOKEN, as_rows
+from support.step_rows import IN_FLIGHT_TOKEN
 
 from mlx_paged.core import (
     FinishReason,
@@ -346,23 +346,6 @@ def test_deadlines_end_requests_running_or_waiting(overlap):
     assert engine.reasons[running.sequences[0].seq_id] is FinishReason.TIMEOUT
     assert engine.reasons[waiting.sequences[0].seq_id] is FinishReason.TIMEOUT
     assert engine.outputs[last.sequences[0].seq_id] == generate([3], 3, frozenset())
-
-
-@OVERLAP
-def test_a_failed_step_is_computed_again(overlap):
-    engine = make(overlap=overlap, max_num_batched_tokens=16)
-    requests = [request("a", list(range(30)), 6), request("b", [1, 2], 6, n=2)]
-    for r in requests:
-        engine.scheduler.add(r)
-    for _ in range(4):
-        engine.step()
-        batch = engine.scheduler.schedule()
-        assert batch is not None
-        engine.device.launch(as_rows(batch))
-        engine.fail()
-        engine.scheduler.check_integrity()
-    engine.run()
-    check_outputs(engine, *requests)
 
 
 # Misuse.

@@ -455,13 +455,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.plain.reset_prefix_cache()
             self.scheduler.check_integrity()
 
-    @rule(sure=st.integers(0, 5))
-    def step_fails(self, sure: int) -> None:
-        if sure == 0:
-            self.engine.fail()
-            self.plain_engine.fail()
-            self.scheduler.check_integrity()
-
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return

@@ -195,19 +195,6 @@ class FakeDevice:
                     f"an atomic item is cut by {row}"
                 )
 
-    def drop_in_flight(self) -> None:
-        """A failure: steps in flight never run, and what they would have written is garbage."""
-        for launched in self.in_flight:
-            for row in launched.batch.sequences:
-                for position in range(row.start, row.context_len):
-                    for group, table, _ in tables_of(row):
-                        self.slots[group][self._slot(table, position)] = None
-                if row.state is not None:
-                    self.states[row.state.write] = None
-            if launched.batch.media is not None:
-                self.features -= set(launched.batch.media.encoded)
-        self.in_flight.clear()
-
     def _context(self, row: Row) -> list[int]:
         return [self._read(row, 0, row.block_table, i) for i in range(row.context_len)]
 
@@ -377,12 +364,6 @@ class FakeEngine:
             self.step()
             max_steps -= 1
             assert max_steps > 0, "the requests do not come to an end"
-
-    def fail(self) -> None:
-        """The step in flight fails on the device."""
-        self.device.drop_in_flight()
-        self.running = None
-        self.scheduler.requeue_in_flight()
 
     def _take(self, outcomes: list[SequenceOutcome]) -> None:
         for outcome in outcomes:

@@ -78,11 +78,6 @@ class MediaLoader:
         """Items that were decoded, since it was made; those that were kept are not among them."""
         return self._decoded.num_decoded
 
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of the items that are kept."""
-        return self._decoded.num_bytes
-
     def close(self) -> None:
         """Ends its threads and processes."""
         for pool in (self._fetchers, self._decoders):

@@ -414,11 +414,6 @@ class JsonCalls:
         return self._call is not None and self._call.in_string
 
     @property
-    def in_call(self) -> bool:
-        """True if an object is open."""
-        return self._call is not None
-
-    @property
     def has_failed(self) -> bool:
         """True if the object that was read last is no call."""
         return self._call is not None and self._call.has_failed

@@ -150,7 +150,7 @@ class ParameterCalls:
         self._text = ""  # what was not decided yet
         self._raw = ""  # of a head
         self._holes: dict[str, str] = {}
-        self._tail = self._value_end = self._follows = self._head
+        self._tail = self._follows = self._head
         self._end = ""
         self._skipped = ""  # before a value
         self._json: JsonValue | None = None

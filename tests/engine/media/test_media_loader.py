@@ -95,14 +95,14 @@ def test_the_kept_items_stay_within_their_bytes() -> None:
     items(media, b)
     items(media, a)  # b is the oldest now
     items(media, c)
-    assert media.cached_bytes == 2 * each and media.num_decoded == 3
+    assert media._decoded.num_bytes == 2 * each and media.num_decoded == 3
     items(media, a, c)
     assert media.num_decoded == 3
     items(media, b)
     assert media.num_decoded == 4
     items(media, png(48))  # larger than a half, so one of them goes
-    assert media.cached_bytes <= 2 * each
-    assert make(media_limits={"cache_bytes": 0}).cached_bytes == 0
+    assert media._decoded.num_bytes <= 2 * each
+    assert make(media_limits={"cache_bytes": 0})._decoded.num_bytes == 0
 
 
 def test_what_one_thread_decodes_no_other_one_does(monkeypatch) -> None:
@@ -166,7 +166,7 @@ def test_a_failure_is_not_kept(monkeypatch) -> None:
     media = make()
     for _ in range(2):
         assert "no picture" in refusal(media, b"not a picture")
-    assert media.cached_bytes == 0
+    assert media._decoded.num_bytes == 0
 
 
 def test_one_url_is_fetched_once_in_a_prompt(monkeypatch) -> None:
