@@ -105,7 +105,7 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
         if (marker := item.get_closest_marker("one_in")) is not None:
             name, _, case = item.nodeid.partition("[")
             kind = name, case.partition(": ")[0] if ": " in case else ""
-            if kind in kinds and zlib.crc32(item.name.encode()) % marker.args[0]:
+            if kind in kinds and zlib.crc32(case.encode()) % marker.args[0]:
                 continue
             kinds.add(kind)
         kept.append(item)

@@ -83,6 +83,7 @@ for function in (generate.generate_step, generate.BatchGenerator._next,
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "imports",
     [

@@ -27,7 +27,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineOverloadedError
 from mlx_paged.model.loader import load
 
-NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "100000"))
+NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "30000"))
 
 
 @dataclass

@@ -46,6 +46,7 @@ def test_the_kernels_compile(tmp_path) -> None:
         assert ".visible .entry" in (tmp_path / f"{source.stem}.ptx").read_text()
 
 
+@pytest.mark.one_in(4)
 @needs_nvcc
 @pytest.mark.parametrize(
     ("source", "definition"),
@@ -84,6 +85,7 @@ def test_products_of_four_warps_are_not_serialised(tmp_path, source: str, defini
         assert spills and set(spills) == {"0"}, said
 
 
+@pytest.mark.one_in(3)
 @needs_nvcc
 @pytest.mark.parametrize("source", HOST, ids=lambda path: path.name)
 def test_the_host_side_compiles(source) -> None:

@@ -96,6 +96,7 @@ def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
             np.testing.assert_allclose(np.array(pool), np.array(other), atol=2e-5)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "windows"])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_steps_with_quantised_pools(rng, kv_format: str, name: str) -> None:
@@ -136,6 +137,7 @@ def family_driver(family: str) -> StepDriver:
     return driver_of({**family_configs.BASE, **fields, "model_type": family})
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_are_programs(rng, family: str) -> None:
     ours, graphs = family_driver(family), family_driver(family)
@@ -338,6 +340,7 @@ HEADS = {  # rows, query heads, KV heads, key dim, value dim, rotated dims, trad
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("has_norm", [False, True])

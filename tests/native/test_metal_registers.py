@@ -14,6 +14,7 @@ KERNELS = [k for k in ext.kernel_names() if k[1] not in ("data.h", "quantised_po
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_every_kernel_fits(dtype) -> None:
     """Within its loops nothing is spilled. A few values that only its end needs may be: they are
@@ -35,6 +36,7 @@ def test_every_kernel_fits_with_bounds(dims) -> None:
     assert {n: c for n, c in counts.items() if c.spilled_in_loops or c.spilled > 12} == {}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [

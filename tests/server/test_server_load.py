@@ -29,7 +29,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.server.config import ServerConfig
 
 NUM_CLIENTS = int(os.environ.get("MLX_PAGED_LOAD_CLIENTS", "64"))
-SECONDS = float(os.environ.get("MLX_PAGED_LOAD_SECONDS", "6"))
+SECONDS = float(os.environ.get("MLX_PAGED_LOAD_SECONDS", "3"))
 
 
 def head(body: bytes, *, connection: str = "keep-alive") -> bytes:
