@@ -17,9 +17,10 @@ import typer
 
 from mlx_paged.cli import entry
 from mlx_paged.cli.chat.session import COMMANDS
-from mlx_paged.cli.entry import ExitCode, needs_extra, status_of
+from mlx_paged.cli.entry import ExitCode, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
+from mlx_paged.extras import needs_extra
 
 HEAVY = ("mlx", "mlx_lm", "numpy", "transformers", "starlette", "prompt_toolkit")
 
