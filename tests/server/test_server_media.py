@@ -506,7 +506,7 @@ def test_pictures_of_every_mode_are_answered(client, engine) -> None:
 def test_a_model_of_mlx_vlm_answers_as_it_does_in_python(tmp_path) -> None:
     """From the parts of a request to the tokens of an answer, with everything in between."""
     pytest.importorskip("support.vlm", reason="mlx-vlm is not installed")
-    path = media_checkpoints.write(tmp_path / "model", media_checkpoints.smolvlm())
+    path = media_checkpoints.write(tmp_path / "model", media_checkpoints.checkpoint("smolvlm"))
     options: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 200}
     red, blue = png(60, 60), saved(Image.new("RGB", (60, 60), (0, 0, 255)))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -534,7 +534,7 @@ def test_a_model_of_mlx_vlm_answers_as_it_does_in_python(tmp_path) -> None:
 
 def test_what_the_tower_rejects_is_an_error_of_the_request(tmp_path, monkeypatch) -> None:
     pytest.importorskip("support.vlm", reason="mlx-vlm is not installed")
-    path = media_checkpoints.write(tmp_path / "model", media_checkpoints.smolvlm())
+    path = media_checkpoints.write(tmp_path / "model", media_checkpoints.checkpoint("smolvlm"))
     options: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 200}
     make = lambda: AsyncEngine.from_model(path, **options)  # noqa: E731
     calls = []

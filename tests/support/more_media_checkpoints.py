@@ -5,22 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from support.media_checkpoints import (
-    _NORMALIZED,
-    _SIGLIP,
-    _TEXT,
-    _VOCAB,
-    CHECKPOINTS,
-    Checkpoint,
-    gemma4,
-    glm4v,
-    kimi_vl,
-    llava_next,
-    qwen3_5,
-)
-from support.media_checkpoints import gemma3n as processor_of_gemma3n
-from support.media_checkpoints import phi3_v as processor_of_phi3_v
-from support.media_checkpoints import qwen3_omni_moe as processor_of_qwen3_omni_moe
+from support.media_checkpoint_table import NORMALIZED, SIGLIP, TEXT, VOCAB
+from support.media_checkpoints import CHECKPOINTS, Checkpoint, checkpoint
 from support.media_models import smaller_gemma3n, smaller_phi3_v
 from support.more_media_models import (
     LATENT,
@@ -34,12 +20,12 @@ _GLM_IMAGES = {
     "patch_size": 14,
     "temporal_patch_size": 2,
     "merge_size": 2,
-    **_NORMALIZED,
+    **NORMALIZED,
 }
 
 
 def _glm(name: str, text: dict[str, Any], processor_class: str) -> Checkpoint:
-    found = glm4v()
+    found = checkpoint("glm4v")
     make = found.config
 
     def config(ids: dict[str, int]) -> dict[str, Any]:
@@ -97,7 +83,7 @@ def paddleocr_vl() -> Checkpoint:
             "image_token_id": ids["<|IMAGE_PLACEHOLDER|>"],
             "vision_start_token_id": ids["<|IMAGE_START|>"],
             "vision_end_token_id": ids["<|IMAGE_END|>"],
-            **_TEXT,
+            **TEXT,
             "hidden_size": 1024,
             "head_dim": 16,
             "use_bias": False,
@@ -107,7 +93,7 @@ def paddleocr_vl() -> Checkpoint:
                 "type": "default",
                 "mrope_section": [2, 3, 3],
             },
-            "vision_config": {**_SIGLIP, "model_type": "paddleocr_vl", "spatial_merge_size": 2},
+            "vision_config": {**SIGLIP, "model_type": "paddleocr_vl", "spatial_merge_size": 2},
         },
         special=["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"],
         marks={"image": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"},
@@ -119,7 +105,7 @@ def paddleocr_vl() -> Checkpoint:
             "merge_size": 2,
             "min_pixels": 28 * 28 * 2,
             "max_pixels": 112 * 112,
-            **_NORMALIZED,
+            **NORMALIZED,
         },
     )
 
@@ -129,9 +115,9 @@ def dots_ocr() -> Checkpoint:
         config=lambda ids: {
             "model_type": "dots_ocr",
             "image_token_id": ids["<|imgpad|>"],
-            **_TEXT,
+            **TEXT,
             "vision_config": {
-                **_SIGLIP,
+                **SIGLIP,
                 "model_type": "dots_vit",
                 "embed_dim": 16,
                 "hidden_size": 32,
@@ -149,7 +135,7 @@ def dots_ocr() -> Checkpoint:
             "merge_size": 2,
             "min_pixels": 4 * 14 * 14,
             "max_pixels": 64 * 14 * 14,
-            **_NORMALIZED,
+            **NORMALIZED,
         },
     )
 
@@ -161,12 +147,12 @@ def internvl() -> Checkpoint:
             "image_token_id": ids["<IMG_CONTEXT>"],
             "text_config": {
                 "model_type": "qwen3",
-                **_TEXT,
+                **TEXT,
                 "head_dim": 16,
                 "rope_theta": 1e4,
                 "tie_word_embeddings": False,
             },
-            "vision_config": {**_SIGLIP, "model_type": "internvl_vision", "image_size": [56, 56]}
+            "vision_config": {**SIGLIP, "model_type": "internvl_vision", "image_size": [56, 56]}
             | {"patch_size": [14, 14]},
             "max_dynamic_patch": 4,
         },
@@ -178,18 +164,18 @@ def internvl() -> Checkpoint:
 
 
 def llava_onevision() -> Checkpoint:
-    found = llava_next()
+    found = checkpoint("llava_next")
 
     def config(ids: dict[str, int]) -> dict[str, Any]:
         return {
             "model_type": "llava_onevision",
             "image_token_index": ids["<image>"],
             "video_token_index": 0,
-            "text_config": {"model_type": "qwen2", **_TEXT},
-            "vision_config": {"model_type": "siglip_vision_model", **_SIGLIP},
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": {"model_type": "siglip_vision_model", **SIGLIP},
             "image_grid_pinpoints": found.processor["image_grid_pinpoints"],
             "vision_feature_layer": -1,
-            "vocab_size": _VOCAB,
+            "vocab_size": VOCAB,
         }
 
     found.config = config
@@ -211,7 +197,7 @@ def llava_onevision() -> Checkpoint:
 
 
 def kimi_k25() -> Checkpoint:
-    found = kimi_vl()
+    found = checkpoint("kimi_vl")
     make = found.config
     found.config = lambda ids: {**make(ids), "model_type": "kimi_k25"}
     found.processor = {"media_proc_cfg": {"patch_size": 14, "in_patch_limit": 64}}
@@ -225,9 +211,9 @@ def mage_vl() -> Checkpoint:
             "model_type": "mage_vl",
             "image_token_id": ids["<|image_pad|>"],
             "video_token_id": ids["<|video_pad|>"],
-            "text_config": {"model_type": "qwen3", **_TEXT, "head_dim": 16},
+            "text_config": {"model_type": "qwen3", **TEXT, "head_dim": 16},
             "vision_config": {
-                **_SIGLIP,
+                **SIGLIP,
                 "model_type": "mage_vl_vision",
                 "hidden_size": 64,  # (heads of 32, which are cut in 16 for time and place)
                 "patch_size": 16,
@@ -245,7 +231,7 @@ def mage_vl() -> Checkpoint:
             "merge_size": 2,
             "min_pixels": 4 * 16 * 16,
             "max_pixels": 64 * 16 * 16,
-            **_NORMALIZED,
+            **NORMALIZED,
         },
     )
 
@@ -254,16 +240,16 @@ _MINICPM = ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image
 
 
 def minicpmv4_6() -> Checkpoint:
-    inner = qwen3_5()
+    inner = checkpoint("qwen3_5")
 
     def config(ids: dict[str, int]) -> dict[str, Any]:
         text = inner.config({**dict.fromkeys(inner.special, 0), **ids})["text_config"]
         return {
             "model_type": "minicpmv4_6",
             "text_config": text,
-            "vision_config": {**_SIGLIP, "model_type": "minicpmv4_6_vision"},
+            "vision_config": {**SIGLIP, "model_type": "minicpmv4_6_vision"},
             "insert_layer_id": 0,
-            "vocab_size": _VOCAB,
+            "vocab_size": VOCAB,
         }
 
     return Checkpoint(
@@ -287,11 +273,11 @@ def minicpmo() -> Checkpoint:
     return Checkpoint(
         config=lambda ids: {
             "model_type": "minicpmo",
-            **_TEXT,
+            **TEXT,
             "head_dim": 16,
             "rope_theta": 10000.0,
             "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
-            "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model"},
+            "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
             "query_num": 4,
             "init_audio": False,
             "init_tts": False,
@@ -310,7 +296,7 @@ def minicpmo() -> Checkpoint:
 
 
 def granite4_vision() -> Checkpoint:
-    found = llava_next()
+    found = checkpoint("llava_next")
 
     def config(ids: dict[str, int]) -> dict[str, Any]:
         return {
@@ -318,16 +304,16 @@ def granite4_vision() -> Checkpoint:
             "image_token_index": ids["<image>"],
             "text_config": {
                 "model_type": "granitemoehybrid",
-                **_TEXT,
+                **TEXT,
                 "shared_intermediate_size": 48,
             },
-            "vision_config": {"model_type": "siglip_vision_model", **_SIGLIP, "hidden_size": 64},
+            "vision_config": {"model_type": "siglip_vision_model", **SIGLIP, "hidden_size": 64},
             "image_grid_pinpoints": found.processor["image_grid_pinpoints"],
             "deepstack_layer_map": [[-1, 0]],
             "spatial_target_layers": [1],
             "vision_feature_select_strategy": "full",
             "downsample_rate": "2/4",
-            "vocab_size": _VOCAB,
+            "vocab_size": VOCAB,
         }
 
     found.config = config
@@ -351,7 +337,7 @@ def deepseekocr() -> Checkpoint:
             "image_token_index": ids["<image>"],
             "language_config": {
                 "model_type": "deepseek_v2",
-                **_TEXT,
+                **TEXT,
                 **LATENT,
                 "moe_intermediate_size": 16,
                 "num_key_value_heads": 2,
@@ -388,7 +374,7 @@ def fastvlm() -> Checkpoint:
         config=lambda ids: {
             "model_type": "llava_qwen2",
             "mm_hidden_size": 64,
-            "text_config": {"model_type": "llava_qwen2", **_TEXT},
+            "text_config": {"model_type": "llava_qwen2", **TEXT},
             "vision_config": {"model_type": "llava_qwen2", "projection_dim": 16},
         },
         special=[],
@@ -414,14 +400,14 @@ def deepseekocr_2() -> Checkpoint:
 
 
 def indic_ocr() -> Checkpoint:
-    found = qwen3_5()
+    found = checkpoint("qwen3_5")
     make = found.config
     found.config = lambda ids: {**make(ids), "model_type": "indic_ocr"}
     return found
 
 
 def gemma4_unified() -> Checkpoint:
-    found = gemma4()
+    found = checkpoint("gemma4")
     make = found.config
 
     def config(ids: dict[str, int]) -> dict[str, Any]:
@@ -470,13 +456,13 @@ def phi4mm() -> Checkpoint:
     return Checkpoint(
         config=lambda ids: {
             "model_type": "phi4mm",
-            **_TEXT,
+            **TEXT,
             "mm_hidden_size": 16,
             "audio_token_index": ids["<|endoftext11|>"],
             "max_num_patches": 64,
             "min_num_patches": 16,
             "vision_config": {
-                **_SIGLIP,
+                **SIGLIP,
                 "model_type": "siglip2_vision_model",
                 "num_hidden_layers": 2,
             },
@@ -489,12 +475,12 @@ def phi4mm() -> Checkpoint:
 
 
 def qwen3_omni_moe() -> Checkpoint:
-    found = processor_of_qwen3_omni_moe()
+    found = checkpoint("qwen3_omni_moe")
 
     def config(ids: dict[str, int]) -> dict[str, Any]:
         rope = {"rope_type": "mrope", "mrope_section": [2, 3, 3]}
         text = {
-            **_TEXT,
+            **TEXT,
             "head_dim": 16,
             "num_experts": 4,
             "num_experts_per_tok": 2,
@@ -548,10 +534,10 @@ def qwen3_omni_moe() -> Checkpoint:
 
 def phi3_v() -> Checkpoint:
     smaller_phi3_v()
-    found = processor_of_phi3_v()
+    found = checkpoint("phi3_v")
     found.config = lambda ids: {
         "model_type": "phi3_v",
-        **_TEXT,
+        **TEXT,
         "vision_config": {"model_type": "phi3_v"},
     }
     return found
@@ -559,15 +545,15 @@ def phi3_v() -> Checkpoint:
 
 def gemma3n() -> Checkpoint:
     smaller_gemma3n()
-    found = processor_of_gemma3n()
+    found = checkpoint("gemma3n")
 
     def config(ids: dict[str, int]) -> dict[str, Any]:
         text = {
-            **_TEXT,
+            **TEXT,
             "model_type": "gemma3n_text",
             "num_hidden_layers": 4,
             "head_dim": 16,
-            "vocab_size_per_layer_input": _VOCAB,
+            "vocab_size_per_layer_input": VOCAB,
             "hidden_size_per_layer_input": 8,
             "laurel_rank": 8,
             "sliding_window": 64,
@@ -585,7 +571,7 @@ def gemma3n() -> Checkpoint:
             "conf_num_hidden_layers": 1,
             "sscp_conv_channel_size": [8, 4],
             "vocab_size": 8,
-            "vocab_offset": _VOCAB - 8,
+            "vocab_offset": VOCAB - 8,
         }
         return {
             "model_type": "gemma3n",
@@ -596,7 +582,7 @@ def gemma3n() -> Checkpoint:
                 "model_type": "gemma3n_vision",
                 "hidden_size": 32,
                 "vocab_size": 8,
-                "vocab_offset": _VOCAB - 16,
+                "vocab_offset": VOCAB - 16,
             },
             "audio_config": audio,
             "vision_soft_tokens_per_image": 16,
@@ -615,7 +601,7 @@ def muse_glimmer() -> Checkpoint:
             "video_token_id": ids["<|video|>"],
             "text_config": {
                 "model_type": "muse_glimmer_text",
-                **_TEXT,
+                **TEXT,
                 "head_dim": 16,
                 "sliding_window": 64,
             },
@@ -645,7 +631,7 @@ def step3p7() -> Checkpoint:
             "model_type": "step3p7",
             "image_token_id": ids["<im_patch>"],
             "text_config": {
-                **_TEXT,
+                **TEXT,
                 "model_type": "step3p5",
                 "num_attention_groups": 1,
                 "moe_intermediate_size": 16,
@@ -671,7 +657,7 @@ def nemotron_h_nano_omni() -> Checkpoint:
             "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
             "img_context_token_id": ids["<image>"],
             "llm_config": {
-                **_TEXT,
+                **TEXT,
                 "model_type": "nemotron_h",
                 "hybrid_override_pattern": ["M", "*", "-"],
                 "attention_bias": False,

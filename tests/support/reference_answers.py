@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +28,14 @@ _BUFFERS = {
 
 def save(name: str, path: Path, *, seed: int = 3) -> Any:
     """Writes a checkpoint as transformers saves it; returns its model."""
-    from support.media_checkpoints import deepseek_vl, write_tokenizer
+    from support.media_checkpoints import checkpoint as checkpoint_of
+    from support.media_checkpoints import write_tokenizer
     from support.more_media_checkpoints import ALL_CHECKPOINTS
 
     reference, torch = ALL_REFERENCES[name], oracle_torch()
     path.mkdir(parents=True, exist_ok=True)
-    checkpoint = {**ALL_CHECKPOINTS, "deepseek_vl": deepseek_vl}[reference.checkpoint]()
+    makes = {**ALL_CHECKPOINTS, "deepseek_vl": partial(checkpoint_of, "deepseek_vl")}
+    checkpoint = makes[reference.checkpoint]()
     ids = write_tokenizer(path, checkpoint)
     torch.manual_seed(seed)
     model = reference.made()(reference.config(ids)).float().eval()
