@@ -2,16 +2,16 @@
 
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.encoder_cache import EncoderCacheStats, ScheduledMedia
-from mlx_paged.core.kv.groups import (
+from mlx_paged.core.kv.groups import BlockTables
+from mlx_paged.core.kv.manager import KVCounters, KVManager, KVUsage
+from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.kv.specs import (
     BlockCopy,
-    BlockTables,
     StateGroupSpec,
     StateMove,
     StepTable,
     WindowGroupSpec,
 )
-from mlx_paged.core.kv.manager import KVCounters, KVManager, KVUsage
-from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
 from mlx_paged.core.kv.tree import PrefixMatch, PrefixNode, PrefixQuery, PrefixTree
 from mlx_paged.core.media import MediaSpan, PromptMedia
 from mlx_paged.core.outputs import SchedulerOutput, SequenceOutcome

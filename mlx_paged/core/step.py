@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mlx_paged.core.encoder_cache import ScheduledMedia
-from mlx_paged.core.kv.groups import BlockCopy, StateMove, StepTable
+from mlx_paged.core.kv.specs import BlockCopy, StateMove, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 
 _token_column = partial(array, TOKEN_TYPE)

@@ -326,12 +326,12 @@ class PagedStore:
                     "new one"
                 )
             lease.is_torn = True
-            self._make_room(kv.num_to_own(tables, start, end, number), number)
-            copies = kv.own(tables, start, end, number)
+            self._make_room(kv.num_to_write(tables, start, end, number), number)
+            copies = kv.make_writable(tables, start, end, number)
             if copies is None:  # all that is there is in use
-                missing = kv.num_to_own(tables, start, end, number) - pool.num_available
+                missing = kv.num_to_write(tables, start, end, number) - pool.num_available
                 self._grow(pool.num_blocks + max(missing, pool.num_blocks // 4), number)
-                copies = kv.own(tables, start, end, number)
+                copies = kv.make_writable(tables, start, end, number)
                 assert copies is not None
             if copies:
                 # Here and now: the next sequence may have a block evicted that was copied from.
@@ -350,7 +350,7 @@ class PagedStore:
         return all(first * self.block_size <= needed for first in firsts)
 
     def _make_room(self, num_blocks: int, number: int) -> None:
-        """Grows as far as unused prefixes may take the store; `KVManager.own` evicts the rest."""
+        """Grows as far as unused prefixes may take the store; `make_writable` evicts the rest."""
         pool = self.kv.attention[number].pool
         if pool.num_free < num_blocks and pool.num_quarantined:
             self.settle()

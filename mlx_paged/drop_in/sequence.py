@@ -391,7 +391,7 @@ class PagedSequence:
         match = self.store.match(query)
         num_tokens = match.num_tokens(self.store.block_size)
         if num_tokens > self.offset:
-            self.store.kv.adopt(self.tables, match)
+            self.store.kv.attach_prefix(self.tables, match)
             if self.store.has_states:
                 assert match.node is not None
                 self.leases[0].state = self.store.snapshots.take(match.node)

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from mlx_paged.core import StateGroupSpec, WindowGroupSpec
-from mlx_paged.core.kv.groups import SLOTS_PER_SEQUENCE
+from mlx_paged.core.kv.specs import SLOTS_PER_SEQUENCE
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.model.layout import CacheLayout, Reach
 

@@ -461,7 +461,7 @@ def test_a_fork_after_a_reset_is_not_indexed_either():
 def opened(kv: Store, seq_id: int, tokens: list[int]) -> None:
     """A sequence that has computed all its tokens."""
     kv.open(seq_id, tokens)
-    assert kv.own(seq_id, 0, len(tokens)) == []
+    assert kv.make_writable(seq_id, 0, len(tokens)) == []
     kv.commit(seq_id, len(tokens))
     kv.check_integrity()
 
@@ -482,7 +482,7 @@ def test_what_is_indexed_is_copied_before_it_is_written(start: int) -> None:
     kv.shrink(1, start)
     kv.check_integrity()
     assert kv.usage.num_cached_blocks == (start == 4), "a block that was cut off may be evicted"
-    copies = kv.own(1, start, 8)
+    copies = kv.make_writable(1, start, 8)
     new = kv.blocks_of(1)
     assert new[0] == old[0] and new[1] != old[1]
     assert copies == ([BlockCopy(old[1], new[1])] if start == 6 else [])
@@ -498,7 +498,7 @@ def test_a_text_that_is_written_over_without_being_cut_is_indexed_under_its_own_
     kv = Store(16, 4)
     tokens = tokens_of("abcdefgh")
     opened(kv, 1, tokens)
-    assert kv.own(1, 4, 12) == [BlockCopy(2, 3)]
+    assert kv.make_writable(1, 4, 12) == [BlockCopy(2, 3)]
     tokens[4:] = tokens_of("stuvwxyz")
     kv.commit(1, 12)
     kv.check_integrity()
@@ -515,9 +515,9 @@ def test_a_fork_shares_every_block_until_one_of_the_two_is_written() -> None:
     old = kv.blocks_of(1)
     assert kv.blocks_of(2) == old and kv.usage.num_shared_blocks == 3
     # The first to write copies; what is left has one owner, who writes in place.
-    copies = kv.own(1, 10, 12)
+    copies = kv.make_writable(1, 10, 12)
     assert copies == [BlockCopy(old[2], kv.blocks_of(1)[2])]
-    assert kv.own(2, 10, 14) == []
+    assert kv.make_writable(2, 10, 14) == []
     assert kv.blocks_of(2)[:3] == old
     tokens += tokens_of("kl")
     kv.tables[2].tokens += tokens_of("xy")
@@ -535,7 +535,7 @@ def test_what_is_written_in_the_middle_is_ones_own_to_its_end() -> None:
     opened(kv, 1, tokens)
     kv.fork(2, 1, tokens.copy())
     old = kv.blocks_of(1)
-    copies = kv.own(2, 4, 5)
+    copies = kv.make_writable(2, 4, 5)
     assert [copy.src for copy in copies or ()] == old[1:]
     del kv.tables[2].tokens[4:]
     kv.check_integrity()
@@ -553,11 +553,11 @@ def test_a_match_is_adopted_by_reference_and_its_last_block_copied_when_written(
     opened(kv, 2, tokens_of("zz"))
     match = kv.match(tokens_of("abcdefxy"))
     assert match.num_tokens(4) == 6
-    kv.adopt(2, match)
+    kv.attach_prefix(2, match)
     kv.tables[2].tokens[:] = tokens_of("abcdef")
     kv.check_integrity()
     assert kv.blocks_of(2) == kv.blocks_of(1)[:2]
-    assert kv.own(2, 6, 8) == [BlockCopy(kv.blocks_of(1)[1], kv.blocks_of(2)[1])]
+    assert kv.make_writable(2, 6, 8) == [BlockCopy(kv.blocks_of(1)[1], kv.blocks_of(2)[1])]
     kv.tables[2].tokens += tokens_of("xy")
     kv.commit(2, 8)
     kv.check_integrity()
@@ -595,10 +595,10 @@ def test_the_tail_of_a_sequence_that_was_cut_or_forked_is_what_it_still_holds() 
     assert kv.match(tokens_of("abcdefghij.")).num_tokens(4) == 10
     # Taken by reference, continued by copy; the tail goes when what came of it is full.
     opened(kv, 3, tokens_of("z"))
-    kv.adopt(3, kv.match(tokens_of("abcdefghij.")))
+    kv.attach_prefix(3, kv.match(tokens_of("abcdefghij.")))
     kv.tables[3].tokens[:] = tokens_of("abcdefghij")
     old = kv.blocks_of(3)[2]
-    assert kv.own(3, 10, 13) == [BlockCopy(old, kv.blocks_of(3)[2])]
+    assert kv.make_writable(3, 10, 13) == [BlockCopy(old, kv.blocks_of(3)[2])]
     kv.tables[3].tokens += tokens_of("klm")
     kv.commit(3, 13)
     kv.free(3)
@@ -612,10 +612,10 @@ def test_without_room_nothing_changes_until_the_pool_has_grown() -> None:
     opened(kv, 1, tokens_of("abcdefgh"))
     kv.fork(2, 1, tokens_of("abcdefgh"))
     before = kv.usage
-    assert kv.own(2, 4, 12) is None
+    assert kv.make_writable(2, 4, 12) is None
     assert kv.usage == before
     kv.pool.grow(5)
-    assert kv.own(2, 4, 12) == [BlockCopy(kv.blocks_of(1)[1], kv.blocks_of(2)[1])]
+    assert kv.make_writable(2, 4, 12) == [BlockCopy(kv.blocks_of(1)[1], kv.blocks_of(2)[1])]
     del kv.tables[2].tokens[4:]
     kv.check_integrity()
 
@@ -658,12 +658,12 @@ def test_random_lives(seed: int) -> None:
             wanted = [*text, *(rng.randrange(2) for _ in range(9))]
             match = kv.match(wanted)
             if (num_tokens := match.num_tokens(4)) > len(text):
-                kv.adopt(name, match)
+                kv.attach_prefix(name, match)
                 text[:] = tables.tokens[:] = wanted[:num_tokens]
         elif action == "write":
             start = rng.randrange(len(text) + 1)
             new = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
-            copies = kv.own(name, start, start + len(new))
+            copies = kv.make_writable(name, start, start + len(new))
             if copies is None:
                 continue
             for copy in copies:
@@ -717,7 +717,7 @@ def test_random_lives_with_windows(seed: int) -> None:
             wanted = [*text, *(rng.randrange(2) for _ in range(9))]
             match = kv.match(PrefixQuery(wanted))
             if (num_tokens := match.num_tokens(4)) > len(text):
-                kv.adopt(tables, match)
+                kv.attach_prefix(tables, match)
                 text[:] = tables.tokens[:] = wanted[:num_tokens]  # type: ignore[index]
         elif action == "write":
             start = len(text)
@@ -725,13 +725,13 @@ def test_random_lives_with_windows(seed: int) -> None:
                 start = max(0, len(text) - 3)
             new = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
             end = start + len(new)
-            needed = [kv.num_to_own(tables, start, end, number) for number in (0, 1)]
+            needed = [kv.num_to_write(tables, start, end, number) for number in (0, 1)]
             if any(n > kv.attention[k].pool.num_available for k, n in enumerate(needed)):
                 continue
             owned = True
             for number, content in enumerate(contents):
                 before = set(tables.attention[number].live)
-                copies = kv.own(tables, start, end, number)
+                copies = kv.make_writable(tables, start, end, number)
                 owned = owned and copies is not None
                 if copies is not None:
                     fresh = set(tables.attention[number].live) - before
@@ -778,13 +778,15 @@ def test_a_window_written_again_before_what_it_holds_takes_blocks_without_copies
     kv = KVManager(12, 4, windows=[WindowGroupSpec(12, 6, lambda position: max(0, position - 5))])
     kv.launch_step(1)
     tables = kv.open([])
-    assert kv.num_to_own(tables, 10, 17, 1) == 3
-    assert kv.own(tables, 10, 17, 1) == []  # nothing in front of a text that came from outside
+    assert kv.num_to_write(tables, 10, 17, 1) == 3
+    assert (
+        kv.make_writable(tables, 10, 17, 1) == []
+    )  # nothing in front of a text that came from outside
     assert [bool(block) for block in tables.attention[1].blocks] == [False] * 2 + [True] * 3
-    assert kv.num_to_own(tables, 5, 18, 1) == 1
-    assert kv.own(tables, 5, 18, 1) == []
+    assert kv.num_to_write(tables, 5, 18, 1) == 1
+    assert kv.make_writable(tables, 5, 18, 1) == []
     assert [bool(block) for block in tables.attention[1].blocks] == [False] + [True] * 4
-    assert kv.own(tables, 5, 18) == []  # of full attention it needs all
+    assert kv.make_writable(tables, 5, 18) == []  # of full attention it needs all
     assert all(tables.blocks) and len(tables.blocks) == 5
     kv.check_integrity()
     kv.shrink(tables, 0)

@@ -6,6 +6,7 @@ that reads what another sequence or a rejected draft has written is found at onc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,7 +21,14 @@ from hypothesis.stateful import (
 )
 from support.recording_tier import RecordingTier
 
-from mlx_paged.core import BlockTables, KVManager, StateGroupSpec, WindowGroupSpec
+from mlx_paged.core import (
+    BlockCopy,
+    BlockTables,
+    KVManager,
+    PrefixQuery,
+    StateGroupSpec,
+    WindowGroupSpec,
+)
 
 Path = tuple[int, ...]
 tokens_of = st.lists(st.integers(0, 1), min_size=1, max_size=9)
@@ -42,11 +50,8 @@ class Device:
         kv, size, end = self.kv, self.kv.block_size, len(tokens)
         self.step += 1
         move = kv.move_state(tables, end, keep=keep)
-        for pool, copies in zip(self.pools, kv.launch_step(self.step), strict=True):
-            for src, dst in copies:
-                for offset in range(size):
-                    if (src, offset) in pool:
-                        pool[dst, offset] = pool[src, offset]
+        for number, copies in enumerate(kv.launch_step(self.step)):
+            self.copy(number, copies)
         for group, pool in zip(kv.attention, self.pools, strict=True):
             blocks = tables.attention[group.number].blocks
             for row in range(start, end):
@@ -58,6 +63,13 @@ class Device:
             assert self.states[move.read] == tuple(tokens[:start])
             self.states[move.write] = tuple(tokens[:end])
         kv.on_step_evaluated(self.step)
+
+    def copy(self, number: int, copies: Iterable[BlockCopy]) -> None:
+        pool = self.pools[number]
+        for src, dst in copies:
+            for offset in range(self.kv.block_size):
+                if (src, offset) in pool:
+                    pool[dst, offset] = pool[src, offset]
 
 
 def sliding(span: int, num_blocks: int) -> WindowGroupSpec:
@@ -107,6 +119,12 @@ class RollbackMachine(RuleBasedStateMachine):
         """One step; where it reaches the newest token, with drafts after that."""
         tables, tokens = seq = self.pick(choice)
         start, known = tables.num_computed_tokens, len(tokens)
+        for number in range(len(self.kv.attention)):  # (the end of what was forked is shared)
+            copies = self.kv.make_writable(tables, start, start, number)
+            if copies is None:
+                self.free(choice)
+                return
+            self.device.copy(number, copies)
         end = self.kv.reach(tables, known + len(drafts))
         if end <= start:
             self.free(choice)
@@ -124,6 +142,24 @@ class RollbackMachine(RuleBasedStateMachine):
             self.kv.commit(tables, computed)
             tokens.append(0)  # sampled
         assert seq in self.sequences
+        self.kv.check_integrity()
+
+    @precondition(lambda self: self.sequences)
+    @rule(choice=st.integers(0, 9), tokens=tokens_of)
+    def fork(self, choice: int, tokens: list[int]) -> None:
+        tables, parent = self.pick(choice)
+        copy = parent[: tables.num_computed_tokens] + tokens
+        self.sequences.append((self.kv.fork(tables, copy), copy))
+        self.kv.check_integrity()
+
+    @rule(tokens=tokens_of)
+    def attach(self, tokens: list[int]) -> None:
+        """A sequence without blocks takes what is cached."""
+        tables = self.kv.open(tokens)
+        match = self.kv.match(PrefixQuery(tokens))
+        if match.node is not None:
+            self.kv.attach_prefix(tables, match)
+        self.sequences.append((tables, tokens))
         self.kv.check_integrity()
 
     @precondition(lambda self: self.sequences)

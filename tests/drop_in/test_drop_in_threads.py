@@ -342,16 +342,16 @@ def test_what_is_cut_off_in_the_middle_of_the_kv_manager_is_counted_anew(
 def test_ctrl_c_waits_until_the_store_is_whole(model, monkeypatch) -> None:
     expected = plain_answers()
     assert streamed(model, 1) == expected[streamed, 1]
-    real = KVManager.own
+    real = KVManager.make_writable
     whole = []
 
-    def own(self: Any, *args: Any) -> Any:
+    def make_writable(self: Any, *args: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         whole.append(real(self, *args))  # the signal has come by now
         return whole[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(KVManager, "own", own)
+        patch.setattr(KVManager, "make_writable", make_writable)
         with pytest.raises(KeyboardInterrupt):
             streamed(model, 0)
     assert whole

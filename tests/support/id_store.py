@@ -59,18 +59,18 @@ class IdStore:
     def fork(self, seq_id: int, source: int, tokens: list[int]) -> None:
         self.tables[seq_id] = self.kv.fork(self.tables[source], tokens)
 
-    def adopt(self, seq_id: int, match: PrefixMatch) -> None:
-        self.kv.adopt(self.tables[seq_id], match)
+    def attach_prefix(self, seq_id: int, match: PrefixMatch) -> None:
+        self.kv.attach_prefix(self.tables[seq_id], match)
 
-    def own(self, seq_id: int, start: int, end: int) -> list[BlockCopy] | None:
-        """Also checks that it takes as many blocks as `num_to_own` says."""
-        needed, before = self.num_to_own(seq_id, start, end), set(self.blocks_of(seq_id))
-        copies = self.kv.own(self.tables[seq_id], start, end)
+    def make_writable(self, seq_id: int, start: int, end: int) -> list[BlockCopy] | None:
+        """Also checks that it takes as many blocks as `num_to_write` says."""
+        needed, before = self.num_to_write(seq_id, start, end), set(self.blocks_of(seq_id))
+        copies = self.kv.make_writable(self.tables[seq_id], start, end)
         assert len(set(self.blocks_of(seq_id)) - before) == (0 if copies is None else needed)
         return copies
 
-    def num_to_own(self, seq_id: int, start: int, end: int) -> int:
-        return self.kv.num_to_own(self.tables[seq_id], start, end)
+    def num_to_write(self, seq_id: int, start: int, end: int) -> int:
+        return self.kv.num_to_write(self.tables[seq_id], start, end)
 
     def shrink(self, seq_id: int, num_tokens: int) -> None:
         self.kv.shrink(self.tables[seq_id], num_tokens)

@@ -29,10 +29,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.kv.specs import BlockCopy, StateSlot, StepTable, WindowGroupSpec
 from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import (
     TOKEN_BYTES,
@@ -42,74 +42,6 @@ from mlx_paged.core.kv.tree import (
     token_bytes,
 )
 from mlx_paged.errors import IntegrityError, InvalidParameterError
-
-#: Slots of a running sequence: one read and one written by the step that runs, and one more written
-#: by the step launched while it runs.
-SLOTS_PER_SEQUENCE = 3
-
-
-@dataclass(frozen=True)
-class WindowGroupSpec:
-    """The needs of a group of windowed layers.
-
-    Attributes:
-        num_blocks: Blocks of its pool, block 0 included.
-        span: Most tokens that a row sees, itself included.
-        first_visible: The first position that a row at a given position, or any row after it, sees;
-            it never decreases.
-    """
-
-    num_blocks: int
-    span: int
-    first_visible: Callable[[int], int]
-
-
-@dataclass(frozen=True)
-class StateGroupSpec:
-    """The needs of the recurrent layers.
-
-    Attributes:
-        num_slots: Slots of the pool, slot 0 included.
-        snapshot_interval: Blocks between two snapshots while tokens are generated.
-    """
-
-    num_slots: int
-    snapshot_interval: int = 8
-
-    def __post_init__(self) -> None:
-        if self.num_slots < 3:
-            raise InvalidParameterError(
-                "num_slots", "at least 3 (slot 0 is the initial state)", self.num_slots
-            )
-        if self.snapshot_interval < 1:
-            raise InvalidParameterError("snapshot_interval", "at least 1", self.snapshot_interval)
-
-
-class StateMove(NamedTuple):
-    """Slots of one sequence in one step: state before its rows, and after them."""
-
-    read: int
-    write: int
-
-
-class BlockCopy(NamedTuple):
-    """Copy-on-write: copy block `src` to `dst`, in every layer, before the step's first write."""
-
-    src: int
-    dst: int
-
-
-class StepTable(NamedTuple):
-    """A sequence's table in one attention group, for one step.
-
-    Attributes:
-        blocks: Physical blocks in order; block 0 where blocks slid out of a window.
-        dirty_from: First entry that may differ from what the sequence's previous step was given
-            (but for new zeros); `len(blocks)` where none does.
-    """
-
-    blocks: tuple[int, ...]
-    dirty_from: int
 
 
 class BlockTable:
@@ -135,38 +67,11 @@ class BlockTable:
         """The blocks that the sequence references."""
         return self.blocks[self.first :]
 
-
-class KeptState(NamedTuple):
-    """A state that is kept until the step which read it is committed, so that it can be taken back.
-
-    Attributes:
-        slot: The state after `num_tokens` tokens.
-        end: Tokens after the step that read it.
-    """
-
-    slot: int
-    num_tokens: int
-    end: int
-
-
-@dataclass
-class StateSlot:
-    """A sequence's recurrent state.
-
-    Attributes:
-        slot: Newest state; 0 before the first token.
-        due: Positions at which a snapshot is wanted, in tokens.
-        num_scheduled: Tokens in `slot`.
-        pending: (depth in blocks, slot) of snapshots written or being written, whose node is not
-            there yet.
-        kept: States before steps that may be taken back, the oldest first.
-    """
-
-    slot: int
-    due: set[int]
-    num_scheduled: int
-    pending: list[tuple[int, int]] = field(default_factory=list)
-    kept: list[KeptState] = field(default_factory=list)
+    def repair(self) -> None:
+        """After a change was cut off in the middle, zeros may lie between blocks."""
+        holes = [i for i, block in enumerate(self.blocks) if block == NULL_BLOCK]
+        self.first = holes[-1] + 1 if holes else 0
+        self.blocks[: self.first] = [NULL_BLOCK] * self.first
 
 
 class BlockTables:
@@ -412,6 +317,14 @@ class KVCacheGroup(ABC):
         """Takes references to what a new sequence shares."""
 
     @abstractmethod
+    def fork(self, parent: BlockTables, tables: BlockTables) -> None:
+        """A new sequence shares everything that another one holds."""
+
+    @abstractmethod
+    def attach(self, tables: BlockTables, nodes: Sequence[PrefixNode], num_tokens: int) -> None:
+        """A sequence exchanges what it holds for what the nodes of a prefix hold."""
+
+    @abstractmethod
     def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
         """True if there is room for what a sequence that has begun will hold at once.
 
@@ -600,6 +513,76 @@ class AttentionGroup(KVCacheGroup):
         if copy_source is not None:
             self.pool.retain(copy_source)
         tables.attention.append(BlockTable(blocks, first, copy_source))
+
+    def fork(self, parent: BlockTables, tables: BlockTables) -> None:
+        table = self._table(parent)
+        self.pool.retain(*table.live)
+        tables.attention.append(BlockTable(list(table.blocks), table.first))
+
+    def attach(self, tables: BlockTables, nodes: Sequence[PrefixNode], num_tokens: int) -> None:
+        first = min(self.first_block(num_tokens), len(nodes))
+        blocks = [node.entries[self.number] for node in nodes[first:]]
+        self.pool.retain(*blocks)
+        self.end(tables)
+        tables.attention[self.number] = BlockTable([NULL_BLOCK] * first + blocks, first)
+        tables.exported = None
+
+    def num_to_write(self, tables: BlockTables, start: int, end: int) -> int:
+        """Blocks that `make_writable` allocates."""
+        table, is_own = self._table(tables), self.pool.is_own
+        first, length = start // self.block_size, len(table.blocks)
+        num_to_replace = sum(not is_own(block) for block in table.blocks[first:])
+        begin = max(first, length) if self._may_begin_at(table, first) else length
+        return num_to_replace + max(0, self._blocks_for(end) - begin)
+
+    def make_writable(self, tables: BlockTables, start: int, end: int) -> list[BlockCopy]:
+        """Makes ``[start, end)`` of a sequence its own to write, for which there is room.
+
+        Returns:
+            Copies to make before.
+        """
+        table, pool, number = self._table(tables), self.pool, self.number
+        first = start // self.block_size
+        # Blocks that slid out of a window and are written again have no content to keep.
+        while table.first > first:
+            tables.replace(number, table.first - 1, pool.allocate())
+            table.first -= 1
+        # (To the end of the table: a block must not be used longer than the one before it.)
+        shared = [i for i in range(first, len(table.blocks)) if not pool.is_own(table.blocks[i])]
+        copies = [BlockCopy(table.blocks[i], pool.allocate()) for i in shared]
+        for i, copy in reversed(list(zip(shared, copies, strict=True))):
+            tables.replace(number, i, copy.dst)
+            pool.release(copy.src)
+        if self._may_begin_at(table, first):
+            while len(table.blocks) < first:
+                tables.append(number, NULL_BLOCK)
+                table.first += 1
+        while len(table.blocks) * self.block_size < end:
+            tables.append(number, pool.allocate())
+        return copies
+
+    def _may_begin_at(self, table: BlockTable, first: int) -> bool:
+        """True if a table needs nothing in front of entry `first`: that of a window which holds
+        nothing yet."""
+        return not self.sees_everything and table.first == len(table.blocks) < first
+
+    def compact(self, num_blocks: int, all_tables: Collection[BlockTables]) -> list[BlockCopy]:
+        """See `KVManager.compact`."""
+        pool = self.pool
+        assert pool.num_used < num_blocks, f"{pool.num_used} blocks are used"
+        self.keep_at_most(num_blocks - 1 - pool.num_used)
+        moved = pool.compact(num_blocks)
+        for tables in all_tables:
+            table = self._table(tables)
+            for index in range(table.first, len(table.blocks)):
+                block = table.blocks[index]
+                if block in moved:
+                    tables.replace(self.number, index, moved[block])
+        for block in moved.values():
+            node = pool.node_of(block)
+            if node is not None:
+                node.entries[self.number] = block
+        return [BlockCopy(src, dst) for src, dst in moved.items()]
 
     def drop_copy(self, tables: BlockTables) -> None:
         """Drops the copy that `begin` prepared, or that the step being built would make."""

@@ -16,8 +16,9 @@ The order of calls: `match` looks up a waiting sequence, any number of times; `a
 blocks found, and copies a partial one; `commit` indexes what steps have filled; `free` indexes the
 last block, filled in part, and drops the references. What is indexed stays until it is evicted.
 
-The engine's sequences only grow. Those of the drop-in (`mlx_paged.drop_in`) also shrink, are forked
-as a whole and are overwritten: `open`, `fork`, `adopt`, `own` and `shrink` are for them.
+The engine's sequences grow, and lose drafts that were rejected (`truncate`). Those of the drop-in
+(`mlx_paged.drop_in`) are also forked as a whole and overwritten: `open`, `fork`, `attach_prefix`,
+`make_writable` and `shrink` are for them.
 """
 
 from __future__ import annotations
@@ -27,18 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_paged.core.kv.groups import (
-    AttentionGroup,
-    BlockCopy,
-    BlockTable,
-    BlockTables,
-    KVCacheGroup,
-    PrefixSource,
-    StateGroupSpec,
-    StateMove,
-    WindowGroupSpec,
-)
+from mlx_paged.core.kv.groups import AttentionGroup, BlockTables, KVCacheGroup, PrefixSource
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.kv.specs import BlockCopy, StateGroupSpec, StateMove, WindowGroupSpec
 from mlx_paged.core.kv.state_group import StateGroup
 from mlx_paged.core.kv.tier import DropTier, Tier
 from mlx_paged.core.kv.tree import (
@@ -605,72 +597,56 @@ class KVManager:
         if not self.tree.covers(tip, key):
             self._index(tables, tip, tip.depth, key)
 
-    # Sequences that shrink, are forked and are overwritten. (Without state slots.)
+    # Sequences that shrink, are forked and are overwritten.
 
     def open(self, tokens: Sequence[int]) -> BlockTables:
-        """Tables without a block, which take what they hold by `adopt` and `own`.
+        """Tables without a block, which take what they hold by `attach_prefix` and `make_writable`.
 
         Args:
             tokens: the live token list of the sequence, as far as it is known. Blocks are indexed
-                under it when they are committed; so a token that changes is written anew (`own`)
-                or cut off (`shrink`) first.
+                under it when they are committed; so a token that changes is written anew
+                (`make_writable`) or cut off (`shrink`) first.
         """
-        tip = self.tree.root() if self.enable_prefix_caching else None
-        return self._opened(tokens, [BlockTable([]) for _ in self.attention], tip, 0)
+        tables = BlockTables(tokens)
+        for group in self.groups:
+            group.begin(tables, PrefixSource(0, None))
+        return self._opened(tables, self.tree.root() if self.enable_prefix_caching else None)
 
     def is_open(self, tables: BlockTables) -> bool:
         """True if tables hold blocks: they have not been freed."""
         return tables in self._sequences
 
     def fork(self, tables: BlockTables, tokens: Sequence[int]) -> BlockTables:
-        """The same blocks, partly filled ones included, for another sequence."""
-        copies = []
-        for group, table in zip(self.attention, tables.attention, strict=True):
-            group.pool.retain(*table.live)
-            copies.append(BlockTable(list(table.blocks), table.first))
-        return self._opened(tokens, copies, tables.tip, tables.num_computed_tokens)
+        """The same blocks, partly filled ones included, and the same state for another sequence."""
+        copy = BlockTables(tokens)
+        copy.num_computed_tokens = tables.num_computed_tokens
+        for group in self.groups:
+            group.fork(tables, copy)
+        return self._opened(copy, tables.tip)
 
-    def _opened(
-        self,
-        tokens: Sequence[int],
-        attention: list[BlockTable],
-        tip: PrefixNode | None,
-        num_computed_tokens: int,
-    ) -> BlockTables:
-        tables = BlockTables(tokens)
-        tables.num_computed_tokens = num_computed_tokens
-        tables.attention = attention
+    def _opened(self, tables: BlockTables, tip: PrefixNode | None) -> BlockTables:
         self.tree.move_tip(tables, tip)
         self._sequences.add(tables)
         return tables
 
-    def adopt(self, tables: BlockTables, match: PrefixMatch) -> None:
-        """Replaces what a sequence holds by the blocks of a match, a partial one included.
+    def attach_prefix(self, tables: BlockTables, match: PrefixMatch) -> None:
+        """Replaces what a sequence holds by what a match has, a partial block included.
 
-        All are taken by reference: `own` copies the partial one before it is written.
+        All is taken by reference: `make_writable` copies the partial block before it is written.
         """
         assert match.node is not None
         nodes = match.node.path() + ([] if match.partial is None else [match.partial])
         num_tokens = match.num_tokens(self.block_size)
-        for number, group in enumerate(self.attention):
-            first = min(group.first_block(num_tokens), len(nodes))
-            blocks = [node.entries[number] for node in nodes[first:]]
-            group.pool.retain(*blocks)
-            group.pool.release(*reversed(tables.attention[number].live))
-            tables.attention[number] = BlockTable([NULL_BLOCK] * first + blocks, first)
-        tables.exported = None
+        for group in self.groups:
+            group.attach(tables, nodes, num_tokens)
         tables.num_computed_tokens = num_tokens
         self.tree.move_tip(tables, match.node)
 
-    def num_to_own(self, tables: BlockTables, start: int, end: int, number: int = 0) -> int:
-        """Blocks that `own` will take of a group's pool."""
-        table, is_own = tables.attention[number], self.attention[number].pool.is_own
-        first, length = start // self.block_size, len(table.blocks)
-        num_to_replace = sum(not is_own(block) for block in table.blocks[first:])
-        begin = max(first, length) if self._may_begin_at(table, first, number) else length
-        return num_to_replace + max(0, self.blocks_for(end) - begin)
+    def num_to_write(self, tables: BlockTables, start: int, end: int, number: int = 0) -> int:
+        """Blocks that `make_writable` will take of a group's pool."""
+        return self.attention[number].num_to_write(tables, start, end)
 
-    def own(
+    def make_writable(
         self, tables: BlockTables, start: int, end: int, number: int = 0
     ) -> list[BlockCopy] | None:
         """Makes positions ``[start, end)`` of a sequence its own to write, in one attention group.
@@ -679,36 +655,12 @@ class KVManager:
             Copies to make before anything is written, and before a later call's; None, and no
             change to the sequence, when there is no room for now.
         """
-        group, table = self.attention[number], tables.attention[number]
-        pool = group.pool
-        num_needed = self.num_to_own(tables, start, end, number)
-        if num_needed > pool.num_available or not group.make_room(num_needed):
+        group = self.attention[number]
+        num_needed = group.num_to_write(tables, start, end)
+        if num_needed > group.pool.num_available or not group.make_room(num_needed):
             return None
-        first = start // self.block_size
         self._lower_tip(tables, start)
-        # Blocks that slid out of a window and are written again have no content to keep.
-        while table.first > first:
-            tables.replace(number, table.first - 1, pool.allocate())
-            table.first -= 1
-        # (To the end of the table: a block must not be used longer than the one before it.)
-        shared = [i for i in range(first, len(table.blocks)) if not pool.is_own(table.blocks[i])]
-        copies = [BlockCopy(table.blocks[i], pool.allocate()) for i in shared]
-        for i, copy in reversed(list(zip(shared, copies, strict=True))):
-            tables.replace(number, i, copy.dst)
-            pool.release(copy.src)
-        if self._may_begin_at(table, first, number):
-            while len(table.blocks) < first:
-                tables.append(number, NULL_BLOCK)
-                table.first += 1
-        while len(table.blocks) * self.block_size < end:
-            tables.append(number, pool.allocate())
-        return copies
-
-    def _may_begin_at(self, table: BlockTable, first: int, number: int) -> bool:
-        """True if a table needs nothing in front of entry `first`: that of a window which holds
-        nothing yet."""
-        sees_everything = self.attention[number].sees_everything
-        return not sees_everything and table.first == len(table.blocks) < first
+        return group.make_writable(tables, start, end)
 
     def slide(self, tables: BlockTables, num_tokens: int) -> None:
         """Releases what rows after `num_tokens` tokens do not see, whether or not it is indexed."""
@@ -743,22 +695,7 @@ class KVManager:
         Returns:
             Copies to make before the pools are cut.
         """
-        group = self.attention[number]
-        pool = group.pool
-        assert pool.num_used < num_blocks, f"{pool.num_used} blocks are used"
-        group.keep_at_most(num_blocks - 1 - pool.num_used)
-        moved = pool.compact(num_blocks)
-        for tables in self._sequences:
-            table = tables.attention[number]
-            for index in range(table.first, len(table.blocks)):
-                block = table.blocks[index]
-                if block in moved:
-                    tables.replace(number, index, moved[block])
-        for block in moved.values():
-            node = pool.node_of(block)
-            if node is not None:
-                node.entries[number] = block
-        return [BlockCopy(src, dst) for src, dst in moved.items()]
+        return self.attention[number].compact(num_blocks, self._sequences)
 
     def recount(self) -> None:
         """Makes everything agree with the tables that are open, after something was cut off in the
@@ -768,10 +705,7 @@ class KVManager:
         for tables in self._sequences:
             tables.tip = tables.exported = None
             for table in tables.attention:
-                # (Where a change of a window's table was cut off, zeros may be in the middle.)
-                holes = [i for i, block in enumerate(table.blocks) if block == NULL_BLOCK]
-                table.first = holes[-1] + 1 if holes else 0
-                table.blocks[: table.first] = [NULL_BLOCK] * table.first
+                table.repair()
         for group in self.groups:
             references = group.references(self._sequences)
             group.pool.recount(references)

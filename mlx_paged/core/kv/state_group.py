@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from mlx_paged.core.kv.groups import (
+from mlx_paged.core.kv.groups import BlockTables, KVCacheGroup, PrefixSource
+from mlx_paged.core.kv.pool import NULL_BLOCK
+from mlx_paged.core.kv.specs import (
     SLOTS_PER_SEQUENCE,
     BlockCopy,
-    BlockTables,
     KeptState,
-    KVCacheGroup,
-    PrefixSource,
     StateGroupSpec,
     StateMove,
     StateSlot,
 )
-from mlx_paged.core.kv.pool import NULL_BLOCK
 from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import PrefixNode, PrefixQuery
 from mlx_paged.core.media import outside
@@ -86,6 +84,23 @@ class StateGroup(KVCacheGroup):
         }
         positions = {position for position in due if position > num_full * self.block_size}
         tables.state = StateSlot(slot, positions, num_full * self.block_size)
+        self._num_sequences += 1
+
+    def fork(self, parent: BlockTables, tables: BlockTables) -> None:
+        # A slot never changes once it is written.
+        state = self._state(parent)
+        if state.slot != NULL_BLOCK:
+            self.pool.retain(state.slot)
+        tables.state = StateSlot(state.slot, set(), state.num_scheduled)
+        self._num_sequences += 1
+
+    def attach(self, tables: BlockTables, nodes: Sequence[PrefixNode], num_tokens: int) -> None:
+        slot = nodes[-1].entries[self.number] if nodes else NULL_BLOCK
+        if slot != NULL_BLOCK:
+            self.pool.retain(slot)
+            self._passed.discard(slot)
+        self.end(tables)
+        tables.state = StateSlot(slot, set(), num_tokens)
         self._num_sequences += 1
 
     def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
