@@ -282,3 +282,16 @@ def test_the_integrity_check_finds_damage(damage: Callable[..., object]) -> None
     damage(kv, kv.attention[1], kv.states)
     with pytest.raises(IntegrityError):
         kv.check_integrity()
+
+
+def test_a_fork_whose_windows_do_not_reach_back_is_not_cut_to_full_blocks() -> None:
+    kv = Store(3, 4, windows=[window(8, 3)])
+    tokens = list(range(7))
+    kv.admitted(1, tokens)
+    kv.advance(1, 0, 6)
+    assert kv.tables[1].attention[1].first == 1  # token 6 sees 4 and 5 alone
+    # Without its copy it would begin after 4 tokens, and need what block 0 had.
+    assert kv.admit(2, [*tokens[:6], 9], fork_of=1, num_fork_tokens=6) is None
+    kv.check_integrity()
+    kv.free(1)
+    assert kv.admitted(2, [*tokens[:6], 9]) is not None
