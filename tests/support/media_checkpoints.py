@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_paged.model.media_families import package_of
 from mlx_paged.model.multimodal_files import read_config
-from support.media_checkpoint_table import TABLE, fields_of, with_ids
+from support.media_checkpoint_table import TABLE, Fields, fields_of, with_ids
 from support.media_models import package, vary
 
 TEMPLATE = (
@@ -103,7 +103,11 @@ def write_tokenizer(path: Path, checkpoint: Checkpoint) -> dict[str, int]:
 
 def checkpoint(name: str) -> Checkpoint:
     """A row of the table, to be changed at will."""
-    fields = fields_of(name)
+    return made_of(fields_of(name))
+
+
+def made_of(fields: Fields) -> Checkpoint:
+    """The checkpoint of these fields, which it takes over."""
     config = fields.pop("config")
     return Checkpoint(config=partial(with_ids, config), **fields)
 
