@@ -209,7 +209,7 @@ def decode(who: str, model: LoadedModel, prompts: Prompts, output_tokens: int) -
         now = time.perf_counter()
         if any(u.finish_reason for u in updates):
             break
-        begun |= {u.request_id for u in updates if u.token_id is not None}
+        begun |= {u.request_id for u in updates if u.token_ids}
         if full_from is None and len(begun) == len(prompts):
             full_from = now
         stamps.append(now)

@@ -133,7 +133,7 @@ def run(name: str, context_len: int, with_groups: bool) -> dict[str, Any]:
     llm.engine.add_request("long", prompt, params)
     answer: list[int] = []
     while llm.engine.has_unfinished:
-        answer += [u.token_id for u in llm.engine.step() if u.token_id is not None]
+        answer += [token for u in llm.engine.step() for token in u.token_ids]
         stats = llm.stats()
         most_full = max(most_full, stats.usage.num_used_blocks)
         windowed = stats.group_usage[0] if with_groups else stats.usage

@@ -34,7 +34,7 @@ class Engine:
         output = self.scheduler.schedule()
         scheduled = time.thread_time()
         if self.in_flight is not None:
-            tokens = [5 if row.samples else None for row in self.in_flight.sequences]
+            tokens = [[5] if samples else [] for samples in self.in_flight.batch.samples]
             self.scheduler.update_from_output(self.in_flight, tokens)
         self.in_flight = output
         self.schedule_ms.append((scheduled - start) * 1e3)

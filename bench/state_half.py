@@ -72,7 +72,7 @@ def prefix_tree(num_tokens: int, repeat: int) -> dict[str, Any]:
 
 def commit(scheduler: Scheduler, output: SchedulerOutput) -> None:
     scheduler.update_from_output(
-        output, [7 if samples else None for samples in output.batch.samples]
+        output, [[7] if samples else [] for samples in output.batch.samples]
     )
 
 
@@ -121,7 +121,7 @@ def decodes(num_seqs: int, repeat: int) -> dict[str, Any]:
         output = scheduler.schedule()
         scheduling.append(time.perf_counter() - start)
         assert output is not None
-        sampled: list[int | None] = [7] * len(output.sequences)
+        sampled = [[7] for _ in output.sequences]
         start = time.perf_counter()
         scheduler.update_from_output(output, sampled)
         committing.append(time.perf_counter() - start)

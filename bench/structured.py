@@ -301,8 +301,7 @@ def run_steps(engine: Engine, with_grammars: bool, steps: int, seed: int) -> dic
 
     def step() -> None:
         for update in engine.step():
-            if update.token_id is not None:
-                generated.setdefault(update.request_id, []).append(update.token_id)
+            generated.setdefault(update.request_id, []).extend(update.token_ids)
 
     for i in range(ROWS):
         schema = endless(list(SCHEMAS.values())[i % len(SCHEMAS)])
@@ -384,7 +383,7 @@ def first_token_ms(engine: Engine, wanted: StructuredOutputs | None, seed: int) 
     tokens = prompt(np.random.default_rng((9, seed)), engine)
     start = time.perf_counter()
     engine.add_request(f"first {seed}", tokens, params)
-    while not any(update.token_id is not None for update in engine.step()):
+    while not any(update.token_ids for update in engine.step()):
         pass
     spent = (time.perf_counter() - start) * 1e3
     while engine.has_unfinished:

@@ -122,8 +122,7 @@ class PagedRunner(Runner):
                 for update in updates:
                     if update.error is not None:
                         raise update.error
-                    if update.token_id is not None:
-                        times[int(update.request_id)][update.index].append(now)
+                    times[int(update.request_id)][update.index] += [now] * len(update.token_ids)
         finally:
             for output in outputs:
                 engine.abort(output.request_id)

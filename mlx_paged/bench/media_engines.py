@@ -179,10 +179,9 @@ class PagedEngines:
         for update in llm.stream(prompts, _greedy(max_tokens)):
             if update.error is not None:
                 raise update.error
-            if update.token_id is not None:
-                reply = replies[int(update.request_id)]
-                reply.times.append(time.perf_counter() - start)
-                reply.token_ids.append(update.token_id)
+            reply, now = replies[int(update.request_id)], time.perf_counter() - start
+            reply.times += [now] * len(update.token_ids)
+            reply.token_ids += update.token_ids
         for reply in replies:
             reply.text = llm.tokenizer.decode(reply.token_ids)
             reply.peak_bytes = mx.get_peak_memory()

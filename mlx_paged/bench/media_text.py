@@ -177,8 +177,8 @@ def _decode(
         for update in updates:
             if update.error is not None:
                 raise update.error
-            if update.token_id is not None and update.request_id.startswith("text"):
-                times[int(update.request_id.split()[1])].append(now)
+            if update.request_id.startswith("text"):
+                times[int(update.request_id.split()[1])] += [now] * len(update.token_ids)
         if asked < len(others) and len(times[-1]) >= marks[asked]:
             other = others[asked]
             name, asked = f"other {asked}", asked + 1

@@ -14,7 +14,7 @@ from mlx_paged.core.kv.specs import (
 )
 from mlx_paged.core.kv.tree import PrefixMatch, PrefixNode, PrefixQuery, PrefixTree
 from mlx_paged.core.media import MediaSpan, PromptMedia
-from mlx_paged.core.outputs import SchedulerOutput, SequenceOutcome
+from mlx_paged.core.outputs import SchedulerOutput
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus, StopPolicy
 from mlx_paged.core.scheduler import Scheduler
 from mlx_paged.core.step import PooledStates, PromptLogprobs, StepBatch, StepResult
@@ -44,7 +44,6 @@ __all__ = [
     "SchedulerOutput",
     "SchedulingPolicy",
     "Sequence",
-    "SequenceOutcome",
     "SequenceStatus",
     "StateGroupSpec",
     "StateMove",

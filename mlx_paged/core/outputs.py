@@ -1,10 +1,10 @@
-"""SchedulerOutput: a step that was scheduled, and the scheduler's report on its new tokens."""
+"""SchedulerOutput: a step that was scheduled."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from mlx_paged.core.request import FinishReason, Sequence
+from mlx_paged.core.request import Sequence
 from mlx_paged.core.step import StepBatch
 
 
@@ -19,17 +19,3 @@ class SchedulerOutput(NamedTuple):
 
     batch: StepBatch
     sequences: list[Sequence]
-
-
-class SequenceOutcome(NamedTuple):
-    """Result of a step for one sequence.
-
-    Attributes:
-        sequence: The sequence.
-        token_id: The token it gained; None when it ended without one (timeout).
-        finish_reason: Why it ended; None while it continues.
-    """
-
-    sequence: Sequence
-    token_id: int | None
-    finish_reason: FinishReason | None

@@ -16,12 +16,17 @@ The tokens of a running sequence (every number counts from the start of the prom
       [0, num_computed)              in the blocks, committed: full blocks are in the prefix tree
       [num_computed, num_scheduled)  being written by a step in flight
       [num_scheduled, num_tokens)    known, not scheduled yet (the rest of a prompt)
+      [num_tokens, + num_drafts)     guesses; those that a step finds wrong are taken back
+
+A step moves `num_scheduled` toward `num_tokens` plus drafts, whether these are a prompt's or an
+answer's tokens. Where nothing known is left, the token that the step in flight samples is next.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -210,6 +215,9 @@ def _as_float(value: object) -> float:
         return math.nan
 
 
+StopChecker = Callable[["Sequence", int, FinishReason | None], FinishReason | None]
+
+
 class Sequence:
     """One answer of a request: its tokens, how far they have come, and all that it holds.
 
@@ -233,6 +241,10 @@ class Sequence:
         sampler, prompt_report, answer, media: How its tokens are chosen, what is to be reported of
             its prompt, where its tokens go, and what the device half needs of its media. The engine
             sets and reads them, not the state half.
+        draft_token_ids: Guesses of the tokens after the newest one, for its next step to verify.
+        stop_checker: Judges each token by what only the engine knows: stop strings and grammars. It
+            takes the sequence, the token it has just gained and why that ends it (None: it does
+            not), and returns why it ends. None: nothing else ends it.
         sampled_index: Entry of its newest token among those that its last step samples.
         last_step: Last step it was part of (0: none).
         num_cached_tokens: Tokens its first admission found in the cache.
@@ -246,6 +258,7 @@ class Sequence:
         "answer",
         "begun",
         "blocked_at",
+        "draft_token_ids",
         "end_token_ids",
         "finish_reason",
         "first_admission",
@@ -264,6 +277,7 @@ class Sequence:
         "sampler",
         "seq_id",
         "status",
+        "stop_checker",
         "tables",
         "tokens",
         "tree_tokens",
@@ -295,6 +309,8 @@ class Sequence:
         self.prompt_report: Any = None
         self.answer: Any = None
         self.media: Any = None
+        self.stop_checker: StopChecker | None = None
+        self.draft_token_ids: SequenceOf[int] = ()
         self.sampled_index = -1
         self.last_step = 0
         self.num_cached_tokens: int | None = None
@@ -315,6 +331,7 @@ class Sequence:
         self.num_scheduled_tokens = self.last_step = 0
         self.blocked_at = self.sampled_index = -1
         self.begun = None
+        self.draft_token_ids = ()
         if self.request.tree_prompt is not None:
             self.tree_tokens = TreeTokens(self.request.tree_prompt, self.tokens)
 

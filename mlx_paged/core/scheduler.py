@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.encoder_cache import EncoderCache
@@ -21,7 +20,7 @@ from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.manager import KVManager
 from mlx_paged.core.kv.tree import PrefixQuery
 from mlx_paged.core.media import MediaIdsExhaustedError, outside
-from mlx_paged.core.outputs import SchedulerOutput, SequenceOutcome
+from mlx_paged.core.outputs import SchedulerOutput
 from mlx_paged.core.queues import Deadlines, SequenceQueue, WaitingQueue
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus
 from mlx_paged.core.step import StepBatch
@@ -46,9 +45,6 @@ PARKING_COST = 1 << 12
 # While others are unfinished, background requests have this part of places and tokens.
 _BACKGROUND_PART = 8
 
-# (Three times as fast as calling the constructor.)
-_outcome = partial(tuple.__new__, SequenceOutcome)
-
 
 class Scheduler:
     """Continuous batching over a paged KV cache.
@@ -56,17 +52,20 @@ class Scheduler:
     Without overlap, a step is committed before the next one is scheduled::
 
         while (output := scheduler.schedule()) is not None:
-            publish(scheduler.update_from_output(output, run(output)))
+            scheduler.update_from_output(output, run(output.batch).token_ids)
+            publish(output.sequences)
 
     With one step of overlap, step N+1 is scheduled and launched before step N is committed::
 
         running = None
         while scheduler.has_unfinished or running:
             output = scheduler.schedule()  # may take the tokens that step N is still sampling
-            launched = launch(output) if output else None
+            if output:
+                launch(output.batch)
             if running:
-                publish(scheduler.update_from_output(running.output, running.tokens()))
-            running = launched
+                scheduler.update_from_output(running, read().token_ids)
+                publish(running.sequences)
+            running = output
 
     `schedule` may return None while a step is in flight (everything waits for it), never otherwise
     while `has_unfinished`. Sampled tokens of sequences that have finished since are ignored.
@@ -105,7 +104,7 @@ class Scheduler:
         self._background_places = max(1, config.max_num_seqs // _BACKGROUND_PART)
         self._background_tokens = max(1, config.max_num_batched_tokens // _BACKGROUND_PART)
         self._deadlines = Deadlines()
-        self._unreported: list[SequenceOutcome] = []
+        self._expired: list[Sequence] = []  # since they were last asked for
         self._num_arrived = 0
         self._next_seq_id = 0
         # Steps.
@@ -115,6 +114,7 @@ class Scheduler:
         # State of the step being built.
         self._batch = StepBatch()
         self._scheduled: list[Sequence] = []  # its sequences, in order
+        self._num_drafts: dict[int, int] = {}  # by index, where there are any
         self._num_sampled = 0
         self._prefilling: list[Sequence] = []  # running, with prompt tokens to go
         self._budget = 0
@@ -254,7 +254,7 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
-        seq.query = None
+        seq.query, seq.draft_token_ids = None, ()
         seq.request.num_unfinished -= 1
         if seq.request.is_finished:
             del self._requests[seq.request.request_id]
@@ -277,7 +277,7 @@ class Scheduler:
         for request in self._deadlines.pop_due(self._clock()):
             for seq in request.sequences:
                 if self.finish_sequence(seq, FinishReason.TIMEOUT):
-                    self._unreported.append(SequenceOutcome(seq, None, FinishReason.TIMEOUT))
+                    self._expired.append(seq)
 
     # Steps.
 
@@ -286,8 +286,9 @@ class Scheduler:
 
         In this order:
 
-        1. Running decodes, one token each, in service order. Where the pool is exhausted, the last
-           in service order is preempted, even if that is the sequence that needs the block.
+        1. Running decodes, one token each and their drafts, in service order. Where the pool is
+           exhausted, the last in service order is preempted, even if that is the sequence that
+           needs the block.
         2. Running prompts, in chunks. Their blocks were reserved when they were admitted.
         3. Waiting sequences, in service order, while there is room for *all* their known tokens.
 
@@ -298,6 +299,7 @@ class Scheduler:
         self._expire()
         self._step += 1
         self._batch, self._scheduled, self._prefilling = StepBatch(self._step), [], []
+        self._num_drafts = {}
         self._num_sampled = self._num_decodes = 0
         self._budget = self.config.max_num_batched_tokens
         self._preempted = False
@@ -326,6 +328,8 @@ class Scheduler:
         batch, num_seqs = self._batch, len(self._scheduled)
         batch.seq_ids = [seq.seq_id for seq in self._scheduled]
         batch.num_drafts = array("i", bytes(4 * num_seqs))
+        for index, num_drafts in self._num_drafts.items():
+            batch.num_drafts[index] = num_drafts
         batch.adapter_ids = array("i", bytes(4 * num_seqs))
         batch.is_decode = len(batch.token_ids) == num_seqs and False not in batch.samples
         batch.block_copies = self.kv.launch_step(self._step)
@@ -335,74 +339,116 @@ class Scheduler:
         self._in_flight.append(output)
         return output
 
-    def update_from_output(
-        self, output: SchedulerOutput, sampled: SequenceOf[int | None]
-    ) -> list[SequenceOutcome]:
+    def update_from_output(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         """Commits the tokens of an evaluated step; steps are committed in order.
 
         Args:
             output: The oldest step in flight; every read and write of it has been evaluated.
-            sampled: For each of `output.sequences` its token; None where it does not sample, and
-                where it has finished (end a sequence whose logits were useless first).
-
-        Returns:
-            One outcome for each sequence that gained a token, and for each that timed out since the
-            last call.
+            token_ids: For each of `output.sequences` the tokens it gained: one and those of its
+                drafts that are right; none where it does not sample, and where it has finished (end
+                a sequence whose logits were useless first). Tokens that a sequence does not keep,
+                because it has ended before them, are removed from these lists.
         """
         assert self._in_flight and self._in_flight[0] is output, (
             "steps are committed once, in the order they were scheduled in"
         )
-        _check_sampled(output, sampled)
+        _check_gained(output, token_ids)
         self._in_flight.popleft()
         batch = output.batch
         self._committed_step = batch.step
         self.kv.on_step_evaluated(batch.step)
-        outcomes = self.take_outcomes()
         block_size = self.kv.block_size
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         # As lean as `_schedule_decodes`, for the same reason.
-        for seq, start, length, samples, token in zip(
-            output.sequences, batch.starts, batch.query_lens, batch.samples, sampled
+        for seq, start, length, num_drafts, gained in zip(
+            output.sequences, batch.starts, batch.query_lens, batch.num_drafts, token_ids
         ):
             status = seq.status
             if status is finished:
+                gained.clear()
+                continue
+            if num_drafts:
+                self._commit_drafts(seq, start, length, num_drafts, gained)
                 continue
             # A sequence preempted since (it does not run again before this commit) has lost its
             # blocks, but its token is still valid.
             tokens = seq.tokens
             if status is not running:
-                if samples:
-                    self.waiting.add_token(seq, token)  # type: ignore[arg-type]  # (checked above)
+                if gained:
+                    self.waiting.add_token(seq, gained[0])
             else:
-                if samples:
-                    tokens.append(token)  # type: ignore[arg-type]
+                if gained:
+                    tokens.append(gained[0])
                 tables = seq.tables
                 tables.num_computed_tokens = now = start + length  # type: ignore[union-attr]
                 if now % block_size < length:  # the end of a block is among them
                     self.kv.commit(tables, now)  # type: ignore[arg-type]
-            if not samples:
-                continue
             # (`max_num_tokens` is never exceeded, so that the token that reaches it is the last.)
-            if token in seq.end_token_ids or len(tokens) == seq.max_num_tokens:
-                outcomes.append(self._judge(seq))
-            else:
-                outcomes.append(_outcome((seq, token, None)))
-        return outcomes
+            if gained and (
+                seq.stop_checker is not None
+                or gained[0] in seq.end_token_ids
+                or len(tokens) == seq.max_num_tokens
+            ):
+                self._end(seq, self._reason_to_stop(seq, gained[0]), gained)
 
-    def _judge(self, seq: Sequence) -> SequenceOutcome:
-        """Reports the newest token of a sequence, and ends it where the token says so."""
-        request, token = seq.request, seq.tokens[-1]
+    def _commit_drafts(
+        self, seq: Sequence, start: int, length: int, num_drafts: int, gained: list[int]
+    ) -> None:
+        """Commits a sequence's part of a step that verified drafts.
+
+        Those after the first wrong one, and all after the token that ends the sequence, are taken
+        back before anything of the step is indexed.
+        """
+        assert 1 <= len(gained) <= 1 + num_drafts
+        reason = None
+        for count, token in enumerate(gained, 1):
+            if seq.is_running:
+                seq.tokens.append(token)
+            else:
+                self.waiting.add_token(seq, token)
+            reason = self._reason_to_stop(seq, token)
+            if reason is not None:
+                del gained[count:]
+                break
+        if seq.is_running:
+            assert seq.tables is not None
+            computed = start + length - num_drafts + len(gained) - 1
+            if len(gained) <= num_drafts:
+                # (Less where a recurrent state has to compute accepted drafts again.)
+                computed = self.kv.truncate(seq.tables, computed)
+                seq.num_scheduled_tokens = computed
+            self.kv.commit(seq.tables, computed)
+        self._end(seq, reason, gained)
+
+    def _reason_to_stop(self, seq: Sequence, token: int) -> FinishReason | None:
+        """Judges the newest token of a sequence."""
+        request = seq.request
         reason = request.stop.reason_to_stop(
             token, seq.num_output_tokens, request.max_output_tokens
         )
+        checker = seq.stop_checker
+        return reason if checker is None else checker(seq, token, reason)
+
+    def _end(self, seq: Sequence, reason: FinishReason | None, gained: list[int]) -> None:
+        """Ends a sequence if there is a reason; one that fails keeps no token of the step."""
+        if reason is FinishReason.ERROR:
+            gained.clear()
         if reason is not None:
             self.finish_sequence(seq, reason)
-        return SequenceOutcome(seq, token, reason)
 
-    def take_outcomes(self) -> list[SequenceOutcome]:
-        """Outcomes without a step (timeouts); `update_from_output` returns them too."""
-        outcomes, self._unreported = self._unreported, []
-        return outcomes
+    def take_expired(self) -> list[Sequence]:
+        """The sequences that timed out since the last call."""
+        expired, self._expired = self._expired, []
+        return expired
+
+    def propose(self, seq: Sequence, token_ids: SequenceOf[int]) -> None:
+        """Gives a sequence drafts: guesses of what follows its newest token.
+
+        Its next step verifies as many as there is room for. Where that token is still being sampled
+        they are not used.
+        """
+        if seq.is_running:
+            seq.draft_token_ids = tuple(token_ids)
 
     def restore(self, requests: Iterable[Request]) -> None:
         """Takes over the requests of another scheduler, which is not used any more.
@@ -447,32 +493,59 @@ class Scheduler:
             ):
                 self._prefilling.append(seq)
                 continue
-            # A step that is scheduled or in flight may include its last token.
-            if start + 1 >= seq.max_num_tokens or seq.status is not running:
+            # A step that is scheduled or in flight may include its last token, or verify drafts.
+            if num_left < 0 or start + 1 >= seq.max_num_tokens or seq.status is not running:
                 continue  # (not running: preempted for one before it)
             # The blocks hold all that is scheduled: only where they are full is another one needed.
             # (A state takes another slot in every step.)
             if (start % block_size == 0 or has_states) and not self._secure(seq):
                 continue
-            seq.num_scheduled_tokens = start + 1
+            num_drafts = 0
+            if seq.draft_token_ids:
+                num_drafts = self._num_drafts_for(seq) if num_left else 0
+                seq.draft_token_ids = seq.draft_token_ids[:num_drafts]
+            end = seq.num_scheduled_tokens = start + 1 + num_drafts
             seq.last_step = step
             tables = seq.tables
+            assert tables is not None
             if has_states:
-                batch.slots.append(move_state(tables, start + 1))  # type: ignore[arg-type]
+                slots = move_state(tables, end, keep=num_drafts > 0)
+                assert slots is not None
+                batch.slots.append(slots)
             if num_left:
                 token_ids.append(tokens[start])
                 input_from.append(-1)
+                if num_drafts:
+                    token_ids.extend(seq.draft_token_ids)
+                    self._num_drafts[len(scheduled)] = num_drafts
+                    seq.draft_token_ids = ()
             else:
                 token_ids.append(0)
                 input_from.append(seq.sampled_index)
             seq.sampled_index = len(scheduled)
             starts.append(start)
-            batch.tables.append(tables.exported or tables.export())  # type: ignore[union-attr]
+            batch.tables.append(tables.exported or tables.export())
             scheduled.append(seq)
         num_decodes = self._num_decodes = self._num_sampled = len(scheduled)
         batch.query_lens = array("q", (1,)) * num_decodes
         batch.samples = [True] * num_decodes
-        self._budget -= num_decodes
+        for index, num_drafts in self._num_drafts.items():
+            batch.query_lens[index] += num_drafts
+        self._budget -= len(token_ids)
+
+    def _num_drafts_for(self, seq: Sequence) -> int:
+        """How many drafts of a sequence the step verifies; there is room for them then.
+
+        Every running sequence may have a token of the step, and the last token of an answer is not
+        verified.
+        """
+        assert seq.tables is not None
+        start = seq.num_scheduled_tokens
+        spare = self._budget - len(self.running) - sum(self._num_drafts.values())
+        most = min(len(seq.draft_token_ids), spare, seq.max_num_tokens - len(seq.tokens) - 1)
+        if most <= 0:
+            return 0
+        return max(0, self.kv.reach(seq.tables, start + 1 + most) - start - 1)
 
     def _in_turn(self) -> list[Sequence]:
         """The running sequences that this step may schedule; few background ones beside others."""
@@ -508,6 +581,7 @@ class Scheduler:
         """Releases a running sequence's blocks and requeues it; what it committed stays indexed."""
         self.running.remove(seq)
         self._free(seq)
+        seq.draft_token_ids = ()
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled_tokens = 0
         seq.num_preemptions += 1
@@ -900,8 +974,13 @@ class Scheduler:
             raise IntegrityError("the steps in flight are not those after the committed one")
 
     def _check_running(self, seq: Sequence) -> None:
-        if not seq.num_computed_tokens <= seq.num_scheduled_tokens <= len(seq.tokens) + 1:
-            raise IntegrityError(f"{seq!r}: computed <= scheduled <= tokens + 1 does not hold")
+        num_drafts = 0  # in flight
+        for output in self._in_flight:
+            if seq in output.sequences:
+                num_drafts += output.batch.num_drafts[output.sequences.index(seq)]
+        end = len(seq.tokens) + max(1, num_drafts)
+        if not seq.num_computed_tokens <= seq.num_scheduled_tokens <= end:
+            raise IntegrityError(f"{seq!r}: computed <= scheduled <= {end} does not hold")
         if seq.tables is None:
             raise IntegrityError(f"{seq!r} runs without block tables")
         size, num_blocks = self.kv.block_size, len(seq.tables.blocks)
@@ -915,17 +994,17 @@ class Scheduler:
                     raise IntegrityError(f"{seq!r} will write to block {block}, not its own")
 
 
-def _check_sampled(output: SchedulerOutput, sampled: SequenceOf[int | None]) -> None:
+def _check_gained(output: SchedulerOutput, token_ids: SequenceOf[SequenceOf[int]]) -> None:
     """Raises `InvalidParameterError` where a live sequence that samples has no token."""
     sequences = output.sequences
-    if len(sampled) == len(sequences) and None not in sampled:
+    if len(token_ids) == len(sequences) and [] not in token_ids:
         return
     missing = [
         seq.seq_id
         for i, (seq, samples) in enumerate(zip(sequences, output.batch.samples))
-        if samples and not seq.is_finished and (i >= len(sampled) or sampled[i] is None)
+        if samples and not seq.is_finished and (i >= len(token_ids) or not token_ids[i])
     ]
-    if missing or len(sampled) != len(sequences):
+    if missing or len(token_ids) != len(sequences):
         expected = f"one entry for each of {len(sequences)} sequences"
         expected += f", and a token where one samples (none for {missing})" if missing else ""
-        raise InvalidParameterError("sampled", expected, list(sampled))
+        raise InvalidParameterError("token_ids", expected, list(token_ids))

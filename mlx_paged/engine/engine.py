@@ -518,6 +518,7 @@ class Engine:
                 text if params.stop_strings else deferred,
                 sampler if sampler.has_grammar else None,
             )
+            sequence.stop_checker = sequence.answer.stop_checker
 
     def sampling_of(
         self,
@@ -722,7 +723,7 @@ class Engine:
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
-            return self._output_processor.process_outputs(self._scheduler.take_outcomes())
+            return self._output_processor.end_expired(self._scheduler.take_expired())
         result = self._executor.read()
         for key, num_bytes in result.feature_sizes:
             self._scheduler.encoder_cache.resize(key, num_bytes)
@@ -734,9 +735,11 @@ class Engine:
             # NaNs spread through shared keys and values, and cached blocks cannot be checked.
             self._scheduler.reset_prefix_cache()
             self._scheduler.encoder_cache.clear()
-        sampled = [tokens[0] if tokens else None for tokens in result.token_ids]
-        outcomes = self._scheduler.update_from_output(launched, sampled)
-        return updates + self._output_processor.process_outputs(outcomes)
+        updates += self._output_processor.end_expired(self._scheduler.take_expired())
+        self._scheduler.update_from_output(launched, result.token_ids)
+        return updates + self._output_processor.process_outputs(
+            launched.sequences, result.token_ids
+        )
 
     def _launch_next(self) -> SchedulerOutput | None:
         output = self._scheduler.schedule()

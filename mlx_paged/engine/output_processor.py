@@ -15,10 +15,10 @@ from mlx_paged.core import (
     Request,
     Scheduler,
     Sequence,
-    SequenceOutcome,
     SequenceStatus,
     StepResult,
 )
+from mlx_paged.core.request import StopChecker
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
 from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, is_interrupt, reason_of
 from mlx_paged.engine.media.encoder_cache import RejectedItem
@@ -56,18 +56,26 @@ class AnswerState:
         sink: Takes its updates.
         grammar: Its sampler, where it follows a grammar, which may end it.
         is_plain: Whether the next tokens need no check and no report. (It has begun.)
-        position: Log-probabilities of the token sampled by the step being processed.
+        positions: Log-probabilities of the tokens of the step being processed.
+        pieces: Texts of the tokens that `check` has taken and no update has told yet.
+        is_end_shown: Whether the token that ended it is part of the text.
+        stop_reason: The stop string or stop token that ended it.
+        failure: Why `check` could not take a token.
     """
 
     __slots__ = (
         "completion",
+        "failure",
         "grammar",
         "index",
+        "is_end_shown",
         "is_plain",
-        "position",
+        "pieces",
+        "positions",
         "request_id",
         "sink",
         "state",
+        "stop_reason",
         "text",
         "token_ids",
     )
@@ -87,8 +95,63 @@ class AnswerState:
         self.token_ids = completion.token_ids
         self.text = text
         self.sink = state.sink
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Goes back to what has been told, as an exception may have come in between."""
         self.is_plain = False
-        self.position: PositionLogprobs | None = None
+        self.positions: SequenceOf[PositionLogprobs] = ()
+        self.pieces: list[str] = []
+        self.is_end_shown = True
+        self.stop_reason: str | int | None = None
+        self.failure: str | None = None
+        if isinstance(self.text, IncrementalDetokenizer):
+            self.text.start_over()
+            for token in self.token_ids:
+                self.text.add(token)
+
+    @property
+    def stop_checker(self) -> StopChecker | None:
+        """The check of each token, where stop strings or a grammar may end the answer."""
+        is_checked = self.grammar is not None or isinstance(self.text, IncrementalDetokenizer)
+        return self.check if is_checked else None
+
+    def check(self, seq: Sequence, token: int, reason: FinishReason | None) -> FinishReason | None:
+        """Takes a token that the sequence has just gained; returns why it ends there.
+
+        Args:
+            reason: why the token itself ends it; None: it does not.
+        """
+        self.note_end(token, reason)
+        try:
+            if reason is None and self.grammar is not None and self.grammar.is_complete(seq.tokens):
+                # (A complete grammar ends its answer at once; a step in flight is discarded.)
+                reason = FinishReason.STOP
+            text = self.text
+            if isinstance(text, IncrementalDetokenizer):
+                piece = text.add(token) if self.is_end_shown else ""
+                if reason is not None:
+                    piece += text.finish()
+                if text.matched_stop is not None:
+                    reason, self.stop_reason = FinishReason.STOP, text.matched_stop
+                self.pieces.append(piece)
+        except Exception as error:  # the tokenizer cannot decode the token
+            self.failure = reason_of(error)
+            return FinishReason.ERROR
+        return reason
+
+    def note_end(self, token: int, reason: FinishReason | None) -> None:
+        """Notes what a token means that ends the answer for a reason.
+
+        A stop token is part of the text if asked for; the model's own end token never is.
+        """
+        params = self.state.params
+        if reason is not FinishReason.STOP or isinstance(params, PoolingParams):
+            return
+        self.is_end_shown = False
+        if token in (params.stop_token_ids or ()):
+            self.stop_reason = token
+            self.is_end_shown = params.include_stop_str_in_output
 
 
 class RequestState:
@@ -118,7 +181,7 @@ class OutputProcessor:
     """Fills the outputs of requests and makes their updates.
 
     Args:
-        scheduler: ends sequences that reach a stop string, or fail.
+        scheduler: ends sequences that fail.
         report: adds the texts of the tokens to log-probabilities.
 
     Attributes:
@@ -131,37 +194,55 @@ class OutputProcessor:
         self._report = report
         self._current: Sequence | None = None  # whose answer is being changed
 
-    def process_outputs(self, outcomes: SequenceOf[SequenceOutcome]) -> list[SequenceUpdate]:
-        """Records what the sequences gained, and ends those that reach a stop string."""
+    def process_outputs(
+        self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[list[int]]
+    ) -> list[SequenceUpdate]:
+        """Records what the sequences of a step gained, and tells it.
+
+        Args:
+            token_ids: for each of `sequences`, as `Scheduler.update_from_output` has left them.
+        """
         updates: list[SequenceUpdate] = []
-        for outcome in outcomes:
-            seq, token, reason = outcome
+        for seq, gained in zip(sequences, token_ids):
             answer: AnswerState | None = seq.answer
             if answer is None:
                 continue  # aborted
+            if not gained:
+                if answer.failure is not None:
+                    updates += self._fail(seq, answer.failure)
+                continue
             self._current = seq
-            if answer.is_plain and reason is None:
+            if answer.is_plain and seq.finish_reason is None:
                 # A short path for most tokens; the result is the same as below.
                 tokens = answer.token_ids
                 num_before = len(tokens)
                 # fmt: off
-                update = _update((answer.request_id, answer.index, token, answer.text,
+                update = _update((answer.request_id, answer.index, gained, answer.text,
                                   None, None, None, None, num_before))
                 # fmt: on
-                tokens.append(token)  # type: ignore[arg-type]
+                tokens += gained
                 updates.append(update)
                 if answer.sink is not None:
                     updates += self._deliver(update, seq, answer)
                 continue
             try:
-                update = self._to_update(outcome, answer)
-            except Exception as error:  # the tokenizer cannot decode the token
+                update = self._to_update(seq, gained, answer)
+            except Exception as error:  # the tokenizer cannot decode a token of the report
                 updates += self._fail(seq, reason_of(error))
                 continue
-            if update.finish_reason is not None and reason is None:
-                self._scheduler.finish_sequence(seq, update.finish_reason)
             ended = self._record(update, seq, answer)
             updates += [update, *ended]
+        self._current = None
+        return updates
+
+    def end_expired(self, sequences: SequenceOf[Sequence]) -> list[SequenceUpdate]:
+        """Tells the ends of sequences that timed out."""
+        updates: list[SequenceUpdate] = []
+        for seq in sequences:
+            if seq.answer is not None:
+                self._current = seq
+                update = self._to_update(seq, [], seq.answer)
+                updates += [update, *self._record(update, seq, seq.answer)]
         self._current = None
         return updates
 
@@ -188,7 +269,7 @@ class OutputProcessor:
             sequences[part.place].prompt_report.record(part.start, part.end, part.states)
         for index, positions in result.logprobs:
             if sequences[index].answer is not None:
-                sequences[index].answer.position = positions[0]
+                sequences[index].answer.positions = positions
         for found in result.prompt_logprobs:
             seq = sequences[found.place]
             if seq.answer is None or seq.finish_reason is FinishReason.ERROR:
@@ -244,7 +325,7 @@ class OutputProcessor:
                 seq.status = SequenceStatus.WAITING
                 del seq.tokens[num_prompt_tokens + len(completion.token_ids) :]
                 seq.sampler.start_over()
-                seq.answer.position = None
+                seq.answer.start_over()
             if state.output.finished:
                 self._forget(state)
         scheduler.restore([state.request for state in self.request_states.values()])
@@ -274,45 +355,44 @@ class OutputProcessor:
             return ended
         return []
 
-    def _to_update(self, outcome: SequenceOutcome, answer: AnswerState) -> SequenceUpdate:
-        seq, token, reason = outcome
-        params, text = answer.state.params, answer.text
+    def _to_update(self, seq: Sequence, gained: list[int], answer: AnswerState) -> SequenceUpdate:
+        params, text, reason = answer.state.params, answer.text, seq.finish_reason
         request_id = seq.request.request_id
         if isinstance(params, PoolingParams):
-            if token is not None:  # (any: the prompt has been computed)
+            if gained:  # (any: the prompt has been computed)
                 answer.state.output.pooled = seq.prompt_report.result()
                 _note_first_token(answer.state)
                 reason = FinishReason.STOP
-            return SequenceUpdate(request_id, seq.index, None, "", reason)
-        ends_text = reason is FinishReason.STOP
-        stop_reason: str | int | None = None
-        if ends_text and token in (params.stop_token_ids or ()):
-            stop_reason = token
-        # A stop token is part of the text if asked for; the model's own end token never is.
-        is_text = token is not None and (
-            not ends_text or (params.include_stop_str_in_output and stop_reason is not None)
-        )
-        if token is not None and reason is None and answer.grammar is not None:
-            # A grammar that is complete ends its answer at once; a step in flight is discarded.
-            reason = FinishReason.STOP if answer.grammar.is_complete(seq.tokens) else None
-        report = None
-        if token is not None and answer.position is not None:
-            report = self._report(answer.position, params.logprobs or 0)
-            answer.position = None
+            return SequenceUpdate(request_id, seq.index, [], [], reason)
+        reports = None
+        if gained and answer.positions:
+            num_likeliest = params.logprobs or 0
+            found = zip(gained, answer.positions)
+            reports = [self._report(position, num_likeliest) for _, position in found]
+            answer.positions = ()
+        num_before = len(answer.token_ids)
+        pieces: list[str] | DeferredText
         if isinstance(text, DeferredText):
-            num_before = len(answer.completion.token_ids)
+            pieces = text
+            if gained and seq.stop_checker is None:
+                answer.note_end(gained[-1], reason)
             if reason is not None:
-                text.end(num_before + is_text)
-            return SequenceUpdate(
-                request_id, seq.index, token, text, reason, stop_reason, None, report, num_before
-            )
-        piece = text.add(token) if is_text and token is not None else ""
-        if reason is not None:
-            piece += text.finish()
-        if text.matched_stop is not None:
-            reason, stop_reason = FinishReason.STOP, text.matched_stop
+                text.end(num_before + len(gained) - (not answer.is_end_shown))
+        else:
+            pieces, answer.pieces = answer.pieces, []
+            if reason is not None and not gained:
+                pieces.append(text.finish())
+                if text.matched_stop is not None:
+                    reason, answer.stop_reason = FinishReason.STOP, text.matched_stop
         return SequenceUpdate(
-            request_id, seq.index, token, piece, reason, stop_reason, None, report
+            request_id=request_id,
+            index=seq.index,
+            token_ids=gained,
+            pieces=pieces,
+            finish_reason=reason,
+            stop_reason=answer.stop_reason,
+            reports=reports,
+            num_tokens_before=num_before,
         )
 
     def _fail(self, seq: Sequence, reason: str | RejectedItem) -> list[SequenceUpdate]:
@@ -326,18 +406,18 @@ class OutputProcessor:
         self, seq: Sequence, answer: AnswerState, reason: str | RejectedItem
     ) -> SequenceUpdate:
         text, num_tokens = answer.text, len(answer.completion.token_ids)
-        piece: str | DeferredText = ""
+        pieces: list[str] | DeferredText = []
         if isinstance(text, DeferredText):
             text.end(num_tokens)
-            piece = text
+            pieces = text
         else:
             with suppress(Exception):  # decoding may be what failed
-                piece = text.finish()
+                pieces = [text.finish()]
         update = SequenceUpdate(
             seq.request.request_id,
             seq.index,
-            None,
-            piece,
+            [],
+            pieces,
             FinishReason.ERROR,
             error=_error_of(seq, reason),
             num_tokens_before=num_tokens,
@@ -366,17 +446,16 @@ class OutputProcessor:
         """Writes an update into its output and its sink; returns the update of what that ended."""
         state, completion, text = answer.state, answer.completion, answer.text
         completion.text = text if isinstance(text, DeferredText) else text.text
-        if update.token_id is not None:
-            completion.token_ids.append(update.token_id)
-            if completion.logprobs is not None and update.logprobs is not None:
+        if update.token_ids:
+            completion.token_ids += update.token_ids
+            if completion.logprobs is not None and update.reports is not None:
                 assert completion.cumulative_logprob is not None
-                completion.logprobs.append(update.logprobs)
-                completion.cumulative_logprob += update.logprobs.logprob
+                completion.logprobs += update.reports
+                completion.cumulative_logprob += sum(r.logprob for r in update.reports)
             if state.output.metrics.first_token_time is None:
                 _note_first_token(state)
         if update.finish_reason is None:
-            has_check = state.params.logprobs is not None or answer.grammar is not None
-            answer.is_plain = isinstance(text, DeferredText) and not has_check
+            answer.is_plain = seq.stop_checker is None and state.params.logprobs is None
         else:
             completion.stop_reason = update.stop_reason
             completion.error = update.error
@@ -400,8 +479,8 @@ def _end_of(seq: Sequence, completion: CompletionOutput) -> SequenceUpdate:
     return SequenceUpdate(
         seq.request.request_id,
         seq.index,
-        None,
-        "",
+        [],
+        [],
         completion.finish_reason,
         completion.stop_reason,
         completion.error,

@@ -133,25 +133,36 @@ class SequenceUpdate(NamedTuple):  # (twice as fast as a dataclass: one is made 
     Attributes:
         request_id: The request.
         index: Which of its `n` answers.
-        token_id: The token it gained; None when it ended without one.
-        piece: `text`, or where it comes from.
+        token_ids: The tokens it gained; none when it ended without one.
+        pieces: The text that became certain with each of these, or where it comes from. (One more
+            where text was held back and no token came.)
         finish_reason: Why it ended; None while it continues.
         stop_reason: The stop string or stop token that ended it; None for the model's own end
             token.
         error: What happened, where `finish_reason` is "error".
-        logprobs: Of the token and the likeliest others, where they were asked for.
+        reports: Of each token and the likeliest others, where they were asked for.
         num_tokens_before: Tokens that its answer had before.
     """
 
     request_id: str
     index: int  # type: ignore[assignment]  # (a tuple's method has the name)
-    token_id: int | None
-    piece: str | DeferredText
+    token_ids: list[int]
+    pieces: list[str] | DeferredText
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: StepError | None = None
-    logprobs: PositionReport | None = None
+    reports: list[PositionReport] | None = None
     num_tokens_before: int = 0
+
+    @property
+    def token_id(self) -> int | None:
+        """The newest token it gained; None when it ended without one."""
+        return self.token_ids[-1] if self.token_ids else None
+
+    @property
+    def logprobs(self) -> PositionReport | None:
+        """The report on the newest token."""
+        return self.reports[-1] if self.reports else None
 
     @property
     def text(self) -> str:
@@ -162,10 +173,29 @@ class SequenceUpdate(NamedTuple):  # (twice as fast as a dataclass: one is made 
         Raises:
             StepError: the tokenizer cannot decode a token.
         """
-        piece, begin = self.piece, self.num_tokens_before
-        if isinstance(piece, str):
-            return piece
-        return piece.between(begin, begin + 1 if self.finish_reason is None else None)
+        pieces, begin = self.pieces, self.num_tokens_before
+        if isinstance(pieces, list):
+            return "".join(pieces)
+        end = begin + len(self.token_ids) if self.finish_reason is None else None
+        return pieces.between(begin, end)
+
+    def tokens(self) -> Iterator[tuple[int | None, str]]:
+        """Each token with the text that became certain with it; (None, text) where there is none.
+
+        Raises:
+            StepError: the tokenizer cannot decode a token.
+        """
+        count = len(self.token_ids)
+        if count < 2:
+            yield self.token_id, self.text
+            return
+        for i, token in enumerate(self.token_ids):
+            if isinstance(self.pieces, list):
+                yield token, self.pieces[i]
+                continue
+            begin = self.num_tokens_before + i
+            ends = i == count - 1 and self.finish_reason is not None
+            yield token, self.pieces.between(begin, None if ends else begin + 1)
 
 
 class _Text:

@@ -47,12 +47,12 @@ class SequenceDelta:
     @property
     def token_ids(self) -> list[int]:
         """The tokens it gained."""
-        return [update.token_id for update in self.updates if update.token_id is not None]
+        return [token for update in self.updates for token in update.token_ids]
 
     @property
     def logprobs(self) -> list[PositionReport] | None:
         """Log-probabilities of `token_ids`, as in `CompletionOutput`; None: not asked for."""
-        found = [update.logprobs for update in self.updates if update.logprobs is not None]
+        found = [report for update in self.updates for report in update.reports or ()]
         return found or None
 
     @property

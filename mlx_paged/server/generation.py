@@ -85,11 +85,11 @@ class Piece:
     def add(self, delta: SequenceDelta) -> None:
         """Adds a delta of the engine."""
         for update in delta.updates:
-            self.texts.append(update.text)
-            if update.token_id is not None:
-                self.token_ids.append(update.token_id)
-            if update.logprobs is not None:
-                self.logprobs.append(update.logprobs)
+            for token, text in update.tokens():
+                self.texts.append(text)
+                if token is not None:
+                    self.token_ids.append(token)
+            self.logprobs += update.reports or ()
         if update.finish_reason is not None:
             self.finish_reason = cast(Reason, update.finish_reason.value)
             self.stop_reason = update.stop_reason
@@ -302,7 +302,7 @@ class Generation:
         """
         first = delta.updates[0]
         key = first.request_id, first.index
-        count = sum(update.token_id is not None for update in delta.updates)
+        count = sum(len(update.token_ids) for update in delta.updates)
         if count:
             now, metrics = time.monotonic(), self.context.metrics
             if self._budget is not None:

@@ -403,14 +403,15 @@ def test_steps_are_committed_in_order_and_complete():
     with pytest.raises(AssertionError):
         engine.scheduler.schedule()  # two in flight are enough
     with pytest.raises(AssertionError):
-        engine.scheduler.update_from_output(second, [None])
-    with pytest.raises(InvalidParameterError, match=r"sampled must be one entry .* \[1\]"):
-        engine.scheduler.update_from_output(first, [None])
+        engine.scheduler.update_from_output(second, [[]])
+    with pytest.raises(InvalidParameterError, match=r"token_ids must be one entry .* \[1\]"):
+        engine.scheduler.update_from_output(first, [[]])
     with pytest.raises(InvalidParameterError, match=r"one entry for each of 1 sequences"):
         engine.scheduler.update_from_output(first, [])
     engine.scheduler.finish("a", FinishReason.ERROR)
-    assert engine.scheduler.update_from_output(first, [None]) == []
-    assert engine.scheduler.update_from_output(second, [None]) == []
+    engine.scheduler.update_from_output(first, [[]])
+    engine.scheduler.update_from_output(second, late := [[5]])
+    assert late == [[]], "it had ended"
 
 
 def test_the_model_of_these_tests_depends_on_every_token():

@@ -208,7 +208,7 @@ def test_a_lagging_reader_is_woken_once() -> None:
         reader = asyncio.ensure_future(channel.get())
         await asyncio.sleep(0)
         for token in range(5):
-            channel.put(SequenceUpdate("r", 0, token, "x"))
+            channel.put(SequenceUpdate("r", 0, [token], ["x"]))
             assert sleepers == [channel]
         channel.wake()
         assert (await reader).token_ids == [0, 1, 2, 3, 4]
@@ -227,7 +227,7 @@ def test_a_channel_loses_nothing_between_threads() -> None:
         def write() -> None:
             for token in range(20_000):
                 reason = FinishReason.LENGTH if token >= 19_998 else None
-                channel.put(SequenceUpdate("r", token % 2, token, "", reason))
+                channel.put(SequenceUpdate("r", token % 2, [token], [""], reason))
                 while sleepers:
                     loop.call_soon_threadsafe(sleepers.pop().wake)
 

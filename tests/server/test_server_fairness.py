@@ -330,7 +330,7 @@ def test_an_echo_is_streamed_in_several_events(client, monkeypatch) -> None:
 
 
 def update(index: int, token: int, *, last: bool = False) -> SequenceUpdate:
-    return SequenceUpdate("r", index, token, "x", FinishReason.LENGTH if last else None)
+    return SequenceUpdate("r", index, [token], ["x"], FinishReason.LENGTH if last else None)
 
 
 def test_a_reader_that_lags_leaves_others_their_turns(monkeypatch) -> None:

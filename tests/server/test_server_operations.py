@@ -114,7 +114,7 @@ def test_tokens_that_come_together_are_all_counted(server) -> None:
 
     generation.context = SimpleNamespace(metrics=Metrics())  # type: ignore[assignment]
     for size in (3, 2):
-        generation._note(SequenceDelta((SequenceUpdate("r", 0, 5, "x"),) * size))
+        generation._note(SequenceDelta((SequenceUpdate("r", 0, [5], ["x"]),) * size))
     assert len(observed) == 4 and observed[:2] == [0, 0]
 
 

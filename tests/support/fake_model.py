@@ -11,7 +11,7 @@ content (`contents`), whose features must be there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from mlx_paged.core import (
     MediaSpan,
     Request,
     Scheduler,
-    SequenceOutcome,
 )
+from mlx_paged.core import Sequence as CoreSequence
 from support.step_rows import Row, Rows, as_rows
 
 VOCAB_SIZE = 61
@@ -136,7 +136,8 @@ class FakeDevice:
         self.in_flight.append(launched)
         return launched
 
-    def evaluate(self, launched: Launched) -> list[int | None]:
+    def evaluate(self, launched: Launched) -> list[list[int]]:
+        """The tokens that each sequence gains."""
         assert self.in_flight.pop(0) is launched
         size = self.block_size
         for (group, src), (_, dst) in copies_of(launched.batch):
@@ -154,11 +155,11 @@ class FakeDevice:
             self._check_context(row)
         self.num_tokens_computed += launched.batch.num_tokens
         rows = launched.batch.sequences
-        tokens = [self._sample(row) if row.samples else None for row in rows]
+        gained = [self._sample(row) if row.samples else [] for row in rows]
         self._check_inputs_in_flight(launched)
-        self.sampled = [token for token in tokens if token is not None]
-        self.last = {row.seq_id: t for row, t in zip(rows, tokens, strict=True) if t is not None}
-        return tokens
+        self.sampled = [tokens[-1] for tokens in gained if tokens]
+        self.last = {row.seq_id: t[-1] for row, t in zip(rows, gained, strict=True) if t}
+        return gained
 
     def _check_inputs_in_flight(self, launched: Launched) -> None:
         """`input_from` names the right one of the tokens that the previous step sampled."""
@@ -216,8 +217,14 @@ class FakeDevice:
         if row.state is not None:
             assert self.states[row.state.write] == tuple(context)
 
-    def _sample(self, row: Row) -> int:
-        return next_token(self._context(row), self.seeds.get(row.seq_id, 0))
+    def _sample(self, row: Row) -> list[int]:
+        """The next token, after the drafts that are right."""
+        context, gained = self._context(row), []
+        for position in range(row.context_len - row.num_drafts, row.context_len + 1):
+            gained.append(next_token(context[:position], self.seeds.get(row.seq_id, 0)))
+            if position < row.context_len and context[position] != gained[-1]:
+                break
+        return gained
 
     def _slot(self, table: tuple[int, ...], position: int) -> int:
         block = table[position // self.block_size]
@@ -309,7 +316,14 @@ def _keys_of(batch: Rows) -> set[bytes]:
 class FakeEngine:
     """The engine's loop over a scheduler and a fake device, one half step at a time."""
 
-    def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        overlap: bool = False,
+        drafter: Callable[[CoreSequence], list[int]] | None = None,
+    ) -> None:
+        self.drafter = drafter
         self.scheduler = scheduler
         self.device = FakeDevice(scheduler.kv)
         self.overlap = overlap
@@ -319,6 +333,9 @@ class FakeEngine:
         self.batches: list[Rows] = []
 
     def step(self) -> None:
+        if self.drafter is not None:
+            for seq in self.scheduler.running:
+                self.scheduler.propose(seq, self.drafter(seq))
         output = self.scheduler.schedule()
         assert output or self.running or not self.scheduler.has_unfinished, "livelock"
         launched = None
@@ -334,11 +351,17 @@ class FakeEngine:
             self.running, launched = launched, None
         if self.running is not None:
             done, self.running = self.running, None
-            self._take(
-                self.scheduler.update_from_output(done.batch.output, self.device.evaluate(done))
-            )
+            output = done.batch.output
+            assert output is not None
+            gained = self.device.evaluate(done)
+            self.scheduler.update_from_output(output, gained)
+            for seq, token_ids in zip(output.sequences, gained, strict=True):
+                if token_ids:
+                    self.outputs.setdefault(seq.seq_id, []).extend(token_ids)
+                    self._note_end(seq)
         self.running = launched
-        self._take(self.scheduler.take_outcomes())
+        for seq in self.scheduler.take_expired():
+            self._note_end(seq)
 
     def _check_budgets(self, batch: Rows) -> None:
         config = self.scheduler.config
@@ -365,10 +388,7 @@ class FakeEngine:
             max_steps -= 1
             assert max_steps > 0, "the requests do not come to an end"
 
-    def _take(self, outcomes: list[SequenceOutcome]) -> None:
-        for outcome in outcomes:
-            if outcome.token_id is not None:
-                self.outputs.setdefault(outcome.sequence.seq_id, []).append(outcome.token_id)
-            if outcome.finish_reason is not None:
-                assert outcome.sequence.seq_id not in self.reasons, "a sequence ended twice"
-                self.reasons[outcome.sequence.seq_id] = outcome.finish_reason
+    def _note_end(self, seq: CoreSequence) -> None:
+        if seq.finish_reason is not None:
+            assert seq.seq_id not in self.reasons, "a sequence ended twice"
+            self.reasons[seq.seq_id] = seq.finish_reason

@@ -8,10 +8,9 @@ here for the reader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from mlx_paged.core import BlockTables, Scheduler, SchedulerOutput, Sequence, SequenceOutcome
+from mlx_paged.core import BlockTables, Scheduler, SchedulerOutput, Sequence
 from support.step_rows import as_rows
 
 
@@ -161,20 +160,17 @@ class PlainScheduler(Scheduler):
             if num_schedulable_tokens(seq) and self._secure(seq):
                 self._add(seq, 1)
 
-    def update_from_output(
-        self, output: SchedulerOutput, sampled: SequenceOf[int | None]
-    ) -> list[SequenceOutcome]:
+    def update_from_output(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         assert self._in_flight.popleft() is output
         self._committed_step = output.batch.step
         self.kv.on_step_evaluated(output.batch.step)
-        outcomes = self.take_outcomes()
-        for scheduled, token in zip(as_rows(output).sequences, sampled, strict=True):
+        for scheduled, gained in zip(as_rows(output).sequences, token_ids, strict=True):
             seq = scheduled.sequence
             if seq.is_finished:
+                gained.clear()
                 continue
             if scheduled.samples:
-                assert token is not None
-                seq.tokens.append(token)
+                seq.tokens.extend(gained)
             if seq.is_running:
                 assert seq.tables is not None
                 seq.tables.num_computed_tokens = scheduled.context_len
@@ -182,5 +178,5 @@ class PlainScheduler(Scheduler):
                 if scheduled.context_len // size > scheduled.start // size:
                     self.kv.commit(seq.tables, seq.num_computed_tokens)
             if scheduled.samples:
-                outcomes.append(self._judge(seq))
-        return outcomes
+                [token] = gained
+                self._end(seq, self._reason_to_stop(seq, token), gained)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from mlx_paged.core import KVManager, Request, Scheduler, SchedulerConfig, StopPolicy
+from mlx_paged.core import (
+    KVManager,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    StateGroupSpec,
+    StopPolicy,
+    WindowGroupSpec,
+)
 from support.fake_model import FakeEngine, contents, generate
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
@@ -25,10 +34,14 @@ def make(
     *,
     overlap: bool = False,
     caching: bool = True,
+    windows: Sequence[WindowGroupSpec] = (),
+    states: StateGroupSpec | None = None,
     **config: Any,
 ) -> FakeEngine:
     config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "watermark": 0.0, **config}
-    kv = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
+    kv = KVManager(
+        num_blocks, block_size, enable_prefix_caching=caching, windows=windows, states=states
+    )
     scheduler = Scheduler(SchedulerConfig(**config), kv, clock=Clock())
     return FakeEngine(scheduler, overlap=overlap)
 

@@ -189,7 +189,7 @@ class LocalBackend:
 
 def _read(reader: AnswerReader, update: SequenceUpdate) -> Iterator[str]:
     """The text of an update that is for the reader."""
-    events = [*reader.feed(update.token_id, update.text)]
+    events = [event for token, text in update.tokens() for event in reader.feed(token, text)]
     if update.finish_reason is not None:
         events += reader.finish(is_cut=update.finish_reason != "stop")
     yield from (e.separator + e.text for e in events if isinstance(e, ContentText))
