@@ -735,7 +735,8 @@ class Engine:
             # NaNs spread through shared keys and values, and cached blocks cannot be checked.
             self._scheduler.reset_prefix_cache()
             self._scheduler.encoder_cache.clear()
-        updates += self._output_processor.end_expired(self._scheduler.take_expired())
+        if expired := self._scheduler.take_expired():
+            updates += self._output_processor.end_expired(expired)
         self._scheduler.update_from_output(launched, result.token_ids)
         return updates + self._output_processor.process_outputs(
             launched.sequences, result.token_ids
