@@ -134,7 +134,7 @@ def test_an_answer_is_that_of_single_tokens(name: str) -> None:
         assert (got.finish_reason, got.stop_reason) == (wanted.finish_reason, wanted.stop_reason)
         assert got.cumulative_logprob == pytest.approx(wanted.cumulative_logprob)
         assert repr(got.logprobs) == repr(wanted.logprobs)
-    # What is told, one by one, is the answer, and no more.
+    # The updates add up to the answer, and to no more.
     for answer in several.outputs:
         mine = [u for u in updates if u.index == answer.index]
         assert [t for u in mine for t in u.token_ids] == answer.token_ids
