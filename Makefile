@@ -44,7 +44,7 @@ test-long: $(INSTALLED_TESTS)
 	MLX_PAGED_ALL_CASES=1 $(BIN)/python -m pytest -m "long or one_in" \
 		--numprocesses $(WORKERS) --dist worksteal
 	MLX_PAGED_STATE_OPS=100000 MLX_PAGED_FUZZ=2000 $(BIN)/python -m pytest --numprocesses $(WORKERS) \
-		tests/core/test_state_machine.py tests/engine/test_grammar_fuzz.py tests/server/tools/test_tools_fuzz.py
+		tests/core/test_state_machine.py tests/engine/test_grammar_fuzz.py tests/parsing/test_tools_fuzz.py
 	$(MAKE) soak hostile load
 
 # mlx-lm's own tests, fetched from PyPI, without and with `import mlx_paged`. Takes some minutes.

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from mlx_paged.engine.reasoning import REASONING_FORMATS
-from mlx_paged.server.tools.registry import FORMATS
+from mlx_paged.parsing.reasoning import REASONING_FORMATS
+from mlx_paged.parsing.registry import FORMATS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/tools.md"
 

@@ -42,7 +42,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "platform": ("ops", "extension"),
     "model": ("platform", "ops", "extension", "demo", "descriptors"),
     "core": (),
-    "engine": ("addresses", "cgroups", "core", "model", "platform", "ops", "extension"),
+    "templates": (),
+    "parsing": ("templates",),
+    "engine": (
+        "addresses",
+        "cgroups",
+        "core",
+        "parsing",
+        "templates",
+        "model",
+        "platform",
+        "ops",
+        "extension",
+    ),
     "drop_in": ("engine", "model", "core", "platform", "ops", "extension", "import_hooks"),
     "demo": (),
     "mcp": ("addresses",),
@@ -57,7 +69,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "cli": (
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
-        *("doctor", "import_hooks", "mcp", "bench", "extras"),
+        *("doctor", "import_hooks", "mcp", "bench", "extras", "parsing", "templates"),
     ),
     "server": (
         "__init__",
@@ -68,6 +80,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "descriptors",
         "mcp",
         "addresses",
+        "parsing",
+        "templates",
     ),
     "__init__": ("blas", "descriptors", "extension", "model", "engine", "drop_in"),
 }

@@ -20,9 +20,9 @@ from mlx_paged.engine.pooling.params import (
     pooler_config_of,
     runner_of,
 )
-from mlx_paged.engine.reasoning import REASONING_FORMATS
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.kv_formats import KVFormat, format_named, skipped_layers
+from mlx_paged.parsing.reasoning import REASONING_FORMATS
 
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
@@ -84,7 +84,7 @@ class EngineConfig:
         enforce_eager: On a GPU: no warm-up at the start, and decode steps are built each time
             instead of repeated as graphs (vLLM's name).
         reasoning_parser: The format of the model's reasoning, by vLLM's name
-            (`engine.reasoning.REASONING_FORMATS`). It says where a grammar begins, and what
+            (`parsing.reasoning.REASONING_FORMATS`). It says where a grammar begins, and what
             `thinking_token_budget` counts. "auto": by vocabulary and template; "none" or "": none.
         structured_outputs_timeout: Most CPU seconds that compiling a grammar may take; a request
             whose grammar takes longer is refused.

@@ -51,7 +51,6 @@ from mlx_paged.engine.outputs import (
 )
 from mlx_paged.engine.pooling.params import PoolingParams, prompts_of
 from mlx_paged.engine.pooling.runner import Classifier, PooledPrompt, PoolingRunner
-from mlx_paged.engine.reasoning import format_of
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
@@ -69,6 +68,7 @@ from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
 from mlx_paged.model.wrap import serve
+from mlx_paged.parsing.reasoning import format_of
 from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)

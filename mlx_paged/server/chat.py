@@ -11,16 +11,9 @@ from starlette.responses import Response
 from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.outputs import CompletionOutput
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.server import requests, responses, tool_requests
-from mlx_paged.server.config import GenerationDefaults, ServerConfig
-from mlx_paged.server.context import context_of
-from mlx_paged.server.errors import bad_request
-from mlx_paged.server.generation import Generation, Piece
-from mlx_paged.server.responses import Lazy
-from mlx_paged.server.streaming import OpenAIAdapter, respond
-from mlx_paged.server.tools.answer import Answer, ToolCall
-from mlx_paged.server.tools.definitions import ToolChoice
-from mlx_paged.server.tools.events import (
+from mlx_paged.parsing.answer import Answer, ToolCall
+from mlx_paged.parsing.definitions import ToolChoice
+from mlx_paged.parsing.events import (
     CallArguments,
     CallBegin,
     CallEnd,
@@ -28,6 +21,13 @@ from mlx_paged.server.tools.events import (
     Event,
     ReasoningText,
 )
+from mlx_paged.server import requests, responses, tool_requests
+from mlx_paged.server.config import GenerationDefaults, ServerConfig
+from mlx_paged.server.context import context_of
+from mlx_paged.server.errors import bad_request
+from mlx_paged.server.generation import Generation, Piece
+from mlx_paged.server.responses import Lazy
+from mlx_paged.server.streaming import OpenAIAdapter, respond
 from mlx_paged.server.turn import AnswerReaders, PreparedTurn, Turn, check_takes_tools, prepare
 
 

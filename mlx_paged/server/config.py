@@ -11,8 +11,8 @@ from typing import Any, Literal
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.config_files import GENERATION_CONFIG, read_generation_config
+from mlx_paged.parsing import registry
 from mlx_paged.server.sites import is_host
-from mlx_paged.server.tools import registry
 
 #: Most sequences (prompts x n, or x best_of) that one HTTP request may start.
 MAX_SEQUENCES_PER_REQUEST = 256
@@ -47,7 +47,7 @@ class ServerConfig:
         chat_template: Jinja source that replaces the model's own.
         trust_request_chat_template: Accept `chat_template` from requests: it is code, which runs
             sandboxed but without a time limit.
-        tool_call_parser: Syntax in which the model writes calls: a name of `server.tools.registry`;
+        tool_call_parser: Syntax in which the model writes calls: a name of `parsing.registry`;
             "auto": what its template shows; "none": calls are text.
         enable_auto_tool_choice: Whether a model may decide by itself to call a tool.
         tool_template: Describe tools in a system message, and write calls as text, for templates

@@ -17,7 +17,11 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.media.prompt import media_model_of
-from mlx_paged.engine.reasoning import ReasoningFormat
+from mlx_paged.parsing import registry
+from mlx_paged.parsing.derived import why_not_derived
+from mlx_paged.parsing.format import ToolFormat
+from mlx_paged.parsing.hermes import HermesFormat
+from mlx_paged.parsing.reasoning import ReasoningFormat
 from mlx_paged.server.config import (
     MAX_BODY_SIZE,
     MAX_MEDIA_BODY_SIZE,
@@ -29,10 +33,6 @@ from mlx_paged.server.errors import ApiError, shorten, unavailable
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.responses_api.background import BackgroundRuns
 from mlx_paged.server.responses_api.store import ResponseStore
-from mlx_paged.server.tools import registry
-from mlx_paged.server.tools.derived import why_not_derived
-from mlx_paged.server.tools.format import ToolFormat
-from mlx_paged.server.tools.hermes import HermesFormat
 
 if TYPE_CHECKING:
     from mlx_paged.mcp import McpServers

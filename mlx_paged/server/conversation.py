@@ -10,15 +10,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from mlx_paged.engine.chat.renderer import ChatRenderer, ChatText
 from mlx_paged.engine.chat.rewrites import Spelling
-from mlx_paged.engine.chat.tools_as_text import as_text, knows_tools
+from mlx_paged.engine.chat.tools_as_text import as_text
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.media.loader import MediaLoader
 from mlx_paged.engine.media.parts import num_characters
 from mlx_paged.engine.media.prompt import PreparedMedia, prepare
+from mlx_paged.parsing.definitions import Tool
+from mlx_paged.parsing.lexer import added_tokens, special_texts
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import bad_request, context_exceeded, shorten
-from mlx_paged.server.tools.definitions import Tool
-from mlx_paged.server.tools.lexer import added_tokens, special_texts
+from mlx_paged.templates.variables import knows_tools
 
 T = TypeVar("T")
 

@@ -16,13 +16,13 @@ from mlx_paged.engine.engine import EngineStats
 from mlx_paged.engine.media.prompt import media_model_of
 from mlx_paged.errors import EngineDeadError
 from mlx_paged.model.media_kinds import KINDS
+from mlx_paged.parsing.derived import DerivedFormat
 from mlx_paged.server import responses
 from mlx_paged.server.context import Context, Phase, context_of
 from mlx_paged.server.errors import bad_request, speaks_anthropic
 from mlx_paged.server.messages.answers import ModelInfo, ModelPage
 from mlx_paged.server.requests import DetokenizeBody, TokenizeBody, conversation_of, read_body
 from mlx_paged.server.streaming import json_response
-from mlx_paged.server.tools.derived import DerivedFormat
 from mlx_paged.server.turn import check_takes_tools
 
 # Seconds to wait for the engine's numbers, since a step may be long.

@@ -23,6 +23,7 @@ from mlx_paged.engine.media.items import Content
 from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.media.parts import URL_PARTS, is_media, source_of
 from mlx_paged.engine.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
+from mlx_paged.parsing.custom import arguments_of
 from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
 from mlx_paged.server.config import (
     MAX_SEQUENCES_PER_REQUEST,
@@ -44,7 +45,6 @@ from mlx_paged.server.tool_requests import (
     ToolChoiceBody,
     tools_of,
 )
-from mlx_paged.server.tools.custom import arguments_of
 
 logger = logging.getLogger(__name__)
 

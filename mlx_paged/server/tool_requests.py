@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_paged.engine import grammar
 from mlx_paged.engine.grammar import StructuredOutputs
+from mlx_paged.parsing.custom import custom_tool
+from mlx_paged.parsing.definitions import InputGrammar, Tool, ToolChoice
 from mlx_paged.server.errors import bad_request, own_names
-from mlx_paged.server.tools.custom import custom_tool
-from mlx_paged.server.tools.definitions import InputGrammar, Tool, ToolChoice
 
 logger = logging.getLogger(__name__)
 

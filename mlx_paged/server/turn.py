@@ -25,17 +25,17 @@ from mlx_paged.engine.media.parts import sources_of
 from mlx_paged.engine.media.prompt import PreparedMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.parsing.answer import Answer, AnswerReader, answer_reader
+from mlx_paged.parsing.custom import with_pattern
+from mlx_paged.parsing.definitions import Tool, ToolChoice
+from mlx_paged.parsing.events import ContentText, Event
+from mlx_paged.parsing.format import ToolFormat, arguments_schema, lark_json
+from mlx_paged.parsing.parameters import refuse_or_tell
 from mlx_paged.server.context import Context, context_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import bad_request, own_name, own_names
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.streaming import Adapter, unless_disconnected
-from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_reader
-from mlx_paged.server.tools.custom import with_pattern
-from mlx_paged.server.tools.definitions import Tool, ToolChoice
-from mlx_paged.server.tools.events import ContentText, Event
-from mlx_paged.server.tools.format import ToolFormat, arguments_schema, lark_json
-from mlx_paged.server.tools.parameters import refuse_or_tell
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from mlx_paged.cli.chat.terminal import _Completer
 from mlx_paged.demo import vision_model_path
 from mlx_paged.demo.pictures import SAMPLES, draw
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.parsing.definitions import Tool
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.tools.definitions import Tool
 
 CIRCLES = saved(draw(SAMPLES[0].shapes, SAMPLES[0].background))
 

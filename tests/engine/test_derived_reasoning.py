@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.tool_templates import TEMPLATES, Invented
 
-from mlx_paged.engine.derived_reasoning import ReasoningMarkers, derive_reasoning
+from mlx_paged.parsing.derived_reasoning import ReasoningMarkers, derive_reasoning
 
 TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}BODY{% else %}"

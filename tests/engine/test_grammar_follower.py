@@ -14,7 +14,7 @@ from support.thinking import tokenizer_with
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.grammar.follower import Follower, FollowerRules, Words, fill_masks
-from mlx_paged.engine.reasoning import Reasoning, ReasoningFormat, format_of
+from mlx_paged.parsing.reasoning import Reasoning, ReasoningFormat, format_of
 
 PROMPT = [9, 9, 9]
 SCHEMA = {

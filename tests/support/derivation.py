@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_paged.engine.template_probe import Message, Refused, TemplateProbe
+from mlx_paged.templates.probe import Message, Refused, TemplateProbe
 from support.tool_families import Family
 
 

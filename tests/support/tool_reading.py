@@ -14,11 +14,11 @@ import llguidance.numpy
 import numpy as np
 
 from mlx_paged.engine.grammar.lark import with_prepared_schemas
-from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_parser
-from mlx_paged.server.tools.definitions import Tool
-from mlx_paged.server.tools.events import CallArguments, Event
-from mlx_paged.server.tools.format import ToolFormat
-from mlx_paged.server.tools.lexer import Lexer
+from mlx_paged.parsing.answer import Answer, AnswerReader, answer_parser
+from mlx_paged.parsing.definitions import Tool
+from mlx_paged.parsing.events import CallArguments, Event
+from mlx_paged.parsing.format import ToolFormat
+from mlx_paged.parsing.lexer import Lexer
 
 EOS = "<|end of answer|>"
 _WORDS = ('{"', '": ', '", "', "true", "null", "12", "</", "\n<", 'name="', "Oslo", " the", "é")

@@ -17,7 +17,7 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
-    from mlx_paged.server.tools.definitions import Tool
+    from mlx_paged.parsing.definitions import Tool
 
 #: `role`, `content`, and of calls and results more, as in OpenAI's API. (`attachments` says what
 #: the content of a message with files is.)

@@ -12,7 +12,7 @@ from mlx_paged.cli.chat.conversation import Call, Message, Turn
 from mlx_paged.cli.entry import deferred_interrupt
 from mlx_paged.engine.chat.messages import messages_of
 from mlx_paged.engine.chat.renderer import ChatRenderer, TemplateRefusal
-from mlx_paged.engine.chat.tools_as_text import as_text, knows_tools
+from mlx_paged.engine.chat.tools_as_text import as_text
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.media.loader import MediaLoader, loader_of
@@ -21,14 +21,15 @@ from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.media_kinds import Kind
+from mlx_paged.parsing import registry
+from mlx_paged.parsing.answer import AnswerReader, answer_reader
+from mlx_paged.parsing.definitions import Tool
+from mlx_paged.parsing.events import ContentText
+from mlx_paged.parsing.format import ToolFormat
+from mlx_paged.parsing.hermes import HermesFormat
+from mlx_paged.parsing.lexer import added_tokens, special_texts
 from mlx_paged.server.config import GenerationDefaults
-from mlx_paged.server.tools import registry
-from mlx_paged.server.tools.answer import AnswerReader, answer_reader
-from mlx_paged.server.tools.definitions import Tool
-from mlx_paged.server.tools.events import ContentText
-from mlx_paged.server.tools.format import ToolFormat
-from mlx_paged.server.tools.hermes import HermesFormat
-from mlx_paged.server.tools.lexer import added_tokens, special_texts
+from mlx_paged.templates.variables import knows_tools
 
 _ID = "chat"
 

@@ -16,7 +16,7 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
-    from mlx_paged.server.tools.definitions import Tool
+    from mlx_paged.parsing.definitions import Tool
 
 _CONNECT_TIMEOUT = 10.0
 _READ_TIMEOUT = 600.0  # a long prompt on a busy server

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from mlx_paged.cli.chat.conversation import Call
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.mcp import McpServers, McpTool, ServerSpec, ToolResult, read_arguments
-from mlx_paged.server.tools.definitions import Tool
+from mlx_paged.parsing.definitions import Tool
 
 T = TypeVar("T")
 

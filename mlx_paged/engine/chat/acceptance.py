@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from mlx_paged.engine.chat.rewrites import (
-    ID_FORMS,
     ROLES,
     Rewrite,
     Spelling,
@@ -32,6 +31,7 @@ from mlx_paged.engine.chat.rewrites import (
     with_ids,
 )
 from mlx_paged.engine.chat.tools_as_text import Messages
+from mlx_paged.parsing.call_ids import ID_FORMS
 
 logger = logging.getLogger(__name__)
 

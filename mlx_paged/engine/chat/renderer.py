@@ -13,13 +13,6 @@ import jinja2
 from mlx_paged.engine.chat.acceptance import TemplateForms, Tools, tell, with_tools
 from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.chat.tools_as_text import Messages
-from mlx_paged.engine.chat.variables import (
-    THINKS,
-    Switch,
-    switches_of,
-    variables_of,
-    with_wish,
-)
 from mlx_paged.engine.chat_template import is_program, render_chat
 from mlx_paged.engine.media.items import MediaSource
 from mlx_paged.engine.media.parts import sources_of
@@ -31,6 +24,13 @@ from mlx_paged.engine.media.prompt import (
     rendered,
 )
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.templates.variables import (
+    THINKS,
+    Switch,
+    switches_of,
+    variables_of,
+    with_wish,
+)
 
 _USER, _SYSTEM = {"role": "user", "content": "ask"}, {"role": "system", "content": "rule"}
 _QUESTIONS = ([_USER], [_SYSTEM, _USER])  # (some templates want both)

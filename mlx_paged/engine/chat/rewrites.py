@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import string
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,32 +11,11 @@ from typing import Any, Literal
 from mlx_paged.engine.chat.tools_as_text import Messages, as_text
 from mlx_paged.engine.media.items import MediaSource
 from mlx_paged.engine.media.parts import joined, plain
+from mlx_paged.parsing.call_ids import ID_FORMS, new_call_id
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _INSTRUCTIONS = ("system", "developer")
 _REASONING = ("reasoning", "reasoning_content", "thinking")
-_LETTERS = string.digits + string.ascii_letters
-
-
-# Ids of calls.
-
-
-def _usual(id: str, name: str, index: int) -> str:
-    return f"call_{hashlib.sha256(id.encode(errors='replace')).hexdigest()[:24]}"
-
-
-def _nine(id: str, name: str, index: int) -> str:
-    number = int.from_bytes(hashlib.sha256(id.encode(errors="replace")).digest()[:16])
-    return "".join(_LETTERS[number // 62**i % 62] for i in range(9))
-
-
-#: Forms of ids, by name: a function of another id, the tool's name, and the number of calls before.
-ID_FORMS: dict[str, Callable[[str, str, int], str]] = {
-    "usual": _usual,
-    "nine": _nine,  # (Mistral)
-    "named": lambda id, name, index: f"functions.{name}:{index}",  # (Kimi)
-    "number": lambda id, name, index: str(index),  # (Cohere)
-}
 
 
 # Spellings. They say the same; which one a template takes is asked once.
@@ -69,7 +45,7 @@ class Spelling:
             name: of the tool.
             index: how many calls the conversation has before it.
         """
-        return ID_FORMS[self.ids](uuid.uuid4().hex, name, index)
+        return new_call_id(name, index, self.ids)
 
 
 def spelled(messages: Messages, spelling: Spelling) -> Messages:

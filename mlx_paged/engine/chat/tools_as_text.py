@@ -6,9 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-
-from mlx_paged.engine.chat.variables import variables_of
 from mlx_paged.engine.media.parts import joined
 
 Messages = list[dict[str, Any]]
@@ -28,14 +25,6 @@ To call one, write a JSON object with its name and arguments:
 {BEGIN}
 {{"name": <its name>, "arguments": <an object>}}
 {END}"""
-
-
-def knows_tools(chat_template: str) -> bool:
-    """True if a template does anything with tools."""
-    try:
-        return "tools" in variables_of(chat_template)
-    except jinja2.TemplateError:  # with tags that are not known
-        return "tools" in chat_template
 
 
 def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Messages:

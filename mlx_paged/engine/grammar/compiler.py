@@ -24,8 +24,8 @@ from mlx_paged.engine.grammar.limits import LIMITS, MOST_FIRST_MASK, is_limit
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.grammar.schema_errors import one_line
 from mlx_paged.engine.grammar.structured_outputs import StructuredOutputs
-from mlx_paged.engine.reasoning import added_tokens
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.parsing.reasoning import added_tokens
 
 logger = logging.getLogger(__name__)
 

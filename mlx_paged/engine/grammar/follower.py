@@ -12,7 +12,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from mlx_paged.engine.grammar.compiler import CompiledGrammar
 from mlx_paged.engine.grammar.schema_errors import one_line
-from mlx_paged.engine.reasoning import Reasoning, ReasoningTokens
+from mlx_paged.parsing.reasoning import Reasoning, ReasoningTokens
 
 Words = npt.NDArray[np.int32]
 

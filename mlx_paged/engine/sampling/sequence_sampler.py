@@ -12,7 +12,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.grammar.follower import Follower, FollowerRules, Words, without
-from mlx_paged.engine.reasoning import Reasoning, ReasoningFormat
 from mlx_paged.engine.sampling.logits_processors import (
     ALWAYS,
     Additions,
@@ -24,6 +23,7 @@ from mlx_paged.engine.sampling.logits_processors import (
 from mlx_paged.engine.sampling.masks import Mask, MaskKey
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.parsing.reasoning import Reasoning, ReasoningFormat
 
 #: Which tokens may follow, e.g. by a grammar: called before each token with the answer's index and
 #: its tokens so far; returns ``[vocab_size]`` booleans, or the same packed 32 to an (u)int32,

@@ -12,6 +12,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.parsing.answer import ToolCall
+from mlx_paged.parsing.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ContentText,
+    Event,
+    ReasoningText,
+)
 from mlx_paged.server import responses
 from mlx_paged.server.context import Context, context_of, trace_of
 from mlx_paged.server.errors import ApiError, bad_request, message_error, shorten
@@ -30,15 +39,6 @@ from mlx_paged.server.messages.tools import use_id
 from mlx_paged.server.messages.turns import turn_of
 from mlx_paged.server.requests import check_priority, read_body
 from mlx_paged.server.streaming import TextEvent, respond
-from mlx_paged.server.tools.answer import ToolCall
-from mlx_paged.server.tools.events import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ContentText,
-    Event,
-    ReasoningText,
-)
 from mlx_paged.server.turn import PreparedTurn, TurnAdapter, prepare
 
 # Clients send it back, and drop thinking that has none. There is nothing to prove here.

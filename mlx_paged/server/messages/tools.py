@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mlx_paged.parsing.definitions import Tool, ToolChoice
 from mlx_paged.server.errors import bad_request, shorten
 from mlx_paged.server.messages.bodies import ClientTool, CountBody
 from mlx_paged.server.tool_requests import check_parameters, require_distinct
-from mlx_paged.server.tools.definitions import Tool, ToolChoice
 
 _MODES: dict[str, Any] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 

@@ -10,6 +10,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from mlx_paged.parsing.events import (
+    CallArguments,
+    ContentText,
+    Event,
+    ReasoningText,
+)
 from mlx_paged.server import responses
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generation import Generation, Piece
@@ -26,12 +32,6 @@ from mlx_paged.server.responses_api.items import Item, new_id
 from mlx_paged.server.responses_api.output import Output, Told
 from mlx_paged.server.responses_api.store import ResponseStore, Segment
 from mlx_paged.server.streaming import Adapter
-from mlx_paged.server.tools.events import (
-    CallArguments,
-    ContentText,
-    Event,
-    ReasoningText,
-)
 from mlx_paged.server.turn import PreparedTurn
 
 _TEXTS = (ContentText, ReasoningText, CallArguments)

@@ -10,6 +10,8 @@ from pydantic import Field
 from starlette.requests import Request
 
 from mlx_paged.engine.grammar import StructuredOutputs
+from mlx_paged.parsing.custom import custom_tool
+from mlx_paged.parsing.definitions import InputGrammar, Tool, ToolChoice
 from mlx_paged.server import requests, tool_requests
 from mlx_paged.server.context import trace_of
 from mlx_paged.server.errors import bad_request, own_names
@@ -26,8 +28,6 @@ from mlx_paged.server.tool_requests import (
     require_distinct,
     structured_outputs_of,
 )
-from mlx_paged.server.tools.custom import custom_tool
-from mlx_paged.server.tools.definitions import InputGrammar, Tool, ToolChoice
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from mlx_paged.engine.media.items import Content
 from mlx_paged.engine.media.parts import concatenated, source_of
+from mlx_paged.parsing.custom import arguments_of
 from mlx_paged.server.errors import bad_request, shorten
 from mlx_paged.server.responses_api.body import Input, InputItem, Parts, joined
-from mlx_paged.server.tools.custom import arguments_of
 
 #: An item as JSON has it.
 Item = dict[str, Any]

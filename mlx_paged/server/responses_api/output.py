@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mlx_paged.parsing.definitions import Tool
+from mlx_paged.parsing.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ContentText,
+    Event,
+    ReasoningText,
+)
 from mlx_paged.server.responses import ContentLogprob
 from mlx_paged.server.responses_api.answers import (
     CustomCallItem,
@@ -15,15 +24,6 @@ from mlx_paged.server.responses_api.answers import (
     ReasoningItem,
 )
 from mlx_paged.server.responses_api.items import encrypted, new_id
-from mlx_paged.server.tools.definitions import Tool
-from mlx_paged.server.tools.events import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ContentText,
-    Event,
-    ReasoningText,
-)
 
 #: A part of an event's body: its type and fields, without the sequence number.
 Told = dict[str, Any]

@@ -9,7 +9,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from mlx_paged.server.tools.definitions import Tool
+from mlx_paged.parsing.definitions import Tool
 
 Arguments = Mapping[str, Any]
 

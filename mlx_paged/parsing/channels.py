@@ -1,0 +1,190 @@
+"""Answers that are messages, each with a header that says what it is: reasoning, text, or calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
+
+from mlx_paged.parsing.events import ContentText, Event, ReasoningText
+from mlx_paged.parsing.format import Parser
+from mlx_paged.parsing.lark import Lark
+from mlx_paged.parsing.lexer import Lexeme
+
+
+class Body(Enum):
+    """The kind of a message."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALLS = "calls"
+
+
+def message_rules(
+    lark: Lark, markers: Collection[str], end: str, again: str
+) -> Callable[[str], str]:
+    """Makes rules of messages that another one follows.
+
+    Args:
+        lark: where the rules go.
+        markers: of the format: no message has them in its text.
+        end: the marker that ends a message.
+        again: how the next one begins.
+
+    Returns:
+        A function from the text that opens a message to its rule.
+    """
+    others = [marker for marker in markers if marker != end]
+    begin = lark.literal(again)
+
+    def message(opening: str) -> str:
+        return lark.rule(f"{lark.literal(opening)} {lark.until(end, others=others)} {begin}")
+
+    return message
+
+
+def channel_answer(
+    lark: Lark, markers: Collection[str], *, thoughts: str, texts: str, last: str, calls: str
+) -> str:
+    """The grammar of an answer in messages: reasoning and texts, then calls or a text.
+
+    Args:
+        lark: where the rules go.
+        markers: of the format.
+        thoughts, texts: the rules of messages that others follow.
+        last: the text that opens the last message; "": only calls may be last.
+        calls: the rule of calls.
+    """
+    if not last:
+        lark.rule(f"{thoughts}* {calls}", "start")
+        return lark.text()
+    text = lark.terminal(lark.without(markers))
+    final = f"{lark.literal(last)} {text}"
+    lark.rule(f"({thoughts} | {texts})* ({calls} | {final})", "start")
+    return lark.text()
+
+
+class ChannelParser:
+    """Reads messages: a header, a marker that opens the body, the body, and a marker that ends it.
+
+    Text that can be no header is the answer's text. Two texts, and two parts of the reasoning, are
+    joined by a newline.
+
+    Args:
+        opens: markers that open a body.
+        ends: markers that end one. One that comes where no body is open begins a new header.
+        header: matches every header, and every beginning of one.
+        body_of: the kind of a body, by its header and the marker that opens it.
+        calls: reads bodies of calls. It gets the marker that opens them too, if that is one of
+            `begins_call`.
+        begins_call: markers with which a call begins, whether a body is open or not.
+        begins_with: the body that the prompt has opened; None: the prompt ends within a header.
+    """
+
+    def __init__(
+        self,
+        *,
+        opens: Collection[str],
+        ends: Collection[str],
+        header: re.Pattern[str],
+        body_of: Callable[[str, str], Body],
+        calls: Parser,
+        begins_call: Collection[str] = (),
+        begins_with: Body | None = None,
+    ) -> None:
+        self._opens = frozenset(opens)
+        self._ends = frozenset(ends)
+        self._pattern = header
+        self._body_of = body_of
+        self._calls = calls
+        self._begins_call = frozenset(begins_call)
+        self._body = begins_with
+        self._header = ""
+        self._is_first = True  # whether no marker came yet
+        self._made: Mapping[Body, Callable[[str], Event]] = {
+            Body.REASONING: ReasoningText,
+            Body.TEXT: ContentText,
+        }
+        self._has_written: set[Body] = set()  # kinds of which there was text
+        self._separates = False  # whether a newline comes before the next text of this kind
+
+    def feed(self, lexeme: Lexeme) -> Iterable[Event]:
+        out: list[Event] = []
+        text, is_marker = lexeme
+        self._is_first = self._is_first and not is_marker
+        if self._body is Body.CALLS:
+            ends = is_marker and text in (self._ends | self._opens) - self._begins_call
+            if not ends or self._in_string:
+                self._add_calls(lexeme, out)
+                return out
+            self._close(out)
+        if not is_marker:
+            self._add(text, out)
+        elif text in self._begins_call:
+            self._body = Body.CALLS
+            self._add_calls(lexeme, out)
+        elif text in self._opens:
+            header = self._header if self._body is None else ""
+            self._open(self._body_of(header, text))
+        elif text in self._ends:
+            self._close(out)
+        return out
+
+    def passes(self, text: str) -> bool:
+        return self._body is Body.TEXT and not self._separates and Body.TEXT in self._has_written
+
+    def finish(self) -> Iterable[Event]:
+        out: list[Event] = []
+        if self._is_first:  # no marker came
+            self._flush(out)
+        self._close(out)
+        return out
+
+    @property
+    def _in_string(self) -> bool:
+        """True while a string of a call is open: a marker in it is text."""
+        return bool(getattr(self._calls, "in_string", False))
+
+    def _open(self, body: Body) -> None:
+        self._body, self._header = body, ""
+        self._separates = body in self._has_written
+
+    def _close(self, out: list[Event]) -> None:
+        """Ends the open body: a header follows."""
+        if self._body is Body.CALLS:
+            self._give(self._calls.finish(), out)
+        self._body, self._header = None, ""
+
+    def _add(self, text: str, out: list[Event]) -> None:
+        """Text of the open body, or of a header."""
+        if self._body is None:
+            self._header += text
+            if self._pattern.fullmatch(self._header) is None:
+                self._flush(out)
+            return
+        if not text:
+            return
+        if self._separates:
+            text, self._separates = "\n" + text, False
+        self._has_written.add(self._body)
+        out.append(self._made[self._body](text))
+
+    def _flush(self, out: list[Event]) -> None:
+        """Gives out a held header as text: it turned out to be none."""
+        header, self._header = self._header, ""
+        if self._body is None and header.strip():
+            self._open(Body.TEXT)
+            self._add(header, out)
+
+    def _add_calls(self, lexeme: Lexeme, out: list[Event]) -> None:
+        self._give(self._calls.feed(lexeme), out)
+
+    def _give(self, events: Iterable[Event], out: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, ContentText):
+                if Body.TEXT not in self._has_written:
+                    event = ContentText(event.text.lstrip())
+                    if not event.text:
+                        continue
+                self._has_written.add(Body.TEXT)
+            out.append(event)

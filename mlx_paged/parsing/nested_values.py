@@ -1,0 +1,56 @@
+"""Formats that write objects and arrays within values in a notation of their own, not as JSON."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mlx_paged.parsing.definitions import Tool
+from mlx_paged.parsing.format import ToolFormat
+from mlx_paged.parsing.lark import Lark
+from mlx_paged.parsing.parameters import counts, unenforced
+from mlx_paged.parsing.schemas import Schema, resolved
+
+
+class NestedFormat(ToolFormat):
+    """A format of this kind: its grammar is a rule for each part of a tool's schema."""
+
+    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
+        return counts(parameters)
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        return unenforced(tool.parameters, tool.field, nested=True)
+
+
+class SchemaRules(ABC):
+    """Rules of a tool's arguments in such a notation.
+
+    Args:
+        lark: where the rules go.
+        tool: whose schema they follow.
+    """
+
+    def __init__(self, lark: Lark, tool: Tool) -> None:
+        self._lark = lark
+        self._root = tool.parameters
+        self._is_strict = tool.strict
+        self._names: dict[tuple[str, str], str] = {}  # of rules, by tag and schema
+
+    def _rule(self, schema: Schema, tag: str = "") -> str:
+        """The rule of a value. (A schema may contain itself.)
+
+        Args:
+            tag: what ends the value, where the notation repeats its key there.
+        """
+        schema = resolved(schema, self._root)
+        known = (tag, json.dumps(schema, sort_keys=True))
+        if known not in self._names:
+            self._names[known] = self._lark.reserve()
+            self._lark.define(self._names[known], self._value(schema, tag))
+        return self._names[known]
+
+    @abstractmethod
+    def _value(self, schema: Schema, tag: str) -> str:
+        """The body of a value's rule."""

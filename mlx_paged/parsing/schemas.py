@@ -1,0 +1,382 @@
+"""Parameter types from a tool's JSON Schema, for syntaxes that are not JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from mlx_paged.parsing.json_value import JsonValue
+
+Schema: TypeAlias = Mapping[str, Any] | bool
+
+ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)(\.0+)?")
+_LENIENT_INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
+_LENIENT_DECIMAL = re.compile(r"([+-]?)(?=\.?[0-9])0*([0-9]*)\.([0-9]*)")
+_MOST_REFERENCES = 64
+# Parts of a schema that are looked at: references let a few stand for any number.
+_MOST_PARTS = 1 << 12
+#: Names under which models put all arguments.
+WRAPPERS = ("arguments", "input")
+_LONGEST_NULL = 16  # characters, with space around it
+
+
+def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema:
+    """A schema after its references (`$ref`) into the tool's own; True where one leads nowhere."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            return schema
+        target: Any = root
+        pointer = str(schema["$ref"])
+        for part in pointer.removeprefix("#").strip("/").split("/") if pointer != "#" else []:
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping):
+                target = target.get(part, True)
+            elif isinstance(target, list) and part.isdigit() and int(part) < len(target):
+                target = target[int(part)]
+            else:
+                target = True
+        beside = {key: value for key, value in schema.items() if key != "$ref"}
+        schema = {**target, **beside} if isinstance(target, Mapping) else beside or bool(target)
+    return True
+
+
+class Budget:
+    """Counts the parts of a schema that are looked at."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_PARTS
+
+    def spend(self) -> bool:
+        """True if one more may be."""
+        self._left -= 1
+        return self._left >= 0
+
+
+def properties_of(parameters: Mapping[str, Any]) -> dict[str, Schema]:
+    """The schema of each parameter, also of those that only a part of the schema names."""
+    found: dict[str, list[Schema]] = {}
+    budget = Budget()
+
+    def look(schema: Schema, depth: int) -> None:
+        schema = resolved(schema, parameters)
+        if not isinstance(schema, Mapping) or depth > 8 or not budget.spend():
+            return
+        for name, of_name in dict(schema.get("properties") or {}).items():
+            if of_name not in found.setdefault(name, []):
+                found[name].append(of_name)
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            for part in schema.get(keyword) or ():
+                look(part, depth + 1)
+        for keyword in ("then", "else"):
+            look(schema.get(keyword, True), depth + 1)
+
+    look(parameters, 0)
+    return {n: of[0] if len(of) == 1 else {"anyOf": list(of)} for n, of in found.items()}
+
+
+def types_of(
+    schema: Schema, root: Mapping[str, Any], depth: int = 0, budget: Budget | None = None
+) -> frozenset[str]:
+    """The JSON types that a value may have. (All, where it takes too long to find out.)"""
+    budget = budget or Budget()
+    schema = resolved(schema, root)
+    if schema is False:
+        return frozenset()
+    if not isinstance(schema, Mapping) or depth > 16 or not budget.spend():
+        return ALL_TYPES
+    types = ALL_TYPES
+    if "const" in schema:
+        types &= {_type(schema["const"])}
+    if "enum" in schema:
+        types &= {_type(value) for value in schema["enum"]}
+    declared = schema.get("type")
+    if declared is not None:
+        named = {declared} if isinstance(declared, str) else set(declared)
+        # (Names that JSON Schema does not have are some template's; they say nothing.)
+        named = named | {"integer"} if "number" in named else named
+        if named & ALL_TYPES:
+            types &= named
+    elif not schema.keys() & {"const", "enum", "anyOf", "oneOf", "allOf"}:
+        if "properties" in schema:
+            types = frozenset({"object"})
+        elif "items" in schema or "prefixItems" in schema:
+            types = frozenset({"array"})
+    for keyword in ("anyOf", "oneOf"):
+        if schema.get(keyword):
+            parts = [types_of(part, root, depth + 1, budget) for part in schema[keyword]]
+            types &= frozenset().union(*parts)
+    for part in schema.get("allOf") or ():
+        types &= types_of(part, root, depth + 1, budget)
+    if schema.get("nullable") is True:
+        types |= {"null"}
+    return types
+
+
+def _type(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    for kind, name in ((int, "integer"), (float, "number"), (str, "string"), (list, "array")):
+        if isinstance(value, kind):
+            return name
+    return "object"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter whose value is written as plain text.
+
+    Attributes:
+        types: JSON types that it may have.
+        values: All that it may be, where the schema lists them.
+    """
+
+    types: frozenset[str] = frozenset({"string"})
+    values: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, schema: Schema, root: Mapping[str, Any]) -> Parameter:
+        """The facts that a schema states."""
+        types = types_of(schema, root)
+        schema = resolved(schema, root)
+        values = None
+        if isinstance(schema, Mapping) and ("enum" in schema or "const" in schema):
+            values = tuple(schema["enum"]) if "enum" in schema else (schema["const"],)
+        return cls(types or frozenset({"string"}), values)
+
+    @property
+    def is_string(self) -> bool:
+        """True if its value is a string whatever it looks like."""
+        return self.types == {"string"}
+
+    def to_json(self, text: str) -> str:
+        """A value as JSON; a string where it is nothing else that the parameter may be."""
+        if not self.is_string and (converted := self._converted(text)) is not None:
+            return converted
+        return json.dumps(text, ensure_ascii=False)
+
+    def _converted(self, text: str) -> str | None:
+        types = self.types
+        bare = text.strip()
+        if self.values is not None:
+            if text in self.values:
+                return None
+            for value in self.values:
+                if not isinstance(value, str) and bare in (json.dumps(value), str(value)):
+                    return json.dumps(value, ensure_ascii=False)
+        if bare in ("null", "None") and "null" in types:
+            return "null"
+        if bare in ("true", "false", "True", "False") and "boolean" in types:
+            return bare.lower()
+        if "integer" in types and _INTEGER.fullmatch(bare):
+            return bare
+        if "number" in types and _NUMBER.fullmatch(bare):
+            return bare
+        if types & {"integer", "number"} and "string" not in types:
+            if whole := _LENIENT_INTEGER.fullmatch(bare):
+                return whole[1].replace("+", "") + whole[2]
+            if "number" in types and (decimal := _LENIENT_DECIMAL.fullmatch(bare)):
+                sign, digits, fraction = decimal.groups()
+                return f"{sign.replace('+', '')}{digits or '0'}.{fraction or '0'}"
+        if bare[:1] in ("{", "[", "(") and types & {"array", "object"}:
+            return _container(bare, types)
+        return None
+
+
+def _container(text: str, types: frozenset[str]) -> str | None:
+    """An array or an object, from JSON, from Python's notation, or from JSON that was mended."""
+    value = JsonValue()
+    end, mended = value.take(text)
+    is_json = end == len(text) and value.has_ended
+    if is_json and mended == text and (found := _json_container(text, types)) is not None:
+        return found
+    try:
+        node = ast.parse(text, mode="eval").body
+        if isinstance(node, (ast.Set, ast.Tuple)):
+            node = ast.List(elts=node.elts)
+        read = ast.literal_eval(node)
+        if _type(read) in types:
+            return json.dumps(read, ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    return _json_container(mended, types) if is_json else None
+
+
+def _json_container(text: str, types: frozenset[str]) -> str | None:
+    try:
+        # (Numbers are not converted: they may have any number of digits.)
+        read = json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return text if _type(read) in types else None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+class ArgumentsWriter:
+    """Writes the text of a JSON object from parameters whose values come as plain text, in pieces.
+
+    A string is written as its text comes. Any other value is written when it is whole, by the
+    parameter's type; what does not fit its type becomes a string. A parameter that the tool does
+    not have is a string.
+
+    Args:
+        parameters: JSON Schema of the tool's arguments; None: the tool is not known.
+        trims_newlines: leave out a newline at either end of a value, which is the syntax's.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Any] | None, *, trims_newlines: bool = False
+    ) -> None:
+        self._parameters = parameters or {}
+        self._properties = properties_of(self._parameters)
+        self._trims_newlines = trims_newlines
+        self._num_parameters = 0
+        self._parameter = Parameter()
+        self._text: list[str] = []  # of a value that is not written yet
+        self._streams = False
+        self._wrapper: str | None = None  # a parameter that may hold all arguments
+        self._at_start = False
+        self._newline = ""
+
+    def types(self, name: str) -> frozenset[str] | None:
+        """The JSON types of a parameter; None: the tool has none of that name."""
+        schema = self._schema(name)
+        return None if schema is None else types_of(schema, self._parameters)
+
+    def begin(self, name: str, *, is_string: bool | None = None) -> str:
+        """A parameter begins. All methods return the piece of JSON that it gave.
+
+        Args:
+            name: of the parameter.
+            is_string: what the syntax says of its type; None: nothing.
+        """
+        self._parameter = self._parameter_of(name, is_string)
+        self._text = []
+        self._streams = False
+        self._at_start = self._trims_newlines
+        self._newline = ""
+        self._wrapper = None
+        if not self._num_parameters and self._may_wrap(name):
+            self._wrapper = name
+            return ""
+        opening = self._opening(name)
+        if self._parameter.is_string and is_string is not False:
+            self._streams = True
+            return opening + '"'
+        return opening
+
+    def _opening(self, name: str) -> str:
+        self._num_parameters += 1
+        opening = "{" if self._num_parameters == 1 else ", "
+        return opening + json.dumps(name, ensure_ascii=False) + ": "
+
+    def _may_wrap(self, name: str) -> bool:
+        """True if a parameter is none of the tool's, but a name for all of them."""
+        return name in WRAPPERS and bool(self._properties) and self._schema(name) is None
+
+    @property
+    def is_string(self) -> bool:
+        """True if the value is known to be a string."""
+        return self._streams
+
+    @property
+    def held(self) -> str:
+        """The text of a value that is not written yet, as it is not whole."""
+        return "".join(self._text) if not self._streams else ""
+
+    def restart(self) -> None:
+        """Forgets the text of a value that is not written yet."""
+        self._text = []
+
+    def _schema(self, name: str) -> Schema | None:
+        """Returns the facts that the tool's schema states about a parameter."""
+        if name in self._properties:
+            return self._properties[name]
+        others = self._parameters.get("additionalProperties")
+        return others if isinstance(others, Mapping) else None
+
+    def _parameter_of(self, name: str, is_string: bool | None) -> Parameter:
+        schema = self._schema(name)
+        if schema is None:
+            # (A value that is said to be no string may be anything else.)
+            return Parameter() if is_string is not False else Parameter(ALL_TYPES - {"string"})
+        parameter = Parameter.of(schema, self._parameters)
+        # (The schema knows better than the model what the value is, where they differ.)
+        return Parameter() if is_string and "string" in parameter.types else parameter
+
+    def add(self, text: str) -> str:
+        """More of its value."""
+        if self._trims_newlines:
+            if self._at_start and text:
+                self._at_start = False
+                text = text.removeprefix("\n")
+            text = self._newline + text
+            self._newline = text[len(text.removesuffix("\n")) :]
+            text = text.removesuffix("\n")
+        if self._streams:
+            return json.dumps(text, ensure_ascii=False)[1:-1]
+        self._text.append(text)
+        if (
+            self._wrapper is None
+            and self._parameter.types == {"string", "null"}
+            and self._parameter.values is None
+        ):
+            so_far = "".join(self._text)
+            if not _may_be_null(so_far):
+                self._streams = True
+                self._text.clear()
+                return json.dumps(so_far, ensure_ascii=False)[:-1]
+        return ""
+
+    def end(self) -> str:
+        """Its value is whole."""
+        if self._streams:
+            return '"'
+        text = "".join(self._text)
+        self._text = []
+        if self._wrapper is not None:
+            return self._unwrapped(self._wrapper, text)
+        if self._parameter.is_string:  # (which the model says is none: JSON, if it is right)
+            with suppress(ValueError):
+                text = found if isinstance(found := json.loads(text), str) else text
+        return self._parameter.to_json(text)
+
+    def _unwrapped(self, name: str, text: str) -> str:
+        """All parameters that one of them holds; or that one, if it does not."""
+        inner = text
+        with suppress(ValueError):
+            inner = found if isinstance(found := json.loads(text), str) else text
+        value = JsonValue()
+        end, mended = value.take(inner)
+        if value.has_ended and not value.is_broken and not inner[end:].strip():
+            read = json.loads(mended)
+            if isinstance(read, dict) and read.keys() <= self._properties.keys():
+                self._num_parameters += len(read)
+                return "{" + mended[1:-1].strip() if read else ""
+        self._parameter = self._parameter_of(name, None)
+        return self._opening(name) + self._parameter.to_json(text)
+
+    def close(self) -> str:
+        """All parameters were there."""
+        return "}" if self._num_parameters else "{}"
+
+
+def _may_be_null(text: str) -> bool:
+    """True if the text of a value that is a string or null may still be null."""
+    begun = text.lstrip()
+    bare = begun.rstrip()
+    if len(text) > _LONGEST_NULL:
+        return False
+    is_begun = bare == begun and ("null".startswith(bare) or "None".startswith(bare))
+    return is_begun or bare in ("", "null", "None")

@@ -1,0 +1,1 @@
+"""Chat templates as programs: the variables that they read, and probes of their output."""

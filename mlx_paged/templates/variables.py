@@ -1,0 +1,214 @@
+"""The variables that a chat template reads, and which of them switch thinking on and off."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from jinja2 import nodes
+
+#: The name under which APIs pass on whether a request wants the model to think.
+THINKS = "enable_thinking"
+
+# Tags of transformers for masks of training, which the parser does not know.
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+_ABOUT_THINKING = re.compile(r"think|reason", re.IGNORECASE)
+# Names under which requests say whether to think. (Others, as `preserve_thinking`, mean history.)
+_WISH = re.compile(
+    r"((enable|force|use|is|with|add|do|allow|disable|skip|no)_)?(thinking|think|reasoning|reason)"
+    r"(_(enabled|disabled|on|off))?"
+)
+_NEGATIVE = re.compile(r"(disable|skip|no|without|hide|suppress|exclude)_|_(disabled|off)$")
+# Values of these names are words or numbers, never true and false.
+_GRADED = re.compile(r"effort|level|budget|mode|option|type|style")
+# Values in the order in which they are preferred.
+_OFF = ("none", "off", "disabled", "disable", "no_think", "nothink", "no", "never", "chat",
+        "non-thinking", "non_thinking", "instruct", "false")  # fmt: skip
+_ON = ("on", "enabled", "enable", "thinking", "think", "yes", "always", "true", "high", "medium",
+       "low", "auto", "adaptive")  # fmt: skip
+# Where only the word for thinking is known, the first of these that makes a difference is taken.
+_OPPOSITES = ("off", "none", "disabled", "chat")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A variable with which a template lets a model think or not.
+
+    Attributes:
+        name: The variable.
+        on, off: Its values; None: it is not known.
+        values: Texts that the template compares it with.
+    """
+
+    name: str
+    on: Any
+    off: Any
+    values: frozenset[str] = frozenset()
+
+
+@lru_cache(maxsize=32)
+def variables_of(source: str) -> frozenset[str]:
+    """The variables that a template reads and does not set first.
+
+    Raises:
+        jinja2.TemplateError: it cannot be parsed.
+    """
+    return frozenset(jinja2.meta.find_undeclared_variables(_parsed(source)))
+
+
+def _parsed(source: str) -> nodes.Template:
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
+    return environment.parse(_GENERATION.sub("", source))
+
+
+@lru_cache(maxsize=32)
+def possible_switches(source: str) -> tuple[Switch, ...]:
+    """The variables of a template that may switch thinking, by their names and uses."""
+    try:
+        names, parsed = variables_of(source), _parsed(source)
+    except jinja2.TemplateError:
+        return ()
+    found = []
+    for name in sorted(filter(_ABOUT_THINKING.search, names)):
+        values = list(_compared(parsed, name))
+        words = {value.lower(): value for value in values if isinstance(value, str)}
+        off = next((words[word] for word in _OFF if word in words), None)
+        on = next((words[word] for word in _ON if word in words), None)
+        if off is not None or (on is not None and "effort" not in name):
+            found.append(Switch(name, on, off, frozenset(words)))
+        elif 0 in values and "budget" in name:
+            found.append(Switch(name, None, 0))
+        elif not words and _GRADED.search(name) is None:
+            is_negative = _NEGATIVE.search(name) is not None
+            found.append(Switch(name, not is_negative, is_negative))
+    return tuple(found)
+
+
+def _compared(parsed: nodes.Template, name: str) -> Iterator[Any]:
+    """The constants that a variable, or what it is assigned to, is compared with."""
+    known: set[tuple[str, ...]] = {(name,)}
+    size = 0
+    while size != len(known):  # (an alias may be assigned to another one)
+        size = len(known)
+        for assign in parsed.find_all(nodes.Assign):
+            if _mentions(assign.node, known):
+                known.add(_key(assign.target) or (name,))
+            known |= set(_of_namespace(assign, known))
+    for compare in parsed.find_all(nodes.Compare):
+        sides = [compare.expr, *(operand.expr for operand in compare.ops)]
+        if any(_is(side, known) for side in sides):
+            for side in sides:
+                yield from (constant.value for constant in _constants(side))
+
+
+def _of_namespace(assign: nodes.Assign, known: Collection[tuple[str, ...]]) -> Iterator[Any]:
+    """``set ns = namespace(mode=thinking_mode)`` makes an alias of ``ns.mode``."""
+    if isinstance(assign.node, nodes.Call) and isinstance(assign.target, nodes.Name):
+        for keyword in assign.node.kwargs:
+            if isinstance(keyword, nodes.Keyword) and _mentions(keyword.value, known):
+                yield assign.target.name, keyword.key
+
+
+def _key(node: nodes.Node) -> tuple[str, ...] | None:
+    if isinstance(node, nodes.Name):
+        return (node.name,)
+    if isinstance(node, nodes.NSRef):
+        return node.name, node.attr
+    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
+        return node.node.name, node.attr
+    return None
+
+
+def _is(node: nodes.Node, known: Collection[tuple[str, ...]]) -> bool:
+    """True if an expression is a variable, perhaps through filters (``mode | lower``)."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
+        node = node.node.node  # (mode.lower())
+    return _key(node) in known
+
+
+def _mentions(node: nodes.Node, known: Collection[tuple[str, ...]]) -> bool:
+    """True if a value is a variable as it is, or a default in its place."""
+    if isinstance(node, nodes.CondExpr):
+        return any(_mentions(n, known) for n in (node.expr1, node.expr2) if n is not None)
+    if isinstance(node, nodes.Or):
+        return _mentions(node.left, known) or _mentions(node.right, known)
+    return _is(node, known)
+
+
+def _constants(node: nodes.Node) -> Iterator[nodes.Const]:
+    if isinstance(node, nodes.Const):
+        yield node
+    elif isinstance(node, (nodes.List, nodes.Tuple)):
+        yield from (item for item in node.items if isinstance(item, nodes.Const))
+
+
+def switches_of(source: str, render: Callable[[Mapping[str, Any]], str]) -> tuple[Switch, ...]:
+    """The switches that a template has.
+
+    Args:
+        render: what it makes of a question, with variables; it may raise any error.
+    """
+
+    def text(**values: Any) -> str | None:
+        try:
+            return render({name: value for name, value in values.items() if value is not None})
+        except Exception:  # (templates raise whatever they like)
+            return None
+
+    found = []
+    for switch in possible_switches(source):
+        on = text(**{switch.name: switch.on})
+        for off in _OPPOSITES if switch.off is None else (switch.off,):
+            without = text(**{switch.name: off})
+            # (Others are about the reasoning of earlier answers, or are shown as they are.)
+            is_shown = "True" in (on or "") or "False" in (without or "")
+            if on != without and not is_shown and (without is not None or on is None):
+                found.append(replace(switch, off=off))
+                break
+    return tuple(found)
+
+
+def with_wish(
+    given: Mapping[str, Any], names: Collection[str], switches: Collection[Switch]
+) -> dict[str, Any]:
+    """The variables of a request, with its wish for thinking under the names of the template.
+
+    Nothing is added where the request has no wish, and nothing that it sets itself is changed,
+    unless it asks for no reasoning in a word that the template does not know.
+
+    Args:
+        given: the variables of the request.
+        names: all variables that the template reads.
+        switches: of the template.
+    """
+    wishes = {
+        name: value != (_NEGATIVE.search(name) is not None)
+        for name, value in given.items()
+        if isinstance(value, bool) and _WISH.fullmatch(name)
+    }
+    if not wishes or any(name in names for name in wishes):
+        return dict(given)
+    wish = wishes.get(THINKS, next(iter(wishes.values())))
+    found = dict(given)
+    for switch in switches:
+        value = switch.on if wish else switch.off
+        asks_for_none = str(given.get(switch.name)).lower() == "none" and not wish
+        is_open = switch.name not in given or (asks_for_none and "none" not in switch.values)
+        if is_open and value is not None:
+            found[switch.name] = value
+    return found
+
+
+def knows_tools(chat_template: str) -> bool:
+    """True if a template does anything with tools."""
+    try:
+        return "tools" in variables_of(chat_template)
+    except jinja2.TemplateError:  # with tags that are not known
+        return "tools" in chat_template
