@@ -1,6 +1,8 @@
 // Math in Markdown: $...$ and \(...\) in a line, $$...$$ and \[...\] as a block. The tokens keep the
 // source; KaTeX sets it later, as elements, once there is some.
 
+import { element } from "./view.js";
+
 const INLINE = [["\\(", "\\)", false], ["\\[", "\\]", true], ["$$", "$$", true]];
 const BLOCK = [["\\[", "\\]"], ["$$", "$$"]];
 
@@ -109,13 +111,19 @@ export function maths(md) {
 
 let loading = null;
 
+function load() {
+  const href = new URL("./vendor/katex/katex.css", import.meta.url).href;
+  document.head.append(element("link", { rel: "stylesheet", href }));
+  return import("./vendor/katex/katex.js");
+}
+
 // Sets the math below `root`. KaTeX is loaded when it is first needed; until then, and where it
 // finds an error, the source is shown.
 export function typeset(root) {
   const open = root.querySelectorAll(".math:not(.typeset)");
   if (!open.length) return;
   if (!globalThis.katex) {
-    loading ??= import("./vendor/katex/katex.js").then(() => typeset(document));
+    loading ??= load().then(() => typeset(document));
     return;
   }
   for (const node of open) {

@@ -4,7 +4,7 @@
 import { chip, figure, Tray } from "./attachments.js";
 import { CallView } from "./calls.js";
 import { callsOf, childrenOf, pathTo, pendingCalls, seenOf, sentCalls, splitReasoning } from "./conversation.js";
-import { Markdown } from "./markdown.js";
+import { RichText } from "./rich_text.js";
 import { mediaOf } from "./media.js";
 import { drafts } from "./settings.js";
 import { element, icon, isComposing } from "./view.js";
@@ -160,8 +160,8 @@ class MessageView {
       this.callViews = [];
       this.calls = element("div", { className: "calls" });
       this.text.classList.add("markdown");
-      this.markdown = new Markdown(this.text);
-      this.thoughtMarkdown = new Markdown(this.thought);
+      this.markdown = new RichText(this.text);
+      this.thoughtMarkdown = new RichText(this.thought);
       this.item.append(this.reasoning);
     }
     if (message.role === "user") {

@@ -52,7 +52,7 @@ export function wrongServer({ name, url }, headersText, taken) {
   }
   if (taken.includes(name)) return { field: "name", reason: "There is a server of this name." };
   if (!/^https?:\/\/[^/@\s]+(\/\S*)?$/.test(url)) {
-    return { field: "url", reason: "Enter a URL that begins with http:// or https://, without a user name." };
+    return { field: "url", reason: "Enter an http or https URL, without a user name." };
   }
   try {
     headersOf(headersText);
