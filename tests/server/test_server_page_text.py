@@ -200,6 +200,8 @@ def test_a_selection_survives_while_the_answer_grows(page) -> None:
           getSelection().setBaseAndExtent(first.firstChild, 4, second.firstChild, 10);
         }"""
     )
+    # (Its text is that of the layout, which may come a frame later.)
+    page.wait_for_function("() => getSelection().toString().includes('first')")
     selected = page.evaluate("getSelection().toString()")
     for i in range(5):
         say(page, f" and grows {i}")
