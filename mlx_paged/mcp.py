@@ -395,6 +395,15 @@ class McpServers:
             MlxPagedError: there is no such tool, or its server does not answer. The next call
                 starts a server that has ended again.
         """
+        if all(tool.name != name for tool in self.tools):
+            # A server that is starting or has failed may have it.
+            for server in self._servers.values():
+                if name.startswith(_unique(f"{server.spec.name}__", {})):
+                    await server.start()
+                    if server.error is not None:
+                        raise MlxPagedError(
+                            f"the MCP server {server.spec.name!r} cannot be started: {server.error}"
+                        )
         for tool in self.tools:
             if tool.name == name:
                 return await self._servers[tool.server].call(tool.local_name, arguments)

@@ -121,6 +121,29 @@ def test_a_server_of_the_page_offers_tools_prompts_and_resources(server, mcp_url
         assert answer.json()["contents"][0]["data"] == mcp_server.PIXEL
 
 
+def test_a_result_of_two_megabytes_is_cut(server, mcp_url) -> None:
+    call = {"name": "mine__long", "arguments": '{"count": 2000000}'}
+    body = {**call, "consent": call, "server": {"name": "mine", "url": mcp_url}}
+    with server.client() as client:
+        answer = client.post("/mcp/call", json=body).json()
+    assert not answer["is_error"] and "more characters are not shown" in answer["text"], answer
+    assert len(answer["text"]) < 110_000
+
+
+def test_a_call_connects_to_a_server_that_is_not_listed_yet(mcp_url, refusing) -> None:
+    call = {"name": "mine__add", "arguments": '{"a": 1, "b": 2}'}
+    body = {**call, "consent": call, "server": {"name": "mine", "url": mcp_url}}
+    # As after a restart of the server, or when an idle connection was closed.
+    config = ServerConfig(page_mcp="private")
+    scripted = running(config, lambda: ScriptedEngine.from_model(**ENGINE))
+    with scripted as server, server.client() as client:
+        answer = client.post("/mcp/call", json=body)
+        assert answer.json() == {"text": "3", "is_error": False}
+        body["server"] = {"name": "mine", "url": refusing}
+        answer = client.post("/mcp/call", json=body).json()
+        assert answer["is_error"] and "requires authorization" in answer["text"]
+
+
 def test_a_refusal_is_told_and_keys_are_not(server, refusing, caplog) -> None:
     headers = {"Authorization": "Bearer sesame"}
     [offers] = listed(server, {"name": "locked", "url": refusing, "headers": headers})

@@ -67,6 +67,12 @@ def hangs(path: str) -> str:
 
 
 @server.tool()
+def long(count: int) -> str:
+    """A text of many characters."""
+    return "x" * count
+
+
+@server.tool()
 def environment(name: str) -> str:
     """A variable of the environment."""
     return os.environ.get(name, "(not set)")
