@@ -422,10 +422,11 @@ class Scheduler:
 
     def _reason_to_stop(self, seq: Sequence, token: int) -> FinishReason | None:
         """Judges the newest token of a sequence."""
-        request = seq.request
-        reason = request.stop.reason_to_stop(
-            token, seq.num_output_tokens, request.max_output_tokens
-        )
+        request, reason = seq.request, None
+        if token in seq.end_token_ids or len(seq.tokens) >= seq.max_num_tokens:
+            reason = request.stop.reason_to_stop(
+                token, seq.num_output_tokens, request.max_output_tokens
+            )
         checker = seq.stop_checker
         return reason if checker is None else checker(seq, token, reason)
 

@@ -122,7 +122,8 @@ class AnswerState:
         Args:
             reason: why the token itself ends it; None: it does not.
         """
-        self.note_end(token, reason)
+        if reason is FinishReason.STOP:
+            self.note_end(token)
         try:
             if reason is None and self.grammar is not None and self.grammar.is_complete(seq.tokens):
                 # (A complete grammar ends its answer at once; a step in flight is discarded.)
@@ -140,14 +141,13 @@ class AnswerState:
             return FinishReason.ERROR
         return reason
 
-    def note_end(self, token: int, reason: FinishReason | None) -> None:
-        """Notes what a token means that ends the answer for a reason.
+    def note_end(self, token: int) -> None:
+        """Notes the end token or stop token that ended the answer.
 
         A stop token is part of the text if asked for; the model's own end token never is.
         """
         params = self.state.params
-        if reason is not FinishReason.STOP or isinstance(params, PoolingParams):
-            return
+        assert not isinstance(params, PoolingParams)
         self.is_end_shown = False
         if token in (params.stop_token_ids or ()):
             self.stop_reason = token
@@ -374,8 +374,8 @@ class OutputProcessor:
         pieces: list[str] | DeferredText
         if isinstance(text, DeferredText):
             pieces = text
-            if gained and seq.stop_checker is None:
-                answer.note_end(gained[-1], reason)
+            if gained and reason is FinishReason.STOP and seq.stop_checker is None:
+                answer.note_end(gained[-1])
             if reason is not None:
                 text.end(num_before + len(gained) - (not answer.is_end_shown))
         else:
@@ -384,16 +384,10 @@ class OutputProcessor:
                 pieces.append(text.finish())
                 if text.matched_stop is not None:
                     reason, answer.stop_reason = FinishReason.STOP, text.matched_stop
-        return SequenceUpdate(
-            request_id=request_id,
-            index=seq.index,
-            token_ids=gained,
-            pieces=pieces,
-            finish_reason=reason,
-            stop_reason=answer.stop_reason,
-            reports=reports,
-            num_tokens_before=num_before,
-        )
+        # fmt: off
+        return _update((request_id, seq.index, gained, pieces,
+                        reason, answer.stop_reason, None, reports, num_before))
+        # fmt: on
 
     def _fail(self, seq: Sequence, reason: str | RejectedItem) -> list[SequenceUpdate]:
         if seq.answer is None or seq.answer.completion.finish_reason is not None:
