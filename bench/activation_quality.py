@@ -32,7 +32,7 @@ from kv_quality import BLOCK_SIZE, CHUNK, log_softmax, random_model, sources, wr
 
 from mlx_paged.model.loader import load
 from mlx_paged.model.plan import StepInputs
-from mlx_paged.model.wrap import serve
+from mlx_paged.model.wrap import build_paged_model
 
 GROUP_SIZE = 64
 BITS = (8, 4)
@@ -98,7 +98,7 @@ def logits(
     model: nn.Module, config: dict[str, Any], activations: str, tokens: np.ndarray
 ) -> np.ndarray:
     """``[num_tokens, vocab_size]``, chunk by chunk."""
-    served = serve(model, config, block_size=BLOCK_SIZE)
+    served = build_paged_model(model, config, block_size=BLOCK_SIZE)
     served.round_activations(activations)
     num_blocks = -(-len(tokens) // BLOCK_SIZE)
     served.allocate(num_blocks + 1)

@@ -27,10 +27,10 @@ from cuda_engine import CONFIGS, DECODE, DECODE_MORE, random_model
 from harness import environment, print_table, save
 
 from mlx_paged import ops
-from mlx_paged.model import compiled
-from mlx_paged.model.compiled import CompiledSteps, Repeat
+from mlx_paged.model import graph_runner
+from mlx_paged.model.graph_runner import GraphRunner, Repeat
 from mlx_paged.model.plan import PaddedTables, StepInputs
-from mlx_paged.model.wrap import serve
+from mlx_paged.model.wrap import build_paged_model
 
 BLOCK = 32
 WORKLOADS = {**DECODE, **DECODE_MORE}
@@ -50,7 +50,7 @@ def step_of(paged: Any, contexts: tuple[int, ...]) -> tuple[mx.array, Any]:
     )
     step = paged._step(inputs, Repeat.AS_GRAPH, len(contexts))
     [tokens] = ops.upload(np.arange(5, 5 + len(contexts), dtype=np.int32))
-    mx.eval(tokens, compiled._arrays_of(step))
+    mx.eval(tokens, graph_runner._arrays_of(step))
     return tokens, step
 
 
@@ -59,7 +59,7 @@ class Runner:
 
     def __init__(self, paged: Any, tokens: mx.array, step: Any, programs: bool) -> None:
         self.paged, self.tokens, self.step = paged, tokens, step
-        self.steps = CompiledSteps(paged._run)
+        self.steps = GraphRunner(paged._run)
         self.steps.uses_device_programs = programs
 
     def forward(self) -> mx.array:
@@ -138,7 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     mx.set_default_device(mx.gpu)
     loaded = random_model(options.model)
-    paged = serve(loaded.model, loaded.config, block_size=BLOCK)
+    paged = build_paged_model(loaded.model, loaded.config, block_size=BLOCK)
     results: dict[str, Any] = {}
     for name in options.only:
         contexts = WORKLOADS[name]

@@ -37,7 +37,7 @@ from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.model.kv_formats import FORMATS, KVFormat
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.model.plan import StepInputs
-from mlx_paged.model.wrap import serve
+from mlx_paged.model.wrap import build_paged_model
 
 BLOCK_SIZE = 32
 CHUNK = 256  # tokens of a step
@@ -201,7 +201,7 @@ def paged(
     model: nn.Module, config: dict[str, Any], kv_format: KVFormat, tokens: np.ndarray
 ) -> np.ndarray:
     """The same on paged pools of a format, chunk by chunk."""
-    served = serve(model, config, block_size=BLOCK_SIZE)
+    served = build_paged_model(model, config, block_size=BLOCK_SIZE)
     served.layout = served.layout.with_kv_format(kv_format)
     num_blocks = -(-len(tokens) // BLOCK_SIZE)
     served.allocate(num_blocks + 1)

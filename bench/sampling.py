@@ -13,8 +13,8 @@ import numpy as np
 from harness import median_seconds, print_table, save
 
 from mlx_paged.engine.sampling.logits_processors import (
-    Edits,
     InFlight,
+    LogitEdits,
     Penalties,
     TokenHistory,
     apply_edits,
@@ -34,7 +34,7 @@ def penalized(num_rows: int, vocab_size: int, rng: np.random.Generator) -> list[
         history = TokenHistory(prompt)
         history.update(answer, 0)
         penalties = Penalties(history.ids, history.counts, 1.1, 0.2, 0.2)
-        rows.append(SamplingRow(0.0, 0, 1, edits=Edits(penalties=penalties)))
+        rows.append(SamplingRow(0.0, 0, 1, edits=LogitEdits(penalties=penalties)))
     return rows
 
 

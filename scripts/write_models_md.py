@@ -29,7 +29,7 @@ from mlx_paged.model.layout import CacheLayout, StateSpec, UnusedSpec
 from mlx_paged.model.media_corrections import DEVIATIONS as MEDIA_DEVIATIONS
 from mlx_paged.model.media_corrections import VERSIONS as MEDIA_VERSIONS
 from mlx_paged.model.media_families import MEDIA_FAMILIES, MEDIA_REFUSED, MLX_VLM_VERSION
-from mlx_paged.model.wrap import serve
+from mlx_paged.model.wrap import build_paged_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/models.md"
@@ -56,7 +56,7 @@ def run(module: str) -> dict[str, Any]:
 
     with standing_in(module), mock.patch.object(ops, "paged_attention", noted):
         model = family_model(config_of(module))
-        paged = serve(model, config_of(module), block_size=8)
+        paged = build_paged_model(model, config_of(module), block_size=8)
         differences = relative_difference(model, Driver(paged), VOCAB_SIZE)
     return {
         "layout": paged.layout,

@@ -34,7 +34,7 @@ from support import programs
 from support.reference import ON_GPU
 
 from mlx_paged import drop_in
-from mlx_paged.engine import collector
+from mlx_paged.engine import gc_pause
 
 # The tests' own files, too, are compiled once and not by each worker of each run.
 sys.dont_write_bytecode = False
@@ -157,8 +157,8 @@ def shipped_default() -> Iterator[None]:
     """mlx-lm is paged, if it is loaded, even after a test that unpatched it; collections come."""
     drop_in.arrange()
     yield
-    with collector._lock:  # (an engine that is shared may be in a step)
-        is_left_disabled = not gc.isenabled() and not collector._threads
+    with gc_pause._lock:  # (an engine that is shared may be in a step)
+        is_left_disabled = not gc.isenabled() and not gc_pause._threads
         if is_left_disabled:
             gc.enable()  # (for the next test: what it drops may be in cycles)
     assert not is_left_disabled, "the garbage collector was left disabled"

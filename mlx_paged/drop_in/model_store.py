@@ -54,7 +54,7 @@ class ModelStore:
         found = stores_of(self._model)
         if not found:
             entry = entry_of(self._model)
-            reason = entry.why_none if entry is not None else ""
+            reason = entry.sample_failure if entry is not None else ""
             raise NoStoreError(
                 f"this model has no paged store: {reason or 'its stores were forgotten since'}"
             )

@@ -16,11 +16,11 @@ import numpy as np
 
 from mlx_paged.core import BlockTables, KVManager, PrefixQuery, WindowGroupSpec
 from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixMatch
-from mlx_paged.drop_in.flat_model import WINDOW_SLACK, FlatModel
 from mlx_paged.drop_in.locking import exclusive
+from mlx_paged.drop_in.runner import WINDOW_SLACK, DropInRunner
 from mlx_paged.drop_in.states import Snapshots, State
 from mlx_paged.model.kv_formats import KVFormat
-from mlx_paged.model.layout import Reach
+from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
@@ -71,7 +71,7 @@ class StoreStats:
         return cls(**{f.name: sum(getattr(s, f.name) for s in stats) for f in fields(cls)})
 
 
-class Lease:
+class SequenceHandle:
     """One sequence's hold on its blocks; it ends with the object.
 
     mlx-lm's prompt caches are objects: a copy is a fork, and one that nobody refers to any more is
@@ -114,11 +114,11 @@ class PagedStore:
     stream. The arrays of the pools are touched by the thread that has the store only.
 
     Args:
-        model: see `FlatModel`; the store does not keep it alive.
+        model: see `DropInRunner`; the store does not keep it alive.
         cache_bytes: memory up to which prefixes that nobody uses at the moment are kept: the store
             grows to that size before it evicts any, and past it only for sequences that live.
         lock: see `exclusive`. Stores of one model have one.
-        kv_format: see `FlatModel`.
+        kv_format: see `DropInRunner`.
 
     Raises:
         UnsupportedModelError: the model cannot have one.
@@ -136,7 +136,7 @@ class PagedStore:
         self.is_interrupted = False  # by an exception, in the middle of something
         num_blocks = _INITIAL_BLOCKS
         self.block_size = BLOCK_SIZE
-        self.flat = FlatModel(
+        self.flat = DropInRunner(
             model, num_blocks=num_blocks, block_size=BLOCK_SIZE, kv_format=kv_format
         )
         self.block_bytes = BLOCK_SIZE * self.flat.bytes_per_token  # in all layers
@@ -163,7 +163,7 @@ class PagedStore:
         self._newest_states: list[mx.array] = []
         self._stream: mx.Stream | None = None  # of lazy calls
         # The graph they have built, if the device is not at work on it yet.
-        self._lazy_leases: WeakSet[Lease] = WeakSet()
+        self._lazy_leases: WeakSet[SequenceHandle] = WeakSet()
         self._lazy_thread: int | None = None
         self._begun = self._scheduled
 
@@ -192,13 +192,13 @@ class PagedStore:
     # Leases.
 
     @exclusive
-    def lease(self) -> Lease:
+    def lease(self) -> SequenceHandle:
         """For a sequence without blocks."""
         self._collect()
-        return Lease(self.kv.open(array(TOKEN_TYPE)), self._ended)
+        return SequenceHandle(self.kv.open(array(TOKEN_TYPE)), self._ended)
 
     @exclusive
-    def fork(self, lease: Lease, num_tokens: int) -> Lease:
+    def fork(self, lease: SequenceHandle, num_tokens: int) -> SequenceHandle:
         """The same blocks, for a sequence that has the first `num_tokens` tokens.
 
         Nothing happens on the device until one of the two is written.
@@ -206,7 +206,7 @@ class PagedStore:
         self._collect()
         tables = lease.tables
         state = None if lease.state is None else self.flat.alone(lease.state)
-        return Lease(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended, state)
+        return SequenceHandle(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended, state)
 
     def _collect(self) -> None:
         """Takes back what ended leases held, and gives memory back where there is much of it."""
@@ -230,7 +230,7 @@ class PagedStore:
     @exclusive
     def forward(
         self,
-        leases: Sequence[Lease],
+        leases: Sequence[SequenceHandle],
         starts: Sequence[int],
         lengths: Sequence[int],
         tokens: mx.array,
@@ -269,7 +269,7 @@ class PagedStore:
 
     def _build(
         self,
-        leases: Sequence[Lease],
+        leases: Sequence[SequenceHandle],
         starts: Sequence[int],
         lengths: Sequence[int],
         tokens: mx.array,
@@ -296,7 +296,12 @@ class PagedStore:
 
     @exclusive
     def plan_write(
-        self, leases: Sequence[Lease], start: int, length: int, number: int, num_everywhere: int
+        self,
+        leases: Sequence[SequenceHandle],
+        start: int,
+        length: int,
+        number: int,
+        num_everywhere: int,
     ) -> AttentionPlan:
         """Makes ready to write ``[start, start + length)`` of sequences, layer by layer.
 
@@ -312,7 +317,11 @@ class PagedStore:
         return build_plan(tables, ends, [length] * len(leases), block_size=self.block_size)
 
     def _own(
-        self, leases: Sequence[Lease], starts: Sequence[int], ends: Sequence[int], number: int
+        self,
+        leases: Sequence[SequenceHandle],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        number: int,
     ) -> list[list[int]]:
         """Makes ``[start, end)`` of each sequence its own to write; returns a group's tables."""
         self._collect()
@@ -341,7 +350,7 @@ class PagedStore:
             lease.is_torn = False
         return [lease.tables.attention[number].blocks for lease in leases]
 
-    def can_trim(self, leases: Sequence[Lease], layer: int, num_tokens: int) -> bool:
+    def can_trim(self, leases: Sequence[SequenceHandle], layer: int, num_tokens: int) -> bool:
         """True if sequences still hold what a layer reads after their first `num_tokens` tokens."""
         reach = self.flat.spec(layer).reach
         number = self.flat.group_of(reach)
@@ -434,7 +443,7 @@ class PagedStore:
 
     @exclusive
     def read(
-        self, layer: int, leases: Sequence[Lease], start: int, end: int
+        self, layer: int, leases: Sequence[SequenceHandle], start: int, end: int
     ) -> tuple[mx.array, mx.array]:
         """Dense ``[batch, num_kv_heads, end - start, head_dim]`` keys and values of one layer."""
         self._begin()
@@ -553,7 +562,7 @@ class PagedStore:
         self.kv.check_integrity()
 
 
-def _window_group(reach: Reach, num_blocks: int) -> WindowGroupSpec:
+def _window_group(reach: KVCacheGroupSpec, num_blocks: int) -> WindowGroupSpec:
     assert reach.window is not None
     return WindowGroupSpec(
         num_blocks,

@@ -46,7 +46,7 @@ class _Entry:
         self.lock = threading.RLock()
         self.stores: dict[tuple[Any, ...], PagedStore | None] = {}
         self.limit: int | None = None  # bytes for unused prefixes; None: as the environment says
-        self.why_none = ""  # there is no store
+        self.sample_failure = ""  # there is no store
         self._weights: list[tuple[str, _Weight]] | None = None
 
     def store(
@@ -79,7 +79,7 @@ class _Entry:
                 # Whatever a model does with caches that it was not made for, it is not proven.
                 kind = str(getattr(model, "model_type", type(model).__name__))
                 reason = f"model_type {kind!r} is not supported: {type(error).__name__}: {error}"
-        self.why_none = reason
+        self.sample_failure = reason
         _warn(reason)
         return None
 

@@ -67,7 +67,7 @@ from mlx_paged.model.classification import ClassificationHead
 from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
-from mlx_paged.model.wrap import serve
+from mlx_paged.model.wrap import build_paged_model
 from mlx_paged.parsing.reasoning import format_of
 from mlx_paged.platform import Platform
 
@@ -170,7 +170,7 @@ class Engine:
                 cache_size=self.config.structured_outputs_cache_size,
             )
         self.reasoning_format = format_of(self.config.reasoning_parser, self.tokenizer)
-        paged = serve(
+        paged = build_paged_model(
             model.model, model.config, block_size=self.config.block_size, platform=platform
         )
         _quantise(paged, self.config)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_paged.engine import collector
+from mlx_paged.engine import gc_pause
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.request_stream import Channel
@@ -145,7 +145,7 @@ class EngineThread:
                 traceback = None if expected else error
                 logger.critical("the engine has stopped: %s", reason, exc_info=traceback)
         finally:
-            collector.let_go()
+            gc_pause.resume_gc()
             self._fail_all(reason)
             gc.unfreeze()  # or a dropped engine (reference cycles) would keep its memory
             # Last: callers that waited for it must find the engine dead.
@@ -158,13 +158,13 @@ class EngineThread:
             try:
                 while self._take_calls():
                     if self.engine.has_unfinished:
-                        with collector.step:
+                        with gc_pause.gc_paused():
                             self.engine.step()
                         self._num_failures = 0
                     self._wake_readers()
                 return
             except BaseException as error:
-                collector.let_go()  # (it may have come before the step's own end)
+                gc_pause.resume_gc()  # (it may have come before the step's own end)
                 self._num_failures += 1
                 if self._num_failures >= _MOST_FAILURES:
                     raise

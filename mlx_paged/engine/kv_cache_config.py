@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlx_paged.core import StateGroupSpec, WindowGroupSpec
 from mlx_paged.core.kv.specs import SLOTS_PER_SEQUENCE
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.model.layout import CacheLayout, Reach
+from mlx_paged.model.layout import CacheLayout, KVCacheGroupSpec
 
 # Assumed length of a sequence, or a few windows, where the configuration does not give one.
 _TYPICAL_CONTEXT_LEN = 4096
@@ -90,7 +90,7 @@ class KVCacheConfig:
         """Blocks of the full group such that all pools together take at most `num_bytes` bytes."""
         return bisect_right(range(1 + self._most_blocks), num_bytes, key=self.num_bytes) - 1
 
-    def blocks_by_reach(self, sizes: PoolSizes) -> dict[Reach, int]:
+    def blocks_by_reach(self, sizes: PoolSizes) -> dict[KVCacheGroupSpec, int]:
         """Blocks of the pools of the layers of each reach."""
         blocks = dict.fromkeys(self._layout.reaches, sizes.num_blocks)
         blocks.update(zip(self.windows, sizes.window_blocks, strict=True))
@@ -110,7 +110,7 @@ class KVCacheConfig:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _view_blocks(self, reach: Reach) -> int:
+    def _view_blocks(self, reach: KVCacheGroupSpec) -> int:
         """Most blocks that a row sees."""
         return self._blocks_for((_span(reach) or 0) - 1) + 1
 
@@ -119,6 +119,6 @@ class KVCacheConfig:
         return -(-num_blocks * per_sequence // self._typical_blocks)
 
 
-def _span(reach: Reach) -> int | None:
+def _span(reach: KVCacheGroupSpec) -> int | None:
     """Most tokens that a row sees; None: all."""
     return reach.window if reach.window is not None else reach.chunk

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.engine import collector
+from mlx_paged.engine import gc_pause
 from mlx_paged.engine.chat.messages import messages_of
 from mlx_paged.engine.chat.renderer import ChatRenderer
 from mlx_paged.engine.config import EngineConfig
@@ -91,7 +91,7 @@ class LLM:
         config = EngineConfig(**options)
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
         # (No `gc.freeze` as on the engine's thread: it would affect the whole process, and
-        # keep an `LLM` that is dropped. `collector` keeps collections out of steps.)
+        # keep an `LLM` that is dropped. `gc_pause` keeps collections out of steps.)
         self.engine = Engine(loaded, config, on_kernel=on_kernel)
         self._ids = itertools.count()
         self._turn = threading.RLock()  # held by a thread that waits to add a request
@@ -418,13 +418,13 @@ class LLM:
             return
         with self._turn:  # others that wait to add a request come first
             pass
-        with collector.step:
+        with gc_pause.gc_paused():
             self.engine.step()
 
     def _end(self, call: _Call) -> None:
         """Ends those requests of a call that are unfinished, and forgets them."""
         self._left.append(call)
-        collector.let_go()  # (an exception from outside may have come before its step's own end)
+        gc_pause.resume_gc()  # (an exception from outside may have come before its step's own end)
         with suppress(ForkedProcessError):  # (a child drops the stream that it inherited)
             self._end_left()
         for output in call.outputs:

@@ -40,8 +40,8 @@ from mlx_paged.engine.sampling.sampler import (
     largest_of,
     sample,
 )
-from mlx_paged.model.compiled import Greedy
-from mlx_paged.model.layout import Reach
+from mlx_paged.model.graph_runner import Greedy
+from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs
@@ -74,9 +74,9 @@ class LaunchedStep:
     tokens: mx.array  # [num_sampled] int32, in the order of the sequences that sample
     # The last pool it writes, to wait for in a step without samples.
     written: mx.array
-    reported: mx.array  # [num_sampled] int32, for the host: the tokens; -1: see `why_none`
+    reported: mx.array  # [num_sampled] int32, for the host: the tokens; -1: see `sample_failure`
     pools_before: list[mx.array]  # handles of the pools, before it
-    why_none: WhyNone | None = None  # None where nothing is sampled
+    sample_failure: SampleFailure | None = None  # None where nothing is sampled
     logprobs: Reported | None = None  # of sampled tokens, where some were asked for
     prompt_logprobs: Reported | None = None  # of prompt tokens, likewise
 
@@ -87,7 +87,7 @@ class LaunchedStep:
         return [self.reported, *(a for r in reports for a in r.arrays.arrays)]
 
 
-class WhyNone(NamedTuple):
+class SampleFailure(NamedTuple):
     """Explains why a row could not be sampled. Evaluated only when one failed."""
 
     sampled: Sampled
@@ -126,7 +126,7 @@ class ModelRunner:
     """A model and its pools; runs steps.
 
     Args:
-        model: as `model.wrap.page` makes it; it belongs to this runner.
+        model: as `model.wrap.convert_to_paged` makes it; it belongs to this runner.
         windows: reaches whose layers have block tables of their own, in the order in which a
             step names them; all others share one.
         num_blocks: blocks of the pools; None: `allocate` makes them later.
@@ -138,7 +138,7 @@ class ModelRunner:
         self,
         model: PagedModel,
         *,
-        windows: Sequence[Reach] = (),
+        windows: Sequence[KVCacheGroupSpec] = (),
         num_blocks: int | None = None,
         media: StepMediaBuilder | None = None,
         masks: MaskSource | None = None,
@@ -153,7 +153,7 @@ class ModelRunner:
             self.allocate(num_blocks)
 
     @property
-    def windows(self) -> tuple[Reach, ...]:
+    def windows(self) -> tuple[KVCacheGroupSpec, ...]:
         """Reaches whose layers have block tables of their own."""
         return tuple(self._windows)
 
@@ -162,7 +162,9 @@ class ModelRunner:
         """Tokens of a block."""
         return self.model.block_size
 
-    def allocate(self, num_blocks: int | Mapping[Reach, int], num_state_slots: int = 0) -> None:
+    def allocate(
+        self, num_blocks: int | Mapping[KVCacheGroupSpec, int], num_state_slots: int = 0
+    ) -> None:
         """Makes new pools; what the old ones held is lost."""
         self.model.allocate(num_blocks, num_state_slots)
 
@@ -205,12 +207,12 @@ class ModelRunner:
             rest = iter(sampled)
             tokens = [[next(rest)] if samples else [] for samples in batch.samples]
         result = StepResult(tokens)
-        if min(sampled, default=0) < 0 and launched.why_none is not None:
+        if min(sampled, default=0) < 0 and launched.sample_failure is not None:
             indices = compress(range(batch.num_seqs), batch.samples)
             for row, (index, token) in enumerate(zip(indices, sampled)):
                 if token < 0:
                     tokens[index] = []
-                    reason = launched.why_none(row)
+                    reason = launched.sample_failure(row)
                     result.failures.append((index, reason))
                     result.is_poisoned |= reason in POISONS
         if launched.logprobs is not None:
@@ -308,15 +310,15 @@ class ModelRunner:
             raw = logits[:num_sampled] if targets else logits
             greedy = self.model.greedy_of(raw)
             platform = self.model.platform
-            why_none = _choose(raw, metadata, newest, grammars, self._masks, greedy, platform)
-            tokens = why_none.sampled.tokens
-            for_host = why_none.sampled.for_host(why_none.model_largest)
+            sample_failure = _choose(raw, metadata, newest, grammars, self._masks, greedy, platform)
+            tokens = sample_failure.sampled.tokens
+            for_host = sample_failure.sampled.for_host(sample_failure.model_largest)
             if greedy is None or for_host is not greedy.reported:  # (which is for the host)
                 for_host = ops.to_host(for_host)
             logprobs = _report_samples(raw, tokens, batch, metadata)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
-            tokens, logprobs, why_none = mx.zeros((0,), dtype=mx.int32), None, None
+            tokens, logprobs, sample_failure = mx.zeros((0,), dtype=mx.int32), None, None
             for_host = tokens
         prompt_logprobs = _report_prompts(logits[num_sampled:], targets) if targets else None
         pools = self.model.pools()
@@ -326,7 +328,7 @@ class ModelRunner:
             written=pools[-1],
             reported=for_host,
             pools_before=pools_before,
-            why_none=why_none,
+            sample_failure=sample_failure,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
@@ -368,7 +370,7 @@ class ModelRunner:
 
     def _block_tables(
         self, seq_ids: tuple[int, ...], tables: Sequence[tuple[StepTable, ...]]
-    ) -> PaddedTables | Mapping[Reach, PaddedTables]:
+    ) -> PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables]:
         """The block tables of a step: one for all layers, or those of each reach."""
         full, *windows = zip(*tables)
         shared = self._tables.update(seq_ids, full)
@@ -415,7 +417,7 @@ def _choose(
     masks: MaskSource | None,
     greedy: Greedy | None,
     platform: Platform,
-) -> WhyNone:
+) -> SampleFailure:
     """Chooses the tokens of a step; the result says why a row has none.
 
     Args:
@@ -423,14 +425,14 @@ def _choose(
         greedy: greedy sampling of them, where the step has found it.
     """
     if not metadata.edits:
-        return WhyNone(sample(raw, metadata, greedy, platform=platform), None, False, {})
+        return SampleFailure(sample(raw, metadata, greedy, platform=platform), None, False, {})
     # (A mask hides nothing that is not finite.)
     model_largest = None
     if not only_masks(metadata.edits):
         model_largest = largest_of(raw, platform) if greedy is None else greedy.largest
     edited = apply_edits(raw, metadata.edits, newest, grammars, masks)
     sampled = sample(edited.logits, metadata, platform=platform)
-    return WhyNone(sampled, model_largest, True, edited.failed)
+    return SampleFailure(sampled, model_largest, True, edited.failed)
 
 
 def _report_samples(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mlx_paged.core import SchedulerOutput, Sequence
 from mlx_paged.engine.faults import reason_of
-from mlx_paged.engine.sampling.logits_processors import Edits
+from mlx_paged.engine.sampling.logits_processors import LogitEdits
 from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SequenceSampler
@@ -108,7 +108,7 @@ class MetadataCache:
         return replace(self._columns, position=positions.astype(np.uint32), edits=edits)
 
 
-def _edits_of(seq: Sequence, position: int) -> Edits | None:
+def _edits_of(seq: Sequence, position: int) -> LogitEdits | None:
     """A sequence's edits; one that cannot be made, twice, ends its sequence and no other."""
     sampler: SequenceSampler = seq.sampler
     key = MaskKey(seq.seq_id, position)
@@ -118,5 +118,5 @@ def _edits_of(seq: Sequence, position: int) -> Edits | None:
         except Exception as error:
             sampler.start_over()  # it may have stopped in the middle of counting
             if is_last:
-                return Edits(failure=reason_of(error))
+                return LogitEdits(failure=reason_of(error))
     return None

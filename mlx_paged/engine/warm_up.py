@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Called with how many kinds of steps are done and how many there are.
 OnStep = Callable[[int, int], None]
 
-# A shape is compiled when it occurs for the third time (`model.compiled`); the fourth repeats it.
+# A shape is compiled when it occurs for the third time (`model.graph_runner`), and then repeated.
 _STEPS = 4
 # Tokens of context at which decodes have partial results to merge.
 _LONG_CONTEXT = 4096

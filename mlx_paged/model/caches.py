@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.model import dense_prefill
-from mlx_paged.model.layout import FULL, LayerSpec, Reach
+from mlx_paged.model.layout import FULL, KVCacheGroupSpec, LayerSpec
 from mlx_paged.model.media import MediaRows
 from mlx_paged.model.plan import StatePlan
 from mlx_paged.ops import AttentionPlan
@@ -29,7 +29,7 @@ Attend = Callable[[mx.array, AttentionPlan], mx.array]
 
 
 @dataclass(frozen=True)
-class Parts:
+class LayerwiseSubmit:
     """Layers of a step that the device has begun with.
 
     What a part computes takes memory until all of it has run. So of a large step the host waits
@@ -67,7 +67,7 @@ class Parts:
             mx.async_eval(out)  # type: ignore[no-untyped-call]
 
 
-class SelectedRows:
+class LastLayerPruning:
     """The rows that a step's results are asked of, where most rows are others': prompts.
 
     The last layer computes attention and all that follows of these alone (`ops.select_rows`).
@@ -130,14 +130,14 @@ class Step:
 
     plan: AttentionPlan
     logit_rows: mx.array
-    plans: Mapping[Reach, AttentionPlan] = field(default_factory=dict)
+    plans: Mapping[KVCacheGroupSpec, AttentionPlan] = field(default_factory=dict)
     states: StatePlan | None = None
     prefill: dense_prefill.DensePrefill | None = None
-    parts: Parts | None = None
+    layerwise: LayerwiseSubmit | None = None
     media: MediaRows | None = None
-    selected: SelectedRows | None = None
+    selected: LastLayerPruning | None = None
 
-    def plan_for(self, reach: Reach) -> AttentionPlan:
+    def plan_for(self, reach: KVCacheGroupSpec) -> AttentionPlan:
         """The plan that layers of this reach read and write through."""
         return self.plans.get(reach, self.plan)
 
@@ -316,8 +316,8 @@ class KVPools:
         step = self._context.step
         if step.prefill is not None:
             self._written = _Written(step, keys, values)
-        if step.parts is not None:
-            step.parts.layer_built(self.layer, self.key_pool, keys)
+        if step.layerwise is not None:
+            step.layerwise.layer_built(self.layer, self.key_pool, keys)
 
 
 class PagedLayerCache(KVPools):
@@ -405,8 +405,8 @@ class PagedLayerCache(KVPools):
             if written is not None and written.step is step:
                 own = written.keys, written.values
             out = step.prefill.attend(rows, pools, own, scale)
-            if step.parts is not None:
-                step.parts.attention_built(self.layer, out)
+            if step.layerwise is not None:
+                step.layerwise.attention_built(self.layer, out)
         else:
             out = attend(rows, step.plan_for(self._reach))
         if step.selected is not None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.model.caches import KVPools, StepContext
-from mlx_paged.model.layout import LayerSpec, Reach
+from mlx_paged.model.layout import KVCacheGroupSpec, LayerSpec
 from mlx_paged.model.plan import PaddedTables, StepInputs, int32
 
 
@@ -33,15 +33,15 @@ class GatheredGroup:
     start: int | None  # that position, if it is the same for all: the group is uniform
     context_lens: mx.array  # [num_seqs] int32
     max_context_len: int
-    block_tables: Mapping[Reach, mx.array]  # [num_seqs, max_blocks] int32
-    slots: Mapping[Reach, mx.array]  # [num_seqs * length] int32
+    block_tables: Mapping[KVCacheGroupSpec, mx.array]  # [num_seqs, max_blocks] int32
+    slots: Mapping[KVCacheGroupSpec, mx.array]  # [num_seqs * length] int32
 
     @classmethod
     def of(
         cls,
         inputs: StepInputs,
         members: np.ndarray,
-        reaches: Sequence[Reach],
+        reaches: Sequence[KVCacheGroupSpec],
         *,
         block_size: int,
         uniform: bool,
@@ -50,8 +50,8 @@ class GatheredGroup:
         length = int(inputs.query_lens[members[0]])
         lens = inputs.context_lens[members]
         positions = (lens - length)[:, None] + np.arange(length)
-        tables: dict[Reach, mx.array] = {}
-        slots: dict[Reach, mx.array] = {}
+        tables: dict[KVCacheGroupSpec, mx.array] = {}
+        slots: dict[KVCacheGroupSpec, mx.array] = {}
         for reach in reaches:
             padded = inputs.tables_of(reach)
             if not isinstance(padded, PaddedTables):

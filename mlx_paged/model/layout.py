@@ -1,8 +1,8 @@
 """CacheLayout: the needs of a model's layers from the KV store, in plain numbers.
 
 A model has a tree of caches (mlx-lm gives one entry to a layer, and some entries hold several). Its
-leaves are described here, in order. The leaves of one `Reach` read and write through the same block
-tables; recurrent leaves have no blocks but *state slots*, see `mlx_paged.model.recurrent`.
+leaves are described here, in order. The leaves of one `KVCacheGroupSpec` share block tables;
+recurrent leaves have *state slots* instead, see `mlx_paged.model.recurrent`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlx_paged.model.kv_formats import SLIDING_WINDOW, KVFormat
 
 
 @dataclass(frozen=True)
-class Reach:
+class KVCacheGroupSpec:
     """How far back the rows of an attention layer see. Layers of one reach share block tables.
 
     At most one of the two is set; neither: every key up to the row's own position.
@@ -42,7 +42,7 @@ class Reach:
         return 0
 
 
-FULL = Reach()
+FULL = KVCacheGroupSpec()
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class LayerSpec:
     kv_format: KVFormat | None = None  # None: both pools are of `dtype`
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> KVCacheGroupSpec:
         """The group of layers whose block tables this one shares."""
-        return Reach(self.window, self.chunk)
+        return KVCacheGroupSpec(self.window, self.chunk)
 
     @property
     def pool_dims(self) -> tuple[int, int]:
@@ -154,7 +154,7 @@ class CacheLayout:
         return tuple(s for s in self.specs if isinstance(s, StateSpec))
 
     @cached_property
-    def reaches(self) -> tuple[Reach, ...]:
+    def reaches(self) -> tuple[KVCacheGroupSpec, ...]:
         """How far layers see; each needs block tables of its own, once blocks are freed."""
         return tuple(dict.fromkeys(spec.reach for spec in self.attention))
 
@@ -168,7 +168,7 @@ class CacheLayout:
         """True if any attention layer keeps rounded keys and values."""
         return any(spec.kv_format is not None for spec in self.attention)
 
-    def bytes_per_token(self, reach: Reach | None = None) -> int:
+    def bytes_per_token(self, reach: KVCacheGroupSpec | None = None) -> int:
         """K and V of one token in all attention layers, or in those of one reach."""
         return sum(s.bytes_per_token for s in self.attention if reach in (None, s.reach))
 

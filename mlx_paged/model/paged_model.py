@@ -13,23 +13,23 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model import dense_prefill, patches
 from mlx_paged.model.caches import (
     KVPools,
+    LastLayerPruning,
     LatentLayerCache,
+    LayerwiseSubmit,
     PagedLayerCache,
-    Parts,
-    SelectedRows,
     Step,
     StepContext,
     UnusedCache,
     copy_blocks,
 )
-from mlx_paged.model.compiled import CompiledSteps, Greedy, Repeat
 from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
+from mlx_paged.model.graph_runner import GraphRunner, Greedy, Repeat
 from mlx_paged.model.layout import (
     FULL,
     CacheLayout,
+    KVCacheGroupSpec,
     LayerSpec,
     Mode,
-    Reach,
     StateSpec,
     UnusedSpec,
     assemble,
@@ -108,8 +108,8 @@ class PagedModel:
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
         self._compiled = self._make_compiled()
 
-    def _make_compiled(self) -> CompiledSteps:
-        return CompiledSteps(
+    def _make_compiled(self) -> GraphRunner:
+        return GraphRunner(
             self._run, platform=self.platform, enabled=self.repeats_steps, chooses=self._chooses
         )
 
@@ -140,7 +140,7 @@ class PagedModel:
 
     def allocate(
         self,
-        num_blocks: int | Mapping[Reach, int],
+        num_blocks: int | Mapping[KVCacheGroupSpec, int],
         num_state_slots: int = 0,
         *,
         state_cache: Callable[[StateSpec], RecurrentCache] | None = None,
@@ -243,7 +243,7 @@ class PagedModel:
         for state in (p for c in self._states for p in c.pools if p is not None):
             state.reset()
 
-    def copy_blocks(self, block_pairs: mx.array, reach: Reach | None = None) -> None:
+    def copy_blocks(self, block_pairs: mx.array, reach: KVCacheGroupSpec | None = None) -> None:
         """Copies blocks in the pools of all layers, or of those of one reach.
 
         Args:
@@ -386,13 +386,17 @@ class PagedModel:
         parts = None
         if self.platform.has_cuda and longest > 1:
             is_large = inputs.query_lens.sum() >= _LARGE_STEP
-            parts = Parts(1, most=_MOST_LARGE_PARTS) if is_large else Parts(_LAYERS_OF_PART)
+            parts = (
+                LayerwiseSubmit(1, most=_MOST_LARGE_PARTS)
+                if is_large
+                else LayerwiseSubmit(_LAYERS_OF_PART)
+            )
         media = None if inputs.media is None else MediaRows.of(inputs.media)
         logit_rows = self._logit_rows(inputs.logit_rows, stays)
         selected = self._selected(inputs, logit_rows)
         return Step(plan, logit_rows, plans, states, prefill, parts, media, selected)
 
-    def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> SelectedRows | None:
+    def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> LastLayerPruning | None:
         """For steps of prompts, whose sequences are sampled from at their ends."""
         lens, wanted = inputs.query_lens, inputs.logit_rows
         if not self._attention or not 0 < len(wanted) <= lens.sum() - _LEAST_UNSELECTED:
@@ -417,7 +421,7 @@ class PagedModel:
             window=reach.window,
             platform=self.platform,
         )
-        return SelectedRows(logit_rows, plan, len(self._attention) - 1, self.pools)
+        return LastLayerPruning(logit_rows, plan, len(self._attention) - 1, self.pools)
 
     def _logit_rows(self, wanted: np.ndarray, stays: bool) -> mx.array:
         """For the device; kept where they are the first of a step, as in all decodes."""
@@ -439,7 +443,7 @@ class PagedModel:
         self,
         inputs: StepInputs,
         tables: Tables,
-        reach: Reach,
+        reach: KVCacheGroupSpec,
         num_rows: int | None,
         stays: bool,
     ) -> AttentionPlan:
@@ -466,7 +470,7 @@ class PagedModel:
             platform=self.platform,
         )
 
-    def _bounds(self, inputs: StepInputs, reach: Reach) -> np.ndarray | None:
+    def _bounds(self, inputs: StepInputs, reach: KVCacheGroupSpec) -> np.ndarray | None:
         """First and last position of what each row of a layer sees as a whole; see `build_plan`."""
         if inputs.media is None or inputs.media.bounds is None:
             return None
@@ -487,8 +491,8 @@ class PagedModel:
         )
 
     def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        # (The caches have their own groups: the plan has no sequences. And no media: `wrap.page`
-        # runs no multimodal model so.)
+        # (The caches have their own groups: the plan has no sequences. And no media:
+        # `wrap.convert_to_paged` runs no multimodal model so.)
         no_plan = build_plan([], [], [], block_size=self.block_size, platform=self.platform)
         parts: list[mx.array] = []
         wanted: list[np.ndarray] = []

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.model.layout import Reach
+from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.media import StepMedia
 from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
@@ -177,12 +177,12 @@ class StepInputs:
 
     context_lens: np.ndarray
     query_lens: np.ndarray
-    tables: Tables | Mapping[Reach, Tables]
+    tables: Tables | Mapping[KVCacheGroupSpec, Tables]
     logit_rows: np.ndarray
     state_slots: StateSlots | None = None
     media: StepMedia | None = None
 
-    def tables_of(self, reach: Reach) -> Tables:
+    def tables_of(self, reach: KVCacheGroupSpec) -> Tables:
         """The block tables that layers of this reach use."""
         return self.tables[reach] if isinstance(self.tables, Mapping) else self.tables
 

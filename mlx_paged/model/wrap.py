@@ -1,8 +1,8 @@
 """From a loaded model to one that runs on paged caches, or to the reason why it does not.
 
-`observe` reads the layout of the caches off a dense forward, `page` chooses how the model's forward
-is run by trying it on a graph that is never evaluated, and `serve` does so for a family's modes and
-compares the result with the dense cache where the family is not proven.
+`observe` reads the layout of the caches off a dense forward. `convert_to_paged` chooses how the
+model's forward is run by trying it on a graph that is never evaluated. `build_paged_model` does so
+for a family's modes and compares the result with the dense cache where the family is not proven.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SEQUENCES, _TOKENS = 2, 8
 _MISFITS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError)
 
 
-def serve(
+def build_paged_model(
     model: nn.Module,
     config: Mapping[str, Any],
     *,
@@ -82,7 +82,9 @@ def serve(
     """
     family = model.paged_family if isinstance(model, MultiModalModel) else require_family(config)
     model_type = str(config.get("model_type", family.name))
-    paged = page(model, model_type, modes=family.modes, block_size=block_size, platform=platform)
+    paged = convert_to_paged(
+        model, model_type, modes=family.modes, block_size=block_size, platform=platform
+    )
     if family.must_compare(paged.layout.mode):
         difference = difference_from_dense(paged, vocab_size(config))
         if not difference < tolerance_of(paged):
@@ -111,7 +113,7 @@ def serve(
 # --- Choosing a mode ------------------------------------------------------------------------------
 
 
-def page(
+def convert_to_paged(
     model: nn.Module,
     model_type: str,
     *,

@@ -43,7 +43,7 @@ from mlx_paged.server.batches.setup import add_batches, start_batches
 from mlx_paged.server.chat import chat_completions
 from mlx_paged.server.completions import completions
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.context import Context, context_of, trace_of
+from mlx_paged.server.context import Context, context_of, request_log_of
 from mlx_paged.server.errors import ApiError, from_engine, message_status, shorten
 from mlx_paged.server.messages import answers
 from mlx_paged.server.messages import endpoints as anthropic
@@ -495,13 +495,13 @@ async def _no_page(request: Request) -> Response:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    trace_of(request).fields["error"] = error.message
+    request_log_of(request).fields["error"] = error.message
     return error.response(request.scope)
 
 
 async def _on_engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MlxPagedError)
-    return await _on_api_error(request, from_engine(error, trace_of(request).request_id))
+    return await _on_api_error(request, from_engine(error, request_log_of(request).request_id))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -1,7 +1,7 @@
 """One connection: HTTP/1.1 with time limits, a limited head, and clients that only stop sending.
 
 uvicorn times idle connections between requests, and the application times bodies and readers.
-`ImpatientProtocol` times what comes before: connections that send nothing, heads that come byte by
+`TimeoutProtocol` times what comes before: connections that send nothing, heads that come byte by
 byte, bodies that continue after their answer was sent.
 
 **Clients that close their sending side** (``shutdown(SHUT_WR)``) get their answers. TCP shows the
@@ -37,8 +37,8 @@ _INTERIM_INTERVAL = 15.0
 _PROBE_INTERVAL = 5
 
 
-class ImpatientProtocol(HttpToolsProtocol):
-    """A connection whose client has limited time to send a request; see `impatient`.
+class TimeoutProtocol(HttpToolsProtocol):
+    """A connection whose client has limited time to send a request; see `with_timeouts`.
 
     Attributes:
         head_timeout: Seconds from the connection, or from the first byte after an answer, to the
@@ -245,6 +245,6 @@ class ImpatientProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def impatient(head_timeout: float) -> type[ImpatientProtocol]:
+def with_timeouts(head_timeout: float) -> type[TimeoutProtocol]:
     """The protocol with a timeout, for uvicorn, which makes one for each connection."""
-    return type("Protocol", (ImpatientProtocol,), {"head_timeout": head_timeout})
+    return type("Protocol", (TimeoutProtocol,), {"head_timeout": head_timeout})

@@ -1,4 +1,4 @@
-"""Context: engine, tokenizer, options and metrics of all endpoints; Trace: a request's log line."""
+"""Context: engine, tokenizer, options and metrics of all endpoints. RequestLog: a log line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SMALL_BODY = 1 << 20
 
 
 @dataclass
-class Trace:
+class RequestLog:
     """The log line of one HTTP request, written when it has ended.
 
     Attributes:
@@ -86,7 +86,7 @@ class Work(Protocol):
     """The part of a request that runs in the engine."""
 
     @property
-    def trace(self) -> Trace: ...
+    def trace(self) -> RequestLog: ...
 
     async def abort(self) -> None:
         """Ends it."""
@@ -217,7 +217,7 @@ class Context:
         takes_media = media_model_of(self.engine.engine) is not None
         return MAX_MEDIA_BODY_SIZE if takes_media else MAX_BODY_SIZE
 
-    def hold_body(self, trace: Trace, size: int) -> None:
+    def hold_body(self, trace: RequestLog, size: int) -> None:
         """Counts a body that has grown to a size among those in memory, until its request ends.
 
         Raises:
@@ -268,7 +268,7 @@ class Context:
             if not arriving.expired():
                 arriving.reschedule(asyncio.get_running_loop().time())
 
-    def release_body(self, trace: Trace) -> None:
+    def release_body(self, trace: RequestLog) -> None:
         """The request has ended."""
         self._held_bytes -= trace.held_bytes
         trace.held_bytes = 0
@@ -364,7 +364,7 @@ def context_of(request: Request) -> Context:
     return context
 
 
-def trace_of(request: Request) -> Trace:
+def request_log_of(request: Request) -> RequestLog:
     """Returns this request's log line."""
-    trace: Trace = request.scope["state"]["trace"]
+    trace: RequestLog = request.scope["state"]["trace"]
     return trace

@@ -20,7 +20,7 @@ from mlx_paged.engine.outputs import CompletionOutput, PositionReport, RequestOu
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
 from mlx_paged.server import errors
-from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.rate_limits import budget_of
 from mlx_paged.server.responses import Reason
 
@@ -130,7 +130,7 @@ class Generation:
         self.context = context_of(request)
         self._budget = budget_of(request.scope)
         self._headers = request.headers
-        self.trace = trace_of(request)
+        self.trace = request_log_of(request)
         self.prompts = prompts
         self.params = params
         self.num_sent = 0

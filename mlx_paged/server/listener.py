@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mlx_paged import descriptors
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
-from mlx_paged.server.connection import ImpatientProtocol
+from mlx_paged.server.connection import TimeoutProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Listener:
         self,
         sock: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
-        connections: Collection[ImpatientProtocol],
+        connections: Collection[TimeoutProtocol],
         context: ssl.SSLContext | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.errors import ApiError, shorten
 from mlx_paged.server.requests import Body, read_body
 from mlx_paged.server.sites import check_origin
@@ -168,7 +168,7 @@ async def call(request: Request) -> Response:
 
     check_origin(request.headers)  # whatever --allowed-origins has
     body = await read_body(request, CallBody)
-    trace_of(request).fields["tool"] = shorten(body.name, 64)
+    request_log_of(request).fields["tool"] = shorten(body.name, 64)
     if (body.consent.name, body.consent.arguments) != (body.name, body.arguments):
         raise ApiError(
             403, "consent must be for the same name and arguments", param="consent",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.server.context import Trace
+from mlx_paged.server.context import RequestLog
 from mlx_paged.server.errors import ApiError, failed, speaks_anthropic
 from mlx_paged.server.metrics import Metrics
 
@@ -48,7 +48,7 @@ class RequestMiddleware:
         log: bool,
         paths: Sequence[str],
         generating: Sequence[str],
-        on_end: Callable[[Trace], None],
+        on_end: Callable[[RequestLog], None],
     ) -> None:
         self._app = app
         self._metrics = metrics
@@ -62,7 +62,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        trace = Trace(
+        trace = RequestLog(
             given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
             scope.get("method", "WEBSOCKET"),
             _path(scope),
@@ -100,12 +100,12 @@ class RequestMiddleware:
             self._on_end(trace)
             self._log_end(trace)
 
-    def _log_end(self, trace: Trace) -> None:
+    def _log_end(self, trace: RequestLog) -> None:
         known = trace.path in self._paths
         log_end(trace, self._metrics, log=self._log, path=trace.path if known else "other")
 
 
-def log_end(trace: Trace, metrics: Metrics, *, log: bool, path: str | None = None) -> None:
+def log_end(trace: RequestLog, metrics: Metrics, *, log: bool, path: str | None = None) -> None:
     """Counts a request that has ended, and writes its line.
 
     Args:

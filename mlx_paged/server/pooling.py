@@ -22,7 +22,7 @@ from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_stream import RequestStream
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
 from mlx_paged.server import errors, pooling_bodies
-from mlx_paged.server.context import Context, context_of, trace_of
+from mlx_paged.server.context import Context, context_of, request_log_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded
 from mlx_paged.server.pooling_bodies import (
@@ -293,7 +293,7 @@ class Embeddings:
         self.context = context_of(request)
         self._budget = budget_of(request.scope)
         self._headers = request.headers
-        self.trace = trace_of(request)
+        self.trace = request_log_of(request)
         self.trace.request_id = body.request_id or self.trace.request_id
         self.trace.fields["model"] = body.model
         if body.user is not None:

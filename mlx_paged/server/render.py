@@ -19,7 +19,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.server.chat import prepared_chat
 from mlx_paged.server.completions import prepared_completion
-from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.requests import GenerationBody
 from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import json_response
@@ -59,14 +59,14 @@ class GenerateRequest(TypedDict):
 async def render_chat(request: Request) -> Response:
     """The prompt of a conversation."""
     body, turn, prompt = await prepared_chat(request)
-    name = f"chatcmpl-{trace_of(request).request_id}"
+    name = f"chatcmpl-{request_log_of(request).request_id}"
     return await json_response(_rendered(request, body, turn.params, name, prompt, turn.media))
 
 
 async def render_completion(request: Request) -> Response:
     """The prompts of a completion, in a list."""
     body, params, _, prompts = await prepared_completion(request)
-    name = f"cmpl-{trace_of(request).request_id}"
+    name = f"cmpl-{request_log_of(request).request_id}"
     found = (
         _rendered(request, body, params, f"{name}-{i}", prompt) for i, prompt in enumerate(prompts)
     )

@@ -30,7 +30,7 @@ from mlx_paged.server.config import (
     GenerationDefaults,
     ServerConfig,
 )
-from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, shorten, speaks_anthropic
 from mlx_paged.server.request_fields import REFUSED
@@ -467,7 +467,7 @@ async def read_body(request: Request, model: type[B]) -> B:
         ApiError: 400 with the field, 404 for a model that is not served, 408, 413 or 415, 503 while
             the server takes no requests.
     """
-    context, trace = context_of(request), trace_of(request)
+    context, trace = context_of(request), request_log_of(request)
     context.check_takes_requests()
     check_content(request)
     limit = context.renderer.max_model_len
@@ -500,7 +500,7 @@ def validated(request: Request, raw: bytes | bytearray, model: type[B]) -> B:
         body = model.model_validate_json(raw)
     except ValidationError as error:
         raise _from_validation(error, is_openai=not speaks_anthropic(request.scope)) from None
-    _check_unknown(body, context_of(request).config, trace_of(request).request_id)
+    _check_unknown(body, context_of(request).config, request_log_of(request).request_id)
     return body
 
 
@@ -544,7 +544,7 @@ def unsupported_content(message: str, headers: Mapping[str, str] | None = None) 
 
 
 async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
-    context, trace = context_of(request), trace_of(request)
+    context, trace = context_of(request), request_log_of(request)
     limit, read_timeout = context.max_body_size, context.config.read_timeout
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:

@@ -22,7 +22,7 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.app import create_app
 from mlx_paged.server.batches.folder import Folder
 from mlx_paged.server.config import MAX_MEDIA_BODY_SIZE, GenerationDefaults, ServerConfig
-from mlx_paged.server.connection import impatient
+from mlx_paged.server.connection import with_timeouts
 from mlx_paged.server.context import Context
 from mlx_paged.server.listener import Listener, bind, bound_unix
 from mlx_paged.server.sites import is_loopback, known_hosts
@@ -198,7 +198,7 @@ class _Service:
         self._context: Context = app.state.context
         settings = uvicorn.Config(
             app,
-            http=impatient(config.read_timeout),
+            http=with_timeouts(config.read_timeout),
             lifespan="on",
             ws=websockets(config.read_timeout),
             ws_max_size=config.max_body_size or MAX_MEDIA_BODY_SIZE,

@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mlx_paged.server import responses
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.context import Trace
+from mlx_paged.server.context import RequestLog
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.requests import GenerationBody
@@ -266,7 +266,7 @@ class EventStream(EventSourceResponse):
     def __init__(
         self,
         events: AsyncIterator[bytes],
-        trace: Trace,
+        trace: RequestLog,
         config: ServerConfig,
         *,
         ping: ServerSentEvent | None = None,

@@ -47,7 +47,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     @property
     def idle_since(self) -> float | None:
-        """See `ImpatientProtocol.idle_since`."""
+        """See `TimeoutProtocol.idle_since`."""
         if not self.handshake_complete or not hasattr(self, "scope"):
             return None
         state: dict[str, Any] = self.scope["state"]

@@ -25,8 +25,8 @@ from mlx_paged import drop_in
 from mlx_paged.core import PrefixQuery
 from mlx_paged.drop_in import paged_store
 from mlx_paged.drop_in.caches import PagedRotatingKVCache, sequence_of
-from mlx_paged.drop_in.flat_model import WINDOW_SLACK
 from mlx_paged.drop_in.registry import forget_all, stores_of
+from mlx_paged.drop_in.runner import WINDOW_SLACK
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]
 pytestmark = pytest.mark.usefixtures("paged")

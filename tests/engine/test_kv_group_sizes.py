@@ -13,7 +13,7 @@ import pytest
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.layout import FULL, CacheLayout, LayerSpec, Mode, Reach, StateSpec
+from mlx_paged.model.layout import FULL, CacheLayout, KVCacheGroupSpec, LayerSpec, Mode, StateSpec
 
 MIB = 1 << 20
 FULL_LAYER = LayerSpec(2, 64, 64, mx.float16)  # 512 bytes a token
@@ -36,11 +36,11 @@ def test_full_attention_alone_has_no_groups() -> None:
 
 def test_windows_get_what_sequences_of_typical_length_need() -> None:
     some = groups(FULL_LAYER, *[WINDOW_LAYER] * 5, max_num_batched_tokens=512, max_num_seqs=8)
-    assert some.windows == (Reach(window=1024),)
+    assert some.windows == (KVCacheGroupSpec(window=1024),)
     sizes = some.sizes(1280)  # ten sequences of 4096 tokens, each of which sees 33 blocks
     assert sizes.window_blocks == (1 + 16 + 330,)
     blocks = some.blocks_by_reach(sizes)
-    assert blocks == {FULL: 1280, Reach(window=1024): 347}
+    assert blocks == {FULL: 1280, KVCacheGroupSpec(window=1024): 347}
     assert some.num_bytes(1280) == 32 * 512 * (1280 + 5 * 347)
     most = some.most_blocks(100 * MIB)
     assert some.num_bytes(most) <= 100 * MIB < some.num_bytes(most + 1)

@@ -24,7 +24,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.graph_runner import GraphRunner
 from mlx_paged.model.loader import load
 
 VOCAB_SIZE = 4096
@@ -175,11 +175,11 @@ class Answers:
         self.after, self.value, self.at = after, value, at
 
     def __enter__(self) -> Answers:
-        self.paged.model, self.paged._compiled = self, CompiledSteps(self.paged._run)
+        self.paged.model, self.paged._compiled = self, GraphRunner(self.paged._run)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.paged.model, self.paged._compiled = self.model, CompiledSteps(self.paged._run)
+        self.paged.model, self.paged._compiled = self.model, GraphRunner(self.paged._run)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         logits = self.model(tokens, cache=cache)

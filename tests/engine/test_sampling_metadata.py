@@ -10,7 +10,7 @@ import pytest
 
 from mlx_paged.core import Request
 from mlx_paged.core import Sequence as CoreSequence
-from mlx_paged.engine.sampling.logits_processors import Edits
+from mlx_paged.engine.sampling.logits_processors import LogitEdits
 from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
@@ -26,12 +26,12 @@ class Sampler:
         self.has_edits = i % 5 == 0
         self.asked: list[int] = []
 
-    def edits(self, tokens: Sequence[int], key: MaskKey) -> Edits:
+    def edits(self, tokens: Sequence[int], key: MaskKey) -> LogitEdits:
         self.asked.append(key.position)
-        return Edits(mask=key)
+        return LogitEdits(mask=key)
 
     def whole_row(self, position: int) -> SamplingRow:
-        edits = Edits(mask=MaskKey(1, position)) if self.has_edits else None
+        edits = LogitEdits(mask=MaskKey(1, position)) if self.has_edits else None
         return self.row._replace(position=position, edits=edits)
 
 

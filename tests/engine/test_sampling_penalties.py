@@ -25,8 +25,8 @@ from mlx_paged.core import Request
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.sampling.logits_processors import (
     ALWAYS,
-    Edits,
     InFlight,
+    LogitEdits,
     TokenHistory,
     apply_edits,
 )
@@ -60,8 +60,8 @@ def sampler_of(
 
 def edits_of(
     sampling: RequestSampling, tokens: Sequence[int], position: int, index: int = 0
-) -> Edits | None:
-    """Edits of the token at a position; None where the request asks for none."""
+) -> LogitEdits | None:
+    """LogitEdits of the token at a position; None where the request asks for none."""
     sampler = SequenceSampler(sampling, index)
     sequence = CoreSequence(next(SEQ_IDS), Request("r", PROMPT), index, ((False, 0), 0, index))
     sequence.tokens, sequence.sampler = tokens, sampler  # type: ignore[assignment]
@@ -82,7 +82,7 @@ def row_in_flight(params: SamplingParams, answer: Sequence[int], prompt: Sequenc
     return edits_of(sampler_of(params, prompt), tokens[:-1], len(tokens))
 
 
-def edited(logits: np.ndarray, rows: list[Edits | None], newest: Sequence[int] | None = None):
+def edited(logits: np.ndarray, rows: list[LogitEdits | None], newest: Sequence[int] | None = None):
     """Edited logits; `newest` has a row's token in flight, -1 where it is known."""
     in_flight = None
     if newest is not None:

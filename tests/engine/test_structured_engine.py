@@ -22,7 +22,7 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
-from mlx_paged.engine.grammar.follower import Follower
+from mlx_paged.engine.grammar.matcher import GrammarMatcher
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling.masks import MaskKey
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler
@@ -327,8 +327,8 @@ def test_exceptions_do_not_change_answers(
     engine = make(async_scheduling=overlap).engine
     owner, name = {
         "launch": (engine._runner, "launch"),
-        "mask": (Follower, "begin_mask"),
-        "match": (Follower, "_match"),  # (in the middle of a change of its state)
+        "mask": (GrammarMatcher, "begin_mask"),
+        "match": (GrammarMatcher, "_match"),  # (in the middle of a change of its state)
         "outcome": (SequenceSampler, "is_complete"),
     }[where]
     original: Callable[..., Any] = getattr(owner, name)
@@ -361,9 +361,9 @@ def test_exceptions_do_not_change_answers(
 
 
 def test_a_grammar_that_fails_ends_its_answer_only(llm: LLM) -> None:
-    end_mask = Follower.end_mask
+    end_mask = GrammarMatcher.end_mask
 
-    def fails(self: Follower, words: Any) -> None:
+    def fails(self: GrammarMatcher, words: Any) -> None:
         end_mask(self, words)
         if self._rules.grammar is broken and len(self._seen) == 3:
             self.failed = "its grammar failed: LexerTooComplex"
@@ -372,7 +372,7 @@ def test_a_grammar_that_fails_ends_its_answer_only(llm: LLM) -> None:
     engine = llm.engine
     broken = engine.grammar_compiler.compile(SamplingParams(
         structured_outputs={"json": SCHEMAS[0]}).structured_outputs)  # type: ignore[arg-type]  # fmt: skip
-    with mock.patch.object(Follower, "end_mask", fails):
+    with mock.patch.object(GrammarMatcher, "end_mask", fails):
         outputs = llm.generate(["a", "b"], [PARAMS[0], PARAMS[1]])
     assert outputs[0].outputs[0].finish_reason is FinishReason.ERROR
     assert "LexerTooComplex" in str(outputs[0].outputs[0].error)

@@ -27,11 +27,11 @@ from support.reference import ON_GPU
 from mlx_paged import ops
 from mlx_paged.model import dense_prefill, paged_model
 from mlx_paged.model.caches import LatentLayerCache, Scores, Step, StepContext
-from mlx_paged.model.compiled import Repeat
+from mlx_paged.model.graph_runner import Repeat
 from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.plan import StepInputs, build_plan
-from mlx_paged.model.wrap import serve
+from mlx_paged.model.wrap import build_paged_model
 
 VOCAB_SIZE, WINDOW = 64, 8
 CONFIG = {
@@ -129,7 +129,7 @@ def test_gemma3_sees_whole_pictures(model, monkeypatch) -> None:
     causal = dense_logits(model, tokens["one"], (), monkeypatch)
     assert difference(causal[42], expected["one"][42]) > 0.05, "the pictures matter"
 
-    run = BoundedDriver(serve(model, CONFIG, block_size=8), spans, monkeypatch)
+    run = BoundedDriver(build_paged_model(model, CONFIG, block_size=8), spans, monkeypatch)
     # (sequence, up to which token) of each step: cuts are beside pictures, not in them.
     steps = [
         [("text", 21)],
@@ -189,7 +189,7 @@ def test_mlx_attention_leaves_chunks_with_pictures_alone(monkeypatch, decode_row
 
 @pytest.mark.parametrize("of_second", [None, (100, 299)])
 def test_text_beside_a_picture_is_left_to_mlx_attention(model, of_second) -> None:
-    paged = serve(model, CONFIG, block_size=16)
+    paged = build_paged_model(model, CONFIG, block_size=16)
     run_as_on(paged, **CUDA)
     rows, tables = np.array([600, 700]), [list(range(1, 39)), list(range(40, 84))]
     bounds = np.stack([np.concatenate([np.arange(n) for n in rows])] * 2)
@@ -207,7 +207,7 @@ def bounded_plan() -> ops.AttentionPlan:
 
 @pytest.mark.parametrize("fields", [CUDA, {"has_cuda": False, "most_program_rows": 16}])
 def test_a_step_with_bounds_does_not_repeat(model, fields) -> None:
-    paged = serve(model, CONFIG, block_size=8)
+    paged = build_paged_model(model, CONFIG, block_size=8)
     run_as_on(paged, **fields)
     one, rows = np.array([8]), np.zeros(0, np.int32)
     text = StepInputs(one, one // 8, [[1]], one * 0)

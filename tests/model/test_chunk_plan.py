@@ -15,11 +15,12 @@ from support.parity import Driver, family_model, relative_difference, relative_r
 
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.caches import StepContext
-from mlx_paged.model.layout import FULL, CacheLayout, LayerSpec, Mode, Reach
+from mlx_paged.model.graph_runner import Repeat
+from mlx_paged.model.layout import FULL, CacheLayout, KVCacheGroupSpec, LayerSpec, Mode
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.patches import OutputRows
 from mlx_paged.model.plan import StepInputs, build_chunk_plan, build_plan
-from mlx_paged.model.wrap import page
+from mlx_paged.model.wrap import convert_to_paged
 
 
 def test_each_chunk_of_a_sequence_is_a_sequence() -> None:
@@ -41,15 +42,15 @@ def test_a_chunk_is_a_whole_number_of_blocks() -> None:
 
 
 def test_what_a_reach_sees() -> None:
-    assert [Reach(window=4).first_visible(p) for p in (0, 3, 4, 9)] == [0, 0, 1, 6]
-    assert [Reach(chunk=4).first_visible(p) for p in (0, 3, 4, 9)] == [0, 0, 4, 8]
+    assert [KVCacheGroupSpec(window=4).first_visible(p) for p in (0, 3, 4, 9)] == [0, 0, 1, 6]
+    assert [KVCacheGroupSpec(chunk=4).first_visible(p) for p in (0, 3, 4, 9)] == [0, 0, 4, 8]
     assert FULL.first_visible(1000) == 0
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_llama4_over_many_chunks(block_size: int) -> None:
     model = family_model(config_of("llama4"))
-    driver = Driver(page(model, "llama4", block_size=block_size))
+    driver = Driver(convert_to_paged(model, "llama4", block_size=block_size))
     rng = np.random.default_rng(0)
     for count in (13, 3, 16, 50, 1, 1, 13, 1):
         tokens = rng.integers(0, VOCAB_SIZE, count).tolist()
@@ -59,8 +60,17 @@ def test_llama4_over_many_chunks(block_size: int) -> None:
             assert relative_rms(got, expected) < 1e-5
 
 
-@pytest.mark.parametrize("reaches", [[Reach(chunk=16)], [Reach(window=5)], [Reach(chunk=16), FULL]])
-def test_positions_count_in_the_sequence_whatever_layers_see(reaches: list[Reach]) -> None:
+@pytest.mark.parametrize(
+    "reaches",
+    [
+        [KVCacheGroupSpec(chunk=16)],
+        [KVCacheGroupSpec(window=5)],
+        [KVCacheGroupSpec(chunk=16), FULL],
+    ],
+)
+def test_positions_count_in_the_sequence_whatever_layers_see(
+    reaches: list[KVCacheGroupSpec],
+) -> None:
     specs = tuple(LayerSpec(1, 8, 8, mx.float32, window=r.window, chunk=r.chunk) for r in reaches)
     layout = CacheLayout(Mode.NATIVE, specs, tuple(range(len(specs))))
     context = StepContext()
@@ -68,7 +78,8 @@ def test_positions_count_in_the_sequence_whatever_layers_see(reaches: list[Reach
         nn.Module(), layout, context=context, output_rows=OutputRows(None, context), block_size=8
     )
     lens, rows = np.array([37, 17]), np.array([3, 1])
-    step = paged._step(StepInputs(lens, rows, [[3, 1, 4, 5, 9], [2, 6, 8]], np.array([2, 3])))
+    inputs = StepInputs(lens, rows, [[3, 1, 4, 5, 9], [2, 6, 8]], np.array([2, 3]))
+    step = paged._step(inputs, Repeat.NOT, 2)
     assert step.plan.positions.tolist() == [34, 35, 36, 16]
     for reach in reaches:
         positions = step.plan_for(reach).positions.tolist()
@@ -79,7 +90,7 @@ def test_chunks_that_are_no_whole_blocks_are_gathered() -> None:
     config = text(model_type="llama4", **{**LLAMA4, "attention_chunk_size": 20})
     model = family_model({**config_of("llama4"), **config})
     with pytest.raises(UnsupportedModelError, match="chunk must be a multiple"):
-        page(model, "llama4", modes=[Mode.NATIVE], block_size=8)
-    driver = Driver(page(model, "llama4", block_size=8))
+        convert_to_paged(model, "llama4", modes=[Mode.NATIVE], block_size=8)
+    driver = Driver(convert_to_paged(model, "llama4", block_size=8))
     assert driver.paged.layout.mode.is_gathered
     assert max(relative_difference(model, driver, VOCAB_SIZE).values()) < 1e-5

@@ -27,7 +27,7 @@ from mlx_paged.model.families import require_family, unregister_family
 from mlx_paged.model.layout import Mode
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.verify import difference_from_dense
-from mlx_paged.model.wrap import page, serve
+from mlx_paged.model.wrap import build_paged_model, convert_to_paged
 
 CONFIG = {"model_type": "mine", "vocab_size": VOCAB_SIZE, "hidden_size": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -162,20 +162,20 @@ def test_a_registered_family_is_compared_and_served(caplog: pytest.LogCaptureFix
 
 def test_a_model_that_answers_otherwise_is_refused() -> None:
     register_family("mine")
-    page(mine(Mixing), "mine", block_size=8)  # the graph shows nothing
+    convert_to_paged(mine(Mixing), "mine", block_size=8)  # the graph shows nothing
     with pytest.raises(UnsupportedModelError, match=r"'mine'.*differ from the dense ones by"):
-        serve(mine(Mixing), CONFIG, block_size=8)
+        build_paged_model(mine(Mixing), CONFIG, block_size=8)
     register_family("mine", verify=False)
-    serve(mine(Mixing), CONFIG, block_size=8)  # as asked
+    build_paged_model(mine(Mixing), CONFIG, block_size=8)  # as asked
 
 
 @pytest.mark.parametrize("kind", [Cutting, Decoding])
 def test_a_model_whose_answers_depend_on_the_cut_of_a_prompt_is_refused(kind: type[Mine]) -> None:
     register_family("mine", mode="gathered alone")  # as mlx-lm computes the same chunks
     with pytest.raises(UnsupportedModelError, match=r"'mine'.*depend on where a prompt is cut"):
-        serve(mine(kind), CONFIG, block_size=8)
+        build_paged_model(mine(kind), CONFIG, block_size=8)
     register_family("mine", mode="gathered alone", verify=False)
-    paged = serve(mine(kind), CONFIG, block_size=8)
+    paged = build_paged_model(mine(kind), CONFIG, block_size=8)
     assert difference_from_dense(paged, VOCAB_SIZE) < 1e-5
 
 
@@ -186,7 +186,7 @@ def test_a_comparison_without_a_number_is_no_proof(
     register_family("mine")
     monkeypatch.setattr(wrap, compared, lambda *args: float("nan"))
     with pytest.raises(UnsupportedModelError, match="nan of their size"):
-        serve(mine(), CONFIG, block_size=8)
+        build_paged_model(mine(), CONFIG, block_size=8)
 
 
 def test_what_a_model_rules_out_is_compared_too() -> None:
@@ -200,7 +200,7 @@ def test_what_a_model_rules_out_is_compared_too() -> None:
 
 
 def test_the_coarsest_pool_decides_how_exact_an_answer_can_be() -> None:
-    paged = page(mine(), "mine", block_size=8)
+    paged = convert_to_paged(mine(), "mine", block_size=8)
     exact = verify.tolerance_of(paged)
     first, second = paged.layout.specs
     mixed = (first, replace(second, dtype=mx.bfloat16))
@@ -210,17 +210,17 @@ def test_the_coarsest_pool_decides_how_exact_an_answer_can_be() -> None:
 
 def test_attention_by_hand_is_given_dense_keys() -> None:
     register_family("mine")
-    paged = serve(mine(attention=ByHand), CONFIG, block_size=8)
+    paged = build_paged_model(mine(attention=ByHand), CONFIG, block_size=8)
     assert paged.layout.mode is Mode.GATHERED
     assert difference_from_dense(paged, VOCAB_SIZE) < 1e-5
 
 
 def test_a_mode_can_be_asked_for() -> None:
     register_family("mine", mode="gathered alone")
-    assert serve(mine(), CONFIG, block_size=8).layout.mode is Mode.UNIFORM
+    assert build_paged_model(mine(), CONFIG, block_size=8).layout.mode is Mode.UNIFORM
     register_family("mine", mode=Mode.REGROUPED)
     with pytest.raises(UnsupportedModelError, match="it has no state"):
-        serve(mine(), CONFIG, block_size=8)
+        build_paged_model(mine(), CONFIG, block_size=8)
 
 
 def test_what_cannot_be_registered() -> None:
@@ -235,7 +235,7 @@ def test_the_comparison_goes_past_the_end_of_every_window(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = family_model(config_of("gemma3_text") | {"sliding_window": window})
-    paged = page(model, "gemma3_text", block_size=8)
+    paged = convert_to_paged(model, "gemma3_text", block_size=8)
     assert difference_from_dense(paged, VOCAB_SIZE) < 1e-4
     attend = ops.paged_attention
 
@@ -252,7 +252,7 @@ def test_a_prompt_is_cut_behind_the_end_of_every_window(
 ) -> None:
     """What is wrong only there would not show in a shorter one."""
     model = family_model(config_of("gemma3_text") | {"sliding_window": window})
-    paged = page(model, "gemma3_text", block_size=8)
+    paged = convert_to_paged(model, "gemma3_text", block_size=8)
     assert verify.difference_where_cut(paged, VOCAB_SIZE) < 1e-4
     make_mask = RotatingKVCache.make_mask
 
@@ -278,10 +278,10 @@ def test_a_proven_family_that_runs_in_another_mode_is_compared(
         "sliding_window": 12,
     }
     with caplog.at_level(logging.WARNING):
-        paged = serve(family_model(config), config, block_size=8)
+        paged = build_paged_model(family_model(config), config, block_size=8)
     assert paged.layout.mode is Mode.GATHERED
     [warning] = [r.getMessage() for r in caplog.records if "proven" in r.getMessage()]
     assert "'smollm3'" in warning and "gathered" in warning
     caplog.clear()
-    serve(family_model(config_of("smollm3")), config_of("smollm3"), block_size=8)
+    build_paged_model(family_model(config_of("smollm3")), config_of("smollm3"), block_size=8)
     assert not caplog.records

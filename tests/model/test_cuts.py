@@ -24,7 +24,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import PROVEN
 from mlx_paged.model.layout import Mode
-from mlx_paged.model.wrap import page, serve
+from mlx_paged.model.wrap import build_paged_model, convert_to_paged
 
 WINDOW = 5
 TOKENS = np.random.default_rng(7).integers(0, VOCAB_SIZE, 24).tolist()
@@ -70,7 +70,7 @@ def test_prompts_of_all_lengths_have_one_answer(module: str) -> None:
         own = differences_of_cuts(model, expected)
         assert all(d < tolerance for d in own), f"mlx-lm's own: {own}"
         # Some begin and some go on, with as many rows, in one step.
-        driver = Driver(serve(model, config, block_size=8))
+        driver = Driver(build_paged_model(model, config, block_size=8))
         got = driver.step({f"{n} at once": TOKENS[:n] for n in LENGTHS})
         got |= driver.step({f"{n} at once": TOKENS[n : n + 1] for n in LENGTHS[:4]})
         got |= driver.step(
@@ -108,7 +108,7 @@ def test_a_mask_that_is_wider_than_its_cache_is_refused() -> None:
     model = sliding_llama(6, 5)
     assert max(differences_of_cuts(model, all_logits(model, TOKENS))) > 1e-2
     with pytest.raises(UnsupportedModelError, match="masks a window of 6 tokens over a cache of 5"):
-        page(model, "llama", block_size=8)
+        convert_to_paged(model, "llama", block_size=8)
 
 
 def test_the_window_of_a_mask_is_seen_whatever_else_is_asked_of_the_cache() -> None:
@@ -122,13 +122,13 @@ def test_the_window_of_a_mask_is_seen_whatever_else_is_asked_of_the_cache() -> N
 
     model.__class__ = type("Asking", (type(model),), {"__call__": call})
     with pytest.raises(UnsupportedModelError, match="masks a window of 6 tokens over a cache of 5"):
-        page(model, "llama", block_size=8)
+        convert_to_paged(model, "llama", block_size=8)
 
 
 def test_a_mask_that_is_narrower_than_its_cache_is_what_rows_see() -> None:
     model = sliding_llama(5, 9)
     assert max(differences_of_cuts(model, all_logits(model, TOKENS))) < TOLERANCE
-    paged = page(model, "llama", block_size=8)
+    paged = convert_to_paged(model, "llama", block_size=8)
     assert paged.layout.mode.is_gathered
     assert max(relative_difference(model, Driver(paged), VOCAB_SIZE).values()) < TOLERANCE
 
@@ -146,5 +146,5 @@ def test_a_mask_that_is_narrower_than_its_cache_is_what_rows_see() -> None:
 def test_dense_copies_are_right_for_layers_of_every_kind(module: str, mode: Mode) -> None:
     """Whatever an unusual checkpoint of a family has beside what must be copied."""
     model = family_model(config_of(module, window=WINDOW))
-    paged = page(model, module, modes=[mode], block_size=8)
+    paged = convert_to_paged(model, module, modes=[mode], block_size=8)
     assert max(relative_difference(model, Driver(paged), VOCAB_SIZE).values()) < TOLERANCE

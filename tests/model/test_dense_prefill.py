@@ -14,7 +14,7 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.model import dense_prefill
-from mlx_paged.model.caches import PagedLayerCache, Parts, Step, StepContext
+from mlx_paged.model.caches import LayerwiseSubmit, PagedLayerCache, Step, StepContext
 from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.plan import build_plan
 
@@ -185,7 +185,9 @@ def test_the_first_layer_s_attention_starts_by_itself(monkeypatch) -> None:
     started: list[tuple[int, ...]] = []
     monkeypatch.setattr(mx, "async_eval", lambda array: started.append(array.shape))
     context = StepContext()
-    context.enter(Step(plan, mx.array([511]), prefill=prefill, parts=Parts(1, most=4)))
+    context.enter(
+        Step(plan, mx.array([511]), prefill=prefill, layerwise=LayerwiseSubmit(1, most=4))
+    )
     keys = mx.zeros((512, KV_HEADS, 1, DIM), mx.bfloat16)
     for layer in range(3):
         cache = PagedLayerCache(context, SERVED, num_blocks=40, block_size=BLOCK)

@@ -24,7 +24,7 @@ from support.reference import ON_GPU
 from mlx_paged import ops
 from mlx_paged.model import patches
 from mlx_paged.model.loader import LoadedModel, _convert, load
-from mlx_paged.model.wrap import page
+from mlx_paged.model.wrap import convert_to_paged
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="GPUs multiply these with MLX's own kernels")
 
@@ -94,7 +94,7 @@ def test_they_stay_as_they_are_and_give_mlx_lms_logits(
             if theirs.get(name) is not None:
                 assert ours[name].dtype == theirs[name].dtype, name
                 assert mx.array_equal(ours[name].view(mx.uint8), theirs[name].view(mx.uint8))
-    driver = Driver(page(loaded.model, family, block_size=8))
+    driver = Driver(convert_to_paged(loaded.model, family, block_size=8))
     assert max(relative_difference(loaded.model, driver, 96).values()) < TOLERANCE
 
 

@@ -27,9 +27,9 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.model.families import PROVEN, require_family
-from mlx_paged.model.layout import FULL, LayerSpec, Mode, Reach, StateSpec, UnusedSpec
+from mlx_paged.model.layout import FULL, KVCacheGroupSpec, LayerSpec, Mode, StateSpec, UnusedSpec
 from mlx_paged.model.loader import load
-from mlx_paged.model.wrap import page
+from mlx_paged.model.wrap import convert_to_paged
 
 TOLERANCE = 1e-5  # RMS of the logit difference, float32
 WINDOW = 12
@@ -129,7 +129,7 @@ def test_dynamic_rope_is_served_up_to_where_it_changes(family: str, limit: int) 
     """Its base changes with the context, on the host; a step holds many contexts at once."""
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     model = family_model(tiny_config(family, rope_scaling=scaling, max_position_embeddings=64))
-    paged = page(model, family, block_size=8)
+    paged = convert_to_paged(model, family, block_size=8)
     assert paged.layout.mode is Mode.NATIVE
     assert paged.layout.max_context_len == limit
     driver = Driver(paged)
@@ -149,7 +149,7 @@ def test_the_rope_that_changes_first_sets_the_limit() -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     model = family_model(tiny_config("llama", rope_scaling=scaling, max_position_embeddings=64))
     model.layers[2].self_attn.rope.max_position_embeddings = 48
-    assert page(model, "llama", block_size=8).layout.max_context_len == 48
+    assert convert_to_paged(model, "llama", block_size=8).layout.max_context_len == 48
 
 
 @pytest.mark.parametrize("block_size", [8, 32])
@@ -204,13 +204,13 @@ def test_half_precision_models_keep_half_precision_pools(dtype: mx.Dtype) -> Non
 
 def test_the_layout_is_read_off_the_model() -> None:
     model = tiny_model(tiny_config("llama", num_key_value_heads=1, head_dim=24, **SLIDING))
-    layout = page(model, "llama", block_size=8).layout
+    layout = convert_to_paged(model, "llama", block_size=8).layout
     assert layout.mode is Mode.NATIVE
     assert layout.specs == 2 * (
         LayerSpec(1, 24, 24, mx.float32, window=WINDOW),
         LayerSpec(1, 24, 24, mx.float32),
     )
-    assert layout.reaches == (Reach(window=WINDOW), FULL)
+    assert layout.reaches == (KVCacheGroupSpec(window=WINDOW), FULL)
     assert layout.bytes_per_token() == 4 * (24 + 24) * 4
     assert layout.bytes_per_token(FULL) == 2 * (24 + 24) * 4
     assert not layout.has_states and layout.bytes_per_slot == 0
@@ -218,7 +218,9 @@ def test_the_layout_is_read_off_the_model() -> None:
 
 def test_the_layout_of_a_hybrid_has_states() -> None:
     """Two caches in every layer: falcon_h1's attention and its state-space model side by side."""
-    layout = page(family_model(config_of("falcon_h1")), "falcon_h1", block_size=8).layout
+    layout = convert_to_paged(
+        family_model(config_of("falcon_h1")), "falcon_h1", block_size=8
+    ).layout
     assert layout.mode is Mode.REGROUPED
     assert layout.tree == ((0, 1), (2, 3), (4, 5), (6, 7))
     conv, ssm = 2 * (64 + 2 * 2 * 16), 4 * 16 * 16
@@ -229,7 +231,9 @@ def test_the_layout_of_a_hybrid_has_states() -> None:
 
 
 def test_the_layout_of_latent_attention() -> None:
-    layout = page(family_model(config_of("deepseek_v3")), "deepseek_v3", block_size=8).layout
+    layout = convert_to_paged(
+        family_model(config_of("deepseek_v3")), "deepseek_v3", block_size=8
+    ).layout
     assert set(layout.specs) == {LayerSpec(1, 16 + 8, 16, mx.float32, latent=True)}
 
 
@@ -296,7 +300,7 @@ def test_layers_of_another_kind_are_refused_by_name(cache: Any) -> None:
     model = tiny_llama()
     model.__class__ = type("Odd", (type(model),), {"make_cache": lambda self: [cache] * 4})
     with pytest.raises(UnsupportedModelError, match=type(cache).__name__) as caught:
-        page(model, "llama", block_size=8)
+        convert_to_paged(model, "llama", block_size=8)
     assert caught.value.model_type == "llama"
 
 
@@ -304,8 +308,8 @@ def test_a_window_that_the_cache_does_not_know_of_is_masked() -> None:
     """mlx-lm's smollm3 masks sliding layers but gives them full caches: no plan says that."""
     model = family_model(tiny_config("smollm3", **SLIDING))
     with pytest.raises(UnsupportedModelError, match=r"smollm3.*window"):
-        page(model, "smollm3", modes=[Mode.NATIVE], block_size=8)
-    paged = page(model, "smollm3", block_size=8)
+        convert_to_paged(model, "smollm3", modes=[Mode.NATIVE], block_size=8)
+    paged = convert_to_paged(model, "smollm3", block_size=8)
     assert paged.layout.mode is Mode.GATHERED
     assert max(relative_difference(model, Driver(paged), 96).values()) < TOLERANCE
 
@@ -319,7 +323,7 @@ def test_a_layer_that_does_not_use_its_cache_has_no_pool() -> None:
         return x if skips else attend(self, x, mask, cache)
 
     model.layers[2].__class__ = type("Skip", (type(model.layers[2]),), {"__call__": call})
-    paged = page(model, "llama", block_size=8)
+    paged = convert_to_paged(model, "llama", block_size=8)
     assert paged.layout.specs[2] == UnusedSpec()
     driver = Driver(paged)
     assert max(relative_difference(model, driver, 96).values()) < TOLERANCE
@@ -339,7 +343,7 @@ def test_what_does_not_run_in_any_mode_says_why_for_each() -> None:
     base = type(model.layers[1]).__call__
     model.layers[1].__class__ = type("Odd", (type(model.layers[1]),), {"__call__": call})
     with pytest.raises(UnsupportedModelError) as caught:
-        page(model, "llama", block_size=8)
+        convert_to_paged(model, "llama", block_size=8)
     message = str(caught.value)
     assert message.count("only with my own cache") == 3
     assert all(str(mode) in message for mode in Mode)
@@ -355,17 +359,17 @@ def test_a_model_without_an_output_module_makes_all_logits() -> None:
     inner = model.model
     call = {"__call__": lambda self, x, cache=None: inner(x, cache) @ weight.T}
     model.__class__ = type("Headless", (type(model),), call)
-    driver = Driver(page(model, "qwen2", block_size=8))
+    driver = Driver(convert_to_paged(model, "qwen2", block_size=8))
     assert max(relative_difference(expected, driver, 96).values()) < TOLERANCE
 
 
 def test_blocks_are_copied_in_the_layers_of_one_reach() -> None:
     """A block id means another block in each group."""
-    paged = page(tiny_model(tiny_config("llama", **SLIDING)), "llama", block_size=8)
+    paged = convert_to_paged(tiny_model(tiny_config("llama", **SLIDING)), "llama", block_size=8)
     paged.allocate(4)
     for cache in paged.attention_caches:
         cache.key_pool = mx.arange(4.0).reshape(4, 1, 1, 1) + mx.zeros(cache.key_pool.shape)
-    paged.copy_blocks(mx.array([[3, 1]], dtype=mx.int32), Reach(window=WINDOW))
+    paged.copy_blocks(mx.array([[3, 1]], dtype=mx.int32), KVCacheGroupSpec(window=WINDOW))
     held = [cache.key_pool[:, 0, 0, 0].tolist() for cache in paged.attention_caches]
     assert held == [[0, 3, 2, 3], [0, 1, 2, 3]] * 2
     paged.copy_blocks(mx.array([[2, 0]], dtype=mx.int32))
@@ -390,7 +394,7 @@ def test_latents_are_stored_once() -> None:
 @pytest.mark.parametrize("head_dim", [10, 20, 100])
 def test_head_dims_that_the_kernels_do_not_take_are_padded(head_dim: int) -> None:
     model = family_model(tiny_config("llama", head_dim=head_dim))
-    driver = Driver(page(model, "llama", block_size=8))
+    driver = Driver(convert_to_paged(model, "llama", block_size=8))
     assert max(relative_difference(model, driver, 96).values()) < TOLERANCE
 
 
@@ -406,8 +410,8 @@ def test_a_model_may_be_paged_again(family: str) -> None:
     model = family_model(config_of(family))
     tokens = mx.array([[1, 2, 3, 4]])
     dense = np.array(model(tokens))
-    first = page(model, family, block_size=8)
-    again = page(model, family, block_size=16)
+    first = convert_to_paged(model, family, block_size=8)
+    again = convert_to_paged(model, family, block_size=16)
     assert again.layout == first.layout
     assert max(relative_difference(model, Driver(again), 96).values()) < TOLERANCE
     assert np.array_equal(np.array(model(tokens)), dense)

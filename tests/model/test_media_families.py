@@ -49,7 +49,7 @@ from mlx_paged.model.media_families import (
 from mlx_paged.model.multimodal import MultiModalModel, installed_version
 from mlx_paged.model.plan import StepInputs, build_plan
 from mlx_paged.model.prepare import prepare_kernels
-from mlx_paged.model.wrap import page
+from mlx_paged.model.wrap import convert_to_paged
 
 # RMS of the log-probabilities' difference over theirs, float32
 TOLERANCE = 1e-4 if ON_GPU else 1e-5
@@ -298,7 +298,7 @@ def test_no_multimodal_model_runs_in_groups_of_sequences(mode: Mode) -> None:
     case = case_of("gemma3")
     model = MultiModalModel(case.model, MEDIA_FAMILIES["gemma3"], "gemma3")
     with pytest.raises(UnsupportedModelError, match=f"{mode}: its media bring what belongs to"):
-        page(model, "gemma3", modes=(mode,), block_size=8)
+        convert_to_paged(model, "gemma3", modes=(mode,), block_size=8)
     assert not [f.module for f in MEDIA_FAMILIES.values() if f.mode.is_gathered]
 
 

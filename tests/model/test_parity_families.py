@@ -19,7 +19,7 @@ from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import PROVEN, REFUSED, require_family
 from mlx_paged.model.layout import Mode
 from mlx_paged.model.prepare import prepare_kernels
-from mlx_paged.model.wrap import page, serve
+from mlx_paged.model.wrap import build_paged_model, convert_to_paged
 
 TOLERANCE = 1e-4  # RMS of the logits' difference over that of the logits, float32
 
@@ -59,7 +59,7 @@ def test_a_mixed_step_matches_the_dense_cache(
     monkeypatch.setattr(ops, "prepare_kernels", lambda on_kernel: 7)
     with standing_in(module):
         model = family_model(config_of(module))
-        paged = serve(model, config_of(module), block_size=8)
+        paged = build_paged_model(model, config_of(module), block_size=8)
         assert paged.layout.mode is PROVEN[module]
         driver = Driver(paged)
         assert prepare_kernels(paged) == 7
@@ -84,7 +84,7 @@ def test_dense_copies_are_made_where_nothing_less_will_do(module: str) -> None:
     for mode in modes[: modes.index(PROVEN[module])]:
         model = family_model(config_of(module))
         try:
-            paged = page(model, module, modes=[mode], block_size=8)
+            paged = convert_to_paged(model, module, modes=[mode], block_size=8)
         except UnsupportedModelError:
             continue
         differences = relative_difference(model, Driver(paged), VOCAB_SIZE)

@@ -25,7 +25,7 @@ from mlx_paged.model.families import require_family
 from mlx_paged.model.kv_formats import FORMATS as KV_FORMATS
 from mlx_paged.model.kv_formats import format_named, skipped_layers
 from mlx_paged.model.layout import LayerSpec
-from mlx_paged.model.wrap import page
+from mlx_paged.model.wrap import convert_to_paged
 
 # RMS of the logits' difference over that of the logits, against caches that hold the same codes.
 EXACT = 1e-5
@@ -47,7 +47,7 @@ def dense_caches_that_quantise(name: str, skip: tuple[int, ...] = ()):
 def differences(module: str, name: str, skip: tuple[int, ...] = ()) -> dict[str, float]:
     config = config_of(module)
     model = family_model(config)
-    paged = page(model, module, modes=require_family(config).modes, block_size=16)
+    paged = convert_to_paged(model, module, modes=require_family(config).modes, block_size=16)
     paged.layout = paged.layout.with_kv_format(KV_FORMATS[name], skip)
     with dense_caches_that_quantise(name, skip):
         return relative_difference(model, Driver(paged), VOCAB_SIZE)
@@ -69,7 +69,7 @@ def test_logits_are_those_of_a_dense_cache_that_quantises(module, name) -> None:
 def test_logits_are_those_of_a_dense_cache_that_holds_the_same_codes(module, name) -> None:
     config = config_of(module)
     model = family_model(config)
-    paged = page(model, module, modes=require_family(config).modes, block_size=16)
+    paged = convert_to_paged(model, module, modes=require_family(config).modes, block_size=16)
     paged.layout = paged.layout.with_kv_format(KV_FORMATS[name])
     driver = Driver(paged)
     rng = np.random.default_rng(1)
@@ -93,7 +93,9 @@ def test_layers_that_are_skipped_are_not_quantised() -> None:
 
 def layout_of(module: str, skip: tuple[int | str, ...] = (), name: str = "int8"):
     config = config_of(module)
-    paged = page(family_model(config), module, modes=require_family(config).modes, block_size=16)
+    paged = convert_to_paged(
+        family_model(config), module, modes=require_family(config).modes, block_size=16
+    )
     return paged.layout, paged.layout.with_kv_format(KV_FORMATS[name], skip)
 
 

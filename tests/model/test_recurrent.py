@@ -17,7 +17,7 @@ from support.parity import Driver, family_model, relative_rms
 from mlx_paged.model.layout import StateSpec
 from mlx_paged.model.plan import SequenceGroup, StateSlots, build_state_plan
 from mlx_paged.model.recurrent import RecurrentCache, StatePool
-from mlx_paged.model.wrap import page
+from mlx_paged.model.wrap import convert_to_paged
 
 HYBRIDS = ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear", "rwkv7"]
 
@@ -187,7 +187,7 @@ def test_states_mean_nothing_outside_of_a_group(cache: RecurrentCache) -> None:
 
 def hybrid(family: str) -> tuple[Any, Driver]:
     model = family_model(config_of(family))
-    return model, Driver(page(model, family, block_size=8))
+    return model, Driver(convert_to_paged(model, family, block_size=8))
 
 
 def new(rng: np.random.Generator, count: int) -> list[int]:

@@ -170,9 +170,9 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     """Of each step whose rows are selected: how many there are, how many are wanted, and whether
     attention was made of these."""
     found: list[tuple[int, int, bool]] = []
-    select = caches.SelectedRows.of
+    select = caches.LastLayerPruning.of
 
-    def spy(self: caches.SelectedRows, x: mx.array) -> mx.array:
+    def spy(self: caches.LastLayerPruning, x: mx.array) -> mx.array:
         marking = copy.copy(self)
         marking._attention = [
             (queries, out, lambda rows, _, out=out: marked(out, len(rows))[1])
@@ -183,7 +183,7 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
         found.append((len(x), len(out), is_marked))
         return out
 
-    monkeypatch.setattr(caches.SelectedRows, "of", spy)
+    monkeypatch.setattr(caches.LastLayerPruning, "of", spy)
     return found
 
 

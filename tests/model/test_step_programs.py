@@ -16,11 +16,11 @@ from support.family_configs import config_of
 from support.models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
-from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.graph_runner import GraphRunner
 from mlx_paged.model.kv_formats import FORMATS as KV_FORMATS
 from mlx_paged.model.loader import _convert
 from mlx_paged.model.plan import StepInputs, build_plan
-from mlx_paged.model.wrap import page
+from mlx_paged.model.wrap import convert_to_paged
 
 pytestmark = pytest.mark.skipif(
     ops.most_program_rows() == 0, reason="this processor has no product of few rows"
@@ -410,7 +410,7 @@ def test_two_threads_run_programs_at_once() -> None:
         """Of steps of one to eight rows, on a stream of this thread."""
         with mx.stream(mx.new_thread_local_stream(mx.cpu)):
             config = CONFIGS[name]
-            paged = page(tiny_model(config), config["model_type"], block_size=8)
+            paged = convert_to_paged(tiny_model(config), config["model_type"], block_size=8)
             paged.allocate(16)
             found = []
             for i in range(40):
@@ -455,7 +455,7 @@ def test_one_thread_after_another_runs_a_model() -> None:
 
 def test_a_graph_is_made_once_for_a_shape() -> None:
     driver = driver_of("llama")
-    compiled: CompiledSteps = driver.runner.model._compiled
+    compiled: GraphRunner = driver.runner.model._compiled
     driver.step({"a": [1, 2, 3], "b": [4]})
     for i in range(12):  # (tables and work grow)
         driver.step({"a": [i], "b": [i]})

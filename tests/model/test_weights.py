@@ -21,7 +21,7 @@ from support.models import dense_logits, embedded
 from support.parity import Driver, family_model, mixed_step, relative_difference, relative_rms
 
 from mlx_paged.model.loader import load
-from mlx_paged.model.wrap import page
+from mlx_paged.model.wrap import convert_to_paged
 
 # Of the logits' difference over the logits, both with the same weights.
 TOLERANCE = 1e-5
@@ -51,7 +51,7 @@ def wide(family: str, **fields: Any) -> dict[str, Any]:
 
 
 def differences(model: nn.Module, family: str) -> float:
-    driver = Driver(page(model, family, block_size=8))
+    driver = Driver(convert_to_paged(model, family, block_size=8))
     return max(relative_difference(model, driver, 96).values())
 
 
@@ -188,7 +188,7 @@ def test_half_precision_is_as_near_the_truth_as_mlx_lm(family: str) -> None:
     model, exact = family_model(config), family_model(config)
     model.set_dtype(mx.bfloat16)
     exact.update(tree_map(_widened, model.parameters()))
-    paged = page(model, family, block_size=8)
+    paged = convert_to_paged(model, family, block_size=8)
     assert {spec.dtype for spec in paged.layout.attention} <= {mx.bfloat16}
     driver = Driver(paged)
     rng = np.random.default_rng(1)

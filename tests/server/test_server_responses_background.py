@@ -26,7 +26,7 @@ from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running
 
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.context import Trace
+from mlx_paged.server.context import RequestLog
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.metrics import Metrics
@@ -264,7 +264,7 @@ class FakeAdapter:
     def __init__(self, response_id: str) -> None:
         self.id, self.status = response_id, "in_progress"
         self.generation: Any = self
-        self.trace = Trace("r", "POST", PATH, "")
+        self.trace = RequestLog("r", "POST", PATH, "")
         self.closed = 0
         self.given: asyncio.Queue[bytes | None] = asyncio.Queue()
 

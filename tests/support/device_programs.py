@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx_paged import ops
 from mlx_paged.model import patches
 from mlx_paged.model.caches import Step
-from mlx_paged.model.compiled import (
-    CompiledSteps,
+from mlx_paged.model.graph_runner import (
+    GraphRunner,
     Greedy,
     Pools,
     Repeat,
@@ -21,7 +21,7 @@ from mlx_paged.model.compiled import (
 from support.models import StepDriver
 
 
-class ProgramSteps(CompiledSteps):
+class ProgramSteps(GraphRunner):
     """Makes a program of every step. (Within `simulated`.)"""
 
     def __init__(self, forward: Any, **options: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jsonschema import Draft202012Validator, FormatChecker
 
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from mlx_paged.engine.grammar.follower import Follower, FollowerRules, fill_masks
+from mlx_paged.engine.grammar.matcher import GrammarMatcher, GrammarRules, fill_masks
 
 MOST_TOKENS = 200
 PREFERRED = ('"', "}", "]", ",", ":", "0", "1", "5", '"}', '"]', '":', "},")
@@ -46,9 +46,9 @@ class Walks:
     def run(self, grammars: Sequence[CompiledGrammar]) -> list[str | None]:
         """The text of an answer for each grammar; None: it was cut."""
         num_words = self._compiler.num_words
-        followers = [
-            Follower(
-                FollowerRules(g, eos_token_ids=self._compiler.eos_token_ids, num_words=num_words), 0
+        matchers = [
+            GrammarMatcher(
+                GrammarRules(g, eos_token_ids=self._compiler.eos_token_ids, num_words=num_words), 0
             )
             for g in grammars
         ]
@@ -57,17 +57,17 @@ class Walks:
         going = list(range(len(grammars)))
         for step in range(MOST_TOKENS):
             words = np.zeros((len(going), num_words), np.int32)
-            fill_masks([followers[i] for i in going], words)
+            fill_masks([matchers[i] for i in going], words)
             left = []
             for place, i in enumerate(going):
-                assert followers[i].failed is None, followers[i].failed
+                assert matchers[i].failed is None, matchers[i].failed
                 token = self._choose(words[place], step)
                 if token in self._eos:
                     texts[i] = self._text(answers[i])
                     continue
                 answers[i].append(token)
-                followers[i].follow(answers[i])
-                if followers[i].is_complete:
+                matchers[i].follow(answers[i])
+                if matchers[i].is_complete:
                     texts[i] = self._text(answers[i])
                 else:
                     left.append(i)

@@ -16,7 +16,7 @@ from mlx_paged.model.media_families import MEDIA_FAMILIES
 from mlx_paged.model.multimodal import MultiModalModel
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import StateSlots, StepInputs
-from mlx_paged.model.wrap import serve
+from mlx_paged.model.wrap import build_paged_model
 from support.media_models import Case, Prompt, V
 
 NUM_SLOTS = 96
@@ -48,7 +48,9 @@ def forget(case: Case) -> None:
 
 def paged(case: Case, *, block_size: int = 8) -> PagedModel:
     model = MultiModalModel(case.model, MEDIA_FAMILIES[case.module], case.module)
-    return serve(model, {"model_type": case.module, "vocab_size": V}, block_size=block_size)
+    return build_paged_model(
+        model, {"model_type": case.module, "vocab_size": V}, block_size=block_size
+    )
 
 
 @dataclass

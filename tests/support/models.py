@@ -29,7 +29,7 @@ from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.sampler import Sampled, SamplingMetadata, SamplingRow
 from mlx_paged.model.kv_formats import KVFormat
 from mlx_paged.model.loader import LoadedModel, load
-from mlx_paged.model.wrap import page
+from mlx_paged.model.wrap import convert_to_paged
 from support.plain import plain_caches
 from support.step_rows import IN_FLIGHT_TOKEN, Row, batch_of
 
@@ -202,7 +202,7 @@ class StepDriver:
         kv_format: KVFormat | None = None,
     ) -> None:
         self.block_size = block_size
-        paged = page(model, model_type, block_size=block_size)
+        paged = convert_to_paged(model, model_type, block_size=block_size)
         if kv_format is not None:
             paged.layout = paged.layout.with_kv_format(kv_format)
         self.runner = ModelRunner(paged, num_blocks=num_blocks)

@@ -101,7 +101,7 @@ class NaiveWindow:
             return num_tokens
         return (length + self.num_free) * self.size
 
-    def cover(self, seq_id: int, num_tokens: int) -> None:
+    def allocate_slots(self, seq_id: int, num_tokens: int) -> None:
         while len(self.tables[seq_id]) < self.blocks_for(num_tokens):
             self.append(seq_id)
 

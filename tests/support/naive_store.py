@@ -251,7 +251,7 @@ class NaiveStore:
             num_tokens = (num_blocks + num_fresh) * self.size
         table.own += self.fresh(max(0, num_fresh))
         for window in self.windows:
-            window.cover(seq_id, num_tokens)
+            window.allocate_slots(seq_id, num_tokens)
         return num_tokens
 
     def grow(self, seq_id: int, num_tokens: int) -> bool:
@@ -264,7 +264,7 @@ class NaiveStore:
                 return False
             table.own += self.fresh(num_fresh)
         for window in self.windows:
-            window.cover(seq_id, num_tokens)
+            window.allocate_slots(seq_id, num_tokens)
         return True
 
     def commit(self, seq_id: int, num_computed: int) -> None:

@@ -16,7 +16,7 @@ from support.reference_configs import BASE, Reference
 import numpy as np
 
 from mlx_paged.model.loader import load
-from mlx_paged.model.wrap import serve
+from mlx_paged.model.wrap import build_paged_model
 
 #: Rows of steps: prefills and decodes, longer than the windows and the contexts before scaling.
 CHUNKS = (40, 10, 1, 1, 8)
@@ -87,7 +87,7 @@ def differences(reference: Reference, path: Path, *, original: bool = True) -> l
     expected = reference_logits(model, tokens)
     with standing_in(reference.model_type):
         loaded = load(path, dtype="float32")
-        driver = Driver(serve(loaded.model, loaded.config, block_size=8))
+        driver = Driver(build_paged_model(loaded.model, loaded.config, block_size=8))
         done, found = 0, []
         for count in CHUNKS:
             got = driver.step({"one": tokens[done : done + count]})["one"]

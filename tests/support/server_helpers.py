@@ -25,7 +25,7 @@ from mlx_paged.engine.engine import EngineStats
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
-from mlx_paged.server.run import bind, impatient
+from mlx_paged.server.run import bind, with_timeouts
 from mlx_paged.server.websocket import SETTINGS, websockets
 from support.hangs import all_threads
 
@@ -77,7 +77,7 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{self.port}"
         settings = uvicorn.Config(
             app,
-            http=impatient(config.read_timeout),
+            http=with_timeouts(config.read_timeout),
             log_config=None,
             access_log=False,
             lifespan="on",

@@ -338,14 +338,16 @@ class KVCacheGroup(ABC):
         flight are evaluated."""
 
     @abstractmethod
-    def make_coverable(self, tables: BlockTables, num_tokens: int) -> int:
+    def try_allocate(self, tables: BlockTables, num_tokens: int) -> int:
         """Tokens, at most `num_tokens`, that the next step may bring a sequence to.
 
         There is room for them then: whatever is evicted for that has been evicted.
         """
 
     @abstractmethod
-    def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
+    def could_allocate_later(
+        self, tables: BlockTables, num_tokens: int, num_scheduled: int
+    ) -> bool:
         """True if there will be room for `num_tokens` once the steps in flight are committed."""
 
     @abstractmethod
@@ -621,7 +623,7 @@ class AttentionGroup(KVCacheGroup):
         """The sequence is admitted, there is room: takes the blocks that it begins with."""
         table = self._table(tables)
         if self.sees_everything:
-            self.cover(tables, len(tables.tokens))
+            self.allocate_slots(tables, len(tables.tokens))
         elif table.copy_source is not None:
             tables.append(self.number, self.pool.allocate())
         if table.copy_source is not None:
@@ -640,7 +642,7 @@ class AttentionGroup(KVCacheGroup):
                 node = node.parent
         return num_needed + headroom <= self.pool.num_available_later
 
-    def make_coverable(self, tables: BlockTables, num_tokens: int) -> int:
+    def try_allocate(self, tables: BlockTables, num_tokens: int) -> int:
         num_blocks = len(self._table(tables).blocks)
         num_fresh = self._blocks_for(num_tokens) - num_blocks
         if num_fresh <= 0:
@@ -651,13 +653,15 @@ class AttentionGroup(KVCacheGroup):
             return num_tokens
         return (num_blocks + self.pool.num_free) * self.block_size
 
-    def cover(self, tables: BlockTables, num_tokens: int) -> None:
-        """Makes a table cover `num_tokens` tokens; `make_coverable` made the room."""
+    def allocate_slots(self, tables: BlockTables, num_tokens: int) -> None:
+        """Makes a table cover `num_tokens` tokens; `try_allocate` made the room."""
         num_fresh = self._blocks_for(num_tokens) - len(self._table(tables).blocks)
         if num_fresh > 0:
             tables.append(self.number, *self.pool.allocate_many(num_fresh))
 
-    def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
+    def could_allocate_later(
+        self, tables: BlockTables, num_tokens: int, num_scheduled: int
+    ) -> bool:
         table = self._table(tables)
         num_fresh = self._blocks_for(num_tokens) - len(table.blocks)
         slides = table.blocks[table.first : self.first_block(num_scheduled)]

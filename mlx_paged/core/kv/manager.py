@@ -472,10 +472,10 @@ class KVManager:
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
         """Makes tables cover `num_tokens` tokens; false, and no change, when there is no room."""
         for group in self._by_eviction:
-            if group.make_coverable(tables, num_tokens) < num_tokens:
+            if group.try_allocate(tables, num_tokens) < num_tokens:
                 return False
         for attention in self.attention:
-            attention.cover(tables, num_tokens)
+            attention.allocate_slots(tables, num_tokens)
         return True
 
     def reach(self, tables: BlockTables, num_tokens: int) -> int:
@@ -484,9 +484,9 @@ class KVManager:
         A step must not go further than the answer; it may be less where a state is to be kept, too.
         """
         for group in self._by_eviction:
-            num_tokens = group.make_coverable(tables, num_tokens)
+            num_tokens = group.try_allocate(tables, num_tokens)
         for attention in self.attention:
-            attention.cover(tables, num_tokens)
+            attention.allocate_slots(tables, num_tokens)
         return num_tokens
 
     def can_grow_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int = 0) -> bool:
@@ -495,7 +495,7 @@ class KVManager:
         Args:
             num_scheduled: tokens of the sequence that are scheduled or computed.
         """
-        return all(g.can_cover_later(tables, num_tokens, num_scheduled) for g in self.groups)
+        return all(g.could_allocate_later(tables, num_tokens, num_scheduled) for g in self.groups)
 
     def will_have_room(self, num_tokens: int, query: PrefixQuery, *, headroom: int = 0) -> bool:
         """True if `admit` will find room once the steps in flight are evaluated."""

@@ -113,7 +113,7 @@ class StateGroup(KVCacheGroup):
         num_needed = SLOTS_PER_SEQUENCE * (self._num_sequences + 1)
         return not self._num_sequences or num_needed <= self.pool.num_usable
 
-    def make_coverable(self, tables: BlockTables, num_tokens: int) -> int:
+    def try_allocate(self, tables: BlockTables, num_tokens: int) -> int:
         """It ends where a snapshot is due, and where it does not reach the end of what is known, at
         the end of a block."""
         state = self._state(tables)
@@ -134,7 +134,9 @@ class StateGroup(KVCacheGroup):
             if position == aligned:
                 return aligned
 
-    def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
+    def could_allocate_later(
+        self, tables: BlockTables, num_tokens: int, num_scheduled: int
+    ) -> bool:
         return self.pool.num_available_later > 0
 
     def move(self, tables: BlockTables, end: int, *, keep: bool = False) -> StateMove:

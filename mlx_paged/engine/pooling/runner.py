@@ -15,7 +15,7 @@ from mlx_paged.engine.faults import HIDDEN_NOT_FINITE
 from mlx_paged.engine.pooling.params import MEAN, PoolerConfig, PoolingParams
 from mlx_paged.engine.runner import KnownTokens, LaunchedStep, ModelRunner
 from mlx_paged.model.classification import ClassificationHead
-from mlx_paged.model.layout import Reach
+from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.paged_model import PagedModel
 
 FloatArray = npt.NDArray[np.float32]
@@ -147,7 +147,7 @@ class PoolingRunner(ModelRunner):
     """
 
     def __init__(
-        self, model: PagedModel, pooling_type: str, *, windows: Sequence[Reach] = ()
+        self, model: PagedModel, pooling_type: str, *, windows: Sequence[KVCacheGroupSpec] = ()
     ) -> None:
         self.hidden_size = model.keep_hidden_states()
         self._sums = pooling_type == MEAN

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mlx_paged import ops
 from mlx_paged.engine.faults import is_interrupt, reason_of
-from mlx_paged.engine.grammar.follower import Words
+from mlx_paged.engine.grammar.matcher import Words
 from mlx_paged.engine.sampling.masks import FilledMasks, Mask, MaskKey, MaskSource
 from mlx_paged.errors import InvalidParameterError
 
@@ -49,7 +49,7 @@ class Penalties(NamedTuple):
     frequency: float
 
 
-class Edits(NamedTuple):
+class LogitEdits(NamedTuple):
     """How to change a row's logits before a token is chosen. Plain data.
 
     Attributes:
@@ -142,7 +142,7 @@ class Edited(NamedTuple):
 
 def apply_edits(
     logits: mx.array,
-    edited: list[tuple[int, Edits]],
+    edited: list[tuple[int, LogitEdits]],
     in_flight: InFlight | None,
     grammars: Future[GrammarMasks] | None = None,
     masks: MaskSource | None = None,
@@ -231,18 +231,18 @@ class GrammarMasks(NamedTuple):
     failed: dict[int, str]  # rows whose mask could not be made: why; it is empty
 
 
-def only_masks(edited: list[tuple[int, Edits]]) -> bool:
+def only_masks(edited: list[tuple[int, LogitEdits]]) -> bool:
     """True if a logit that is not finite is the same afterwards."""
     return all(edit.additions is None and edit.penalties is None for _, edit in edited)
 
 
-def has_grammars(edited: list[tuple[int, Edits]]) -> bool:
+def has_grammars(edited: list[tuple[int, LogitEdits]]) -> bool:
     """True if the edits of a step need `make_grammar_masks`."""
     return any(edit.grammar is not None for _, edit in edited)
 
 
 def make_grammar_masks(
-    edited: list[tuple[int, Edits]], in_flight: InFlight | None, masks: MaskSource
+    edited: list[tuple[int, LogitEdits]], in_flight: InFlight | None, masks: MaskSource
 ) -> GrammarMasks:
     """Waits for the newest tokens, and has the grammars' masks made. Any thread may do it."""
     newest = _newest_of(edited, in_flight)
@@ -255,7 +255,9 @@ def make_grammar_masks(
     return GrammarMasks(newest, rows, filled.words, failed)
 
 
-def _newest_of(edited: list[tuple[int, Edits]], in_flight: InFlight | None) -> Sequence[int | None]:
+def _newest_of(
+    edited: list[tuple[int, LogitEdits]], in_flight: InFlight | None
+) -> Sequence[int | None]:
     if in_flight is not None:
         return in_flight.on_host()
     return [None] * (edited[-1][0] + 1)
@@ -263,7 +265,7 @@ def _newest_of(edited: list[tuple[int, Edits]], in_flight: InFlight | None) -> S
 
 def _apply_masks(
     logits: mx.array,
-    edited: list[tuple[int, Edits]],
+    edited: list[tuple[int, LogitEdits]],
     in_flight: InFlight | None,
     grammars: Future[GrammarMasks] | None,
     masks: MaskSource | None,
@@ -307,7 +309,9 @@ def _apply_masks(
     return ops.apply_token_bitmask(logits, bitmask, at)
 
 
-def _words(masked: list[tuple[int, Edits]], made: GrammarMasks | None, num_words: int) -> Words:
+def _words(
+    masked: list[tuple[int, LogitEdits]], made: GrammarMasks | None, num_words: int
+) -> Words:
     """``[len(masked), num_words]``: what the grammars allow; all tokens in rows without one."""
     if made is None:
         return np.full((len(masked), num_words), -1, np.int32)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.core import Sequence as CoreSequence
-from mlx_paged.engine.grammar.follower import Follower, Words, fill_masks
+from mlx_paged.engine.grammar.matcher import GrammarMatcher, Words, fill_masks
 
 #: Tokens that may follow: ``[vocab_size]`` booleans, or 32 tokens to an (u)int32, lowest bit first.
 Mask = npt.NDArray[np.bool_] | npt.NDArray[np.integer]
@@ -76,13 +76,13 @@ class SequenceMasks:
         places = [place for place, seq in enumerate(found) if seq is not None]
         samplers = [seq.sampler for seq in found if seq is not None]
         try:
-            followers: list[Follower] = []
+            matchers: list[GrammarMatcher] = []
             for place, sampler in zip(places, samplers):
                 tokens, token = self._known(keys[place], newest[place])
-                followers.append(sampler.follow(tokens, token))
+                matchers.append(sampler.follow(tokens, token))
             words = np.full((len(keys), self._num_words), -1, np.int32)
             own = words if len(places) == len(keys) else words[places]
-            fill_masks(followers, own)
+            fill_masks(matchers, own)
             for mask, place, sampler in zip(own, places, samplers):
                 tokens, token = self._known(keys[place], newest[place])
                 sampler.narrow(mask, tokens, token, keys[place].position)
@@ -92,7 +92,7 @@ class SequenceMasks:
             for sampler in samplers:  # it may have stopped in the middle of a sequence
                 sampler.start_over()
             raise
-        failed = {p: f.failed for p, f in zip(places, followers) if f.failed is not None}
+        failed = {p: f.failed for p, f in zip(places, matchers) if f.failed is not None}
         return FilledMasks(words, failed)
 
     def token_mask(self, key: MaskKey, newest: int | None) -> Mask | None:

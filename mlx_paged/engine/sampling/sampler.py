@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged import ops
-from mlx_paged.engine.sampling.logits_processors import Edits, FloatArray
+from mlx_paged.engine.sampling.logits_processors import FloatArray, LogitEdits
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
-from mlx_paged.model.compiled import Greedy
+from mlx_paged.model.graph_runner import Greedy
 from mlx_paged.platform import Platform
 
 # A temperature this low is greedy, as in vLLM: dividing by it may overflow, and changes nothing
@@ -41,7 +41,7 @@ class SamplingMetadata:
     top_k: npt.NDArray[np.int64]  # [n]
     top_p: FloatArray  # [n] float32, above 0
     min_p: FloatArray  # [n] float32
-    edits: list[tuple[int, Edits]]  # of those rows that have any
+    edits: list[tuple[int, LogitEdits]]  # of those rows that have any
     logprobs: list[tuple[int, int]]  # of those rows that ask for them: how many
     logprob_token_ids: list[tuple[int, tuple[int, ...]]]  # of those rows that have any
     drawn: npt.NDArray[np.intp]  # rows that are not greedy

@@ -11,11 +11,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from mlx_paged.engine.grammar.follower import Follower, FollowerRules, Words, without
+from mlx_paged.engine.grammar.matcher import GrammarMatcher, GrammarRules, Words, without
 from mlx_paged.engine.sampling.logits_processors import (
     ALWAYS,
     Additions,
-    Edits,
+    LogitEdits,
     Penalties,
     TokenHistory,
     packed,
@@ -48,7 +48,7 @@ class SamplingRow(NamedTuple):
     top_k: int = 0  # below 1: all
     top_p: float = 1.0
     min_p: float = 0.0
-    edits: Edits | None = None
+    edits: LogitEdits | None = None
     logprobs: int | None = None  # likeliest tokens to report besides the chosen one
     logprob_token_ids: tuple[int, ...] = ()  # tokens to report in place of the likeliest
 
@@ -134,7 +134,7 @@ class RequestSampling:
 
     def _rules(
         self, compiler: GrammarCompiler | None, reasoning: ReasoningFormat | None
-    ) -> FollowerRules | None:
+    ) -> GrammarRules | None:
         """The grammar its answers must follow; None: free text."""
         params = self.params
         wanted, budget = params.structured_outputs, params.thinking_token_budget
@@ -153,7 +153,7 @@ class RequestSampling:
                     expected = "None where the grammar holds in the reasoning"
                     raise InvalidParameterError("thinking_token_budget", expected, budget)
                 reasoning = None
-        return FollowerRules(
+        return GrammarRules(
             self.grammar,
             reasoning=None if reasoning is None else reasoning.tokens,
             begins=Reasoning.OVER if reasoning is None else reasoning.begins(self.prompt),
@@ -172,7 +172,7 @@ class RequestSampling:
         return words if self.allowed is None else words & packed(self.allowed, vocab_size)
 
     def _require_a_token_of_the_grammar(
-        self, grammar: CompiledGrammar, rules: FollowerRules, bans: set[int]
+        self, grammar: CompiledGrammar, rules: GrammarRules, bans: set[int]
     ) -> None:
         """Refuses a grammar all of whose first tokens something else forbids."""
         bits = np.unpackbits(grammar.first_mask.view(np.uint8), bitorder="little")
@@ -306,16 +306,16 @@ class SequenceSampler:
         self._index = index
         self._history: TokenHistory | None = None
         self._generated: list[int] = []  # for a token mask
-        self._follower = (
-            None if sampling.rules is None else Follower(sampling.rules, len(sampling.prompt))
+        self._matcher = (
+            None if sampling.rules is None else GrammarMatcher(sampling.rules, len(sampling.prompt))
         )
 
     def start_over(self) -> None:
         """Forgets what it knows of the tokens so far, as an exception may have come in between."""
         self._history = None
         self._generated = []
-        if self._follower is not None:
-            self._follower.start_over()
+        if self._matcher is not None:
+            self._matcher.start_over()
 
     def is_complete(self, tokens: Sequence[int]) -> bool:
         """True if an answer that follows a grammar has ended by it.
@@ -323,16 +323,16 @@ class SequenceSampler:
         Args:
             tokens: prompt and answer.
         """
-        assert self._follower is not None
-        self._follower.follow(tokens)
-        return self._follower.is_complete
+        assert self._matcher is not None
+        self._matcher.follow(tokens)
+        return self._matcher.is_complete
 
     @property
     def failure(self) -> str | None:
         """Why an answer cannot follow its grammar any more; None while it can."""
-        return None if self._follower is None else self._follower.failed
+        return None if self._matcher is None else self._matcher.failed
 
-    def edits(self, tokens: Sequence[int], key: MaskKey) -> Edits | None:
+    def edits(self, tokens: Sequence[int], key: MaskKey) -> LogitEdits | None:
         """How to change the logits of the token at `key.position`; None: not at all.
 
         Args:
@@ -353,8 +353,8 @@ class SequenceSampler:
         has_mask = sampling.token_mask is not None
         penalties = self._penalties(tokens) if sampling.params.penalizes else None
         if additions is None and penalties is None and not has_mask and not has_grammar:
-            return None if allowed is None else Edits(allowed=allowed)
-        return Edits(
+            return None if allowed is None else LogitEdits(allowed=allowed)
+        return LogitEdits(
             additions,
             penalties,
             allowed,
@@ -364,19 +364,19 @@ class SequenceSampler:
 
     def _may_limit(self, tokens: Sequence[int], position: int) -> bool:
         """True if the token at `position` needs the mask of a grammar."""
-        if self._follower is None or self.has_grammar:
+        if self._matcher is None or self.has_grammar:
             return self.has_grammar
         # A budget of reasoning: most of the time the newest token need not be waited for.
-        self._follower.follow(tokens)
-        return self._follower.may_limit(position - len(tokens))
+        self._matcher.follow(tokens)
+        return self._matcher.may_limit(position - len(tokens))
 
     # Masks. (`newest` is the token after `tokens`, if it was in flight when the step was built.)
 
-    def follow(self, tokens: Sequence[int], newest: int | None) -> Follower:
+    def follow(self, tokens: Sequence[int], newest: int | None) -> GrammarMatcher:
         """The place in the grammar after these tokens."""
-        assert self._follower is not None
-        self._follower.follow(tokens, newest)
-        return self._follower
+        assert self._matcher is not None
+        self._matcher.follow(tokens, newest)
+        return self._matcher
 
     def narrow(self, mask: Words, tokens: Sequence[int], newest: int | None, position: int) -> None:
         """Takes out of a grammar's mask what other parameters do not permit.

@@ -20,7 +20,7 @@ from mlx_paged.server.batches.lines import URLS
 from mlx_paged.server.batches.manager import BatchManager, new_batch_id
 from mlx_paged.server.batches.records import BatchRecord
 from mlx_paged.server.batches.uploads import read_form, receiving, storing
-from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.errors import ApiError, bad_request, shorten
 from mlx_paged.server.requests import read_body
 from mlx_paged.server.streaming import json_response
@@ -228,7 +228,7 @@ async def create_batch(request: Request) -> Response:
             record = await manager.create(record)
     except KeyError:
         raise unknown from None
-    trace_of(request).fields["batch"] = record.id
+    request_log_of(request).fields["batch"] = record.id
     return JSONResponse(_batch(record))
 
 

@@ -33,7 +33,7 @@ from mlx_paged.server.batches.records import BatchRecord
 from mlx_paged.server.batches.splitter import RequestSplitter
 from mlx_paged.server.batches.uploads import read_large, receiving, storing
 from mlx_paged.server.body_bounds import BodyBounds
-from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.errors import ApiError, bad_request, message_error
 from mlx_paged.server.requests import Body, Label, check_content, validated
 
@@ -135,7 +135,7 @@ async def create(request: Request) -> Response:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-    trace_of(request).fields["batch"] = record.id
+    request_log_of(request).fields["batch"] = record.id
     return JSONResponse(_batch(record, request))
 
 

@@ -22,7 +22,7 @@ from mlx_paged.parsing.events import (
     ReasoningText,
 )
 from mlx_paged.server import responses
-from mlx_paged.server.context import Context, context_of, trace_of
+from mlx_paged.server.context import Context, context_of, request_log_of
 from mlx_paged.server.errors import ApiError, bad_request, message_error, shorten
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.messages.answers import (
@@ -50,7 +50,7 @@ BlockType: TypeAlias = Literal["text", "thinking", "tool_use"]
 async def messages(request: Request) -> Response:
     """Answers a conversation, at once or as a stream."""
     body = await read_body(request, MessagesBody)
-    context, trace = context_of(request), trace_of(request)
+    context, trace = context_of(request), request_log_of(request)
     trace.fields |= {"model": body.model, "stream": bool(body.stream)}
     if body.metadata is not None and body.metadata.user_id is not None:
         trace.fields["user"] = shorten(body.metadata.user_id)

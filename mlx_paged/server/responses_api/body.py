@@ -13,7 +13,7 @@ from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.parsing.custom import custom_tool
 from mlx_paged.parsing.definitions import InputGrammar, Tool, ToolChoice
 from mlx_paged.server import requests, tool_requests
-from mlx_paged.server.context import trace_of
+from mlx_paged.server.context import request_log_of
 from mlx_paged.server.errors import bad_request, own_names
 from mlx_paged.server.requests import (
     Body,
@@ -276,7 +276,7 @@ def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
                 "unsupported_parameter",
             )
     if ignored:
-        request_id = trace_of(request).request_id
+        request_id = request_log_of(request).request_id
         logger.info("ignored tools: %s", ", ".join(ignored), extra={"request_id": request_id})
     require_distinct(found)
     return tuple(found)

@@ -16,7 +16,7 @@ from starlette.responses import Response as HttpResponse
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server import requests
-from mlx_paged.server.context import Context, context_of, trace_of
+from mlx_paged.server.context import Context, context_of, request_log_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, from_engine, own_name, shorten
 from mlx_paged.server.generation import Generation
@@ -173,7 +173,7 @@ async def retrieve(request: Request) -> HttpResponse:
             reason = "it was no response in the background"
         raise bad_request("stream", f"stream must be false for {response_id}: {reason}")
     run.check_has(place)
-    return EventStream(run.follow(place), trace_of(request), context.config)
+    return EventStream(run.follow(place), request_log_of(request), context.config)
 
 
 def _place(query: Mapping[str, str]) -> int | None:
@@ -471,7 +471,7 @@ def own_names(request: Request) -> Iterator[None]:
         try:
             yield
         except InvalidParameterError as error:
-            raise from_engine(error, trace_of(request).request_id) from error
+            raise from_engine(error, request_log_of(request).request_id) from error
     except ApiError as error:
         if error.param is not None:
             param = own_name(error.param, _NAMES)

@@ -21,7 +21,7 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mlx_paged.server import requests
-from mlx_paged.server.context import Context, Trace
+from mlx_paged.server.context import Context, RequestLog
 from mlx_paged.server.errors import ApiError, failed, shorten
 from mlx_paged.server.middleware import log_end
 from mlx_paged.server.rate_limits import budget_of
@@ -95,7 +95,7 @@ class _Session:
         self._context = context
         self._latest = LatestResponse(context.config.max_stored_bytes)
         self._inbox: asyncio.Queue[str] = asyncio.Queue()
-        self._waiting = Trace("", "WEBSOCKET", PATH, "")  # for the memory of what waits
+        self._waiting = RequestLog("", "WEBSOCKET", PATH, "")  # for the memory of what waits
         self._num_waiting = 0  # characters
         self._ends_at = asyncio.get_running_loop().time() + MAX_AGE
 
@@ -196,7 +196,7 @@ class _Session:
         """Answers one message."""
         scope, context = self._socket.scope, self._context
         client = (scope.get("client") or ("",))[0]
-        trace = Trace(uuid.uuid4().hex, "WEBSOCKET", PATH, client)
+        trace = RequestLog(uuid.uuid4().hex, "WEBSOCKET", PATH, client)
         trace.status = 200
         context.metrics.server_load += 1
         try:
@@ -217,7 +217,7 @@ class _Session:
             context.release_body(trace)
             log_end(trace, context.metrics, log=context.config.log_requests)
 
-    async def _answer(self, request: Request, trace: Trace) -> None:
+    async def _answer(self, request: Request, trace: RequestLog) -> None:
         if (budget := budget_of(request.scope)) is not None:
             budget.admit()
         body = await requests.read_body(request, CreateMessage)
@@ -242,7 +242,7 @@ class _Session:
             remembered = adapter.remembered
             self._latest.put(adapter.now(), remembered.new_input, remembered.before)
 
-    def _request(self, text: str, trace: Trace) -> Request:
+    def _request(self, text: str, trace: RequestLog) -> Request:
         """A message as the HTTP request that it stands for."""
         content = text.encode()
         parts = [content]

@@ -20,7 +20,7 @@ from support.interrupts import Interrupter
 from support.models import embedded_twin
 
 from mlx_paged import LLM, SamplingParams
-from mlx_paged.engine import collector
+from mlx_paged.engine import gc_pause
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
@@ -108,11 +108,11 @@ def test_a_failed_step_lets_collections_come_again() -> None:
 def test_an_exception_at_any_line_leaves_collections_on() -> None:
     for at in itertools.count(1):
         interrupter = Interrupter(at, KeyboardInterrupt("injected"))
-        with suppress(KeyboardInterrupt), interrupter.watching(), collector.step:
+        with suppress(KeyboardInterrupt), interrupter.watching(), gc_pause.gc_paused():
             pass
-        collector.let_go()  # (as those do who call a step)
+        gc_pause.resume_gc()  # (as those do who call a step)
         assert gc.isenabled(), interrupter.where
-        with collector.step:
+        with gc_pause.gc_paused():
             assert not gc.isenabled(), interrupter.where
         assert gc.isenabled(), interrupter.where
         if not interrupter.where:
@@ -126,7 +126,7 @@ def test_what_is_collected_in_the_middle_may_let_go(monkeypatch) -> None:
     class Left:
         def __del__(self) -> None:
             num_left.append(1)
-            collector.let_go()
+            gc_pause.resume_gc()
 
     def collect() -> None:
         left: Any = Left()
@@ -144,14 +144,14 @@ def test_what_is_collected_in_the_middle_may_let_go(monkeypatch) -> None:
         gc.disable()
 
     def hold() -> None:
-        with collector.step:
+        with gc_pause.gc_paused():
             found.append(gc.isenabled())
         found.append(gc.isenabled())
 
     num_left: list[int] = []
     found: list[bool] = []
     names = SimpleNamespace(isenabled=is_enabled, disable=disable, enable=gc.enable)
-    monkeypatch.setattr(collector, "gc", names)
+    monkeypatch.setattr(gc_pause, "gc", names)
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
     thread.join(60)
@@ -162,7 +162,7 @@ def test_what_is_collected_in_the_middle_may_let_go(monkeypatch) -> None:
 def test_collections_stay_off_where_they_were_off() -> None:
     gc.disable()
     try:
-        with collector.step:
+        with gc_pause.gc_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -173,12 +173,12 @@ def test_the_last_of_several_threads_lets_collections_come_again() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with collector.step:
+        with gc_pause.gc_paused():
             inside.set()
             leave.wait(300)
 
     thread = threading.Thread(target=hold)
-    with collector.step:
+    with gc_pause.gc_paused():
         thread.start()
         assert inside.wait(300)
     assert not gc.isenabled()
@@ -189,7 +189,7 @@ def test_the_last_of_several_threads_lets_collections_come_again() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_of_a_step_collects() -> None:
-    with collector.step:
+    with gc_pause.gc_paused():
         child = os.fork()
         if child == 0:
             os._exit(0 if gc.isenabled() else 1)

@@ -58,14 +58,14 @@ class Greedy(NamedTuple):
 
 
 class Repeat(Enum):
-    """How a step repeats, decided before it is planned (`CompiledSteps.repeat_of`)."""
+    """How a step repeats, decided before it is planned (`GraphRunner.repeat_of`)."""
 
     NOT = "not"  # built anew
     AS_GRAPH = "as a graph"  # of its shape: decodes, and on the CPU any step of few rows
     WITH_PROMPTS = "with prompts"  # as a device program of few rows, some of them padding
 
 
-class CompiledSteps:
+class GraphRunner:
     """Runs steps of few rows as compiled graphs.
 
     Args:

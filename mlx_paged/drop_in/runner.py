@@ -1,4 +1,4 @@
-"""FlatModel: a model and its pools, run the one way in which its family was proven.
+"""DropInRunner: a model and its pools, run the one way in which its family was proven.
 
 The engine runs ``[rows, 1]`` tokens, every token a row, and so does this, whatever shape mlx-lm's
 code calls the model in.
@@ -30,7 +30,7 @@ from mlx_paged.drop_in.states import (
 )
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.kv_formats import KVFormat
-from mlx_paged.model.layout import CacheSpec, LayerSpec, Reach, StateSpec
+from mlx_paged.model.layout import CacheSpec, KVCacheGroupSpec, LayerSpec, StateSpec
 from mlx_paged.ops import AttentionPlan
 
 # Tokens that windows keep behind what their rows see, so that a sequence can be trimmed a little.
@@ -39,7 +39,7 @@ WINDOW_SLACK = 64
 Tables = Sequence[Sequence[int]]  # blocks of each sequence
 
 
-class FlatModel:
+class DropInRunner:
     """Runs steps of ragged sequences. Does not keep its model alive.
 
     Attributes:
@@ -63,10 +63,10 @@ class FlatModel:
         kv_format: KVFormat | None = None,
     ) -> None:
         # Here, not above: this very import of mlx_lm may have come from there.
-        from mlx_paged.model.wrap import serve
+        from mlx_paged.model.wrap import build_paged_model
 
         config = _config_of(model)
-        paged = serve(model, config, block_size=block_size)
+        paged = build_paged_model(model, config, block_size=block_size)
         if paged.layout.max_context_len is not None:
             raise UnsupportedModelError(
                 config["model_type"],
@@ -118,7 +118,7 @@ class FlatModel:
         """Groups of layers that have block tables of their own."""
         return 1 + len(self.windows)
 
-    def group_of(self, reach: Reach) -> int:
+    def group_of(self, reach: KVCacheGroupSpec) -> int:
         """The number of the group whose tables layers of this reach use."""
         return self._numbers.get(reach, 0)
 
@@ -127,7 +127,7 @@ class FlatModel:
         reaches = self._reaches(number)
         return self.block_size * sum(self.layout.bytes_per_token(reach) for reach in reaches)
 
-    def _reaches(self, number: int) -> list[Reach]:
+    def _reaches(self, number: int) -> list[KVCacheGroupSpec]:
         return [reach for reach in self.layout.reaches if self.group_of(reach) == number]
 
     def is_of(self, model: object) -> bool:
@@ -197,7 +197,7 @@ class FlatModel:
             logits = logits[mx.array(logit_rows)]
         return logits, made
 
-    def _by_reach(self, tables: Sequence[Tables]) -> Tables | Mapping[Reach, Tables]:
+    def _by_reach(self, tables: Sequence[Tables]) -> Tables | Mapping[KVCacheGroupSpec, Tables]:
         if not self.windows:
             return tables[0]
         return {reach: tables[self.group_of(reach)] for reach in self.layout.reaches}

@@ -1,4 +1,4 @@
-"""Follower: where one answer is in its grammar, and which tokens may follow."""
+"""GrammarMatcher: where one answer is in its grammar, and which tokens may follow."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Phase(Enum):
     ANSWER = 3
 
 
-class FollowerRules:
-    """State that the followers of a request's answers share.
+class GrammarRules:
+    """State that the matchers of a request's answers share.
 
     Args:
         grammar: None: any answer (there is a budget for its reasoning).
@@ -79,7 +79,7 @@ class FollowerRules:
         return token in (self._all if num_tokens >= self.min_tokens else self._eos)
 
 
-class Follower:
+class GrammarMatcher:
     """Follows the tokens of one answer.
 
     Its state is a function of these tokens: what is followed is compared with the answer, and taken
@@ -108,7 +108,7 @@ class Follower:
         "failed",
     )
 
-    def __init__(self, rules: FollowerRules, start: int) -> None:
+    def __init__(self, rules: GrammarRules, start: int) -> None:
         """Args: start: tokens of the prompt."""
         self._rules = rules
         self._start = start
@@ -362,27 +362,27 @@ class Follower:
         _set(words, (self._rules.reasoning.start[self._start_at],))
 
 
-def fill_masks(followers: Sequence[Follower], words: Words) -> None:
+def fill_masks(matchers: Sequence[GrammarMatcher], words: Words) -> None:
     """Writes the masks of the next tokens of some answers, in parallel.
 
-    A follower that `failed` afterwards has an empty mask.
+    A matcher that `failed` afterwards has an empty mask.
 
     Args:
-        words: ``[len(followers), num_words]``, contiguous.
+        words: ``[len(matchers), num_words]``, contiguous.
     """
     filled: list[tuple[LLMatcher, int]] = []
-    for i, follower in enumerate(followers):
-        matcher = follower.begin_mask(words[i])
-        if matcher is not None:
-            filled.append((matcher, i))
+    for i, matcher in enumerate(matchers):
+        backend = matcher.begin_mask(words[i])
+        if backend is not None:
+            filled.append((backend, i))
     num_bytes = words.shape[1] * words.itemsize
     if len(filled) < _FEWEST_IN_PARALLEL:
-        for matcher, i in filled:
-            matcher.unsafe_compute_mask_ptr(words[i].ctypes.data, num_bytes)
+        for backend, i in filled:
+            backend.unsafe_compute_mask_ptr(words[i].ctypes.data, num_bytes)
     else:
         _executor().unsafe_compute_mask_ptr(filled, words.ctypes.data, num_bytes, len(words))
     for _, i in filled:
-        followers[i].end_mask(words[i])
+        matchers[i].end_mask(words[i])
 
 
 @cache

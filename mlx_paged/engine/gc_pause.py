@@ -8,6 +8,7 @@ collection, and one that comes all the same takes no time of the device, which r
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -31,7 +32,7 @@ def _hold_back() -> None:
         _threads.add(this)
 
 
-def let_go() -> None:
+def resume_gc() -> None:
     """Ends what this thread holds back, if anything: also after a step that was broken off."""
     this = threading.get_ident()
     with _lock:
@@ -41,19 +42,26 @@ def let_go() -> None:
             _threads.discard(this)  # (last: where that was broken off, the next call does it)
 
 
-class _Step:
+class _Pause:
     def __enter__(self) -> None:
         _hold_back()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        let_go()
+        resume_gc()
 
 
-#: `with collector.step:` around a step. Of several threads the last one to leave lets collections
-#: come again. A process that switched them off keeps them off.
-step = _Step()
+_pause = _Pause()
+
+
+def gc_paused() -> contextlib.AbstractContextManager[None]:
+    """Pauses collections, around a step.
+
+    Of several threads the last one to leave lets collections come again. A process that switched
+    them off keeps them off.
+    """
+    return _pause
 
 
 def _forked() -> None:

@@ -20,14 +20,13 @@ from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.model import compiled as compiled_module
-from mlx_paged.model import paged_model
+from mlx_paged.model import graph_runner, paged_model
 from mlx_paged.model.caches import Step
-from mlx_paged.model.compiled import Repeat
+from mlx_paged.model.graph_runner import Repeat
 from mlx_paged.model.loader import load
 from mlx_paged.model.media import MediaRows
 from mlx_paged.model.plan import build_plan
-from mlx_paged.model.wrap import serve
+from mlx_paged.model.wrap import build_paged_model
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 65, 17)]
 
@@ -63,7 +62,7 @@ def test_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(compiled_module, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(graph_runner, "_MOST_GRAPHS", 2)
     expected, engine = run()
     assert 0 < len(engine._runner.model._compiled._graphs) <= 2
     assert [len(tokens) for tokens in expected] == [30 + 7 * i for i in range(len(PROMPTS) * 2)]
@@ -79,7 +78,7 @@ def test_model_that_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(tokens.sum().item())
         return tokens + 1, pools
 
-    steps = compiled_module.CompiledSteps(forward)
+    steps = graph_runner.GraphRunner(forward)
     for i in range(5):
         plan = build_plan([[1]], [3], [1], block_size=16)
         out, _ = run_step(steps, mx.array([i]), Step(plan, mx.array([0])))
@@ -140,7 +139,7 @@ def test_layers_of_a_large_step_start_one_by_one_and_few_ahead(monkeypatch) -> N
 
 
 def run_step(
-    steps: compiled_module.CompiledSteps, tokens: mx.array, step: Step
+    steps: graph_runner.GraphRunner, tokens: mx.array, step: Step
 ) -> tuple[mx.array, list[mx.array]]:
     """Decides how a step of arrays repeats, and runs it."""
     num_sequences = step.plan.context_lens.shape[0]
@@ -157,10 +156,10 @@ def decode_step(num_seqs: int, **fields: Any) -> tuple[mx.array, Step]:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> compiled_module.CompiledSteps:
+def steps(monkeypatch: pytest.MonkeyPatch) -> graph_runner.GraphRunner:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(compiled_module, "_MOST_GRAPHS", 2)
-    return compiled_module.CompiledSteps(lambda tokens, step, pools: (tokens + 1, pools))
+    monkeypatch.setattr(graph_runner, "_MOST_GRAPHS", 2)
+    return graph_runner.GraphRunner(lambda tokens, step, pools: (tokens + 1, pools))
 
 
 def test_a_shape_is_compiled_when_it_occurs_for_the_third_time(steps) -> None:
@@ -198,7 +197,7 @@ def test_only_decodes_of_arrays_repeat(steps) -> None:
 def test_steps_with_recurrent_states_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     config = config_of("qwen3_next")
-    driver = Driver(serve(family_model(config), config, block_size=8))
+    driver = Driver(build_paged_model(family_model(config), config, block_size=8))
     for token in range(5):
         driver.step({"a": [token]})
     compiled = driver.paged._compiled
@@ -219,7 +218,7 @@ def test_new_pools_have_no_graphs_of_the_old_ones(monkeypatch: pytest.MonkeyPatc
 def test_positions_of_rope_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that a step had when it was compiled."""
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    steps = compiled_module.CompiledSteps(
+    steps = graph_runner.GraphRunner(
         lambda tokens, step, pools: (step.media.rope_positions + tokens[0], pools)
     )
     for i in range(6):
@@ -243,7 +242,7 @@ def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> No
         return lambda tokens, arrays, pools: forward(tokens, arrays, pools)
 
     steps.platform = platform_with(**{**CUDA, "most_device_program_rows": 512})
-    monkeypatch.setattr(compiled_module, "_device_program", device_program)
+    monkeypatch.setattr(graph_runner, "_device_program", device_program)
     refused_from = 64
     for num_seqs in (65, 100, 64):
         assert steps.reads_once(num_seqs) == (num_seqs != 100)
@@ -261,7 +260,7 @@ def test_what_a_program_reads_stays_on_the_host(monkeypatch: pytest.MonkeyPatch)
     """Tokens, logit rows and plan, of decodes and of few rows with prompts."""
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
-    monkeypatch.setattr(compiled_module, "_device_program", lambda forward, *_: forward)
+    monkeypatch.setattr(graph_runner, "_device_program", lambda forward, *_: forward)
     driver = StepDriver(tiny_model(tiny_config("llama", head_dim=64)), "llama", block_size=8)
     stayed: list[bool] = []
 
