@@ -42,7 +42,7 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr uint64_t kSmallest = 256;  // bytes of memory
+constexpr uint64_t kSmallestMemory = 256;  // bytes of memory
 
 void check(cudaError_t status, const std::string& what) {
   if (status != cudaSuccess) {
@@ -155,7 +155,7 @@ class CudaStepDevice : public StepDevice {
   }
 
   mx::array allocate(uint64_t bytes) override {
-    mx::array a(workspace_shape(std::max(bytes, kSmallest)), mx::float32, nullptr, {});
+    mx::array a(workspace_shape(std::max(bytes, kSmallestMemory)), mx::float32, nullptr, {});
     gpu::allocate(a, stream_);
     return a;
   }
