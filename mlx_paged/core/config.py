@@ -21,26 +21,25 @@ class SchedulerConfig:
     """Limits and policies.
 
     Attributes:
-        max_num_seqs: Most sequences that run at once.
-        max_num_batched_tokens: Most tokens of one step; at least `max_num_seqs`, so that running
-            decodes never take the last token from a prompt.
-        max_model_len: Most tokens of prompt and answer together; None leaves it to the KV cache.
-        long_prefill_token_threshold: A prompt with more tokens left than this is *long*: it gets at
-            most this many a step, and long prompts together leave short ones the tokens that they
-            need, up to half the step. None means half of `max_num_batched_tokens`; 0 treats all
-            prompts alike.
-        enable_chunked_prefill: Cut prompts that do not fit into a step. Otherwise a prompt waits
+        max_num_seqs: Maximum number of running sequences.
+        max_num_batched_tokens: Maximum tokens per step; at least `max_num_seqs`, so that running
+            decodes always leave room for a prompt.
+        max_model_len: Maximum tokens of prompt plus output; None leaves only the KV cache limit.
+        long_prefill_token_threshold: A prompt with more tokens left than this is *long*. It gets at
+            most this many tokens per step, and long prompts together leave short prompts the tokens
+            they need, up to half the step. None means half of `max_num_batched_tokens`; 0 treats
+            all prompts alike.
+        enable_chunked_prefill: Splits prompts that do not fit in a step. If off, a prompt waits
             until all of it fits, and `max_num_batched_tokens` must be at least `max_model_len`.
         policy: "fcfs" or "priority".
-        watermark: Share of the blocks that admission leaves free for the growth of what runs.
-        max_num_waiting: `add` refuses a request when this many sequences wait; None never refuses.
-        max_num_encoder_tokens: Most rows of media items that one step encodes; an item that has
-            more is encoded alone. None means `max_num_batched_tokens`.
-        max_encoder_items_with_decodes: Most media items that one step encodes while it decodes
-            sequences; None: as many as `max_num_encoder_tokens` lets.
-        encoder_cache_bytes: Most bytes of features that are kept; an item that has more is held
-            alone.
-        encoder_bytes_per_row: An estimate for features that have not been made yet.
+        watermark: Fraction of the blocks that admission keeps free for running sequences to grow.
+        max_num_waiting: `add` rejects a request once this many sequences wait; None never rejects.
+        max_num_encoder_tokens: Maximum media rows encoded per step; a larger item is encoded alone.
+            None means `max_num_batched_tokens`.
+        max_encoder_items_with_decodes: Maximum media items encoded by a step that also decodes;
+            None sets no limit beyond `max_num_encoder_tokens`.
+        encoder_cache_bytes: Capacity of the encoder cache; a larger item is held alone.
+        encoder_bytes_per_row: Estimated feature size, used until the real size is known.
     """
 
     max_num_seqs: int = 256
@@ -99,10 +98,10 @@ class SchedulerConfig:
 
     @property
     def long_prefill_threshold(self) -> int:
-        """Tokens above which a prompt is long, and most that a step spends on one."""
+        """Length above which a prompt is long; also the most tokens per step for a long prompt."""
         if not self.enable_chunked_prefill:
             return sys.maxsize
         if self.long_prefill_token_threshold is None:
             return max(1, self.max_num_batched_tokens // 2)
-        # A threshold of 0 switches the distinction off: no prompt is longer than this.
+        # 0 turns the distinction off.
         return self.long_prefill_token_threshold or sys.maxsize

@@ -1,8 +1,8 @@
-"""EncoderCache: which items' features the device holds, and what a step may still encode.
+"""EncoderCache: tracks the media features on the device and the encoding budget of a step.
 
-*Features* are what a tower makes of a media item: the input embeddings of its rows. They are kept
-for other sequences with the same item, and for the next chunk of a sequence that is in the middle
-of it. This is the book of them; the arrays are in `mlx_paged.engine.media.encoder_cache`::
+*Features* are a tower's output for a media item: the input embeddings of its rows. The cache keeps
+them for other sequences with the same item, and for the next chunk of a sequence that is in the
+middle of it. This is the bookkeeping; `mlx_paged.engine.media.encoder_cache` has the arrays::
 
       not held --- a chunk needs it, the step may encode it ---> held, in use by a step in flight
          ^                                                         |              ^
@@ -28,15 +28,15 @@ class EncoderCacheStats:
     """Counters since the cache was made, and its current contents.
 
     Attributes:
-        num_queries: Items that sequences needed features of.
-        num_hits: Those of them whose features were there.
-        num_prefix_hits: Items that needed none, as all their positions came from the prefix cache.
-        num_encoded_items: Items given to the tower.
-        num_encoded_rows: Their rows.
-        num_evictions: Features given up to make room.
-        num_items: Items whose features are held.
-        num_bytes: Bytes of these.
-        max_bytes: Most that were held at once.
+        num_queries: Items that sequences needed features for.
+        num_hits: Queries that found features in the cache.
+        num_prefix_hits: Items that needed no features: the prefix cache held all their positions.
+        num_encoded_items: Items encoded by the tower.
+        num_encoded_rows: Rows of these items.
+        num_evictions: Features evicted to make room.
+        num_items: Items in the cache.
+        num_bytes: Bytes in the cache.
+        max_bytes: Peak of `num_bytes`.
     """
 
     num_queries: int = 0
@@ -51,11 +51,11 @@ class EncoderCacheStats:
 
 
 class ScheduledMedia(NamedTuple):
-    """A step's changes to the features, besides using them.
+    """Features that a step evicts and encodes.
 
     Attributes:
-        evicted: Keys of those that are given up, before anything else.
-        encoded: Keys of those that are made in this step.
+        evicted: Keys evicted before anything else runs.
+        encoded: Keys encoded in this step.
     """
 
     evicted: tuple[bytes, ...]
@@ -66,10 +66,10 @@ class HeldFeatures:
     """The features of one item.
 
     Attributes:
-        key: Of the item and the salt.
-        num_rows, num_bytes: Their size.
-        num_pins: Sequences that are in the middle of the item.
-        last_step: Newest step that uses them.
+        key: Item key plus salt.
+        num_rows, num_bytes: Size of the features.
+        num_pins: Sequences in the middle of the item.
+        last_step: Newest step that uses the features.
     """
 
     __slots__ = ("key", "last_step", "num_bytes", "num_pins", "num_rows")
@@ -83,16 +83,16 @@ class HeldFeatures:
 
 
 class EncoderCache:
-    """The book of the features that the device holds.
+    """Bookkeeping for the features that the device holds.
 
     Args:
-        capacity: bytes. An item that is larger is held alone.
-        max_rows: most rows that a step encodes. An item that has more is encoded alone.
-        bytes_per_row: an estimate, until `resize` says what it is.
+        capacity: Bytes. A larger item is held alone.
+        max_rows: Maximum rows encoded per step. A larger item is encoded alone.
+        bytes_per_row: Estimate, used until `resize` reports the real size.
 
     Attributes:
-        num_bytes: Held now.
-        step: Newest step that used it.
+        num_bytes: Bytes held now.
+        step: Newest step that used the cache.
     """
 
     def __init__(self, capacity: int, max_rows: int, bytes_per_row: int = 1) -> None:
@@ -105,7 +105,7 @@ class EncoderCache:
         self._idle: OrderedDict[bytes, HeldFeatures] = OrderedDict()  # without pins, oldest first
         self._idle_bytes = 0
         self._stats = EncoderCacheStats()
-        self._evicted: list[bytes] = []  # not yet told
+        self._evicted: list[bytes] = []  # not yet reported
         # State of the step being built.
         self._committed = 0
         self._rows_left = max_rows
@@ -113,11 +113,11 @@ class EncoderCache:
         self._encoded: list[bytes] = []
 
     def begin(self, step: int, committed: int, max_items: int | None = None) -> None:
-        """A step is being built; called as often as it needs features.
+        """Starts a step; repeated calls for the same step change nothing.
 
         Args:
-            committed: the newest step whose results have been read.
-            max_items: most that the step encodes; None: as many as have rows enough.
+            committed: Newest step whose results have been read.
+            max_items: Maximum items that the step encodes; None sets no limit beyond the rows.
         """
         self._committed = committed
         if step != self.step:
@@ -126,25 +126,25 @@ class EncoderCache:
             self._make_room(0)
 
     def end(self) -> ScheduledMedia:
-        """The step is built."""
+        """Ends the step being built; returns its changes to the features."""
         scheduled = ScheduledMedia(tuple(self._evicted), tuple(self._encoded))
         self._evicted = []
         return scheduled
 
-    # Needs of a chunk.
+    # Features for a chunk.
 
     def num_affordable(self, media: PromptMedia, items: range, *, whole: bool = False) -> int:
-        """Leading items of a chunk whose features are there, or that this step may encode.
+        """Number of leading items of a chunk that are cached or that this step may encode.
 
         Args:
-            items: of the chunk, in order.
-            whole: the chunk cannot be cut. Where the step encodes nothing yet, its budget does not
-                count.
+            items: Items of the chunk, in order.
+            whole: True if the chunk cannot be split. It then ignores the budget, provided that the
+                step encodes nothing yet.
         """
         rows_left, is_first = self._rows_left, not self._encoded
         items_left = self._items_left
         all_keys, new = {media.keys[i] for i in items}, 0
-        keys: set[bytes] = set()  # of the items before
+        keys: set[bytes] = set()  # of the preceding items
         for count, i in enumerate(items):
             key = media.keys[i]
             if key in self._held or key in keys:
@@ -157,7 +157,7 @@ class EncoderCache:
                     return count
                 alone = new == 0 and size > self.capacity
                 if not self._has_room(new + size, all_keys, alone=alone):
-                    # (What comes later in the chunk must not keep this item out.)
+                    # Retry without later items: those must not keep this one out.
                     return count + self._has_room(new + size, keys, alone=alone)
                 if size > self.capacity:
                     return count + 1
@@ -168,10 +168,10 @@ class EncoderCache:
         return len(items)
 
     def _has_room(self, num_bytes: int, kept: Set[bytes], *, alone: bool) -> bool:
-        """True if this number of bytes fits once everything evictable but `kept` is gone.
+        """True if `num_bytes` fit after evicting everything evictable except `kept`.
 
         Args:
-            alone: they may be any number where nothing else is held.
+            alone: Ignore the capacity if nothing else would be held.
         """
         missing = self.num_bytes + num_bytes - self.capacity
         if missing <= 0:
@@ -184,17 +184,17 @@ class EncoderCache:
             if missing <= 0:
                 break
             if features.last_step > self._committed:
-                return False  # (and so are all behind it)
+                return False  # all later entries are in use too
             if key not in kept:
                 missing -= features.num_bytes
         return missing <= 0
 
     def use(self, media: PromptMedia, items: range, begun: HeldFeatures | None) -> None:
-        """The step uses features; those that are not there it encodes.
+        """Uses features in this step; encodes the missing ones.
 
         Args:
-            items: `num_affordable` said that they may be used.
-            begun: of the item that the sequence is in the middle of.
+            items: Items that `num_affordable` allowed.
+            begun: Features of the item that the sequence is in the middle of.
         """
         missing = []
         for i in items:
@@ -215,7 +215,7 @@ class EncoderCache:
     def _add(self, key: bytes, num_rows: int) -> None:
         self._stats.num_queries += 1
         features = self._held.get(key)
-        if features is not None:  # (twice in one chunk)
+        if features is not None:  # the item occurs twice in one chunk
             self._stats.num_hits += 1
             return
         size = num_rows * self._bytes_per_row
@@ -231,7 +231,7 @@ class EncoderCache:
         self._stats.max_bytes = max(self._stats.max_bytes, self.num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evicts until so many bytes fit, or nothing more may be evicted."""
+        """Evicts until `num_bytes` fit or nothing else is evictable."""
         while self.num_bytes + num_bytes > self.capacity and self._idle:
             oldest = next(iter(self._idle.values()))
             if oldest.last_step > self._committed:
@@ -247,7 +247,7 @@ class EncoderCache:
         self._evicted.append(features.key)
 
     def pin(self, key: bytes) -> HeldFeatures:
-        """A sequence is in the middle of an item that the step uses."""
+        """Pins an item of this step for a sequence that is in the middle of it."""
         features = self._held[key]
         if features.num_pins == 0:
             del self._idle[key]
@@ -256,18 +256,18 @@ class EncoderCache:
         return features
 
     def unpin(self, features: HeldFeatures) -> None:
-        """It has passed the item, or has lost its blocks."""
+        """Releases a pin: the sequence has passed the item, or has lost its blocks."""
         features.num_pins -= 1
         if features.num_pins == 0 and self._held.get(features.key) is features:
             self._idle[features.key] = features
             self._idle_bytes += features.num_bytes
-            # (The order is that of the last use: where it ends before that, behind all others.)
+            # The entry goes to the end of the LRU order, so last_step must not be older.
             features.last_step = max(features.last_step, self.step)
 
     # Corrections.
 
     def resize(self, key: bytes, num_bytes: int) -> None:
-        """Records the memory of an item's features, now that they exist."""
+        """Records the real size of an item's features."""
         features = self._held.get(key)
         if features is None:
             return
@@ -280,26 +280,26 @@ class EncoderCache:
         self._stats.max_bytes = max(self._stats.max_bytes, self.num_bytes)
 
     def clear(self) -> None:
-        """Forgets all features, those that sequences are in the middle of included."""
+        """Evicts all features, pinned ones included."""
         for features in list(self._held.values()):
             self._forget(features)
 
-    # Numbers.
+    # Statistics.
 
     def count_prefix_hits(self, num_items: int) -> None:
-        """So many items of a sequence came from the prefix cache."""
+        """Counts items of a sequence that came from the prefix cache."""
         self._stats.num_prefix_hits += num_items
 
     @property
     def stats(self) -> EncoderCacheStats:
-        """A copy of the counters so far."""
+        """A snapshot of the counters."""
         return replace(self._stats, num_items=len(self._held), num_bytes=self.num_bytes)
 
     def check_integrity(self, pinned: Sequence[HeldFeatures]) -> None:
-        """Recounts; raises `IntegrityError` with what disagrees.
+        """Recounts everything; raises `IntegrityError` on a mismatch.
 
         Args:
-            pinned: what sequences are in the middle of.
+            pinned: Features that sequences pin, one entry per pin.
         """
         total = sum(features.num_bytes for features in self._held.values())
         idle = sum(features.num_bytes for features in self._idle.values())

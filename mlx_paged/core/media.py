@@ -1,8 +1,8 @@
-"""Media in the state half: where a prompt holds pictures, clips and sounds, and the ids that stand
-for them in the prefix tree.
+"""Media in the state half: positions of images, video and audio in a prompt, and their ids in the
+prefix tree.
 
-The tokens of all pictures are alike: a placeholder for each position. So the prefix tree is given
-other ids for them, which belong to the content::
+All images have the same tokens: one placeholder per position. The prefix tree therefore gets ids
+that depend on the content::
 
       prompt     [ 9  4 | P  P  P  P  P | 7 | P  P  P  P  P ]     P: the placeholder
       media              cat, 5 positions      dog, 5 positions
@@ -21,10 +21,10 @@ from typing import overload
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.errors import InvalidParameterError
 
-#: Ids of media in the prefix tree begin here; no vocabulary is so large.
+#: First media id in the prefix tree; above any vocabulary.
 FIRST_MEDIA_ID = 1 << 31
 
-#: Contents whose ids are remembered.
+#: Maximum number of items whose ids are remembered.
 MAX_MEDIA_KEYS = 1 << 14
 
 _KEY_BYTES = 32
@@ -36,12 +36,12 @@ class MediaSpan:
 
     Attributes:
         offset: First position.
-        length: Positions up to its last row; text may be among them.
-        key: 32 bytes, the digest of source bytes, processor settings and grid: items of equal keys
-            have equal content.
-        num_rows: Positions that the tower writes; what encoding it costs a step.
-        is_atomic: Its positions see each other, so they are computed in one step, and come from the
-            prefix cache all or not at all.
+        length: Positions through the last row; may include text.
+        key: 32-byte digest of source bytes, processor settings and grid. Equal keys mean equal
+            content.
+        num_rows: Positions that the tower writes; the cost of encoding the item.
+        is_atomic: True if the positions attend to each other. One step must then compute all of
+            them, and the prefix cache provides all or none.
     """
 
     offset: int
@@ -66,7 +66,7 @@ class MediaSpan:
 
     @property
     def end(self) -> int:
-        """The position after its last one."""
+        """One past the last position."""
         return self.offset + self.length
 
 
@@ -74,17 +74,17 @@ class PromptMedia:
     """The media items of a prompt.
 
     Args:
-        spans: ascending and disjoint.
-        num_prompt_tokens: they lie within these.
-        salt: of the request; requests of different salts share no features either.
+        spans: Ascending and disjoint.
+        num_prompt_tokens: Length of the prompt; no span may exceed it.
+        salt: Cache salt of the request. Requests with different salts share no features.
 
     Attributes:
         spans: The items.
-        keys: For each the key of its features.
-        atomic: (first position, the one after the last) of the atomic ones.
+        keys: Key of each item's features.
+        atomic: (start, end) of each atomic item.
 
     Raises:
-        InvalidParameterError: the spans are not as they must be.
+        InvalidParameterError: The spans overlap, are out of order or exceed the prompt.
     """
 
     def __init__(self, spans: Sequence[MediaSpan], num_prompt_tokens: int, salt: str | None):
@@ -107,16 +107,16 @@ class PromptMedia:
         self._ends = [span.end for span in self.spans]
 
     def between(self, start: int, end: int) -> range:
-        """The items that have positions in ``[start, end)``."""
+        """Items with positions in ``[start, end)``."""
         return range(bisect_right(self._ends, start), bisect_left(self._offsets, end))
 
     def num_before(self, position: int) -> int:
-        """Leading items that end before a position, or at it."""
+        """Number of items that end at or before `position`."""
         return bisect_right(self._ends, position)
 
 
 def outside(atomic: Sequence[tuple[int, int]], position: int) -> int:
-    """A position, or the first one of the atomic span that it is in the middle of."""
+    """Returns the start of the atomic span that `position` splits, or `position` itself."""
     if not atomic:
         return position
     place = bisect_left(atomic, (position,)) - 1  # the last span that begins before it
@@ -124,18 +124,18 @@ def outside(atomic: Sequence[tuple[int, int]], position: int) -> int:
 
 
 class MediaIdsExhaustedError(Exception):
-    """All ids have been given out."""
+    """All media ids are used up."""
 
 
 class MediaIds:
-    """Gives each content a range of ids that no other content has or had.
+    """Assigns each item's content a range of ids that is never reused.
 
-    The least recently used content is forgotten. It gets other ids when it comes again: its blocks
-    are not found any more, but never taken for those of another one.
+    The least recently used content is forgotten. If it comes back it gets new ids, so its blocks
+    are not found, but they never match another item either.
 
     Args:
-        most_keys: contents that are remembered.
-        num_ids: ids that there are.
+        most_keys: Maximum number of remembered items.
+        num_ids: Total number of ids.
     """
 
     def __init__(self, most_keys: int = MAX_MEDIA_KEYS, num_ids: int = 1 << 31) -> None:
@@ -145,14 +145,14 @@ class MediaIds:
         self._bases: OrderedDict[tuple[bytes, int], int] = OrderedDict()
 
     def __len__(self) -> int:
-        """Contents that are remembered."""
+        """Number of remembered items."""
         return len(self._bases)
 
     def base(self, key: bytes, length: int) -> int:
-        """The first id of a content of so many positions.
+        """Returns the first id of an item with `length` positions.
 
         Raises:
-            MediaIdsExhaustedError: there are no more.
+            MediaIdsExhaustedError: No ids are left.
         """
         base = self._bases.get((key, length))
         if base is not None:
@@ -168,15 +168,15 @@ class MediaIds:
         return base
 
     def clear(self) -> None:
-        """Begins anew; nothing may hold ids of before."""
+        """Starts over. No earlier id may still be in use."""
         self._bases.clear()
         self._next = 0
 
     def prompt_ids(self, token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> array[int]:
-        """The tokens of a prompt as the prefix tree is given them.
+        """Returns the tokens of a prompt with media ids, for the prefix tree.
 
         Raises:
-            MediaIdsExhaustedError: there are no more ids.
+            MediaIdsExhaustedError: No ids are left.
         """
         ids = array(TOKEN_TYPE, token_ids)
         for span in spans:
@@ -186,11 +186,11 @@ class MediaIds:
 
 
 class TreeTokens(Sequence[int]):
-    """The live tokens of a sequence with media, as the prefix tree is given them.
+    """Live view of a sequence's tokens with media ids, for the prefix tree.
 
     Args:
-        prompt: `MediaIds.prompt_ids` of its request.
-        tokens: the real tokens, prompt and answer.
+        prompt: `MediaIds.prompt_ids` of the request.
+        tokens: The real tokens, prompt and output.
     """
 
     __slots__ = ("_prompt", "_tokens")

@@ -1,4 +1,4 @@
-"""SchedulerOutput: a step that was scheduled."""
+"""SchedulerOutput: one scheduled step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class SchedulerOutput(NamedTuple):
 
     Attributes:
         batch: The step as data. Never empty.
-        sequences: In the order of the batch; their numbers are the scheduler's and may be ahead of
-            this step.
+        sequences: In batch order. Their counters belong to the scheduler and may be ahead of this
+            step.
     """
 
     batch: StepBatch

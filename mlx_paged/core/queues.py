@@ -1,11 +1,11 @@
-"""Queues: the scheduler's sequences between steps, running, waiting (and for what) or due.
+"""Queues: the scheduler's running and waiting sequences, and the deadlines of requests.
 
-A step must not touch every sequence that waits. So a waiting sequence is in one of three places::
+A step must not touch every waiting sequence, so each is in one of three places::
 
-      ready, short    a step looks at them in service order, until it is full
-      ready, long     the same; left out where long prompts have had their share of the step
-      parked          under the running sequence that computes what it needs next, by how far that
-                      has to come; nobody looks at it before then
+      ready, short    a step takes them in service order until it is full
+      ready, long     the same; skipped once long prompts have had their share of the step
+      parked          filed under the running sequence that computes its next tokens, by the token
+                      count at which to wake up; not touched before then
 
           running sequence A, 640 of 3000 tokens computed
             1024: [B, C]      share the first 1024 tokens with A
@@ -24,10 +24,11 @@ from mlx_paged.errors import IntegrityError
 
 
 class SequenceQueue:
-    """Sorted by `Sequence.order`, which is unique: first served first, last preempted first.
+    """Sequences sorted by the unique `Sequence.order`: served from the front, preempted from the
+    back.
 
     Attributes:
-        items: The members, in order; not to be changed.
+        items: The members, in order; read-only.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class SequenceQueue:
         return len(self.items)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterates over the present members: the queue may change during the loop."""
+        """Iterates over a copy: the queue may change during the loop."""
         return iter(self.items.copy())
 
     def __contains__(self, seq: Sequence) -> bool:
@@ -56,7 +57,7 @@ class SequenceQueue:
         insort(self.items, seq, key=_order)
 
     def add_all(self, sequences: list[Sequence]) -> None:
-        """Adds many at once; sorted runs are merged."""
+        """Adds many at once. The sort merges sorted runs, so it is cheap."""
         if len(sequences) == 1:
             self.add(sequences[0])
         elif sequences:
@@ -74,14 +75,14 @@ def _order(seq: Sequence) -> tuple[tuple[bool, int], int, int]:
 
 
 class WaitingQueue:
-    """The sequences that wait: ready ones in service order, parked ones by what they wait for.
+    """The waiting sequences: ready ones in service order, parked ones by what they wait for.
 
     Args:
-        is_long: whether a prompt of so many tokens is long.
+        is_long: Returns True if a prompt of this many tokens is long.
 
     Attributes:
-        size: How many wait.
-        num_background: How many of them belong to background requests.
+        size: Number of waiting sequences.
+        num_background: Number of these that belong to background requests.
     """
 
     def __init__(self, is_long: Callable[[int], bool]) -> None:
@@ -89,13 +90,13 @@ class WaitingQueue:
         self._is_long = is_long
         self._short = SequenceQueue()
         self._long = SequenceQueue()
-        self._parked: dict[BlockTables, _Parked] = {}  # by the tables of who is waited for
+        self._parked: dict[BlockTables, _Parked] = {}  # by the running sequence's tables
 
     def __len__(self) -> int:
         return self.size
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All of them in service order, parked or not; looks at each, so not for a step."""
+        """Iterates over all in service order, parked or not. O(size): too slow for every step."""
         parked = [seq for each in self._parked.values() for seq in each.sequences()]
         return merge(self._short, self._long, sorted(parked, key=_order), key=_order)
 
@@ -109,7 +110,7 @@ class WaitingQueue:
         return self._long if self._is_long(len(seq.tokens)) else self._short
 
     def first(self, *, with_long: bool = True) -> Sequence | None:
-        """The first ready sequence, or the first short one."""
+        """The first ready sequence; only short ones unless `with_long`."""
         if not (with_long and self._long):
             return self._short.first if self._short else None
         if not self._short or self._long.first.order < self._short.first.order:
@@ -117,7 +118,7 @@ class WaitingQueue:
         return self._short.first
 
     def ready_short(self) -> Iterator[Sequence]:
-        """The short ready ones, in service order; the queue must not change during the loop."""
+        """The short ready sequences in service order; the queue must not change during the loop."""
         return iter(self._short.items)
 
     def add(self, seq: Sequence) -> None:
@@ -126,7 +127,7 @@ class WaitingQueue:
         self.num_background += seq.request.background
 
     def add_token(self, seq: Sequence, token: int) -> None:
-        """A waiting sequence gains the token that was in flight when it was preempted."""
+        """Appends the token that was in flight when the sequence was preempted."""
         self.remove(seq)
         seq.tokens.append(token)
         self.add(seq)
@@ -144,8 +145,7 @@ class WaitingQueue:
     # Parking.
 
     def park(self, seq: Sequence, tables: BlockTables, num_tokens: int) -> None:
-        """Nobody looks at a ready sequence until `tables` have `num_tokens` computed tokens, or
-        are given up."""
+        """Parks a ready sequence until `tables` have `num_tokens` computed tokens or are freed."""
         self._ready(seq).remove(seq)
         if tables not in self._parked:
             self._parked[tables] = _Parked()
@@ -153,7 +153,7 @@ class WaitingQueue:
         seq.waits_for = (tables, num_tokens)
 
     def wake(self) -> None:
-        """Makes those ready whose wait is over; looks at no others, only at who they wait for."""
+        """Makes sequences ready whose wait is over. Does not touch the others."""
         if not self._parked:
             return
         woken: list[Sequence] = []
@@ -164,7 +164,7 @@ class WaitingQueue:
         self._make_ready(woken)
 
     def wake_from(self, tables: BlockTables) -> None:
-        """`tables` are given up: whoever waits for them is ready."""
+        """Makes all sequences ready that wait for `tables`, which are being freed."""
         parked = self._parked.pop(tables, None)
         if parked is not None:
             self._make_ready(list(parked.sequences()))
@@ -184,7 +184,7 @@ class WaitingQueue:
         self._long.add_all(long)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` where a sequence is not where it should be."""
+        """Raises `IntegrityError` if a sequence is in the wrong place."""
         for queue, long in ((self._short, False), (self._long, True)):
             for seq in queue:
                 if seq.waits_for is not None or self._is_long(len(seq.tokens)) != long:
@@ -209,7 +209,7 @@ class WaitingQueue:
 
 
 class _Parked:
-    """Those that wait for one running sequence, by the computed tokens that they wait for."""
+    """The sequences that wait for one running sequence, by the number of computed tokens."""
 
     def __init__(self) -> None:
         self.targets: list[int] = []  # a heap
@@ -222,7 +222,7 @@ class _Parked:
         self.by_target[num_tokens][seq] = None
 
     def take(self, num_computed_tokens: int) -> Iterator[Sequence]:
-        """Takes out those whose wait ends with so many tokens."""
+        """Removes and yields the sequences that wait for at most this many tokens."""
         while self.targets and self.targets[0] <= num_computed_tokens:
             yield from self.by_target.pop(heappop(self.targets))
 
@@ -231,10 +231,10 @@ class _Parked:
 
 
 class Deadlines:
-    """The unfinished requests that have a deadline. A check touches only those that are due.
+    """The unfinished requests with a deadline. A check touches only requests that are due.
 
     Attributes:
-        heap: (deadline, arrival, request), earliest first; also of requests that have ended since.
+        heap: (deadline, arrival, request), earliest first; may include requests that have ended.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ class Deadlines:
             heapify(self.heap)
 
     def pop_due(self, now: float) -> list[Request]:
-        """Takes out the requests whose time is up, in order of arrival."""
+        """Removes and returns the requests that are due, in order of arrival."""
         due = []
         while self.heap and self.heap[0][0] <= now:
             request = heappop(self.heap)[2]

@@ -1,7 +1,7 @@
-"""Requests and their sequences: few numbers are stored, the rest is derived.
+"""Requests and their sequences. They store few numbers and derive the rest.
 
-A `Request` is what a caller submits. It has `n` `Sequence`s, one per answer, with a status that
-the scheduler changes::
+A caller submits a `Request`. It has `n` `Sequence`s, one per completion; the scheduler changes
+their status::
 
                     admit                          finish
       WAITING -----------------> RUNNING -----------------------> FINISHED
@@ -11,15 +11,15 @@ the scheduler changes::
          +-----------------------------------------------------------+
                        abort, timeout, or a last token still in flight
 
-The tokens of a running sequence (every number counts from the start of the prompt)::
+Tokens of a running sequence, counted from the start of the prompt::
 
       [0, num_computed)              in the blocks, committed: full blocks are in the prefix tree
       [num_computed, num_scheduled)  being written by a step in flight
-      [num_scheduled, num_tokens)    known, not scheduled yet (the rest of a prompt)
-      [num_tokens, + num_drafts)     guesses; those that a step finds wrong are taken back
+      [num_scheduled, num_tokens)    known, not scheduled yet: the rest of a prompt
+      [num_tokens, + num_drafts)     drafts; rejected ones are rolled back
 
-A step moves `num_scheduled` toward `num_tokens` plus drafts, whether these are a prompt's or an
-answer's tokens. Where nothing known is left, the token that the step in flight samples is next.
+A step moves `num_scheduled` toward `num_tokens` plus drafts, in the prompt and in the output alike.
+Once no known token is left, the next input is the token that the step in flight samples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mlx_paged.errors import InvalidParameterError
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are those of the OpenAI API where it has one."""
+    """Why a sequence ended. Uses the OpenAI API's value where one exists."""
 
     STOP = "stop"  # end-of-text token, stop token or stop string
     LENGTH = "length"  # max_tokens, or no room for a longer sequence
@@ -51,23 +51,22 @@ class FinishReason(StrEnum):
 
 
 class SequenceStatus(Enum):
-    """True if a sequence waits, runs or has finished."""
+    """Lifecycle state of a sequence."""
 
-    WAITING = "waiting"  # holds no block; preempted sequences wait too
+    WAITING = "waiting"  # holds no block; includes preempted sequences
     RUNNING = "running"  # holds the blocks of all its known tokens
     FINISHED = "finished"
 
 
 @dataclass(frozen=True)
 class StopPolicy:
-    """When a token ends its sequence. Stop strings are left to the detokenizer.
+    """Decides when a token ends its sequence. The detokenizer handles stop strings.
 
     Attributes:
-        max_tokens: Most tokens to generate; None means as many as the model and the pool allow.
-        eos_token_ids: Tokens that end a text in this model.
-        stop_token_ids: Tokens that end it for this request; they count even where `ignore_eos` is
-            set.
-        min_tokens: No token ends the sequence before this many were generated.
+        max_tokens: Maximum tokens to generate; None means as many as the model and the pool allow.
+        eos_token_ids: The model's end-of-text tokens.
+        stop_token_ids: The request's own stop tokens; they apply even with `ignore_eos`.
+        min_tokens: Minimum tokens to generate before a token may end the sequence.
         ignore_eos: Generate past end-of-text tokens.
     """
 
@@ -94,12 +93,12 @@ class StopPolicy:
         return self.stop_token_ids | ignored
 
     def reason_to_stop(self, token: int, num_output_tokens: int, limit: int) -> FinishReason | None:
-        """Judges the newest token.
+        """Returns why the newest token ends the sequence, or None.
 
         Args:
             token: The token just generated.
-            num_output_tokens: Tokens generated so far, this one included.
-            limit: Most tokens this sequence may generate (`max_tokens` where it is set).
+            num_output_tokens: Tokens generated so far, including this one.
+            limit: Maximum tokens to generate; equals `max_tokens` if set.
         """
         if num_output_tokens >= self.min_tokens and token in self.end_token_ids:
             return FinishReason.STOP
@@ -108,25 +107,24 @@ class StopPolicy:
 
 @dataclass(eq=False)
 class Request:
-    """A caller's request. It does not change once the scheduler has taken it.
+    """A caller's request. The caller must not change it after `Scheduler.add`.
 
     Attributes:
         request_id: Unique among unfinished requests.
-        prompt_token_ids: At least one token. They become an array as the prefix tree has it
-            (`TOKEN_TYPE`); one that is given is kept.
+        prompt_token_ids: At least one token. Converted to an array of `TOKEN_TYPE`; an array of
+            that type is used as is.
         stop: When its sequences end.
         n: Sequences to generate; they share the prompt's blocks.
         priority: Lower is served first under the priority policy; ignored under FCFS.
-        background: Under either policy, served only with what the others leave: they are scheduled
-            first, take its place where there is none, and do not see it in the waiting queue.
-        timeout: Seconds from `Scheduler.add` until the request is ended with
-            `FinishReason.TIMEOUT`.
+        background: Under either policy, the request gets only what other requests leave: they are
+            scheduled first, may preempt it, and do not count it in the waiting queue.
+        timeout: Seconds from `Scheduler.add` until the request ends with `FinishReason.TIMEOUT`.
         cache_salt: Requests share cached blocks only with requests of the same salt.
-        read_prefix_cache: False computes every prompt token again (for prompt log-probabilities,
-            which need the logits of all of them); its blocks are still shared with later requests.
+        read_prefix_cache: False recomputes every prompt token. Prompt log-probabilities need this,
+            because they need all logits. Later requests can still reuse the blocks.
         media: The media items of the prompt, in order.
-        state: What the engine keeps of the request (`engine.output_processor.RequestState`). The
-            engine sets and reads it, not the state half.
+        state: The engine's record of the request, `engine.output_processor.RequestState`; not used
+            by the state half.
     """
 
     request_id: str
@@ -146,11 +144,11 @@ class Request:
     deadline: float | None = field(default=None, init=False)
     max_output_tokens: int = field(default=0, init=False)
     sequences: list[Sequence] = field(default_factory=list, init=False, repr=False)
-    num_unfinished: int = field(default=0, init=False)  # of them
-    # The one of them that the others fork (`Scheduler._prompt_source`).
+    num_unfinished: int = field(default=0, init=False)  # sequences
+    # The sequence that its siblings fork (`Scheduler._prompt_source`).
     prompt_source: Sequence | None = field(default=None, init=False, repr=False)
 
-    # For prompts with media: the items, and the tokens under which the prefix tree knows them.
+    # For prompts with media: the items, and the tokens for the prefix tree.
     prompt_media: PromptMedia | None = field(default=None, init=False, repr=False)
     tree_prompt: array[int] | None = field(default=None, init=False, repr=False)
 
@@ -187,7 +185,7 @@ class Request:
 
 
 def _token_array(token_ids: SequenceOf[int]) -> array[int]:
-    """The tokens of a prompt as the prefix tree compares them; such an array itself."""
+    """Returns a prompt's tokens as an array of `TOKEN_TYPE`; such an array is returned as is."""
     if not isinstance(token_ids, array) or token_ids.typecode != TOKEN_TYPE:
         token_ids = tuple(token_ids)
     if not token_ids:
@@ -195,7 +193,7 @@ def _token_array(token_ids: SequenceOf[int]) -> array[int]:
     if isinstance(token_ids, array):
         return token_ids
     try:
-        # (Faster than checking each.)
+        # array() checks the range faster than a loop would.
         return array(TOKEN_TYPE, token_ids)
     except OverflowError:
         wrong = next(t for t in token_ids if not 0 <= t < 1 << 32)
@@ -208,7 +206,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _as_float(value: object) -> float:
-    """A number as a float; NaN where it is none, or too large for one."""
+    """Converts a number to float; returns NaN if it is not a number or too large."""
     try:
         return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -219,39 +217,37 @@ StopChecker = Callable[["Sequence", int, FinishReason | None], FinishReason | No
 
 
 class Sequence:
-    """One answer of a request: its tokens, how far they have come, and all that it holds.
+    """One completion of a request: its tokens, its progress and the resources it holds.
 
     Attributes:
-        seq_id: Unique in the scheduler's life.
-        request: What it belongs to.
-        index: Which of the request's `n` sequences it is.
-        order: ((background, class), arrival, index): smaller is served first, preempted last.
-        tokens: Prompt and generated tokens; only ever appended to.
-        status: Whether it waits, runs or has finished.
-        finish_reason: Why it ended; None while it continues.
+        seq_id: Unique per scheduler.
+        request: The request it belongs to.
+        index: Index among the request's `n` sequences.
+        order: ((background, class), arrival, index); smaller is served first and preempted last.
+        tokens: Prompt and generated tokens; append-only.
+        status: Waiting, running or finished.
+        finish_reason: Why it ended; None until then.
         num_scheduled_tokens: Positions that launched steps have written or will write.
-        max_num_tokens: Most tokens that prompt and answer will have.
-        end_token_ids: Tokens that may end it (`StopPolicy.reason_to_stop` decides).
-        tables: Its block tables and state slots; None while it waits.
-        query: Its search in the prefix cache, while it waits.
-        waits_for: Tables of the running sequence that computes what this one needs next, and the
-            computed tokens with which that will be done; None where it does not wait for any
-            (`WaitingQueue`).
-        blocked_at: `KVManager.num_freed` when there was no room for it; -1: not tried yet.
-        sampler, prompt_report, answer, media: How its tokens are chosen, what is to be reported of
-            its prompt, where its tokens go, and what the device half needs of its media. The engine
-            sets and reads them, not the state half.
-        draft_token_ids: Guesses of the tokens after the newest one, for its next step to verify.
-        stop_checker: Judges each token by what only the engine knows: stop strings and grammars. It
-            takes the sequence, the token it has just gained and why that ends it (None: it does
-            not), and returns why it ends. None: nothing else ends it.
-        sampled_index: Entry of its newest token among those that its last step samples.
-        last_step: Last step it was part of (0: none).
-        num_cached_tokens: Tokens its first admission found in the cache.
-        first_admission: When that was, in seconds of a monotonic clock.
-        num_preemptions: Times it lost its blocks.
-        tree_tokens: Its tokens as the prefix tree is given them; `tokens` where it has no media.
-        begun: Features of the media item that it is in the middle of, which it pins.
+        max_num_tokens: Maximum tokens of prompt plus output.
+        end_token_ids: Tokens that may end it; `StopPolicy.reason_to_stop` decides.
+        tables: Its block tables and state slots; None while waiting.
+        query: Its prefix cache search, while waiting.
+        waits_for: (tables, num_tokens): parked until the running sequence with these tables has
+            computed `num_tokens` tokens; None if not parked. See `WaitingQueue`.
+        blocked_at: `KVManager.num_freed` when it last found no room; -1 if never.
+        sampler, prompt_report, answer, media: Engine state for sampling, prompt log-probabilities,
+            output and media; not used by the state half.
+        draft_token_ids: Drafts after the newest token, for its next step to verify.
+        stop_checker: Checks stop strings and grammars for the engine. Called with the sequence, the
+            new token and the finish reason so far or None; returns the finish reason or None. None
+            if there is nothing to check.
+        sampled_index: Index of its newest token among the tokens sampled by its last step.
+        last_step: Last step it was part of; 0 if none.
+        num_cached_tokens: Tokens that its first admission found in the cache.
+        first_admission: Time of that admission, in seconds of a monotonic clock.
+        num_preemptions: Number of times it lost its blocks.
+        tree_tokens: Its tokens with media ids, for the prefix tree; `tokens` if it has no media.
+        begun: Features of the media item that it is in the middle of; pinned.
     """
 
     __slots__ = (
@@ -325,7 +321,7 @@ class Sequence:
         )
 
     def start_over(self, seq_id: int) -> None:
-        """Makes it a waiting sequence of another scheduler; it keeps its tokens."""
+        """Resets it to a waiting sequence of a new scheduler; keeps its tokens."""
         self.seq_id = seq_id
         self.status, self.finish_reason = SequenceStatus.WAITING, None
         self.num_scheduled_tokens = self.last_step = 0

@@ -1,7 +1,7 @@
-"""Scheduler: decides what the next step computes, and processes what a step sampled.
+"""Scheduler: plans each step and commits the tokens that it sampled.
 
-A sequence is preempted (it loses its blocks and waits again) in three cases: a decode needs a block
-and there is none (`_secure`), a prompt's chunk needs one (`_secure_chunk`), and a request of a
+A preempted sequence loses its blocks and waits again. Preemption happens in three cases: a decode
+finds no free block (`_secure`), a prompt's chunk finds none (`_secure_chunk`), or a request of a
 higher class finds no room (`_make_way`).
 """
 
@@ -32,17 +32,16 @@ from mlx_paged.errors import (
     RequestTooLargeError,
 )
 
-#: Steps that may be launched and not committed: the one whose tokens are being read, and the one
-#: that runs at the same time.
+#: Maximum steps launched but not committed: one whose tokens are being read, and one running.
 MAX_STEPS_IN_FLIGHT = 2
 
-#: What a step may spend on finding that short sequences wait for running ones, and as much again
-#: for long ones: their tokens, and `PARKING_COST` for each. The others are left to the next step,
-#: so a burst of requests with a common prompt costs no step more than this.
+#: Budget of a step for parking short sequences; long ones have the same budget again. Each parked
+#: sequence costs its tokens plus `PARKING_COST`. The rest waits for the next step, which bounds the
+#: cost of a burst of requests with a common prompt.
 MAX_PARKED_TOKENS = 1 << 17
 PARKING_COST = 1 << 12
 
-# While others are unfinished, background requests have this part of places and tokens.
+# Background requests get 1/8 of places and tokens while other requests are unfinished.
 _BACKGROUND_PART = 8
 
 
@@ -67,14 +66,15 @@ class Scheduler:
                 publish(running.sequences)
             running = output
 
-    `schedule` may return None while a step is in flight (everything waits for it), never otherwise
-    while `has_unfinished`. Sampled tokens of sequences that have finished since are ignored.
+    `schedule` may return None while a step is in flight, because everything waits for it. Otherwise
+    it returns a step as long as `has_unfinished`. Tokens of sequences that have finished since are
+    ignored.
 
     Attributes:
         waiting, running: The unfinished sequences, in service order.
         max_parked_tokens: `MAX_PARKED_TOKENS`; tests lower it.
-        num_preemptions: Times a sequence lost its blocks to others.
-        encoder_cache: The features of media items that the device holds.
+        num_preemptions: Number of preemptions so far.
+        encoder_cache: Bookkeeping for media features on the device.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Scheduler:
         self._clock = clock
         self._watermark = int(config.watermark * kv.pool.num_usable)
         self._requests: dict[str, Request] = {}  # unfinished ones by id
-        self._num_background = 0  # of those
+        self._num_background = 0  # among them
         self._background_places = max(1, config.max_num_seqs // _BACKGROUND_PART)
         self._background_tokens = max(1, config.max_num_batched_tokens // _BACKGROUND_PART)
         self._deadlines = Deadlines()
-        self._expired: list[Sequence] = []  # since they were last asked for
+        self._expired: list[Sequence] = []  # since the last `take_expired`
         self._num_arrived = 0
         self._next_seq_id = 0
         # Steps.
@@ -114,26 +114,25 @@ class Scheduler:
         # State of the step being built.
         self._batch = StepBatch()
         self._scheduled: list[Sequence] = []  # its sequences, in order
-        self._num_drafts: dict[int, int] = {}  # by index, where there are any
+        self._num_drafts: dict[int, int] = {}  # by index; only sequences with drafts
         self._num_sampled = 0
-        self._prefilling: list[Sequence] = []  # running, with prompt tokens to go
+        self._prefilling: list[Sequence] = []  # running, with prompt tokens left
         self._budget = 0
-        self._prompt_budget = 0  # what decodes have left of it
+        self._prompt_budget = 0  # left by the decodes
         self._long_budget = 0
         self._preempted = False
-        self._parking_budgets = [0, 0]  # for short and for long ones
+        self._parking_budgets = [0, 0]  # short, long
 
     # Requests.
 
     def add(self, request: Request) -> list[Sequence]:
-        """Takes a request into the queue; returns its `n` sequences.
+        """Queues a request; returns its `n` sequences.
 
         Raises:
-            RequestTooLargeError: It could never be served, even alone.
-            DuplicateRequestError: An unfinished request has its id.
+            RequestTooLargeError: It does not fit even when it runs alone.
+            DuplicateRequestError: An unfinished request has the same id.
             EngineOverloadedError: The waiting queue is full.
-            InvalidParameterError: A media item has to be computed in one step, and none is so
-                large.
+            InvalidParameterError: An atomic media item does not fit in one step.
         """
         if request.request_id in self._requests or request.sequences:
             raise DuplicateRequestError(request.request_id)
@@ -160,7 +159,7 @@ class Scheduler:
         for index in range(request.n):
             self._next_seq_id += 1
             seq = Sequence(self._next_seq_id, request, index, (rank, request.arrival, index))
-            # (Here, where a request costs its length anyway, and not in a step.)
+            # Built here, where O(prompt) work already happens, to keep it out of the step.
             query = self._query(seq) if query is None else query.copy()
             seq.query = query
             request.sequences.append(seq)
@@ -185,7 +184,7 @@ class Scheduler:
         return request.stop.max_tokens or limit - request.num_prompt_tokens
 
     def _check_atomic(self, request: Request) -> None:
-        """Refuses items that are computed in one step and fit in none."""
+        """Rejects atomic items that do not fit in one step."""
         assert request.prompt_media is not None
         longest = max((end - start for start, end in request.prompt_media.atomic), default=0)
         name, limit = "max_num_batched_tokens", self.config.max_num_batched_tokens
@@ -199,7 +198,7 @@ class Scheduler:
             raise InvalidParameterError("media", expected, longest)
 
     def _name_media(self, request: Request) -> None:
-        """Gives the media of a request their ids in the prefix tree."""
+        """Assigns prefix tree ids to the media of a request."""
         media, kv = request.prompt_media, self.kv
         if media is None:
             return
@@ -207,8 +206,8 @@ class Scheduler:
         try:
             request.tree_prompt = kv.media_ids.prompt_ids(token_ids, media.spans)
         except MediaIdsExhaustedError:
-            # (After two billion positions of different content.) All begins anew; what runs keeps
-            # its blocks, which are not shared any more.
+            # Reached after two billion positions of distinct content. Start over with an empty
+            # prefix cache; running sequences keep their blocks but no longer share them.
             self.reset_prefix_cache()
             kv.media_ids.clear()
             for other in self._requests.values():
@@ -223,16 +222,16 @@ class Scheduler:
                 raise EngineOverloadedError(self.num_waiting, self.num_waiting) from None
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now, wherever it is; false when there is no such unfinished request."""
+        """Ends a request now; returns False if no unfinished request has this id."""
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason, *, index: int | None = None) -> bool:
-        """Ends a request, or one of its sequences, for a reason found outside.
+        """Ends a request, or one of its sequences, for an external reason.
 
-        Its blocks stay in the prefix tree. No outcome is reported: the caller knows.
+        Its blocks stay in the prefix tree. The scheduler does not report the outcome.
 
         Returns:
-            Whether anything was left to end.
+            True if anything was unfinished.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -244,7 +243,7 @@ class Scheduler:
         return num_ended > 0
 
     def finish_sequence(self, seq: Sequence, reason: FinishReason) -> bool:
-        """Ends a sequence, as `finish` does; returns whether it was unfinished."""
+        """Ends a sequence, as `finish` does; returns True if it was unfinished."""
         if seq.is_finished:
             return False
         if seq.is_running:
@@ -282,18 +281,17 @@ class Scheduler:
     # Steps.
 
     def schedule(self) -> SchedulerOutput | None:
-        """Builds the next step; None when nothing can run, or not before the next commit.
+        """Builds the next step; returns None if nothing can run before the next commit.
 
-        In this order:
+        The order is:
 
-        1. Running decodes, one token each and their drafts, in service order. Where the pool is
-           exhausted, the last in service order is preempted, even if that is the sequence that
-           needs the block.
-        2. Running prompts, in chunks. Their blocks were reserved when they were admitted.
-        3. Waiting sequences, in service order, while there is room for *all* their known tokens.
+        1. Running decodes in service order, one token each plus drafts. If the pool is exhausted,
+           the last sequence in service order is preempted, even if it needs the block itself.
+        2. Running prompts, in chunks. Their blocks were reserved at admission.
+        3. Waiting sequences in service order, while there is room for *all* their known tokens.
 
-        2 and 3 are done for background requests when they are done for all others. While there are
-        others, background requests have an eighth of the places and of the tokens of a step.
+        Steps 2 and 3 run for background requests after all others. While there are other requests,
+        background requests get an eighth of the places and of the tokens of a step.
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "commit a step before scheduling another"
         self._expire()
@@ -313,13 +311,13 @@ class Scheduler:
         self._prompt_budget = self._budget
         if self._prefilling or waiting.size:
             self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
-            # Background prompts get what is left by all others, waiting ones included.
+            # Background prompts get the rest, after all others including waiting ones.
             for background in (False, True) if self._num_background else (False,):
                 if background and self._has_both_kinds and self.config.enable_chunked_prefill:
                     self._budget = min(self._budget, self._background_tokens)
                     self._long_budget = min(self._long_budget, self._background_tokens)
                 self._schedule_running_prefills(background)
-                # (Blocks of a preempted sequence do not go to waiting ones.)
+                # Never give the blocks of a preempted sequence to waiting ones.
                 if waiting.size and not self._preempted:
                     self._admit_waiting(background)
         if not self._scheduled:
@@ -340,14 +338,14 @@ class Scheduler:
         return output
 
     def update_from_output(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
-        """Commits the tokens of an evaluated step; steps are committed in order.
+        """Commits the tokens of an evaluated step. Steps are committed in order.
 
         Args:
-            output: The oldest step in flight; every read and write of it has been evaluated.
-            token_ids: For each of `output.sequences` the tokens it gained: one and those of its
-                drafts that are right; none where it does not sample, and where it has finished (end
-                a sequence whose logits were useless first). Tokens that a sequence does not keep,
-                because it has ended before them, are removed from these lists.
+            output: The oldest step in flight; all its reads and writes have been evaluated.
+            token_ids: New tokens of each of `output.sequences`: accepted drafts plus one, or none
+                if it does not sample or has finished. The caller must first end sequences that got
+                no token because of bad logits. Tokens past the end of a sequence are removed from
+                these lists.
         """
         assert self._in_flight and self._in_flight[0] is output, (
             "steps are committed once, in the order they were scheduled in"
@@ -359,7 +357,7 @@ class Scheduler:
         self.kv.on_step_evaluated(batch.step)
         block_size = self.kv.block_size
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
-        # As lean as `_schedule_decodes`, for the same reason.
+        # A hot loop, like the one in `_schedule_decodes`.
         for seq, start, length, num_drafts, gained in zip(
             output.sequences, batch.starts, batch.query_lens, batch.num_drafts, token_ids
         ):
@@ -370,8 +368,8 @@ class Scheduler:
             if num_drafts:
                 self._commit_drafts(seq, start, length, num_drafts, gained)
                 continue
-            # A sequence preempted since (it does not run again before this commit) has lost its
-            # blocks, but its token is still valid.
+            # A sequence preempted since then has lost its blocks, but its token is still valid. It
+            # does not run again before this commit.
             tokens = seq.tokens
             if status is not running:
                 if gained:
@@ -381,9 +379,9 @@ class Scheduler:
                     tokens.append(gained[0])
                 tables = seq.tables
                 tables.num_computed_tokens = now = start + length  # type: ignore[union-attr]
-                if now % block_size < length:  # the end of a block is among them
+                if now % block_size < length:  # crossed the end of a block
                     self.kv.commit(tables, now)  # type: ignore[arg-type]
-            # (`max_num_tokens` is never exceeded, so that the token that reaches it is the last.)
+            # `max_num_tokens` is never exceeded, so the token that reaches it is the last.
             if gained and (
                 seq.stop_checker is not None
                 or gained[0] in seq.end_token_ids
@@ -394,10 +392,10 @@ class Scheduler:
     def _commit_drafts(
         self, seq: Sequence, start: int, length: int, num_drafts: int, gained: list[int]
     ) -> None:
-        """Commits a sequence's part of a step that verified drafts.
+        """Commits a sequence of a step that verified its drafts.
 
-        Those after the first wrong one, and all after the token that ends the sequence, are taken
-        back before anything of the step is indexed.
+        Rejected drafts, and all tokens after the one that ends the sequence, are rolled back before
+        anything is indexed.
         """
         assert 1 <= len(gained) <= 1 + num_drafts
         reason = None
@@ -414,14 +412,14 @@ class Scheduler:
             assert seq.tables is not None
             computed = start + length - num_drafts + len(gained) - 1
             if len(gained) <= num_drafts:
-                # (Less where a recurrent state has to compute accepted drafts again.)
+                # Returns less if a recurrent state must replay accepted drafts.
                 computed = self.kv.truncate(seq.tables, computed)
                 seq.num_scheduled_tokens = computed
             self.kv.commit(seq.tables, computed)
         self._end(seq, reason, gained)
 
     def _reason_to_stop(self, seq: Sequence, token: int) -> FinishReason | None:
-        """Judges the newest token of a sequence."""
+        """Returns why the newest token ends its sequence, or None."""
         request, reason = seq.request, None
         if token in seq.end_token_ids or len(seq.tokens) >= seq.max_num_tokens:
             reason = request.stop.reason_to_stop(
@@ -431,7 +429,7 @@ class Scheduler:
         return reason if checker is None else checker(seq, token, reason)
 
     def _end(self, seq: Sequence, reason: FinishReason | None, gained: list[int]) -> None:
-        """Ends a sequence if there is a reason; one that fails keeps no token of the step."""
+        """Ends a sequence if there is a reason. A failed sequence keeps no token of the step."""
         if reason is FinishReason.ERROR:
             gained.clear()
         if reason is not None:
@@ -443,25 +441,25 @@ class Scheduler:
         return expired
 
     def propose(self, seq: Sequence, token_ids: SequenceOf[int]) -> None:
-        """Gives a sequence drafts: guesses of what follows its newest token.
+        """Gives a sequence drafts: guesses of the tokens after its newest one.
 
-        Its next step verifies as many as there is room for. Where that token is still being sampled
-        they are not used.
+        Its next step verifies as many as fit. Drafts are dropped if the newest token is still being
+        sampled.
         """
         if seq.is_running:
             seq.draft_token_ids = tuple(token_ids)
 
     def restore(self, requests: Iterable[Request]) -> None:
-        """Takes over the requests of another scheduler, which is not used any more.
+        """Takes over the requests of a discarded scheduler. Call it on a new scheduler.
 
-        Their unfinished sequences wait, with the tokens that they have; nothing is taken from that
-        scheduler or its KV store. Call it on a new scheduler.
+        Unfinished sequences wait again and keep their tokens. Nothing else is taken from the old
+        scheduler or its KV store.
         """
         for request in sorted(requests, key=lambda request: request.arrival):
             self._num_arrived = request.arrival
             unfinished = [seq for seq in request.sequences if not seq.is_finished]
             request.num_unfinished, request.prompt_source = len(unfinished), None
-            for seq in request.sequences:  # (the ended ones too may hold what the old store had)
+            for seq in request.sequences:  # finished ones too may refer to the old store
                 seq.tables = seq.query = seq.waits_for = None
             request.tree_prompt = None
             self._name_media(request)
@@ -478,8 +476,8 @@ class Scheduler:
     # Decodes.
 
     def _schedule_decodes(self) -> None:
-        # This loop and the one of `update_from_output` see every running sequence in every step;
-        # the rest runs for few of them. Hence no properties and few calls.
+        # Hot loop: this one and the one in `update_from_output` visit every running sequence in
+        # every step. They avoid properties and most calls.
         step, block_size = self._step, self.kv.block_size
         batch, scheduled, running = self._batch, self._scheduled, SequenceStatus.RUNNING
         token_ids, starts, input_from = batch.token_ids, batch.starts, batch.input_from
@@ -488,17 +486,16 @@ class Scheduler:
             start = seq.num_scheduled_tokens
             tokens = seq.tokens
             num_left = len(tokens) - start
-            # (The last token of a prompt may be a media item's.)
+            # The last token of a prompt may belong to a media item.
             if num_left > 1 or (
                 num_left and seq.tree_tokens is not tokens and start < seq.request.num_prompt_tokens
             ):
                 self._prefilling.append(seq)
                 continue
-            # A step that is scheduled or in flight may include its last token, or verify drafts.
+            # Skip sequences whose last token or drafts are in flight, and those just preempted.
             if num_left < 0 or start + 1 >= seq.max_num_tokens or seq.status is not running:
-                continue  # (not running: preempted for one before it)
-            # The blocks hold all that is scheduled: only where they are full is another one needed.
-            # (A state takes another slot in every step.)
+                continue
+            # A new block is needed only when the last one is full; a state needs a slot every step.
             if (start % block_size == 0 or has_states) and not self._secure(seq):
                 continue
             num_drafts = 0
@@ -535,10 +532,10 @@ class Scheduler:
         self._budget -= len(token_ids)
 
     def _num_drafts_for(self, seq: Sequence) -> int:
-        """How many drafts of a sequence the step verifies; there is room for them then.
+        """Number of drafts that the step verifies for a sequence. Allocates room for them.
 
-        Every running sequence may have a token of the step, and the last token of an answer is not
-        verified.
+        Reserves one token of the step for every running sequence. The last output token is never a
+        draft.
         """
         assert seq.tables is not None
         start = seq.num_scheduled_tokens
@@ -549,10 +546,11 @@ class Scheduler:
         return max(0, self.kv.reach(seq.tables, start + 1 + most) - start - 1)
 
     def _in_turn(self) -> list[Sequence]:
-        """The running sequences that this step may schedule; few background ones beside others."""
+        """The running sequences that this step may schedule. Limits background ones if there are
+        others."""
         items = self.running.items
         if not self._has_both_kinds:
-            return items.copy()  # (the queue changes when one is preempted)
+            return items.copy()  # preemption changes the queue
         return items[: self._num_running_before_background() + self._background_places]
 
     @property
@@ -561,16 +559,16 @@ class Scheduler:
         return 0 < self._num_background < len(self._requests)
 
     def _num_running_before_background(self) -> int:
-        """How many running sequences do not belong to background requests; they are first."""
+        """Number of running sequences ahead of the background ones."""
         return bisect_left(self.running.items, True, key=lambda seq: seq.request.background)
 
     def _secure(self, seq: Sequence) -> bool:
-        """Finds room for one more token, if need be by preempting the last in service order."""
+        """Finds room for one more token; may preempt the last sequences in service order."""
         assert seq.tables is not None
         num_tokens = seq.num_scheduled_tokens + 1
         while not self.kv.grow(seq.tables, num_tokens):
             if self.kv.can_grow_later(seq.tables, num_tokens, seq.num_scheduled_tokens):
-                return False  # the step in flight holds enough: skip this step, preempt nothing
+                return False  # the step in flight will free enough: skip a step, preempt nothing
             victim = self.running.last
             self._preempt(victim)
             self._preempted = True
@@ -579,7 +577,7 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Releases a running sequence's blocks and requeues it; what it committed stays indexed."""
+        """Releases a running sequence's blocks and requeues it. Committed blocks stay indexed."""
         self.running.remove(seq)
         self._free(seq)
         seq.draft_token_ids = ()
@@ -593,7 +591,7 @@ class Scheduler:
 
     def _schedule_running_prefills(self, background: bool) -> None:
         for seq in self._prefilling:
-            # (Not preempted for one before it.)
+            # An earlier sequence may have preempted this one.
             if seq.is_running and seq.request.background == background:
                 num_tokens = self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens)
                 if seq.request.prompt_media is not None:
@@ -601,12 +599,11 @@ class Scheduler:
                 self._add(seq, self._secure_chunk(seq, num_tokens))
 
     def _secure_chunk(self, seq: Sequence, num_tokens: int) -> int:
-        """Tokens of a chunk that there is room for; all of them where attention is full.
+        """Number of tokens of a chunk that fit; always all of them with full attention only.
 
-        Windows and states are not reserved at admission: most of a long prompt's would never be
-        needed at the same time. Where there is no room at all, the last in service order is
-        preempted, unless it is scheduled in this step already; then this sequence skips the step,
-        and no waiting one is admitted.
+        Admission does not reserve windows and states, because a long prompt never needs most of
+        them at once. If nothing fits, the last sequence in service order is preempted. If that one
+        is already in this step, this sequence skips the step and no waiting one is admitted.
         """
         assert seq.tables is not None
         start = seq.num_scheduled_tokens
@@ -629,15 +626,16 @@ class Scheduler:
         return end - start
 
     def _begin_media(self) -> None:
-        """The step needs features. What others encode delays the sequences that it decodes."""
+        """Prepares the encoder cache; limits new items during decodes, which encoding delays."""
         most = self.config.max_encoder_items_with_decodes if self._num_decodes else None
         self.encoder_cache.begin(self._step, self._committed_step, most)
 
     def _media_chunk(self, seq: Sequence, num_tokens: int) -> int:
-        """How much of a chunk can be computed: it ends before the first item that the step may not
-        encode, and where it would cut an atomic one, in front of that.
+        """Tokens of a chunk that the step can compute.
 
-        An atomic item that begins a step's first chunk may exceed what decodes have left.
+        The chunk ends before the first item that the step may not encode, and never splits an
+        atomic item. An atomic item at the start of the step's first chunk may exceed the budget
+        that the decodes leave.
         """
         media, cache = seq.request.prompt_media, self.encoder_cache
         assert media is not None
@@ -662,7 +660,7 @@ class Scheduler:
         return end - start
 
     def _use_media(self, seq: Sequence, start: int, end: int) -> None:
-        """A sequence's rows of the step use the features of their items."""
+        """Uses the features of the items in ``[start, end)``, and pins one that goes on past it."""
         media, cache, begun = seq.request.prompt_media, self.encoder_cache, seq.begun
         assert media is not None and seq.tables is not None
         self.kv.resume_copy(seq.tables)
@@ -683,14 +681,14 @@ class Scheduler:
         """Tokens this step spends on a prompt with `num_tokens` left."""
         if self._is_long(num_tokens):
             share = self._long_budget
-            # (A step has more tokens than a long prompt gets of it for the sake of others.)
+            # A long prompt that is alone may use the whole step.
             if self._has_own_threshold or len(self.running) + self.waiting.size > 1:
                 share = min(share, self._long_prefill_threshold)
             num_tokens = min(num_tokens, share)
         return min(num_tokens, self._budget)
 
     def _short_demand(self) -> int:
-        """Tokens that short prompts could use in this step, counted up to half of the budget."""
+        """Tokens that short prompts could use in this step. Stops counting at half the budget."""
         enough = self._budget // 2
         demand = 0
         for seq in self._prefilling:
@@ -736,9 +734,9 @@ class Scheduler:
     # Admission.
 
     def _admit_waiting(self, background: bool) -> None:
-        # Whoever is first is admitted, parked, or keeps all behind it waiting.
+        # The first sequence is admitted or parked, or it blocks all behind it.
         while self._budget > 0 and len(self.running) < self.config.max_num_seqs:
-            # (Where long prompts have had their share, short ones behind them use what is left.)
+            # Once long prompts have had their share, short ones behind them use the rest.
             seq = self._first_to_admit(with_long=self._long_budget > 0)
             if seq is None or seq.request.background > background:
                 return
@@ -747,12 +745,12 @@ class Scheduler:
                 if len(self.running) - num_others >= self._background_places:
                     return
             if not self.config.enable_chunked_prefill and not self._fits_whole(seq):
-                return  # it is not cut, so it waits for a step with room, and none overtakes it
+                return  # waits for a step with room for the whole prompt; nothing overtakes it
             if not self._admit(seq):
-                return  # none overtakes a sequence that waits for memory
+                return  # waits for memory; nothing overtakes it
 
     def _fits_whole(self, seq: Sequence) -> bool:
-        """True if the step has the tokens of a whole prompt left, and may encode its items."""
+        """True if the step has room for the whole prompt and may encode all its items."""
         if len(seq.tokens) > self._budget:
             return False
         media = seq.request.prompt_media
@@ -763,12 +761,13 @@ class Scheduler:
         return self.encoder_cache.num_affordable(media, items, whole=True) == len(items)
 
     def _first_to_admit(self, *, with_long: bool) -> Sequence | None:
-        """The first waiting sequence for which nothing is being computed; parks those before it."""
+        """The first waiting sequence that need not wait for a running one; parks those before
+        it."""
         budgets = self._parking_budgets
         while budgets[False] > 0:
             seq = self.waiting.first(with_long=with_long and budgets[True] > 0)
             if seq is None or seq.last_step > self._committed_step:
-                break  # (preempted while in flight: its newest token is not known yet)
+                break  # preempted while in flight: its newest token is not known yet
             awaited = self._awaited(seq)
             if awaited is None:
                 return seq
@@ -820,7 +819,7 @@ class Scheduler:
         return True
 
     def _query(self, seq: Sequence) -> PrefixQuery:
-        """A waiting sequence's search in the prefix cache, which continues where it stopped."""
+        """A waiting sequence's prefix cache search; it resumes where it stopped."""
         if seq.query is None or seq.query.num_tokens != len(seq.tokens) - 1:
             media = seq.request.prompt_media
             seq.query = PrefixQuery(
@@ -831,17 +830,19 @@ class Scheduler:
         return seq.query
 
     def _is_still_blocked(self, seq: Sequence) -> bool:
-        """True if there is no more room for a sequence than when there was none."""
+        """True if nothing changed since the sequence last found no room."""
         if seq.blocked_at != self.kv.num_freed:
             return False
         query = self._query(seq)
         before = query.depth
         self.kv.match(query)
-        return query.depth <= before  # (otherwise more of its prompt is cached by now)
+        return query.depth <= before  # otherwise more of its prompt is now cached
 
     def _awaited(self, seq: Sequence) -> tuple[BlockTables, int] | None:
-        """Returns the tables of a running sequence to wait for, which computes the tokens that
-        `seq` needs next, and the number of tokens at which the two part."""
+        """Returns (tables, num_tokens) of the running sequence that `seq` should wait for, or None.
+
+        That sequence computes the tokens that `seq` needs next; the two diverge after `num_tokens`.
+        """
         request = seq.request
         num_prompt_tokens = request.num_prompt_tokens
         reads_cache = request.read_prefix_cache and self.kv.enable_prefix_caching
@@ -849,10 +850,10 @@ class Scheduler:
         if source is not None:
             assert source.tables is not None
             if source.num_computed_tokens >= num_prompt_tokens:
-                return None  # it forks that one
-            # One sibling computes the prompt, the others fork it; or take the cached prompt, where
-            # that is all there. (Where nothing is cached, and the answer is one token, that sibling
-            # ends when it could be forked.)
+                return None  # it can fork the sibling now
+            # One sibling computes the prompt and the others fork it, unless the whole prompt is
+            # cached. Without the cache, a sibling that outputs one token ends before it can be
+            # forked.
             if not reads_cache:
                 is_worthwhile = request.max_output_tokens > 1
             else:
@@ -863,7 +864,7 @@ class Scheduler:
             return None
         query = self._query(seq)
         tables = self.kv.computing_next_block(seq.tree_tokens, query)
-        # One of a lower class may be starved for longer than the wait is worth.
+        # A sequence of a lower class may starve; do not wait for it.
         if tables is None or tables.owner.order[0] > seq.order[0]:
             return None
         return tables, self.kv.part_after(tables, query)
@@ -871,26 +872,26 @@ class Scheduler:
     def _fork_source(self, request: Request) -> Sequence | None:
         """A running sibling whose committed blocks hold the whole prompt."""
         source = self._prompt_source(request)
-        # (One admitted in this very step, whose copy is still to be made, has a whole prompt only
-        # from the tree: a sibling finds as much there, and the manager prefers that.)
+        # A source admitted in this very step has a pending copy. It can hold a whole prompt only if
+        # the tree does; the manager then prefers the tree.
         if source is None or source.num_computed_tokens < request.num_prompt_tokens:
             return None
         return source
 
     def _prompt_source(self, request: Request) -> Sequence | None:
-        """The running sibling that the others fork, now or when it has computed the prompt."""
+        """The running sibling to fork, now or once it has computed the prompt."""
         if request.n == 1 or not self.kv.keeps_last_token_forkable(request.num_prompt_tokens):
             return None
         source = request.prompt_source
         if source is None or not self._may_be_forked(source):
-            # Rare: the one before it has ended, was preempted or has slid on.
+            # Rare: the previous source ended, was preempted, or its window slid past the prompt.
             candidates = [s for s in request.sequences if self._may_be_forked(s)]
             source = max(candidates, key=lambda s: s.num_computed_tokens, default=None)
             request.prompt_source = source
         return source
 
     def _may_be_forked(self, seq: Sequence) -> bool:
-        """True if a sequence runs, and its windows have not slid past the end of the prompt."""
+        """True if a sequence runs and its windows still cover the end of the prompt."""
         return seq.tables is not None and (
             self.kv.can_fork(seq.tables, seq.request.num_prompt_tokens - 1)
         )
@@ -898,7 +899,7 @@ class Scheduler:
     # Priority.
 
     def _make_way(self) -> None:
-        """Preempts running sequences of a lower class for the first one that waits for none."""
+        """Preempts running sequences of a lower class if the first waiting one needs room."""
         head = self._first_to_admit(with_long=True)
         if head is None:
             return
@@ -909,11 +910,11 @@ class Scheduler:
                 return
             self._preempt(self.running.last)
 
-    # The prefix cache and numbers.
+    # Prefix cache and counts.
 
     def reset_prefix_cache(self) -> int:
-        """Empties the prefix cache, between any two steps; returns how many blocks it held."""
-        self.waiting.wake_all()  # what they wait for will not be indexed
+        """Empties the prefix cache; call it between steps. Returns how many blocks it held."""
+        self.waiting.wake_all()  # their blocks will not be indexed
         return self.kv.reset_prefix_cache()
 
     @property
@@ -930,15 +931,15 @@ class Scheduler:
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens that prompt and answer of one request may have together."""
-        # The last token of an answer is never computed, so it needs no slot.
+        """Maximum tokens of one request's prompt plus output."""
+        # The last output token is never computed, so it needs no slot.
         limit = self.kv.capacity + 1
         if self.config.max_model_len is not None:
             limit = min(limit, self.config.max_model_len)
         return limit
 
     def request(self, request_id: str) -> Request | None:
-        """An unfinished request."""
+        """Returns an unfinished request by id, or None."""
         return self._requests.get(request_id)
 
     def requests(self) -> Iterator[Request]:
@@ -987,7 +988,7 @@ class Scheduler:
         size, num_blocks = self.kv.block_size, len(seq.tables.blocks)
         if num_blocks * size < max(seq.num_scheduled_tokens, len(seq.tokens) - 1):
             raise IntegrityError(f"{seq!r} has only {num_blocks} blocks of {size}")
-        # The blocks that this sequence will write to are its own.
+        # A sequence writes only to blocks of its own.
         for group in self.kv.attention:
             blocks = seq.tables.attention[group.number].blocks
             for block in blocks[seq.num_scheduled_tokens // size :]:
@@ -996,7 +997,7 @@ class Scheduler:
 
 
 def _check_gained(output: SchedulerOutput, token_ids: SequenceOf[SequenceOf[int]]) -> None:
-    """Raises `InvalidParameterError` where a live sequence that samples has no token."""
+    """Raises `InvalidParameterError` if a live sequence that samples has no token."""
     sequences = output.sequences
     if len(token_ids) == len(sequences) and [] not in token_ids:
         return

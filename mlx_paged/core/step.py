@@ -1,8 +1,8 @@
-"""StepBatch and StepResult: one step of the engine as data, on its way to the device and back.
+"""StepBatch and StepResult: the input and output of one engine step, as plain data.
 
-Both are plain columns that can be pickled. Neither names a `Sequence` or a `Request`, so an
-executor may run in another process. `Scheduler.schedule` fills the columns that follow from its
-plan; the engine adds sampling, reports and media (`engine.step_columns`).
+Both consist of picklable columns. Neither refers to a `Sequence` or a `Request`, so an executor may
+run in another process. `Scheduler.schedule` fills the columns of its plan; `engine.step_columns`
+adds sampling, reports and media.
 """
 
 from __future__ import annotations
@@ -24,37 +24,36 @@ _int32_column = partial(array, "i")
 
 @dataclass(slots=True)
 class StepBatch:
-    """All that the device half needs to run one step.
+    """All inputs of one step for the device half.
 
-    Sequence `i` of the step computes positions ``[starts[i], starts[i] + query_lens[i])``.
-    Everything before them is in its blocks. ``tables[i][group].blocks[p // block_size]`` holds
-    position `p`; a table covers at least the positions of the step and may cover more.
+    Sequence `i` computes positions ``[starts[i], starts[i] + query_lens[i])``; its blocks already
+    hold everything before that. ``tables[i][group].blocks[p // block_size]`` holds position `p`. A
+    table covers at least the positions of the step.
 
     Attributes:
-        step: Number of the step; increases by one with every step.
-        seq_ids: ``[num_seqs]``, decodes first, then prompts; unique in the scheduler's life.
-        token_ids: ``[num_tokens]``, those of all sequences one after another. A token that the
-            step before is still sampling is 0 here, and the only one of its sequence.
-        starts: ``[num_seqs]`` int64: first position of each sequence in the step.
-        query_lens: ``[num_seqs]`` int64: how many tokens of each the step computes.
-        samples: ``[num_seqs]``: whether a token is chosen after the last one: true when no known
-            token is left to compute.
-        is_decode: Whether every sequence computes one token and samples the next.
-        input_from: ``[num_seqs]`` int32: entry of the tokens sampled by the step before that is the
-            input; -1: the input is known.
-        num_drafts: ``[num_seqs]`` int32: how many of the tokens, the last ones, are guesses to be
-            verified.
-        adapter_ids: ``[num_seqs]`` int32: the adapter of each sequence; 0: the model itself.
-        tables: ``[num_seqs]``: block tables in each attention group, full attention first.
-        slots: ``[num_seqs]``: state slots; empty where the model has no recurrent layers.
-        block_copies: For each attention group; executed in order before anything else of the
-            step. No block is both a source and a destination.
-        media: Features that the step makes and gives up; None where it computes no media item.
-        sampling: Settings of the sequences that sample, in their order
-            (`engine.sampling.sampler.SamplingMetadata`).
-        prompt_targets: (index of a sequence, prompt tokens whose log-probabilities are wanted).
-        media_inputs: ``[num_seqs]``: what the towers and the rows need of each sequence's media
-            (`engine.media.step_media.SequenceMedia`); empty where no sequence has any.
+        step: Step number; increases by one per step.
+        seq_ids: ``[num_seqs]``, decodes first, then prompts; unique per scheduler.
+        token_ids: ``[num_tokens]``, all sequences concatenated. A token that the previous step is
+            still sampling is 0 here, and is the only token of its sequence.
+        starts: ``[num_seqs]`` int64: first position computed.
+        query_lens: ``[num_seqs]`` int64: number of tokens computed.
+        samples: ``[num_seqs]``: True if the step computes the last known token and samples the
+            next one.
+        is_decode: True if every sequence computes one token and samples the next.
+        input_from: ``[num_seqs]`` int32: index of the input token among the tokens sampled by the
+            previous step; -1 if the input is in `token_ids`.
+        num_drafts: ``[num_seqs]`` int32: number of trailing tokens that are drafts to verify.
+        adapter_ids: ``[num_seqs]`` int32: adapter of each sequence; 0 for the base model.
+        tables: ``[num_seqs]``: block tables for each attention group, full attention first.
+        slots: ``[num_seqs]``: state slots; empty if the model has no recurrent layers.
+        block_copies: One tuple per attention group, executed in order before the rest of the step.
+            No block is both a source and a destination.
+        media: Features to evict and encode; None if the step computes no media item.
+        sampling: `engine.sampling.sampler.SamplingMetadata` for the sequences that sample, in
+            order.
+        prompt_targets: (sequence index, prompt tokens that need log-probabilities).
+        media_inputs: ``[num_seqs]``: each sequence's `engine.media.step_media.SequenceMedia`; empty
+            if no sequence has media.
     """
 
     step: int = 0
@@ -77,16 +76,16 @@ class StepBatch:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences of the step."""
+        """Number of sequences in the step."""
         return len(self.seq_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole step."""
+        """Number of tokens in the step."""
         return len(self.token_ids)
 
     def begins(self) -> list[int]:
-        """``[num_seqs]``: entry of `token_ids` where each sequence begins."""
+        """``[num_seqs]``: index into `token_ids` of each sequence's first token."""
         begins, at = [], 0
         for length in self.query_lens:
             begins.append(at)
@@ -95,12 +94,12 @@ class StepBatch:
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of prompt tokens that a step found.
+    """Log-probabilities of prompt tokens from one step.
 
     Attributes:
         place: Index of the sequence in the batch.
-        start: First position that the step computed; the first entry is that of the token after it.
-        positions: In order (`engine.sampling.logprobs.PositionLogprobs`).
+        start: First position that the step computed; the first entry is for position `start + 1`.
+        positions: `engine.sampling.logprobs.PositionLogprobs`, in order.
     """
 
     place: int
@@ -109,7 +108,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class PooledStates(NamedTuple):
-    """Hidden states of a part of a prompt, pooled: of positions ``[start, end)``.
+    """Pooled hidden states of prompt positions ``[start, end)``.
 
     Attributes:
         place: Index of the sequence in the batch.
@@ -124,18 +123,18 @@ class PooledStates(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """The results of a step; `place` is the index of a sequence in its `StepBatch`.
+    """The results of a step. `place` is the index of a sequence in its `StepBatch`.
 
     Attributes:
-        token_ids: For each sequence the tokens that it gained: none where it does not sample or
-            failed, else one, and one more for every draft that was right.
-        failures: (place, why there is no token, or the item that the tower rejects). These
-            sequences cannot continue.
-        logprobs: (place, log-probabilities of each of its tokens), where they were asked for.
-        prompt_logprobs: Those of prompt tokens, likewise.
+        token_ids: New tokens of each sequence: none if it did not sample or failed, otherwise one
+            plus one per accepted draft.
+        failures: (place, reason). The reason says why there is no token, or names the item that the
+            tower rejected. These sequences cannot continue.
+        logprobs: (place, log-probabilities of each new token), if requested.
+        prompt_logprobs: Log-probabilities of prompt tokens, if requested.
         pooled: Pooled hidden states.
-        feature_sizes: (key, bytes) of media features that were made since the last result.
-        is_poisoned: NaNs or infinities were found, so the prefix cache cannot be trusted.
+        feature_sizes: (key, bytes) of media features encoded since the last result.
+        is_poisoned: True if NaNs or infinities were found; the prefix cache is then unreliable.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)

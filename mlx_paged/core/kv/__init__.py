@@ -1,1 +1,1 @@
-"""The KV store: the manager joins the prefix tree, the KV cache groups and their block pools."""
+"""The KV store: a manager over the prefix tree, the KV cache groups and their block pools."""

@@ -1,17 +1,17 @@
-"""KV cache groups: layers of a model that need the same past tokens share blocks and tables.
+"""KV cache groups: model layers that need the same past tokens share blocks and tables.
 
-Three kinds of layers, two classes, one protocol (`KVCacheGroup`):
+Two classes implement `KVCacheGroup` for three kinds of layers:
 
 - *Full attention* sees every token.
-- *Windows* see the newest tokens. Their tables are as long as the sequence, but hold blocks only
-  that tokens still to be computed will read; entries that slid out are block 0::
+- *Windows* see only the newest tokens. Their tables are as long as the sequence, but hold only
+  blocks that later tokens will read; entries that slid out are block 0::
 
       window of 8 tokens, blocks of 4, 14 tokens computed
       full attention  [ 3 | 7 | 2 | 9 ]
       window          [ 0 | 5 | 8 | 6 ]      position 14 sees 7 .. 14
 
-- *Recurrent layers* keep a state of one size. A step reads a sequence's state from one slot and
-  writes the state after its rows to another, so that a slot never changes once it is written::
+- *Recurrent layers* keep a state of fixed size. A step reads a sequence's state from one slot and
+  writes the new state to another, so a slot never changes once written::
 
       step         1        2        3        4
       tokens     0..63    64..95     96       97
@@ -20,8 +20,8 @@ Three kinds of layers, two classes, one protocol (`KVCacheGroup`):
                       |        snapshot of 96 tokens: slot 2 stays, for sequences with this prefix
                       freed once step 2 has been evaluated
 
-  Slot 0 is the state before the first token. A snapshot costs no copy, and a sequence that
-  continues from one reads its slot as if it had written it.
+  Slot 0 is the state before the first token. A snapshot needs no copy, and any sequence can
+  continue from its slot.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 
 class BlockTable:
-    """Blocks of a sequence in one attention group: entries before `first` are block 0.
+    """A sequence's blocks in one attention group; entries before `first` are block 0.
 
     Attributes:
-        num_shared: Leading entries that came from the cache or a fork.
-        copy_source: Block whose head is copied to entry `num_shared` by the step being built.
-        dirty_from: First entry that changed since the last export, but for those that slid out.
+        num_shared: Number of leading entries that came from the cache or a fork.
+        copy_source: Block whose head the step being built copies to entry `num_shared`.
+        dirty_from: First entry changed since the last export, ignoring entries that slid out.
     """
 
     __slots__ = ("blocks", "copy_source", "dirty_from", "first", "num_shared")
@@ -68,33 +68,31 @@ class BlockTable:
         return self.blocks[self.first :]
 
     def repair(self) -> None:
-        """After a change was cut off in the middle, zeros may lie between blocks."""
+        """Repairs the table after an interrupted change, which may leave zeros between blocks."""
         holes = [i for i, block in enumerate(self.blocks) if block == NULL_BLOCK]
         self.first = holes[-1] + 1 if holes else 0
         self.blocks[: self.first] = [NULL_BLOCK] * self.first
 
 
 class BlockTables:
-    """The tables of one sequence, one for each KV cache group, and how much of it is indexed.
+    """The tables of one sequence, one per KV cache group, and how far it is indexed.
 
     ::
 
         [0, tip.depth)            indexed: shared with sequences that have the same prefix
-        [tip.depth, len(blocks))  not indexed: its own (or, where it is not indexed, its forks' too)
+        [tip.depth, len(blocks))  not indexed: its own; without a tip, its forks may share them
 
     Attributes:
-        tokens: The sequence's live token list: the sequence appends to it, the KV manager reads it.
-        tip: Node of the last indexed block (or the root); None when this sequence is not indexed at
-            all.
-        attention: Its table in each attention group; the first is that of full attention.
-        state: Its recurrent state; None where the model has none.
-        num_cached_tokens: Leading tokens that need not be computed.
-        num_computed_tokens: Leading tokens that are in the blocks: cached, or computed by steps
-            that were committed.
-        exported: What `export` returns next; None where a table has changed since the last time.
-        owner: The sequence that has these tables.
-        prompt: The tokens that it looked for when it was admitted (`PrefixQuery.tokens`).
-        atomic: Spans that are computed in one step (`PrefixQuery.atomic`).
+        tokens: The sequence's live token list. The sequence appends to it; the KV manager reads it.
+        tip: Node of the last indexed block, or the root; None if the sequence is not indexed.
+        attention: Its table in each attention group, full attention first.
+        state: Its recurrent state; None if the model has none.
+        num_cached_tokens: Leading tokens found in the cache.
+        num_computed_tokens: Leading tokens in the blocks, cached or computed by committed steps.
+        exported: The next result of `export`; None if a table has changed since the last one.
+        owner: The sequence that these tables belong to.
+        prompt: The tokens looked up at admission (`PrefixQuery.tokens`).
+        atomic: Spans that one step must compute as a whole (`PrefixQuery.atomic`).
     """
 
     __slots__ = (
@@ -130,20 +128,20 @@ class BlockTables:
 
     @property
     def blocks(self) -> list[int]:
-        """Blocks of full attention, in order; not to be changed."""
+        """Blocks of full attention, in order; read-only."""
         return self.attention[0].blocks
 
     def num_equal(self, query: PrefixQuery, start: int = 0) -> int:
-        """Leading tokens of a query that this sequence has too; `start` of them are known."""
+        """Number of leading tokens shared with a query; the first `start` are known to match."""
         num_equal = common_prefix_len(query.tokens, self.prompt, start)
-        if num_equal * TOKEN_BYTES >= len(self.prompt):  # (the prompt without its last token)
+        if num_equal * TOKEN_BYTES >= len(self.prompt):  # `prompt` lacks the last prompt token
             rest = token_bytes(self.tokens[num_equal:])
             begin = num_equal * TOKEN_BYTES
             num_equal += common_prefix_len(query.tokens[begin : begin + len(rest)], rest)
         return num_equal
 
     def export(self) -> tuple[StepTable, ...]:
-        """The tables for a step, in the order of the attention groups."""
+        """Returns the tables for a step, in the order of the attention groups."""
         if self.exported is not None:
             return self.exported
         tables, unchanged = [], []
@@ -155,29 +153,29 @@ class BlockTables:
         self.exported = tuple(unchanged)
         return tuple(tables)
 
-    # Changes of a table. (`number` is that of its group.)
+    # Table updates. `number` is the group number.
 
     def append(self, number: int, *blocks: int) -> None:
-        """Blocks at the end."""
+        """Appends blocks."""
         table = self.attention[number]
         table.dirty_from = min(table.dirty_from, len(table.blocks))
         table.blocks += blocks
         self.exported = None
 
     def replace(self, number: int, index: int, block: int) -> None:
-        """Another block for entry `index`."""
+        """Replaces the block of entry `index`."""
         table = self.attention[number]
         table.dirty_from = min(table.dirty_from, index)
         table.blocks[index] = block
         self.exported = None
 
     def slide(self, number: int, index: int) -> None:
-        """Entry `index` is not seen any more."""
+        """Clears entry `index`, which slid out of the window."""
         self.attention[number].blocks[index] = NULL_BLOCK
         self.exported = None
 
     def truncate(self, number: int, num_blocks: int) -> list[int]:
-        """Takes the blocks from `num_blocks` on out of a table, and returns them."""
+        """Cuts a table to `num_blocks` entries; returns the rest."""
         table = self.attention[number]
         cut = table.blocks[num_blocks:]
         del table.blocks[num_blocks:]
@@ -188,18 +186,18 @@ class BlockTables:
 
 
 class PrefixSource(NamedTuple):
-    """Where a new sequence's cached head comes from: the prefix tree, or a sequence it forks.
+    """The source of a new sequence's cached head: the prefix tree, or a sequence to fork.
 
     Attributes:
         num_full_blocks: Full blocks, taken by reference.
-        tip: Node of the last of them; the root or None where there are none, and None where the
-            forked sequence is not indexed.
-        partial: Node whose block's first `num_partial_tokens` tokens are taken by copy; None where
-            there is none, or where they are a fork's.
-        num_partial_tokens: Tokens of the block after the full ones that are taken by copy.
-        fork_of: The sequence that is forked; None where the blocks come from the tree.
-        num_known_blocks: Full blocks of the new sequence that are indexed, whether or not every
-            group can continue after them.
+        tip: Node of the last full block; the root or None if there is no full block, and None if
+            the forked sequence is not indexed.
+        partial: Node whose block's first `num_partial_tokens` tokens are copied; None if there is
+            none or a fork provides them.
+        num_partial_tokens: Tokens copied from the block after the full ones.
+        fork_of: The sequence to fork; None if the blocks come from the tree.
+        num_known_blocks: Full blocks of the new sequence that are indexed, even if some group
+            cannot continue after them.
     """
 
     num_full_blocks: int
@@ -210,20 +208,20 @@ class PrefixSource(NamedTuple):
     num_known_blocks: int = 0
 
     def num_tokens(self, block_size: int) -> int:
-        """Tokens that need not be computed."""
+        """Number of tokens that the source provides."""
         return self.num_full_blocks * block_size + self.num_partial_tokens
 
 
 class KVCacheGroup(ABC):
-    """A pool, and what its blocks (or slots) are to sequences and to the prefix tree.
+    """A pool of blocks or slots, and their use by sequences and by the prefix tree.
 
     Attributes:
-        number: Its place among the groups, and in `PrefixNode.entries`.
-        pool: Its blocks, or slots.
-        num_evictions: Cached blocks given up to make room.
-        sees_everything: True if a row reads every token before it. So a node without an entry in
-            this group is of no use, nor are those below it: they leave the tree. And all that a
-            sequence holds grows with it; the other groups let go of blocks as it advances.
+        number: Its index among the groups, and in `PrefixNode.entries`.
+        pool: Its blocks or slots.
+        num_evictions: Cached blocks evicted to make room.
+        sees_everything: True if a row reads every token before it. A node without an entry in such
+            a group is useless and leaves the tree with everything below it. Sequences only grow in
+            such a group; in the others they release blocks as they advance.
     """
 
     sees_everything = False
@@ -241,12 +239,12 @@ class KVCacheGroup(ABC):
         self.pool = BlockPool(num_blocks)
         self.num_evictions = 0
         self._tier = tier
-        self._remove = remove  # takes a node out of the tree, with all that groups hold of it
+        self._remove = remove  # removes a node from the tree and from all groups
 
     # The prefix tree.
 
     def forget(self, node: PrefixNode) -> None:
-        """A node gives up its entry, which no sequence references."""
+        """Clears a node's entry, which no sequence references."""
         entry = node.entries[self.number]
         node.entries[self.number] = ABSENT
         if entry > ABSENT:
@@ -255,18 +253,19 @@ class KVCacheGroup(ABC):
             self._tier.drop(-entry)
 
     def hold(self, node: PrefixNode, block: int) -> int:
-        """A node starts to hold a block in use; returns the one that it already held, if any."""
+        """Makes a node hold a block in use. Returns the node's block: `block`, or the one that it
+        already held."""
         present = node.entries[self.number]
         if present > ABSENT:
             return present
         if present < ABSENT:
-            self._tier.drop(-present)  # computed once more
+            self._tier.drop(-present)  # recomputed, so the stored copy is redundant
         node.entries[self.number] = block
         self.pool.cache(block, node)
         return block
 
     def evict(self, node: PrefixNode) -> None:
-        """A node's block leaves the device: the tier takes it, or drops it."""
+        """Moves a node's block off the device; the tier stores or drops it."""
         block = node.entries[self.number]
         key = self._tier.store(node, self.number, block)
         if not key and self.sees_everything:
@@ -277,7 +276,7 @@ class KVCacheGroup(ABC):
         self.num_evictions += 1
 
     def make_room(self, num_blocks: int) -> bool:
-        """Evicts until `num_blocks` are free; false where fewer are there for now."""
+        """Evicts until `num_blocks` are free; returns False if not enough can be freed now."""
         while self.pool.num_free < num_blocks:
             node = self.pool.next_to_evict()
             if node is None:
@@ -286,7 +285,7 @@ class KVCacheGroup(ABC):
         return True
 
     def keep_at_most(self, num_blocks: int) -> None:
-        """Evicts until no more than `num_blocks` cached blocks are left. No step is in flight."""
+        """Evicts until at most `num_blocks` cached blocks are left. No step may be in flight."""
         while self.pool.num_cached > num_blocks:
             node = self.pool.next_to_evict()
             assert node is not None
@@ -294,54 +293,54 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def usable_depth(self, node: PrefixNode, depth: int) -> int:
-        """Most leading blocks of the path to `node`, up to `depth`, after which a sequence could
-        go on."""
+        """Largest number of leading blocks on the path to `node`, up to `depth`, from which a
+        sequence can continue."""
 
     @abstractmethod
     def can_copy_from(self, node: PrefixNode) -> bool:
-        """True if a sequence may begin with a part of a node's block, taken by copy."""
+        """True if a sequence may start from a copy of part of a node's block."""
 
-    # The life of a sequence.
+    # Lifecycle of a sequence.
 
     @property
     @abstractmethod
     def capacity(self) -> int | None:
-        """Longest sequence, in tokens; None where any length fits."""
+        """Longest sequence in tokens; None if any length fits."""
 
     @abstractmethod
     def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
-        """True if `parent` still holds what a fork after `num_tokens` tokens reads."""
+        """True if `parent` still holds everything that a fork after `num_tokens` tokens reads."""
 
     @abstractmethod
     def begin(self, tables: BlockTables, source: PrefixSource) -> None:
-        """Takes references to what a new sequence shares."""
+        """Takes references to the blocks that a new sequence shares."""
 
     @abstractmethod
     def fork(self, parent: BlockTables, tables: BlockTables) -> None:
-        """A new sequence shares everything that another one holds."""
+        """Shares everything that `parent` holds with a new sequence."""
 
     @abstractmethod
     def attach(self, tables: BlockTables, nodes: Sequence[PrefixNode], num_tokens: int) -> None:
-        """A sequence exchanges what it holds for what the nodes of a prefix hold."""
+        """Replaces a sequence's blocks with the blocks of a prefix."""
 
     @abstractmethod
     def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
-        """True if there is room for what a sequence that has begun will hold at once.
+        """Makes room for the blocks that a new sequence holds at once; returns False if it cannot.
 
         Args:
-            headroom: further blocks that must stay available.
+            headroom: Additional blocks that must stay available.
         """
 
     @abstractmethod
     def will_have_room(self, num_tokens: int, node: PrefixNode | None, headroom: int) -> bool:
-        """True if a new sequence, which continues after `node`, will find room once the steps in
+        """True if a new sequence that continues after `node` will find room once the steps in
         flight are evaluated."""
 
     @abstractmethod
     def try_allocate(self, tables: BlockTables, num_tokens: int) -> int:
-        """Tokens, at most `num_tokens`, that the next step may bring a sequence to.
+        """Returns the number of tokens, at most `num_tokens`, that the next step may reach.
 
-        There is room for them then: whatever is evicted for that has been evicted.
+        Evicts as needed, so there is room for them on return.
         """
 
     @abstractmethod
@@ -352,43 +351,43 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
-        """A sequence has `num_tokens` tokens; releases what later tokens do not need."""
+        """Releases everything that tokens after the first `num_tokens` do not need."""
 
     @abstractmethod
     def resume_point(self, tables: BlockTables, num_tokens: int) -> int:
-        """Leading tokens, at most `num_tokens`, after which a running sequence can go on once it
-        loses all later ones."""
+        """Largest number of leading tokens, at most `num_tokens`, from which a running sequence
+        can continue after it drops the rest."""
 
     @abstractmethod
     def truncate(self, tables: BlockTables, start: int, num_tokens: int) -> None:
-        """Takes back all but the first `num_tokens` tokens of a sequence.
+        """Rolls a sequence back to its first `num_tokens` tokens.
 
         Args:
-            start: tokens that are not computed again: a resume point of every group.
+            start: Tokens that need no recomputation; a resume point of every group.
         """
 
     @abstractmethod
     def end(self, tables: BlockTables) -> None:
-        """Releases all that a sequence holds; what nodes hold stays until it is evicted."""
+        """Releases everything that a sequence holds. Indexed blocks stay cached until evicted."""
 
     # Steps.
 
     @abstractmethod
     def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
-        """Ends the building of a step: returns its block copies, and dates later releases."""
+        """Finishes building a step; returns its block copies. Stamps later releases with `step`."""
 
     @abstractmethod
     def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
-        """By block, how often sequences and the step being built name it.
+        """Counts references to each block by sequences and by the step being built.
 
         Raises:
-            IntegrityError: a table is not as it must be.
+            IntegrityError: A table is inconsistent.
         """
 
     def check_integrity(
         self, all_tables: Collection[BlockTables], nodes: Collection[PrefixNode]
     ) -> None:
-        """Recounts pool and tables; raises `IntegrityError` with what disagrees."""
+        """Recounts pool and tables; raises `IntegrityError` on a mismatch."""
         self.pool.check_integrity(self.references(all_tables))
         holders = [node for node in nodes if node.entries[self.number] > ABSENT]
         held = {node.entries[self.number]: node for node in holders}
@@ -402,12 +401,12 @@ class KVCacheGroup(ABC):
 
 
 class AttentionGroup(KVCacheGroup):
-    """Attention layers that see equally far.
+    """Attention layers with the same window.
 
     Args:
-        spec: how far; None: everything. Then all blocks of a sequence's known tokens are reserved
-            when it is admitted. Those of windows are not: most of a long prompt's would never be
-            needed at the same time.
+        spec: The window; None for full attention. Full attention reserves the blocks of all known
+            tokens at admission. Windows do not, because a long prompt never needs most of them at
+            once.
     """
 
     def __init__(
@@ -424,14 +423,14 @@ class AttentionGroup(KVCacheGroup):
         super().__init__(number, num_blocks, block_size, tier, remove)
         self.sees_everything = spec is None
         self._first_visible = None if spec is None else spec.first_visible
-        # Most blocks that a row sees.
+        # Maximum number of blocks that a row sees.
         self.view_blocks = None if spec is None else (spec.span + block_size - 2) // block_size + 1
-        self._copying: list[BlockTable] = []  # whose copies the step being built makes,
-        self._deferred: list[BlockTable] = []  # and those that a later one makes
+        self._copying: list[BlockTable] = []  # the step being built makes their copies
+        self._deferred: list[BlockTable] = []  # a later step makes their copies
         self.num_deduplicated = 0
 
     def first_block(self, num_tokens: int) -> int:
-        """First block that rows after `num_tokens` tokens see."""
+        """First block that rows at positions from `num_tokens` on see."""
         if self._first_visible is None:
             return 0
         return self._first_visible(num_tokens) // self.block_size
@@ -447,12 +446,12 @@ class AttentionGroup(KVCacheGroup):
     def usable_depth(self, node: PrefixNode, depth: int) -> int:
         node = node.ancestor(depth)
         if self.sees_everything:
-            # (Leaves are evicted first, so what is above a node on the device is there too.)
+            # Leaves are evicted first, so all ancestors of a node on the device are there too.
             while node.parent is not None and node.entries[self.number] <= ABSENT:
                 node = node.parent
             return node.depth
         while depth:
-            # (Climbs from `depth` over the blocks that the next row sees.)
+            # Walk up from `depth` over the blocks that the next row sees.
             first, step = self.first_block(depth * self.block_size), node
             while step.depth > first and step.entries[self.number] > ABSENT:
                 assert step.parent is not None
@@ -467,10 +466,10 @@ class AttentionGroup(KVCacheGroup):
         return node.entries[self.number] > ABSENT
 
     def on_indexed(self, tables: BlockTables, index: int, node: PrefixNode) -> None:
-        """Block `index` of a sequence is that of `node` from now on.
+        """Indexes block `index` of a sequence under `node`.
 
-        If an equal block has been indexed by now, it replaces the sequence's own: content is
-        stored once.
+        If an equal block is already indexed, it replaces the sequence's own, so content is stored
+        once.
         """
         table = self._table(tables)
         own = table.blocks[index]
@@ -483,7 +482,7 @@ class AttentionGroup(KVCacheGroup):
             tables.replace(self.number, index, present)
             self.num_deduplicated += 1
 
-    # The life of a table.
+    # Lifecycle of a table.
 
     @property
     def capacity(self) -> int | None:
@@ -530,7 +529,7 @@ class AttentionGroup(KVCacheGroup):
         tables.exported = None
 
     def num_to_write(self, tables: BlockTables, start: int, end: int) -> int:
-        """Blocks that `make_writable` allocates."""
+        """Number of blocks that `make_writable` will allocate."""
         table, is_own = self._table(tables), self.pool.is_own
         first, length = start // self.block_size, len(table.blocks)
         num_to_replace = sum(not is_own(block) for block in table.blocks[first:])
@@ -538,18 +537,18 @@ class AttentionGroup(KVCacheGroup):
         return num_to_replace + max(0, self._blocks_for(end) - begin)
 
     def make_writable(self, tables: BlockTables, start: int, end: int) -> list[BlockCopy]:
-        """Makes ``[start, end)`` of a sequence its own to write, for which there is room.
+        """Makes ``[start, end)`` of a sequence writable. The caller made sure that there is room.
 
         Returns:
-            Copies to make before.
+            Block copies to run before the write.
         """
         table, pool, number = self._table(tables), self.pool, self.number
         first = start // self.block_size
-        # Blocks that slid out of a window and are written again have no content to keep.
+        # Blocks that slid out of a window get fresh blocks; there is nothing to copy.
         while table.first > first:
             tables.replace(number, table.first - 1, pool.allocate())
             table.first -= 1
-        # (To the end of the table: a block must not be used longer than the one before it.)
+        # Through the end of the table: a block must never outlive the block before it.
         shared = [i for i in range(first, len(table.blocks)) if not pool.is_own(table.blocks[i])]
         copies = [BlockCopy(table.blocks[i], pool.allocate()) for i in shared]
         for i, copy in reversed(list(zip(shared, copies, strict=True))):
@@ -564,8 +563,7 @@ class AttentionGroup(KVCacheGroup):
         return copies
 
     def _may_begin_at(self, table: BlockTable, first: int) -> bool:
-        """True if a table needs nothing in front of entry `first`: that of a window which holds
-        nothing yet."""
+        """True for an empty window table, which needs no blocks before entry `first`."""
         return not self.sees_everything and table.first == len(table.blocks) < first
 
     def compact(self, num_blocks: int, all_tables: Collection[BlockTables]) -> list[BlockCopy]:
@@ -587,7 +585,7 @@ class AttentionGroup(KVCacheGroup):
         return [BlockCopy(src, dst) for src, dst in moved.items()]
 
     def drop_copy(self, tables: BlockTables) -> None:
-        """Drops the copy that `begin` prepared, or that the step being built would make."""
+        """Drops the pending copy of a sequence, if any."""
         table = self._table(tables)
         if table.copy_source is not None:
             self.pool.release(table.copy_source)
@@ -596,14 +594,14 @@ class AttentionGroup(KVCacheGroup):
             self._deferred = [other for other in self._deferred if other is not table]
 
     def defer_copy(self, tables: BlockTables) -> None:
-        """The copy that `reserve` prepared is left to a later step."""
+        """Defers the copy that `reserve` prepared to a later step."""
         table = self._table(tables)
         if table.copy_source is not None:
             self._copying = [other for other in self._copying if other is not table]
             self._deferred.append(table)
 
     def resume_copy(self, tables: BlockTables) -> None:
-        """The step being built makes a copy that was deferred, if there is one."""
+        """Adds a deferred copy, if any, to the step being built."""
         table = self._table(tables)
         if any(other is table for other in self._deferred):
             self._deferred = [other for other in self._deferred if other is not table]
@@ -620,7 +618,7 @@ class AttentionGroup(KVCacheGroup):
         return self.make_room(num_fresh)
 
     def reserve(self, tables: BlockTables) -> None:
-        """The sequence is admitted, there is room: takes the blocks that it begins with."""
+        """Allocates the initial blocks of an admitted sequence, for which there is room."""
         table = self._table(tables)
         if self.sees_everything:
             self.allocate_slots(tables, len(tables.tokens))
@@ -634,7 +632,7 @@ class AttentionGroup(KVCacheGroup):
         if self.view_blocks is not None:
             num_needed = min(num_needed, self.view_blocks)
         else:
-            # Blocks in use by others cost nothing. They are the first part of a path.
+            # Blocks in use by others cost nothing; they are a prefix of the path.
             while node is not None and node.depth:
                 if self.pool.ref_count(node.entries[self.number]):
                     num_needed -= node.depth
@@ -648,13 +646,13 @@ class AttentionGroup(KVCacheGroup):
         if num_fresh <= 0:
             return num_tokens
         if self.sees_everything and num_fresh > self.pool.num_available:
-            return num_blocks * self.block_size  # all or nothing: no block is evicted in vain
+            return num_blocks * self.block_size  # all or nothing: evict no block in vain
         if self.make_room(num_fresh):
             return num_tokens
         return (num_blocks + self.pool.num_free) * self.block_size
 
     def allocate_slots(self, tables: BlockTables, num_tokens: int) -> None:
-        """Makes a table cover `num_tokens` tokens; `try_allocate` made the room."""
+        """Extends a table to `num_tokens` tokens; `try_allocate` made the room."""
         num_fresh = self._blocks_for(num_tokens) - len(self._table(tables).blocks)
         if num_fresh > 0:
             tables.append(self.number, *self.pool.allocate_many(num_fresh))
@@ -680,9 +678,9 @@ class AttentionGroup(KVCacheGroup):
     def resume_point(self, tables: BlockTables, num_tokens: int) -> int:
         table = self._table(tables)
         if self.first_block(num_tokens) < table.first:
-            return 0  # its window has slid on
+            return 0  # the window has slid past
         index, num_partial = divmod(num_tokens, self.block_size)
-        # The rest of a block is written anew, unless somebody else may read it.
+        # The rest of a block can be overwritten unless the block is shared.
         has_block = num_partial and index < len(table.blocks)
         if has_block and not self.pool.is_own(table.blocks[index]):
             return index * self.block_size
@@ -695,7 +693,7 @@ class AttentionGroup(KVCacheGroup):
         end = min(self._blocks_for(num_tokens), len(table.blocks))
         for index in range(start // self.block_size, end):
             if not self.pool.is_own(table.blocks[index]):
-                end = index  # to be computed again, into other blocks
+                end = index  # recomputed into other blocks
                 break
         first, table.first = table.first, min(table.first, end)
         cut = tables.truncate(self.number, end)
@@ -703,7 +701,7 @@ class AttentionGroup(KVCacheGroup):
 
     def end(self, tables: BlockTables) -> None:
         self.drop_copy(tables)
-        # The last block first: what is released first is evicted first.
+        # Last block first: blocks are evicted in release order.
         self.pool.release(*reversed(self._table(tables).live))
 
     # Steps.
@@ -743,7 +741,7 @@ class AttentionGroup(KVCacheGroup):
 
 
 def _check_path(tables: BlockTables, table: BlockTable, number: int) -> None:
-    """The indexed part of a table is what the nodes of its path hold."""
+    """Checks that the indexed part of a table matches the nodes of its path."""
     node = tables.tip
     while node is not None and node.depth > table.first:
         if node.entries[number] != table.blocks[node.depth - 1]:

@@ -1,9 +1,9 @@
-"""KVManager: the KV store. It joins the prefix tree and the KV cache groups, and is the only writer
-of block tables.
+"""KVManager: the KV store. It connects the prefix tree and the KV cache groups, and is the only
+writer of block tables.
 
-Prefix reuse and paged batching are the same mechanism here: a sequence that arrives takes the
-blocks of its longest indexed prefix by reference, one more by copy-on-write where it matches only
-in part, and fresh ones for the rest::
+Prefix reuse and paged batching are one mechanism: a new sequence takes the blocks of its longest
+indexed prefix by reference, a partly matching block by copy-on-write, and fresh blocks for the
+rest::
 
       prompt     [t h e _][c a t _][s a t _][o n _ t][h]
       in tree    [t h e _][c a t _][s a w _]
@@ -12,13 +12,13 @@ in part, and fresh ones for the rest::
                    |        |        '-------------------- copy of [s a w _]: reuses 2 tokens
                    '--------'----------------------------- shared
 
-The order of calls: `match` looks up a waiting sequence, any number of times; `admit` references the
-blocks found, and copies a partial one; `commit` indexes what steps have filled; `free` indexes the
-last block, filled in part, and drops the references. What is indexed stays until it is evicted.
+Order of calls: `match` looks up a waiting sequence, any number of times; `admit` references the
+blocks found and copies a partial one; `commit` indexes the blocks that steps have filled; `free`
+indexes the last, partly filled block and drops the references. Indexed blocks stay until evicted.
 
-The engine's sequences grow, and lose drafts that were rejected (`truncate`). Those of the drop-in
-(`mlx_paged.drop_in`) are also forked as a whole and overwritten: `open`, `fork`, `attach_prefix`,
-`make_writable` and `shrink` are for them.
+The engine's sequences grow, and drop rejected drafts with `truncate`. The sequences of
+`mlx_paged.drop_in` are also forked as a whole and overwritten, with `open`, `fork`,
+`attach_prefix`, `make_writable` and `shrink`.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 @dataclass
 class KVCounters:
-    """Counters since the store was made; every number only grows.
+    """Counters since the store was created; they only grow.
 
     Attributes:
-        num_admissions: Sequences that were given a block table (a resumed one counts again).
-        num_queried_tokens: Tokens of those sequences: what could have come from the cache.
-        num_cached_tokens: Tokens that did come from it: not computed again.
-        num_copied_tokens: Part of `num_cached_tokens` that came by copy-on-write.
+        num_admissions: Admitted sequences; a resumed one counts again.
+        num_queried_tokens: Tokens of admitted sequences.
+        num_cached_tokens: Tokens among these that came from the cache.
+        num_copied_tokens: Tokens among the cached ones that came by copy-on-write.
         num_block_copies: Blocks copied on write.
-        num_evictions: Blocks of the first group that left the device to make room.
-        num_deduplicated_blocks: Blocks computed although an equal one was indexed first; the
-            equal one is used.
+        num_evictions: Blocks of the first group evicted to make room.
+        num_deduplicated_blocks: Computed blocks replaced by an equal one that was indexed first.
         num_resets: Calls of `reset_prefix_cache`.
     """
 
@@ -74,14 +73,14 @@ class KVCounters:
 
 @dataclass(frozen=True)
 class KVUsage:
-    """Where the blocks are now; the first four add up to `num_usable_blocks`.
+    """Block counts by state; the first four below add up to `num_usable_blocks`.
 
     Attributes:
         num_used_blocks: Referenced by sequences.
-        num_cached_blocks: Held only by the prefix tree: they can be evicted.
+        num_cached_blocks: Held only by the prefix tree, so they can be evicted.
         num_free_blocks: Empty.
         num_quarantined_blocks: Freed, but a step in flight may still read them.
-        num_shared_blocks: Part of the used ones: referenced by more than one sequence.
+        num_shared_blocks: Used blocks referenced by more than one sequence.
         num_indexed_blocks: In the prefix tree, used or not.
     """
 
@@ -111,15 +110,15 @@ class KVManager:
     """The KV store of an engine: `num_blocks - 1` usable blocks of `block_size` tokens.
 
     Args:
-        num_blocks: of the layers that see everything. Where a model has none, they use no memory.
-        windows: the groups of layers that see the newest tokens only.
-        states: what recurrent layers need; None where there are none.
-        tier: takes the blocks that are evicted; None: they are dropped.
+        num_blocks: Blocks for full attention. They use no memory if the model has no such layers.
+        windows: The groups of windowed layers.
+        states: Spec of the recurrent layers; None if there are none.
+        tier: Stores evicted blocks; None drops them.
 
     Attributes:
-        groups: All KV cache groups; `attention` are those with blocks, full attention first, then
-            the windows in their order; `states` is the one with slots.
-        media_ids: What stands for media in the prefix tree.
+        groups: All KV cache groups. `attention` lists the groups with blocks, full attention first,
+            then `windows` in order; `states` is the group with slots.
+        media_ids: Ids that stand for media in the prefix tree.
     """
 
     def __init__(
@@ -151,14 +150,13 @@ class KVManager:
             number = len(self.attention)
             self.states = StateGroup(number, states, block_size, tier, self._remove_node)
             self.groups += (self.states,)
-        # A group that sees everything evicts whole nodes, so it takes blocks after the others have
-        # found theirs.
+        # Full attention evicts whole nodes, so it allocates after the other groups.
         self._by_eviction = sorted(self.groups, key=lambda group: group.sees_everything)
         self._advancing = [group for group in self.groups if not group.sees_everything]
         self.tree = PrefixTree(block_size, len(self.groups))
         self.media_ids = MediaIds()
         self._counters = KVCounters()
-        self._sequences: set[BlockTables] = set()  # that hold blocks
+        self._sequences: set[BlockTables] = set()  # sequences that hold blocks
 
     @property
     def pool(self) -> BlockPool:
@@ -169,38 +167,38 @@ class KVManager:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that the pools can hold."""
+        """Length in tokens of the longest sequence that the pools can hold."""
         capacities = [group.capacity for group in self.groups]
         return min(capacity for capacity in capacities if capacity is not None)
 
     @property
     def num_freed(self) -> int:
-        """Counts blocks that became available; while it stays the same there is no more room."""
+        """Counter of blocks that became available. While it is unchanged, there is no more room."""
         return sum(group.pool.num_freed for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest cached prefix that a new sequence can continue from, in every group."""
+        """Returns the longest cached prefix that every group can continue from."""
         match = self._continuable(query)
         return self._cut(match, query) if query.atomic else match
 
     def num_indexed_blocks(self, query: PrefixQuery) -> int:
-        """Leading full blocks that are indexed, whether or not every group can continue there."""
+        """Number of leading full blocks indexed, even if some group cannot continue there."""
         return self._indexed(query).num_full_blocks
 
     def _indexed(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest indexed prefix, whether or not every group can continue from there."""
+        """The longest indexed prefix, even if some group cannot continue from it."""
         return self.tree.match(query) if self.enable_prefix_caching else NO_MATCH
 
     def _continuable(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest cached prefix, also in the middle of an atomic span."""
+        """The longest cached prefix; may end in the middle of an atomic span."""
         return self.limit(self._indexed(query))
 
     def _cut(self, match: PrefixMatch, query: PrefixQuery) -> PrefixMatch:
-        """The part of a match that does not end in the middle of an atomic span."""
+        """Shortens a match until it splits no atomic span."""
         while True:
             num_tokens = match.num_tokens(self.block_size)
             end = outside(query.atomic, num_tokens)
@@ -215,7 +213,7 @@ class KVManager:
             match = self.limit(PrefixMatch(node.ancestor(depth), partial, num_partial))
 
     def limit(self, match: PrefixMatch) -> PrefixMatch:
-        """The part of a match that every group can continue from."""
+        """Shortens a match until every group can continue from it."""
         node = match.node
         if node is None:
             return match
@@ -233,10 +231,10 @@ class KVManager:
         return match
 
     def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> BlockTables | None:
-        """The running sequence about to fill the first block that `tokens` lacks, if any.
+        """Returns the running sequence about to fill the first block that `tokens` lacks, or None.
 
-        A sequence that waits for it need not compute that block. Where `tokens` ends inside the
-        block, it must use at least half of it for the wait to be worthwhile.
+        A sequence that waits for it need not compute that block. If `tokens` ends inside the block,
+        it must use at least half of the block to make the wait worthwhile.
         """
         match = self._continuable(query) if self.states is None else self._indexed(query)
         if match.node is None:
@@ -254,14 +252,14 @@ class KVManager:
         return None
 
     def part_after(self, running: BlockTables, query: PrefixQuery) -> int:
-        """Tokens up to which a waiting sequence can use what a running one computes.
+        """Number of leading tokens that a waiting sequence can take from a running one.
 
         Args:
-            running: what `computing_next_block` has just found for `query`.
+            running: The result of `computing_next_block` for `query`.
 
         Returns:
-            The end of the last block of which both have all tokens, or of the very next one, where
-            `query` ends within that.
+            The end of the last full block in common, or the end of the next block if `query` ends
+            inside that one.
         """
         assert running.tip is not None
         size, first = self.block_size, running.tip.depth
@@ -269,13 +267,14 @@ class KVManager:
         return max(first + 1, num_equal // size) * size
 
     def can_fork(self, tables: BlockTables, num_tokens: int) -> bool:
-        """True if a running sequence still holds what a fork after `num_tokens` tokens reads."""
+        """True if a running sequence still holds all that a fork after `num_tokens` tokens
+        reads."""
         return all(group.can_fork(tables, num_tokens) for group in self.groups)
 
     def keeps_last_token_forkable(self, num_tokens: int) -> bool:
-        """True if a sequence that has computed `num_tokens` tokens can be forked before the last.
+        """True if a sequence with `num_tokens` computed tokens can be forked before the last one.
 
-        Not where its windows slide with that token, and not where there are recurrent layers.
+        False if a window slides with that token, or if there are recurrent layers.
         """
         return self.states is None and all(
             group.first_block(num_tokens) <= group.first_block(num_tokens - 1)
@@ -285,8 +284,7 @@ class KVManager:
     def reset_prefix_cache(self) -> int:
         """Empties the prefix tree; returns how many nodes it had.
 
-        Running sequences keep their blocks, and are no longer indexed until they are admitted
-        again.
+        Running sequences keep their blocks, but are not indexed until they are admitted again.
         """
         nodes = self.tree.clear()
         for node in nodes:
@@ -296,9 +294,9 @@ class KVManager:
         return len(nodes)
 
     def _remove_node(self, node: PrefixNode) -> None:
-        """Takes a node out of the tree, with what each group holds of it.
+        """Removes a node, and everything below it, from the tree and from all groups.
 
-        Only what is elsewhere can be below a node that no sequence uses; it goes too.
+        Below a node that no sequence uses, all content is in the tier.
         """
         for child in [*node.children.values()]:
             self._remove_node(child)
@@ -306,7 +304,7 @@ class KVManager:
             group.forget(node)
         self.tree.remove(node)
 
-    # The life of a sequence's tables.
+    # Lifecycle of a sequence's tables.
 
     def admit(
         self,
@@ -320,22 +318,23 @@ class KVManager:
         num_fork_tokens: int = 0,
         owner: Any = None,
     ) -> BlockTables | None:
-        """Gives a sequence block tables that cover all its tokens; None when there is no room.
+        """Gives a sequence block tables that cover all its tokens; returns None if there is no
+        room.
 
         Args:
-            tokens: the live token list of the sequence: it may grow later, and must not change
-                otherwise.
-            query: what it looks for in the prefix cache; None: all of `tokens` but the last.
-            salt: only blocks indexed under the same salt are shared.
-            headroom: further blocks that must stay available.
-            read_cache: whether to reuse cached blocks.
-            fork_of: tables of a running sequence that begins with the same `num_fork_tokens`
-                tokens, all committed; its blocks are shared where they reach further than the
-                tree. None: the one that has computed most, if prefixes are shared.
-            owner: kept in `BlockTables.owner`.
+            tokens: The live token list of the sequence; append-only from now on.
+            query: Its prefix cache search; None searches for all of `tokens` but the last.
+            salt: Only blocks indexed under the same salt are shared.
+            headroom: Additional blocks that must stay available.
+            read_cache: True to reuse cached blocks.
+            fork_of: Tables of a running sequence that begins with the same `num_fork_tokens`
+                tokens, all committed. Its blocks are shared if they reach further than the tree.
+                None uses the running sequence that has computed most, if `read_cache` is set.
+            owner: Stored in `BlockTables.owner`.
 
         Returns:
-            The tables; their `num_cached_tokens`, less than `len(tokens)`, need not be computed.
+            The tables. Their first `num_cached_tokens` tokens need no computation; there are fewer
+            of them than `len(tokens)`.
         """
         assert len(tokens)
         query = PrefixQuery(tokens, salt) if query is None else query
@@ -347,7 +346,7 @@ class KVManager:
                 break
             for group in self.groups:
                 group.end(tables)
-            # In a full pool the source of a copy may be the very block that is missing.
+            # In a full pool, the source of a copy may be the one block that is missing.
             source = self._without_copy(source, query)
         if source is None or tables is None:
             return None
@@ -355,7 +354,7 @@ class KVManager:
             attention.reserve(tables)
         is_indexed = source.fork_of is None or source.fork_of.tip is not None
         if self.enable_prefix_caching and is_indexed:
-            # (A root may have gone with its last child, while room was made.)
+            # Making room may have dropped a root along with its last child.
             is_root = source.tip is None or source.tip.depth == 0
             self.tree.move_tip(tables, self.tree.root(query.salt) if is_root else source.tip)
         self._sequences.add(tables)
@@ -373,9 +372,9 @@ class KVManager:
         return tables
 
     def _without_copy(self, source: PrefixSource, query: PrefixQuery) -> PrefixSource | None:
-        """The same without a copy; it ends earlier where it would cut an atomic span.
+        """Returns `source` without its copy, shortened until it splits no atomic span.
 
-        None where there is no copy, or where windows of a forked sequence do not reach back so far.
+        None if there is no copy, or if the windows of a forked sequence do not reach back that far.
         """
         tip, depth, size = source.tip, source.num_full_blocks, self.block_size
         if not source.num_partial_tokens:
@@ -399,8 +398,8 @@ class KVManager:
         fork_of: BlockTables | None,
         num_fork_tokens: int,
     ) -> PrefixSource:
-        """Where a new sequence's head comes from: the tree, or a running sequence, where that has
-        computed more of it than is indexed."""
+        """Chooses the source of a new sequence's head: the tree, or a running sequence that has
+        computed more than is indexed."""
         indexed = self._indexed(query) if read_cache else NO_MATCH
         match = self.limit(indexed)
         size = self.block_size
@@ -435,7 +434,7 @@ class KVManager:
         return all(g.make_room_for(tables, self._headroom(g, headroom)) for g in self.groups)
 
     def _headroom(self, group: KVCacheGroup, headroom: int) -> int:
-        """The same share of a group's pool as `headroom` is of the first group's."""
+        """Scales `headroom` from the first group's pool to a group's pool."""
         return headroom * group.pool.num_usable // self.pool.num_usable
 
     def _count_admission(self, tables: BlockTables, num_copied: int) -> None:
@@ -447,20 +446,21 @@ class KVManager:
         counters.num_block_copies += num_copied > 0
 
     def defer_copy(self, tables: BlockTables) -> None:
-        """A sequence has just been admitted, and is not part of the step being built: the copy that
-        it begins with is left to the step that it will be part of."""
+        """Defers the initial copy of a sequence that was admitted but is not in the step being
+        built."""
         for attention in self.attention:
             attention.defer_copy(tables)
 
     def resume_copy(self, tables: BlockTables) -> None:
-        """The sequence is part of the step being built: a copy that was deferred is made in it."""
+        """Adds a sequence's deferred copy, if any, to the step being built."""
         for attention in self.attention:
             attention.resume_copy(tables)
 
     def most_atomic_tokens(self) -> int | None:
-        """The longest span that every group can take in one step; None where only the pool limits.
+        """Longest span that every group can take in one step; None if there are no windows.
 
-        (A window group needs room for what the span's first row sees, and for a copy's source.)
+        A window group needs room for everything that the span's first row sees, and for the source
+        of a copy.
         """
         limits = [
             (group.pool.num_usable - group.view_blocks - 1) * self.block_size
@@ -470,7 +470,8 @@ class KVManager:
         return max(0, min(limits)) if limits else None
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Makes tables cover `num_tokens` tokens; false, and no change, when there is no room."""
+        """Extends tables to `num_tokens` tokens; returns False and changes nothing if there is no
+        room."""
         for group in self._by_eviction:
             if group.try_allocate(tables, num_tokens) < num_tokens:
                 return False
@@ -479,9 +480,10 @@ class KVManager:
         return True
 
     def reach(self, tables: BlockTables, num_tokens: int) -> int:
-        """Makes tables cover as many tokens as there is room for, `num_tokens` at most.
+        """Extends tables as far as there is room, up to `num_tokens` tokens.
 
-        A step must not go further than the answer; it may be less where a state is to be kept, too.
+        Returns:
+            Number of tokens that the step may reach; also limited by state snapshots.
         """
         for group in self._by_eviction:
             num_tokens = group.try_allocate(tables, num_tokens)
@@ -493,7 +495,7 @@ class KVManager:
         """True if there will be room once the steps in flight are committed.
 
         Args:
-            num_scheduled: tokens of the sequence that are scheduled or computed.
+            num_scheduled: Tokens of the sequence that are scheduled or computed.
         """
         return all(g.could_allocate_later(tables, num_tokens, num_scheduled) for g in self.groups)
 
@@ -506,17 +508,17 @@ class KVManager:
         )
 
     def commit(self, tables: BlockTables, num_computed_tokens: int) -> None:
-        """Indexes the blocks of a sequence that are filled by now, and releases what slid out of
+        """Indexes the newly filled blocks of a sequence, and releases blocks that slid out of
         windows.
 
         ::
 
             [0, tip)        indexed before
-            [tip, new tip)  indexed now; where an equal block is indexed already, it replaces ours
+            [tip, new tip)  indexed now; an equal block that is already indexed replaces ours
             [new tip, end)  own, not indexed
         """
         size, tip = self.block_size, tables.tip
-        end = num_computed_tokens // size  # (of full blocks)
+        end = num_computed_tokens // size  # in full blocks
         if tip is not None and tip.depth < end:
             first = tip.depth
             keys, length = token_bytes(tables.tokens[first * size : end * size]), size * TOKEN_BYTES
@@ -531,30 +533,29 @@ class KVManager:
         """Indexes block `index` of a sequence as a child of `parent`."""
         node = self.tree.extend(parent, key)
         tail = self.tree.tail_within(node)
-        if tail is not None:  # (perhaps of this very block: a fork that was cut has ended)
+        if tail is not None:  # may hold this very block, if a fork of it was cut and ended
             self._remove_node(tail)
         for group in self.attention:
             group.on_indexed(tables, index, node)
         return node
 
     def truncate(self, tables: BlockTables, num_tokens: int) -> int:
-        """Takes back all but the first `num_tokens` tokens of a sequence, computed or not.
+        """Rolls a sequence back to its first `num_tokens` tokens, computed or not.
 
-        The tokens after them may change then. What others share with the sequence stays as it is.
-        Rejected drafts are taken back before their step is committed: a block that is indexed is
-        not written again, not even with accepted tokens that a recurrent state has to replay.
+        Later tokens may change afterwards. Blocks shared with other sequences are not touched.
+        Rejected drafts are rolled back before their step is committed, because an indexed block
+        must never be written again, not even to replay accepted tokens for a recurrent state.
 
         ::
 
-            [0, start)           computed, as before
-            [start, num_tokens)  computed again; `reach` makes the tables cover them where they do
-                                 not any more
-            [num_tokens, end)    taken back
+            [0, start)           still computed
+            [start, num_tokens)  to be recomputed; `reach` extends the tables again if needed
+            [num_tokens, end)    dropped
 
         Returns:
-            `start`. It is less than `num_tokens` where a group holds nothing to go on from there: a
-            block that others read is not overwritten, a recurrent state is that before a step which
-            kept it (`move_state`), and a window that has slid past is computed from the beginning.
+            `start`. It is less than `num_tokens` if a group cannot continue from there: a shared
+            block is not overwritten, a recurrent state falls back to one that `move_state` kept,
+            and a window that has slid past is recomputed from the beginning.
         """
         start = num_tokens
         while True:
@@ -571,7 +572,7 @@ class KVManager:
         return start
 
     def free(self, tables: BlockTables) -> None:
-        """Releases a sequence's blocks; those that are indexed stay cached, with its tail."""
+        """Releases a sequence's blocks; indexed ones and its tail stay cached."""
         self._sequences.remove(tables)
         self._index_tail(tables)
         for group in self.groups:
@@ -580,11 +581,11 @@ class KVManager:
             self.tree.move_tip(tables, None)
 
     def _index_tail(self, tables: BlockTables) -> None:
-        """Indexes the partly filled block at the end of a sequence that computes no more.
+        """Indexes the partly filled last block of a sequence that has ended.
 
-        Nothing that is not committed counts: a step in flight may fail, and until a step of the
-        sequence is committed, so may the copy that it begins with. (A recurrent state in the middle
-        of a block is not kept, so there nobody could continue.)
+        Only committed tokens count: a step in flight may fail, and so may the initial copy until a
+        step of the sequence is committed. With recurrent layers there is nothing to index, because
+        no state is kept in the middle of a block.
         """
         tip, size = tables.tip, self.block_size
         end = min(tables.num_computed_tokens, len(tables.tokens))
@@ -597,15 +598,15 @@ class KVManager:
         if not self.tree.covers(tip, key):
             self._index(tables, tip, tip.depth, key)
 
-    # Sequences that shrink, are forked and are overwritten.
+    # Operations of the drop-in: shrink, fork and overwrite.
 
     def open(self, tokens: Sequence[int]) -> BlockTables:
-        """Tables without a block, which take what they hold by `attach_prefix` and `make_writable`.
+        """Creates empty tables, to be filled by `attach_prefix` and `make_writable`.
 
         Args:
-            tokens: the live token list of the sequence, as far as it is known. Blocks are indexed
-                under it when they are committed; so a token that changes is written anew
-                (`make_writable`) or cut off (`shrink`) first.
+            tokens: The live token list of the sequence, as far as known. Committed blocks are
+                indexed under it. Before a token changes, call `make_writable` to rewrite it or
+                `shrink` to cut it off.
         """
         tables = BlockTables(tokens)
         for group in self.groups:
@@ -613,11 +614,12 @@ class KVManager:
         return self._opened(tables, self.tree.root() if self.enable_prefix_caching else None)
 
     def is_open(self, tables: BlockTables) -> bool:
-        """True if tables hold blocks: they have not been freed."""
+        """True if tables have not been freed."""
         return tables in self._sequences
 
     def fork(self, tables: BlockTables, tokens: Sequence[int]) -> BlockTables:
-        """The same blocks, partly filled ones included, and the same state for another sequence."""
+        """Creates tables for another sequence that share all blocks, also partly filled ones, and
+        the state."""
         copy = BlockTables(tokens)
         copy.num_computed_tokens = tables.num_computed_tokens
         for group in self.groups:
@@ -630,9 +632,9 @@ class KVManager:
         return tables
 
     def attach_prefix(self, tables: BlockTables, match: PrefixMatch) -> None:
-        """Replaces what a sequence holds by what a match has, a partial block included.
+        """Replaces a sequence's blocks with those of a match, including a partial block.
 
-        All is taken by reference: `make_writable` copies the partial block before it is written.
+        All blocks are taken by reference. `make_writable` copies the partial one before a write.
         """
         assert match.node is not None
         nodes = match.node.path() + ([] if match.partial is None else [match.partial])
@@ -643,17 +645,17 @@ class KVManager:
         self.tree.move_tip(tables, match.node)
 
     def num_to_write(self, tables: BlockTables, start: int, end: int, number: int = 0) -> int:
-        """Blocks that `make_writable` will take of a group's pool."""
+        """Number of blocks that `make_writable` will take from a group's pool."""
         return self.attention[number].num_to_write(tables, start, end)
 
     def make_writable(
         self, tables: BlockTables, start: int, end: int, number: int = 0
     ) -> list[BlockCopy] | None:
-        """Makes positions ``[start, end)`` of a sequence its own to write, in one attention group.
+        """Makes positions ``[start, end)`` of a sequence writable in one attention group.
 
         Returns:
-            Copies to make before anything is written, and before a later call's; None, and no
-            change to the sequence, when there is no room for now.
+            Block copies to run before the write, and before the copies of a later call. None if
+            there is no room now; the sequence is then unchanged.
         """
         group = self.attention[number]
         num_needed = group.num_to_write(tables, start, end)
@@ -663,15 +665,15 @@ class KVManager:
         return group.make_writable(tables, start, end)
 
     def slide(self, tables: BlockTables, num_tokens: int) -> None:
-        """Releases what rows after `num_tokens` tokens do not see, whether or not it is indexed."""
+        """Releases blocks that rows after `num_tokens` tokens do not see, indexed or not."""
         for group in self.attention:
             group.on_computed(tables, num_tokens)
 
     def shrink(self, tables: BlockTables, num_tokens: int) -> None:
-        """Gives back the blocks past the first `num_tokens` tokens.
+        """Releases the blocks past the first `num_tokens` tokens.
 
-        What slid out of a window does not come back: the caller sees to it that none of it is
-        needed (`BlockTable.first`).
+        Blocks that slid out of a window do not come back. The caller checks `BlockTable.first` to
+        make sure that none is needed.
         """
         self._lower_tip(tables, num_tokens)
         for number, group in enumerate(self.attention):
@@ -682,24 +684,26 @@ class KVManager:
                     group.pool.release(block)
 
     def _lower_tip(self, tables: BlockTables, num_tokens: int) -> None:
-        """Unindexes everything after the first `num_tokens`, which is about to change."""
+        """Unindexes a sequence past its first `num_tokens` tokens, because they will change."""
         tables.num_computed_tokens = min(tables.num_computed_tokens, num_tokens)
         depth = num_tokens // self.block_size
         if tables.tip is not None and tables.tip.depth > depth:
             self.tree.move_tip(tables, tables.tip.ancestor(depth))
 
     def compact(self, num_blocks: int, number: int = 0) -> list[BlockCopy]:
-        """Makes the pool of an attention group one of `num_blocks` blocks, all that are used among
-        them; evicts what has no place. No step is in flight.
+        """Shrinks the pool of an attention group to `num_blocks` blocks.
+
+        Keeps all used blocks and evicts cached ones that do not fit. No step may be in flight.
 
         Returns:
-            Copies to make before the pools are cut.
+            Block copies to run before the device pool is cut.
         """
         return self.attention[number].compact(num_blocks, self._sequences)
 
     def recount(self) -> None:
-        """Makes everything agree with the tables that are open, after something was cut off in the
-        middle: forgets the prefix tree, and frees what no table names. No step is in flight.
+        """Restores consistency with the open tables after an interrupted change.
+
+        Drops the prefix tree and frees all blocks that no table names. No step may be in flight.
         """
         self.tree = PrefixTree(self.block_size, len(self.groups))
         for tables in self._sequences:
@@ -714,10 +718,10 @@ class KVManager:
     # Steps.
 
     def launch_step(self, step: int) -> tuple[tuple[BlockCopy, ...], ...]:
-        """Ends the building of a step, and dates later releases.
+        """Finishes building a step. Stamps later releases with `step`.
 
         Returns:
-            Its block copies, for each attention group.
+            Its block copies, per attention group.
         """
         copies = tuple([group.launch_step(step) for group in self.attention])
         if self.states is not None:
@@ -725,26 +729,27 @@ class KVManager:
         return copies
 
     def move_state(self, tables: BlockTables, end: int, *, keep: bool = False) -> StateMove | None:
-        """Slots of a step that brings a sequence to `end` tokens; None where there are no states.
+        """Returns the slots of a step that brings a sequence to `end` tokens; None if the model has
+        no states.
 
-        Called once for each scheduled sequence.
+        Called once per scheduled sequence.
 
         Args:
-            keep: tokens of the step may be rejected, so the state before it is kept until it is
-                committed (`truncate`).
+            keep: Keep the state before the step until its commit, because `truncate` may reject
+                tokens of the step.
         """
         return None if self.states is None else self.states.move(tables, end, keep=keep)
 
     def on_step_evaluated(self, step: int) -> None:
-        """A step was evaluated: blocks that waited for it are free."""
+        """Frees the blocks that waited for an evaluated step."""
         for group in self.groups:
             group.pool.on_step_evaluated(step)
 
-    # Numbers.
+    # Statistics.
 
     @property
     def counters(self) -> KVCounters:
-        """A copy of the counters so far."""
+        """A snapshot of the counters."""
         first = self.attention[0]
         return replace(
             self._counters,
@@ -754,16 +759,16 @@ class KVManager:
 
     @property
     def usage(self) -> KVUsage:
-        """Where the blocks of the first group are now."""
+        """Block counts of the first group."""
         return KVUsage.of(self.pool)
 
     @property
     def group_usage(self) -> tuple[KVUsage, ...]:
-        """Where the blocks, or slots, of each further group are now."""
+        """Block or slot counts of each further group."""
         return tuple(KVUsage.of(group.pool) for group in self.groups[1:])
 
     def check_integrity(self) -> None:
-        """Recounts pools, tree and tables against each other; raises `IntegrityError`."""
+        """Checks pools, tree and tables against each other; raises `IntegrityError`."""
         self.tree.check_integrity()
         nodes = list(self.tree.nodes())
         for group in self.groups:
@@ -777,7 +782,7 @@ class KVManager:
                 raise IntegrityError("a node does not know the sequences that will extend it")
 
     def _check_tip(self, tables: BlockTables) -> None:
-        """The indexed part of a sequence is filed under its tokens."""
+        """Checks that a sequence's indexed blocks are filed under its tokens."""
         size = self.block_size
         for node in [] if tables.tip is None else tables.tip.path():
             first = (node.depth - 1) * size

@@ -1,7 +1,6 @@
-"""BlockPool: who owns which block of a KV pool, when a freed one is handed out again, and which
-cached one is evicted next.
+"""BlockPool: ownership, reuse and eviction order of the blocks of a KV pool.
 
-A block is in exactly one of four states, and every change of state is O(1)::
+A block is in exactly one of four states. Every transition is O(1)::
 
       free ----------- allocate ----------> used    referenced by one or more sequences
        ^                                   |  ^
@@ -10,16 +9,16 @@ A block is in exactly one of four states, and every change of state is O(1)::
        +--<-- quarantined <----------------+  |
        |           ^                       |  |
        |           | uncache               v  |  last release, cached
-       +--<--------+--------------------- cached  held by a node of the prefix tree alone
+       +--<--------+--------------------- cached  held only by a node of the prefix tree
 
-*Quarantine.* Steps run asynchronously: when a block loses its last owner, a step that reads it may
-still be in flight. Every release stamps the block with the newest launched step, and the block is
-handed out again only after that step has been evaluated. Without a step in flight the quarantine is
-empty and blocks become free at once.
+*Quarantine.* Steps run asynchronously: when a block loses its last owner, a step in flight may
+still read it. Every release stamps the block with the newest launched step; the block is reused
+only after that step has been evaluated. With no step in flight the quarantine is empty and blocks
+become free at once.
 
-*Eviction.* Cached blocks are evicted in the order in which they lost their last owner. Those that a
-running sequence left behind (`passed`: they slid out of its window) go before those where a
-sequence ended, because only the latter are where another one is likely to continue.
+*Eviction.* Cached blocks are evicted in the order in which they lost their last owner. `passed`
+blocks, which slid out of a running sequence's window, go before blocks of sequences that ended:
+another sequence is likely to continue only from the latter.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from collections.abc import Iterable
 from mlx_paged.core.kv.tree import PrefixNode  # for annotations only
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
-#: Never handed out: padding entries of block tables point at it.
+#: Never handed out; padding entries of block tables point to it.
 NULL_BLOCK = 0
 
 
@@ -38,8 +37,8 @@ class BlockPool:
     """Ids, reference counts and cached nodes of the blocks `1 .. num_blocks - 1`.
 
     Attributes:
-        num_freed: Grows whenever blocks became available (free, or cached and not in use by a step
-            in flight). While it stays the same, no more blocks are available than before.
+        num_freed: Grows whenever a block becomes free, or cached and not in use by a step in
+            flight. While it is unchanged, no more blocks are available than before.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -51,7 +50,7 @@ class BlockPool:
         self.launched_step = 0
         self.evaluated_step = 0
         self.num_freed = 0
-        self._free = list(range(num_blocks - 1, 0, -1))  # a stack: recently used blocks first
+        self._free = list(range(num_blocks - 1, 0, -1))  # a stack: recently used blocks go first
         self._ref_counts = [0] * num_blocks  # references by sequences
         self._nodes: list[PrefixNode | None] = [None] * num_blocks  # the node that holds the block
         # Newest step that may touch the block, as of its last release.
@@ -60,12 +59,12 @@ class BlockPool:
         self._num_quarantined = 0
         self._num_shared = 0
         self._num_indexed = 0
-        self._last_cached_step = 0  # newest step that a cached block may have been in use by
-        # Cached blocks without an owner, in the order in which they are evicted.
+        self._last_cached_step = 0  # newest step that may use a cached block
+        # Cached blocks without an owner, in eviction order.
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._kept: OrderedDict[int, None] = OrderedDict()
 
-    # Numbers.
+    # Counts.
 
     @property
     def num_usable(self) -> int:
@@ -84,12 +83,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that only the prefix tree holds: they can be evicted."""
+        """Blocks that only the prefix tree holds, so they can be evicted."""
         return len(self._passed) + len(self._kept)
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free, or can be evicted (some only once a step is evaluated)."""
+        """Blocks that are free or can be evicted, some only after a step is evaluated."""
         return len(self._free) + len(self._passed) + len(self._kept)
 
     @property
@@ -117,7 +116,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def node_of(self, block: int) -> PrefixNode | None:
-        """The node of the prefix tree that holds `block`; None where none does."""
+        """The node of the prefix tree that holds `block`, or None."""
         return self._nodes[block]
 
     def is_own(self, block: int) -> bool:
@@ -127,15 +126,14 @@ class BlockPool:
     # Ownership by sequences.
 
     def allocate(self) -> int:
-        """Hands out a free block with one reference; the caller made sure that there is one."""
+        """Hands out a free block with one reference. The caller made sure that one is free."""
         [block] = self.allocate_many(1)
         return block
 
-    # (A long prompt takes, and one behind a long prefix shares, hundreds of blocks: loops without
-    # calls.)
+    # A long prompt takes or shares hundreds of blocks, so the loops below make no calls.
 
     def allocate_many(self, count: int) -> list[int]:
-        """Hands out free blocks with one reference each; the caller made sure that there are."""
+        """Hands out free blocks with one reference each. The caller made sure they are free."""
         free, counts = self._free, self._ref_counts
         assert 0 <= count <= len(free), f"{count} blocks are wanted but {len(free)} are free"
         blocks = free[len(free) - count :]
@@ -146,7 +144,7 @@ class BlockPool:
         return blocks
 
     def retain(self, *blocks: int) -> None:
-        """Adds a reference to each block; they are used or cached."""
+        """Adds a reference to each block. All must be used or cached."""
         counts, nodes, kept, passed = self._ref_counts, self._nodes, self._kept, self._passed
         num_shared = 0
         for block in blocks:
@@ -160,11 +158,11 @@ class BlockPool:
         self._num_shared += num_shared
 
     def release(self, *blocks: int, passed: bool = False) -> None:
-        """Drops a reference to each block; after the last one it is cached, or on its way to be
+        """Drops a reference to each block. A block without references is cached, quarantined or
         free.
 
         Args:
-            passed: the sequence continues without the blocks (see the module docstring).
+            passed: True if the sequence continues without the blocks; they are evicted first.
         """
         counts, nodes, last_step = self._ref_counts, self._nodes, self._last_step
         queue, launched_step = self._passed if passed else self._kept, self.launched_step
@@ -195,13 +193,13 @@ class BlockPool:
     # Ownership by the prefix tree.
 
     def cache(self, block: int, node: PrefixNode) -> None:
-        """A node starts to hold a block that a sequence is using."""
+        """Makes a node hold a block that a sequence is using."""
         assert self._ref_counts[block] > 0 and self._nodes[block] is None
         self._nodes[block] = node
         self._num_indexed += 1
 
     def uncache(self, block: int) -> None:
-        """The node that holds a block releases it."""
+        """Detaches a block from the node that holds it."""
         assert self._nodes[block] is not None, f"block {block} is not cached"
         self._nodes[block] = None
         self._num_indexed -= 1
@@ -210,9 +208,9 @@ class BlockPool:
             self._reclaim(block)
 
     def next_to_evict(self) -> PrefixNode | None:
-        """The node whose block is evicted next; None where steps in flight may read all of them."""
+        """The node whose block is evicted next; None if steps in flight may read all of them."""
         for queue in (self._passed, self._kept):
-            # In both the oldest comes first: if it may still be read, so may all others.
+            # Oldest first: if it may still be read, so may all others.
             block = next(iter(queue), None)
             if block is not None and self._last_step[block] <= self.evaluated_step:
                 return self._nodes[block]
@@ -221,17 +219,17 @@ class BlockPool:
     # Steps.
 
     def on_step_launched(self, step: int) -> None:
-        """From now on a released block may be in use by `step`."""
+        """Records a launched step; blocks released from now on may be in use by it."""
         assert step > self.launched_step, f"step {step} launched after step {self.launched_step}"
         self.launched_step = step
 
     def on_step_evaluated(self, step: int) -> None:
-        """Steps up to `step` have been evaluated: blocks that waited for them are free."""
+        """Frees the blocks that waited for steps up to `step`, which have been evaluated."""
         assert self.evaluated_step < step <= self.launched_step, (
             f"step {step} evaluated; launched are {self.evaluated_step + 1}..{self.launched_step}"
         )
         self.num_freed += self._last_cached_step > self.evaluated_step
-        # A loop over step numbers, not over the dict: steps are evaluated one by one, in order.
+        # Loops over step numbers, not over the dict: steps are evaluated in order.
         for waited_for in range(self.evaluated_step + 1, step + 1):
             blocks = self._quarantine.pop(waited_for, ())
             self._num_quarantined -= len(blocks)
@@ -240,7 +238,7 @@ class BlockPool:
         self.evaluated_step = step
 
     def grow(self, num_blocks: int) -> None:
-        """Adds blocks, all of them free; the pools that they index must have grown before."""
+        """Adds free blocks. The device pools must have grown before."""
         more = num_blocks - self.num_blocks
         assert more >= 0, f"a pool of {self.num_blocks} blocks cannot become one of {num_blocks}"
         self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)  # handed out last
@@ -251,10 +249,10 @@ class BlockPool:
         self.num_freed += more
 
     def compact(self, num_blocks: int) -> dict[int, int]:
-        """Gives up the ids from `num_blocks` on; no block waits for a step.
+        """Drops the ids from `num_blocks` on. No block may be in quarantine.
 
         Returns:
-            Where the blocks that had these ids are now.
+            Old id -> new id of the blocks that had these ids.
         """
         assert not self._quarantine, "a step in flight may read what is to move"
         free = sorted((block for block in self._free if block < num_blocks), reverse=True)
@@ -275,7 +273,7 @@ class BlockPool:
         return moved
 
     def recount(self, references: Counter[int]) -> None:
-        """Starts anew from the references of sequences; the prefix tree holds nothing any more."""
+        """Rebuilds the pool from the references of sequences; the prefix tree is now empty."""
         launched_step, num_freed = self.launched_step, self.num_freed
         BlockPool.__init__(self, self.num_blocks)
         self.launched_step = self.evaluated_step = launched_step
@@ -298,10 +296,10 @@ class BlockPool:
         """Recounts everything from the block states; O(num_blocks).
 
         Args:
-            references: by block, how often sequences and copies name it; None: not compared.
+            references: Expected reference count of each block; None skips this check.
 
         Raises:
-            IntegrityError: With what disagrees.
+            IntegrityError: A count does not match.
         """
         quarantined = [b for blocks in self._quarantine.values() for b in blocks]
         used = [b for b in range(self.num_blocks) if self._ref_counts[b] > 0]
@@ -332,7 +330,7 @@ class BlockPool:
 
 
 def _expect_partition(num_blocks: int, *states: Iterable[int]) -> None:
-    """Every block but 0 is in exactly one state."""
+    """Checks that every block except 0 is in exactly one state."""
     seen = [0] * num_blocks
     for blocks in states:
         for block in blocks:

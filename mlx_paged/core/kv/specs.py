@@ -1,4 +1,4 @@
-"""Records of the KV store: what groups of layers need, what a step is told, what a state is."""
+"""Records of the KV store: group specs, block tables and copies of a step, recurrent states."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 from mlx_paged.errors import InvalidParameterError
 
-#: Slots of a running sequence: one read and one written by the step that runs, and one more written
-#: by the step launched while it runs.
+#: Slots per running sequence: one read and one written by the running step, and one written by the
+#: step launched during it.
 SLOTS_PER_SEQUENCE = 3
 
 
 @dataclass(frozen=True)
 class WindowGroupSpec:
-    """The needs of a group of windowed layers.
+    """Describes a group of windowed layers.
 
     Attributes:
-        num_blocks: Blocks of its pool, block 0 included.
-        span: Most tokens that a row sees, itself included.
-        first_visible: The first position that a row at a given position, or any row after it, sees;
-            it never decreases.
+        num_blocks: Size of its pool, including block 0.
+        span: Maximum tokens that a row sees, including itself.
+        first_visible: Maps a position to the first position that its row or any later row sees.
+            Never decreases.
     """
 
     num_blocks: int
@@ -31,11 +31,11 @@ class WindowGroupSpec:
 
 @dataclass(frozen=True)
 class StateGroupSpec:
-    """The needs of the recurrent layers.
+    """Describes the recurrent layers.
 
     Attributes:
-        num_slots: Slots of the pool, slot 0 included.
-        snapshot_interval: Blocks between two snapshots while tokens are generated.
+        num_slots: Size of the pool, including slot 0.
+        snapshot_interval: Blocks between two snapshots during generation.
     """
 
     num_slots: int
@@ -51,7 +51,7 @@ class StateGroupSpec:
 
 
 class StateMove(NamedTuple):
-    """Slots of one sequence in one step: state before its rows, and after them."""
+    """State slots of one sequence in one step: read before its rows, written after them."""
 
     read: int
     write: int
@@ -68,9 +68,9 @@ class StepTable(NamedTuple):
     """A sequence's table in one attention group, for one step.
 
     Attributes:
-        blocks: Physical blocks in order; block 0 where blocks slid out of a window.
-        dirty_from: First entry that may differ from what the sequence's previous step was given
-            (but for new zeros); `len(blocks)` where none does.
+        blocks: Physical blocks in order; block 0 for blocks that slid out of a window.
+        dirty_from: First entry that may differ from the sequence's previous step, ignoring new
+            zeros; `len(blocks)` if none does.
     """
 
     blocks: tuple[int, ...]
@@ -78,11 +78,11 @@ class StepTable(NamedTuple):
 
 
 class KeptState(NamedTuple):
-    """A state that is kept until the step which read it is committed, so that it can be taken back.
+    """A state kept for rollback until the step that read it is committed.
 
     Attributes:
         slot: The state after `num_tokens` tokens.
-        end: Tokens after the step that read it.
+        end: Number of tokens after the step that read it.
     """
 
     slot: int
@@ -96,11 +96,10 @@ class StateSlot:
 
     Attributes:
         slot: Newest state; 0 before the first token.
-        due: Positions at which a snapshot is wanted, in tokens.
-        num_scheduled: Tokens in `slot`.
-        pending: (depth in blocks, slot) of snapshots written or being written, whose node is not
-            there yet.
-        kept: States before steps that may be taken back, the oldest first.
+        due: Token positions at which to take a snapshot.
+        num_scheduled: Number of tokens that `slot` covers.
+        pending: (depth in blocks, slot) of snapshots that have no node in the prefix tree yet.
+        kept: States before steps that may be rolled back, oldest first.
     """
 
     slot: int

@@ -1,4 +1,4 @@
-"""StateGroup: the states of recurrent layers, in slots that never change once they are written."""
+"""StateGroup: recurrent states, in slots that never change once written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_paged.errors import IntegrityError
 
 
 class StateGroup(KVCacheGroup):
-    """State slots of all sequences; all recurrent layers of a model advance together."""
+    """State slots of all sequences. All recurrent layers of a model advance together."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class StateGroup(KVCacheGroup):
         self._interval = spec.snapshot_interval * block_size
         self._num_sequences = 0
         self._num_pending = 0
-        self._passed: set[int] = set()  # snapshots on the way through a prompt
-        self._read: list[int] = []  # by the step being built; released when it is launched
+        self._passed: set[int] = set()  # snapshots taken in the middle of a prompt
+        self._read: list[int] = []  # read by the step being built; released at its launch
 
     @staticmethod
     def _state(tables: BlockTables) -> StateSlot:
@@ -53,21 +53,21 @@ class StateGroup(KVCacheGroup):
         return node.depth
 
     def can_copy_from(self, node: PrefixNode) -> bool:
-        return False  # there is no state in the middle of a block
+        return False  # no state exists in the middle of a block
 
-    # The life of a state.
+    # Lifecycle of a state.
 
     capacity = None  # a state has the same size at every length
 
     def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
-        return False  # the state is past those tokens already
+        return False  # the state is already past those tokens
 
     def begin(self, tables: BlockTables, source: PrefixSource) -> None:
-        """Takes over the snapshot that a new sequence continues from, and plans its own ones.
+        """Takes the snapshot that a new sequence continues from, and plans its own snapshots.
 
-        They are due at the last full block of what is known, where an equal prompt or the next turn
-        will continue, and where the sequence diverges from what others have computed before it: a
-        third one will continue there.
+        One is due at the last full block of the known tokens, where an equal prompt or the next
+        turn will continue. Another is due where the sequence diverges from earlier ones, because a
+        third sequence may continue there.
         """
         slot: int = NULL_BLOCK
         num_full = source.num_full_blocks
@@ -87,7 +87,7 @@ class StateGroup(KVCacheGroup):
         self._num_sequences += 1
 
     def fork(self, parent: BlockTables, tables: BlockTables) -> None:
-        # A slot never changes once it is written.
+        # A slot never changes once written, so both can share it.
         state = self._state(parent)
         if state.slot != NULL_BLOCK:
             self.pool.retain(state.slot)
@@ -114,8 +114,8 @@ class StateGroup(KVCacheGroup):
         return not self._num_sequences or num_needed <= self.pool.num_usable
 
     def try_allocate(self, tables: BlockTables, num_tokens: int) -> int:
-        """It ends where a snapshot is due, and where it does not reach the end of what is known, at
-        the end of a block."""
+        """Stops where a snapshot is due. Unless it reaches the last known token, it stops at the
+        end of a block."""
         state = self._state(tables)
         start = state.num_scheduled
         if not self.make_room(1):
@@ -127,7 +127,7 @@ class StateGroup(KVCacheGroup):
         return end
 
     def _boundary(self, tables: BlockTables, position: int) -> int:
-        """The last end of a block up to a position, where no atomic span is cut."""
+        """The last block boundary at or before `position` that splits no atomic span."""
         while True:
             aligned = position // self.block_size * self.block_size
             position = outside(tables.atomic, aligned)
@@ -140,11 +140,11 @@ class StateGroup(KVCacheGroup):
         return self.pool.num_available_later > 0
 
     def move(self, tables: BlockTables, end: int, *, keep: bool = False) -> StateMove:
-        """Slots of a step that brings a sequence to `end` tokens, for which there is room.
+        """Returns the slots of a step that brings a sequence to `end` tokens. There must be room.
 
         Args:
-            keep: the step may be taken back (`truncate`), so the state before it is kept until the
-                step is committed.
+            keep: Keep the state before the step until its commit, so that `truncate` can roll it
+                back.
         """
         state = self._state(tables)
         read, write = state.slot, self.pool.allocate()
@@ -171,14 +171,14 @@ class StateGroup(KVCacheGroup):
         return end in self._state(tables).due or is_inside or end % self._interval == 0
 
     def _has_spare(self) -> bool:
-        """True if a snapshot takes no slot that running sequences need."""
+        """True if running sequences do not need the slot of another snapshot."""
         num_needed = SLOTS_PER_SEQUENCE * self._num_sequences + self._num_pending
         return num_needed < self.pool.num_usable
 
     def request_snapshot(self, running: BlockTables, query: PrefixQuery) -> bool:
-        """True if `query` will find a snapshot if it waits for a running sequence.
+        """True if `query` will find a snapshot by waiting for a running sequence.
 
-        If that has yet to pass the end of what the two have in common, it will leave one there.
+        If that sequence has not passed the end of their common prefix, it takes one there.
         """
         state = self._state(running)
         common = running.num_equal(query)
@@ -189,7 +189,7 @@ class StateGroup(KVCacheGroup):
         return True
 
     def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
-        """Gives snapshots to the nodes that exist by now."""
+        """Hands snapshots to the nodes that now exist."""
         state, tip = self._state(tables), tables.tip
         while state.kept and state.kept[0].end <= num_tokens:
             self._release(state.kept.pop(0).slot)
@@ -203,7 +203,7 @@ class StateGroup(KVCacheGroup):
             self._release(slot)
 
     def resume_point(self, tables: BlockTables, num_tokens: int) -> int:
-        """The state has to be one that exists: the newest, a kept one or the initial one."""
+        """Only existing states qualify: the newest, a kept one or the initial one."""
         state = self._state(tables)
         lengths = [state.num_scheduled, *(kept.num_tokens for kept in state.kept)]
         return max((length for length in lengths if length <= num_tokens), default=0)
@@ -239,7 +239,8 @@ class StateGroup(KVCacheGroup):
     # Steps.
 
     def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
-        """Releases what the step reads, stamped with the step; states are never copied."""
+        """Releases the slots that the step reads, stamped with the step. States are never
+        copied."""
         self.pool.on_step_launched(step)
         for slot in self._read:
             self._release(slot)

@@ -1,6 +1,6 @@
-"""Tier: takes the blocks that leave the device; the default one drops them.
+"""Tier: stores blocks evicted from the device; the default tier drops them.
 
-A node of the prefix tree has one entry for each KV cache group, an int::
+A node of the prefix tree has one integer entry per KV cache group::
 
     0          absent
     block > 0  on the device: a block, or a state slot
@@ -17,24 +17,24 @@ ABSENT = 0
 
 
 class Tier(Protocol):
-    """Holds blocks elsewhere, in host memory or on a disk."""
+    """Stores blocks off the device, in host memory or on disk."""
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:
-        """Takes over a block that is about to be evicted.
+        """Stores a block that is about to be evicted.
 
-        No step in flight reads or writes the block. It may be handed out again as soon as this
-        returns, so a tier reads it before the next step is launched.
+        No step in flight reads or writes the block. It may be reused as soon as this returns, so a
+        tier must read it before the next step is launched.
 
         Args:
-            node: the prefix whose block it is (`PrefixNode.path` has the tokens, as keys).
-            group: number of the KV cache group.
+            node: The prefix that the block belongs to; `PrefixNode.path` has the tokens as keys.
+            group: Number of the KV cache group.
 
         Returns:
-            A key, greater than 0, under which the content is from now on; 0 if it is dropped.
+            A key greater than 0 for the stored content, or 0 if it was dropped.
         """
 
     def drop(self, key: int) -> None:
-        """The content under a key is not needed any more."""
+        """Drops the content stored under a key."""
 
 
 class DropTier:

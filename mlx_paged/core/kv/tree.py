@@ -1,8 +1,8 @@
-"""PrefixTree: from token prefixes to the physical blocks that hold their keys and values.
+"""PrefixTree: maps token prefixes to the physical blocks that hold their keys and values.
 
-A tree with one node per block. Children are keyed by the block's tokens, so a node stands for the
-whole prefix that leads to it, and no node ever splits. Block size 4, prompts "the cat sat on the
-mat" and "the cat ran off", both ended (one letter a token)::
+The tree has one node per block. Children are keyed by the block's tokens, so a node stands for the
+whole prefix that leads to it, and no node ever splits. Example with block size 4 and one token per
+letter, after the prompts "the cat sat on the mat" and "the cat ran off" have ended::
 
       root(salt)
         '- [t h e _]  block 7
@@ -14,17 +14,18 @@ mat" and "the cat ran off", both ended (one letter a token)::
                   '- [r a n _]  block 5
                        '- [o f f]  block 6
 
-The last block of a sequence that has ended may be filled in part: a *tail*. It is a leaf, and
-others copy from it. No child's key begins with that of a sibling, so a tail goes as soon as a
-longer block is indexed that begins with its tokens.
+A *tail* is the partly filled last block of a sequence that has ended. It is a leaf; other sequences
+copy from it. No child's key is a prefix of a sibling's key, so a tail is removed once a longer
+block that begins with its tokens is indexed.
 
-A node has an entry for each KV cache group, by the group's number: it is absent, a block on the
-device, or elsewhere (`core/kv/tier.py`). A node leaves the tree with its entry of a group that sees
-every token, because without that nothing could continue there; other entries come and go.
+A node has one entry per KV cache group, indexed by group number: absent, a block on the device, or
+elsewhere (`core/kv/tier.py`). A node that loses its full-attention entry leaves the tree, because
+nothing can continue there; other entries come and go.
 
-*What may be evicted* is not stored here. A sequence that uses a node references the blocks of its
-whole path, and releases them last block first (`AttentionGroup.end`), so a child's block loses its
-last reference before its parent's. The pool evicts in that order: the next one is always a leaf.
+*Eviction order* is not stored here. A sequence that uses a node references the blocks of its whole
+path, and `AttentionGroup.end` releases them last block first. A child's block therefore loses its
+last reference before its parent's, and since the pool evicts in that order, the next one is always
+a leaf.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from mlx_paged.errors import IntegrityError
 TOKEN_TYPE = "I"
 TOKEN_BYTES = array(TOKEN_TYPE).itemsize
 
-#: A search over at least this many blocks is kept, for others that begin with the same tokens.
+#: A search over at least this many blocks is kept, to speed up searches with the same prefix.
 LONG_SEARCH = 16
 MAX_LONG_SEARCHES = 8
 
-_PIECE = 2048  # tokens that are compared at once
+_PIECE = 2048  # tokens compared at once
 
-_NO_CHILDREN: dict[bytes, PrefixNode] = {}  # of every leaf; never written
+_NO_CHILDREN: dict[bytes, PrefixNode] = {}  # shared by all leaves; never written
 
 
 class Filler(Protocol):
@@ -55,7 +56,7 @@ class Filler(Protocol):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Its known tokens."""
+        """The sequence's known tokens."""
 
     tip: PrefixNode | None
     num_cached_tokens: int
@@ -63,9 +64,9 @@ class Filler(Protocol):
 
 
 class PrefixNode:
-    """A block of tokens under a prefix; `depth` counts blocks (the root holds none).
+    """A block of tokens under a prefix. `depth` counts blocks; the root has depth 0.
 
-    All but leaves are full. A tail's key is shorter than a block.
+    Only leaves may be partly filled: a tail's key is shorter than a block.
     """
 
     __slots__ = (
@@ -77,13 +78,13 @@ class PrefixNode:
         self.parent = parent
         self.key = key
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.entries = [0] * num_groups  # by group: absent, a block, or elsewhere (`tier.py`)
-        self.is_indexed = False  # true while it is in the tree; not for roots
+        self.entries = [0] * num_groups  # by group; encoded as in `tier.py`
+        self.is_indexed = False  # true while in the tree; always false for roots
         self.children = _NO_CHILDREN
-        # The keys of `children` in order, where there is more than one: the key that shares most
-        # leading tokens with a query is a neighbour of the place where that would be inserted.
+        # Sorted keys of `children`, if there is more than one. The key that shares the most leading
+        # tokens with a query is next to the query's insertion point.
         self.sorted_keys: list[bytes] | None = None
-        # Running sequences whose next block will hang under this node.
+        # Running sequences whose next block will be a child of this node.
         self.fillers: list[Filler] | None = None
 
     def ancestor(self, depth: int) -> PrefixNode:
@@ -105,7 +106,7 @@ class PrefixNode:
         return nodes
 
     def closest_child(self, wanted: bytes) -> tuple[PrefixNode | None, int]:
-        """The child that shares most leading tokens with `wanted`, and how many."""
+        """Returns the child that shares the most leading tokens with `wanted`, and how many."""
         best: bytes | None = None
         best_len = 0
         keys: Sequence[bytes] = (
@@ -131,9 +132,9 @@ class PrefixMatch(NamedTuple):
     """The longest match of a query.
 
     Attributes:
-        node: Deepest full node whose whole prefix matches; None where the salt has no tree.
-        partial: Child of `node` whose first `num_partial_tokens` tokens match what follows; None
-            where none does.
+        node: Deepest full node whose whole prefix matches; None if the salt has no tree.
+        partial: Child of `node` whose first `num_partial_tokens` tokens match next; None if there
+            is none.
         num_partial_tokens: Matching tokens of `partial`.
     """
 
@@ -153,16 +154,16 @@ NO_MATCH = PrefixMatch(None, None, 0)
 
 
 class PrefixQuery:
-    """The prefix that a waiting sequence looks for, and the node that its search has reached.
+    """A waiting sequence's prefix search, and the node that it has reached.
 
-    The next search continues from there: it visits only what was indexed or evicted on the
-    sequence's own path since.
+    The next search continues from that node, so it visits only nodes that were indexed or evicted
+    on the sequence's own path since then.
 
     Args:
-        tokens: all known tokens; the last one is never looked for, as it has to be computed.
-        salt: only blocks indexed under the same salt are found.
-        limit: look for at most this many leading tokens; None: all but the last.
-        atomic: spans (start, end) that are found whole or not at all, in order.
+        tokens: All known tokens. The last one is excluded, since it must be computed.
+        salt: Only blocks indexed under the same salt are found.
+        limit: Maximum number of leading tokens to look for; None means all but the last.
+        atomic: Spans (start, end), in order, that must be found as a whole or not at all.
     """
 
     __slots__ = ("atomic", "node", "num_tokens", "salt", "tokens")
@@ -183,14 +184,14 @@ class PrefixQuery:
         self.node: PrefixNode | None = None
 
     def copy(self) -> PrefixQuery:
-        """A search of its own for the same tokens."""
+        """Returns a new search for the same tokens."""
         query = PrefixQuery((), self.salt, limit=0, atomic=self.atomic)
         query.tokens, query.num_tokens = self.tokens, self.num_tokens
         return query
 
     @property
     def depth(self) -> int:
-        """Blocks that its last search found."""
+        """Number of blocks that the last search found."""
         return 0 if self.node is None else self.node.depth
 
 
@@ -198,7 +199,7 @@ class PrefixTree:
     """The prefix tree, one root per cache salt.
 
     Args:
-        num_groups: KV cache groups that may hold a block of each node.
+        num_groups: Number of KV cache groups; each may hold a block per node.
     """
 
     def __init__(self, block_size: int, num_groups: int = 1) -> None:
@@ -207,20 +208,20 @@ class PrefixTree:
         self._key_bytes = block_size * TOKEN_BYTES
         self._roots: dict[str | None, _Root] = {}
         self._num_nodes = 0
-        self._long_searches: list[PrefixQuery] = []  # the newest first
+        self._long_searches: list[PrefixQuery] = []  # newest first
 
     def __len__(self) -> int:
-        """Nodes in all trees."""
+        """Number of nodes in all trees."""
         return self._num_nodes
 
     def match(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest indexed prefix of a query; changes only the state of its search."""
+        """Returns the longest indexed prefix of a query; changes only the state of the query."""
         root = self._roots.get(query.salt)
         if root is None:
             return NO_MATCH
         node = query.node
         while node is not None and node.parent is not None and not node.is_indexed:
-            node = node.parent  # evicted since
+            node = node.parent  # evicted since the last search
         if node is None or node.parent is None:
             node = root
         tokens, key_bytes = query.tokens, self._key_bytes
@@ -234,9 +235,9 @@ class PrefixTree:
         return PrefixMatch(node, partial, num_partial)
 
     def _search(self, query: PrefixQuery, node: PrefixNode) -> PrefixNode:
-        """The deepest full node on a query's path, from `node` on."""
+        """Returns the deepest full node on a query's path, starting at `node`."""
         tokens, key_bytes = query.tokens, self._key_bytes
-        # (What is left of a query after its full blocks may equal a tail, which is none.)
+        # Full blocks only: the rest of a query may equal a tail, which is not a full node.
         for start in range(node.depth * key_bytes, len(tokens) - key_bytes + 1, key_bytes):
             child = node.children.get(tokens[start : start + key_bytes])
             if child is None:
@@ -245,9 +246,9 @@ class PrefixTree:
         return node
 
     def _search_far(self, query: PrefixQuery, node: PrefixNode) -> PrefixNode:
-        """The same for what may be a long way: starts where an equal search has come to.
+        """Like `_search`, for long paths: starts where an earlier search with equal tokens ended.
 
-        Comparing the tokens of many blocks at once costs less than looking up each block.
+        Comparing the tokens of many blocks at once is cheaper than looking up each block.
         """
         tokens, key_bytes = query.tokens, self._key_bytes
         equal = None
@@ -269,14 +270,15 @@ class PrefixTree:
         return node
 
     def root(self, salt: str | None = None) -> PrefixNode:
-        """The root of a salt's tree, made when missing; it goes with its last child or filler."""
+        """Returns the root of a salt's tree; creates it if missing. It is dropped with its last
+        child or filler."""
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = _Root(salt)
         return root
 
     def extend(self, node: PrefixNode, key: bytes) -> PrefixNode:
-        """The child of `node` with `key`, made where it is missing (it holds no block then)."""
+        """Returns the child of `node` with `key`. If missing, creates it without blocks."""
         child = node.children.get(key)
         if child is None:
             assert 0 < len(key) <= self._key_bytes and len(node.key) in (0, self._key_bytes)
@@ -295,23 +297,24 @@ class PrefixTree:
     def covers(self, node: PrefixNode, key: bytes) -> bool:
         """True if a child of `node` begins with all of `key`."""
         keys = tuple(node.children) if node.sorted_keys is None else node.sorted_keys
-        place = bisect_left(keys, key)  # (those that begin with it follow it)
+        place = bisect_left(keys, key)  # keys that begin with `key` follow it
         return place < len(keys) and keys[place].startswith(key)
 
     def tail_within(self, child: PrefixNode) -> PrefixNode | None:
-        """The sibling whose tokens `child`, just indexed, begins with: it is not needed now."""
+        """Returns the sibling whose tokens the new `child` begins with, or None. It is now
+        redundant."""
         parent = child.parent
         assert parent is not None
         if parent.sorted_keys is None:
             return None
-        # Whatever is sorted between the two would begin with the shorter one as well.
+        # Any key sorted between the two would also begin with the shorter one.
         place = bisect_left(parent.sorted_keys, child.key) - 1
         if place < 0 or not child.key.startswith(parent.sorted_keys[place]):
             return None
         return parent.children[parent.sorted_keys[place]]
 
     def remove(self, node: PrefixNode) -> None:
-        """Takes out a leaf; its blocks have been taken from it."""
+        """Removes a leaf that holds no blocks."""
         parent = node.parent
         assert parent is not None and not node.children and not node.fillers
         node.is_indexed = False
@@ -324,7 +327,7 @@ class PrefixTree:
         self._drop_idle_root(parent)
 
     def clear(self) -> list[PrefixNode]:
-        """Forgets everything; returns the nodes that were there. No sequence fills them now."""
+        """Empties the tree; returns its nodes. Running sequences are no longer indexed."""
         nodes = list(self.nodes())
         for node in [*self._roots.values(), *nodes]:
             node.is_indexed = False
@@ -345,10 +348,10 @@ class PrefixTree:
                 yield node
             stack.extend(node.children.values())
 
-    # The sequence that fills each block.
+    # Fillers: running sequences and the nodes that they extend.
 
     def move_tip(self, tables: Filler, tip: PrefixNode | None) -> None:
-        """A sequence's next block will hang under `tip` from now on; None: it is not indexed."""
+        """Moves a sequence's tip: its next block becomes a child of `tip`. None unindexes it."""
         old = tables.tip
         tables.tip = tip
         if tip is not None:
@@ -363,10 +366,9 @@ class PrefixTree:
                 self._drop_idle_root(old)
 
     def filler(self, node: PrefixNode, wanted: bytes) -> Filler | None:
-        """The first sequence about to fill a child of `node` that begins with `wanted`.
+        """Returns the first sequence about to fill a child of `node` that begins with `wanted`.
 
-        Only blocks whose tokens are all known count: the rest of a prompt, never text still to
-        be generated.
+        Only blocks whose tokens are all known count: the rest of a prompt, never future output.
         """
         start = node.depth * self.block_size
         end = start + self.block_size
@@ -378,11 +380,11 @@ class PrefixTree:
         return None
 
     def computed_by(self, node: PrefixNode, wanted: bytes, least: int) -> tuple[Filler | None, int]:
-        """The running sequence that has computed most tokens of `wanted`, which follow `node`, and
-        how many.
+        """Returns the running sequence that has computed the most tokens of `wanted` after `node`,
+        and how many.
 
-        None of fewer than `least`. One that has computed nothing yet does not count: the copy that
-        it begins with may be still to come.
+        Returns (None, 0) if there are fewer than `least`. Skips sequences that have computed
+        nothing yet, because their initial copy may still be pending.
         """
         start = node.depth * self.block_size
         best = None
@@ -397,14 +399,14 @@ class PrefixTree:
         return (None, 0) if best is None else (best, least - 1)
 
     def _drop_idle_root(self, node: PrefixNode) -> None:
-        """A salt costs nothing once it is no longer used."""
+        """Drops a root without children and fillers, so an unused salt costs nothing."""
         if not isinstance(node, _Root) or node.children or node.fillers:
             return
         if self._roots.get(node.salt) is node:
             del self._roots[node.salt]
 
     def check_integrity(self) -> None:
-        """Walks the trees and recounts; raises `IntegrityError` with what disagrees."""
+        """Walks the trees and recounts; raises `IntegrityError` on a mismatch."""
         num_nodes = 0
         for node in self.nodes():
             parent = node.parent
@@ -436,17 +438,17 @@ class PrefixTree:
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Tokens as the tree compares them."""
+    """Returns tokens as bytes, the form that the tree compares."""
     if not isinstance(tokens, array):
         tokens = array(TOKEN_TYPE, tokens)
     return tokens.tobytes()
 
 
 def common_prefix_len(a: bytes, b: bytes, start: int = 0) -> int:
-    """Leading tokens that two keys share, the first `start` of which are known to be equal."""
+    """Number of leading tokens that two keys share; the first `start` are known to be equal."""
     end = min(len(a), len(b)) // TOKEN_BYTES
     low = start
-    while low < end:  # (pieces that the allocator has at hand: most often they are equal)
+    while low < end:  # small slices are cheap to allocate, and most are equal
         high = min(low + _PIECE, end)
         part = slice(low * TOKEN_BYTES, high * TOKEN_BYTES)
         if a[part] != b[part]:
