@@ -1,10 +1,10 @@
-"""Makes mlx-lm paged: ``import mlx_paged`` is the only change that a program needs.
+"""The drop-in makes mlx-lm paged. A program only needs ``import mlx_paged``.
 
-Prompt caches of mlx-lm then live in a paged store, one for each model; prompts that begin like one
-seen before are computed from where they differ; batches share what their prompts share. Interfaces
-and results stay mlx-lm's. ``mlx_paged.unpatch()`` undoes it, ``MLX_PAGED_DISABLE=1`` prevents it.
+mlx-lm's prompt caches then live in one paged store per model. A prompt is computed from the point
+where it differs from earlier ones, and batches share their common prefixes. Interfaces and results
+stay those of mlx-lm. ``mlx_paged.unpatch()`` undoes the patch; ``MLX_PAGED_DISABLE=1`` prevents it.
 
-`seams` lists every symbol that is replaced.
+`seams` lists every replaced symbol.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
 
 
 def store(model: Any) -> ModelStore:
-    """The paged memory of a model: its size, its limit, and `clear`.
+    """Returns the paged memory of a model, to read its size, set its limit or clear it.
 
     Raises:
-        InvalidParameterError: `model` is no model.
-        NoStoreError: (a `RuntimeError`) the model has no store; the message says why.
+        InvalidParameterError: `model` is not a model.
+        NoStoreError: The model has no store; the message says why. A `RuntimeError`.
     """
     from mlx_paged.drop_in.model_store import ModelStore
 
@@ -50,7 +50,7 @@ def store(model: Any) -> ModelStore:
 
 
 def stats(model: Any) -> StoreStats | None:
-    """Numbers of a model's newest store; None where it has none (yet)."""
+    """Statistics of a model's newest store; None if it has no store yet."""
     from mlx_paged.drop_in.registry import stores_of
 
     stores = stores_of(model)
@@ -58,13 +58,13 @@ def stats(model: Any) -> StoreStats | None:
 
 
 def weights_changed(model: Any) -> None:
-    """Makes the next call begin with an empty store; live prompt caches keep what they have.
+    """Makes the next call start with an empty store. Live prompt caches keep their contents.
 
-    MLX's own updates are noticed without it: new arrays, `w -= x`, `w *= s`, `w[...] = y`. Call
+    Updates through MLX are detected without it: new arrays, `w -= x`, `w *= s`, `w[...] = y`. Call
     this after other code has written to a weight's memory, for example through a NumPy view.
 
     Raises:
-        InvalidParameterError: `model` is no model.
+        InvalidParameterError: `model` is not a model.
     """
     import mlx.nn as nn
 

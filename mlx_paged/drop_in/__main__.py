@@ -13,7 +13,7 @@ from mlx_paged.drop_in import patch
 
 
 def main() -> None:
-    """Runs the module that the first argument names, as ``python -m`` would."""
+    """Runs the module named by the first argument, like ``python -m``."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
         sys.exit(0 if len(sys.argv) > 1 else 2)
@@ -21,7 +21,7 @@ def main() -> None:
     name = sys.argv[0]
     patch()
     if name.startswith("mlx_lm."):
-        # Run as a script it would be a second copy of itself, with nothing in it replaced.
+        # runpy would load a second, unpatched copy of the module.
         import_module(name).main()
     else:
         runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -1,7 +1,7 @@
-"""`BatchGenerator` over the paged store: nothing is padded, and prompts share what they can.
+"""`BatchGenerator` over the paged store: no padding, shared prefixes.
 
-A step computes one token of every sequence that is being generated, and pieces of prompts besides,
-so long prompts do not hold up those that are answered already.
+A step computes one token of every generating sequence plus chunks of prompts, so long prompts do
+not stall sequences that are already generating.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlx_paged.drop_in.sequence import PagedSequence
 
 
 class Choice(NamedTuple):
-    """How the tokens of a sequence are chosen, and when it ends; as mlx-lm takes them."""
+    """Sampling and stop settings of a sequence, in mlx-lm's types."""
 
     max_tokens: int
     sampler: Callable[[mx.array], mx.array]
@@ -41,12 +41,12 @@ class BatchSequence:
     """One sequence, from its insertion to its last token.
 
     Attributes:
-        tokens: What mlx-lm's caller calls the tokens in the cache: those it said were there, and
-            all since. One that is being chosen is not among them yet.
-        segments: What is left of the prompt. The batch stops at the end of each segment; the last
-            one is the last token alone, which starts the answer.
-        num_total: Tokens of the prompt.
-        num_processed: Those that are in the cache.
+        tokens: Tokens in the cache from the caller's view: those it declared, plus all since. Does
+            not include a token that is still being sampled.
+        segments: The rest of the prompt. The batch stops at the end of each segment. The last
+            segment is the last token alone, which starts generation.
+        num_total: Number of prompt tokens.
+        num_processed: Number of prompt tokens in the cache.
     """
 
     def __init__(
@@ -68,25 +68,25 @@ class BatchSequence:
         self.matcher = choice.stop_sequences.matcher()
         self.is_alive = True
         self._context: mlx_lm_cache.TokenBuffer | None = None
-        # The cached part, and the rest of the prompt. The caller's `tokens` are not checked
-        # against the cache, so they are not used: only what the sequence itself knows is shared.
+        # Cached tokens plus the rest of the prompt. The caller's `tokens` are not verified against
+        # the cache, so only tokens that the sequence itself knows are shared.
         self._text: array[int] | None = None
-        self._query: PrefixQuery | None = None  # for the present segment
+        self._query: PrefixQuery | None = None  # for the current segment
         if sequence.is_known:
             self._text = sequence.tokens + array(TOKEN_TYPE, [t for s in segments for t in s])
-        # With recurrent state: prompts that run too, and how many tokens are taken from each.
+        # With recurrent state: other running prompts, and the number of tokens taken from each.
         self._shared: list[tuple[BatchSequence, int]] = []
 
     @property
     def is_at_last_token(self) -> bool:
-        """True if the answer can start."""
+        """True if generation can start."""
         return len(self.segments) == 1 and len(self.segments[0]) == 1
 
     def take_cached(self) -> int:
-        """Takes what the store has of the present segment: no step is needed for that.
+        """Takes stored tokens of the current segment, which need no step.
 
         Returns:
-            How many tokens that were.
+            Number of tokens taken.
         """
         if self._text is None:
             return 0
@@ -100,10 +100,10 @@ class BatchSequence:
         return num_cached
 
     def begin(self, others: Iterable[BatchSequence]) -> None:
-        """The sequence is at work from now on, beside `others`.
+        """Starts work on the sequence, beside `others`.
 
-        A recurrent state is only there where a step ended. So what is shared with prompts that are
-        being computed is settled now, and their steps will end there.
+        A recurrent state exists only where a step ended. Sharing with running prompts is therefore
+        planned now, so that their steps end at the right place.
         """
         if self._text is None:
             return
@@ -124,7 +124,7 @@ class BatchSequence:
         if self._text is None or self._query is None:
             return False
         if self.sequence.store.has_states:
-            # The one that began first waits for none of these.
+            # `_shared` holds only prompts that started earlier, so this cannot deadlock.
             self._shared = [
                 (other, num_tokens)
                 for other, num_tokens in self._shared
@@ -137,10 +137,10 @@ class BatchSequence:
         return found is not None and any(other.sequence.tables is found for other in others)
 
     def compute(self, num_tokens: int) -> list[int]:
-        """The next tokens of the prompt, all of one segment, which the step is to compute.
+        """Returns the next prompt tokens for the step to compute, all from one segment.
 
         Args:
-            num_tokens: how many at most.
+            num_tokens: Maximum number of tokens.
         """
         if self._text is not None:
             self.sequence.announce(self._text)
@@ -158,7 +158,7 @@ class BatchSequence:
         return taken
 
     def add(self, token: int) -> str | None:
-        """Takes the newest token of the answer; returns why that was the last, if it was."""
+        """Adds the newest output token; returns the finish reason, or None."""
         self.tokens.append(token)
         self.num_generated += 1
         reason = "length" if self.num_generated >= self.choice.max_tokens else None
@@ -167,7 +167,7 @@ class BatchSequence:
         if reason is not None:
             self.is_alive = False
         if self._text is not None:
-            # (The step that was launched since computes it: it is in the cache.)
+            # A step launched since then computes this token, so it is in the cache.
             self.sequence.tokens.append(token)
             if reason is not None or self.sequence.offset % self.sequence.store.block_size == 0:
                 self.sequence.commit()
@@ -176,22 +176,23 @@ class BatchSequence:
         return reason
 
     def context(self, newest: mx.array) -> mx.array:
-        """Every token up to `newest` (``[1]``, which may be in flight), for logits processors."""
+        """All tokens through `newest`, for logits processors. `newest` is ``[1]`` and may be in
+        flight."""
         if self._context is None:
-            # At the last token of the prompt, which is among `tokens` by then.
+            # The first call is for the last prompt token, which `tokens` already includes.
             self._context = mlx_lm_cache.TokenBuffer(self.tokens[:-1])
         return self._context.update_and_fetch(newest)
 
 
-_Work = list[tuple[BatchSequence, list[int]]]  # sequences with the tokens that a step computes
+_Work = list[tuple[BatchSequence, list[int]]]  # (sequence, tokens to compute)
 
 
 @dataclass
 class PendingTokens:
-    """Tokens that the device is choosing.
+    """Tokens that the device is sampling.
 
     Attributes:
-        sequences: Who gets one.
+        sequences: The sequences that get one.
         tokens: ``[len(sequences)]``.
         logprobs: ``[len(sequences), vocab_size]``.
     """
@@ -201,7 +202,7 @@ class PendingTokens:
     logprobs: mx.array
 
     def without_ended(self) -> PendingTokens | None:
-        """Only the sequences that go on; None where none does."""
+        """Keeps only unfinished sequences; returns None if there are none."""
         alive = [i for i, seq in enumerate(self.sequences) if seq.is_alive]
         if len(alive) == len(self.sequences):
             return self
@@ -211,15 +212,15 @@ class PendingTokens:
 
 
 class PagedBatch:
-    """The sequences of a `BatchGenerator` that are in a store.
+    """The sequences of a `BatchGenerator` that live in a store.
 
     Args:
-        prompt_response: makes mlx-lm's response for a piece of a prompt.
-        token_response: makes mlx-lm's response for a token.
-        counters: mlx-lm's counters of the generator.
-        max_sequences: most sequences at work at once.
-        max_prompts: most of them that are in their prompt.
-        chunk_size: most prompt tokens in a step.
+        prompt_response: Builds mlx-lm's response for a prompt chunk.
+        token_response: Builds mlx-lm's response for a token.
+        counters: The generator's mlx-lm counters.
+        max_sequences: Maximum number of running sequences.
+        max_prompts: Maximum number of these that are in their prompt.
+        chunk_size: Maximum prompt tokens per step.
     """
 
     def __init__(
@@ -247,12 +248,12 @@ class PagedBatch:
     # Sequences.
 
     def add(self, seq: BatchSequence) -> None:
-        """Puts a sequence in the queue."""
+        """Queues a sequence."""
         self.store.count(seq.num_total, 0)
         self._waiting.append(seq)
 
     def find(self, uids: Iterable[int]) -> dict[int, tuple[int, int]]:
-        """Stage (0: waiting, 1: in its prompt, 2: answering) and place of each sequence here."""
+        """(stage, index) by uid. Stages: 0 waiting, 1 in the prompt, 2 generating."""
         wanted = set(uids)
         return {
             seq.uid: (stage, i)
@@ -262,12 +263,12 @@ class PagedBatch:
         }
 
     def sequences(self, uids: Iterable[int]) -> list[BatchSequence]:
-        """The sequences that are there."""
+        """The sequences with these uids."""
         wanted = set(uids)
         return [seq for stage in self._stages() for seq in stage if seq.uid in wanted]
 
     def remove(self, uids: Iterable[int]) -> None:
-        """Drops sequences, whatever their stage."""
+        """Drops sequences at any stage."""
         for seq in self.sequences(uids):
             seq.is_alive = False
         self._waiting = deque(seq for seq in self._waiting if seq.is_alive)
@@ -277,7 +278,7 @@ class PagedBatch:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the sequences' blocks; blocks that they share count for each."""
+        """Memory of the sequences' blocks; a shared block counts once per sequence."""
         layers = range(len(self.store.flat.specs))
         sequences = [seq.sequence for stage in self._stages() for seq in stage]
         return sum(sequence.nbytes(layer) for sequence in sequences for layer in layers)
@@ -292,10 +293,10 @@ class PagedBatch:
     # Steps.
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """Runs a step; returns responses for pieces of prompts, and for tokens of the step before.
+        """Runs a step; returns responses for prompt chunks and for the previous step's tokens.
 
-        The step is launched before the tokens of the one before it are read, so the device does not
-        wait for the host.
+        The step is launched before the previous step's tokens are read, so the device does not wait
+        for the host.
         """
         tic = time.perf_counter()
         self._admit()
@@ -308,8 +309,8 @@ class PagedBatch:
         self._commit([*starting, *chunks])
         token_responses = self._read(before) if before is not None else []
         if before is None and num_prompt_tokens:
-            mx.eval(self.store.written())  # never more than a step ahead of the device
-        # A step's time is shared out by its tokens.
+            mx.eval(self.store.written())  # stay at most one step ahead of the device
+        # Split the step's time by its tokens.
         seconds = time.perf_counter() - tic
         for_tokens = seconds * num_decoding / max(1, num_decoding + num_prompt_tokens)
         self._counters.decode_time += for_tokens
@@ -335,9 +336,9 @@ class PagedBatch:
 
     @exclusive
     def _plan_prompts(self) -> tuple[_Work, _Work, list[Any]]:
-        """Sorts sequences into those that begin to answer and those with more prompt.
+        """Splits sequences into those that start generating and those with more prompt.
 
-        One whose next block another one is computing in this very step waits, and then takes the
+        A sequence waits if another one computes its next block in this step. It then takes the
         block by reference.
         """
         starting: _Work = []
@@ -368,15 +369,15 @@ class PagedBatch:
     def _launch(
         self, decoding: PendingTokens | None, starting: _Work, chunks: _Work
     ) -> PendingTokens | None:
-        """Builds a step and sets the device to work on it; returns at once.
+        """Builds a step and starts it on the device; returns at once.
 
         Args:
-            decoding: sequences whose newest token is the step's input.
-            starting: sequences with the last token of their prompt.
-            chunks: sequences with tokens of their prompt from which nothing is chosen.
+            decoding: Sequences whose newest token is the step's input.
+            starting: Sequences with the last token of their prompt.
+            chunks: Sequences with earlier prompt tokens; nothing is sampled for these.
 
         Returns:
-            The tokens of `decoding` and `starting`, in that order; None where there are none.
+            The tokens of `decoding` and `starting`, in that order; None if there are none.
         """
         answering = [*(decoding.sequences if decoding else []), *(seq for seq, _ in starting)]
         sequences = [seq.sequence for seq in [*answering, *(seq for seq, _ in chunks)]]
@@ -400,8 +401,9 @@ class PagedBatch:
         return PendingTokens(answering, tokens, logprobs)
 
     def _read(self, step: PendingTokens) -> list[Any]:
-        """Waits for the tokens of a step; returns their responses. The step after it, which puts
-        their keys in the caches, has been launched.
+        """Waits for the tokens of a step; returns their responses.
+
+        The next step, which computes their keys, must already be launched.
         """
         mx.eval(step.tokens, step.logprobs)
         responses = []
@@ -416,7 +418,7 @@ class PagedBatch:
 
 
 def _num_common(a: array[int], b: array[int]) -> int:
-    """Leading tokens that two texts share."""
+    """Number of leading tokens that two texts share."""
     length = min(len(a), len(b))
     differs = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
     return int(differs[0]) if len(differs) else length
@@ -445,11 +447,10 @@ def _choose(
 
 
 def batch_generator(original: Any) -> Any:
-    """For `mlx_lm.generate.BatchGenerator`.
+    """Replaces `mlx_lm.generate.BatchGenerator`.
 
-    The class is mlx-lm's own but for the sequences that the model's store takes: those run in a
-    `PagedBatch`. Sequences with caches of other kinds, and models without a store, run as ever, in
-    the same generator.
+    Sequences that the model's store can take run in a `PagedBatch`. Sequences with other caches,
+    and models without a store, run in mlx-lm's own code, in the same generator.
     """
     from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
@@ -498,9 +499,9 @@ def batch_generator(original: Any) -> Any:
             return uids
 
         def _new_caches(self, count: int) -> list[Any]:
-            """A prompt cache for each new sequence; None: mlx-lm makes it.
+            """Returns a prompt cache for each new sequence; None means that mlx-lm creates it.
 
-            Whether the weights are still those of the store is asked once for all of them.
+            Checks only once that the weights are unchanged.
             """
             first = mlx_lm_cache.make_prompt_cache(self.model, self.max_kv_size)
             sequence = sequence_of(first)
@@ -550,8 +551,9 @@ def batch_generator(original: Any) -> Any:
 def _stored(
     caches: Sequence[Any] | None, tokens: Sequence[int], store: PagedStore
 ) -> tuple[PagedSequence | None, Sequence[int]]:
-    """A sequence of the store that begins with the caches given to mlx-lm, and what is in it; None
-    where they are not for the store.
+    """Returns a store sequence that continues the caches given to mlx-lm, and its tokens.
+
+    The sequence is None if the store cannot take the caches.
     """
     if caches is None:
         return PagedSequence(store), []
@@ -566,9 +568,9 @@ def _with_last_tokens(
     caches: list[Any] | None,
     all_tokens: list[list[int]] | None,
 ) -> tuple[list[list[list[int]]], list[Any] | None, list[list[int]] | None]:
-    """Gives sequences whose prompt is in their cache to the last token something to compute.
+    """Shortens the caches of sequences that have no prompt tokens left to compute.
 
-    What follows a token is known only when it is computed, so the last one is computed again.
+    Their last token is recomputed, to get its logits.
     """
     if caches is None or len(caches) != len(segments):
         return segments, caches, all_tokens
@@ -592,6 +594,6 @@ def _with_last_tokens(
             caches[i] = copy.deepcopy(cache)
             mlx_lm_cache.trim_prompt_cache(caches[i], 1)
             segments[i], texts[i] = [last], texts[i][:-1]
-        elif texts[i]:  # what cannot be trimmed is computed again
+        elif texts[i]:  # not trimmable: recompute everything
             segments[i], caches[i], texts[i] = [texts[i]], None, []
     return segments, caches, texts

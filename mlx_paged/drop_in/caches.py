@@ -1,4 +1,4 @@
-"""Paged prompt caches with mlx-lm's classes, attributes and methods, and how they are made."""
+"""Paged prompt caches: subclasses of mlx-lm's caches, and conversion to and from dense ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mlx_paged.model.layout import CacheSpec, LayerSpec, StateSpec
 class _PromptCache:
     """One layer of a sequence, in mlx-lm's cache protocol.
 
-    A model that is called with these runs paged and never looks into them (`registry`). Other code
-    gets dense arrays, which are copies.
+    A model called with these runs paged and never looks into them (see `registry`). Other code gets
+    copies as dense arrays.
 
     Attributes:
-        plain: mlx-lm's class, whose place it takes.
+        plain: The mlx-lm class that it replaces.
     """
 
     plain: type[Any] = KVCache
@@ -32,7 +32,7 @@ class _PromptCache:
 
     @property
     def offset(self) -> int:
-        """Tokens in the cache: the position of the next one."""
+        """Number of tokens in the cache; also the position of the next one."""
         return self.sequence.offsets[self.layer]
 
     @property
@@ -40,7 +40,7 @@ class _PromptCache:
         return self.sequence.nbytes(self.layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # All layers of a prompt cache find the same fork in `memo`.
+        # `memo` makes all layers of a prompt cache share one fork.
         return type(self)(copy.deepcopy(self.sequence, memo), self.layer)
 
     def __copy__(self) -> Any:
@@ -50,7 +50,7 @@ class _PromptCache:
         return type(self.dense()).from_state, (self.dense().state,)
 
     def dense(self) -> Any:
-        """mlx-lm's own cache with the same content."""
+        """Converts to mlx-lm's own cache with the same content."""
         return self.plain.from_state(self.state)  # type: ignore[attr-defined]
 
 
@@ -58,16 +58,16 @@ class _KVPromptCache(_PromptCache):
     """A layer with attention."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Stores ``[batch, num_kv_heads, length, head_dim]``; returns all that is there."""
+        """Appends ``[batch, num_kv_heads, length, head_dim]``; returns the whole content."""
         self.sequence.write(self.layer, keys, values)
         return self.keys_and_values()
 
     def is_trimmable(self) -> bool:
-        """True if `trim` takes any number; not once tokens have slid out of a window for good."""
+        """True if `trim` can remove any number of tokens; False once some slid out of a window."""
         return self.sequence.is_trimmable(self.layer)
 
     def trim(self, n: int) -> int:
-        """Forgets the last `n` tokens, or all there are; returns how many that were."""
+        """Removes up to `n` tokens from the end; returns how many were removed."""
         return self.sequence.trim(self.layer, n)
 
     def size(self) -> int:
@@ -99,22 +99,22 @@ class _KVPromptCache(_PromptCache):
         _restore(self, source)
 
     def _more_state(self) -> tuple[Any, ...]:
-        """State of mlx-lm's class besides keys, values and offset."""
+        """State of mlx-lm's class other than keys, values and offset."""
         return ()
 
     def _check(self, source: Any) -> None:
-        """Raises `ValueError` where a cache of mlx-lm's cannot be taken."""
+        """Raises `ValueError` if this cannot hold the content of mlx-lm's cache `source`."""
 
 
 class PagedKVCache(_KVPromptCache, KVCache):  # type: ignore[misc]
-    """Stands where mlx-lm has a `KVCache`."""
+    """Replaces mlx-lm's `KVCache`."""
 
 
 class PagedRotatingKVCache(_KVPromptCache, RotatingKVCache):  # type: ignore[misc]
-    """Stands where mlx-lm has a `RotatingKVCache`: a layer with a sliding window.
+    """Replaces mlx-lm's `RotatingKVCache`: a layer with a sliding window.
 
-    The dense view has what the window holds. The store has some more before it, so this one can be
-    trimmed as long as mlx-lm's, and a little longer.
+    The dense view covers the window. The store keeps a few more tokens before it, so this cache
+    stays trimmable a little longer than mlx-lm's.
     """
 
     plain = RotatingKVCache
@@ -149,7 +149,7 @@ class PagedRotatingKVCache(_KVPromptCache, RotatingKVCache):  # type: ignore[mis
             )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """As mlx-lm's: rows of a longer piece see each its own window, so it returns them all."""
+        """Like mlx-lm's: returns the union of the windows that the new rows see."""
         before = self.size() if keys.shape[2] == 1 else min(self.offset, self.max_size - 1)
         self.sequence.write(self.layer, keys, values)
         num_tokens = min(self.offset, before + keys.shape[2])
@@ -162,7 +162,7 @@ class PagedRotatingKVCache(_KVPromptCache, RotatingKVCache):  # type: ignore[mis
 
 
 class PagedChunkedKVCache(_KVPromptCache, ChunkedKVCache):  # type: ignore[misc]
-    """Stands where mlx-lm has a `ChunkedKVCache`: a layer that sees its own chunk of the text."""
+    """Replaces mlx-lm's `ChunkedKVCache`: a layer that sees only the current chunk of the text."""
 
     plain = ChunkedKVCache
     start_position = 0
@@ -177,19 +177,19 @@ class PagedChunkedKVCache(_KVPromptCache, ChunkedKVCache):  # type: ignore[misc]
         return self.chunk_size, self.start_position
 
     def maybe_trim_front(self) -> None:
-        """Nothing is dropped here."""
+        """Does nothing: the store keeps all chunks."""
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
-        """For mlx-lm's server, which asks for it: sequences with these run in the store."""
+        """Exists because mlx-lm's server looks for it. Sequences with these run in the store."""
         raise ValueError("chunked caches cannot be merged into a dense batch")
 
 
 class PagedArraysCache(_PromptCache, ArraysCache):  # type: ignore[misc]
-    """Stands where mlx-lm has an `ArraysCache`: a layer with recurrent state."""
+    """Replaces mlx-lm's `ArraysCache`: a layer with recurrent state."""
 
     plain = ArraysCache
-    # mlx-lm's batches are padded, and these say how; here nothing is.
+    # Padding of mlx-lm's batches; paged batches have none.
     left_padding = None
     lengths = None
 
@@ -220,7 +220,7 @@ class PagedArraysCache(_PromptCache, ArraysCache):  # type: ignore[misc]
 
 
 class _UnusedCache(PagedKVCache):
-    """Stands for a cache that the model makes and does not use."""
+    """Replaces a cache that the model creates but never uses."""
 
     def empty(self) -> bool:
         return True
@@ -239,8 +239,8 @@ class _UnusedCache(PagedKVCache):
 class _WorkingCache(_PromptCache):
     """Stand-in for one of a model's caches in mlx-lm's own loops.
 
-    After every chunk of a prompt they evaluate the state of the caches: here that waits for the
-    chunk and copies nothing.
+    The loops evaluate `state` after every prompt chunk. Here that waits for the chunk without a
+    copy.
     """
 
     @property
@@ -262,14 +262,14 @@ class _WorkingCache(_PromptCache):
 
 
 def prompt_cache(sequence: PagedSequence) -> list[Any]:
-    """The caches of a sequence, put together as mlx-lm does for the model."""
+    """Returns the caches of a sequence, in the structure that mlx-lm uses for the model."""
     leaves = [_kind_of(spec)(sequence, i) for i, spec in enumerate(sequence.store.flat.specs)]
     return [_assembled(shape, leaves) for shape in sequence.store.flat.layout.tree]
 
 
 def _assembled(shape: Any, leaves: list[Any]) -> Any:
-    # (`CacheLayout.assemble` does the same and keeps the leaves until cycles are collected; the
-    # blocks of a prompt cache are to be free the moment it goes.)
+    # Not `CacheLayout.assemble`: that one keeps the leaves alive until garbage collection, but a
+    # dropped prompt cache must free its blocks at once.
     if isinstance(shape, int):
         return leaves[shape]
     return CacheList(*(_assembled(part, leaves) for part in shape))
@@ -286,7 +286,7 @@ def _kind_of(spec: CacheSpec) -> type[_PromptCache]:
 
 
 def working_caches(sequence: PagedSequence) -> list[Any]:
-    """The same for a loop of mlx-lm's."""
+    """Returns stand-in caches of a sequence for mlx-lm's own loops."""
     return [_WorkingCache(sequence, i) for i in range(len(sequence.store.flat.layout.tree))]
 
 
@@ -296,7 +296,7 @@ def is_loops(caches: Sequence[Any]) -> bool:
 
 
 def sequence_of(caches: Sequence[Any]) -> PagedSequence | None:
-    """The sequence behind a whole prompt cache; None where that is not one of ours."""
+    """Returns the sequence behind a whole prompt cache, or None if it is not a paged one."""
     leaves = leaves_of(caches)
     if not leaves or not isinstance(leaves[0], _PromptCache):
         return None
@@ -311,7 +311,7 @@ def sequence_of(caches: Sequence[Any]) -> PagedSequence | None:
 
 
 def leaves_of(caches: Sequence[Any]) -> list[Any]:
-    """A model's caches, taken out of the lists that some models have them in."""
+    """Flattens a model's caches; some models nest them in lists."""
     leaves: list[Any] = []
     for cache in caches:
         leaves += leaves_of(cache.caches) if isinstance(cache, CacheList) else [cache]
@@ -319,14 +319,14 @@ def leaves_of(caches: Sequence[Any]) -> list[Any]:
 
 
 def dense_copy(cache: Any) -> Any:
-    """mlx-lm's own cache with the same content; a cache that is not ours as it is."""
+    """Converts a paged cache to mlx-lm's own; returns any other cache as is."""
     if isinstance(cache, CacheList):
         return CacheList(*(dense_copy(c) for c in cache.caches))
     return cache.dense() if isinstance(cache, _PromptCache) else cache
 
 
 def is_importable(caches: Sequence[Any], store: PagedStore) -> bool:
-    """True if `import_dense` can take mlx-lm's own caches of a model."""
+    """True if `import_dense` can take these mlx-lm caches."""
     leaves = leaves_of(caches)
     return len(leaves) == len(store.flat.specs) and all(map(_fits, leaves, store.flat.specs))
 
@@ -349,7 +349,7 @@ def _fits(cache: Any, spec: CacheSpec) -> bool:
 
 
 def import_dense(caches: Sequence[Any], store: PagedStore) -> PagedSequence:
-    """Copies mlx-lm's own caches of one sequence into a store."""
+    """Copies mlx-lm's caches of one sequence into a store."""
     sequence = PagedSequence(store)
     leaves = leaves_of(caches)
     for source, target in zip(leaves, leaves_of(prompt_cache(sequence))):
@@ -358,13 +358,13 @@ def import_dense(caches: Sequence[Any], store: PagedStore) -> PagedSequence:
                 target.cache = source.cache
         elif not source.empty():
             _restore(target, source)
-    # Unused ones move along.
+    # Unused caches move along.
     sequence.move_to(max((s.offset for s in leaves if hasattr(s, "offset")), default=0))
     return sequence
 
 
 def _restore(cache: _KVPromptCache, source: Any) -> None:
-    """Makes one layer hold what one of mlx-lm's caches does."""
+    """Replaces the content of one layer with that of an mlx-lm cache."""
     cache.trim(cache.offset)
     if source.keys is None or source.offset == 0:
         return
@@ -373,6 +373,6 @@ def _restore(cache: _KVPromptCache, source: Any) -> None:
         keys, values = (x[:, :, -source.size() :] for x in parts)
     else:
         keys, values = source.keys_and_values()
-    # Tokens that left a window are never read again: they get a place, and no content.
+    # Tokens outside the window are never read again, so they get positions but no content.
     cache.sequence.offsets[cache.layer] = source.offset - keys.shape[2]
     cache.sequence.write(cache.layer, keys, values)

@@ -1,7 +1,7 @@
 """Replacements for mlx-lm's functions: prompt caches, and generation for one sequence.
 
-mlx-lm's own loops do the work. They are given what is not in the store yet, and caches that put it
-there.
+mlx-lm's own loops do the work. They get the part of the prompt that is not in the store yet, and
+caches that write to the store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 
 
 def make_prompt_cache(original: Function) -> Function:
-    """For `mlx_lm.models.cache.make_prompt_cache`."""
+    """Replaces `mlx_lm.models.cache.make_prompt_cache`."""
 
     @wraps(original)
     def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
@@ -37,7 +37,7 @@ def make_prompt_cache(original: Function) -> Function:
 
 
 def save_prompt_cache(original: Function) -> Function:
-    """For `mlx_lm.models.cache.save_prompt_cache`: files are those that plain mlx-lm writes."""
+    """Replaces `mlx_lm.models.cache.save_prompt_cache`: writes the same files as plain mlx-lm."""
 
     @wraps(original)
     def save_prompt_cache(
@@ -49,7 +49,7 @@ def save_prompt_cache(original: Function) -> Function:
 
 
 def generate_step(original: Function) -> Function:
-    """For `mlx_lm.generate.generate_step`."""
+    """Replaces `mlx_lm.generate.generate_step`."""
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -64,7 +64,7 @@ def generate_step(original: Function) -> Function:
         [sequence] = sequences
         arguments["prompt_cache"] = working_caches(sequence)
         if arguments["input_embeddings"] is not None or not sequence.is_known:
-            # Nobody knows which tokens these keys belong to: they are nobody else's.
+            # The tokens behind these keys are unknown, so the keys cannot be shared.
             yield from _in_one_process(original(*call.args, **call.kwargs))
             return
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
@@ -73,7 +73,7 @@ def generate_step(original: Function) -> Function:
         sequence.plan_snapshots(tokens)
         sequence.expect(list(tokens))
         sequence.store.count(len(prompt), num_cached)
-        # (An empty array, of an empty prompt, may well be of a type that is no token's.)
+        # An empty prompt may have any dtype, for example float32.
         dtype = arguments["prompt"].dtype if arguments["prompt"].size else mx.uint32
         arguments["prompt"] = mx.array(prompt[num_cached:], dtype=dtype)
         if num_cached:
@@ -85,7 +85,7 @@ def generate_step(original: Function) -> Function:
 
 
 def speculative_generate_step(original: Function) -> Function:
-    """For `mlx_lm.generate.speculative_generate_step`."""
+    """Replaces `mlx_lm.generate.speculative_generate_step`."""
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -95,7 +95,7 @@ def speculative_generate_step(original: Function) -> Function:
         arguments = call.arguments
         sequences = _sequences_of(arguments, arguments["model"], arguments["draft_model"])
         if sequences is None or any(s.store.has_states or not s.is_known for s in sequences):
-            yield from original(*args, **kwargs)  # (recurrent state cannot take drafts back)
+            yield from original(*args, **kwargs)  # recurrent state cannot roll back drafts
             return
         arguments["prompt_cache"] = [c for s in sequences for c in working_caches(s)]
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
@@ -112,7 +112,7 @@ def speculative_generate_step(original: Function) -> Function:
                 answer.append(int(token))
                 yield token, logprobs, from_draft
         finally:
-            steps.close()  # forgets the drafts that were not accepted
+            steps.close()  # trims rejected drafts
             for sequence, text in [] if is_forked() else zip(sequences, texts):
                 sequence.expect_drafts(0)
                 sequence.learn(text + answer)
@@ -121,10 +121,10 @@ def speculative_generate_step(original: Function) -> Function:
 
 
 def tokenize(original: Function) -> Function:
-    """For `mlx_lm.server.ResponseGenerator._tokenize`.
+    """Replaces `mlx_lm.server.ResponseGenerator._tokenize`.
 
-    An empty prompt ends the generation thread of mlx-lm's server, and with it the server. Here it
-    begins where every text begins: with the model's first token.
+    An empty prompt stops the generation thread of mlx-lm's server, and with it the server. This
+    replaces it with the model's BOS or EOS token.
     """
 
     @wraps(original)
@@ -133,9 +133,9 @@ def tokenize(original: Function) -> Function:
         if not prompt:
             first = tokenizer.bos_token_id
             if first is None:
-                first = tokenizer.eos_token_id  # as models without one are trained
+                first = tokenizer.eos_token_id  # models without BOS are trained this way
             if first is None:
-                # The server sends its client the message of an exception that is raised here.
+                # The server sends this message to the client.
                 raise ValueError("the prompt is empty, and this model has no token to begin with")
             prompt, segments, types = [first], [[first]], ["assistant"]
         return prompt, segments, types, state, vision
@@ -144,11 +144,11 @@ def tokenize(original: Function) -> Function:
 
 
 def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence] | None:
-    """The sequences that a call is about, one for each model; None: mlx-lm's code does it alone."""
+    """Returns the sequence of each model in a call, or None to leave the call to mlx-lm."""
     caches = arguments["prompt_cache"]
     if arguments["kv_bits"] is not None:
         if caches is not None or arguments["kv_bits"] != 8 or arguments.get("max_kv_size"):
-            return None  # mlx-lm replaces the caches of the list by quantised ones as it goes
+            return None  # mlx-lm replaces the caches with quantized ones on the way
         sequences = _quantised_sequences(arguments, models)
         if sequences is not None:
             arguments["kv_bits"] = None
@@ -158,7 +158,7 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
         each = [mlx_lm_cache.make_prompt_cache(model, size) for model in models]
     elif len(models) == 1:
         each = [caches]
-    else:  # of the target first, then of the draft
+    else:  # target first, then draft
         num_layers = len(models[0].layers)
         each = [caches[:num_layers], caches[num_layers:]]
     found = []
@@ -166,7 +166,7 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
         sequence = sequence_of(own)
         if sequence is None:
             return None
-        if caches is not None:  # made earlier: notices that weights have changed since
+        if caches is not None:  # created earlier: check for changed weights
             store_for(model, inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model))
         found.append(sequence)
     return found
@@ -175,10 +175,10 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
 def _quantised_sequences(
     arguments: dict[str, Any], models: Sequence[Any]
 ) -> list[PagedSequence] | None:
-    """New sequences in int8, for `kv_bits=8`; None: a model has no store.
+    """Returns new int8 sequences for `kv_bits=8`, or None if a model has no store.
 
-    Mlx-lm's caches are quantised from `quantized_kv_start` on, and these from their first token, as
-    blocks of one sequence are of one kind; a text that ends before that is not quantised.
+    mlx-lm quantizes from `quantized_kv_start` on. All blocks of a paged sequence have one format,
+    so this quantizes from the first token, or not at all if the text ends before that point.
     """
     most = _num_prompt_tokens(arguments) + arguments["max_tokens"]
     is_never = arguments["max_tokens"] >= 0 and most <= arguments["quantized_kv_start"]
@@ -194,20 +194,23 @@ def _num_prompt_tokens(arguments: dict[str, Any]) -> int:
 
 
 def _limit_that_is_reached(arguments: dict[str, Any]) -> int | None:
-    """`max_kv_size` where prompt and answer may exceed it: until then a rotating cache holds what
-    any other does.
+    """Returns `max_kv_size` if prompt plus output may exceed it, else None.
+
+    Up to that size a rotating cache is no different from a plain one.
     """
     size: int | None = arguments.get("max_kv_size")
     if size is None:
-        return None  # (speculative decoding knows no such limit)
+        return None  # always so in speculative decoding
     max_tokens = arguments["max_tokens"]
     fits = max_tokens >= 0 and _num_prompt_tokens(arguments) + max_tokens <= size
     return None if fits else size
 
 
 def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> list[int]:
-    """The prompt's tokens. Where it is empty, the cache has all of them: the last is computed anew,
-    because what follows it is known only then.
+    """Returns the prompt's tokens.
+
+    An empty prompt means that the cache holds all tokens. The last one is then recomputed, to get
+    its logits.
     """
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]
     if tokens or not all(len(s.tokens) for s in sequences):
@@ -224,12 +227,13 @@ def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> l
 def _adopt_equally(
     sequences: list[PagedSequence], texts: list[list[int]], num_prompt_tokens: int
 ) -> int:
-    """Takes the same number of the prompt's tokens from each store, and returns it: mlx-lm gives
-    both models the same rest of the prompt.
+    """Takes the same number of prompt tokens from each store; returns that number.
+
+    mlx-lm gives both models the same rest of the prompt.
     """
     heads = [len(text) - num_prompt_tokens for text in texts]
     least, number = -1, max(0, num_prompt_tokens - 1)
-    while least != number:  # (a window may not reach back from where the other model's ends)
+    while least != number:  # windows may not reach back from where the other model's match ends
         least = number
         for sequence, text, head in zip(sequences, texts, heads):
             number = min(number, sequence.cached_tokens(text, head + number) - head)
@@ -239,10 +243,10 @@ def _adopt_equally(
 
 
 def _hide_the_cut(arguments: dict[str, Any], cached: list[int], num_tokens: int) -> None:
-    """Callbacks and logits processors see the whole prompt, whatever of it need not be computed."""
+    """Makes callbacks and logits processors see the whole prompt, including the cached part."""
     report = arguments["prompt_progress_callback"]
     if report is not None:
-        report(0, num_tokens)  # as mlx-lm begins
+        report(0, num_tokens)  # mlx-lm's first report
         arguments["prompt_progress_callback"] = lambda done, _: report(
             done + len(cached), num_tokens
         )
@@ -256,7 +260,7 @@ def _hide_the_cut(arguments: dict[str, Any], cached: list[int], num_tokens: int)
 
 
 def _in_one_process(steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
-    """Passes steps on; raises `ForkedProcessError` where the next one would wait for ever."""
+    """Passes steps on; raises `ForkedProcessError` in a forked child instead of hanging."""
     try:
         for step in steps:
             yield step
@@ -269,12 +273,12 @@ def _in_one_process(steps: Generator[Any, None, None]) -> Generator[Any, None, N
 def _learning(
     steps: Generator[Any, None, None], sequence: PagedSequence, tokens: list[int]
 ) -> Iterator[tuple[int, mx.array]]:
-    """Passes on what `generate_step` yields, and makes the tokens known to the sequence."""
+    """Passes on the tokens of `generate_step`, and records them in the sequence."""
     block_size = sequence.store.block_size
     prompt_is_learnt = False
     try:
         for token, logprobs in steps:
-            # mlx-lm has built the step that computes this token's keys before it yields it.
+            # mlx-lm has already built the step that computes this token's keys.
             tokens.append(int(token))
             if not prompt_is_learnt or len(tokens) % block_size == 0:
                 sequence.learn(tokens)

@@ -1,7 +1,7 @@
-"""Replaces mlx-lm's `load_model`, so that it reads RoPE of checkpoints that transformers 5 saved.
+"""Replacement for mlx-lm's `load_model` that reads RoPE settings written by transformers 5.
 
-These have one field `rope_parameters` where transformers 4 wrote `rope_theta` and `rope_scaling`.
-Most modules of mlx-lm do not read it: they take their own default for the base, or fail.
+Such checkpoints have a `rope_parameters` field in place of `rope_theta` and `rope_scaling`. Most
+mlx-lm modules do not read it: they use a default base, or fail.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `mlx_lm.utils.load_model`: RoPE turns as the file says; all else is mlx-lm's."""
+    """Replaces `mlx_lm.utils.load_model`: applies the RoPE settings of the file."""
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -27,7 +27,7 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         given = call.arguments.get("model_config") or {}
         path = Path(call.arguments["model_path"])
-        # (A caller who gives the field, as mlx_paged's own loader does, has written the others.)
+        # A caller that passes the field, like mlx_paged's own loader, has normalized the config.
         if "rope_parameters" in given or not (path / "config.json").is_file():
             return original(*args, **kwargs)
         file = load_config(path)
@@ -44,7 +44,7 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_new(config: Mapping[str, Any]) -> bool:
-    """True for a config, or a section of one, that has `rope_parameters`."""
+    """True if the config or one of its sections has `rope_parameters`."""
     return bool(config.get("rope_parameters")) or any(
         isinstance(section, Mapping) and section.get("rope_parameters")
         for section in config.values()

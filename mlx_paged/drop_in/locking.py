@@ -1,4 +1,4 @@
-"""One thread at a time in a store, and Ctrl-C only between two of its operations."""
+"""Locking: lets one thread into a store at a time, and defers Ctrl-C until its operation ends."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ S = TypeVar("S", bound=_HasStore)
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """For methods of a store, and of what has a `store`: other threads wait until it returns.
+    """Decorates a method of a store, or of an object with a `store`, to hold the store's lock.
 
-    In a child of a process that has used a store they raise `ForkedProcessError`.
-
-    The lock is the store's; it may be taken again by the thread that has it. A method that ends
-    with an exception, whichever and wherever it came from, leaves the store to be checked by
-    whoever takes the lock next (`PagedStore.recover`).
+    The lock is reentrant. In a forked child of a process that has used a store, the method raises
+    `ForkedProcessError`. After a method raised any exception, the next one to take the lock first
+    repairs the store with `PagedStore.recover`.
     """
 
     @wraps(method)
     def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         store = self.store
         lock = store.lock
-        check_process()  # (before the lock: whoever had it does not exist in a forked child)
-        if lock._is_owned():  # (what `threading.Condition` asks, too)
+        check_process()  # before the lock, whose owner may not exist in a forked child
+        if lock._is_owned():  # private, but `threading.Condition` uses it too
             return method(self, *args, **kwargs)
-        # The lock last, by `with`: there is no moment at which it is held and not released.
+        # `with` takes the lock last, so an interrupt can never leave it held.
         with InterruptsDeferred(), lock:
             if store.is_interrupted:
                 store.recover()
@@ -54,7 +52,7 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 class InterruptsDeferred:
-    """Within it Ctrl-C waits, on the main thread, which alone is interrupted by it."""
+    """Context manager that defers Ctrl-C. Only the main thread receives it."""
 
     __slots__ = ("_came", "_handler")
 

@@ -1,4 +1,4 @@
-"""ModelStore: what a program sees of a model's paged memory, and what it may do with it."""
+"""ModelStore: the public interface to a model's paged memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ModelStore:
     """The paged memory of one model. Safe to use while other threads run the model.
 
     Args:
-        model: a model of mlx-lm's. Its store is made where it has none yet.
+        model: An mlx-lm model. Its store is created if it has none yet.
 
     Raises:
-        InvalidParameterError: `model` is no model.
-        NoStoreError: mlx-lm is not paged, or the model stays with mlx-lm's own caches.
+        InvalidParameterError: `model` is not a model.
+        NoStoreError: mlx-lm is not paged, or the model uses mlx-lm's own caches.
     """
 
     def __init__(self, model: Any) -> None:
@@ -50,7 +50,7 @@ class ModelStore:
         self._stores()  # raises
 
     def _stores(self) -> list[PagedStore]:
-        # Looked up each time: new weights begin a new one.
+        # Looked up each time, because new weights start a new store.
         found = stores_of(self._model)
         if not found:
             entry = entry_of(self._model)
@@ -62,30 +62,31 @@ class ModelStore:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens per block."""
         return self._stores()[-1].block_size
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of a token in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return self._stores()[-1].flat.bytes_per_token
 
     @property
     def nbytes(self) -> int:
-        """Memory of the whole store, blocks that hold nothing included."""
+        """Memory of the whole store, including empty blocks."""
         return self.stats().nbytes
 
     def stats(self) -> StoreStats:
-        """Its numbers now."""
+        """Current statistics."""
         return StoreStats.sum([store.stats() for store in self._stores()])
 
     @property
     def limit(self) -> int:
-        """Bytes up to which prefixes are kept that no live prompt cache holds.
+        """Maximum size of the store in bytes while it keeps prefixes that no live prompt cache
+        holds.
 
-        For live caches the store grows past it, and shrinks again when they are gone. What is over
-        a new limit goes at once; 0 keeps next to nothing. It holds for the model's later weights
-        too. At first it is `MLX_PAGED_CACHE_BYTES`, or an eighth of the device's memory.
+        The store grows past the limit for live caches, and shrinks again when they are gone. A new
+        limit takes effect at once, and also applies to later weights of the model; 0 keeps almost
+        nothing. The default is `MLX_PAGED_CACHE_BYTES`, or an eighth of the device's memory.
         """
         return self._stores()[-1].limit
 
@@ -102,7 +103,7 @@ class ModelStore:
 
     @property
     def limit_tokens(self) -> int:
-        """The same in tokens."""
+        """`limit` in tokens."""
         return self.limit // max(1, self.bytes_per_token)
 
     @limit_tokens.setter
@@ -116,10 +117,10 @@ class ModelStore:
         self.limit = value * self.bytes_per_token
 
     def clear(self) -> int:
-        """Forgets all prefixes that no live prompt cache holds; live caches go on.
+        """Drops all prefixes that no live prompt cache holds. Live caches are not affected.
 
         Returns:
-            Bytes that were given back.
+            Number of bytes freed.
         """
         before = self.nbytes
         for store in self._stores():

@@ -1,4 +1,4 @@
-"""PagedStore: the keys and values of everything that a model of mlx-lm's has cached."""
+"""PagedStore: all cached keys, values and states of one mlx-lm model."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 32
 _INITIAL_BLOCKS = 1 + 1024 // BLOCK_SIZE
-# Approximate host memory of a block of the prefix cache; where no layer has attention, it is
-# all that a block takes.
+# Approximate host memory of a prefix cache block; the whole cost of a block if no layer has
+# attention.
 _NODE_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Numbers of a model's store.
+    """Statistics of a model's store.
 
     Attributes:
-        num_blocks: Blocks it has memory for; it grows as needed.
-        num_used_blocks: Held by prompt caches that live and by sequences being generated.
-        num_cached_blocks: Kept only because their prefix may come again.
-        num_prompt_tokens: Tokens of prompts so far.
-        num_cached_tokens: Part of them that was found in the store and not computed.
-        num_evictions: Blocks dropped to make room.
-        num_window_blocks: Blocks of layers with a sliding window, which are counted here alone
-            (several windows: their sum); the numbers above are of all other layers.
-        num_used_window_blocks: Held, likewise. Of a long text those only that its window reaches.
-        num_cached_window_blocks: Kept, likewise.
+        num_blocks: Allocated blocks; grows as needed. Excludes sliding windows, like the block
+            counts below.
+        num_used_blocks: Blocks held by live prompt caches and by generating sequences.
+        num_cached_blocks: Blocks kept only for prefix reuse.
+        num_prompt_tokens: Prompt tokens so far.
+        num_cached_tokens: Prompt tokens found in the store.
+        num_evictions: Blocks evicted to make room.
+        num_window_blocks: Allocated blocks of sliding-window layers, summed over all windows.
+        num_used_window_blocks: Window blocks in use. A long text uses only those in its window.
+        num_cached_window_blocks: Window blocks kept only for prefix reuse.
         nbytes: Memory of the whole store.
     """
 
@@ -62,20 +62,19 @@ class StoreStats:
 
     @property
     def num_free_blocks(self) -> int:
-        """Empty ones, or on their way to be."""
+        """Blocks that are free or in quarantine."""
         return self.num_blocks - self.num_used_blocks - self.num_cached_blocks
 
     @classmethod
     def sum(cls, stats: Sequence[StoreStats]) -> StoreStats:
-        """Options of all stores of a model."""
+        """Sums the statistics of several stores."""
         return cls(**{f.name: sum(getattr(s, f.name) for s in stats) for f in fields(cls)})
 
 
 class SequenceHandle:
-    """One sequence's hold on its blocks; it ends with the object.
+    """A sequence's hold on its blocks; ends when the object is collected.
 
-    mlx-lm's prompt caches are objects: a copy is a fork, and one that nobody refers to any more is
-    simply gone.
+    mlx-lm's prompt caches are plain objects: a copy is a fork, and there is no explicit close.
     """
 
     __slots__ = ("__weakref__", "_ended", "is_torn", "num_drafts", "state", "tables")
@@ -84,44 +83,44 @@ class SequenceHandle:
         self, tables: BlockTables, ended: deque[BlockTables], state: State | None = None
     ) -> None:
         self.tables = tables
-        self.num_drafts = 0  # so many tokens at the end may be taken back
-        self.is_torn = False  # what it was to be a copy of may not have been copied
-        # State of the recurrent layers; None: before the first token, or there are none.
+        self.num_drafts = 0  # tokens at the end that may be trimmed
+        self.is_torn = False  # True if block copies or writes may be missing
+        # State of the recurrent layers; None before the first token, or without such layers.
         self.state = state
         self._ended = ended
 
     def __del__(self) -> None:
-        # In any thread, at any moment: the store's next call frees the blocks.
+        # Runs in any thread at any time, so only queue the blocks; the store's next call frees
+        # them.
         self._ended.append(self.tables)
 
 
 class PagedStore:
     """Pools for every layer of a model, and the KV manager of their blocks.
 
-    *When a block is used again.* The store does not know when the device has done what was built.
-    Whatever is released may still be read by what was built since the store last settled, so all of
-    that counts as one step of the KV manager: no block is handed out again before the next
-    `settle`, which waits for everything.
+    *Block reuse.* The store does not know when the device finishes the graphs it has built. Graphs
+    built since the last `settle` may still read a released block, so all of them count as one step
+    of the KV manager. No block is reused before the next `settle`, which waits for everything.
 
-    *Lazy calls.* A program that is alone (one thread) and calls the model itself may never ask for
-    the result, or not yet: such a step is only built, and begun by whoever needs the pools next.
-    It is built on a stream that any thread can run. If its input was not, and another thread comes
-    before anybody has asked for the result, that cache is lost, and says so.
+    *Lazy calls.* A single-threaded program that calls the model itself may evaluate the result
+    later, or never. Such a step is only built; the next operation that needs the pools starts it.
+    It is built on a stream that any thread can run. If its input was built on another stream, and a
+    second thread needs the pools first, the cache is lost and raises an error when used.
 
-    *Threads.* MLX's streams belong to threads: nobody else can run what a thread has built on its
-    own. So whoever builds reads or writes of the pools sets the device to work on them before it
-    gives the store away (`_schedule`); they depend on all that was built before, whatever its
-    stream. The arrays of the pools are touched by the thread that has the store only.
+    *Threads.* MLX streams belong to threads: a thread cannot run a graph built on another thread's
+    stream. A thread that builds reads or writes of the pools therefore starts them on the device
+    before it releases the store (`_schedule`). They depend on all earlier work, on any stream. Only
+    the thread that holds the store touches the pool arrays.
 
     Args:
-        model: see `DropInRunner`; the store does not keep it alive.
-        cache_bytes: memory up to which prefixes that nobody uses at the moment are kept: the store
-            grows to that size before it evicts any, and past it only for sequences that live.
-        lock: see `exclusive`. Stores of one model have one.
-        kv_format: see `DropInRunner`.
+        model: See `DropInRunner`. The store does not keep it alive.
+        cache_bytes: Size up to which the store keeps unused prefixes. It grows to this size before
+            it evicts, and grows past it only for live sequences.
+        lock: See `exclusive`. All stores of a model share one lock.
+        kv_format: See `DropInRunner`.
 
     Raises:
-        UnsupportedModelError: the model cannot have one.
+        UnsupportedModelError: The model cannot have a store.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class PagedStore:
         kv_format: KVFormat | None = None,
     ) -> None:
         self.lock: Any = threading.RLock() if lock is None else lock
-        self.is_interrupted = False  # by an exception, in the middle of something
+        self.is_interrupted = False  # an exception cut off an operation
         num_blocks = _INITIAL_BLOCKS
         self.block_size = BLOCK_SIZE
         self.flat = DropInRunner(
@@ -156,52 +155,52 @@ class PagedStore:
             state_bytes=self.flat.layout.bytes_per_slot,
         )
         self._ended: deque[BlockTables] = deque()
-        self.num_compactions = 0  # after each of them blocks have other ids
+        self.num_compactions = 0  # each one changes block ids
         self._is_retired = False
-        # As they were when the device was last set to work, and the states of that time.
+        # Pools and states as of the last `_schedule`.
         self._scheduled = self.flat.pools()
         self._newest_states: list[mx.array] = []
-        self._stream: mx.Stream | None = None  # of lazy calls
-        # The graph they have built, if the device is not at work on it yet.
+        self._stream: mx.Stream | None = None  # for lazy calls
+        # Lazy work that has not been started on the device.
         self._lazy_leases: WeakSet[SequenceHandle] = WeakSet()
         self._lazy_thread: int | None = None
         self._begun = self._scheduled
 
     @property
     def _share_of_limit(self) -> int:
-        """Memory of blocks, and of snapshots where there are any."""
+        """Memory limit for blocks. Snapshots get an equal share if the model has states."""
         return self.limit // 2 if self.has_states else self.limit
 
     @property
     def _max_cached_blocks(self) -> int:
-        """Up to here the store grows for prefixes that nobody uses, in every group."""
+        """Number of blocks, per group, up to which the store grows for unused prefixes."""
         return max(2, self._share_of_limit // max(_NODE_BYTES, self.block_bytes))
 
     def _least_blocks(self, number: int) -> int:
-        """As many blocks of a group would do for what lives, and for unused prefixes within the
-        limit."""
+        """Number of blocks that a group needs for live sequences, and for unused prefixes within
+        the limit."""
         pool = self.kv.attention[number].pool
         within = max(0, self._max_cached_blocks - 1 - pool.num_used)
         return max(_INITIAL_BLOCKS, 1 + pool.num_used + min(pool.num_cached, within))
 
     @property
     def store(self) -> PagedStore:
-        """For `exclusive`."""
+        """Lets `exclusive` find the store."""
         return self
 
     # Leases.
 
     @exclusive
     def lease(self) -> SequenceHandle:
-        """For a sequence without blocks."""
+        """Returns a handle for a new sequence without blocks."""
         self._collect()
         return SequenceHandle(self.kv.open(array(TOKEN_TYPE)), self._ended)
 
     @exclusive
     def fork(self, lease: SequenceHandle, num_tokens: int) -> SequenceHandle:
-        """The same blocks, for a sequence that has the first `num_tokens` tokens.
+        """Returns a handle with the same blocks, for a sequence with the first `num_tokens` tokens.
 
-        Nothing happens on the device until one of the two is written.
+        Nothing is copied on the device until one of the two is written.
         """
         self._collect()
         tables = lease.tables
@@ -209,7 +208,7 @@ class PagedStore:
         return SequenceHandle(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended, state)
 
     def _collect(self) -> None:
-        """Takes back what ended leases held, and gives memory back where there is much of it."""
+        """Frees the blocks of ended leases, and shrinks groups that have much unused memory."""
         if self._ended:
             while self._ended:
                 if self.kv.is_open(self._ended[0]):
@@ -241,13 +240,13 @@ class PagedStore:
     ) -> mx.array:
         """Starts a step that computes ``[start, start + length)`` of each sequence.
 
-        The device is at work on the keys and values then; logits are computed when asked for.
+        Keys and values are started on the device. Logits stay lazy.
 
         Args:
-            tokens: ``[num_rows]``: those of the first sequence, then those of the next.
-            logit_rows: rows whose logits are wanted.
-            input_embeddings: ``[num_rows, hidden_size]`` in the place of the tokens'.
-            is_lazy: builds the step only, if no other thread is there.
+            tokens: ``[num_rows]``, all sequences concatenated.
+            logit_rows: Rows that need logits.
+            input_embeddings: ``[num_rows, hidden_size]``, replaces the token embeddings.
+            is_lazy: Only build the step, provided that the program has no other threads.
 
         Returns:
             ``[len(logit_rows), vocab_size]``.
@@ -303,11 +302,11 @@ class PagedStore:
         number: int,
         num_everywhere: int,
     ) -> AttentionPlan:
-        """Makes ready to write ``[start, start + length)`` of sequences, layer by layer.
+        """Prepares to write ``[start, start + length)`` of sequences, layer by layer.
 
         Args:
-            number: of the layers' group.
-            num_everywhere: tokens that every layer has.
+            number: Group number of the layers.
+            num_everywhere: Number of tokens that every layer has.
         """
         self._begin()
         for lease in leases:
@@ -323,7 +322,7 @@ class PagedStore:
         ends: Sequence[int],
         number: int,
     ) -> list[list[int]]:
-        """Makes ``[start, end)`` of each sequence its own to write; returns a group's tables."""
+        """Makes ``[start, end)`` of each sequence writable; returns its tables in a group."""
         self._collect()
         kv, pool = self.kv, self.kv.attention[number].pool
         for lease, start, end in zip(leases, starts, ends):
@@ -337,21 +336,22 @@ class PagedStore:
             lease.is_torn = True
             self._make_room(kv.num_to_write(tables, start, end, number), number)
             copies = kv.make_writable(tables, start, end, number)
-            if copies is None:  # all that is there is in use
+            if copies is None:  # all blocks are in use
                 missing = kv.num_to_write(tables, start, end, number) - pool.num_available
                 self._grow(pool.num_blocks + max(missing, pool.num_blocks // 4), number)
                 copies = kv.make_writable(tables, start, end, number)
                 assert copies is not None
             if copies:
-                # Here and now: the next sequence may have a block evicted that was copied from.
-                # Whatever is written later comes after this copy, as it takes the pools from it.
+                # Copy now: the next sequence may evict a source block. Later writes take the pools
+                # from this copy, so they run after it.
                 self.flat.copy_blocks(copies, number)
                 self._schedule()
             lease.is_torn = False
         return [lease.tables.attention[number].blocks for lease in leases]
 
     def can_trim(self, leases: Sequence[SequenceHandle], layer: int, num_tokens: int) -> bool:
-        """True if sequences still hold what a layer reads after their first `num_tokens` tokens."""
+        """True if sequences still hold all that a layer reads after the first `num_tokens`
+        tokens."""
         reach = self.flat.spec(layer).reach
         number = self.flat.group_of(reach)
         needed = reach.first_visible(num_tokens) if num_tokens else self.block_size << 32
@@ -359,7 +359,7 @@ class PagedStore:
         return all(first * self.block_size <= needed for first in firsts)
 
     def _make_room(self, num_blocks: int, number: int) -> None:
-        """Grows as far as unused prefixes may take the store; `make_writable` evicts the rest."""
+        """Grows the store up to its limit for unused prefixes; then `make_writable` evicts."""
         pool = self.kv.attention[number].pool
         if pool.num_free < num_blocks and pool.num_quarantined:
             self.settle()
@@ -367,7 +367,7 @@ class PagedStore:
             enough = pool.num_blocks + num_blocks - pool.num_free
             self._grow(min(max(2 * pool.num_blocks, enough), self._max_cached_blocks), number)
         if pool.num_free < num_blocks:
-            self.settle()  # so that what is evicted is free at once
+            self.settle()  # so that evicted blocks are free at once
 
     def _grow(self, num_blocks: int, number: int) -> None:
         self.flat.grow(num_blocks, number)
@@ -375,7 +375,7 @@ class PagedStore:
         self._schedule()
 
     def _cut(self, num_blocks: int, number: int) -> None:
-        """Gives memory back; blocks that are used move to what remains."""
+        """Shrinks a group to `num_blocks`; moves used blocks into the remaining part."""
         if num_blocks >= self.kv.attention[number].pool.num_blocks:
             return
         self.settle()
@@ -388,7 +388,7 @@ class PagedStore:
 
     @exclusive
     def settle(self) -> None:
-        """Waits until all that was read or written has been; what was released is free then."""
+        """Waits for all reads and writes; released blocks are then free."""
         self._begin()
         mx.eval(self.flat.pools(), self.flat.unfinished())
         mx.synchronize()
@@ -398,15 +398,15 @@ class PagedStore:
 
     @property
     def _is_between_steps(self) -> bool:
-        """True if `settle` was cut off: what is built is always part of a step."""
+        """True if `settle` was interrupted; otherwise a step is always open."""
         return self.kv.pool.evaluated_step == self.kv.pool.launched_step
 
     def pools(self) -> list[mx.array]:
-        """Every pool as it is now."""
+        """Returns the current pool arrays."""
         return self.flat.pools()
 
     def _schedule(self, *others: mx.array) -> None:
-        """Sets the device to work on all that was built, and on other arrays."""
+        """Starts all built work on the device, along with `others`."""
         states = self.flat.unfinished()
         mx.async_eval(*others, states, self.flat.pools())  # type: ignore[no-untyped-call]
         self._newest_states = states or self._newest_states
@@ -415,7 +415,7 @@ class PagedStore:
         self._lazy_leases.clear()
 
     def _begin(self) -> None:
-        """Sets the device to work on what lazy calls have built."""
+        """Starts the work of lazy calls on the device."""
         if self._lazy_thread is None:
             return
         try:
@@ -423,14 +423,15 @@ class PagedStore:
         except RuntimeError:
             if self._lazy_thread == threading.get_ident():
                 raise
-            # Only that thread could run it. Older handles are the same memory, unwritten there.
+            # Only the lazy thread could run it. The older pool arrays are the same memory, and the
+            # lost writes never happened.
             for lease in list(self._lazy_leases):
                 lease.is_torn = True
             self.flat.restore(self._begun)
             self._schedule()
 
     def leave(self) -> None:
-        """For `exclusive`: the thread gives the store away."""
+        """Called by `exclusive` before the thread releases the store."""
         if self.flat.has_unfinished and self._lazy_thread is None:
             self._schedule()
 
@@ -455,9 +456,9 @@ class PagedStore:
 
     @exclusive
     def written(self) -> mx.array:
-        """An array that is there once all that was built so far is done.
+        """Returns an array that is evaluated once all work so far is done.
 
-        To wait for it holds nobody up; to wait for the pools is for those who have the store.
+        A thread can wait for it without holding the store, unlike for the pools.
         """
         self._begin()
         [done] = mx.depends([mx.zeros(1)], self.flat.pools() + self._newest_states)
@@ -473,18 +474,18 @@ class PagedStore:
 
     @exclusive
     def count(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """Counts tokens of prompts, and those of them that were found."""
+        """Adds to the counts of prompt tokens and of cached prompt tokens."""
         self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
 
     # Prefixes.
 
     def match(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest stored prefix that a sequence can continue from."""
+        """Returns the longest stored prefix that a sequence can continue from."""
         match = self.kv.match(query)
         while self.has_states:
             limited = self.snapshots.limit(match)
-            match = self.kv.limit(limited)  # (windows may not reach back from there)
+            match = self.kv.limit(limited)  # windows may not reach back from there
             if match.num_full_blocks == limited.num_full_blocks:
                 break
         return match
@@ -492,15 +493,15 @@ class PagedStore:
     # The whole store.
 
     def retire(self) -> None:
-        """The weights have changed: what is stored stays with those who hold it, for nobody new.
+        """Stops sharing after a change of weights; live holders keep their content.
 
-        From the next call on: a model may be collected at any moment, in any thread.
+        Takes effect at the next call, because a finalizer may run this at any time in any thread.
         """
         self._is_retired = True
 
     @exclusive
     def set_limit(self, limit: int) -> None:
-        """Another `cache_bytes`; what is over it goes at once."""
+        """Changes `cache_bytes`; frees the excess at once."""
         self.limit = limit
         self.snapshots.set_limit(self._share_of_limit)
         self._collect()
@@ -510,7 +511,7 @@ class PagedStore:
 
     @exclusive
     def clear(self) -> None:
-        """Forgets every prefix that no live cache holds, and gives their memory back."""
+        """Drops every prefix that no live cache holds, and frees its memory."""
         self._collect()
         self.kv.reset_prefix_cache()
         self.snapshots.clear()
@@ -518,9 +519,9 @@ class PagedStore:
             self._cut(self._least_blocks(number), number)
 
     def recover(self) -> None:
-        """Makes the store whole again after an exception in the middle of something.
+        """Repairs the store after an interrupted operation.
 
-        What was built and not begun is dropped, which only those lose who got the exception.
+        Drops work that was built but not started; only the interrupted caller loses it.
         """
         self.flat.restore(self._scheduled)
         self.flat.unfinished()
@@ -535,7 +536,7 @@ class PagedStore:
 
     @exclusive
     def stats(self) -> StoreStats:
-        """Its numbers now."""
+        """Current statistics."""
         self._collect()
         pool, *windows = [group.pool for group in self.kv.attention]
         nbytes = sum(
@@ -557,7 +558,7 @@ class PagedStore:
 
     @exclusive
     def check_integrity(self) -> None:
-        """Recounts blocks, prefix tree and tables; raises `IntegrityError`."""
+        """Recounts blocks, prefix tree and tables; raises `IntegrityError` on a mismatch."""
         self._collect()
         self.kv.check_integrity()
 

@@ -1,7 +1,7 @@
-"""Puts the seams in place and takes them out again, as a whole.
+"""Patching: applies and removes all seams together.
 
-A program may import mlx_lm before mlx_paged, after it, or never: `arrange` patches at once in the
-first case and has the import patched in the others.
+A program may import mlx_lm before mlx_paged, after it, or never. `arrange` patches at once in the
+first case, and hooks the import otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlx_paged.errors import MlxPagedError
 from mlx_paged.import_hooks import around_import, forget_import
 
 DISABLE_VARIABLE = "MLX_PAGED_DISABLE"
-# `import mlx_lm` loads these, the last one last; the others come when a program asks for them.
+# `import mlx_lm` loads these in this order; the other modules load on demand.
 _CORE_MODULES = ("mlx_lm.models.cache", "mlx_lm.utils", "mlx_lm.generate")
 _LAST_MODULE = _CORE_MODULES[-1]
 _LATER_MODULES = tuple({seam.module for seam in SEAMS} - set(_CORE_MODULES))
@@ -27,10 +27,10 @@ _WATCHED_MODULES = (*_LATER_MODULES, _LAST_MODULE)
 
 
 class MlxLmMismatchError(MlxPagedError, RuntimeError):
-    """mlx-lm is not what the seams were made for: nothing of it was replaced.
+    """mlx-lm differs from what the seams expect. Nothing was replaced.
 
     Attributes:
-        reasons: One for each symbol that differs.
+        reasons: One per symbol that differs.
     """
 
     def __init__(self, reasons: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class MlxLmMismatchError(MlxPagedError, RuntimeError):
 
 
 class _Replaced(NamedTuple):
-    """The current place of everything that was replaced."""
+    """One applied seam."""
 
     seam: Seam
     original: Any
@@ -61,12 +61,12 @@ def is_disabled() -> bool:
 
 
 def is_patched() -> bool:
-    """True if mlx-lm is paged at the moment."""
+    """True if mlx-lm is currently paged."""
     return bool(_replaced)
 
 
 def arrange() -> None:
-    """Patches mlx-lm now if it is loaded, and when it is otherwise. Never raises."""
+    """Patches mlx-lm now if it is loaded, otherwise when it loads. Never raises."""
     if is_disabled():
         return
     _watch_imports()
@@ -75,13 +75,13 @@ def arrange() -> None:
 
 
 def patch() -> bool:
-    """Makes mlx-lm paged; twice changes nothing.
+    """Makes mlx-lm paged. Idempotent.
 
     Returns:
-        Whether it is: false where ``MLX_PAGED_DISABLE`` is set.
+        True if mlx-lm is paged; False if ``MLX_PAGED_DISABLE`` is set.
 
     Raises:
-        MlxLmMismatchError: a symbol of mlx-lm is missing or takes other parameters; nothing was
+        MlxLmMismatchError: A symbol of mlx-lm is missing or takes other parameters. Nothing was
             replaced.
     """
     if is_disabled():
@@ -95,9 +95,9 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Puts back everything that was replaced, and does not patch what is loaded later.
+    """Restores everything that was replaced, and stops patching later imports.
 
-    Prompt caches that live go on working.
+    Live prompt caches keep working.
     """
     for name in _WATCHED_MODULES:
         forget_import(name)
@@ -105,16 +105,16 @@ def unpatch() -> None:
     _replaced.clear()
     if "mlx_paged.drop_in.registry" in sys.modules:
         import_module("mlx_paged.drop_in.registry").forget_all()
-        import_module("mlx_paged.model.patches").uninstall()  # who needs it installs it again
+        import_module("mlx_paged.model.patches").uninstall()  # reinstalled on demand
 
 
 def _apply(seams: Sequence[Seam]) -> None:
-    """Replaces the symbols of some seams, all or none."""
+    """Applies seams, all or none."""
     modules = {seam.module: sys.modules[seam.module] for seam in seams}
     reasons = [r for seam in seams if (r := mismatch(modules[seam.module], seam)) is not None]
     if reasons:
         raise MlxLmMismatchError(reasons)
-    # Everything is made before anything is replaced: what fails here leaves mlx-lm as it is.
+    # Build every replacement before applying any, so a failure leaves mlx-lm unchanged.
     made = []
     for seam in seams:
         if seam.maker is not None:
@@ -129,15 +129,15 @@ def _apply(seams: Sequence[Seam]) -> None:
 
 
 def _rebind(replacements: Sequence[tuple[Seam, Any, Any]]) -> None:
-    """Puts the new object wherever mlx-lm's modules have the old: many import it by name."""
-    new_of: dict[int, Any] = {}  # by the old object's id: not everything has a hash
+    """Replaces the old object in every mlx-lm module, because many import it by name."""
+    new_of: dict[int, Any] = {}  # by id(old), because not every object is hashable
     for seam, old, new in replacements:
         owner, name, _ = resolve(sys.modules[seam.module], seam.symbol)
         setattr(owner, name, new)
         if not isinstance(owner, type):
             new_of[id(old)] = new
-    # (Programs with many libraries have ten thousand modules, so these are gone through once.)
-    for module_name, module in sys.modules.copy().items():  # (others may import meanwhile)
+    # Scan only once: a large program may have ten thousand modules.
+    for module_name, module in sys.modules.copy().items():  # other threads may import meanwhile
         if module is None or not (module_name == "mlx_lm" or module_name.startswith("mlx_lm.")):
             continue
         for attribute, value in list(vars(module).items()):
@@ -149,7 +149,7 @@ def _patch_or_warn() -> None:
     try:
         patch()
     except Exception as error:
-        # An import of mlx_lm is no place to fail in: the program works without us.
+        # Never fail an import of mlx_lm: the program works without us.
         reason = error if isinstance(error, MlxPagedError) else f"{type(error).__name__}: {error}"
         warnings.warn(f"mlx-lm is not paged: {reason}", RuntimeWarning, stacklevel=2)
 

@@ -1,4 +1,4 @@
-"""Registry: finds the store of a model, if it has one, and routes the model's calls to it."""
+"""Registry: finds or creates the store of a model, and routes the model's calls to it."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from mlx_paged.engine.guard import check_process, claim_process
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.kv_formats import KVFormat
 
-#: Memory for prefixes that nobody uses at the moment, in bytes, for each model.
+#: Environment variable: bytes per model for unused prefixes.
 CACHE_BYTES_VARIABLE = "MLX_PAGED_CACHE_BYTES"
 
 _SMALL = 1 << 16  # bytes
 
 _stores: dict[int, _Entry] = {}  # by id(model): modules cannot be hashed
 _warned: set[str] = set()
-_finding = threading.Lock()  # of entries; what an entry holds has a lock of its own
+_finding = threading.Lock()  # guards _stores; each entry has its own lock
 
 
 class _Entry:
     """The stores of one model.
 
     Attributes:
-        lock: Of all of them. Whoever has it may run the model in steps and look at its weights.
-        stores: With the model's present weights, one for each set of caches that it may ask for
-            (they can be changed at run time), and each format of keys and values.
+        lock: Shared by all stores. Its holder may run the model and read its weights.
+        stores: Stores for the model's current weights, one per set of cache types and KV format.
+            The set can change at run time.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.stores: dict[tuple[Any, ...], PagedStore | None] = {}
-        self.limit: int | None = None  # bytes for unused prefixes; None: as the environment says
-        self.sample_failure = ""  # there is no store
+        self.limit: int | None = None  # bytes for unused prefixes; None: from the environment
+        self.sample_failure = ""  # why there is no store
         self._weights: list[tuple[str, _Weight]] | None = None
 
     def store(
         self, model: nn.Module, kinds: tuple[Any, ...], kv_format: KVFormat | None
     ) -> PagedStore | None:
-        """The store for a set of caches and a format, made when it is first asked for."""
+        """Returns the store for a set of cache types and a KV format; creates it on first use."""
         with InterruptsDeferred(), self.lock:
             if self._weights is None or not self._is_current(model, self._weights):
                 self.retire()
@@ -76,7 +76,7 @@ class _Entry:
             except MlxPagedError as error:
                 reason = str(error)
             except Exception as error:
-                # Whatever a model does with caches that it was not made for, it is not proven.
+                # A model may fail in any way with caches that it does not know.
                 kind = str(getattr(model, "model_type", type(model).__name__))
                 reason = f"model_type {kind!r} is not supported: {type(error).__name__}: {error}"
         self.sample_failure = reason
@@ -84,13 +84,13 @@ class _Entry:
         return None
 
     def forget_weights(self) -> None:
-        """Makes the next call begin a new store, whatever the weights look like."""
+        """Makes the next call create a new store, even if the weights look unchanged."""
         with InterruptsDeferred(), self.lock:
             self.retire()
             self._weights = None
 
     def retire(self) -> None:
-        """The stores are for nobody new."""
+        """Retires all stores; only their current holders keep using them."""
         stores, self.stores = self.stores, {}
         for store in stores.values():
             if store is not None:
@@ -98,7 +98,7 @@ class _Entry:
 
     @staticmethod
     def _is_current(model: nn.Module, known: list[tuple[str, _Weight]]) -> bool:
-        """True if the weights are there that the stored keys and values were computed with."""
+        """True if the model still has the weights that its stores were computed with."""
         weights = _weights(model)
         return len(weights) == len(known) and all(
             name == known_name and weight.is_still(array)
@@ -107,17 +107,17 @@ class _Entry:
 
 
 class _Weight:
-    """An array's contents, remembered without keeping them alive; a small array's are kept."""
+    """Identifies an array's contents without keeping them alive; also copies small arrays."""
 
     def __init__(self, array: mx.array) -> None:
         self._contents = ops.array_contents(array)
-        # (Another Python object: an update in place shall not reach it.)
+        # A separate object, so that in-place updates do not change it.
         self._value = mx.array(array) if array.nbytes <= _SMALL else None
 
     def is_still(self, array: mx.array) -> bool:
-        """True if this array has the same contents, or is a small one of the same values.
+        """True if this array has the same contents, or is small and has equal values.
 
-        (Gemma 3n replaces small weights of its own, by what they are already, in every forward.)
+        Gemma 3n replaces some of its small weights with equal ones in every forward.
         """
         if self._contents.are_still_of(array):
             return True
@@ -131,16 +131,16 @@ class _Weight:
 
 
 def _weights(model: nn.Module) -> list[tuple[str, mx.array]]:
-    """The parameters in their order, each with its name in its module.
+    """Returns the parameters in order, each with its name in its module.
 
-    (Every new prompt cache asks: `Module.parameters` takes several times as long.)
+    Runs for every new prompt cache; `Module.parameters` is several times slower.
     """
     found: list[tuple[str, mx.array]] = []
 
     def collect(name: str, value: object) -> None:
         if isinstance(value, mx.array):
             found.append((name, value))
-        elif isinstance(value, dict):  # modules are
+        elif isinstance(value, dict):  # includes modules
             for key, inner in value.items():
                 if isinstance(inner, (mx.array, dict, list)) and not key.startswith("_"):
                     collect(key, inner)
@@ -155,20 +155,20 @@ def _weights(model: nn.Module) -> list[tuple[str, mx.array]]:
 def store_for(
     model: Any, caches: Sequence[Any], kv_format: KVFormat | None = None
 ) -> PagedStore | None:
-    """The store of a model; None (and one warning that names the family) where it has none.
+    """Returns the store of a model. If it has none, warns once with the reason and returns None.
 
     Args:
         caches: mlx-lm's own caches for the model.
-        kv_format: what keys and values are kept in; None: as the model computes.
+        kv_format: Storage format of keys and values; None uses the model's dtype.
 
     Raises:
-        ForkedProcessError: in a child of a process that has used MLX.
+        ForkedProcessError: Called in a forked child of a process that has used MLX.
     """
-    check_process()  # before any lock is asked for
+    check_process()  # before taking any lock
     if not isinstance(model, nn.Module):
         return None
     if any(isinstance(c, RotatingKVCache) and c.keep for c in caches):
-        return None  # asked for with `max_kv_size`: a cache that forgets the middle of its text
+        return None  # `max_kv_size` is set: the cache drops the middle of the text
     with _finding:
         entry = _stores.get(id(model))
         if entry is None:
@@ -179,24 +179,24 @@ def store_for(
 
 
 def entry_of(model: Any) -> _Entry | None:
-    """All that is known of a model."""
+    """Returns the entry of a model, or None."""
     return _stores.get(id(model))
 
 
 def stores_of(model: Any) -> list[PagedStore]:
-    """Every store of a model."""
+    """Returns all stores of a model."""
     entry = _stores.get(id(model))
     return [] if entry is None else [s for s in entry.stores.values() if s is not None]
 
 
 def forget_all() -> None:
-    """Drops every store. Live prompt caches keep theirs."""
+    """Drops all stores. Live prompt caches keep theirs."""
     for key in list(_stores):
         _drop(key)
 
 
 def _drop(key: int) -> None:
-    # (A finalizer, too: at any moment, in any thread, so it waits for no lock.)
+    # Also runs as a finalizer, at any time in any thread, so it must not wait for a lock.
     entry = _stores.pop(key, None)
     if entry is not None:
         entry.retire()
@@ -232,17 +232,17 @@ def _cache_bytes() -> int:
 
 
 def _reroute(model: nn.Module) -> None:
-    """Makes ``model(tokens, cache=caches)`` a step of the store; twice changes nothing.
+    """Makes ``model(tokens, cache=caches)`` a step of the store. Idempotent.
 
-    Only the class of the one model changes, to a subclass of itself. With any other cache, or none,
-    the model is as mlx-lm made it.
+    Changes only this model's class, to a subclass. With any other cache, or none, the model behaves
+    as before.
     """
     base: Any = type(model)
     if getattr(base, "mlx_paged_reroutes", False):
-        return  # (copies of a model have its class)
+        return  # a copy of a rerouted model has its class
     signature = inspect.signature(base.__call__)
 
-    @wraps(base.__call__)  # mlx-lm reads off its parameters what a model can do
+    @wraps(base.__call__)  # mlx-lm inspects the parameters for features
     def __call__(self: Any, *args: Any, **kwargs: Any) -> mx.array:
         caches = kwargs.get("cache")
         if caches is None and len(args) > 1:

@@ -1,7 +1,7 @@
-"""DropInRunner: a model and its pools, run the one way in which its family was proven.
+"""DropInRunner: runs a model over its pools the same way as the engine.
 
-The engine runs ``[rows, 1]`` tokens, every token a row, and so does this, whatever shape mlx-lm's
-code calls the model in.
+Both run ``[rows, 1]`` tokens, one row per token, because this is how the model family was verified.
+mlx-lm's code may call the model with any shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mlx_paged.model.kv_formats import KVFormat
 from mlx_paged.model.layout import CacheSpec, KVCacheGroupSpec, LayerSpec, StateSpec
 from mlx_paged.ops import AttentionPlan
 
-# Tokens that windows keep behind what their rows see, so that a sequence can be trimmed a little.
+# Extra tokens that windows keep, so that a sequence can be trimmed a little.
 WINDOW_SLACK = 64
 
 Tables = Sequence[Sequence[int]]  # blocks of each sequence
@@ -43,15 +43,16 @@ class DropInRunner:
     """Runs steps of ragged sequences. Does not keep its model alive.
 
     Attributes:
-        windows: Windows of the model's layers; those of one window are a group, with block tables
-            of their own. Group 0 are all other layers (chunks of a text too, whose blocks stay).
+        windows: Windows of the model's layers. Layers with the same window form a group with its
+            own block tables. Group 0 has all other layers, including chunked attention, which
+            releases no blocks.
 
     Args:
-        model: its modules are changed in place, in ways that show only while a step is built.
-        kv_format: what keys and values are kept in; None: as the model computes.
+        model: Its modules are changed in place, with effect only while a step is built.
+        kv_format: Storage format of keys and values; None uses the model's dtype.
 
     Raises:
-        UnsupportedModelError: the family is not proven, or this model of it is not served.
+        UnsupportedModelError: The family is not verified, or this model is not supported.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class DropInRunner:
         block_size: int,
         kv_format: KVFormat | None = None,
     ) -> None:
-        # Here, not above: this very import of mlx_lm may have come from there.
+        # Imported late, because an import of mlx_lm may have led here.
         from mlx_paged.model.wrap import build_paged_model
 
         config = _config_of(model)
@@ -89,7 +90,7 @@ class DropInRunner:
         }
         self._step_states = StepStates(paged.layout.states)
         self._batches: WeakSet[StateBatch] = WeakSet()
-        self._unfinished: WeakSet[StateBatch] = WeakSet()  # of these nobody has asked for yet
+        self._unfinished: WeakSet[StateBatch] = WeakSet()  # not yet returned by `unfinished`
         numbers = count()
         paged.allocate(
             num_blocks,
@@ -105,25 +106,25 @@ class DropInRunner:
 
     @property
     def specs(self) -> Sequence[CacheSpec]:
-        """The contents of each cache, in the order of mlx-lm's caches outside their lists."""
+        """The spec of each cache, in the order of mlx-lm's flattened caches."""
         return self.layout.specs
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of a token in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return self.layout.bytes_per_token()
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers that have block tables of their own."""
+        """Number of layer groups with their own block tables."""
         return 1 + len(self.windows)
 
     def group_of(self, reach: KVCacheGroupSpec) -> int:
-        """The number of the group whose tables layers of this reach use."""
+        """Returns the group number of layers with this reach."""
         return self._numbers.get(reach, 0)
 
     def block_bytes(self, number: int) -> int:
-        """Keys and values of a block in the layers of a group."""
+        """Bytes of one block's keys and values in the layers of a group."""
         reaches = self._reaches(number)
         return self.block_size * sum(self.layout.bytes_per_token(reach) for reach in reaches)
 
@@ -131,7 +132,7 @@ class DropInRunner:
         return [reach for reach in self.layout.reaches if self.group_of(reach) == number]
 
     def is_of(self, model: object) -> bool:
-        """True if this runs that very model."""
+        """True if this runs `model`."""
         return self._model() is model
 
     # Steps.
@@ -149,21 +150,21 @@ class DropInRunner:
         """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
 
         Returns:
-            The logits, and the recurrent state of each sequence after the step (none where the
-            model has none).
+            The logits, and the recurrent state of each sequence after the step; no states if the
+            model has no recurrent layers.
 
         Args:
-            tables: blocks of each sequence, for each group.
-            context_lens: tokens of each sequence once this step's are written.
-            query_lens: how many of them are this step's rows.
-            input_embeddings: ``[num_rows, hidden_size]``, in the place of the tokens'.
-            states: of each sequence before the step, for a model that has recurrent state; None:
-                before the first token.
+            tables: Blocks of each sequence, for each group.
+            context_lens: Number of tokens of each sequence after this step.
+            query_lens: Number of rows of each sequence in this step.
+            input_embeddings: ``[num_rows, hidden_size]``, replaces the token embeddings.
+            states: State of each sequence before the step, for recurrent models; None before the
+                first token.
         """
         from mlx_paged.model.plan import StateSlots, StepInputs
 
         slots = None
-        if self.layout.has_states:  # (no slots here, but the step is to see which sequences begin)
+        if self.layout.has_states:  # placeholder slots; they only mark which sequences begin
             writes = range(1, 1 + len(query_lens))
             slots = StateSlots([0 if s is None else i for i, s in zip(writes, states)], writes)
         inputs = StepInputs(
@@ -192,7 +193,7 @@ class DropInRunner:
                 made = self._step_states.made()
                 for state in made:
                     self._remember(state.batch)
-        # (A head that was replaced since, for example by a quantised one, gives all rows.)
+        # A head that was replaced later, for example by a quantized one, returns all rows.
         if len(logits) != len(logit_rows):
             logits = logits[mx.array(logit_rows)]
         return logits, made
@@ -202,13 +203,13 @@ class DropInRunner:
             return tables[0]
         return {reach: tables[self.group_of(reach)] for reach in self.layout.reaches}
 
-    # Layers by themselves, for what is put in and taken out.
+    # Single layers: dense reads and writes.
 
     def write(self, layer: int, plan: AttentionPlan, keys: mx.array, values: mx.array) -> None:
         """Writes ``[batch, num_kv_heads, length, head_dim]`` keys and values of one layer.
 
         Raises:
-            ValueError: for other heads or head dims than the layer has.
+            ValueError: The number of heads or the head dim does not match the layer.
         """
         spec = self.spec(layer)
         dims = (spec.key_dim, spec.value_dim)
@@ -221,7 +222,7 @@ class DropInRunner:
                     f"but got {array.shape[1]} of {array.shape[3]}: this cache belongs to another "
                     "model"
                 )
-        if spec.latent:  # mlx-lm keeps the two halves apart, the pool side by side
+        if spec.latent:  # mlx-lm keeps two arrays, the pool has them side by side
             keys, values = mx.concatenate([keys, values], axis=-1), values[..., :0]
         cache = self._caches[layer]
         cache.key_pool, cache.value_pool = ops.write_kv(
@@ -256,7 +257,7 @@ class DropInRunner:
         return (keys[:, :, start:], values[:, :, start:]) if start else (keys, values)
 
     def spec(self, layer: int) -> LayerSpec:
-        """The contents of a cache that the model uses."""
+        """Returns the spec of an attention cache that the model uses."""
         spec = self.specs[layer]
         assert isinstance(spec, LayerSpec), f"cache {layer} of the model is not used"
         return spec
@@ -264,10 +265,10 @@ class DropInRunner:
     # Recurrent states.
 
     def checked_states(self, number: int, entries: Sequence[mx.array | None]) -> Entries:
-        """``[num_seqs, ...]`` arrays from outside, as a recurrent cache holds them.
+        """Converts ``[num_seqs, ...]`` arrays from outside to the form of a recurrent cache.
 
         Raises:
-            ValueError: for other shapes than the layer has, or different numbers of sequences.
+            ValueError: The shapes do not match the layer, or the batch sizes differ.
         """
         spec = self.layout.states[number]
         if len(entries) != len(spec.shapes):
@@ -284,7 +285,7 @@ class DropInRunner:
         return checked
 
     def states_of(self, arrays: Arrays, num_seqs: int) -> list[State]:
-        """The states of sequences side by side, from ``[num_seqs, ...]`` arrays of each cache."""
+        """Returns the states of a batch, from the ``[num_seqs, ...]`` arrays of each cache."""
         batch = StateBatch(arrays, num_seqs)
         self._remember(batch)
         return [State(batch, row) for row in range(num_seqs)]
@@ -301,32 +302,33 @@ class DropInRunner:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of all states that are there."""
+        """Memory of all live states."""
         return sum(batch.nbytes for batch in list(self._batches))
 
     # Pools.
 
     def pools(self) -> list[mx.array]:
-        """Every pool as it is now."""
+        """Returns the current pool arrays."""
         return self._paged.pools()
 
     def unfinished(self) -> list[mx.array]:
-        """The states that were made since the last call: what is to be evaluated."""
+        """Returns the state arrays created since the last call, for evaluation."""
         states = [array for batch in self._unfinished for array in batch.present]
         self._unfinished.clear()
         return states
 
     @property
     def has_unfinished(self) -> bool:
-        """True if states were made since."""
+        """True if states were created since the last `unfinished`."""
         return bool(self._unfinished)
 
     def restore(self, pools: list[mx.array]) -> None:
-        """Puts back what `pools` returned: the same memory, as writing is in place."""
+        """Restores the arrays that `pools` returned. Writes are in place, so the memory is the
+        same."""
         self._paged.restore(pools)
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]], number: int = 0) -> None:
-        """Copies blocks, as (src, dst), in every layer of a group."""
+        """Copies blocks (src, dst) in every layer of a group."""
         copies = mx.array(list(pairs), dtype=mx.int32)
         for reach in self._reaches(number):
             self._paged.copy_blocks(copies, reach)
@@ -336,23 +338,23 @@ class DropInRunner:
         return [cache for cache in caches if self.group_of(cache.spec.reach) == number]
 
     def cut(self, num_blocks: int, number: int = 0) -> None:
-        """Gives the memory of a group's blocks from `num_blocks` on back."""
+        """Frees the memory of a group's blocks from `num_blocks` on."""
         for cache in self._caches_of(number):
             for name in ("key_pool", "value_pool"):
                 pool = mx.contiguous(getattr(cache, name)[:num_blocks])
                 mx.eval(pool)
                 setattr(cache, name, pool)
-        mx.clear_cache()  # (MLX would keep it)
+        mx.clear_cache()  # MLX would keep the freed memory
 
     def grow(self, num_blocks: int, number: int = 0) -> None:
-        """Makes room for more blocks of a group; what is there stays."""
+        """Grows a group to `num_blocks` blocks; keeps the existing ones."""
         for cache in self._caches_of(number):
             for name, dim in zip(("key_pool", "value_pool"), cache.spec.pool_dims):
                 old: mx.array = getattr(cache, name)
                 more, block_size, heads = num_blocks - len(old), *old.shape[1:3]
                 added = ops.allocate_pool(more, block_size, heads, dim, old.dtype)
                 pool = mx.concatenate([old, added])
-                mx.eval(pool)  # pool by pool, so that only one of them is there twice
+                mx.eval(pool)  # one pool at a time, so that only one exists twice
                 setattr(cache, name, pool)
 
 
@@ -365,17 +367,16 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
             model_type = module
             break
     args = getattr(model, "args", None)
-    # (All the way down: a multimodal model's text model has arguments of its own.)
+    # `asdict` recurses: a multimodal model's text model has its own args.
     fields = asdict(args) if is_dataclass(args) and not isinstance(args, type) else {}
     return {**fields, "model_type": model_type}
 
 
 def _order_reads(cache: Any) -> None:
-    """Makes whatever is written after a read come after it, in whatever order results are asked
-    for.
+    """Makes every write depend on the reads before it, in any order of evaluation.
 
-    Writing is in place, and mlx-lm's callers may well trim a cache and go on before they evaluate
-    logits. (The engine evaluates every step, and needs nothing of this.)
+    Writes are in place, and mlx-lm's callers may trim a cache and continue before they evaluate
+    logits. The engine evaluates every step, so it does not need this.
     """
     method = "attend" if hasattr(cache, "attend") else "update_and_fetch"
     read = getattr(type(cache), method)

@@ -1,7 +1,7 @@
-"""Where mlx-lm is replaced: every symbol, why, and what it must look like for that.
+"""Seams: the complete list of mlx-lm symbols that are replaced or relied on, with signatures.
 
-The list is complete. `patching` reads it, replaces nothing where mlx-lm differs from it anywhere,
-and puts everything back on request.
+`patching` applies the list, restores everything on request, and replaces nothing if any entry does
+not match.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-#: Versions of mlx-lm on which the list was checked, by running mlx-lm's own tests with it.
+#: mlx-lm versions whose own tests pass with the list applied.
 CHECKED_ON = ("0.32.2",)
 
 
@@ -20,12 +20,12 @@ class Seam:
     """One symbol of mlx-lm.
 
     Attributes:
-        module: Where it is defined.
-        symbol: Its name there; ``Class.method`` for a method.
-        signature: Its parameters, as `signature_of` writes them.
-        why: What it is replaced for; for a symbol that is only relied on, what for.
-        maker: ``module:function`` under `mlx_paged.drop_in` that takes the original and returns
-            its replacement; None for a symbol that is only relied on.
+        module: Module that defines it.
+        symbol: Name in the module; ``Class.method`` for a method.
+        signature: Parameters, in the format of `signature_of`.
+        why: Reason to replace it or rely on it.
+        maker: ``module:function`` under `mlx_paged.drop_in` that takes the original and returns the
+            replacement; None for a symbol that is only relied on.
     """
 
     module: str
@@ -36,7 +36,7 @@ class Seam:
 
     @property
     def name(self) -> str:
-        """Where it is, in full."""
+        """Fully qualified name."""
         return f"{self.module}.{self.symbol}"
 
 
@@ -123,18 +123,18 @@ SEAMS = (
 
 
 def resolve(module: ModuleType, symbol: str) -> tuple[Any, str, Any]:
-    """The owner of a symbol, its name there, and what is there now (None where nothing is)."""
+    """Returns the owner of a symbol, its name there, and its current value or None."""
     owner: Any = module
     *path, name = symbol.split(".")
     for part in path:
         owner = getattr(owner, part, None)
-    # From a class as it is stored there, not bound.
+    # Read from the class dict, to get the raw function and not a bound one.
     found = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)
     return owner, name, found
 
 
 def signature_of(function: Any) -> str:
-    """Parameters of a callable: names, kinds, and which of them have a default."""
+    """Formats the parameters of a callable: names, kinds, and a "=" after those with a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -152,7 +152,7 @@ def signature_of(function: Any) -> str:
 
 
 def mismatch(module: ModuleType, seam: Seam) -> str | None:
-    """Returns how a symbol differs from what is expected; None where it does not."""
+    """Returns how a symbol differs from the seam, or None if it matches."""
     _, _, found = resolve(module, seam.symbol)
     if found is None:
         return f"{seam.name} does not exist (expected: {seam.signature})"

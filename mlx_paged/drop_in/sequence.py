@@ -1,4 +1,4 @@
-"""PagedSequence: what the caches of all layers of one prompt cache have in common."""
+"""PagedSequence: the sequence behind the layer caches of one prompt cache."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ from mlx_paged.drop_in.states import Arrays, State, unshared
 from mlx_paged.model.layout import LayerSpec, StateSpec
 from mlx_paged.ops import AttentionPlan
 
-# Blocks between two states that are kept on the way through an answer, as in the engine.
+# Blocks between two state snapshots during generation, as in the engine.
 _INTERVAL = 8
 
 
 class PagedSequence:
-    """A sequence (or several of equal length, side by side) in a store.
+    """A sequence in a store, or a batch of sequences of equal length.
 
-    A forward moves all layers on at once. Each has an offset of its own all the same, because
-    mlx-lm trims, sets and sometimes writes caches one by one.
+    A forward advances all layers at once. Each layer still has its own offset, because mlx-lm
+    trims, sets and sometimes writes caches one by one.
 
     ::
 
-        [0, len(tokens))        known: these can be found by others with the same prefix
-        [len(tokens), offset)   computed from whatever the model was given
+        [0, len(tokens))        known tokens: other sequences with the same prefix can find them
+        [len(tokens), offset)   computed from unknown tokens
 
-    (While a batch computes its prompt, `tokens` goes past `offset`: see `announce`.)
+    While a batch computes its prompt, `tokens` extends past `offset`; see `announce`.
 
-    Recurrent layers have a state in the place of keys and values, which is that of `offset` and of
-    no other length. Where it is kept for others (`plan_snapshots`) a step ends.
+    Recurrent layers have a state in place of keys and values. It exists only at `offset`, so a step
+    must end wherever `plan_snapshots` wants to keep it.
     """
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store
-        self.leases = [store.lease()]  # one for each of the sequences side by side
+        self.leases = [store.lease()]  # one per sequence of the batch
         self.offsets = [0] * len(store.flat.specs)
         self._begin()
 
     def _begin(self) -> None:
-        self._num_written = 0  # positions from here on were never written by this sequence
-        # The piece that is being written layer by layer: its place, and each group's plan.
+        self._num_written = 0  # this sequence has written no position from here on
+        # The piece being written layer by layer: (start, length, compactions), and group plans.
         self._piece: tuple[int, int, int] | None = None
         self._plans: dict[int, AttentionPlan] = {}
-        # Tokens that a loop has announced: they are shared as they are computed.
+        # Tokens announced by a loop; they are shared as they are computed.
         self._expected: Sequence[int] = ()
-        self._is_foreign = False  # a state was set from outside, which says nothing of its tokens
-        # Where the state is kept for others: at these positions of the prompt, and in the answer.
+        self._is_foreign = False  # a state was set from outside, so its tokens are unknown
+        # Snapshots: at these prompt positions, and during the output from `_answer_from` on.
         self._due: set[int] = set()
         self._answer_from: int | None = None
-        self._kept: dict[int, State] = {}  # by depth in blocks: their nodes are not there yet
-        self._newest: PrefixNode | None = None  # has the last state of the answer that was kept
+        self._kept: dict[int, State] = {}  # by depth in blocks; their nodes do not exist yet
+        self._newest: PrefixNode | None = None  # node of the newest output snapshot
 
     @property
     def offset(self) -> int:
-        """Tokens in the cache."""
+        """Number of tokens in the cache."""
         return max(self.offsets)
 
     @property
     def tables(self) -> BlockTables:
-        """Block tables of the first of the sequences."""
+        """Block tables of the first sequence."""
         return self.leases[0].tables
 
     @property
     def tokens(self) -> array[int]:
-        """The known tokens at the head of the sequence; none where several lie side by side."""
+        """The known tokens at the head of the sequence; empty for a batch."""
         return self.tables.tokens  # type: ignore[return-value]
 
     @property
@@ -80,17 +80,17 @@ class PagedSequence:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing in the cache."""
+        """True if the cache is empty."""
         return self.offset == 0 and all(lease.state is None for lease in self.leases)
 
     @exclusive
     def fork(self) -> PagedSequence:
-        """A copy that shares every block until one of the two is written."""
+        """Returns a copy that shares every block until one of the two is written."""
         other = PagedSequence.__new__(PagedSequence)
         other.store = self.store
         other.leases = [self.store.fork(lease, self.offset) for lease in self.leases]
         other.offsets = list(self.offsets)
-        other._begin()  # what is written after the fork is written to blocks of its own
+        other._begin()  # a write after the fork goes to new blocks
         other._is_foreign = self._is_foreign
         return other
 
@@ -110,8 +110,8 @@ class PagedSequence:
         """``[batch, length]`` tokens -> ``[batch, length, vocab_size]`` logits.
 
         Raises:
-            ValueError: for another number of sequences than the cache holds, or for layers that
-                were trimmed by different numbers of tokens.
+            ValueError: The batch size does not match the cache, or the layers have different
+                offsets.
         """
         batch, length = (tokens if input_embeddings is None else input_embeddings).shape[:2]
         start = self.offset
@@ -123,7 +123,7 @@ class PagedSequence:
         del self.tokens[start:]
         self.before_write(start, start + length)
         if input_embeddings is not None:
-            tokens = mx.zeros((batch, length), dtype=mx.int32)  # the embeddings stand for them
+            tokens = mx.zeros((batch, length), dtype=mx.int32)  # unused placeholders
         pieces: list[mx.array] = []
         done = 0
         while done < length or not pieces:
@@ -155,10 +155,11 @@ class PagedSequence:
 
     @exclusive
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Moves one layer on by ``[batch, num_kv_heads, length, head_dim]`` keys and values.
+        """Appends ``[batch, num_kv_heads, length, head_dim]`` keys and values to one layer.
 
         Raises:
-            ValueError: for another number of sequences than the cache holds, or other heads.
+            ValueError: The batch size does not match the cache, or the heads do not match the
+                layer.
         """
         start, batch, length = self.offsets[layer], keys.shape[0], keys.shape[2]
         flat = self.store.flat
@@ -178,15 +179,15 @@ class PagedSequence:
             self._plans[number] = plan
         self.store.write(layer, self._plans[number], keys, values)
         self.offsets[layer] = start + length
-        for other in self.store.flat.state_numbers:  # nobody says how far these are
+        for other in self.store.flat.state_numbers:  # mlx-lm does not track their offsets
             self.offsets[other] = max(self.offsets[other], start + length)
 
     def before_write(self, start: int, end: int) -> None:
-        """Makes ready to write ``[start, end)``."""
+        """Prepares to write ``[start, end)``."""
         self._forget_plans()
         if start < self._num_written:
-            # Backends order a write after the reads of a buffer in different ways; finishing them
-            # first is right on all.
+            # Backends order a write after reads of the same buffer in different ways. Finishing
+            # the reads first works on all of them.
             self.store.settle()
         self._num_written = end
 
@@ -199,13 +200,13 @@ class PagedSequence:
         self.offsets = [offset] * len(self.offsets)
 
     def advance_to(self, offset: int) -> None:
-        """A step of all layers at once has been built."""
+        """Sets the offset after a step of all layers; keeps the state if a snapshot is due."""
         self.move_to(offset)
         depth, rest = divmod(offset, self.store.block_size)
         state = self.leases[0].state
         if self._answer_from is None or rest or state is None:
             return
-        # A state costs nothing as long as its sequence runs alone; else it is copied.
+        # A state of a sequence that runs alone is free to keep; others must be copied.
         is_answer = offset >= self._answer_from
         if offset in self._due or (is_answer and (state.batch.size == 1 or depth % _INTERVAL == 0)):
             self._due.discard(offset)
@@ -215,7 +216,7 @@ class PagedSequence:
 
     @exclusive
     def states(self, layer: int) -> list[mx.array | None]:
-        """``[batch, ...]`` arrays of a recurrent layer."""
+        """Returns the ``[batch, ...]`` arrays of a recurrent layer."""
         entries = self._state_arrays()[self.store.flat.state_numbers[layer]]
         out = [None if array is None else unshared(array) for array in entries]
         mx.async_eval([array for array in out if array is not None])  # type: ignore[no-untyped-call]
@@ -234,10 +235,10 @@ class PagedSequence:
 
     @exclusive
     def set_states(self, layer: int, entries: Sequence[mx.array | None]) -> None:
-        """Sets the arrays of a recurrent layer; the tokens before it are not known any more.
+        """Sets the arrays of a recurrent layer. The sequence's tokens are then no longer known.
 
         Raises:
-            ValueError: for another number of sequences than the cache holds, or other shapes.
+            ValueError: The batch size or a shape does not match.
         """
         number = self.store.flat.state_numbers[layer]
         checked = self.store.flat.checked_states(number, entries)
@@ -250,9 +251,9 @@ class PagedSequence:
 
     @exclusive
     def finish(self) -> None:
-        """The answer is complete.
+        """Ends generation.
 
-        The sequence keeps nothing of those that it was computed with, and no states for others.
+        The sequence lets go of the batch that it was computed with, and of pending snapshots.
         """
         for lease in self.leases:
             if lease.state is not None:
@@ -264,20 +265,21 @@ class PagedSequence:
 
     @exclusive
     def restart(self) -> list[int]:
-        """Forgets everything; returns the tokens that were known."""
+        """Empties the sequence; returns the tokens that were known."""
         tokens = list(self.tokens)
         self._become_empty()
         return tokens
 
     @exclusive
     def plan_snapshots(self, tokens: Sequence[int]) -> None:
-        """Has the recurrent state kept where others may continue: a prompt is about to be computed.
+        """Plans snapshots of the recurrent state before a prompt is computed.
 
-        At the last full block, for an equal prompt or the next turn; and where the prompt leaves
-        what is stored, as a third one may do there too. Further positions: `stop_at`.
+        One is at the last full block, for an equal prompt or the next turn. Another is where the
+        prompt diverges from stored prefixes, because a third prompt may diverge there too. Use
+        `stop_at` for further positions.
 
         Args:
-            tokens: what the sequence has and the prompt.
+            tokens: Tokens of the sequence plus the prompt.
         """
         if not self.store.has_states or not self.is_known:
             return
@@ -288,22 +290,22 @@ class PagedSequence:
             self.stop_at(depth * self.store.block_size)
 
     def stop_at(self, position: int) -> None:
-        """Has the state kept after `position` tokens, the end of a block, if it is not past it."""
+        """Plans a snapshot at `position`, a block boundary, unless the sequence is past it."""
         if position > self.offset:
             self._due.add(position)
 
     def next_stop(self, end: int) -> int:
-        """Where a step that would go to `end` ends."""
+        """Returns where a step toward `end` must stop for a snapshot."""
         return min([end, *(due for due in self._due if due > self.offset)])
 
     def is_trimmable(self, layer: int) -> bool:
-        """True if a layer can be trimmed at any length: nothing of it slid out of a window."""
+        """True if a layer can be trimmed to any length, because nothing slid out of its window."""
         number = self.store.flat.group_of(self.store.flat.spec(layer).reach)
         return all(lease.tables.attention[number].first == 0 for lease in self.leases)
 
     def can_trim_all(self, num_tokens: int) -> bool:
-        """True if every layer can forget its last tokens: a little is possible after windows slid
-        too."""
+        """True if every layer can drop its last tokens. Windows allow a few even after they
+        slid."""
         if self.store.has_states:
             return False
         end = self.offset - num_tokens
@@ -315,10 +317,10 @@ class PagedSequence:
 
     @exclusive
     def trim(self, layer: int, num_tokens: int) -> int:
-        """Forgets the last tokens of one layer; returns how many that were.
+        """Removes the last tokens of one layer; returns how many were removed.
 
         Raises:
-            ValueError: what the layer's window would reach then has been given back.
+            ValueError: The layer's window would need blocks that were already released.
         """
         num_tokens = max(0, min(self.offsets[layer], num_tokens))
         end = self.offsets[layer] - num_tokens
@@ -337,7 +339,7 @@ class PagedSequence:
 
     @exclusive
     def trim_all(self, num_tokens: int) -> None:
-        """Forgets the last tokens of every layer, which `can_trim_all` allows."""
+        """Removes the last tokens of every layer; `can_trim_all` must allow it."""
         assert self.offset == num_tokens or self.can_trim_all(num_tokens)
         self.move_to(self.offset - num_tokens)
         self._forget_plans()
@@ -366,10 +368,10 @@ class PagedSequence:
 
     @exclusive
     def cached_tokens(self, tokens: Sequence[int], limit: int | None = None) -> int:
-        """How many leading tokens of `tokens` a sequence that adopts them has afterwards.
+        """Number of leading tokens of `tokens` that the sequence would have after `adopt`.
 
         Args:
-            limit: most of them; None: all but the last.
+            limit: Maximum number of tokens; None means all but the last.
         """
         if not self.is_known:
             return self.offset
@@ -379,11 +381,11 @@ class PagedSequence:
 
     @exclusive
     def adopt(self, tokens: Sequence[int], query: PrefixQuery | None = None) -> int:
-        """Takes what the store has of `tokens` by reference; returns the new offset.
+        """Takes the stored prefix of `tokens` by reference; returns the new offset.
 
         Args:
-            query: a search for `tokens` that goes on; None: a new one, which leaves the last token
-                to be computed.
+            query: An existing search for `tokens`; None starts a new one for all but the last
+                token.
         """
         query = PrefixQuery(tokens) if query is None else query
         if not self.is_known or query.num_tokens <= self.offset:
@@ -403,34 +405,34 @@ class PagedSequence:
         return self.offset
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Says what forwards are going to compute; each is shared when it has been built."""
+        """Announces the tokens that later forwards compute; each is shared once built."""
         self._expected = tokens
 
     def expect_drafts(self, num_tokens: int) -> None:
-        """Says that so many tokens may be trimmed, however many steps those took."""
+        """Announces that the last `num_tokens` tokens may be trimmed, even across steps."""
         for lease in self.leases:
             lease.num_drafts = num_tokens
 
     def announce(self, tokens: Sequence[int]) -> None:
-        """Says what the sequence is going to compute, so that others wait for it."""
+        """Announces the tokens that the sequence will compute, so that others can wait for it."""
         self._extend(tokens, len(tokens))
 
     @exclusive
     def learn(self, tokens: Sequence[int]) -> None:
-        """Says what the sequence's tokens are; from now on their blocks can be shared."""
+        """Records the sequence's tokens; their blocks can then be shared."""
         if len(self.leases) == 1:
             self._extend(tokens, self.offset)
             self.commit()
 
     @exclusive
     def commit(self) -> None:
-        """Lets others share the full blocks of known tokens, which steps that were built fill."""
+        """Indexes the full blocks of known tokens, for others to share. Their steps are built."""
         self.store.kv.commit(self.tables, min(self.offset, len(self.tokens)))
         for depth in [*self._kept]:
             self._keep(depth)
 
     def _keep(self, depth: int) -> None:
-        """Gives a state to the node of its block, if that exists by now."""
+        """Hands a kept state to the node of its block, if the node exists by now."""
         tip, store = self.tables.tip, self.store
         if tip is not None and depth > tip.depth:
             return
@@ -441,7 +443,7 @@ class PagedSequence:
         if node not in store.snapshots:
             store.snapshots.add(node, store.flat.alone(state))
         if self._answer_from is not None and depth * store.block_size >= self._answer_from:
-            # Later prompts are likely to want the newest state of an answer, and a few on the way.
+            # Later prompts most likely need the newest state of an output, plus a few on the way.
             if self._newest is not None and self._newest.depth % _INTERVAL:
                 store.snapshots.drop(self._newest)
             self._newest = node
@@ -452,11 +454,11 @@ class PagedSequence:
     # Dense.
 
     def dense(self, layer: int, start: int = 0) -> tuple[Any, Any]:
-        """``[batch, num_kv_heads, offset - start, head_dim]`` keys and values, copied."""
+        """Returns copies of ``[batch, num_kv_heads, offset - start, head_dim]`` keys and values."""
         return self.store.read(layer, self.leases, start, self.offsets[layer])
 
     def nbytes(self, layer: int) -> int:
-        """Memory of a layer's blocks, those it shares included."""
+        """Memory of a layer's blocks, including shared ones."""
         spec = self.store.flat.specs[layer]
         if isinstance(spec, StateSpec):
             return sum(lease.state is not None for lease in self.leases) * spec.bytes_per_slot

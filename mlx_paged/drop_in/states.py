@@ -1,9 +1,9 @@
-"""Recurrent state in the drop-in: plain arrays, which no step changes.
+"""Recurrent state in the drop-in: immutable arrays.
 
 The engine keeps states in numbered slots (`mlx_paged.model.recurrent`), because its steps are
-evaluated in order. What mlx-lm's callers build is lazy, and prompt caches are copied, kept and
-dropped at any time. So here a step makes new arrays: a copy of a sequence and a snapshot of a
-prefix are one more reference, and nothing has to wait.
+evaluated in order. mlx-lm's callers build lazy graphs, and copy, keep and drop prompt caches at any
+time. A step here therefore creates new arrays: a fork or a snapshot is one more reference, and
+nothing has to wait.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from mlx_paged.model.layout import StateSpec
 from mlx_paged.model.plan import SequenceGroup, int32
 from mlx_paged.model.recurrent import RecurrentCache
 
-#: The arrays of a recurrent cache. None: never used, or not set yet.
+#: The arrays of a recurrent cache; None for an entry that is unused or not set yet.
 Entries = list[mx.array | None]
-#: Those of all recurrent caches of a model, in their order.
+#: The entries of all recurrent caches of a model, in order.
 Arrays = list[Entries]
 
 
 class StateBatch:
-    """The states of sequences that were computed side by side.
+    """The states of sequences that were computed in one batch.
 
     Attributes:
         arrays: Each ``[size, ...]``.
-        size: How many sequences.
+        size: Number of sequences.
     """
 
     __slots__ = ("__weakref__", "arrays", "size")
@@ -45,12 +45,12 @@ class StateBatch:
 
     @property
     def present(self) -> list[mx.array]:
-        """The arrays that are there."""
+        """All arrays that are set."""
         return [array for entries in self.arrays for array in entries if array is not None]
 
     @property
     def nbytes(self) -> int:
-        """Memory of all sequences of the batch: it is there as long as one of them is."""
+        """Memory of the whole batch, which any one of its states keeps alive."""
         return sum(array.nbytes for array in self.present)
 
 
@@ -69,7 +69,7 @@ class State(NamedTuple):
         return [[a if a is None else a[at] for a in entries] for entries in self.batch.arrays]
 
     def alone(self) -> State:
-        """The same state in memory of its own, for one that is kept longer than its batch."""
+        """Returns a copy that does not keep the batch alive."""
         if self.batch.size == 1:
             return self
         arrays = [
@@ -79,10 +79,10 @@ class State(NamedTuple):
 
 
 class StepStates:
-    """The states that a step reads, and those that it makes.
+    """The states that a step reads and writes.
 
     Args:
-        specs: of the model's recurrent caches.
+        specs: Specs of the model's recurrent caches.
     """
 
     def __init__(self, specs: Sequence[StateSpec]) -> None:
@@ -93,7 +93,7 @@ class StepStates:
 
     @contextmanager
     def read_by(self, reads: Sequence[State | None]) -> Iterator[None]:
-        """Begins a step of sequences with these states; None: before the first token."""
+        """Begins a step of sequences with these states; None before the first token."""
         self._reads = reads
         try:
             yield
@@ -101,9 +101,9 @@ class StepStates:
             self._reads, self._gathers, self._made = (), {}, {}
 
     def read(self, cache: int, entry: int, group: SequenceGroup) -> mx.array | None:
-        """``[num_seqs, ...]`` of a group; None where it begins, and for an entry never used."""
+        """Returns ``[num_seqs, ...]`` of a group; None if it begins, or if the entry is unused."""
         spec = self.specs[cache]
-        shape = spec.shapes[entry]  # (an IndexError past the last: some code unpacks its states)
+        shape = spec.shapes[entry]  # must raise IndexError past the end: some models unpack states
         if shape is None or group.begins:
             return None
         gather = self._gathers.get(id(group))
@@ -113,13 +113,13 @@ class StepStates:
         return gather(cache, entry, shape, spec.dtypes[entry])
 
     def write(self, cache: int, entry: int, group: SequenceGroup, state: mx.array) -> None:
-        """Takes what one entry holds after the group's rows."""
+        """Records an entry's value after the group's rows."""
         _, made = self._made.setdefault(id(group), (group, {}))
         spec = self.specs[cache]
         made[cache, entry] = fitted(state, spec.shapes[entry], spec.dtypes[entry])
 
     def made(self) -> list[State]:
-        """The state of every sequence after the step."""
+        """Returns the state of every sequence after the step."""
         states: list[State | None] = list(self._reads)
         for group, made in self._made.values():
             arrays = [
@@ -137,9 +137,9 @@ class StepStates:
 
 
 class _Gather:
-    """Puts the states of a group together, from the batches that they lie in.
+    """Assembles the states of a group from one or more batches.
 
-    As long as the same sequences run together, that is no operation at all.
+    While the same sequences run together, this launches no operation.
     """
 
     def __init__(self, reads: Sequence[State | None]) -> None:
@@ -149,7 +149,7 @@ class _Gather:
         for batch in self._batches:
             starts[id(batch)] = end
             end += batch.size
-        # Sequences without a state share a row of zeros behind all batches.
+        # Sequences without a state share a row of zeros after all batches.
         at = [end if s is None else starts[id(s.batch)] + s.row for s in reads]
         self._num_zeros = int(end in at)
         whole = at == list(range(end + self._num_zeros))
@@ -169,14 +169,14 @@ class _Gather:
 
 
 def unshared(array: mx.array) -> mx.array:
-    """The same array as an object of its own: ``a += b`` changes an object and all who have it."""
+    """Returns the array as a new object, because ``a += b`` changes the object for all holders."""
     return array.astype(array.dtype)
 
 
 class ArrayStateCache(RecurrentCache):
-    """The states of one recurrent layer while a step is built; nothing of it outlives the step.
+    """The states of one recurrent layer while a step is built. Holds nothing between steps.
 
-    Several modules of a layer may use it, each an entry of its own.
+    Several modules of a layer may use it; each has its own entry.
     """
 
     def __init__(self, spec: StateSpec, number: int, states: StepStates) -> None:
@@ -191,7 +191,7 @@ class ArrayStateCache(RecurrentCache):
 
     @contextmanager
     def grouped(self, group: SequenceGroup) -> Iterator[None]:
-        """Shows the states of these sequences, and keeps what was replaced for after the step."""
+        """Exposes the states of these sequences, and records the entries that change."""
         self._group = group
         try:
             yield
@@ -220,12 +220,12 @@ class ArrayStateCache(RecurrentCache):
 
 
 class Snapshots:
-    """States that are kept with nodes of the prefix tree, so that other sequences continue there.
+    """States kept with nodes of the prefix tree, so that other sequences can continue there.
 
     Args:
-        kv: has the tree.
-        max_bytes: those that were used least recently go beyond it.
-        state_bytes: of one of them.
+        kv: The KV manager that owns the tree.
+        max_bytes: Memory limit; the least recently used states are dropped first.
+        state_bytes: Size of one state.
     """
 
     def __init__(self, kv: KVManager, *, max_bytes: int, state_bytes: int) -> None:
@@ -242,7 +242,7 @@ class Snapshots:
         return node in self._states
 
     def add(self, node: PrefixNode, state: State) -> None:
-        """Keeps the state after the tokens of a node, in memory of its own."""
+        """Keeps the state after the tokens of a node. It must not be part of a larger batch."""
         num_evictions = self._kv.attention[0].num_evictions
         if self._swept_at != num_evictions:
             self._swept_at = num_evictions
@@ -253,42 +253,42 @@ class Snapshots:
             self._states.popitem(last=False)
 
     def set_limit(self, max_bytes: int) -> None:
-        """Another `max_bytes`."""
+        """Changes `max_bytes`."""
         self._max = max(1, max_bytes // self._state_bytes)
         while len(self._states) > self._max:
             self._states.popitem(last=False)
 
     def drop(self, node: PrefixNode) -> None:
-        """Forgets a state, if it is there."""
+        """Drops a node's state, if any."""
         self._states.pop(node, None)
 
     def take(self, node: PrefixNode) -> State:
-        """The state after a node that `limit` returned."""
+        """Returns the state of a node that `limit` returned."""
         self._states.move_to_end(node)
         return self._states[node]
 
     def limit(self, match: PrefixMatch) -> PrefixMatch:
-        """The part of a match after which a state was kept."""
+        """Shortens a match to the last node with a state."""
         node = match.node
         while node is not None and node.parent is not None and node not in self._states:
             node = node.parent
         return PrefixMatch(node, None, 0)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Drops all states."""
         self._states.clear()
 
 
 def fitted(
     state: mx.array | None, shape: tuple[int, ...] | None, dtype: mx.Dtype
 ) -> mx.array | None:
-    """A state from outside, as a layer keeps it.
+    """Converts a state from outside to the layer's shape and dtype.
 
-    Some states grow with the first tokens (n-gram contexts) to the size that is kept here; zeros
-    before them mean the same.
+    Some states, such as n-gram contexts, grow to their full size over the first tokens. They are
+    padded with leading zeros, which is equivalent.
 
     Raises:
-        ValueError: for another shape than the layer has.
+        ValueError: The shape does not match the layer.
     """
     if state is None:
         return None
