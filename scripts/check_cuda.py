@@ -38,7 +38,7 @@ ENGINE = [
     "active_wait",
     "engine_faults",
     "engine_memory",
-    "compiled",
+    "graph_runner",
 ]
 # Of the tests of media those that compute: parity with mlx-vlm, and pictures in an engine's steps.
 MEDIA = "mixed_steps or used_again or sounds"
