@@ -1,8 +1,8 @@
 """Paged attention, prefix sharing and continuous batching for MLX.
 
-Importing it makes mlx-lm paged (`mlx_paged.drop_in`); ``unpatch`` undoes that.
-``LLM`` generates, ``load`` loads, ``ops`` holds the native primitives. Everything is imported when
-first used, so that the state half (``mlx_paged.core``) never needs MLX.
+Importing the package makes mlx-lm paged (`mlx_paged.drop_in`); ``unpatch`` undoes that.
+``LLM`` generates text, ``load`` loads models, ``ops`` has the native primitives. Names are imported
+on first use, so the state half (``mlx_paged.core``) never needs MLX.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if (
     os.path.basename(getattr(sys, "argv", [""])[0]).removesuffix(".exe") == "mlx-paged"
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 ):
-    # This is the first line of ours that the program runs. Until its verb begins (`cli.entry.run`),
-    # Ctrl-C is no exception: it would be a traceback from the middle of an import.
+    # Runs before any other import of the CLI. Until `cli.entry.run` takes over, Ctrl-C exits
+    # without a traceback from the middle of an import.
     signal.signal(signal.SIGINT, _exit_interrupted)
 
 from mlx_paged import blas, descriptors  # noqa: E402
@@ -65,7 +65,7 @@ _HOMES = {
     "register_family": "mlx_paged.model.families",
 }
 
-# Now, not when MLX is first needed: a program that imports mlx_paged and then mlx.core means both.
+# Must run before the program's own import of mlx.core.
 blas.preload()
 descriptors.keep_limit()
 arrange()

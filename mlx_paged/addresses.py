@@ -1,4 +1,4 @@
-"""Addresses that a stranger's URL may lead to: no private network, no metadata service."""
+"""Address checks for untrusted URLs: blocks private networks and metadata services."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from mlx_paged.errors import MlxPagedError
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# IPv6 addresses that lead to an IPv4 address.
+# IPv6 prefix that embeds IPv4 addresses.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Metadata services of clouds that are not link-local: AWS over IPv6, Alibaba, Oracle.
+# Cloud metadata services outside the link-local range: AWS over IPv6, Alibaba, Oracle.
 _METADATA = tuple(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")))
 
 
 class Reach(Enum):
-    """Addresses that may be connected to."""
+    """Set of addresses that a connection may use."""
 
-    PUBLIC = "public"  # the open Internet
+    PUBLIC = "public"  # the public internet
     NO_METADATA = (
         "no metadata"  # private networks too, but no link-local address or metadata service
     )
@@ -27,10 +27,10 @@ class Reach(Enum):
 
 
 class UnreachableHostError(MlxPagedError):
-    """A host has no address, or one that is not allowed.
+    """A host has no address, or a forbidden one.
 
     Attributes:
-        is_forbidden: It has one that is not allowed.
+        is_forbidden: True if an address is forbidden.
     """
 
     def __init__(self, message: str, *, is_forbidden: bool) -> None:
@@ -39,10 +39,10 @@ class UnreachableHostError(MlxPagedError):
 
 
 def addresses_of(host: str, port: int, reach: Reach) -> list[tuple[Any, ...]]:
-    """The addresses to connect to for a host: family, type, protocol and socket address of each.
+    """Resolves a host to (family, type, protocol, socket address) tuples.
 
     Raises:
-        UnreachableHostError: it has no address, or one that `reach` does not allow.
+        UnreachableHostError: The host has no address, or one that `reach` forbids.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -66,7 +66,7 @@ def _is_allowed(text: str, reach: Reach) -> bool:
 
 
 def _inner(address: _Address) -> list[_Address]:
-    """The IPv4 addresses that an IPv6 address leads to."""
+    """Returns the IPv4 addresses embedded in an IPv6 address."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
     found: list[_Address | None] = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
@@ -77,7 +77,7 @@ def _inner(address: _Address) -> list[_Address]:
 
 def _is_public(address: _Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return True  # the address inside decides
+        return True  # the embedded address decides
     return address.is_global and not address.is_multicast
 
 

@@ -1,9 +1,9 @@
 """OpenBLAS for MLX's CPU backend on Linux.
 
-MLX's Linux wheel links the reference BLAS (about 1.5 GFLOP/s in float32). PyPI's
-``scipy-openblas32`` carries OpenBLAS under prefixed names; a small library of ours forwards the
-three names that ``libmlx`` imports. The dynamic linker binds them when ``mlx.core`` is first
-imported. Where that has been imported before us, `linker` binds them anew.
+MLX's Linux wheel links the reference BLAS, which reaches about 1.5 GFLOP/s in float32. PyPI's
+``scipy-openblas32`` has OpenBLAS under prefixed names; our forwarding library exports the three
+names that ``libmlx`` imports. The dynamic linker binds them at the first import of ``mlx.core``. If
+``mlx.core`` was imported before mlx_paged, `linker` rebinds them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from pathlib import Path
 from mlx_paged import linker
 
 _REMEDY = "pip install 'mlx-paged[cpu]'"
-# From this build of scipy-openblas32 on, products are wrong on Arm with SME, and some builds later
-# with SVE too: found with scripts/test_aarch64.sh. pyproject.toml asks for an earlier one there.
+# From this scipy-openblas32 build on, products are wrong on Arm with SME; some later builds are
+# also wrong with SVE. Found with scripts/test_aarch64.sh. pyproject.toml pins an earlier one there.
 _WRONG_ON_ARM = (0, 3, 34, 1)
-# Symbols that libmlx imports.
+# BLAS symbols that libmlx imports.
 _NAMES = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 _status: str | None = None
-# Handles stay open: closing one would unmap code that libmlx is bound to.
+# Handles stay open, because libmlx is bound to their code.
 _libraries: list[ctypes.CDLL] = []
 
 
 def status() -> str:
-    """Names the BLAS behind MLX's CPU matrix products."""
+    """Names the BLAS used for MLX's CPU matrix products."""
     return _status or "not decided yet: mlx_paged.blas.preload() has not run"
 
 
 def preload() -> str:
-    """Loads OpenBLAS in place of MLX's own BLAS where that helps; returns `status()`.
+    """Loads OpenBLAS in place of MLX's own BLAS if that helps; returns `status()`.
 
     Runs once; later calls only report. ``MLX_PAGED_BLAS=off`` leaves MLX unchanged.
 
     Raises:
-        ValueError: if ``MLX_PAGED_BLAS`` is neither ``auto`` nor ``off``.
+        ValueError: ``MLX_PAGED_BLAS`` is neither ``auto`` nor ``off``.
     """
     global _status
     if _status is None:
@@ -49,8 +49,10 @@ def preload() -> str:
 
 
 def limit_threads(most: int) -> None:
-    """Limits the threads of products, unless ``MLX_PAGED_NUM_THREADS`` is set. Call it before the
-    first product. A BLAS that is not loaded here is not affected."""
+    """Limits the threads of our OpenBLAS, unless ``MLX_PAGED_NUM_THREADS`` is set.
+
+    Call it before the first product. Has no effect on any other BLAS.
+    """
     if _libraries:
         _libraries[-1].mlx_paged_limit_threads(most)
 
@@ -98,7 +100,7 @@ def _preload() -> str:
 
 
 def _mlx_is_for_cuda() -> bool:
-    """True if the installed MLX is one of the CUDA builds; does not import it."""
+    """True if the installed MLX is a CUDA build; does not import it."""
     for name in ("mlx-cuda-12", "mlx-cuda-13"):
         try:
             metadata.distribution(name)
@@ -109,7 +111,8 @@ def _mlx_is_for_cuda() -> bool:
 
 
 def _forwarder() -> Path | None:
-    """The forwarding library, beside the extension (elsewhere than this file when editable)."""
+    """Returns the path of the forwarding library. It is next to the extension, which an editable
+    install keeps outside this folder."""
     from importlib.util import find_spec
 
     spec = find_spec("mlx_paged._ext")

@@ -1,4 +1,4 @@
-"""Limits of the control groups that a Linux process is in, versions 1 and 2."""
+"""Memory and CPU limits from a Linux process's control groups, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-OWN = "/proc/self/cgroup"  # names the groups of this process
+OWN = "/proc/self/cgroup"  # lists this process's groups
 _ROOT = "/sys/fs/cgroup"
 _NAMES = (
     *("memory.max", "cpu.max"),
     *("memory.limit_in_bytes", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
 )
-# Version 1 writes "no limit" as the largest multiple of a page that fits 63 bits.
+# Version 1 writes "no limit" as the largest page multiple that fits in 63 bits.
 _NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The tightest of a process's own group and all above it; None: no limit.
+    """The tightest limits of a process's group and its ancestors; None means no limit.
 
     Attributes:
-        memory_bytes: Most memory.
+        memory_bytes: Maximum memory.
         memory_file: The file with that limit.
-        cpus: CPU time in CPUs: 1.5 is 150 ms in every 100 ms.
+        cpus: CPU time in CPUs: 1.5 means 150 ms per 100 ms.
     """
 
     memory_bytes: int | None = None
@@ -32,7 +32,7 @@ class Limits:
 
 
 def current() -> Limits:
-    """Those of this process; none where there are no control groups."""
+    """Returns this process's limits; all None without control groups."""
     files = {OWN: _read(OWN)}
     for path in files_of(files[OWN]):
         files[path] = _read(path)
@@ -40,10 +40,10 @@ def current() -> Limits:
 
 
 def limits(files: Mapping[str, str]) -> Limits:
-    """Reads them from captured files.
+    """Parses limits from captured files.
 
     Args:
-        files: contents by path; those of `OWN` and of `files_of` it.
+        files: Contents by path: `OWN`, and the paths that `files_of` returns for it.
     """
     memory: dict[str, int] = {}
     cpus: list[float] = []
@@ -67,12 +67,12 @@ def limits(files: Mapping[str, str]) -> Limits:
 
 
 def files_of(own: str) -> list[str]:
-    """Files that may limit a process, in its own control group and in all above it.
+    """Lists the files that may limit a process, in its control group and all ancestors.
+
+    In a container, the group's path often names a host folder; then only the root exists.
 
     Args:
-        own: contents of `OWN`.
-
-    In a container the group's path often names a folder of the host; then only the root exists.
+        own: Contents of `OWN`.
     """
     folders: dict[str, None] = {_ROOT: None}
     for line in own.splitlines():
@@ -99,7 +99,7 @@ def _read(path: str) -> str:
 
 
 def _share(quota: str, period: str) -> list[float]:
-    """["max" and "-1" mean no limit.]"""
+    """Returns [CPUs], or [] for no limit: "max" or "-1"."""
     if not quota.isdigit() or not period.isdigit() or int(period) == 0:
         return []
     return [int(quota) / int(period)]

@@ -1,7 +1,8 @@
-"""How many files and connections this process may have open (``RLIMIT_NOFILE``).
+"""Limit of open files and connections of this process (``RLIMIT_NOFILE``).
 
-mlx-lm sets both limits when it is imported, to 2048 and 4096. On most servers that lowers them, and
-a lowered hard limit cannot be raised again; where the hard limit is below 4096, the import fails.
+On import, mlx-lm sets the soft limit to 2048 and the hard limit to 4096. On most servers that
+lowers them, and a lowered hard limit cannot be raised again. If the hard limit is below 4096, the
+import fails.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ try:
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
-#: Most that `raise_limit` asks for: hard limits may be without bounds.
+#: Maximum that `raise_limit` asks for, because a hard limit may be infinite.
 MOST = 1 << 20
 _MODULE = "mlx_lm.utils"
-# Tried one after the other: macOS accepts no more than a limit of its kernel, whatever is allowed.
+# Tried in order: macOS rejects values above a kernel limit, even below the hard limit.
 _STEPS = (MOST, 65_536, 10_240, 4096)
 
 
 def keep_limit() -> None:
-    """From now on the import of mlx-lm leaves the limits as they are."""
+    """Keeps later imports of mlx-lm from changing the limits."""
     if resource is not None:
         around_import(_MODULE, _guarded)
 
 
 def limit() -> int:
-    """Most descriptors that the process may have open now."""
+    """Returns the current soft limit of open descriptors."""
     if resource is None:
         return MOST
     return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -42,7 +43,7 @@ def raise_limit(wanted: int = MOST) -> int:
     """Raises the soft limit to `wanted`, or to the hard limit if that is less; never lowers it.
 
     Returns:
-        The soft limit now.
+        The new soft limit.
     """
     if resource is None:
         return MOST
@@ -61,7 +62,7 @@ def raise_limit(wanted: int = MOST) -> int:
 
 @contextlib.contextmanager
 def at_least(wanted: int) -> Iterator[None]:
-    """Meanwhile `wanted` descriptors may be open, if the hard limit allows it."""
+    """Raises the limit to `wanted` descriptors within the context, if the hard limit allows it."""
     before = limit()
     raised = raise_limit(wanted)
     try:
@@ -77,11 +78,11 @@ def _number(value: int) -> int:
 
 
 def _guarded(module: ModuleType, execute: Callable[[], None]) -> None:
-    """Runs the module's own code, which sets no limits meanwhile."""
+    """Runs the module's own code, but ignores its calls that set the limit."""
     original = resource.setrlimit
 
     def setrlimit(which: int, limits: tuple[int, int]) -> None:
-        # Other threads, and modules that this one imports, set theirs as ever.
+        # Other threads, and modules that this one imports, can still set limits.
         is_its = sys._getframe(1).f_globals is vars(module)
         if which != resource.RLIMIT_NOFILE or not is_its:
             original(which, limits)

@@ -1,9 +1,9 @@
 """Typed errors of the package.
 
-Everything raised on purpose derives from `MlxPagedError`; each class also derives from the built-in
-exception that a caller would expect (`ValueError` for a bad argument), so that code that does not
-know this package still works. The numbers of a message are attributes too: a server turns them
-into a response without parsing text.
+Every intentional error derives from `MlxPagedError`. Each class also derives from the built-in
+exception that a caller would expect, such as `ValueError` for a bad argument, so code that does not
+know this package still works. The values in a message are also attributes, so a server can build a
+response without parsing text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _MAX_SHOWN = 200  # characters of a value in a message
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:  # a caller's class, or an integer of more digits than Python spells
+    except Exception:  # a caller's broken repr, or an integer with too many digits for str()
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 class MlxPagedError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every intentional error of this package."""
 
 
 class InvalidParameterError(MlxPagedError, ValueError):
@@ -30,7 +30,7 @@ class InvalidParameterError(MlxPagedError, ValueError):
 
     Attributes:
         field: Name of the parameter, as the caller wrote it.
-        expected: What would have been accepted.
+        expected: Description of valid values.
         actual: The value given.
     """
 
@@ -42,11 +42,11 @@ class InvalidParameterError(MlxPagedError, ValueError):
 
 
 class InvalidMediaError(InvalidParameterError):
-    """A picture, clip or sound of a prompt cannot be used.
+    """An image, video or audio clip of a prompt is unusable.
 
     Attributes:
         field: The part of the prompt that has it, as the caller wrote it.
-        reason: What is wrong with it.
+        reason: The problem.
     """
 
     def __init__(self, field: str, reason: str) -> None:
@@ -58,13 +58,13 @@ class InvalidMediaError(InvalidParameterError):
 
 
 class RequestTooLargeError(MlxPagedError, ValueError):
-    """A request could never be served, even alone: it is refused when it arrives.
+    """A request does not fit even when it runs alone; it is rejected on arrival.
 
     Attributes:
-        num_prompt_tokens: Tokens of the prompt.
-        max_tokens: Tokens the request wants to generate (at least 1).
-        limit: Most tokens that prompt and answer may have together.
-        limited_by: What sets the limit: "max_model_len" or "kv_cache".
+        num_prompt_tokens: Number of prompt tokens.
+        max_tokens: Number of tokens that the request wants to generate, at least 1.
+        limit: Maximum tokens of prompt plus output.
+        limited_by: Source of the limit: "max_model_len" or "kv_cache".
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RequestTooLargeError(MlxPagedError, ValueError):
 
 
 class DuplicateRequestError(MlxPagedError, ValueError):
-    """A request has the id of one that has not finished."""
+    """A request has the same id as an unfinished one."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request id {request_id!r} is already in use by an unfinished request")
@@ -112,11 +112,11 @@ class EngineOverloadedError(MlxPagedError, RuntimeError):
 
 
 class GrammarsBusyError(EngineOverloadedError):
-    """Grammars that have used up their time are still being compiled, and no other can be; try
-    again later (HTTP 429).
+    """Too many grammars that exceeded their time limit are still compiling; try again later (HTTP
+    429).
 
     Attributes:
-        num_running: How many there are.
+        num_running: Number of these grammars.
     """
 
     def __init__(self, num_running: int) -> None:
@@ -137,11 +137,11 @@ class EngineDeadError(MlxPagedError, RuntimeError):
 
 
 class ForkedProcessError(MlxPagedError, RuntimeError):
-    """An engine, or a model of mlx-lm that is paged, was used in a child process made by `fork`,
-    where MLX's threads do not exist.
+    """An engine or a paged mlx-lm model was used in a forked child, where MLX's threads do not
+    exist.
 
     Attributes:
-        pid: The process that used MLX before.
+        pid: The process that used MLX before the fork.
     """
 
     def __init__(self, pid: int) -> None:
@@ -157,7 +157,7 @@ class OutOfMemoryError(MlxPagedError, MemoryError):
     """Memory for an array or a kernel could not be allocated.
 
     Attributes:
-        num_bytes: Bytes that were asked for.
+        num_bytes: Number of bytes requested.
     """
 
     def __init__(self, message: str, num_bytes: int) -> None:
@@ -166,7 +166,8 @@ class OutOfMemoryError(MlxPagedError, MemoryError):
 
 
 class StepError(MlxPagedError, RuntimeError):
-    """A forward step failed for a request, or gave no token (NaN logits, or no permitted token)."""
+    """A forward step failed for a request, or produced no token because of NaN logits or because
+    no token is allowed."""
 
     def __init__(self, request_id: str, reason: str) -> None:
         super().__init__(f"request {request_id!r} failed in a step: {reason}")
@@ -175,10 +176,10 @@ class StepError(MlxPagedError, RuntimeError):
 
 
 class ConstraintError(StepError, InvalidParameterError):
-    """No token could follow in an answer, because of what its request says that it must be.
+    """The request's constraint allows no further token in an output.
 
     Attributes:
-        field: The parameter that says it.
+        field: The parameter with the constraint.
     """
 
     def __init__(self, request_id: str, field: str, reason: str) -> None:
@@ -191,10 +192,10 @@ class ConstraintError(StepError, InvalidParameterError):
 
 
 class RejectedMediaError(StepError, InvalidMediaError):
-    """The model's tower does not take a picture, clip or sound, as was found when it was computed.
+    """The model's tower rejected an image, video or audio clip while it was being encoded.
 
     Attributes:
-        field: The part of the prompt that has it; "media" where the request did not say.
+        field: The part of the prompt that has it; "media" if unknown.
     """
 
     def __init__(self, request_id: str, field: str, reason: str) -> None:
@@ -212,7 +213,7 @@ class ModelLoadError(MlxPagedError, RuntimeError):
 
 
 class UnsupportedModelError(MlxPagedError, ValueError):
-    """The paged cache is not proven for the model's architecture."""
+    """The paged cache is not verified for the model's architecture."""
 
     def __init__(self, model_type: str, reason: str = "", supported: Sequence[str] = ()) -> None:
         message = f"model_type {model_type!r} is not supported"
@@ -240,9 +241,9 @@ class InstallationError(MlxPagedError, ImportError):
 
     @classmethod
     def of(cls, error: ImportError) -> InstallationError | None:
-        """Returns the error for an import of MLX that failed; None: it failed for another reason.
+        """Returns an error for a failed import of MLX if ``libmlx.so`` is missing, else None.
 
-        (On Linux ``libmlx.so`` is in a package of its own.)
+        On Linux, ``libmlx.so`` is in a separate package.
         """
         if "libmlx" not in str(error):
             return None

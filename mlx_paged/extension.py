@@ -1,7 +1,7 @@
-"""The native extension, loaded only with the MLX that it was built for.
+"""The native extension, loaded only with the MLX version that it was built for.
 
 MLX has no stable ABI: an extension built against another version may crash, or reject every
-``mx.array``. Both are checked here, once, with the remedy in the error.
+``mx.array``. This module checks for both once; the error names the fix.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def _load() -> ModuleType:
 
 
 def _has_cuda_mlx(mx: ModuleType) -> bool:
-    """True if MLX was built with CUDA, and so has what `_ext_cuda` calls."""
+    """True if MLX was built with CUDA, so `_ext_cuda` can load."""
     return mx.cuda.is_available()
 
 
 def _check_allocations(extension: ModuleType, mx: ModuleType) -> None:
-    """Has MLX raise `OutOfMemoryError` where its CPU allocator finds no memory.
+    """Makes MLX raise `OutOfMemoryError` when its CPU allocator finds no memory.
 
-    MLX's operations would store at a null pointer. (Its GPU allocators raise.)
+    MLX's operations would write to a null pointer. Its GPU allocators raise on their own.
     """
     try:
         function = extension.allocator_function()
         for library in (linker.loaded_libmlx(), mx.__file__, extension.__file__):
             linker.rebind(str(library), {_ALLOCATOR: function})
-    except (OSError, AttributeError) as error:  # (of an extension built before this file)
+    except (OSError, AttributeError) as error:  # AttributeError: an outdated extension
         warnings.warn(
             f"a lack of memory in one of MLX's operations will end this process: {error}",
             RuntimeWarning,
@@ -81,7 +81,7 @@ def _check_allocations(extension: ModuleType, mx: ModuleType) -> None:
 
 
 def _limit_threads(ext: ModuleType, cpus: float | None) -> None:
-    """Threads beyond a control group's CPU quota only use it up sooner, and then all wait."""
+    """Limits threads to a control group's CPU quota: more would use it up sooner and then stall."""
     if cpus is not None:
         most = max(1, math.ceil(cpus))
         ext.limit_threads(most)
@@ -96,7 +96,7 @@ def build_info() -> dict[str, str]:
 
     Returns:
         ``version``, ``mlx_version``, ``mlx_lm_version``, ``nanobind_version``, ``compiler``,
-        ``backends`` (space separated), ``simd`` (instruction set of the CPU kernels),
+        ``backends`` (space-separated), ``simd`` (instruction set of the CPU kernels),
         ``num_threads`` and ``blas``.
     """
     return {

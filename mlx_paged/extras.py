@@ -1,4 +1,4 @@
-"""Optional dependencies: errors that name the command which installs a missing one."""
+"""Optional dependencies: turns a missing one into an error that names the install command."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mlx_paged.errors import MlxPagedError
 
 @contextlib.contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """Around imports: the error for a missing package names the command that installs it.
+    """Wraps imports of optional packages; the error for a missing one names the install command.
 
     Args:
-        extra: the optional dependencies that include it.
-        what: what needs it, for the message.
+        extra: The extra that includes the package.
+        what: The feature that needs it, for the message.
 
     Raises:
-        MlxPagedError: it is missing.
+        MlxPagedError: The package is missing.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Has a function run around the import of a module that is not loaded yet."""
+"""Import hooks: run a function around the first import of a module."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ Hook = Callable[[ModuleType, Callable[[], None]], None]
 
 
 def around_import(name: str, hook: Hook) -> None:
-    """From now on, when the module `name` is imported, ``hook(module, execute)`` is called in place
-    of ``execute()``, which runs the module's own code.
+    """Calls ``hook(module, execute)`` when the module `name` is imported.
 
-    Each module has one hook; the same may be given again. A module that is loaded already keeps
-    what it is.
+    The hook must call ``execute()``, which runs the module's own code. Each module has one hook;
+    setting the same one again is allowed. Modules that are already loaded are not affected.
     """
     assert _finder.hooks.get(name, hook) == hook, f"{name} has another hook"
     _finder.hooks[name] = hook
@@ -26,14 +25,14 @@ def around_import(name: str, hook: Hook) -> None:
 
 
 def forget_import(name: str) -> None:
-    """Takes the hook of a module back, if it has one."""
+    """Removes the hook of a module, if any."""
     _finder.hooks.pop(name, None)
     if not _finder.hooks and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing itself: it has the loaders that others find run the hooks."""
+    """Wraps the loaders that other finders return, so that they run the hooks."""
 
     def __init__(self) -> None:
         self.hooks: dict[str, Hook] = {}
@@ -63,7 +62,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Others see the module as it would have been.
+        # Hide the wrapper from other code.
         module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
         self._hook(module, lambda: self._loader.exec_module(module))
 

@@ -1,7 +1,7 @@
-"""Binds functions that a loaded library imports anew (Linux).
+"""Rebinds the functions that a loaded library imports (Linux).
 
-The dynamic linker chooses them when it loads the library. OpenBLAS can still serve an MLX that was
-imported before (`mlx_paged.blas`), and MLX's allocations are checked (`mlx_paged.extension`).
+The dynamic linker binds them when it loads the library. `mlx_paged.blas` uses this to serve an MLX
+that was imported earlier, and `mlx_paged.extension` to check MLX's allocations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PROT_READ, _PROT_WRITE = 1, 2
 
 
 class _LinkMap(ctypes.Structure):
-    """The beginning of ``struct link_map`` of <link.h>."""
+    """The first fields of ``struct link_map`` from <link.h>."""
 
     _fields_ = (
         ("base", ctypes.c_uint64),
@@ -29,10 +29,10 @@ class _LinkMap(ctypes.Structure):
 
 
 def loaded_libmlx() -> str:
-    """The file that libmlx was loaded from.
+    """Returns the path of the loaded libmlx.
 
     Raises:
-        OSError: there is none.
+        OSError: libmlx is not loaded.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
@@ -42,35 +42,34 @@ def loaded_libmlx() -> str:
 
 
 def address_of(library: ctypes.CDLL, name: str) -> int:
-    """The address of a function of a library."""
+    """Returns the address of a library's function."""
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
 def rebind(library: str, functions: Mapping[str, int]) -> None:
-    """Has a loaded library call other functions than those that it was linked to.
+    """Makes a loaded library call other functions than it was linked to.
 
-    The dynamic linker writes the address of each imported function into a table of the library.
-    This writes there once more.
+    The dynamic linker writes the address of each imported function to a table in the library. This
+    overwrites the entries.
 
     Args:
-        library: its file.
-        functions: address of the new function, by the name that the library imports.
+        library: Path of the library.
+        functions: Addresses of the new functions, by imported name.
 
     Raises:
-        OSError: it does not import one of these, or its table cannot be written.
+        OSError: The library does not import one of the names, or its table is not writable.
     """
     for name, slot in import_slots(library, tuple(functions)).items():
         write_address(slot, functions[name])
 
 
 def import_slots(library: str, names: Sequence[str]) -> dict[str, int]:
-    """Addresses of the table entries in which a loaded library keeps imported functions, by name.
+    """Returns the addresses of a loaded library's table entries for imported functions, by name.
 
-    They are read from its dynamic section: symbols, strings and relocations of the System V ABI
-    (ELF).
+    Reads the symbols, strings and relocations of its dynamic section, as in the System V ABI.
 
     Raises:
-        OSError: it is not loaded, or does not import one of these.
+        OSError: The library is not loaded, or does not import one of the names.
     """
     if struct.calcsize("P") != 8 or sys.byteorder != "little":
         raise OSError("this machine does not have 64-bit little-endian addresses")
@@ -83,7 +82,7 @@ def import_slots(library: str, names: Sequence[str]) -> dict[str, int]:
     dynamic: dict[int, int] = {}
     while (entry := struct.unpack("<qQ", ctypes.string_at(at, 16)))[0]:
         dynamic[entry[0]], at = entry[1], at + 16
-    # glibc has made addresses of these offsets; other linkers have not.
+    # glibc has already turned these offsets into addresses; other linkers have not.
     address = {tag: v if v >= base else v + base for tag, v in dynamic.items()}
     slots: dict[str, int] = {}
     for start, size in ((_DT_JMPREL, _DT_PLTRELSZ), (_DT_RELA, _DT_RELASZ)):
@@ -103,7 +102,7 @@ def import_slots(library: str, names: Sequence[str]) -> dict[str, int]:
 
 
 def write_address(at: int, address: int) -> None:
-    """Writes 8 bytes of this process's memory, on a page that may be read-only."""
+    """Writes an 8-byte address to this process's memory; the page may be read-only."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = os.sysconf("SC_PAGE_SIZE")
     page = ctypes.c_void_p(at - at % size)

@@ -1,6 +1,6 @@
-"""Servers of the Model Context Protocol: their tools, prompts and resources.
+"""Client of Model Context Protocol servers: their tools, prompts and resources.
 
-Nothing here asks for consent: the caller of `McpServers.call` has it.
+This module never asks for consent; the caller of `McpServers.call` must have it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 _T = TypeVar("_T")
 
-#: Seconds that a server has to start and to list its tools, and to answer a call.
+#: Timeouts in seconds: to start a server and list its tools, and for one call.
 START_TIMEOUT = 60.0
 CALL_TIMEOUT = 120.0
-#: Seconds between questions whether a server is still there.
+#: Seconds between health checks of a server.
 WATCH_INTERVAL = 30.0
-_MOST_CHARACTERS = 100_000  # of a result, so that one call cannot fill the context
-_MOST_IMAGE_CHARACTERS = 16 << 20  # of base64
-_MOST_RESOURCE_CHARACTERS = 16 << 20  # of text or base64
-_LONGEST_NAME = 64  # as OpenAI limits it
+_MOST_CHARACTERS = 100_000  # per result, so that one call cannot fill the context
+_MOST_IMAGE_CHARACTERS = 16 << 20  # base64
+_MOST_RESOURCE_CHARACTERS = 16 << 20  # text or base64
+_LONGEST_NAME = 64  # OpenAI's limit
 _MOST_PAGES = 100
 _STDIO = ("command", "args", "env", "cwd")
 _HTTP = ("url", "headers")
@@ -48,14 +48,14 @@ _TYPES = {"stdio": "command", "http": "url", "streamable-http": "url", "streamab
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """How a server is reached: a program that is started, or a URL.
+    """Connection settings of a server: a program to start, or a URL.
 
     Attributes:
         command: A program that speaks the protocol on stdin and stdout.
-        env: Variables besides the few that every program gets (PATH, HOME, ...).
-        url: Of a server with streamable HTTP.
-        timeout: Seconds that a call may take.
-        reach: Addresses that the URL may lead to.
+        env: Variables in addition to basic ones such as PATH and HOME.
+        url: URL of a streamable HTTP server.
+        timeout: Timeout of a call in seconds.
+        reach: Addresses that the URL may resolve to.
     """
 
     name: str
@@ -74,9 +74,9 @@ class McpTool:
     """A tool of a server.
 
     Attributes:
-        name: What a model calls it: ``server__tool``, of letters, digits, "_" and "-".
-        server, local_name: The server, and its name there.
-        parameters: JSON Schema of its arguments.
+        name: Name for the model: ``server__tool``, with letters, digits, "_" and "-" only.
+        server, local_name: The server, and the tool's name there.
+        parameters: JSON Schema of the arguments.
     """
 
     name: str
@@ -92,7 +92,7 @@ class McpPrompt:
     """A prompt that a server offers.
 
     Attributes:
-        arguments: Name, description, and True if it is required, of each.
+        arguments: (name, description, is required) of each argument.
     """
 
     server: str
@@ -107,7 +107,7 @@ class McpResource:
     """A resource that a server offers.
 
     Attributes:
-        size: In bytes, if the server says so.
+        size: Size in bytes, if the server reports it.
     """
 
     server: str
@@ -121,7 +121,7 @@ class McpResource:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a resource: either `text`, or `data` in base64."""
+    """The contents of a resource: `text`, or `data` in base64."""
 
     uri: str
     mime_type: str | None
@@ -135,7 +135,7 @@ class ToolResult:
 
     Attributes:
         text: For the model.
-        images: For the user: MIME types, and data in base64.
+        images: For the user: (MIME type, base64 data).
     """
 
     text: str
@@ -144,15 +144,15 @@ class ToolResult:
 
 
 def read_config(path: Path) -> tuple[ServerSpec, ...]:
-    """The servers of a file as other programs have it: ``{"mcpServers": {name: {...}}}``.
+    """Reads servers from a file in the common format ``{"mcpServers": {name: {...}}}``.
 
-    A server is ``{command, args, env, cwd}`` or ``{url, headers}``; both may have ``type``,
-    ``timeout`` (seconds) and ``disabled``. (Other entries beside ``mcpServers`` are those of other
-    programs.)
+    A server is ``{command, args, env, cwd}`` or ``{url, headers}``. Both may have ``type``,
+    ``timeout`` in seconds and ``disabled``. Entries next to ``mcpServers`` belong to other programs
+    and are ignored.
 
     Raises:
-        MlxPagedError: it cannot be read.
-        InvalidParameterError: an entry is wrong or unknown.
+        MlxPagedError: The file is not readable.
+        InvalidParameterError: An entry is invalid or unknown.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -168,7 +168,7 @@ def read_config(path: Path) -> tuple[ServerSpec, ...]:
 
 
 def _spec(where: str, name: str, entry: Any) -> ServerSpec | None:
-    """One server; None: it is disabled."""
+    """Parses one server; returns None if it is disabled."""
     if not isinstance(entry, dict):
         raise InvalidParameterError(where, "an object", entry)
     if ("command" in entry) == ("url" in entry):
@@ -223,11 +223,11 @@ def _spec(where: str, name: str, entry: Any) -> ServerSpec | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call.
+    """Parses the arguments of a call.
 
     Raises:
-        MlxPagedError: they are not the text of a JSON object, or a name is in it twice: what was
-            shown would not be what runs.
+        MlxPagedError: The text is not a JSON object, or has a duplicate name. With a duplicate, the
+            call could differ from what the user saw.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 class Status(StrEnum):
-    """True if a server can be used."""
+    """State of a server."""
 
     STARTING = "starting"
     READY = "ready"
@@ -257,17 +257,18 @@ class Status(StrEnum):
 
 
 class McpServers:
-    """Running servers. A context manager: they are started, and ended.
+    """Running servers. A context manager that starts and stops them.
 
-    A server that cannot be started is left out; `errors` says why. One that has ended is started
-    again by the next call.
+    A server that fails to start is left out; `errors` has the reason. The next call restarts a
+    server that has ended.
 
     Args:
-        specs: how each is reached.
-        on_failure: called with the name of a server that cannot be started or has ended, and why.
+        specs: Connection settings of each server.
+        on_failure: Called with the name of a server that failed to start or has ended, and the
+            reason.
 
     Attributes:
-        specs: How each is reached.
+        specs: Connection settings of each server.
     """
 
     def __init__(
@@ -290,18 +291,18 @@ class McpServers:
 
     @property
     def statuses(self) -> dict[str, Status]:
-        """True if each server can be used, by name."""
+        """State of each server, by name."""
         return {name: server.status for name, server in self._servers.items()}
 
     @property
     def errors(self) -> dict[str, str]:
-        """Why servers do not run, by name."""
+        """Reasons why servers do not run, by name."""
         found = {name: server.error for name, server in self._servers.items()}
         return {name: error for name, error in found.items() if error is not None}
 
     @property
     def tools(self) -> tuple[McpTool, ...]:
-        """The tools of all servers, under names that are unique."""
+        """The tools of all servers, with unique names."""
         found: dict[str, McpTool] = {}
         for server in self._servers.values():
             for tool in server.tools:
@@ -349,10 +350,10 @@ class McpServers:
         )
 
     async def prompt(self, server: str, name: str, arguments: dict[str, str]) -> str:
-        """The text of a prompt: of its messages, one below the other.
+        """Returns the text of a prompt: its messages, separated by blank lines.
 
         Raises:
-            MlxPagedError: there is no such server, it does not answer, or it refuses.
+            MlxPagedError: The server does not exist, does not answer, or returns an error.
         """
         result = await self._server(server).ask(
             lambda client: client.get_prompt(name, arguments or None)
@@ -360,11 +361,11 @@ class McpServers:
         return _limited("\n\n".join(_shown(message.content) for message in result.messages))
 
     async def read(self, server: str, uri: str) -> tuple[Contents, ...]:
-        """The contents of a resource.
+        """Returns the contents of a resource.
 
         Raises:
-            MlxPagedError: there is no such server, it does not answer, or it refuses; or there is
-                too much.
+            MlxPagedError: The server does not exist, does not answer, or returns an error; or the
+                resource is too large.
         """
         result = await self._server(server).ask(lambda client: client.read_resource(uri))
         found = tuple(
@@ -386,17 +387,17 @@ class McpServers:
         return self._servers[name]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Calls a tool. A call that failed is not repeated: it may have done something.
+        """Calls a tool. Never retries a failed call, because it may have had an effect.
 
         Args:
-            name: a `McpTool.name`.
+            name: A `McpTool.name`.
 
         Raises:
-            MlxPagedError: there is no such tool, or its server does not answer. The next call
-                starts a server that has ended again.
+            MlxPagedError: The tool does not exist, or its server does not answer. The next call
+                restarts a server that has ended.
         """
         if all(tool.name != name for tool in self.tools):
-            # A server that is starting or has failed may have it.
+            # A server that is starting or has failed may have the tool.
             for server in self._servers.values():
                 if name.startswith(_unique(f"{server.spec.name}__", {})):
                     await server.start()
@@ -423,8 +424,8 @@ class _Server:
     """One server, and the task that holds its connection.
 
     Attributes:
-        tools, prompts, resources: Those that it had when it was started last.
-        error: Why it does not run; None: it does.
+        tools, prompts, resources: The server's offers as of its last start.
+        error: Reason why it does not run; None if it runs.
     """
 
     def __init__(
@@ -437,13 +438,13 @@ class _Server:
         self.prompts: tuple[mcp.types.Prompt, ...] = ()
         self.resources: tuple[mcp.types.Resource, ...] = ()
         self.error: str | None = None
-        self._bad_status: int | None = None  # of HTTP, that came last; the protocol's code hides it
+        self._bad_status: int | None = None  # last HTTP error status; the protocol's code hides it
         self._client: mcp.Client | None = None
         self._task: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Connects; sets `error` if that fails."""
+        """Connects; sets `error` on failure."""
         async with self._starting:
             if self._client is not None:
                 return
@@ -451,15 +452,15 @@ class _Server:
             started = asyncio.Event()
             self._closing = asyncio.Event()
             self.status, self.error = Status.STARTING, None
-            # (A connection must be closed by the task that opened it.)
+            # The task that opens a connection must also close it.
             self._task = asyncio.create_task(self._hold(started))
             await started.wait()
 
     async def close(self) -> None:
-        """Ends the connection, and the program."""
+        """Closes the connection and ends the program."""
         if self._task is not None:
             if self._client is None:
-                self._task.cancel()  # it is starting, or has failed
+                self._task.cancel()  # starting or failed
             self._closing.set()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
@@ -484,7 +485,7 @@ class _Server:
                 started.set()
 
     async def _list(self, client: mcp.Client) -> None:
-        """Reads what the server offers; one may have no tools, or only tools."""
+        """Reads the tools, prompts and resources that the server offers; any may be missing."""
         offers = client.server_capabilities
         self.tools = self.prompts = self.resources = ()
         if offers.tools is not None:
@@ -495,10 +496,10 @@ class _Server:
             self.resources = await _pages(client.list_resources, lambda page: page.resources)
 
     async def _until_closed_or_dead(self, client: mcp.Client) -> None:
-        """Waits for `close`, and asks the server now and then whether it is there.
+        """Waits for `close`; checks the server's health at intervals.
 
         Raises:
-            Exception: it is not.
+            Exception: The server does not answer.
         """
         while not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
@@ -510,7 +511,7 @@ class _Server:
             except mcp.MCPError as error:
                 if error.code == mcp.types.CONNECTION_CLOSED:
                     raise
-                # (It answers, or is busy.)
+                # Any other error is an answer, so the server is alive.
 
     def _fail(self, reason: str) -> None:
         self.status, self.error = Status.FAILED, reason
@@ -524,7 +525,7 @@ class _Server:
             parameters = mcp.StdioServerParameters(
                 command=spec.command, args=list(spec.args), env=dict(spec.env), cwd=spec.cwd
             )
-            # (What it writes to stderr would appear in the middle of a chat.)
+            # Without `errlog`, its stderr would appear in the middle of a chat.
             transport = stdio_client(parameters, errlog=log)  # type: ignore[arg-type]
         else:
             assert spec.url is not None
@@ -547,10 +548,10 @@ class _Server:
         return ToolResult(_text_of(result), bool(result.is_error), _images_of(result))
 
     async def ask(self, question: Callable[[mcp.Client], Awaitable[_T]]) -> _T:
-        """The server's answer; it is started again if it has ended.
+        """Returns the server's answer. Restarts the server first if it has ended.
 
         Raises:
-            MlxPagedError: it does not answer, or answers with an error.
+            MlxPagedError: The server does not answer, or returns an error.
         """
         await self.start()
         client, spec = self._client, self.spec
@@ -585,7 +586,7 @@ class _Server:
 
 
 async def _pages(ask: Callable[..., Awaitable[Any]], items: Callable[[Any], list[_T]]) -> Any:
-    """The items of all pages of a list."""
+    """Returns the items of all pages of a list."""
     found: list[_T] = []
     cursor: str | None = None
     for _ in range(_MOST_PAGES):
@@ -598,10 +599,10 @@ async def _pages(ask: Callable[..., Awaitable[Any]], items: Callable[[Any], list
 
 
 def _transport(reach: Reach) -> httpx2.AsyncHTTPTransport:
-    """HTTP connections to addresses that `reach` allows, looked up and checked for each one."""
+    """Returns an HTTP transport that resolves and checks the address of each connection."""
     if reach is Reach.ANY:
         return httpx2.AsyncHTTPTransport()
-    # (Proxies of the environment are not used: they would connect to any address.)
+    # Ignore proxies from the environment, because they would connect to any address.
     transport = httpx2.AsyncHTTPTransport(trust_env=False)
     pool = transport._pool
     assert isinstance(pool, httpcore2.AsyncConnectionPool)
@@ -610,7 +611,7 @@ def _transport(reach: Reach) -> httpx2.AsyncHTTPTransport:
 
 
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
-    """A network that connects to the address that was checked, not to a name that may change."""
+    """Connects to the checked address, not to a host name that may resolve differently later."""
 
     def __init__(self, network: httpcore2.AsyncNetworkBackend, reach: Reach) -> None:
         self._network = network
@@ -643,7 +644,7 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
 
 
 def _text_of(result: mcp.types.CallToolResult) -> str:
-    """The text of a result; what is no text is named."""
+    """Returns the text of a result, with placeholders for other content."""
     parts = [_shown(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
@@ -658,7 +659,7 @@ def _limited(text: str) -> str:
 
 
 def _images_of(result: mcp.types.CallToolResult) -> tuple[tuple[str, str], ...]:
-    """The pictures of a result, as many as there is room for."""
+    """Returns the images of a result, up to a total size."""
     found = [(b.mime_type, b.data) for b in result.content if b.type == "image"]
     sizes = itertools.accumulate(len(data) for _, data in found)
     return tuple(image for image, size in zip(found, sizes) if size <= _MOST_IMAGE_CHARACTERS)
@@ -676,7 +677,7 @@ def _shown(block: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """One line; of a group, its first error."""
+    """Formats an error as one line; uses the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
@@ -687,7 +688,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _last_line(log: IO[str]) -> str:
-    """Returns the last lines of a program's stderr."""
+    """Returns the last line of a program's stderr in parentheses, or an empty string."""
     log.seek(0)
     lines = [line.strip() for line in log.read()[-4000:].splitlines() if line.strip()]
     return f" ({lines[-1][:300]})" if lines else ""

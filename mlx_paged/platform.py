@@ -1,6 +1,6 @@
-"""Platform: what MLX's default device can do, asked once when a model is loaded.
+"""Platform: capabilities of MLX's default device, queried once when a model is loaded.
 
-The answers do not change while a model is served, so a step reads them here and asks no device.
+They do not change while a model is served, so a step reads them here instead of asking the device.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class Platform:
     """The device that a model runs on.
 
     Attributes:
-        on_cpu: MLX's default device is the CPU.
-        has_cuda: It is an NVIDIA GPU, for which this build has kernels.
-        plans_for_gpu: Attention is planned for GPU kernels (a GPU, or the Metal simulator).
+        on_cpu: True if MLX's default device is the CPU.
+        has_cuda: True if it is an NVIDIA GPU and this build has kernels for it.
+        plans_for_gpu: True if attention is planned for GPU kernels: on a GPU, or in the Metal
+            simulator.
         simd: Instruction set of the CPU kernels.
-        activations: Formats to which linear layers can round their inputs, see `ops.activations`.
-        most_program_rows: Rows of a step up to which an `ops.StepProgram` serves; 0: it serves
-            none.
-        most_device_program_rows: The same for an `ops.DeviceProgram`.
-        pinned_uploads: `ops.upload` sends arrays from pinned memory, where they may stay.
-        native_dtypes: Dtypes that `ops.linear` multiplies there.
-        repeats_steps: A GPU repeats steps of one shape as a whole, so arrays of a plan should keep
-            their sizes while contexts grow.
+        activations: Formats to which linear layers can round their inputs; see `ops.activations`.
+        most_program_rows: Maximum rows per step for `ops.StepProgram`; 0 if unsupported.
+        most_device_program_rows: Maximum rows per step for `ops.DeviceProgram`; 0 if unsupported.
+        pinned_uploads: True if `ops.upload` sends arrays from pinned memory, where they may stay.
+        native_dtypes: Dtypes that `ops.linear` multiplies natively on this device.
+        repeats_steps: True if the GPU replays whole steps of equal shape. The arrays of a plan
+            should then keep their sizes while contexts grow.
     """
 
     on_cpu: bool
@@ -46,7 +46,7 @@ class Platform:
 
     @classmethod
     def current(cls) -> Platform:
-        """The platform of MLX's default device as it is now."""
+        """Queries MLX's current default device."""
         on_cpu, has_cuda = is_cpu_default(), ops.has_cuda()
         return cls(
             on_cpu=on_cpu,
@@ -66,7 +66,7 @@ class Platform:
 
 
 def is_cpu_default() -> bool:
-    """True if MLX's default device is the CPU now: for code that runs outside of a served model."""
+    """True if MLX's default device is the CPU now. For code outside of a served model."""
     return mx.default_device() == mx.Device(mx.cpu)
 
 
@@ -77,9 +77,9 @@ def has_kernels() -> bool:
 
 
 def use_supported_device() -> None:
-    """Moves MLX's default device to the CPU where this build has no kernels for the GPU.
+    """Sets MLX's default device to the CPU if this build has no kernels for the GPU.
 
-    Logs one warning: on a Mac everything else would work and be slower than expected.
+    Warns, because otherwise a slow run on a Mac would have no visible cause.
     """
     if not has_kernels():
         warnings.warn(

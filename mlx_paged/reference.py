@@ -1,11 +1,11 @@
-"""The oracle: the native operations in float64 NumPy, written from their contracts alone.
+"""The oracle: the native operations in float64 NumPy, written only from their contracts.
 
-`mlx-paged doctor`, `mlx-paged bench kernels` and the tests compare with it. It knows no MLX.
+`mlx-paged doctor`, `mlx-paged bench kernels` and the tests compare against it. It does not use MLX.
 
-The token at position p of a sequence lives in block ``table[p // block_size]`` at offset
-``p % block_size``. The query rows of a step are the last ``query_len`` tokens of each sequence, one
-sequence after the other, and a row sees the tokens up to and including itself. With bounds it also
-sees every token from its first bound to its last. A token that a row does not see may be NaN.
+The token at position p of a sequence is in block ``table[p // block_size]`` at offset
+``p % block_size``. The query rows of a step are the last ``query_len`` tokens of each sequence,
+concatenated. A row sees all tokens up to and including itself. With bounds, it also sees every
+token from its first bound through its last. A token that a row does not see may be NaN.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Largest error of a row, relative to the row's norm, by dtype.
+# Maximum error of a row relative to the row's norm, by dtype.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 def relative_errors(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Error of each row (all axes but the first), relative to the row's norm; NaN is infinite.
+    """Returns the error of each row along axis 0, relative to the row's norm. NaN counts as
+    infinite.
 
     Args:
-        actual: of the shape of `expected`.
+        actual: Same shape as `expected`.
     """
     flat = (len(expected), int(np.prod(expected.shape[1:])))
     errors = np.linalg.norm((actual - expected).reshape(flat), axis=1)
@@ -32,7 +33,7 @@ def relative_errors(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest error of a row; infinite for a wrong shape."""
+    """Returns the largest row error; infinite for a wrong shape."""
     if actual.shape != expected.shape:
         return math.inf
     return float(np.max(relative_errors(actual, expected), initial=0.0))
@@ -42,7 +43,7 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def write_kv(pool: np.ndarray, rows: np.ndarray, slots: Sequence[int]) -> np.ndarray:
-    """A copy of `pool` in which row i stands at slot ``slots[i]``; -1 leaves it out."""
+    """Returns a copy of `pool` with row i at slot ``slots[i]``; -1 skips the row."""
     written = pool.copy()
     for row, slot in zip(rows, slots):
         if slot != -1:
@@ -51,7 +52,7 @@ def write_kv(pool: np.ndarray, rows: np.ndarray, slots: Sequence[int]) -> np.nda
 
 
 def copy_blocks(pool: np.ndarray, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """A copy of `pool` in which each block ``dst`` holds what ``src`` held before."""
+    """Returns a copy of `pool` with each block ``src`` copied to ``dst``."""
     copied = pool.copy()
     for src, dst in pairs:
         copied[dst] = pool[src]
@@ -133,7 +134,7 @@ def attention(
     sinks: np.ndarray | None = None,
     bounds: np.ndarray | None = None,
 ) -> np.ndarray:
-    """``[num_rows, num_q_heads, value_dim]`` float64: rows that are a sequence's last tokens.
+    """``[num_rows, num_q_heads, value_dim]`` float64 for the last `num_rows` tokens of a sequence.
 
     Args:
         queries: ``[num_rows, num_q_heads, key_dim]``.
@@ -154,7 +155,7 @@ def attention(
     queries, keys, values = (a.astype(np.float64) for a in (queries, keys, values))
     if np.isfinite(values).all():
         return _attend(queries, keys, values, seen, scale, softcap, sinks)
-    # A weight of 0 times a NaN that only another row sees would be NaN.
+    # One row at a time: 0 times a NaN that only another row sees would be NaN.
     alone = [
         _attend(queries[[i]], keys[mine], values[mine], seen[[i]][:, mine], scale, softcap, sinks)
         for i, mine in enumerate(seen)
@@ -192,18 +193,18 @@ def _attend(
 
 
 def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Turns dim i with dim i + dim / 2; `cos` and `sin` have half of the last axis of `x`."""
+    """Rotates dim i with dim i + dim / 2; `cos` and `sin` have half of the last axis of `x`."""
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """Over the last axis."""
+    """RMS norm over the last axis."""
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
 def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
-    """Over the last axis."""
+    """Layer norm over the last axis."""
     centered = x - x.mean(axis=-1, keepdims=True)
     return rms_norm(centered, weight, eps) + bias
 
@@ -214,7 +215,7 @@ def silu_mul(gate: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def gelu(x: np.ndarray, approximation: str = "none") -> np.ndarray:
-    """GELU as `ops.gelu` names its approximations: "none", "tanh" or "fast"."""
+    """GELU with the approximations of `ops.gelu`: "none", "tanh" or "fast"."""
     if approximation == "tanh":
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     if approximation == "fast":
@@ -223,7 +224,7 @@ def gelu(x: np.ndarray, approximation: str = "none") -> np.ndarray:
 
 
 def clipped_swiglu(gate: np.ndarray, x: np.ndarray, *, alpha: float, limit: float) -> np.ndarray:
-    """SwiGLU of gpt-oss: the gate is clipped from above, `x` from both sides."""
+    """gpt-oss's SwiGLU: clips the gate from above, and `x` on both sides."""
     gate = np.minimum(gate, limit)
     return gate / (1 + np.exp(-alpha * gate)) * (np.clip(x, -limit, limit) + 1)
 
