@@ -1,33 +1,32 @@
 """The native primitives, typed and documented.
 
-A *pool* is ``[num_blocks, block_size, num_kv_heads, head_dim]``, float32, float16 or bfloat16;
-keys and values have one each, and their head dims may differ. A *slot* is
+A *pool* is ``[num_blocks, block_size, num_kv_heads, head_dim]``, float32, float16 or bfloat16. Keys
+and values have separate pools, whose head dims may differ. A *slot* is
 ``block * block_size + offset``.
 
-A *quantised* pool has another dtype, which tells its format; writing quantises, and reading undoes
-it:
+The dtype of a *quantized* pool is its format. Writes quantize and reads dequantize:
 
-- int8: a code for a number, and for each token and head a scale;
-- uint32: a nibble for a number, lowest first, and for each group of 32 dims a scale and a minimum;
-- uint8: e4m3, without scales; numbers beyond 448 become 448.
+- int8: one code per number, one scale per token and head;
+- uint32: one nibble per number, lowest first, one scale and minimum per group of 32 dims;
+- uint8: e4m3 without scales; numbers beyond 448 become 448.
 
-Its first three extents are those of a plain pool, and the last one is what a token and head takes
-on average (`allocate_pool` knows it): a block is ``[block_size][num_kv_heads]`` codes of a head,
-and behind them ``[num_kv_heads][block_size]`` of its scales in float16. Keys of the first two
-formats are rotated before they are quantised, and queries alike, so that outliers of single dims
-cost little: `gather_kv` gives them back as they were. Keys and values have the same format, or keys
-are int8 and values uint32; every op refuses other pairs.
+Its first three extents are those of a plain pool. The last one is the average size of a token and
+head, which `allocate_pool` computes: a block has ``[block_size][num_kv_heads]`` codes of a head,
+followed by ``[num_kv_heads][block_size]`` of its scales in float16. In the first two formats, keys
+are rotated before they are quantized, and queries the same way, so outliers of single dims cost
+little; `gather_kv` returns keys unrotated. Keys and values have the same format, or keys are int8
+and values uint32; every op rejects other pairs.
 
 `write_kv` and `copy_blocks` work **in place, unconditionally**: the arrays they return share the
-buffers of those passed in. (A pool that is not dense, or that on a GPU does not begin at a multiple
-of 16 bytes of its buffer, is copied; `pool_copies` counts that.) The handle passed in is consumed;
-all reads and writes of a pool go through one stream; and a freed block is handed out again only
-after the last step that could read it has been evaluated. ``MLX_PAGED_CHECK=1`` makes every op
-compare block ids, slots and rows with the arrays that they index before it uses them.
+buffers of those passed in. The exception is a pool that is not dense, or that does not start at a
+multiple of 16 bytes of its buffer on a GPU: it is copied, and `pool_copies` counts it. The handle
+passed in is consumed; all reads and writes of a pool go through one stream; and a freed block is
+reused only after the last step that could read it has been evaluated. ``MLX_PAGED_CHECK=1`` makes
+every op check block ids, slots and rows against the arrays that they index.
 
-Each op takes an optional ``stream`` (an ``mx.Stream`` or ``mx.Device``) and raises ``ValueError``,
-when the graph is built, for an argument that it cannot serve. An op that is said to be CPU only
-raises ``RuntimeError`` when a GPU evaluates it: use MLX's own kernels there.
+Each op takes an optional ``stream`` (an ``mx.Stream`` or ``mx.Device``), and raises ``ValueError``
+at graph construction for an unsupported argument. An op marked CPU only raises ``RuntimeError``
+when a GPU evaluates it; use MLX's own kernels there.
 """
 
 from __future__ import annotations
@@ -43,46 +42,46 @@ import numpy.typing as npt
 
 from mlx_paged.extension import ext
 
-OnKernel = Callable[[int, int], None]  # how many kernels are done, of how many
+OnKernel = Callable[[int, int], None]  # (number of kernels done, total)
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The arrays of one step, built once (`model.plan.build_plan`) and shared by all layers.
+    """The arrays of one step, built once by `model.plan.build_plan` and shared by all layers.
 
     A query row is one token; the rows of a sequence are consecutive.
     """
 
     positions: mx.array  # [num_rows] int32: the token's position in its sequence
-    slot_mapping: mx.array  # [num_rows] int32: where its K and V go; -1: nowhere
+    slot_mapping: mx.array  # [num_rows] int32: slot for K and V; -1: do not write
     block_tables: mx.array  # [num_seqs, max_blocks] int32
-    context_lens: mx.array  # [num_seqs] int32: tokens in the pool, this step's included
+    context_lens: mx.array  # [num_seqs] int32: tokens in the pool, including this step's
     query_starts: mx.array  # [num_seqs + 1] int32: first row of each sequence
-    # The columns are the fields of WorkItem and MergeItem in metal/kernel_table.h.
+    # Columns: fields of WorkItem and MergeItem in metal/kernel_table.h.
     work_items: mx.array  # [num_items, 6] int32: sequence, rows [b, e), blocks [b, e), partial
     merge_items: mx.array  # [num_merges, 4] int32: rows [b, e), first partial, splits
-    # [3, num_rows] int32: positions, and the first and the last position of the span that a row
-    # sees as a whole, besides what its position and the window let it see; None: no row has one.
+    # [3, num_rows] int32: positions, then the first and last position of a span that the row sees
+    # in addition to its causal window; None if no row has such a span.
     bounds: mx.array | None = None
 
 
 def allocate_pool(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: mx.Dtype
 ) -> mx.array:
-    """A pool that is allocated but not touched: memory is used from the first write on.
+    """Allocates a pool without touching it; memory is used from the first write on.
 
     Args:
         block_size: 8, 16, 32 or 64.
-        head_dim: a multiple of 8 up to 576.
-        dtype: float32, float16 or bfloat16; int8, uint32 or uint8 for a quantised pool.
+        head_dim: A multiple of 8 up to 576.
+        dtype: float32, float16 or bfloat16; int8, uint32 or uint8 for a quantized pool.
 
     Returns:
-        ``[num_blocks, block_size, num_kv_heads, head_dim]`` of undefined contents; the last extent
-        of a quantised pool is another.
+        ``[num_blocks, block_size, num_kv_heads, head_dim]`` with undefined contents. The last
+        extent of a quantized pool differs.
 
     Raises:
-        MemoryError: there is not enough memory; the message names the bytes.
-        ValueError: for a shape of 2^31 slots or more, or of as many elements in a block.
+        MemoryError: Not enough memory; the message has the number of bytes.
+        ValueError: The shape has 2^31 or more slots, or elements per block.
     """
     return ext.allocate_pool([num_blocks, block_size, num_kv_heads, head_dim], dtype)
 
@@ -93,21 +92,22 @@ def has_cuda() -> bool:
 
 
 def has_wgmma() -> bool:
-    """True if operations run on an NVIDIA GPU on which four warps multiply together (Hopper), for
-    which this build has kernels."""
+    """True if operations run on an NVIDIA GPU with warpgroup matrix products (Hopper), and this
+    build has kernels for it."""
     return ext.has_wgmma()
 
 
 def upload(*arrays: npt.NDArray[Any], stays: bool = False) -> list[mx.array]:
-    """Arrays of numbers on the host, which may change afterwards.
+    """Copies host arrays to the device; the host arrays may change afterwards.
 
-    With CUDA they are sent as one, from pinned memory: what `mx.array` makes lies in memory that
-    migrates by page, where the first kernel of a step waits for it. Elsewhere they are `mx.array`s.
+    With CUDA, sends them in one transfer from pinned memory. `mx.array` would use managed memory,
+    which migrates page by page and stalls the first kernel of a step. Elsewhere returns `mx.array`
+    copies.
 
     Args:
         arrays: int32, uint32 or float32.
-        stays: with CUDA, in that pinned memory: for a step that reads them once, as nothing then
-            has to be evaluated before it.
+        stays: With CUDA, leave the arrays in pinned memory. Use this for a step that reads them
+            once, because then nothing has to be evaluated before the step.
     """
     if not ext.has_transfers():
         return [mx.array(a) for a in arrays]
@@ -130,21 +130,21 @@ def plan_attention(
     num_rows: int | None,
     stays: bool,
 ) -> AttentionPlan | None:
-    """The plan of a step, for `model.plan.build_plan`, which says what the numbers are.
+    """Builds the plan of a step for `model.plan.build_plan`, which documents the numbers.
 
     Args:
         tables: ``[num_seqs, max_blocks]``.
-        num_blocks: ``[num_seqs]``, of each table.
+        num_blocks: ``[num_seqs]``, length of each table.
         context_lens: ``[num_seqs]``.
         query_lens: ``[num_seqs]``.
-        bounds: ``[2, num_rows]``, checked.
-        on_gpu: whether contexts are split as a GPU needs it.
-        pads: block tables, items and merges to sizes that change seldom, in steps of decodes and
-            where `num_rows` is given.
-        stays: see `upload`.
+        bounds: ``[2, num_rows]``, already validated.
+        on_gpu: True to split contexts for a GPU.
+        pads: Pad block tables, items and merges to sizes that rarely change. Applies to decode
+            steps, and to any step if `num_rows` is given.
+        stays: See `upload`.
 
     Returns:
-        None for numbers that are no plan.
+        None if the numbers are invalid.
     """
     arrays = ext.plan_attention(
         tables,
@@ -165,19 +165,19 @@ def plan_attention(
 
 
 def token_bytes(ids: list[Any], vocab_size: int) -> bytes | None:
-    """Token ids as 4 bytes each, in the machine's order.
+    """Packs token ids as 4 bytes each, in native byte order.
 
     Returns:
-        None where some are no plain integers in [0, vocab_size).
+        None if any id is not a plain integer in [0, vocab_size).
     """
     return ext.token_bytes(ids, vocab_size)
 
 
 def to_host(array: mx.array) -> mx.array:
-    """The same numbers where NumPy can read them once they are evaluated.
+    """Copies an array to memory that NumPy can read once it is evaluated.
 
-    With CUDA in pinned memory: reading device memory moves it to memory that migrates by page, and
-    the kernel that uses it next waits for it. Elsewhere `array` itself.
+    With CUDA this is pinned memory. A direct read would migrate device memory to the host page by
+    page, and stall the next kernel that uses it. Elsewhere returns `array` itself.
 
     Args:
         array: int32.
@@ -186,14 +186,15 @@ def to_host(array: mx.array) -> mx.array:
 
 
 def wait_actively(array: mx.array, seconds: float) -> bool:
-    """Waits for an array whose evaluation has begun, without sleeping and without the interpreter's
-    lock; returns early where another thread or process had its turn on this thread's core.
+    """Busy-waits for an array whose evaluation has begun, without the GIL.
+
+    Returns early if another thread or process was scheduled on this thread's core.
 
     Args:
-        seconds: at most; 0 to 1e6.
+        seconds: Timeout, 0 to 1e6.
 
     Returns:
-        Whether no other had. (One that takes less than half a millisecond does not count.)
+        False if another one was scheduled; slices under half a millisecond do not count.
     """
     return ext.wait_actively(array, seconds)
 
@@ -210,11 +211,11 @@ def write_kv(
     """Writes each token's key and value to its slot, in place.
 
     Args:
-        keys: ``[num_tokens, num_kv_heads, key_dim]``, the pool's dtype; for quantised pools
+        keys: ``[num_tokens, num_kv_heads, key_dim]``, the pool's dtype; for quantized pools
             float32, float16 or bfloat16.
         values: ``[num_tokens, num_kv_heads, value_dim]``, the dtype of `keys`.
-        slot_mapping: ``[num_tokens]`` int32; -1 writes nothing, nor does any other negative number
-            (which ``MLX_PAGED_CHECK=1`` refuses). No slot may occur twice.
+        slot_mapping: ``[num_tokens]`` int32. Negative slots write nothing; ``MLX_PAGED_CHECK=1``
+            rejects those other than -1. No slot may occur twice.
 
     Returns:
         The key pool and the value pool.
@@ -231,9 +232,9 @@ def copy_blocks(
     """Copies block ``src`` to block ``dst`` in every pool, in place.
 
     Args:
-        pools: arrays of the same ``num_blocks``.
-        block_pairs: ``[num_pairs, 2]`` int32 of (src, dst), run in no particular order: no block
-            is a destination twice, or both a destination and a source.
+        pools: Arrays with the same ``num_blocks``.
+        block_pairs: ``[num_pairs, 2]`` int32 of (src, dst), in any order. No block may be a
+            destination twice, or both a source and a destination.
 
     Returns:
         The pools.
@@ -251,12 +252,13 @@ def gather_kv(
     dtype: mx.Dtype | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Dense keys and values of whole sequences.
+    """Gathers dense keys and values of whole sequences.
 
     Args:
         block_tables: ``[num_seqs, max_blocks]`` int32.
         context_lens: ``[num_seqs]`` int32; 0 is allowed.
-        dtype: float32, float16 or bfloat16, what quantised pools give; None: the pools' own.
+        dtype: Output dtype for quantized pools: float32, float16 or bfloat16. None keeps the pools'
+            own dtype.
 
     Returns:
         ``[num_seqs, num_kv_heads, max_context_len, head_dim]`` keys and values, zero past each
@@ -285,23 +287,23 @@ def paged_attention(
     sinks: mx.array | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Attention of every query row over its own sequence's blocks: causal, and within the spans
-    of ``plan.bounds``.
+    """Attention of every query row over its own sequence's blocks, causal plus the spans of
+    ``plan.bounds``.
 
     Args:
-        queries: ``[num_rows, num_q_heads, key_dim]``, the pool's dtype, or for quantised pools
-            float32, float16 or bfloat16; ``num_q_heads`` is a multiple of ``num_kv_heads``.
-        scale: factor on ``q . k``, at most 2e38.
-        window: a row at position p sees keys at positions in ``(p - window, p]``; None: all up to
-            p. What the plan's bounds add it sees beyond the window too.
-        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+        queries: ``[num_rows, num_q_heads, key_dim]``, the pool's dtype; for quantized pools
+            float32, float16 or bfloat16. ``num_q_heads`` is a multiple of ``num_kv_heads``.
+        scale: Factor on ``q . k``, at most 2e38.
+        window: A row at position p sees keys at positions in ``(p - window, p]``; None means all
+            through p. Spans of the plan's bounds are visible even outside the window.
+        softcap: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         sinks: ``[num_q_heads]`` logits that take part in the softmax but carry no value (gpt-oss).
-            -inf is no sink. More than 2e38, or NaN, is refused where the host has the numbers
-            already (not with CUDA), and makes the head NaN where it has not.
+            -inf disables a head's sink. NaN and values above 2e38 raise an error if the host
+            already has the numbers, which is never so with CUDA; otherwise the head becomes NaN.
 
     Returns:
-        ``[num_rows, num_q_heads, value_dim]`` in the dtype of `queries`. Rows that the plan gives
-        no work are zero, and so are rows that see no key, or none with a logit above -inf.
+        ``[num_rows, num_q_heads, value_dim]`` in the dtype of `queries`. Rows without work in the
+        plan are zero, and so are rows that see no key with a logit above -inf.
     """
     if window is not None and window < 1:
         raise ValueError(f"[paged_attention] window must be None or at least 1 but got {window}")
@@ -330,12 +332,12 @@ def rope_rotations(
     scale: float = 1.0,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Cosines and sines for `rope`, once for all layers of a step. CPU only.
+    """Computes cosines and sines for `rope`, once for all layers of a step. CPU only.
 
     Args:
         positions: ``[num_rows]`` int32.
-        inv_freqs: ``[dims / 2]`` float32: radians that a pair turns from one position to the next.
-        scale: factor on the positions.
+        inv_freqs: ``[dims / 2]`` float32: rotation of each pair per position, in radians.
+        scale: Factor on the positions.
 
     Returns:
         ``[num_rows, 2, dims / 2]`` float32: cosines, then sines.
@@ -350,21 +352,24 @@ def rope(
     traditional: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Rotary position embedding of each row's heads; computed in float32. No gradient. On the CPU,
-    and with CUDA where `serves_rope` says so.
+    """Rotary position embedding of each row's heads, in float32.
+
+    Runs on the CPU, and with CUDA if `serves_rope` is True. No gradient.
 
     Args:
-        x: ``[num_rows, num_heads, 1, head_dim]`` float32, float16 or bfloat16, of any strides.
+        x: ``[num_rows, num_heads, 1, head_dim]`` float32, float16 or bfloat16, with any strides.
         rotations: ``[num_rows, 2, dims / 2]`` float32 from `rope_rotations`. Dims from ``dims`` on
             are copied.
-        traditional: pair dim 2i with 2i + 1, and not i with i + dims / 2.
+        traditional: Pair dim 2i with 2i + 1 instead of i with i + dims / 2.
     """
     return ext.rope(x, rotations, traditional=traditional, stream=stream)
 
 
 def serves_rope(x: mx.array, rotations: mx.array, *, traditional: bool = False) -> bool:
-    """True if this build runs `rope` of such arrays on a GPU: with CUDA, in 16 bits, of whole heads
-    whose halves are multiples of 16 bytes, not traditional.
+    """True if this build runs `rope` on these arrays on a GPU.
+
+    Needs CUDA, a 16-bit dtype, rotation of whole heads whose halves are multiples of 16 bytes, and
+    not `traditional`.
     """
     return ext.serves_rope(x, rotations, traditional)
 
@@ -386,15 +391,14 @@ def rms_norm(
 
 
 def add_in_product(sum: mx.array) -> bool:
-    """Makes a residual's sum part of the product before it.
+    """Fuses a residual addition into the matrix product before it.
 
-    If `sum` is ``x + y`` of which nothing has been evaluated, and ``y`` a matrix product, it
-    becomes the result of one product that adds ``x`` in float32, before it rounds: one rounding
-    instead of two. With CUDA that product takes hardly longer, and no other kernel reads and writes
-    all rows.
+    If `sum` is an unevaluated ``x + y`` and ``y`` is a matrix product, it becomes one product that
+    adds ``x`` in float32 before rounding, so it rounds once instead of twice. With CUDA the product
+    takes hardly longer, and a kernel that reads and writes all rows is saved.
 
     Returns:
-        Whether it was such a sum. All others stay as they are.
+        True if `sum` was fused; otherwise it is unchanged.
     """
     return ext.add_in_product(sum)
 
@@ -406,23 +410,22 @@ def select_rows(
     kept: Sequence[mx.array] = (),
     known: Sequence[tuple[mx.array, mx.array]] = (),
 ) -> mx.array:
-    """``a[rows]``, without computing what of `a` nobody else needs.
+    """Returns ``a[rows]`` without computing rows of `a` that nothing else needs.
 
-    `a` has one row for each token of a step. The operations that lead to it are made again of the
-    selected rows alone, as far back as each row depends on itself alone: elementwise ones, norms,
-    RoPE, linear layers and changes of shape. Where they end, or the graph has been evaluated
-    already, rows are taken. Results may differ from ``a[rows]`` by rounding, as products of other
-    sizes do.
+    `a` has one row per token of a step. The graph is rebuilt for the selected rows only, as far
+    back as rows are independent: elementwise operations, norms, RoPE, linear layers and reshapes.
+    At the first other operation, or at evaluated arrays, it takes the rows. Results may differ from
+    ``a[rows]`` by rounding, because products have other sizes.
 
     Args:
         a: ``[num_rows, ...]``.
-        rows: ``[num_selected]`` int32, each at least 0 and below `num_rows`.
-        kept: arrays that are evaluated with the result: what they need is computed of all rows
-            anyway, and not made again.
-        known: pairs of an array of all rows and what the selected ones of it are.
+        rows: ``[num_selected]`` int32 in [0, num_rows).
+        kept: Arrays that are evaluated along with the result. Their inputs are computed for all
+            rows anyway, so they are not rebuilt.
+        known: Pairs of an array of all rows and its selected rows.
 
     Raises:
-        ValueError: for rows that are no such array, and for known arrays of other shapes or dtypes.
+        ValueError: `rows` is not such an array, or `known` has the wrong shapes or dtypes.
     """
     return ext.select_rows(a, rows, kept=list(kept), known=list(known))
 
@@ -430,15 +433,17 @@ def select_rows(
 def silu_mul(
     gate: mx.array, x: mx.array, *, stream: mx.Stream | mx.Device | None = None
 ) -> mx.array:
-    """``gate * sigmoid(gate) * x``, of one shape and dtype. No gradient. On the CPU, and with CUDA
-    where `serves_silu_mul` says so.
+    """``gate * sigmoid(gate) * x``, for equal shapes and dtypes.
+
+    Runs on the CPU, and with CUDA if `serves_silu_mul` is True. No gradient.
     """
     return ext.silu_mul(gate, x, stream=stream)
 
 
 def serves_silu_mul(gate: mx.array) -> bool:
-    """True if this build runs `silu_mul` of such arrays on a GPU: with CUDA, in 16 bits, with rows
-    of a multiple of 16 bytes.
+    """True if this build runs `silu_mul` on such arrays on a GPU.
+
+    Needs CUDA, a 16-bit dtype and rows of a multiple of 16 bytes.
     """
     return ext.serves_silu_mul(gate)
 
@@ -457,7 +462,7 @@ def layer_norm(
     Args:
         x: ``[..., size]`` float32, float16 or bfloat16.
         weight: ``[size]`` in the dtype of `x`; None: ones.
-        bias: likewise; None: zeros.
+        bias: Like `weight`; None: zeros.
     """
     return ext.layer_norm(x, weight, bias, eps, stream=stream)
 
@@ -468,11 +473,11 @@ def gelu(
     *,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """GELU in float32, by element. CPU only, no gradient.
+    """Elementwise GELU in float32. CPU only, no gradient.
 
     Args:
         x: float32, float16 or bfloat16.
-        approximation: "none", "tanh" (mlx's "precise") or "fast" (by a sigmoid).
+        approximation: "none", "tanh" (MLX's "precise") or "fast" (sigmoid-based).
     """
     return ext.gelu(x, approximation, stream=stream)
 
@@ -486,22 +491,22 @@ def clipped_swiglu(
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """gpt-oss's SwiGLU: ``g * sigmoid(alpha * g) * (clip(x, -limit, limit) + 1)`` with
-    ``g = min(gate, limit)``, of one shape and dtype. CPU only, no gradient."""
+    ``g = min(gate, limit)``, for equal shapes and dtypes. CPU only, no gradient."""
     return ext.clipped_swiglu(gate, x, alpha=alpha, limit=limit, stream=stream)
 
 
 def greedy_tokens(
     logits: mx.array, *, stream: mx.Stream | mx.Device | None = None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Greedy sampling and the logits that it finds, in one pass.
+    """Greedy sampling of tokens and their logits, in one pass.
 
     Args:
         logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
 
     Returns:
-        ``[num_rows]`` int32, the first of each row's largest, and ``[num_rows]`` float32, its
-        logit: -inf where all are, NaN where the row holds one (its token is then any). Then
-        ``[num_rows]`` int32, the tokens for the host: -1 where that logit is not finite.
+        ``[num_rows]`` int32 tokens: the first maximum of each row, or any token if the row has a
+        NaN. ``[num_rows]`` float32, the logit of each: -inf if all are, NaN if the row has one.
+        ``[num_rows]`` int32 tokens for the host: -1 if the logit is not finite.
     """
     return ext.greedy_tokens(logits, stream=stream)
 
@@ -513,18 +518,18 @@ def nucleus_thresholds(
     *,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """top-p: the least logit of each row that is to be kept. CPU only.
+    """top-p: the smallest logit of each row to keep. CPU only.
 
-    A logit is kept if those above it have less than `top_p` of the row's probability. Probabilities
-    are added up in float64; equal logits have the same answer.
+    A logit is kept if the logits above it have less than `top_p` of the row's probability.
+    Probabilities are summed in float64. Equal logits are all kept or all dropped.
 
     Args:
-        logits: ``[num_rows, vocab_size]`` float32, the largest of each row 0.
-        floors: ``[num_rows]`` float32, at most 0: logits below have no part in it.
-        top_p: ``[num_rows]`` float32, above 0 and below 1.
+        logits: ``[num_rows, vocab_size]`` float32; the maximum of each row must be 0.
+        floors: ``[num_rows]`` float32, at most 0; logits below the floor are ignored.
+        top_p: ``[num_rows]`` float32 in (0, 1).
 
     Returns:
-        ``[num_rows]`` float32; the floor where a row is NaN.
+        ``[num_rows]`` float32; the floor if a row has a NaN.
     """
     return ext.nucleus_thresholds(logits, floors, top_p, stream=stream)
 
@@ -536,22 +541,22 @@ def apply_token_bitmask(
     *,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Sets the logits of tokens that must not come to -inf, unless they are NaN or inf.
+    """Sets the logits of forbidden tokens to -inf, except NaN and inf.
 
-    (A row with one of these means nothing, which a mask must not hide.) The numbers of the others
-    do not change, nor do rows without a mask. Where nothing else needs `logits`, their buffer is
-    changed in place; else this is one pass that copies. No gradient.
+    NaN and inf stay, so that a mask does not hide a broken row. All other logits, and rows without
+    a mask, do not change. Works in place if nothing else needs `logits`; otherwise copies in one
+    pass. No gradient.
 
     Args:
         logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
-        bitmask: ``[num_masks, ceil(vocab_size / 32)]`` int32 or uint32: 32 tokens to each, lowest
-            bit first. A token may come where its bit is 1. Bits past the vocabulary mean nothing.
-        rows: ``[num_masks]`` int32: the row of `logits` that each mask is for. Whoever makes them
-            sees to it that they are distinct and in ``[0, num_rows)``; ``MLX_PAGED_CHECK=1``
-            raises ``IndexError`` where they are not.
+        bitmask: ``[num_masks, ceil(vocab_size / 32)]`` int32 or uint32, 32 tokens each, lowest bit
+            first. A bit of 1 allows the token. Bits past the vocabulary are ignored.
+        rows: ``[num_masks]`` int32: the row of `logits` for each mask. The caller must make sure
+            that they are distinct and in ``[0, num_rows)``; ``MLX_PAGED_CHECK=1`` raises
+            ``IndexError`` if they are not.
 
     Returns:
-        ``[num_rows, vocab_size]`` in the dtype of `logits`; `logits` itself for no masks.
+        ``[num_rows, vocab_size]`` in the dtype of `logits`; `logits` itself if there are no masks.
     """
     return ext.apply_token_bitmask(logits, bitmask, rows, stream=stream)
 
@@ -567,18 +572,18 @@ def linear(
 ) -> mx.array:
     """``x @ weight.T + bias``.
 
-    One operation on the CPU for float32 `x` and a `weight` of any pool's dtype, which is read as it
-    is; and with CUDA for up to 64 rows of 16 bits; else MLX's composition.
+    A single operation on the CPU for float32 `x` and a float32, float16 or bfloat16 `weight`, which
+    is read without conversion, and with CUDA for up to 64 rows in 16 bits. Otherwise a composition
+    of MLX operations.
 
     Args:
         x: ``[..., k]``.
         weight: ``[n, k]``.
         bias: ``[n]``.
-        activations: one of `activations()`. "bfloat16" rounds `x` to it where the weight is of that
-            type and has so many rows (more than 64) that its products are worth it, on the CPU.
-        by_rows: on the CPU, the one operation adds up a row in the same order whatever the number
-            of rows is, where a BLAS would multiply many rows faster. (With `activations`
-            "bfloat16" it does not.)
+        activations: One of `activations()`. On the CPU, "bfloat16" rounds `x` to bfloat16 if the
+            weight is bfloat16 and there are more than 64 rows, where it pays off.
+        by_rows: On the CPU, sum each row in the same order for any number of rows, although a BLAS
+            would multiply many rows faster. No effect with `activations` "bfloat16".
 
     Returns:
         ``[..., n]``.
@@ -600,30 +605,33 @@ def quantized_linear(
     by_rows: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """``x`` times the transpose of what `mx.quantize` made ``weight``, `scales` and `biases` of.
+    """``x @ w.T + bias`` for a matrix ``w`` that `mx.quantize` turned into ``weight``, `scales` and
+    `biases`.
 
-    One operation on the CPU, which reads the weight as it is and multiplies and sums in float32
-    whatever the dtypes are; and with CUDA for up to 64 rows of 16 bits, with scales of the same
-    dtype, in every format but "nvfp4".
-    Else, and for a weight that is not evaluated, ``mx.quantized_matmul``.
-    On the CPU, with `activations` "int8", that one operation rounds `x` first, each group of 32 to
-    ``[-127, 127]`` times a float32 scale, and multiplies integers; a group that has a NaN or an
-    infinity makes the row NaN. This holds for affine weights of 4 or 8 bits in groups of 32, 64 or
-    128; others are multiplied as with "float32". Processors with AVX-512 VNNI multiply affine
-    weights of 4 bits so with "float32" too: by integers of 22 bits times a power of two, whose
-    errors are like those of sums in float32.
+    A single operation on the CPU, which reads the weight without conversion and computes in float32
+    for all dtypes. Also a single operation with CUDA, for up to 64 rows in 16 bits with scales of
+    the same dtype, in every format except "nvfp4". Otherwise, and if the weight is not evaluated,
+    ``mx.quantized_matmul``.
+
+    On the CPU, `activations` "int8" first rounds each group of 32 numbers of `x` to integers in
+    ``[-127, 127]`` with a float32 scale, and multiplies integers. A group with a NaN or an infinity
+    makes the row NaN. This applies to affine weights with 4 or 8 bits in groups of 32, 64 or 128;
+    others are multiplied as with "float32".
+
+    With "float32", processors with AVX-512 VNNI also use integers for 4-bit affine weights: 22-bit
+    integers times a power of two, with errors like those of float32 sums.
 
     Args:
         x: ``[..., k]``.
         weight: ``[n, k * bits / 32]`` uint32.
         scales: ``[n, k / group_size]``.
-        biases: like `scales`, for the mode "affine" only.
-        bias: ``[n]``: added to the product.
-        activations: one of `activations()`; "bfloat16" is as "float32" here.
-        by_rows: as in `linear`.
+        biases: Like `scales`, for the mode "affine" only.
+        bias: ``[n]``, added to the product.
+        activations: One of `activations()`; "bfloat16" means "float32" here.
+        by_rows: As in `linear`.
 
     Returns:
-        ``[..., n]``, of the dtype that ``mx.quantized_matmul`` gives.
+        ``[..., n]`` in the dtype of ``mx.quantized_matmul``.
     """
     return ext.quantized_linear(
         x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode,
@@ -632,8 +640,10 @@ def quantized_linear(
 
 
 def activations() -> list[str]:
-    """Returns the activation formats of products on this CPU: "float32" is not rounded; "int8", see
-    `quantized_linear`; and where the processor has AVX-512 BF16 "bfloat16", see `linear`.
+    """Returns the activation formats of products on this CPU.
+
+    "float32" does not round; see `quantized_linear` for "int8"; see `linear` for "bfloat16", which
+    needs AVX-512 BF16.
     """
     return ext.activations()
 
@@ -649,14 +659,14 @@ def lookup(
     mode: str = "affine",
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Rows of an embedding's weight as float32, on the CPU, as one operation without a gradient.
+    """Looks up rows of an embedding weight as float32. CPU only, no gradient.
 
     Args:
-        ids: int32 or uint32, of any shape; negative ones count from the end, and of one that
-            `weight` has not, the row is NaN.
-        weight: ``[n, k]`` of any pool's dtype; or with `scales` what `mx.quantize` made.
+        ids: int32 or uint32 of any shape. Negative ids count from the end; an id out of range gives
+            a row of NaN.
+        weight: ``[n, k]`` float32, float16 or bfloat16; with `scales`, the output of `mx.quantize`.
         scales: ``[n, k / group_size]``.
-        biases: like `scales`, for the mode "affine" only.
+        biases: Like `scales`, for the mode "affine" only.
 
     Returns:
         ``[*ids.shape, k]`` float32.
@@ -681,27 +691,27 @@ def expert_linear(
     for_program: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Each row times the transpose of its expert's matrix, on the CPU, as one operation without a
-    gradient: ``mx.gather_mm`` or ``mx.gather_qmm`` with `indices` of matrices, and a bias.
+    """Multiplies each row by the transpose of its expert's matrix. CPU only, no gradient.
 
-    Rows of one expert are multiplied together, in any order of `indices`, and weights are read as
-    they are. A row's numbers do not depend on the others.
+    Equivalent to ``mx.gather_mm`` or ``mx.gather_qmm`` plus a bias. Rows of one expert are
+    multiplied together for any order of `indices`, and weights are read without conversion. The
+    result of a row does not depend on other rows.
 
     Args:
         x: ``[..., 1, k]`` float32.
-        indices: int32 or uint32, broadcast with the leading axes of `x`. A row whose expert is not
-            one of `weight` is NaN.
-        weight: ``[num_experts, n, k]`` of any pool's dtype; or with `scales` what `mx.quantize`
-            made.
+        indices: int32 or uint32 expert indices, broadcast with the leading axes of `x`. An index
+            out of range gives a row of NaN.
+        weight: ``[num_experts, n, k]`` float32, float16 or bfloat16; with `scales`, the output of
+            `mx.quantize`.
         scales: ``[num_experts, n, k / group_size]``.
-        biases: like `scales`, for the mode "affine" only.
-        bias: ``[num_experts, n]``: added to the products.
-        global_scale: ``[num_experts]``, of the mode "nvfp4" only, as `mx.quantize` takes it.
-        for_program: the result is part of a graph that becomes a `DeviceProgram`, and is not
-            evaluated itself. `x` may have any pool's dtype then, and the stream may be a GPU's.
+        biases: Like `scales`, for the mode "affine" only.
+        bias: ``[num_experts, n]``, added to the products.
+        global_scale: ``[num_experts]``, for the mode "nvfp4" only, as in `mx.quantize`.
+        for_program: True if the result is only part of a graph for a `DeviceProgram` and is not
+            evaluated itself. `x` may then be float16 or bfloat16, and the stream may be a GPU's.
 
     Returns:
-        ``[..., 1, n]`` of the dtype of `x`.
+        ``[..., 1, n]`` in the dtype of `x`.
     """
     return ext.expert_linear(
         x,
@@ -720,44 +730,45 @@ def expert_linear(
 
 
 def has_product(mode: str, bits: int, group_size: int) -> bool:
-    """True if the CPU multiplies a format of ``mx.quantize`` natively."""
+    """True if the CPU multiplies this ``mx.quantize`` format natively."""
     if mode == "affine":
         return bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
     return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
 
 
 def most_program_rows() -> int:
-    """Rows of a step up to which a `StepProgram` serves on this machine; 0: it serves none.
+    """Maximum rows per step for a `StepProgram` on this machine; 0 if unsupported.
 
-    None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
+    Also 0 with ``MLX_PAGED_CHECK=1``, because a program does not check ids.
     """
     return ext.most_program_rows()
 
 
 def placeholders(arrays: Sequence[mx.array]) -> list[mx.array]:
-    """Arrays of the same shapes and dtypes to build a graph on. Evaluating one is an error."""
+    """Returns stand-ins of the same shapes and dtypes to build a graph on. Never evaluate them."""
     return ext.placeholders(list(arrays))
 
 
 class StepProgram:
-    """A graph of few rows that runs as one operation on the CPU: its operations one after another
-    on all threads, with products that share an input side by side.
+    """A graph of few rows that runs as a single operation on the CPU.
 
-    Its own are the operations of this module, linear layers and experts whose weights are of any
-    format (`linear`, `quantized_linear`, `expert_linear`), arithmetic and some functions by
-    element, softmax, sums, partitions and lookups along a row, lookups of rows (`lookup`), and
-    changes of shape, on values in float32 whose first axis is the step's rows. Any other operation
-    of MLX gets whole arrays between them, and costs what it costs in a graph.
+    Its operations run in sequence, each on all threads; products that share an input run together.
+
+    It runs these natively, on float32 values whose first axis is the step's rows: the operations of
+    this module, including `linear`, `quantized_linear`, `expert_linear` and `lookup` with weights
+    of any format; elementwise arithmetic and some functions; softmax, sums, partitions and lookups
+    along a row; and reshapes. Any other MLX operation runs on whole arrays in between, at its usual
+    cost.
 
     Args:
-        inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and
-            merges, and those that nothing reads, may have other sizes in a call.
-        outputs: what was built on them: the result, and pools among the inputs, which are written
-            in place.
+        inputs: `placeholders`. Inputs that only attention reads, as a plan's block tables, work and
+            merges, may have other sizes in a call, and so may unused inputs.
+        outputs: Arrays built on the inputs: the result, and pools among the inputs, which are
+            written in place.
 
     Raises:
-        ValueError: for a graph that is none; it says why. What does not depend on the inputs is
-            evaluated, once.
+        ValueError: The graph is not supported; the message says why. Parts that do not depend on
+            the inputs are evaluated once.
     """
 
     def __init__(self, inputs: Sequence[mx.array], outputs: Sequence[mx.array]) -> None:
@@ -765,46 +776,47 @@ class StepProgram:
 
     @property
     def num_nodes(self) -> int:
-        """Operations that are MLX's own."""
+        """Number of operations that run as MLX's own."""
         return self._program.num_nodes
 
     def __call__(
         self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
     ) -> list[mx.array]:
-        """The outputs for these inputs. The pools among them are consumed, as by `write_kv`.
+        """Runs the program. Consumes the pools among the inputs, like `write_kv`.
 
         Raises:
-            ValueError: they are not of the shapes and dtypes that were read.
+            ValueError: An input has the wrong shape or dtype.
         """
         return self._program(list(inputs), stream=stream)
 
 
 def most_device_program_rows() -> int:
-    """Rows of a step up to which a `DeviceProgram` serves on this machine; 0: it serves none.
+    """Maximum rows per step for a `DeviceProgram` on this machine; 0 if unsupported.
 
-    None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
+    Also 0 with ``MLX_PAGED_CHECK=1``, because a program does not check ids.
     """
     return ext.most_device_program_rows()
 
 
 class DeviceProgram:
-    """A decode step as one operation of a GPU: its kernels one after another in memory
-    that stays, with CUDA captured as a graph and replayed.
+    """A decode step as a single GPU operation: a sequence of kernels over persistent memory.
 
-    The graph consists of `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,
+    With CUDA, it is captured as a graph and replayed.
+
+    The graph may contain `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,
     `paged_attention` without bounds, `greedy_tokens`, additions before a norm or after a linear
-    layer, lookups of rows, and changes of shape that move nothing.
+    layer, row lookups, and reshapes without copies.
 
     Args:
-        inputs: of `placeholders`.
-        outputs: what was built on them: results, and after them pools among the inputs, which are
-            written in place. Tokens for the host (`greedy_tokens`) are where `to_host` puts them.
-        residual_in_product: an addition after a linear layer is part of it where it can be;
-            otherwise it is part of the norm that follows.
+        inputs: Arrays from `placeholders`.
+        outputs: Arrays built on the inputs: results, followed by pools among the inputs, which are
+            written in place. `greedy_tokens` puts tokens for the host in the memory of `to_host`.
+        residual_in_product: Fuse an addition after a linear layer into that layer if possible;
+            otherwise into the norm that follows.
 
     Raises:
-        ValueError: for a graph of anything else; it says what the graph has. What does not depend
-            on the inputs is evaluated, once.
+        ValueError: The graph has an unsupported operation; the message names it. Parts that do not
+            depend on the inputs are evaluated once.
     """
 
     def __init__(
@@ -814,7 +826,7 @@ class DeviceProgram:
         *,
         residual_in_product: bool = True,
     ) -> None:
-        self._ext = ext  # (a capsule is of the extension that made it)
+        self._ext = ext  # only the extension that made the capsule can use it
         self._program = ext.make_device_program(
             list(inputs), list(outputs), residual_in_product=residual_in_product
         )
@@ -826,15 +838,15 @@ class DeviceProgram:
         returns_pools: bool = True,
         stream: mx.Stream | mx.Device | None = None,
     ) -> list[mx.array]:
-        """The outputs for these inputs. The pools among them are consumed, as by `write_kv`.
+        """Runs the program. Consumes the pools among the inputs, like `write_kv`.
 
         Args:
-            returns_pools: false: the results only, which takes much less of the host's time. What
-                is built on the handles of the pools that were given must then be evaluated after
-                the results have been (by `mx.async_eval`, say): only that orders the two.
+            returns_pools: False returns only the results, which saves much host time. Then start
+                the evaluation of the results, for example with `mx.async_eval`, before that of
+                anything built on the input pools: nothing else orders the two.
 
         Raises:
-            ValueError: they are not of the shapes and dtypes that were read.
+            ValueError: An input has the wrong shape or dtype.
         """
         return self._ext.run_device_program(
             self._program, list(inputs), returns_pools=returns_pools, stream=stream
@@ -845,37 +857,38 @@ class ArrayContents(Protocol):
     """See `array_contents`."""
 
     def are_still_of(self, array: mx.array, /) -> bool:
-        """True if this array has them."""
+        """True if `array` still has these contents."""
 
 
 def array_contents(array: mx.array) -> ArrayContents:
-    """The contents that `array` has now, remembered without keeping them alive.
+    """Identifies the current contents of `array` without keeping them alive.
 
-    ``array_contents(a).are_still_of(a)`` is false once `a` has been updated in place (``a -= b``,
-    ``a[...] = b``), and for another array. Writes that MLX does not see change nothing.
+    ``array_contents(a).are_still_of(a)`` becomes False once `a` is updated in place, as in
+    ``a -= b`` or ``a[...] = b``, and is False for another array. Writes outside of MLX are not
+    detected.
     """
     return ext.ArrayContents(array)
 
 
 def pool_copies() -> int:
-    """Whole-pool copies since the process started; 0 if pools are used correctly."""
+    """Number of whole-pool copies since the process started; 0 if pools are used correctly."""
     return ext.pool_copies()
 
 
 def make_room() -> None:
-    """Waits for what the CPU's streams have queued, and frees what MLX keeps for reuse.
+    """Waits for the work queued on CPU streams, and frees the memory that MLX caches.
 
-    As `mx.clear_cache`, but an error in a stream stays with the arrays that it concerns:
-    `mx.clear_cache` raises it, and whoever waits for those arrays would not see it.
+    Like `mx.clear_cache`, but an error in a stream stays with its arrays. `mx.clear_cache` would
+    raise it, and code that waits for those arrays would not see it.
 
-    It also corrects MLX's count of active tasks. An error in a stream makes the main thread leave
-    tasks counted that were never queued, and later evaluations would wait for them for ever.
+    Also corrects MLX's count of active tasks: after an error in a stream, it includes tasks that
+    were never queued, and later evaluations would wait for them forever.
     """
     ext.make_room()
 
 
 def compiles_kernels() -> bool:
-    """True if GPU kernels are compiled on this machine, when they are first needed (Metal)."""
+    """True if GPU kernels are compiled on this machine on first use, as with Metal."""
     if os.environ.get("MLX_PAGED_SIM") == "1":
         return True
     is_metal = "metal" in ext.build_info()["backends"].split()
@@ -883,15 +896,16 @@ def compiles_kernels() -> bool:
 
 
 def prepare_kernels(on_kernel: OnKernel | None = None) -> int:
-    """Compiles every GPU kernel that later steps may need, for the kinds of attention of which
-    graphs have been built in this process; on Metal that takes a part of a second each.
+    """Compiles every GPU kernel that later steps may need.
+
+    Covers the kinds of attention used in graphs built by this process. On Metal, each kernel takes
+    a fraction of a second.
 
     Args:
-        on_kernel: called before each with how many are done and how many there are, and after the
-            last.
+        on_kernel: Called with (number done, total) before each kernel and after the last.
 
     Returns:
-        How many there are.
+        The number of kernels.
     """
     pipelines = ext.pipelines_to_come()
     for done, (name, function_constants) in enumerate(pipelines):

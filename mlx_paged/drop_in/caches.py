@@ -364,7 +364,7 @@ def import_dense(caches: Sequence[Any], store: PagedStore) -> PagedSequence:
 
 
 def _restore(cache: _KVPromptCache, source: Any) -> None:
-    """Replaces the content of one layer with that of an mlx-lm cache."""
+    """Loads the content of an mlx-lm cache into one layer."""
     cache.trim(cache.offset)
     if source.keys is None or source.offset == 0:
         return
