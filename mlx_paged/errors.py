@@ -112,8 +112,7 @@ class EngineOverloadedError(MlxPagedError, RuntimeError):
 
 
 class GrammarsBusyError(EngineOverloadedError):
-    """Too many grammars that exceeded their time limit are still compiling; try again later (HTTP
-    429).
+    """Too many grammars past their time limit are still compiling; try again later (HTTP 429).
 
     Attributes:
         num_running: Number of these grammars.
@@ -129,7 +128,7 @@ class GrammarsBusyError(EngineOverloadedError):
 
 
 class EngineDeadError(MlxPagedError, RuntimeError):
-    """The engine stopped and takes no more requests."""
+    """The engine has stopped and accepts no more requests."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine has stopped: {reason}")

@@ -21,7 +21,7 @@ _ALLOCATOR = "_ZN3mlx4core9allocator9allocatorEv"
 
 
 def _load() -> ModuleType:
-    blas.preload()  # before mlx.core, if there is still time
+    blas.preload()  # before mlx.core, if it is not imported yet
     try:
         from mlx_paged._build import MLX_VERSION, NANOBIND_VERSION
     except ImportError as error:

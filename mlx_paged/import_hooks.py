@@ -52,7 +52,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """A module's own loader with a hook around it."""
+    """Wraps a module's own loader in a hook."""
 
     def __init__(self, loader: Loader, hook: Hook) -> None:
         self._loader = loader

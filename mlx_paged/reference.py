@@ -60,7 +60,7 @@ def copy_blocks(pool: np.ndarray, pairs: Sequence[tuple[int, int]]) -> np.ndarra
 
 
 def tokens_of(pool: np.ndarray, table: Sequence[int], context_len: int) -> np.ndarray:
-    """``[context_len, num_kv_heads, head_dim]``: a sequence's tokens in order."""
+    """Returns a sequence's tokens in order, ``[context_len, num_kv_heads, head_dim]``."""
     block_size = pool.shape[1]
     tokens = [pool[table[p // block_size], p % block_size] for p in range(context_len)]
     return np.stack(tokens) if tokens else pool[:0, 0]
@@ -230,5 +230,5 @@ def clipped_swiglu(gate: np.ndarray, x: np.ndarray, *, alpha: float, limit: floa
 
 
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float = 0.0) -> np.ndarray:
-    """``[..., k]`` times ``[n, k]``."""
+    """``x @ weight.T + bias`` with ``[..., k]`` and ``[n, k]``."""
     return x @ weight.T + bias

@@ -10,7 +10,7 @@ from mlx_paged.errors import InvalidParameterError
 
 
 class SchedulingPolicy(StrEnum):
-    """The order in which requests are served."""
+    """Order of service."""
 
     FCFS = "fcfs"  # in order of arrival
     PRIORITY = "priority"  # lower `Request.priority` first, then in order of arrival

@@ -113,7 +113,7 @@ class EncoderCache:
         self._encoded: list[bytes] = []
 
     def begin(self, step: int, committed: int, max_items: int | None = None) -> None:
-        """Starts a step; repeated calls for the same step change nothing.
+        """Starts a step. May be called repeatedly for the same step.
 
         Args:
             committed: Newest step whose results have been read.

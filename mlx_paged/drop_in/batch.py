@@ -120,7 +120,7 @@ class BatchSequence:
                 self._shared.append((other, num_tokens))
 
     def must_wait_for(self, others: Iterable[BatchSequence]) -> bool:
-        """True if one of `others` is computing the block that this one needs next."""
+        """True if one of `others` is computing the next block of this sequence."""
         if self._text is None or self._query is None:
             return False
         if self.sequence.store.has_states:
@@ -427,7 +427,7 @@ def _num_common(a: array[int], b: array[int]) -> int:
 def _choose(
     sequences: list[BatchSequence], inputs: mx.array, logits: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Processes logits and samples, as mlx-lm's `GenerationBatch` does."""
+    """Processes logits and samples, like mlx-lm's `GenerationBatch`."""
     if any(seq.choice.logits_processors for seq in sequences):
         processed = []
         for i, seq in enumerate(sequences):

@@ -55,7 +55,7 @@ class _PromptCache:
 
 
 class _KVPromptCache(_PromptCache):
-    """A layer with attention."""
+    """An attention layer."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends ``[batch, num_kv_heads, length, head_dim]``; returns the whole content."""
@@ -122,7 +122,7 @@ class PagedRotatingKVCache(_KVPromptCache, RotatingKVCache):  # type: ignore[mis
 
     @property
     def max_size(self) -> int:
-        """The window."""
+        """The window size."""
         window = self.sequence.store.flat.spec(self.layer).window
         assert window is not None
         return window

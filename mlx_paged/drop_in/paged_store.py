@@ -36,13 +36,13 @@ class StoreStats:
     """Statistics of a model's store.
 
     Attributes:
-        num_blocks: Allocated blocks; grows as needed. Excludes sliding windows, like the block
-            counts below.
+        num_blocks: Allocated blocks; grows as needed.
         num_used_blocks: Blocks held by live prompt caches and by generating sequences.
         num_cached_blocks: Blocks kept only for prefix reuse.
         num_prompt_tokens: Prompt tokens so far.
         num_cached_tokens: Prompt tokens found in the store.
-        num_evictions: Blocks evicted to make room.
+        num_evictions: Blocks evicted to make room. Like the block counts above, this excludes
+            sliding-window layers.
         num_window_blocks: Allocated blocks of sliding-window layers, summed over all windows.
         num_used_window_blocks: Window blocks in use. A long text uses only those in its window.
         num_cached_window_blocks: Window blocks kept only for prefix reuse.

@@ -19,7 +19,7 @@ from mlx_paged.errors import MlxPagedError
 from mlx_paged.import_hooks import around_import, forget_import
 
 DISABLE_VARIABLE = "MLX_PAGED_DISABLE"
-# `import mlx_lm` loads these in this order; the other modules load on demand.
+# `import mlx_lm` loads these, with the last one last; the other modules load on demand.
 _CORE_MODULES = ("mlx_lm.models.cache", "mlx_lm.utils", "mlx_lm.generate")
 _LAST_MODULE = _CORE_MODULES[-1]
 _LATER_MODULES = tuple({seam.module for seam in SEAMS} - set(_CORE_MODULES))

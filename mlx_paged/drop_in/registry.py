@@ -28,7 +28,7 @@ CACHE_BYTES_VARIABLE = "MLX_PAGED_CACHE_BYTES"
 
 _SMALL = 1 << 16  # bytes
 
-_stores: dict[int, _Entry] = {}  # by id(model): modules cannot be hashed
+_stores: dict[int, _Entry] = {}  # by id(model), because modules are not hashable
 _warned: set[str] = set()
 _finding = threading.Lock()  # guards _stores; each entry has its own lock
 

@@ -359,7 +359,7 @@ class DropInRunner:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """The fields of a model's ``config.json`` that the model itself still has."""
+    """Returns the fields of a model's ``config.json`` that the model object still has."""
     model_type = str(getattr(model, "model_type", type(model).__name__))
     for base in type(model).__mro__:
         package, _, module = base.__module__.rpartition(".")

@@ -64,7 +64,7 @@ class BlockTable:
 
     @property
     def live(self) -> list[int]:
-        """The blocks that the sequence references."""
+        """Blocks that the sequence references."""
         return self.blocks[self.first :]
 
     def repair(self) -> None:
@@ -670,7 +670,7 @@ class AttentionGroup(KVCacheGroup):
         table = self._table(tables)
         first = min(self.first_block(num_tokens), len(table.blocks))
         for index in range(table.first, first):
-            # Blocks that came from the cache are likely to be used again.
+            # Blocks from the cache are likely to be reused, so they are evicted later.
             self.pool.release(table.blocks[index], passed=index >= table.num_shared)
             tables.slide(self.number, index)
         table.first = max(table.first, first)

@@ -38,7 +38,7 @@ from typing import NamedTuple, Protocol
 
 from mlx_paged.errors import IntegrityError
 
-#: Token ids as the tree compares them: 4 bytes each.
+#: Array type of the token ids that the tree compares, 4 bytes each.
 TOKEN_TYPE = "I"
 TOKEN_BYTES = array(TOKEN_TYPE).itemsize
 
@@ -52,7 +52,7 @@ _NO_CHILDREN: dict[bytes, PrefixNode] = {}  # shared by all leaves; never writte
 
 
 class Filler(Protocol):
-    """A running sequence as the tree sees it."""
+    """Interface of a running sequence to the tree."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -96,7 +96,7 @@ class PrefixNode:
         return node
 
     def path(self) -> list[PrefixNode]:
-        """The nodes that hold a block, from below the root down to this one."""
+        """Returns the nodes from below the root down to this one."""
         nodes = []
         node = self
         while node.parent is not None:
@@ -340,7 +340,7 @@ class PrefixTree:
         return nodes
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Every node but the roots, parents before children."""
+        """Yields every node except the roots, parents before children."""
         stack: list[PrefixNode] = list(self._roots.values())
         while stack:
             node = stack.pop()
