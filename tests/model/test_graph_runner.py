@@ -196,7 +196,7 @@ def test_only_decodes_of_arrays_repeat(steps) -> None:
 
 def test_steps_with_recurrent_states_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    config = config_of("qwen3_next")
+    config = {**config_of("qwen3_next"), "head_dim": 64}  # (GPU kernels have no 16)
     driver = Driver(build_paged_model(family_model(config), config, block_size=8))
     for token in range(5):
         driver.step({"a": [token]})

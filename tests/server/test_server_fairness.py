@@ -194,7 +194,7 @@ def test_a_large_body_is_scanned_in_turns(monkeypatch) -> None:
             reading_body=contextlib.nullcontext,
         )
         monkeypatch.setattr(requests, "context_of", lambda request: context)
-        monkeypatch.setattr(requests, "trace_of", lambda request: None)
+        monkeypatch.setattr(requests, "request_log_of", lambda request: None)
         raw = await requests._read_bytes(FakeRequest(), BodyBounds())  # type: ignore[arg-type]
         task.cancel()
         assert len(raw) == (64 << 10) + 13

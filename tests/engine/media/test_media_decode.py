@@ -383,5 +383,8 @@ def test_text_imports_nothing_for_media() -> None:
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
             tops = {name.partition(".")[0] for name in names}
-            found += [f"{path.name}: {top}" for top in tops & {"PIL", "av", "httpcore2", "mlx_vlm"}]
+            only_media = {"PIL", "av", "httpcore2", "mlx_vlm"}
+            if path.name == "mcp.py":  # (an extra of its own has it)
+                only_media.remove("httpcore2")
+            found += [f"{path.name}: {top}" for top in tops & only_media]
     assert found == []
