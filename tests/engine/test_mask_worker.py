@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from support.models import StepDriver, tiny_config, tiny_model
@@ -122,8 +123,9 @@ def test_masks_of_a_step_given_up_are_made_before_anything_starts_over(
         if give_up == "reset":
             runner.reset()
         else:
-            with pytest.raises(AttributeError):  # (there is no such step)
-                runner.launch(None, None)  # type: ignore[arg-type]
+            nothing = SimpleNamespace(num_drafts=(), adapter_ids=(), seq_ids=())
+            with pytest.raises(AttributeError):  # (a step has more than that)
+                runner.launch(nothing, None)
         events.put("it starts over")
 
     monkeypatch.setattr(worker, "wait", wait)
