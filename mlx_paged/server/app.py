@@ -300,6 +300,10 @@ API = (
         )
         for prefix in ("", "/v1")
     ),
+    Operation(
+        "/extract_text", "POST", endpoints.extract_text, "The text of a PDF.",
+        responses.DocumentText, _BODY, requests.DocumentBody,
+    ),
     *(
         Operation(
             f"{prefix}/detokenize", "POST", endpoints.detokenize, "Text of tokens.",

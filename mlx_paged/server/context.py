@@ -29,6 +29,7 @@ from mlx_paged.server.config import (
     ServerConfig,
 )
 from mlx_paged.server.conversation import Renderer
+from mlx_paged.server.documents import Documents
 from mlx_paged.server.errors import ApiError, shorten, unavailable
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.responses_api.background import BackgroundRuns
@@ -117,6 +118,7 @@ class Context:
         reasoning_format: How it marks its reasoning; None: it does not.
         mcp_servers: Those of the configuration, which the page may use.
         page_servers: Those that users add on the page; None: they may not.
+        documents: Extracts the text of PDFs.
         batches: Files and batches of clients; None: this server has none.
         underway: The requests that run in the engine now.
     """
@@ -135,6 +137,7 @@ class Context:
     reasoning_format: ReasoningFormat | None = None
     mcp_servers: McpServers | None = None
     page_servers: PageServers | None = None
+    documents: Documents = field(default_factory=Documents)
     batches: BatchManager | None = None
     underway: set[Work] = field(default_factory=set)
     tracing: Tracing | None = None

@@ -13,15 +13,22 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged import __version__, extension
 from mlx_paged.engine.engine import EngineStats
+from mlx_paged.engine.media import decode
 from mlx_paged.engine.media.prompt import media_model_of
 from mlx_paged.errors import EngineDeadError
 from mlx_paged.model.media_kinds import KINDS
 from mlx_paged.parsing.derived import DerivedFormat
-from mlx_paged.server import responses
+from mlx_paged.server import documents, responses
 from mlx_paged.server.context import Context, Phase, context_of
 from mlx_paged.server.errors import bad_request, speaks_anthropic
 from mlx_paged.server.messages.answers import ModelInfo, ModelPage
-from mlx_paged.server.requests import DetokenizeBody, TokenizeBody, conversation_of, read_body
+from mlx_paged.server.requests import (
+    DetokenizeBody,
+    DocumentBody,
+    TokenizeBody,
+    conversation_of,
+    read_body,
+)
 from mlx_paged.server.streaming import json_response
 from mlx_paged.server.turn import check_takes_tools
 
@@ -99,8 +106,23 @@ def _media(context: Context) -> responses.MediaInfo:
             if model is not None and kind in model.kinds and options.most(kind)
         },
         "max_image_pixels": options.limits.max_image_pixels,
+        "image_types": decode.image_types(),
         "reason": engine.media_reason,
+        "pdf": {
+            "max_bytes": documents.MAX_BYTES,
+            "max_pages": documents.MAX_PAGES,
+            "reason": documents.missing_pdf(),
+        },
     }
+
+
+async def extract_text(request: Request) -> Response:
+    """The text of a PDF."""
+    body = await read_body(request, DocumentBody)
+    text, num_pages = await context_of(request).documents.text_of(
+        documents.decoded(body.data, "data"), "data"
+    )
+    return await json_response(responses.DocumentText(text=text, num_pages=num_pages))
 
 
 async def tokenize(request: Request) -> Response:

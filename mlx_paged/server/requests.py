@@ -32,6 +32,7 @@ from mlx_paged.server.config import (
 )
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.conversation import Conversation
+from mlx_paged.server.documents import read_documents
 from mlx_paged.server.errors import ApiError, bad_request, shorten, speaks_anthropic
 from mlx_paged.server.request_fields import REFUSED
 from mlx_paged.server.tool_requests import (
@@ -272,8 +273,8 @@ class ContentPart(Body):
     """A part of a message: a text, or, for models that take them, an image, a video or a sound."""
 
     type: str = Field(
-        description="text, image_url, video_url, audio_url or input_audio; input_image, image, "
-        "video and audio too."
+        description="text, image_url, video_url, audio_url, input_audio or file; input_image, "
+        "image, video and audio too."
     )
     text: str | None = None
     refusal: str | None = None
@@ -291,6 +292,9 @@ class ContentPart(Body):
     )
     detail: str | None = Field(None, description="Of an input_image; low makes it smaller.")
     file_id: str | None = Field(None, description="Not supported: 400.")
+    file: dict[str, Any] | None = Field(
+        None, description='Of a file: {"filename", "file_data"}; a PDF, or text, in base64.'
+    )
     fps: float | None = Field(None, description="Of a video: frames a second, at most.")
     num_frames: int | None = Field(None, description="Of a video: frames, at most.")
     max_frames: int | None = Field(None, description="num_frames in Qwen's words; nframes too.")
@@ -403,6 +407,12 @@ class ChatBody(GenerationBody, MediaFields):
         return self
 
 
+class DocumentBody(Body):
+    """`POST /extract_text`."""
+
+    data: str = Field(description="The bytes of a PDF, in base64.")
+
+
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
@@ -481,6 +491,7 @@ async def read_body(request: Request, model: type[B]) -> B:
             raise bad_request(*unsupported, code="unsupported_parameter")
     if (name := getattr(body, "model", None)) is not None:
         setattr(body, "model", context.served_name(name))  # noqa: B010 (not every body has it)
+    await read_documents(body, context.documents)
     if isinstance(body, GenerationBody):
         trace.request_id = body.request_id or trace.request_id
         trace.fields |= {"model": body.model, "stream": bool(body.stream)}
@@ -746,7 +757,7 @@ def template_message(message: Message, index: int, io: IoOptions | None = None) 
             elif part.type in ("text", "input_text", "refusal") and text is not None:
                 content.append(text)
             else:
-                known = ", ".join(("text", *URL_PARTS, "image", "video", "audio"))
+                known = ", ".join(("text", *URL_PARTS, "image", "video", "audio", "file"))
                 raise bad_request(
                     where,
                     f"{where} must be a text part, or media: this server reads {known}, not "

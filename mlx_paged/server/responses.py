@@ -302,6 +302,13 @@ class Reset(TypedDict):
     num_blocks: int
 
 
+class DocumentText(TypedDict):
+    """`POST /extract_text`."""
+
+    text: str
+    num_pages: int
+
+
 class MediaLimit(TypedDict):
     """How much of a kind of media a prompt may have."""
 
@@ -317,6 +324,16 @@ class MediaInfo(TypedDict):
 
     kinds: dict[str, MediaLimit]
     max_image_pixels: int
+    image_types: list[str]
+    reason: str | None
+    pdf: PdfInfo
+
+
+class PdfInfo(TypedDict):
+    """PDFs that the server extracts text from; `reason` says why it reads none."""
+
+    max_bytes: int
+    max_pages: int
     reason: str | None
 
 

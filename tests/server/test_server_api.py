@@ -622,7 +622,9 @@ def test_health_version_and_info(client) -> None:
     validate(responses.ServerInfo, info)
     assert info["stats"]["pool_copies"] == ops.pool_copies()  # (of this process, so far)
     assert info["engine_config"]["block_size"] == 8
-    assert info["media"] == {"kinds": {}, "max_image_pixels": 64 << 20, "reason": None}
+    media = info["media"]
+    assert (media["kinds"], media["max_image_pixels"], media["reason"]) == ({}, 64 << 20, None)
+    assert "image/png" in media["image_types"]
 
 
 def test_reset_prefix_cache(client) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 from support.page_helpers import (
     Visitor,
     answered,
@@ -20,6 +20,7 @@ from support.page_helpers import (
     shoot,
     visiting,
 )
+from support.pdf_files import encrypted, pdf
 
 CODE = "def f():\n    '''```'''\n    return 1\n"
 TABLE = "Größe,Preis\n1,2"
@@ -60,15 +61,15 @@ def question(page: Page) -> Any:
 
 @in_browser
 def test_text_files_are_read_by_any_model(page: Page, visitor: Visitor) -> None:
-    expect(page.locator("#attach")).to_have_attribute("aria-label", "Attach text files")
+    expect(page.locator("#attach")).to_have_attribute("aria-label", "Attach text files, PDFs")
     # Browsers take TypeScript for a video.
     attach(page, file("main.ts", "video/mp2t", CODE.encode()))
     give(page, "drop", [file("a table.csv", "", TABLE.encode("utf-16"))], "#messages")
     expect(tray(page).locator(".media-name")).to_have_text(["main.ts", "a table.csv"])
     attach(page, file("a.bin", "", b"a\0b"), file("b.bin", "", b"\xff"))
     expect(note(page)).to_have_text(
-        "a.bin cannot be attached: this model takes text files. "
-        "b.bin cannot be attached: this model takes text files."
+        "a.bin cannot be attached: this model takes text files and PDFs. "
+        "b.bin cannot be attached: this model takes text files and PDFs."
     )
     give(page, "paste", [file("cat.png", "image/png", b"x")])
     expect(note(page)).to_have_text("This model takes no images: it reads text only.")
@@ -147,3 +148,49 @@ def test_long_pasted_text_is_a_file_and_one_too_long_is_refused(
     page.press("#input", "Enter")
     expect(note(page)).to_contain_text("tokens, but the model takes at most 2,048 tokens")
     expect(page.locator(".message")).to_have_count(2)
+
+
+@in_browser
+def test_a_pdf_is_attached_as_its_text(page: Page, visitor: Visitor) -> None:
+    visitor.expected.append("400")  # of PDFs that cannot be read
+    report = pdf("It rains in Oslo.", "Rome is dry.")
+    attach(page, file("report.pdf", "application/pdf", report))
+    expect(tray(page).locator(".chip .media-name")).to_have_text(["report.pdf"])
+    expect(note(page)).to_have_text(
+        "report.pdf: the model reads the text of 2 pages, without pictures."
+    )
+    # A file whose type the browser does not know.
+    give(page, "drop", [file("b.PDF", "", pdf("Snow."))], "#messages")
+    expect(tray(page)).to_have_count(2)
+    for name, content, reason in (
+        ("locked.pdf", encrypted(report, "secret"), "it is encrypted: remove its password first"),
+        ("scan.pdf", pdf(""), "it has no text: it may be scanned, attach its pages as images"),
+        ("broken.pdf", b"%PDF-1.7", "it is broken"),
+    ):
+        attach(page, file(name, "application/pdf", content))
+        expect(note(page)).to_have_text(f"{name} cannot be attached: {reason}.")
+    expect(tray(page)).to_have_count(2)
+    send(page, "So?")
+    folded = "File: report.pdf\n```pdf\nIt rains in Oslo.\n\nRome is dry.\n```"
+    assert question(page) == f"{folded}\n\nFile: b.PDF\n```pdf\nSnow.\n```\n\nSo?"
+    fake(page, "(answer.say('Umbrella.'), answer.end())")
+    answered(page)
+    page.locator(".user .chip", has_text="report.pdf").click()
+    expect(page.locator("#viewer-body pre")).to_contain_text("Rome is dry.")
+    page.keyboard.press("Escape")
+
+
+@in_browser
+def test_a_server_that_reads_no_pdf_says_why(visitor: Visitor) -> None:
+    def route(route: Route) -> None:
+        response = route.fetch()
+        info = response.json()
+        info["media"]["pdf"]["reason"] = "PDFs need a package"
+        route.fulfill(response=response, json=info)
+
+    visitor.context.route("**/server_info", route)
+    page = visitor.open(fakes=True)
+    expect(page.locator("#attach")).to_have_attribute("aria-label", "Attach text files")
+    attach(page, file("report.pdf", "application/pdf", pdf("It rains.")))
+    expect(note(page)).to_have_text("report.pdf cannot be attached: PDFs need a package.")
+    expect(tray(page)).to_have_count(0)

@@ -205,12 +205,14 @@ def test_a_true_answer_about_a_picture_that_stays_in_the_chat(page, visitor, tmp
 @in_browser
 def test_paste_drop_and_remove(visitor) -> None:
     page = visitor.open(fakes=True)
-    expect(page.locator("#attach")).to_have_attribute("aria-label", "Attach text files, images")
+    expect(page.locator("#attach")).to_have_attribute(
+        "aria-label", "Attach text files, PDFs, images"
+    )
     give(page, "paste", [circles("pasted.png")])
     expect(tray(page)).to_have_text(["pasted.png"])
     expect(page.locator("#announce")).to_have_text("Attached pasted.png.")
     give(page, "dragover", [circles()], "#messages")
-    expect(page.locator("#drop")).to_have_text("Drop text files, images here")
+    expect(page.locator("#drop")).to_have_text("Drop text files, PDFs, images here")
     shoot(page, "media-drop")
     give(page, "drop", [file("b.jpg", "image/jpeg", png()), circles("c.png")], "#messages")
     expect(page.locator("#drop")).to_be_hidden()
@@ -240,8 +242,9 @@ def test_paste_drop_and_remove(visitor) -> None:
 def test_what_cannot_be_sent_is_said_before(page, visitor) -> None:
     attach(page, file("clip.mp4", "video/mp4", b"x"), file("a.zip", "application/zip", b"PK\0"))
     expect(note(page)).to_have_text(
-        "clip.mp4 cannot be attached: this model takes no videos, only text files and images. "
-        "a.zip cannot be attached: this model takes text files and images."
+        "clip.mp4 cannot be attached: this model takes no videos, only text files, "
+        "PDFs and images. "
+        "a.zip cannot be attached: this model takes text files, PDFs and images."
     )
     large = wide(400)
     assert len(large) > MAX_BODY
@@ -291,7 +294,7 @@ def test_videos_and_sounds(visitor) -> None:
     visitor.context.route("**/server_info", route)
     page = visitor.open(fakes=True)
     expect(page.locator("#attach")).to_have_attribute(
-        "aria-label", "Attach text files, images, videos, sounds"
+        "aria-label", "Attach text files, PDFs, images, videos, sounds"
     )
     video, wave = clip(form="webm", codec="libvpx"), sound()
     attach(

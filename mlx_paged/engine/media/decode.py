@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Formats for Pillow. Others, such as EPS, run programs, or are metafiles.
 _IMAGE_FORMATS = (
-    "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO",
+    "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "HEIF",
 )  # fmt: skip
 # Formats for FFmpeg. Others, such as playlists, name further files and addresses.
 _CONTAINERS: dict[Kind, str] = {
@@ -131,11 +131,26 @@ def _may_be_reduced(image: Image) -> bool:
 
 @lru_cache(maxsize=1)
 def image_formats() -> tuple[str, ...]:
-    """The allowed formats that this build of Pillow reads."""
+    """The allowed formats that this build of Pillow reads; HEIF with pillow-heif only."""
     from PIL import Image
 
     Image.init()
+    with suppress(ImportError):
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
     return tuple(name for name in _IMAGE_FORMATS if name in Image.OPEN)
+
+
+def image_types() -> list[str]:
+    """The media types of `image_formats`; none without Pillow."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return []
+    formats = image_formats()
+    found = {Image.MIME[name] for name in formats if name in Image.MIME}
+    return sorted(found | ({"image/heic", "image/heif"} if "HEIF" in formats else set()))
 
 
 def rgb(image: Image, options: IoOptions) -> Image:

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Formats whose decoders hold the interpreter's lock, at 8 and 90 ms a megapixel.
-_LOCKING = ("WEBP", "JPEG2000")
+# WebP and JPEG 2000 hold the interpreter's lock, for 8 and 90 ms a megapixel. HEIF is decoded by
+# C++ libraries of its own, with no other process to protect.
+_LOCKING = ("WEBP", "JPEG2000", "HEIF")
 _FEW_PIXELS = 1 << 18
 _MOST_PROCESSES = 2
 # Bytes of address space: the largest picture takes about 2 GiB, as JPEG 2000.

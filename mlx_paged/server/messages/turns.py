@@ -268,16 +268,16 @@ def _document_content(source: Mapping[str, Any], where: str) -> str | Content:
     """Returns the text of a document.
 
     Raises:
-        ApiError: 400 for a PDF, and for what is not here.
+        ApiError: 400 for a kind that is not supported. (A PDF is text by now: documents.py.)
     """
     kind, media_type = source.get("type"), source.get("media_type")
     if kind == "content":
         return _parts(source.get("content"), f"{where}.content")
     if kind in ("file", "url"):
-        what = "there are no stored files" if kind == "file" else "it would be a PDF"
+        what = "there are no stored files" if kind == "file" else "documents are not fetched"
         raise bad_request(
             f"{where}.type",
-            f"{where}.type {kind!r} is not supported: {what}; this server reads documents of text",
+            f"{where}.type {kind!r} is not supported: {what}; send its bytes in base64",
             "unsupported_parameter",
         )
     if kind not in ("text", "base64"):
@@ -290,7 +290,7 @@ def _document_content(source: Mapping[str, Any], where: str) -> str | Content:
         raise bad_request(
             f"{where}.media_type",
             f"{where}.media_type must be 'text/plain' but got {shorten(repr(media_type), 64)}: "
-            "this server reads documents of text, and no PDF",
+            "this server reads text, and PDFs in base64",
             "unsupported_parameter",
         )
     data = source.get("data")

@@ -48,6 +48,11 @@ class Part(Body):
     image_url: str | None = Field(None, description="Of an input_image: data:, https:, ...")
     detail: str | None = Field(None, description="Of an input_image; low makes it smaller.")
     file_id: str | None = Field(None, description="Not supported: 400.")
+    filename: str | None = Field(None, description="Of an input_file.")
+    file_data: str | None = Field(
+        None, description="Of an input_file: a PDF, or text, in base64, or as a data: URL."
+    )
+    file_url: str | None = Field(None, description="Not supported: 400.")
 
 
 Parts = Annotated[list[Part], Field(fail_fast=True)]

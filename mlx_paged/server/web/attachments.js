@@ -1,6 +1,7 @@
 // Attached files as elements: those of a message, and a tray of what will be sent.
 
 import { fitted, itemOf, MediaError, megabytes } from "./media.js";
+import { fromPdf, isPdf } from "./pdf.js";
 import { asText, pastedItem } from "./texts.js";
 import { element, icon } from "./view.js";
 
@@ -130,7 +131,10 @@ export class Tray {
     let isWrong = false;
     for (const file of items) {
       try {
-        const given = await asText(file, limits.maxBody, limits.taken);
+        if (isPdf(file)) this.say(`Reading ${file.name}…`);
+        const { item: read, note: about } = await fromPdf(file, limits);
+        if (about) told.push(about);
+        const given = await asText(read, limits.maxBody, limits.taken);
         const wrong = limits.wrongKind(given);
         if (wrong) throw new MediaError(wrong);
         const { item, note } = await fitted(given, limits);

@@ -19,7 +19,7 @@ const READ = [
 const SHOWN = ["png", "jpeg", "jpg", "webp", "gif", "bmp"].map((name) => `image/${name}`);
 // Where the browser knows no type of a file.
 const BY_ENDING = {
-  avif: "image/avif", heic: "image/heic", jp2: "image/jp2", tif: "image/tiff", tiff: "image/tiff", mkv: "video/x-matroska",
+  pdf: "application/pdf", avif: "image/avif", heic: "image/heic", heif: "image/heif", jp2: "image/jp2", tif: "image/tiff", tiff: "image/tiff", mkv: "video/x-matroska",
   avi: "video/x-msvideo", flv: "video/x-flv", ts: "video/mp2t", m4a: "audio/mp4", flac: "audio/flac", opus: "audio/ogg",
   aif: "audio/aiff", aiff: "audio/aiff",
 };
@@ -68,16 +68,20 @@ export function megabytes(count) {
 const listed = (words) => words.join(", ").replace(/, ([^,]*)$/, " and $1");
 
 // The limits of a server, from what it says of itself; null: it has not said anything.
+// `extract`: gives a promise of the text of a PDF.
 export class Limits {
-  constructor({ media, config }) {
+  constructor({ media, config }, extract = null) {
     this.kinds = media.kinds;
+    this.types = [...READ, ...(media.image_types ?? [])];
+    this.pdf = media.pdf ?? { reason: "this server does not read PDFs" };
+    this.extract = extract;
     this.maxPixels = media.max_image_pixels;
     this.reason = media.reason ?? "it reads text only";
     this.maxBody = config.max_body_size;
   }
 
   get nouns() {
-    return ["text files", ...this.taken.map((kind) => NOUNS[kind][1])];
+    return ["text files", ...(this.pdf.reason ? [] : ["PDFs"]), ...this.taken.map((kind) => NOUNS[kind][1])];
   }
 
   // Kinds of media that the model takes besides text.
@@ -134,7 +138,7 @@ export class Limits {
 export async function fitted(item, limits) {
   if (!item.size) throw new MediaError(`${item.name} is empty.`);
   if (item.kind !== "image") return { item, note: null };
-  const isRead = READ.includes(item.type);
+  const isRead = limits.types.includes(item.type);
   const url = URL.createObjectURL(item.blob);
   try {
     const picture = element("img", { src: url });

@@ -1,6 +1,6 @@
 // The server's state: asked for every few seconds, and shown beside the chats.
 
-import { ApiError, get } from "./api.js";
+import { ApiError, get, post } from "./api.js";
 import { Limits } from "./media.js";
 import { parts, showContext } from "./show.js";
 import { answers, setLimits, settings, state, store, tools } from "./state.js";
@@ -81,7 +81,7 @@ function showModels(data) {
 // Shows which files may be attached; a server that does not say so takes text only.
 function showLimits(info) {
   if (info.status !== "ready" || !info.config || !info.stats) return; // (a busy one says less)
-  const limits = new Limits({ media: { kinds: {} }, ...info });
+  const limits = new Limits({ media: { kinds: {} }, ...info }, (data) => post("extract_text", settings.key, { data }));
   setLimits(limits);
   const label = `Attach ${limits.nouns.join(", ")}`;
   $("attach").title = label;
