@@ -12,6 +12,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 import shutil
 import tarfile
 import urllib.request
@@ -45,6 +46,47 @@ class Package(NamedTuple):
     files: dict[str, str]
     part_of: str | None = None
 
+
+# Packages in mermaid's bundle, besides katex and dompurify: name, version, license, integrity.
+# (fastdom, MIT, has no file with its license; d3 stands for its modules, which have the same.)
+IN_MERMAID = (
+    ("@braintree/sanitize-url", "7.1.2", "MIT",
+     "sha512-jigsZK+sMF/cuiB7sERuo9V7N9jx+dhmHHnQyDSVdpZwVutaBu7WvNYqMDLSgFgfB30n452TP3vjDAvFC973mA=="),
+    ("@iconify/utils", "3.1.7", "MIT",
+     "sha512-JZHlwdID+dy+lTgbYC8NEC4zeugqeYsc6jewvzb4c58kHauJn+X7rNwQjxz5p2qSjqaEeQoLkCIQ9v/H4PK0/w=="),
+    ("@mermaid-js/parser", "1.2.1", "MIT",
+     "sha512-n12NohV3mrUyUL2o93IgG/ifeW9FTyeJn3zDxkhwa8MJ9Fxg3HQMlA3RiGmD/3UnJvheztkjjQAjA2T4LmUcpw=="),
+    ("@upsetjs/venn.js", "2.0.0", "MIT",
+     "sha512-WbBhLrooyePuQ1VZxrJjtLvTc4NVfpOyKx0sKqioq9bX1C1m7Jgykkn8gLrtwumBioXIqam8DLxp88Adbue6Hw=="),
+    ("cytoscape", "3.35.0", "MIT",
+     "sha512-sMvBIXiGMnhkCaWz2R06FwF/27MNlS+Tqvi17foO9UhnUg3XGZccKjxsvEqQFAQYMSSZmN5SxYzUYlQ0DOJJ3g=="),
+    ("cytoscape-cose-bilkent", "4.1.0", "MIT",
+     "sha512-wgQlVIUJF13Quxiv5e1gstZ08rnZj2XaLHGoFMYXz7SkNfCDOOteKBE6SYRfA9WxxI/iBc3ajfDoc6hb/MRAHQ=="),
+    ("cytoscape-fcose", "2.2.0", "MIT",
+     "sha512-ki1/VuRIHFCzxWNrsshHYPs6L7TvLu3DL+TyIGEsRcvVERmxokbf5Gdk7mFxZnTdiGtnA4cfSmjZJMviqSuZrQ=="),
+    ("d3", "7.9.2", "ISC",
+     "sha512-ZKb/mONPVKzaO5UlcWcwN8bS4ezvQaYu+bsou+XgNABdGC800kwH651ADTbbTxMPHW13UlvbQafdmJQDk1w7Mg=="),
+    ("d3-sankey", "0.12.3", "BSD-3-Clause",
+     "sha512-nQhsBRmM19Ax5xEIPLMY9ZmJ/cDvd1BG3UVvt5h3WRxKg5zGRbvnteTyWAbzeSvlh3tW7ZEmq4VwR5mB3tutmQ=="),
+    ("dagre-d3-es", "7.0.14", "MIT",
+     "sha512-P4rFMVq9ESWqmOgK+dlXvOtLwYg0i7u0HBGJER0LZDJT2VHIPAMZ/riPxqJceWMStH5+E61QxFra9kIS3AqdMg=="),
+    ("dayjs", "1.11.23", "MIT",
+     "sha512-QDTCU0M0MxR3hQfnlDJfwekQiaanm1ubOD231u73WBckQ/fsamwRLiE2GBz6D3a/xF1NgfiDLJjXBa1hYOYTtQ=="),
+    ("es-toolkit", "1.53.2", "MIT",
+     "sha512-iUqZ+NlwH4jUgRmXZUxFBsV/9762TQEa1O4IXLFBmDEjVHScBytKuseX23I0+v9ShZ5MYxEx6WKNzm6IPnex8g=="),
+    ("khroma", "2.1.0", "MIT",
+     "sha512-Ls993zuzfayK269Svk9hzpeGUKob/sIgZzyHYdjQoAdQetRKpOLj+k/QQQ/6Qi0Yz65mlROrfd+Ev+1+7dz9Kw=="),
+    ("marked", "16.4.2", "MIT",
+     "sha512-TI3V8YYWvkVf3KJe1dRkpnjs68JUPyEa5vjKrp1XEEJUAOaQc+Qj+L1qWbPd0SJuAdQkFU0h73sXXqwDYxsiDA=="),
+    ("roughjs", "4.6.6", "MIT",
+     "sha512-ZUz/69+SYpFN/g/lUlo2FXcIjRkSu3nDarreVdGGndHEBJ6cXPdKguS8JGxwj5HA5xIbVKSmLgr5b3AWxtRfvQ=="),
+    ("stylis", "4.4.0", "MIT",
+     "sha512-5Z9ZpRzfuH6l/UAvCPAPUo3665Nk2wLaZU3x+TLHKVzIz33+sbJqbtrYoC3KD4/uVOr2Zp+L0LySezP9OHV9yA=="),
+    ("ts-dedent", "2.3.0", "MIT",
+     "sha512-JfJeIHke7y2egdGGgRAvpCwYFUsHlM2gPcrVOxFkznt/4uzQ7HFmvE63iFHVLBJNDuyDOQgijDK/tXH/f6Msjg=="),
+    ("uuid", "14.0.3", "MIT",
+     "sha512-Sc5u1VVln93y1Xnz4R+CunOZc7R9LUcTmhj7Rc7Eg3HVcf7rVn2FOoa812fe0W8p3jD7xeoGSYbfqCGGH2B6xw=="),
+)  # fmt: skip
 
 PACKAGES = (
     Package(
@@ -102,6 +144,12 @@ PACKAGES = (
         "sha512-jd0ITCrN+Zah4J7R/Z2jnR3W7A4BXDAjmo62MwWuSjxCiueUAf7X5rbodEdidWzeknwXHmLpdZkoiiCppNi30Q==",
         {"build/index.js": "idb.js"},
     ),
+    Package(
+        "mermaid", "11.17.2", "MIT",
+        "sha512-V6K3C8EBdEsPFZXSKMJe6ppQOENxuHARr9GvHX4hh47lAbhMRD9qf4oEK7LoaRQxULMa80/qt5gHO73aCleBBg==",
+        {"dist/mermaid.min.js": "mermaid.js"},
+    ),
+    *(Package(*fields, files={}, part_of="mermaid") for fields in IN_MERMAID),
 )  # fmt: skip
 
 
@@ -151,7 +199,8 @@ def chosen(package: Package, contents: dict[str, bytes]) -> dict[str, bytes]:
             if name.startswith(source) and name.endswith(".woff2"):
                 kept[target + name.removeprefix(source)] = content
     # (The MPL is dompurify's other licence; Apache's is enough.)
-    [licence] = {"LICENSE", "LICENSE.txt", "LICENSE-MIT.txt"} & contents.keys()
+    form = re.compile(r"license(-mit)?(\.txt|\.md)?", re.IGNORECASE)
+    [licence] = filter(form.fullmatch, contents)
     kept[f"licenses/{package.name.lstrip('@').replace('/', '-')}.txt"] = contents[licence]
     return kept
 

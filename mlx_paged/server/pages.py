@@ -26,6 +26,11 @@ _PAGE_HEADERS = {
     "media-src blob:; style-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
     "form-action 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
 }
+# Previews of HTML and diagrams that models wrote: no origin, no network, no way out of their frame.
+_SANDBOX_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; "
+    "img-src data:; font-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+)
 # Fonts and pictures are compressed already.
 _COMPRESSIBLE = (".css", ".html", ".js", ".json", ".md", ".svg", ".txt")
 _SMALLEST, _LEVEL = 1024, 6
@@ -80,6 +85,8 @@ class _WebFiles(StaticFiles):
     ) -> Response:
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(_HEADERS)
+        if Path(full_path) == _WEB / "sandbox.html":
+            response.headers["Content-Security-Policy"] = _SANDBOX_POLICY
         if isinstance(response, FileResponse) and str(response.path).endswith(".woff2"):
             response.headers["Content-Type"] = "font/woff2"  # unknown to Python before 3.14
         return response

@@ -18,6 +18,7 @@ import { details } from "./details.js";
 import { dressFootnotes, followFootnotes, footnotes } from "./footnotes.js";
 import { isStructure, pretty } from "./json.js";
 import { maths, typeset } from "./math.js";
+import { drawDiagrams, previewButton } from "./preview.js";
 import { element, icon, patch } from "./view.js";
 
 const MORE_LANGUAGES = {
@@ -118,7 +119,8 @@ export class Markdown {
       this.show(this.numFinished + i, md.renderer.render(tokens, md.options, this.env));
     });
     for (const { node } of this.blocks.splice(this.numFinished + blocks.length)) node.remove();
-    if (!isWhole) this.finish(rest, blocks);
+    if (isWhole) drawDiagrams(this.box);
+    else this.finish(rest, blocks);
   }
 
   // The last block is open, and with it the one before until the last one's first line is whole.
@@ -180,6 +182,7 @@ function dressCode(code) {
   const box = element("div", { className: "code" }, element(
     "div", { className: "code-head" },
     element("span", { className: "language", textContent: label || "text" }),
+    ...[previewButton(label)].filter(Boolean),
     element("button", { type: "button", className: "copy-code" }, icon("copy"), "Copy"),
   ));
   pre.replaceWith(box);
