@@ -6,6 +6,7 @@ import { exportJson, exportMarkdown, fileName, importFile, remove } from "./chat
 import { compose, focusInput, input, queue, refusal, sends, tray } from "./composer.js";
 import { pendingCalls } from "./conversation.js";
 import { Banner, SettingsDialog, toast } from "./dialogs.js";
+import "./folder_export.js";
 import { attach } from "./incoming.js";
 import "./keys.js";
 import { TokensDialog } from "./logprobs.js";
