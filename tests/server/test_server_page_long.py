@@ -281,3 +281,58 @@ def test_exports_of_chatgpt_and_open_webui_are_imported(page: Page) -> None:
     expect(page.locator(".assistant .branches")).to_contain_text("2/2")
     page.get_by_role("button", name="From Open WebUI", exact=True).click()
     expect(page.locator(".message .text")).to_have_text(["Hello", "Hi"])
+
+
+def table(num_columns: int, num_rows: int) -> str:
+    def row(cell: str) -> str:
+        return f"|{'|'.join(f'{cell}{i}' for i in range(num_columns))}|\n"
+
+    rule = f"|{'---|' * num_columns}\n"
+    return row("h") + rule + "".join(row("c") for _ in range(num_rows))
+
+
+@in_browser
+def test_a_wide_table_is_cut_until_all_of_it_is_asked_for(visitor: Visitor) -> None:
+    page = visitor.open(fakes=True)
+    send(page, "A table")
+    # All cells that ever were, also of drawings that were replaced.
+    page.evaluate(
+        """() => {
+          window.cells = 0;
+          const count = (node) => node.nodeType === 1
+            && (node.matches("td, th") ? 1 : node.querySelectorAll("td, th").length);
+          new MutationObserver((changes) => {
+            for (const { addedNodes } of changes) {
+              for (const node of addedNodes) window.cells += count(node) || 0;
+            }
+          }).observe(document.getElementById("messages"), { childList: true, subtree: true });
+        }"""
+    )
+    text = table(2000, 3)
+    step = len(text) // 6
+    cells = page.locator(".assistant :is(td, th)")
+    for begin in range(0, len(text), step):
+        fake(page, f"answer.say({json.dumps(text[begin : begin + step])})")
+    expect(cells).to_have_count(400)
+    fake(page, "answer.end()")
+    answered(page)
+    expect(page.locator(".cut")).to_have_text("The first 100 of 2,000 columns are shown. Show all")
+    expect(cells.nth(99)).to_have_text("h99")
+    expect(cells.nth(100)).to_have_text("c0")
+    # Each drawing has at most 100 columns.
+    assert 400 <= page.evaluate("window.cells") <= 400 * 9
+    page.get_by_role("button", name="Show all", exact=True).click()
+    expect(cells).to_have_count(8000)
+    expect(page.locator(".cut")).to_have_count(0)
+    page.reload()
+    expect(cells).to_have_count(400)
+
+    # Others are whole, also beside a wide one.
+    send(page, "More")
+    fake(page, f"answer.say({json.dumps(table(100, 1) + chr(10) + table(101, 1))})")
+    fake(page, "answer.end()")
+    answered(page, 2)
+    tables = page.locator(".assistant").last.locator("table")
+    for i in range(2):
+        expect(tables.nth(i).locator("th, td")).to_have_count(200)
+    expect(page.locator(".assistant").last.locator(".cut")).to_have_count(1)

@@ -19,6 +19,7 @@ import { dressFootnotes, followFootnotes, footnotes } from "./footnotes.js";
 import { isStructure, pretty } from "./json.js";
 import { maths, typeset } from "./math.js";
 import { drawDiagrams, previewButton } from "./preview.js";
+import { dressTable, wideTables } from "./tables.js";
 import { element, icon, patch } from "./view.js";
 
 const MORE_LANGUAGES = {
@@ -42,6 +43,7 @@ md.linkify.set({ fuzzyLink: false }); // else "store.py" is a site in Paraguay
 md.use(maths);
 md.use(details);
 md.use(footnotes);
+md.use(wideTables);
 md.inline.ruler.before("html_inline", "simple_tag", (state, silent) => {
   const found = SIMPLE_TAG.exec(state.src.slice(state.pos, state.pos + 16));
   if (!found) return false;
@@ -96,7 +98,11 @@ export class Markdown {
   constructor(box) {
     this.box = box;
     this.blocks = []; // { html, node }
+    this.showsAll = false; // of wide tables
     followFootnotes(box);
+    box.addEventListener("click", (event) => {
+      if (event.target.closest(".show-columns")) this.showAll();
+    });
     this.restart("");
   }
 
@@ -104,7 +110,14 @@ export class Markdown {
     this.source = source;
     this.offset = 0; // of the first block that may still change
     this.numFinished = 0; // blocks before it
-    this.env = {};
+    this.env = { showsAll: this.showsAll };
+  }
+
+  showAll() {
+    this.showsAll = true;
+    const { source, isWhole } = this;
+    this.restart("");
+    this.update(source, isWhole);
   }
 
   // `isWhole`: nothing more comes; links may be defined after their use.
@@ -112,6 +125,7 @@ export class Markdown {
     const source = prepared(text);
     if (isWhole || !source.startsWith(this.source)) this.restart(source);
     this.source = source;
+    this.isWhole = isWhole;
     const rest = source.slice(this.offset);
     if (isWhole) md.parse(rest, this.env); // collects the definitions
     const blocks = blocksOf(md.parse(rest, this.env));
@@ -153,11 +167,7 @@ export class Markdown {
 // Does to sanitised elements what Markdown itself does not.
 function decorate(root) {
   for (const code of root.querySelectorAll("pre > code")) dressCode(code);
-  for (const table of root.querySelectorAll("table")) {
-    const box = element("div", { className: "table", tabIndex: 0, role: "group", "aria-label": "Table" });
-    table.replaceWith(box);
-    box.append(table);
-  }
+  for (const table of root.querySelectorAll("table")) dressTable(table);
   for (const link of root.querySelectorAll("a[href]")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer";
