@@ -113,6 +113,52 @@ def test_a_long_chat_is_laid_out_a_few_times_for_an_answer(page: Page) -> None:
 
 
 @in_browser
+def test_an_answer_changes_only_its_own_messages(page: Page) -> None:
+    """Start, stop and end of an answer touch no message above, and measure no text twice."""
+    import_chats(page, exported(1, NUM_MESSAGES))
+    page.get_by_role("button", name="Question 0 of chat 0", exact=True).click()
+    expect(page.locator(".message.filled")).to_have_count(NUM_MESSAGES)
+    edits = page.get_by_role("button", name="Edit", exact=True)
+    expect(edits).not_to_have_count(0)
+    page.evaluate(
+        """() => {
+          window.changed = new Set();
+          window.blobs = 0;
+          const Known = Blob;
+          window.Blob = class extends Known {
+            constructor(...given) {
+              super(...given);
+              window.blobs += 1;
+            }
+          };
+          new MutationObserver((changes) => {
+            for (const { target } of changes) {
+              const message = target.closest?.(".message");
+              if (message) window.changed.add(message.id);
+            }
+          }).observe(document.getElementById("messages"), {
+            childList: true, subtree: true, attributes: true,
+          });
+        }"""
+    )
+    send(page, "One more")
+    fake(page, "answer.say('Here it is')")
+    expect(page.locator(".message").last).to_contain_text("Here it is")
+    expect(edits).to_have_count(0)  # while it comes
+    fake(page, "answer.end()")
+    answered(page, NUM_MESSAGES // 2 + 1)
+    expect(edits).not_to_have_count(0)
+    send(page, "And more")
+    fake(page, "answer.say('Here')")
+    expect(page.locator(".message").last).to_contain_text("Here")
+    page.click("#stop")
+    answered(page, NUM_MESSAGES // 2 + 2)
+    # Four new ones, and those that were the last before them.
+    assert page.evaluate("() => window.changed.size") <= 8
+    assert page.evaluate("() => window.blobs") < 20
+
+
+@in_browser
 def test_many_chats_are_imported_in_few_transactions(page: Page) -> None:
     page.evaluate(
         """() => {

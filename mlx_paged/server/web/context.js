@@ -26,7 +26,8 @@ async function count(messages, settings, tools = []) {
 }
 
 // Bytes of texts: a tokenizer makes at most a token of each.
-const bytesOf = (texts) => new Blob(texts).size;
+const encoder = new TextEncoder();
+const bytesOf = (texts) => texts.reduce((sum, text) => sum + encoder.encode(text).length, 0);
 
 const number = (value) => value.toLocaleString("en");
 

@@ -33,9 +33,13 @@ async function known() {
 async function keep(handle) {
   folder = handle;
   show();
-  const db = await database();
-  await db.put(FOLDERS, handle, KEY);
-  db.close();
+  try {
+    const db = await database();
+    await db.put(FOLDERS, handle, KEY);
+    db.close();
+  } catch {
+    // A browser that keeps nothing: the folder serves until the page is closed.
+  }
 }
 
 function show() {
@@ -111,5 +115,5 @@ else {
   known().then((handle) => {
     folder ??= handle;
     show();
-  }, (error) => console.error(error)); // (it is chosen anew)
+  }, () => {}); // (a browser that keeps nothing: it is chosen anew)
 }

@@ -66,6 +66,7 @@ export class Messages {
     }
     this.list.querySelector(".empty")?.remove();
     const isBusy = path.some((message) => message.status === "streaming");
+    this.list.classList.toggle("busy", isBusy);
     const children = childrenOf(all);
     const [first] = seenOf(path);
     let there = this.list.firstElementChild;
@@ -183,7 +184,8 @@ class MessageView {
     const { tools } = this.list;
     const running = callsOf(message).map((_, i) => tools.isRunning(message, i));
     const servers = callsOf(message).map(({ name }) => tools.serverOf(name)?.name);
-    const shown = JSON.stringify([message.updated, isBusy, isLast, all.length, isEdited, running, servers, isFirstSeen]);
+    const hasBusyArrows = isBusy && all.length > 1; // (style sheets hide other buttons of a busy chat)
+    const shown = JSON.stringify([message.updated, hasBusyArrows, isLast, all.length, isEdited, running, servers, isFirstSeen]);
     if (shown === this.shown) return;
     this.shown = shown;
     this.unseen?.remove();
@@ -360,21 +362,22 @@ class MessageView {
       "button", { type: "button", onclick: () => does(message), ...properties }, icon(image), name,
     ));
     const isUser = message.role === "user";
+    const whenIdleOnly = { "data-when": "idle" }; // hidden while an answer comes
     if (message.status !== "streaming") {
       if (all.length > 1) parts.push(this.arrows(all, isBusy));
-      if (!isBusy && canContinue(message)) button("Continue", "forward", act.continue);
+      if (canContinue(message)) button("Continue", "forward", act.continue, whenIdleOnly);
       const again = message.status === "failed" ? "Try again" : "Regenerate";
-      if (!isBusy && !isUser && answersTo(this.list.store, message)) button(again, "again", act.again);
-      if (!isBusy && isUser && isLast) button("Send", "send", act.answer);
+      if (!isUser && answersTo(this.list.store, message)) button(again, "again", act.again, whenIdleOnly);
+      if (isUser && isLast) button("Send", "send", act.answer, whenIdleOnly);
       const hasResults = message.status === "done" && sentCalls(message).length && !pendingCalls(message).length;
-      if (!isBusy && hasResults && isLast) button("Send the results", "send", act.answer);
-      if (!isBusy && (isUser || message.content)) button("Edit", "edit", act.edit);
+      if (hasResults && isLast) button("Send the results", "send", act.answer, whenIdleOnly);
+      if (isUser || message.content) button("Edit", "edit", act.edit, whenIdleOnly);
       if (message.content) button("Copy", "copy", act.copy);
       const read = !isUser && message.content && act.readButton(this.id, this.text);
       if (read) parts.push(read);
       if (this.list.answers.tokens.has(this.id)) button("Tokens", "text", act.tokens);
       button("Fork", "fork", act.fork, { title: "Continue from here in a new chat" });
-      if (!isBusy) button("Delete", "delete", act.remove);
+      button("Delete", "delete", act.remove, whenIdleOnly);
       if (message.status === "failed" && /\bkey\b/i.test(message.error)) {
         button("Enter API key", "settings", act.enterKey);
       }
