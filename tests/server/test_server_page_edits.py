@@ -192,3 +192,37 @@ def test_the_oldest_turns_are_left_out_where_the_context_is_full(page: Page) -> 
     fake(page, "answer.fail('no room', 'context_length_exceeded')")
     expect(page.locator(".note.error")).to_contain_text("Failed: Too long for the context. no room")
     expect(marker).to_have_count(1)
+
+
+# Holds back the opening of the database until `release()`.
+HELD_STORE = """
+const openDatabase = IDBFactory.prototype.open;
+const isReleased = new Promise((resolve) => { window.release = resolve; });
+IDBFactory.prototype.open = function (...given) {
+  const request = openDatabase.apply(this, given);
+  const listen = request.addEventListener.bind(request);
+  request.addEventListener = (name, listener, ...more) => {
+    const later = (event) => isReleased.then(() => listener.call(request, event));
+    listen(name, name === "success" ? later : listener, ...more);
+  };
+  return request;
+};
+"""
+
+
+@in_browser
+def test_what_is_sent_while_the_page_loads_is_sent_in_the_chat_that_opens(visitor) -> None:
+    page = visitor.open(fakes=True)
+    send(page, "First")
+    fake(page, "(answer.say('One'), answer.end())")
+    answered(page)
+    page.add_init_script(HELD_STORE)
+    page.reload()
+    page.locator("#input").fill("Second")
+    page.locator("#input").press("Enter")
+    page.locator("#input").press("Enter")  # it is sent once
+    page.evaluate("() => window.release()")
+    expect(page.locator(".user .text")).to_have_text(["First", "Second"])
+    fake(page, "(answer.say('Two'), answer.end())")
+    answered(page, 2)
+    expect(page.locator("#input")).to_have_value("")

@@ -6,17 +6,18 @@ import {
 import { callsOf, newestLeaf, pathTo } from "./conversation.js";
 import { drafts, waiting } from "./settings.js";
 import { parts, show } from "./show.js";
-import { answers, chat, coming, NEW_CHAT, settings, state, store } from "./state.js";
+import { answers, chat, chatIsOpen, coming, NEW_CHAT, settings, state, store } from "./state.js";
 
 const $ = (id) => document.getElementById(id);
 
 // A message of the open chat: checked, then queued while an answer comes, else saved and answered (answers.js).
 export async function send() {
   if (state.isPreparing) return;
+  state.isPreparing = true;
+  await chatIsOpen(); // a fast reader sends before that
   dictation.stop();
   const from = state.current;
   const text = input.value.trim();
-  state.isPreparing = true;
   const items = await ready(tray, text, chat().leaf).finally(() => { state.isPreparing = false; });
   if (!items || from !== state.current || input.value.trim() !== text) return;
   state.follows = true;

@@ -16,9 +16,12 @@ import { scrollSoon } from "./scroll.js";
 import { Marks } from "./search.js";
 import { askForKey, poll, startPolling } from "./server_state.js";
 import { parts, showContext, showSoon, showTools } from "./show.js";
+import { drafts } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Reader } from "./speech.js";
-import { answers, changeChat, chat, coming, knownLimits, NEW_CHAT, settings, state, store, tools } from "./state.js";
+import {
+  answers, changeChat, chat, coming, knownLimits, markOpened, NEW_CHAT, settings, state, store, tools,
+} from "./state.js";
 import { ToolsDialog } from "./tools_dialog.js";
 import { copyText } from "./view.js";
 
@@ -153,8 +156,14 @@ addEventListener("storage", (event) => {
 
 await store.open();
 parts.banner.clear("blocked");
+const early = input.value; // typed while the page was loading
 const last = settings.chat;
 open(last === NEW_CHAT.id || store.chats.get(last)?.deleted === null ? last : store.listed()[0]?.id);
+if (early.trim() && early !== input.value) {
+  drafts.set(NEW_CHAT.id, "");
+  compose([{ text: early, items: [] }]);
+}
+markOpened();
 await startPolling();
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) return;

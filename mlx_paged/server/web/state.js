@@ -34,6 +34,11 @@ export const chat = () => store.chats.get(state.current) ?? NEW_CHAT;
 export const path = () => pathTo(store.messagesOf(state.current), chat().leaf);
 export const coming = () => path().find((message) => message.status === "streaming"); // of the branch that is shown
 
+let markOpened;
+const opened = new Promise((found) => { markOpened = found; });
+export const chatIsOpen = () => opened; // the chat of the last visit has been opened
+export { markOpened };
+
 let foundLimits;
 const firstLimits = new Promise((found) => { foundLimits = found; });
 export const knownLimits = () => state.limits ?? firstLimits;
