@@ -245,7 +245,11 @@ BAD_PARTS = [
     ({"type": "video", "url": "x"}, "url", "must be a data:"),
     ({"type": "image", "path": "/etc/passwd"}, "image", "missing"),
     ({"type": "image", "image": "data:,", "max_pixels": 99}, "max_pixels", "not supported"),
-    ({"type": "file", "file": {"file_id": "x"}}, "", "must be a text part, or media"),
+    (
+        {"type": "file", "file": {"file_id": "x"}},
+        "file.file_data",
+        "files by id or URL are not supported",
+    ),
     ({"type": "image_url", "image_url": None, "uuid": "1"}, "uuid", "send the content (image_url)"),
 ]
 
@@ -305,7 +309,7 @@ def test_responses_with_pictures_and_what_follows_them(client, engine) -> None:
         ({"type": "input_image", "file_id": "f"}, "input[1].content[0].file_id", "not stored"),
         ({"type": "input_image"}, "input[1].content[0].image_url", "missing"),
         (input_image(b"no"), "input[1].content[0].image_url", "no picture"),
-        ({"type": "input_file", "file_id": "f"}, "input[1].content[0]", "input_file"),
+        ({"type": "input_file", "file_id": "f"}, "input[1].content[0].file_data", "by id"),
         ({"type": "input_audio"}, "input[1].content[0]", "input_audio"),
     ],
     ids=lambda value: str(value)[:40],
