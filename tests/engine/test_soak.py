@@ -155,7 +155,8 @@ async def soak(make_engine: Any, num_tokens: int) -> None:
         assert start["free"] == end["free"] == engine._thread.engine.stats().usage.num_usable_blocks
         assert end["requests"] == end["readers"] == end["copies"] - copies == 0
         assert abs(end["arrays"] - start["arrays"]) <= 2
-        assert end["active"] - start["active"] <= 16384  # (others may have let go of some)
+        # The kept arrays may be those of a larger step; a leak shows in their number.
+        assert end["active"] - start["active"] <= 1 << 16
         stats = await engine.stats()
         assert day.finished and day.left
         print(f"\n{day}, {stats.num_steps} steps, {stats.num_faults} faults, {end}")
