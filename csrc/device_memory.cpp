@@ -8,7 +8,7 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr int64_t kAlignment = 256;
+constexpr int64_t kArenaAlignment = 256;
 
 }  // namespace
 
@@ -24,7 +24,7 @@ Places place(const std::vector<Lifetime>& lifetimes) {
     if (life.last_use < life.first_use) {
       continue;
     }
-    int64_t size = (int64_t(life.bytes) + kAlignment - 1) / kAlignment * kAlignment;
+    int64_t size = (int64_t(life.bytes) + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
     std::vector<Placed> beside;
     for (const auto& p : placed) {
       if (p.first <= life.last_use && life.first_use <= p.last) {

@@ -11,10 +11,10 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr uint64_t kAlignment = 256;
+constexpr uint64_t kStepAlignment = 256;
 
 uint64_t aligned(uint64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return (bytes + kStepAlignment - 1) / kStepAlignment * kStepAlignment;
 }
 
 // The first launch that names one of these operands.
@@ -32,7 +32,7 @@ size_t first_of(const std::vector<int>& operands, const std::vector<Launch>& lau
 const mx::array& StepMemory::at_least(uint64_t bytes, Use use, StepDevice& device) {
   auto& kept = kept_[use == Use::workspace];
   if (!kept || kept->nbytes() < bytes) {
-    uint64_t twice = kept ? 2 * kept->nbytes() : kAlignment;
+    uint64_t twice = kept ? 2 * kept->nbytes() : kStepAlignment;
     kept = device.allocate(std::max(bytes, twice));
   }
   return *kept;

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,6 +40,7 @@ _MOST_IMAGE_CHARACTERS = 16 << 20  # base64
 _MOST_RESOURCE_CHARACTERS = 16 << 20  # text or base64
 _LONGEST_NAME = 64  # OpenAI's limit
 _MOST_PAGES = 100
+_MOST_ANSWER_BYTES = 32 << 20  # of one HTTP answer of a server that a user of the page named
 _STDIO = ("command", "args", "env", "cwd")
 _HTTP = ("url", "headers")
 _BOTH = ("type", "timeout", "disabled")
@@ -598,8 +599,11 @@ async def _pages(ask: Callable[..., Awaitable[Any]], items: Callable[[Any], list
     return tuple(found)
 
 
-def _transport(reach: Reach) -> httpx2.AsyncHTTPTransport:
-    """Returns an HTTP transport that resolves and checks the address of each connection."""
+def _transport(reach: Reach) -> httpx2.AsyncBaseTransport:
+    """Returns an HTTP transport that checks addresses and limits answers, unless all are allowed.
+
+    It resolves and checks the address of each connection.
+    """
     if reach is Reach.ANY:
         return httpx2.AsyncHTTPTransport()
     # Ignore proxies from the environment, because they would connect to any address.
@@ -607,7 +611,51 @@ def _transport(reach: Reach) -> httpx2.AsyncHTTPTransport:
     pool = transport._pool
     assert isinstance(pool, httpcore2.AsyncConnectionPool)
     pool._network_backend = _CheckedNetwork(pool._network_backend, reach)
-    return transport
+    return _LimitedTransport(transport)
+
+
+class _LimitedTransport(httpx2.AsyncBaseTransport):
+    """Ends answers that are too large, because the client of the protocol reads them whole."""
+
+    def __init__(self, transport: httpx2.AsyncHTTPTransport) -> None:
+        self._transport = transport
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        # A small compressed answer can grow a thousandfold after it has been counted.
+        request.headers["Accept-Encoding"] = "identity"
+        response = await self._transport.handle_async_request(request)
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            await response.aclose()
+            raise httpx2.ReadError(f"its answer is compressed ({encoding})", request=request)
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _LimitedStream(response.stream, request)
+        return response
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+
+class _LimitedStream(httpx2.AsyncByteStream):
+    """The body of an answer, which raises an error after `_MOST_ANSWER_BYTES`."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, request: httpx2.Request) -> None:
+        self._stream = stream
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read = 0
+        async for chunk in self._stream:
+            read += len(chunk)
+            if read > _MOST_ANSWER_BYTES:
+                raise httpx2.ReadError(
+                    f"its answer is larger than {_MOST_ANSWER_BYTES >> 20} MB",
+                    request=self._request,
+                )
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):

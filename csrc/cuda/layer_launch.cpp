@@ -12,7 +12,7 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr int kChunk = 16;  // bytes
+constexpr int kChunkSize = 16;  // bytes
 
 // Inputs that the kernel can read, and an output that takes the first one's buffer where nothing
 // else needs it.
@@ -49,7 +49,7 @@ void RopeRotations::eval_gpu(const Arrays& in, Arrays& out) {
 bool Rope::served_on_gpu(const mx::array& x, const mx::array& rotations, bool traditional) {
   int dims = 2 * rotations.shape(2);
   return !traditional && x.dtype() != mx::float32 && x.shape(3) == dims &&
-         dims / 2 * int(x.itemsize()) % kChunk == 0;
+         dims / 2 * int(x.itemsize()) % kChunkSize == 0;
 }
 
 void Rope::eval_gpu(const Arrays& in, Arrays& out) {
@@ -60,7 +60,7 @@ void Rope::eval_gpu(const Arrays& in, Arrays& out) {
   if (out[0].size() == 0) {
     return;
   }
-  int half_chunks = in[0].shape(3) / 2 * int(in[0].itemsize()) / kChunk;
+  int half_chunks = in[0].shape(3) / 2 * int(in[0].itemsize()) / kChunkSize;
   int64_t num_chunks = int64_t(in[0].shape(0)) * in[0].shape(1) * half_chunks;
   cuda::RopeRowsParams params{num_chunks, in[0].shape(1), half_chunks};
   Launch launch;
@@ -73,7 +73,7 @@ void Rope::eval_gpu(const Arrays& in, Arrays& out) {
 
 bool SiluMul::served_on_gpu(const mx::array& gate) {
   return gate.ndim() > 0 && gate.dtype() != mx::float32 &&
-         gate.shape(-1) * int(gate.itemsize()) % kChunk == 0;
+         gate.shape(-1) * int(gate.itemsize()) % kChunkSize == 0;
 }
 
 void SiluMul::eval_gpu(const Arrays& in, Arrays& out) {
@@ -82,7 +82,7 @@ void SiluMul::eval_gpu(const Arrays& in, Arrays& out) {
   }
   Arrays inputs = begin(in, out, true, stream());
   if (out[0].size() > 0) {
-    int chunks = in[0].shape(-1) * int(in[0].itemsize()) / kChunk;
+    int chunks = in[0].shape(-1) * int(in[0].itemsize()) / kChunkSize;
     int64_t num_rows = in[0].size() / in[0].shape(-1);
     auto launch = silu_mul_launch(num_rows, {chunks, chunks, chunks}, dtype_of(in[0].dtype()));
     run(launch, inputs, out, stream());

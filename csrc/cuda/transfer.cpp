@@ -24,11 +24,11 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr size_t kAlignment = 64;
+constexpr size_t kStagingAlignment = 64;
 constexpr size_t kSmallest = 4096;  // a page
 
-size_t aligned(size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+size_t staged_size(size_t bytes) {
+  return (bytes + kStagingAlignment - 1) / kStagingAlignment * kStagingAlignment;
 }
 
 size_t size_of(const HostArray& a) {
@@ -99,7 +99,7 @@ void share(const mx::array& all, mx::array& part, size_t offset) {
       all, strides, {true, true, part.ndim() < 2}, part.size(), int64_t(offset / 4));
 }
 
-void copy(const mx::array& from, mx::array& to, mx::Stream stream) {
+void copy_async(const mx::array& from, mx::array& to, mx::Stream stream) {
   Arrays out{to};
   gpu::encode(copy_strided_launches({from}, out), {from}, out, {}, stream);
   // Pinned memory would be used again as soon as no array holds it, even if the GPU still has to
@@ -129,9 +129,9 @@ Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s_, bool 
     offsets.push_back(bytes);
     shapes.push_back(a.shape);
     dtypes.push_back(a.dtype);
-    bytes += aligned(size_of(a));
+    bytes += staged_size(size_of(a));
   }
-  bytes = std::max(bytes, kAlignment);
+  bytes = std::max(bytes, kStagingAlignment);
   auto staged = StagingPool::get().take(bytes);
   for (size_t i = 0; i < arrays.size(); i++) {
     if (size_t size = size_of(arrays[i])) {
@@ -160,7 +160,7 @@ void Upload::eval_gpu(const Arrays&, Arrays& out) {
   place(pinned, staged_, bytes_);
   mx::array device(words, mx::int32, nullptr, {});
   gpu::allocate(device, stream());
-  copy(pinned, device, stream());
+  copy_async(pinned, device, stream());
   for (size_t i = 0; i < out.size(); i++) {
     share(device, out[i], offsets_[i]);
   }
@@ -187,7 +187,7 @@ void allocate_pinned(mx::array& a) {
 void ToHost::eval_gpu(const Arrays& in, Arrays& out) {
   allocate_pinned(out[0]);
   if (out[0].size() > 0) {
-    copy(in[0], out[0], stream());
+    copy_async(in[0], out[0], stream());
   }
 }
 

@@ -435,10 +435,11 @@ class ServeOptions:
         bool | None,
         option(
             _API,
-            "Users of the page can add MCP servers (HTTP). Where --host is not loopback it needs "
-            "--api-key, and the servers must have public addresses.",
+            "Users of the page can add MCP servers (HTTP). Where others reach this server (--host "
+            "is not loopback, or --uds, --root-path or --allowed-hosts is given), it needs "
+            "--api-key, and the MCP servers must have public addresses.",
             "--page-mcp/--no-page-mcp",
-            show_default="on where --host is loopback",
+            show_default="on unless others reach this server",
         ),
     ] = None
     files_dir: Annotated[
@@ -666,7 +667,9 @@ def _check_mcp(options: ServeOptions) -> None:
 
 def _page_mcp(options: ServeOptions) -> Literal["off", "public", "private"]:
     """The MCP servers that users may add on the page."""
-    is_local = _is_loopback(options) and options.uds is None
+    # Each of these options is a sign of a proxy, which lets users of other machines in.
+    has_proxy = bool(options.uds or options.root_path or options.allowed_hosts)
+    is_local = _is_loopback(options) and not has_proxy
     if options.page_mcp is None:
         is_installed = all(map(importlib.util.find_spec, ("mcp", "httpx2")))
         return "private" if is_local and is_installed and options.serve_page else "off"
@@ -676,8 +679,8 @@ def _page_mcp(options: ServeOptions) -> Literal["off", "public", "private"]:
         import mcp  # noqa: F401
     if not is_local and not (options.api_keys or options.api_key_file):
         raise InvalidParameterError(
-            "page_mcp", "given with --api-key where --host is not loopback: this machine connects "
-            "to what users of the page name", options.page_mcp,
+            "page_mcp", "given with --api-key where others reach this server: this machine "
+            "connects to the servers that users of the page name", options.page_mcp,
         )  # fmt: skip
     return "private" if is_local else "public"
 

@@ -16,10 +16,18 @@ from support.nvcc import NVCC, needs_nvcc, toolkit_headers
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
-# (module.cpp needs nanobind, which is there only while a package is built.)
+
+
+def sources_of(file: Path, variable: str) -> list[str]:
+    """Sources that CMake compiles under the name `variable`."""
+    [listed] = re.findall(rf"set\({variable}\s([^)]*)\)", file.read_text())
+    return [word for word in listed.split() if word.endswith(".cpp")]
+
+
+# The sources of `core_cuda`.
 HOST = [
-    ROOT / "csrc/gpu_eval.cpp",
-    *(path for path in sorted((ROOT / "csrc/cuda").glob("*.cpp")) if path.name != "module.cpp"),
+    *sources_of(ROOT / "CMakeLists.txt", "CORE_SOURCES"),
+    *sources_of(ROOT / "csrc/cuda/cuda.cmake", "CUDA_SOURCES"),
 ]
 
 
@@ -85,14 +93,18 @@ def test_products_of_four_warps_are_not_serialised(tmp_path, source: str, defini
         assert spills and set(spills) == {"0"}, said
 
 
-@pytest.mark.one_in(3)
 @needs_nvcc
-@pytest.mark.parametrize("source", HOST, ids=lambda path: path.name)
-def test_the_host_side_compiles(source) -> None:
+def test_the_host_side_compiles(tmp_path) -> None:
+    """All of it in one unit, as CMake compiles many of these files together: two of them must not
+    define one name."""
     mlx = Path(importlib.util.find_spec("mlx.core").origin).parent / "include"
     if not (mlx / "mlx/backend/cuda/device.h").is_file():
         pytest.skip("this MLX has no headers of its CUDA backend")
-    assert not run([
-        *(shutil.which("c++") or "g++", "-std=c++20", f"-I{mlx}", f"-I{ROOT / 'csrc/cuda/fmt'}"),
-        *("-isystem", toolkit_headers(), "-fsyntax-only", str(source)),
+    unit = tmp_path / "core_cuda.cpp"
+    unit.write_text("".join(f'#include "{ROOT / source}"\n' for source in HOST))
+    errors = run([
+        *(shutil.which("c++") or "g++", "-std=c++20", "-DMLX_PAGED_CUDA"),
+        *(f"-I{mlx}", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/cuda/fmt'}"),
+        *("-isystem", toolkit_headers(), "-fsyntax-only", str(unit)),
     ])  # fmt: skip
+    assert not errors, errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from support.page_helpers import Visitor, answered, in_browser, send, visiting
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, TIMEOUT, RunningServer, running, until
 
+from mlx_paged import mcp as mcp_client
 from mlx_paged.cli.entry import ExitCode, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.server import page_mcp
+from mlx_paged.server import run as server_run
 from mlx_paged.server.config import ServerConfig
 
 
@@ -63,14 +66,20 @@ class Refuses(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def refusing() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as listener:
+@contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listener:
         thread = threading.Thread(target=listener.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{listener.server_address[1]}/mcp?key=secret"
+        yield f"http://127.0.0.1:{listener.server_address[1]}"
         listener.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    with serving(Refuses) as url:
+        yield f"{url}/mcp?key=secret"
 
 
 def listed(server: RunningServer, *servers: dict[str, Any]) -> list[dict[str, Any]]:
@@ -231,9 +240,74 @@ def test_connections_are_shared_and_closed_when_they_are_idle(server, mcp_url, m
     assert [key[0] for key in pages._connections] == ["other"]
 
 
-def test_the_option_needs_a_key_off_loopback(capsys) -> None:
-    assert status_of(app, ["serve", "--page-mcp", "--host", "0.0.0.0"]) == ExitCode.USAGE
+class Floods(BaseHTTPRequestHandler):
+    """Answers with more bytes than any answer may have, or with compressed ones."""
+
+    sent: ClassVar[int]
+
+    def do_POST(self) -> None:
+        type(self).sent = 0
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        if self.path == "/compressed":
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            while self.sent < 4 * mcp_client._MOST_ANSWER_BYTES:
+                type(self).sent += self.wfile.write(b" " * (1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("endless", "larger than 32 MB"), ("compressed", "compressed (gzip)")]
+)
+def test_an_answer_that_is_too_large_ends_its_connection(server, path, reason) -> None:
+    with serving(Floods) as url:
+        [offers] = listed(server, {"name": "floods", "url": f"{url}/{path}"})
+    assert offers["status"] == "failed" and reason in offers["error"], offers
+    # Socket buffers hold some more than what was read.
+    assert Floods.sent < 2 * mcp_client._MOST_ANSWER_BYTES
+
+
+#: Options of `serve`, and the servers that users of the page may then name by default.
+BY_DEFAULT = [
+    ([], "private"),
+    (["--host", "localhost"], "private"),
+    (["--host", "0.0.0.0"], "off"),
+    (["--uds", "/tmp/mlx-paged.sock"], "off"),
+    (["--root-path", "/llm"], "off"),
+    (["--allowed-hosts", "llm.example.com"], "off"),
+    (["--no-page-mcp"], "off"),
+    (["--page-mcp", "--api-key", "k"], "private"),
+    (["--page-mcp", "--api-key", "k", "--host", "0.0.0.0"], "public"),
+    (["--page-mcp", "--api-key", "k", "--root-path", "/llm"], "public"),
+]
+
+
+@pytest.fixture
+def configs(monkeypatch) -> list[ServerConfig]:
+    """Configurations that `serve` would have run a server with."""
+    configs: list[ServerConfig] = []
+
+    def run(_: Any, config: ServerConfig, **__: Any) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(server_run, "serve", run)
+    return configs
+
+
+@pytest.mark.parametrize(("options", "expected"), BY_DEFAULT, ids=str)
+def test_the_default_depends_on_who_reaches_the_server(configs, options, expected) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        status_of(app, ["serve", *options])
+    assert [config.page_mcp for config in configs] == [expected]
+
+
+@pytest.mark.parametrize("option", [["--host", "0.0.0.0"], ["--root-path", "/llm"]], ids=str)
+def test_the_option_needs_a_key_where_others_reach_the_server(configs, capsys, option) -> None:
+    assert status_of(app, ["serve", "--page-mcp", *option]) == ExitCode.USAGE
     assert "--api-key" in capsys.readouterr().err
+    assert not configs
 
 
 # --- The page -------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def test_a_selection_survives_while_the_answer_grows(page) -> None:
           getSelection().setBaseAndExtent(first.firstChild, 4, second.firstChild, 10);
         }"""
     )
-    # (Its text is that of the layout, which may come a frame later.)
+    # The selection's text comes from the layout, which may lag by a frame.
     page.wait_for_function("() => getSelection().toString().includes('first')")
     selected = page.evaluate("getSelection().toString()")
     for i in range(5):

@@ -15,7 +15,7 @@ GONE = object()  # a field that a family lacks
 
 
 class Only(dict[str, Any]):
-    """A dictionary that replaces that of the row before instead of being merged into it."""
+    """Replaces the base row's dictionary instead of merging into it."""
 
 
 VOCAB = 320  # bytes, and room for special tokens
