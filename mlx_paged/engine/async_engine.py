@@ -9,15 +9,19 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from mlx_paged.engine.client import EngineInfo, EngineRequest
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.engine_thread import EngineThread
 from mlx_paged.engine.grammar import StructuredOutputs
+from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.guard import check_process
+from mlx_paged.engine.intake import CheckedRequest
 from mlx_paged.engine.media.loader import MediaLoader, loader_of
 from mlx_paged.engine.media.prompt import PreparedMedia, check_kinds, media_model_of, prepare
 from mlx_paged.engine.outputs import RequestOutput
@@ -25,12 +29,13 @@ from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_options import (
     TextWithMedia,
     media_prompt_of,
+    params_for_runner,
     params_of,
-    token_ids_of,
+    pooling_params_of,
 )
-from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
-from mlx_paged.engine.sampling.sequence_sampler import TokenMask
+from mlx_paged.engine.request_stream import Channel, RequestStream, SequenceDelta
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import (
     EngineDeadError,
     EngineOverloadedError,
@@ -67,6 +72,7 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._num_adding = {False: 0, True: 0}  # by whether they are background requests
         self._media: MediaLoader | None = None
+        self._info: EngineInfo | None = None
         self._thread.start()
         atexit.register(self._at_exit)
 
@@ -115,6 +121,23 @@ class AsyncEngine:
         return self._thread.engine
 
     @property
+    def info(self) -> EngineInfo:
+        """Properties of the engine that never change; once it is `ready`."""
+        if self._info is None:
+            self._info = self.engine.info
+        return self._info
+
+    @property
+    def tokenizer(self) -> Any:
+        """mlx-lm's wrapper of the model's tokenizer; once the engine is `ready`."""
+        return self.engine.tokenizer
+
+    @property
+    def media(self) -> Any | None:
+        """See `EngineClient.media`."""
+        return media_model_of(self.engine)
+
+    @property
     def media_loader(self) -> MediaLoader:
         """Loads the media of prompts; once the engine is `ready`."""
         with self._lock:
@@ -122,163 +145,119 @@ class AsyncEngine:
                 self._media = loader_of(self.engine)
             return self._media
 
+    @property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """See `EngineClient.grammar_compiler`."""
+        return self.engine.grammar_compiler
+
+    def observe_steps(self, observer: Callable[[int], None]) -> None:
+        """See `EngineClient.observe_steps`."""
+        self.engine.on_launch = observer
+
     async def add_request(
         self,
         prompt: str | Sequence[int] | Mapping[str, Any],
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        background: bool = False,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-        token_mask: TokenMask | None = None,
-        media: PreparedMedia | None = None,
+        **options: Any,
     ) -> RequestStream:
-        """Takes a request; returns the stream of its deltas once the engine has accepted it.
-
-        Cancelling the task, here or while it reads, ends the request within a step; what was
-        computed stays in the prefix cache.
+        """Submits a request for tokens and text.
 
         Args:
-            prompt: a text, token ids (a list, or an array of integers), or vLLM's mapping with
+            prompt: A text, token ids (a list, or an array of integers), or vLLM's mapping with
                 `prompt` and `multi_modal_data` (see `LLM.generate`).
-            params: how to choose tokens, and when to stop.
-            request_id: unique among unfinished requests; None generates one.
-            priority: lower is served first under the priority policy.
-            background: served with what other requests leave, under either policy.
-            timeout: seconds until the request ends with "timeout".
-            cache_salt: requests of different salts share no cached blocks.
-            token_mask: gives before each token those that may follow; called on the engine's
-                thread, which waits for it. (A grammar of `structured_outputs` takes much less.)
-            media: of token ids, where they were prepared before.
+            params: How to choose tokens, and when to stop.
+            options: Other fields of `EngineRequest`.
 
         Raises:
-            InvalidParameterError: see `Engine.add_request`.
-            InvalidMediaError: an item that cannot be used, or that the model does not take.
-            RequestTooLargeError: prompt and answer could never fit.
-            DuplicateRequestError: an unfinished request has this id.
-            EngineOverloadedError: too many requests wait.
-            EngineDeadError: the engine stopped.
+            MlxPagedError: See `submit`.
         """
-        params, given = params_of(params), media_prompt_of("prompt", prompt)
-        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
+        return await self.submit(EngineRequest(prompt, params_of(params), **options))
+
+    async def add_pooling_request(
+        self, prompt: Sequence[int], params: PoolingParams | None = None, **options: Any
+    ) -> RequestStream:
+        """Submits a text to embed; `RequestStream.result` waits for `RequestOutput.pooled`.
+
+        Args:
+            prompt: Token ids.
+            params: How to pool.
+            options: Other fields of `EngineRequest`.
+
+        Raises:
+            MlxPagedError: See `submit`.
+        """
+        return await self.submit(EngineRequest(prompt, pooling_params_of(params), **options))
+
+    async def submit(self, request: EngineRequest) -> RequestStream:
+        """See `EngineClient.submit`.
+
+        Cancelling the task, here or while it reads, ends the request within a step. The prefix
+        cache keeps the computed blocks.
+        """
+        given = media_prompt_of("prompt", request.prompt)
+        request_id = request.request_id
+        if request_id is None:
+            request_id = f"request-{next(self._ids)}"
         if not isinstance(request_id, str):
             raise InvalidParameterError("request_id", "a string", request_id)
         if self._thread.dead is not None:
             raise EngineDeadError(self._thread.dead)
         await self.ready()
-        text = given if isinstance(given, str) else None
+        params = params_for_runner(request.params, self.info.config.runner)
         loop = asyncio.get_running_loop()
+        text, media = None, request.media
         if isinstance(given, TextWithMedia):
             media = await self._prepared(given)
             text, tokens = unmarked(given.text), media.prompt.token_ids
         elif isinstance(given, str):
-            encode = self._thread.engine.tokenizer.encode
-            tokens = await loop.run_in_executor(None, encode, given)
+            text, tokens = given, await loop.run_in_executor(None, self.tokenizer.encode, given)
         else:
-            tokens, _ = token_ids_of("prompt", given, self._thread.engine.vocab_size)
-        # (Text pays nothing for media.)
-        with_media: dict[str, Any] = {} if media is None else {"media": media}
-
-        sampling = None
-        if params.bad_words or params.structured_outputs is not None:
-            # Hundreds of bad words take longer to tokenize than a step, for which others wait; and
-            # so may a grammar, for which no thread waits.
-            engine, grammar = self._thread.engine, None
+            tokens = given
+        channel = self._thread.new_channel(loop, getattr(params, "n", 1))
+        check = partial(
+            self.engine.intake.check,
+            request_id,
+            tokens,
+            params,
+            prompt=text,
+            priority=request.priority,
+            background=request.background,
+            timeout=request.timeout,
+            cache_salt=request.cache_salt,
+            token_mask=request.token_mask,
+            media=media,
+            sink=channel,
+        )
+        if isinstance(params, SamplingParams) and (
+            params.bad_words or params.structured_outputs is not None
+        ):
+            # Hundreds of bad words take longer to tokenize than a step. So may a grammar, for
+            # which no thread waits.
             if isinstance(params.structured_outputs, StructuredOutputs):
-                grammar = await engine.grammar_compiler.compile_async(params.structured_outputs)
-            make = engine.sampling_of
-            sampling = await loop.run_in_executor(None, make, params, tokens, token_mask, grammar)
+                compiler = self.grammar_compiler
+                check.keywords["grammar"] = await compiler.compile_async(params.structured_outputs)
+            checked = await loop.run_in_executor(None, check)
+        else:
+            checked = check()
+        return await self._add(checked, channel)
 
-        thread = self._thread
-        channel = thread.new_channel(loop, params.n)
+    async def _add(self, checked: CheckedRequest, channel: Channel) -> RequestStream:
+        """Has the engine's thread add a request; returns its stream."""
+        thread, request_id = self._thread, checked.request_id
         stream = RequestStream(request_id, channel, lambda: thread.abort(request_id, channel))
 
         def add(engine: Engine) -> None:
             state = engine.request_state(request_id)
-            if state is not None and state.sink is channel:  # (broken off, and run again)
-                stream.output = state.output
+            if state is not None and state.sink is channel:
+                stream.output = state.output  # The call was interrupted, and is run again.
                 return
-            stream.output = engine.add_request(
-                request_id,
-                tokens,
-                params,
-                prompt=text,
-                priority=priority,
-                background=background,
-                timeout=timeout,
-                cache_salt=cache_salt,
-                token_mask=token_mask,
-                sink=channel,
-                sampling=sampling,
-                **with_media,
-            )
+            stream.output = engine.add(checked)
 
-        with self._counted_as_adding(background):
+        with self._counted_as_adding(checked.background):
             try:
                 await self._call(add)
             except BaseException:
-                stream.close()  # it may have been added a moment before the caller was cancelled
-                raise
-        return stream
-
-    async def add_pooling_request(
-        self,
-        prompt: Sequence[int],
-        params: PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        background: bool = False,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-    ) -> RequestStream:
-        """Takes a text to embed; `RequestStream.result` waits for `RequestOutput.pooled`.
-
-        Cancelling the task ends the request, as in `add_request`.
-
-        Args:
-            prompt: token ids.
-            params, request_id, priority, background, timeout, cache_salt: see
-                `Engine.add_pooling_request`.
-
-        Raises:
-            InvalidParameterError, RequestTooLargeError, DuplicateRequestError,
-            EngineOverloadedError, EngineDeadError: see `Engine.add_pooling_request`.
-        """
-        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
-        if not isinstance(request_id, str):
-            raise InvalidParameterError("request_id", "a string", request_id)
-        if self._thread.dead is not None:
-            raise EngineDeadError(self._thread.dead)
-        await self.ready()
-        thread = self._thread
-        tokens, _ = token_ids_of("prompt", prompt, thread.engine.vocab_size)
-        channel = thread.new_channel(asyncio.get_running_loop(), 1)
-        stream = RequestStream(request_id, channel, lambda: thread.abort(request_id, channel))
-
-        def add(engine: Engine) -> None:
-            state = engine.request_state(request_id)
-            if state is not None and state.sink is channel:  # (broken off, and run again)
-                stream.output = state.output
-                return
-            stream.output = engine.add_pooling_request(
-                request_id,
-                tokens,
-                params,
-                priority=priority,
-                background=background,
-                timeout=timeout,
-                cache_salt=cache_salt,
-                sink=channel,
-            )
-
-        with self._counted_as_adding(background):
-            try:
-                await self._call(add)
-            except BaseException:
-                stream.close()  # (as in `add_request`)
+                stream.close()  # It may have been added just before the caller was cancelled.
                 raise
         return stream
 
@@ -288,7 +267,7 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> RequestOutput:
-        """The whole answer of a request; see `add_request`."""
+        """Returns the whole answer of a request; see `add_request`."""
         stream = await self.add_request(prompt, params, **options)
         return await stream.result()
 
@@ -342,7 +321,7 @@ class AsyncEngine:
     @contextlib.contextmanager
     def _counted_as_adding(self, background: bool) -> Iterator[None]:
         """Limits the requests that the engine's thread has not taken yet: a step may be long."""
-        limit = self._thread.engine.config.max_num_waiting
+        limit = self.info.config.max_num_waiting
         with self._lock:
             count = self._num_adding[background]
             if limit is not None and count >= limit:

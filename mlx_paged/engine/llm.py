@@ -17,7 +17,7 @@ from mlx_paged.engine import gc_pause
 from mlx_paged.engine.chat.messages import messages_of
 from mlx_paged.engine.chat.renderer import ChatRenderer
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.media.loader import MediaLoader, loader_of
 from mlx_paged.engine.media.prompt import PreparedMedia, check_kinds, media_model_of, prepare
@@ -42,6 +42,7 @@ from mlx_paged.engine.request_options import (
     prompts_of,
 )
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import ForkedProcessError, InvalidParameterError
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.model.media_text import unmarked

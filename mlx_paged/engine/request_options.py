@@ -135,6 +135,19 @@ def params_of(given: Any) -> SamplingParams:
     return SamplingParams() if given is None else _require_params("params", given)
 
 
+def params_for_runner(given: Any, runner: str) -> SamplingParams | PoolingParams:
+    """Returns the parameters of a request; None stands for the default of the engine's runner.
+
+    Raises:
+        InvalidParameterError: Something else.
+    """
+    if given is None:
+        return PoolingParams() if runner == "pooling" else SamplingParams()
+    if not isinstance(given, SamplingParams | PoolingParams):
+        raise InvalidParameterError("params", "SamplingParams or PoolingParams", given)
+    return given
+
+
 def pooling_params_of(given: Any, field: str = "params") -> PoolingParams:
     """A request's choices for its embedding; None stands for the default.
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.requests import Request
 
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.media.prompt import media_model_of
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.parsing import registry
 from mlx_paged.parsing.derived import why_not_derived
 from mlx_paged.parsing.format import ToolFormat

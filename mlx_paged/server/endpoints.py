@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged import __version__, extension
-from mlx_paged.engine.engine import EngineStats
 from mlx_paged.engine.media import decode
 from mlx_paged.engine.media.prompt import media_model_of
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import EngineDeadError
 from mlx_paged.model.media_kinds import KINDS
 from mlx_paged.parsing.derived import DerivedFormat

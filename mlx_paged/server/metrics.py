@@ -17,9 +17,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from mlx_paged.core import FinishReason
-from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.memory import live_arrays
 from mlx_paged.engine.outputs import RequestOutput
+from mlx_paged.engine.stats import EngineStats
 
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,

@@ -21,7 +21,7 @@ import uvicorn
 from pydantic import TypeAdapter
 
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.engine import EngineStats
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context

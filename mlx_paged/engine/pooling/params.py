@@ -331,6 +331,17 @@ def _check_dimensions(field: str, value: object) -> None:
         raise InvalidParameterError(field, "None or an integer of at least 1", value)
 
 
+def check_dimensions_fit(field: str, dimensions: int | None, hidden_size: int) -> None:
+    """Refuses more dimensions than the model's hidden states have.
+
+    Raises:
+        InvalidParameterError: It names the field.
+    """
+    if dimensions is not None and dimensions > hidden_size:
+        expected = f"at most {hidden_size}, the size of this model's hidden states,"
+        raise InvalidParameterError(field, expected, dimensions)
+
+
 def _check_boolean(field: str, value: object) -> None:
     if value is not None and not isinstance(value, bool):
         raise InvalidParameterError(field, "None, True or False", value)

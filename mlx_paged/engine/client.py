@@ -1,0 +1,157 @@
+"""EngineClient: the interface of an engine for the server and other asynchronous callers.
+
+`AsyncEngine` implements it with a thread of this process. A caller sees no scheduler, no array and
+no `Engine`, so the engine behind it could also be another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.grammar.compiler import GrammarCompiler
+from mlx_paged.engine.media.loader import MediaLoader
+from mlx_paged.engine.media.prompt import PreparedMedia
+from mlx_paged.engine.pooling.params import PoolingParams
+from mlx_paged.engine.request_options import TextWithMedia
+from mlx_paged.engine.request_stream import RequestStream
+from mlx_paged.engine.sampling.sequence_sampler import TokenMask
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.engine.stats import EngineStats
+from mlx_paged.parsing.reasoning import ReasoningFormat
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request, for generation or for pooling.
+
+    Attributes:
+        prompt: A text, token ids (a list or an array of integers), or vLLM's mapping with `prompt`
+            and `multi_modal_data` (see `LLM.generate`).
+        params: How to choose tokens and when to stop, or how to pool. None: the defaults of the
+            engine's runner.
+        request_id: Unique among unfinished requests; None generates one.
+        priority: Lower is served first under the priority policy.
+        background: Under either policy, the request gets only what other requests leave.
+        timeout: Seconds until the request ends with "timeout".
+        cache_salt: Requests with different salts share no cached blocks.
+        token_mask: Called before each token for the tokens that may follow, on the engine's thread,
+            which waits for it. A grammar of `structured_outputs` takes much less time.
+        media: The media of a prompt of token ids that was prepared before.
+    """
+
+    prompt: str | Sequence[int] | Mapping[str, Any] | TextWithMedia
+    params: SamplingParams | PoolingParams | None = None
+    request_id: str | None = None
+    priority: int = 0
+    background: bool = False
+    timeout: float | None = None
+    cache_salt: str | None = None
+    token_mask: TokenMask | None = None
+    media: PreparedMedia | None = None
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Properties of an engine that never change. Plain data.
+
+    Attributes:
+        config: Its options.
+        vocab_size: Token ids are below this.
+        max_request_len: Maximum tokens of prompt and answer together: by the model and by the pool.
+        max_model_len: The same by the model; None means that only the pool limits.
+        generation_config: The model's default sampling settings; the engine does not apply them.
+        reasoning_format: The model's reasoning format; None: it has none, or no known one.
+        hidden_size: Size of an embedding before `dimensions` cuts it; None if the engine generates.
+        labels: Classes of a model that classifies texts; empty if it makes embeddings.
+        prompts: Prompts that the model was trained to see before texts, by the name of their use.
+        media_reason: Why a multimodal model takes no media.
+    """
+
+    config: EngineConfig
+    vocab_size: int
+    max_request_len: int
+    max_model_len: int | None
+    generation_config: Mapping[str, Any]
+    reasoning_format: ReasoningFormat | None
+    hidden_size: int | None
+    labels: tuple[str, ...]
+    prompts: Mapping[str, str]
+    media_reason: str | None
+
+    @property
+    def scores_pairs(self) -> bool:
+        """True if it scores pairs of texts and makes no embeddings."""
+        return len(self.labels) == 1
+
+
+class EngineClient(Protocol):
+    """Serves many callers from one engine. Any event loop of any thread may call it."""
+
+    async def ready(self) -> None:
+        """Waits until the engine is ready; raises the error if it could not be made."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the engine takes requests."""
+
+    # Once it is ready.
+
+    @property
+    def info(self) -> EngineInfo:
+        """Properties of the engine that never change."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """mlx-lm's wrapper of the model's tokenizer."""
+
+    @property
+    def media(self) -> Any | None:
+        """The processor of the model's media (`LoadedModel.media`); None: it takes text only."""
+
+    @property
+    def media_loader(self) -> MediaLoader:
+        """Loads the media of prompts."""
+
+    @property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Compiles the grammars of structured outputs.
+
+        Raises:
+            InvalidParameterError: The engine does not generate.
+        """
+
+    async def submit(self, request: EngineRequest) -> RequestStream:
+        """Submits a request; returns the stream of its updates once the engine has accepted it.
+
+        Raises:
+            InvalidParameterError: An invalid option; the error names the field.
+            InvalidMediaError: An item that cannot be used, or that the model does not take.
+            RequestTooLargeError: Prompt and answer could never fit.
+            DuplicateRequestError: An unfinished request has this id.
+            EngineOverloadedError: Too many requests wait.
+            EngineDeadError: The engine stopped.
+        """
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request; its stream ends with "abort". Returns whether it was there."""
+
+    async def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns the number of blocks."""
+
+    async def stats(self) -> EngineStats:
+        """The engine's statistics, taken between two steps."""
+
+    def observe_steps(self, observer: Callable[[int], None]) -> None:
+        """Has the engine call a function with the number of tokens of each step it launches.
+
+        It runs on the engine's thread, so it must be quick. There is one observer.
+        """
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Takes no more requests, and ends when all have finished or after `drain_timeout` seconds.
+
+        The requests that are unfinished then are aborted.
+        """

@@ -1,0 +1,332 @@
+"""Intake: checks a request once, on its way into the engine.
+
+`Intake.check` runs on any thread, because bad words and grammars may take longer than a step. It
+copies what the caller could change later. `Intake.attach` runs on the engine's thread, and gives
+the sequences of an admitted request their samplers and outputs. Nothing after it checks a request
+again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_paged.core import Request
+from mlx_paged.engine import request_options
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
+from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from mlx_paged.engine.media.step_media import Prepared, SequenceMedia, check_prepared
+from mlx_paged.engine.output_processor import AnswerState, RequestState, UpdateSink
+from mlx_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from mlx_paged.engine.pooling.params import PoolingParams, check_dimensions_fit
+from mlx_paged.engine.pooling.runner import Classifier, PooledPrompt
+from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
+from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import InvalidParameterError, RequestTooLargeError
+from mlx_paged.parsing.reasoning import ReasoningFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRequest:
+    """A request whose options are valid for this engine's model.
+
+    Attributes:
+        prompt_token_ids: For the output.
+        tokens: The same as an array of `core.kv.tree.TOKEN_TYPE`, for the scheduler.
+        prompt: The text of the tokens, for the output.
+        sampling: Of a request that generates; None: it pools.
+        media: The media of the prompt.
+        sink: Takes the request's updates as they are made, on the engine's thread.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    tokens: array[int]
+    params: SamplingParams | PoolingParams
+    prompt: str | None
+    priority: int
+    background: bool
+    timeout: float | None
+    cache_salt: str | None
+    sampling: RequestSampling | None
+    media: Prepared | None
+    sink: UpdateSink | None
+
+
+class Intake:
+    """Checks the requests of one engine.
+
+    Args:
+        config: The engine's options, resolved for the model.
+        tokenizer: mlx-lm's wrapper.
+        vocab_size: Token ids are below this.
+        reasoning_format: The model's reasoning format; None: it has none.
+        media: The processor of the model's media; None: it takes text only.
+        compiler: Compiles grammars; None if the engine pools.
+        classifier: Of a model that classifies texts or scores pairs of them.
+        hidden_size: Size of an embedding; None if the engine generates.
+        max_request_len: Maximum tokens of a prompt to be pooled.
+        max_model_len: The same by the model alone.
+        report: Adds the texts of the tokens to log-probabilities.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Any,
+        vocab_size: int,
+        *,
+        reasoning_format: ReasoningFormat | None,
+        media: Any | None,
+        compiler: GrammarCompiler | None,
+        classifier: Classifier | None,
+        hidden_size: int | None,
+        max_request_len: int,
+        max_model_len: int | None,
+        report: LogprobReport,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._reasoning_format = reasoning_format
+        self._media = media
+        self._compiler = compiler
+        self._classifier = classifier
+        self._hidden_size = hidden_size
+        self._max_request_len = max_request_len
+        self._max_model_len = max_model_len
+        self._report = report
+        self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
+        self._special_token_ids = special_token_ids(tokenizer)
+        self._no_text = self._detokenizer(SamplingParams())  # of all pooled prompts
+
+    @property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Compiles the grammars of structured outputs; any thread may use it.
+
+        Raises:
+            InvalidParameterError: The engine's runner is "pooling".
+        """
+        self._require_runner("generate")
+        assert self._compiler is not None
+        return self._compiler
+
+    # Checks.
+
+    def check(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams | PoolingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        background: bool = False,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        token_mask: TokenMask | None = None,
+        media: Prepared | None = None,
+        grammar: CompiledGrammar | None = None,
+        sink: UpdateSink | None = None,
+    ) -> CheckedRequest:
+        """Checks a request, and copies its tokens. Any thread may call it; it may take long.
+
+        Args:
+            request_id, prompt_token_ids, ...: See `Engine.add_request`. `core.Request` checks those
+                that the scheduler works with.
+            grammar: The grammar of `params.structured_outputs`, if it was compiled before.
+
+        Raises:
+            InvalidParameterError, RequestTooLargeError: See `Engine.add_request` and
+                `Engine.add_pooling_request`.
+        """
+        pools = isinstance(params, PoolingParams)
+        self._require_runner("pooling" if pools else "generate")
+        if media is not None:
+            prompt_token_ids = self._known_token_ids(prompt_token_ids, media)
+        ids, tokens = request_options.token_ids_of(
+            "prompt_token_ids", prompt_token_ids, self._vocab_size
+        )
+        request_options.check_callables(token_mask, sink, prompt)
+        sampling = None
+        if isinstance(params, PoolingParams):
+            self._check_pooling(request_id, len(ids), params)
+        else:
+            sampling = self.sampling_of(params, tokens, token_mask, grammar)
+        return CheckedRequest(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            tokens=tokens,
+            params=params,
+            prompt=prompt,
+            priority=priority,
+            background=background,
+            timeout=timeout,
+            cache_salt=self._config.salted(cache_salt),
+            sampling=sampling,
+            media=media,
+            sink=sink,
+        )
+
+    def sampling_of(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: SequenceOf[int],
+        token_mask: TokenMask | None = None,
+        grammar: CompiledGrammar | None = None,
+    ) -> RequestSampling:
+        """Resolves parameters for this model.
+
+        It waits until the grammar of `structured_outputs` is compiled, unless it is given.
+
+        Raises:
+            InvalidParameterError: A token in `params` that the model does not have, a grammar that
+                is invalid or cannot be enforced, or parameters that leave no token.
+        """
+        return RequestSampling(
+            params,
+            prompt_token_ids,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            tokenizer=self._tokenizer,
+            vocab_size=self._vocab_size,
+            token_mask=token_mask,
+            compiler=self.grammar_compiler,
+            grammar=grammar,
+            reasoning=self._reasoning_format,
+        )
+
+    def _require_runner(self, runner: str) -> None:
+        if self._config.runner != runner:
+            purpose = {"generate": "generates tokens", "pooling": "embeds texts"}[runner]
+            raise InvalidParameterError(
+                "runner", f"{runner!r} for an engine that {purpose}", self._config.runner
+            )
+
+    def _known_token_ids(self, prompt_token_ids: SequenceOf[int], media: Prepared) -> list[int]:
+        """Checks the media of a prompt; returns its tokens, each of which the model has.
+
+        The id of a placeholder may be beyond the vocabulary, where no logit is.
+        """
+        model = self._media
+        if model is None:
+            raise InvalidParameterError("media", "None for a model that takes text only", media)
+        check_prepared(media, prompt_token_ids, model.kinds, rope=model.uses_rope_positions)
+        known = list(prompt_token_ids)
+        for span in media.prompt.spans:
+            for row in span.rows:
+                known[row] = min(known[row], self._vocab_size - 1)
+        return known
+
+    def _check_pooling(self, request_id: str, num_tokens: int, params: PoolingParams) -> None:
+        assert self._hidden_size is not None
+        check_dimensions_fit("dimensions", params.dimensions, self._hidden_size)
+        if self._classifier is not None and params.dimensions is not None:
+            expected = "None for a model that classifies texts or scores pairs of them"
+            raise InvalidParameterError("dimensions", expected, params.dimensions)
+        limit = self._max_request_len
+        if num_tokens > limit:
+            raise RequestTooLargeError(
+                request_id,
+                num_prompt_tokens=num_tokens,
+                max_tokens=0,
+                limit=limit,
+                limited_by="max_model_len" if limit == self._max_model_len else "kv_cache",
+            )
+
+    # On the engine's thread.
+
+    def state_of(self, checked: CheckedRequest) -> RequestState:
+        """Makes the scheduler's request and the caller's output.
+
+        Raises:
+            InvalidParameterError: An empty prompt, or an invalid option of the scheduler's.
+        """
+        params, n = checked.params, 1
+        if isinstance(params, SamplingParams):
+            stop, n = params.stop_policy(self._eos_token_ids), params.n
+        else:
+            stop = params.stop_policy()
+        request = Request(
+            checked.request_id,
+            checked.tokens,
+            stop,
+            n=n,
+            priority=checked.priority,
+            background=checked.background,
+            timeout=checked.timeout,
+            cache_salt=checked.cache_salt,
+            read_prefix_cache=getattr(params, "prompt_logprobs", None) is None,
+            media=() if checked.media is None else checked.media.spans,
+        )
+        grammar = None if checked.sampling is None else checked.sampling.grammar
+        output = RequestOutput(
+            checked.request_id,
+            checked.prompt,
+            checked.prompt_token_ids,
+            [CompletionOutput(i) for i in range(n)],
+            RequestMetrics(arrival_time=time.monotonic()),
+            relaxed=() if grammar is None else grammar.relaxed,
+        )
+        return RequestState(params, request, output, checked.sink)
+
+    def attach(self, state: RequestState, checked: CheckedRequest) -> None:
+        """Gives the sequences of an admitted request their samplers and their outputs."""
+        state.request.state = state
+        if isinstance(state.params, SamplingParams):
+            self._attach_answers(state, state.params, checked)
+        else:
+            self._attach_pooling(state, state.params)
+
+    def _attach_pooling(self, state: RequestState, params: PoolingParams) -> None:
+        assert self._config.pooler is not None
+        [sequence] = state.request.sequences
+        sequence.sampler = sequence.prompt_report = PooledPrompt(
+            state.request.num_prompt_tokens, self._config.pooler, params, self._classifier
+        )
+        sequence.answer = AnswerState(state, state.output.outputs[0], self._no_text)
+
+    def _attach_answers(
+        self, state: RequestState, params: SamplingParams, checked: CheckedRequest
+    ) -> None:
+        request, output = state.request, state.output
+        assert checked.sampling is not None
+        prompt_report = None
+        if params.prompt_logprobs is not None:
+            prompt_report = PromptReport(
+                output.prompt_token_ids, params.prompt_logprobs, self._report
+            )
+            output.prompt_logprobs = prompt_report.positions
+        of_media = None
+        if checked.media is not None and request.prompt_media is not None:
+            parts = getattr(checked.media, "parts", ())
+            of_media = SequenceMedia(checked.media.prompt, request.prompt_media, parts)
+        for sequence, completion in zip(request.sequences, output.outputs):
+            sequence.media = of_media
+            if params.logprobs is not None:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+            sampler = sequence.sampler = SequenceSampler(checked.sampling, sequence.index)
+            sequence.prompt_report = prompt_report
+            detokenizer = self._detokenizer(params)
+            text: IncrementalDetokenizer | DeferredText = detokenizer
+            if not params.stop_strings:
+                # The engine does not need its text: it is decoded when it is read.
+                tokens, start = sequence.tokens, request.num_prompt_tokens
+                text = DeferredText(request.request_id, detokenizer, tokens, start)
+            grammar = sampler if sampler.has_grammar else None
+            sequence.answer = AnswerState(state, completion, text, grammar)
+            sequence.stop_checker = sequence.answer.stop_checker
+
+    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip=self._special_token_ids if params.skip_special_tokens else (),
+        )

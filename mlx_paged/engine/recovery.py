@@ -1,0 +1,65 @@
+"""Recovery: the state that lets an engine go on after an exception out of a call."""
+
+from __future__ import annotations
+
+from mlx_paged.core import EncoderCacheStats, KVCounters, KVManager, Scheduler, Sequence
+from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.stats import sum_counters, sum_encoder_stats
+
+
+class Recovery:
+    """Knows whether the engine is whole, and counts for the parts that were given up.
+
+    An exception in the middle of a change leaves `is_whole` false, and no handler that could be
+    interrupted in its turn has to see to it.
+
+    Attributes:
+        is_whole: False while a call changes the engine, and after a call that raised.
+        failed: The exception that the last step raised.
+        num_recoveries: Times the engine was repaired.
+        counters: Counters of the KV stores that were given up.
+        num_preemptions: Preemptions of the schedulers that were given up.
+        encoder_cache: Statistics of their encoder caches.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole = True
+        self.failed: Exception | None = None
+        self.num_recoveries = 0
+        self.counters = KVCounters()
+        self.num_preemptions = 0
+        self.encoder_cache = EncoderCacheStats()
+        self._num_failed_steps = 0  # in a row
+
+    def note_step(self) -> None:
+        """A step has ended well."""
+        self._num_failed_steps = 0
+
+    @property
+    def cause(self) -> str:
+        """The cause of the recovery, for the log."""
+        if self.failed is None:
+            return "an interrupted call"
+        return f"a failed step: {reason_of(self.failed)}"
+
+    def reason_to_end(self, sequence: Sequence) -> str | None:
+        """Returns why a sequence ends instead of being computed again, or None.
+
+        After a second failed step in a row, all sequences that have run are suspects.
+        """
+        if self.failed is None or self._num_failed_steps == 0:
+            return None
+        return None if sequence.first_admission is None else reason_of(self.failed)
+
+    def complete(self, kv: KVManager, scheduler: Scheduler) -> None:
+        """Notes that the engine is whole again, without these two."""
+        # Computed first and then assigned at once, because Ctrl-C may come in between.
+        self.counters, self.num_preemptions, self.encoder_cache = (
+            sum_counters(self.counters, kv.counters),
+            self.num_preemptions + scheduler.num_preemptions,
+            sum_encoder_stats(self.encoder_cache, scheduler.encoder_cache.stats),
+        )
+        self._num_failed_steps += self.failed is not None
+        self.failed = None
+        self.num_recoveries += 1
+        self.is_whole = True

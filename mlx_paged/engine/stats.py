@@ -1,0 +1,65 @@
+"""EngineStats: the engine's statistics at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+from mlx_paged.core import EncoderCacheStats, KVCounters, KVUsage
+from mlx_paged.engine.memory import MemoryUsage
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine's statistics at one moment.
+
+    Attributes:
+        usage: Where the blocks are now.
+        group_usage: The same for the blocks of each window group, then for the state slots.
+        counters: Events of the KV store since the engine was made.
+        num_running: Sequences that run.
+        num_waiting: Sequences that wait.
+        num_preemptions: Times a sequence lost its blocks to others.
+        num_steps: Steps launched.
+        max_used_blocks: Most blocks that sequences held at once.
+        max_shared_blocks: Most blocks that more than one sequence held at once.
+        memory: MLX's memory.
+        num_faults: Steps that failed and were run again in parts.
+        pool_copies: Whole-pool copies in this process; anything but 0 is a fault.
+        num_recoveries: Times the engine was repaired after an exception out of a call.
+        encoder_cache: Features of pictures, videos and sounds.
+    """
+
+    usage: KVUsage
+    group_usage: tuple[KVUsage, ...]
+    counters: KVCounters
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_steps: int
+    max_used_blocks: int
+    max_shared_blocks: int
+    memory: MemoryUsage
+    num_faults: int
+    pool_copies: int
+    num_recoveries: int = 0
+    encoder_cache: EncoderCacheStats = field(default_factory=EncoderCacheStats)
+
+
+def sum_counters(one: KVCounters, other: KVCounters) -> KVCounters:
+    """Adds the counters of two KV stores."""
+    return KVCounters(
+        **{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(KVCounters)}
+    )
+
+
+def sum_encoder_stats(past: EncoderCacheStats, now: EncoderCacheStats) -> EncoderCacheStats:
+    """Adds the counters of two encoder caches, and takes the current values of the later one."""
+    counted = {
+        f.name: getattr(past, f.name) + getattr(now, f.name) for f in fields(EncoderCacheStats)
+    }
+    return replace(
+        EncoderCacheStats(**counted),
+        num_items=now.num_items,
+        num_bytes=now.num_bytes,
+        max_bytes=max(past.max_bytes, now.max_bytes),
+    )
