@@ -101,20 +101,21 @@ async def _answer(
         config = ServerConfig(served_model_names=names, log_requests=False, serve_page=False)
         app = create_app(engine, config)
         context: Context = app.state.context
-        await context.start()
-        if context.failure is not None:
-            raise context.failure
+        model = context.models.default
+        await model.start(context.metrics)
+        if model.failure is not None:
+            raise model.failure
         runner = BatchRunner(
             InProcess(app).post,
             journal,
-            room=Room(engine.engine.config.max_num_seqs + SPARE),
+            room=Room(engine.info.config.max_num_seqs + SPARE),
             on_line=on_line,
             counts=counts,
         )
         try:
             await runner.run(read_lines(file))
         finally:
-            context.close()
+            model.close()
     finally:
         if engine.is_alive:
             await engine.shutdown()

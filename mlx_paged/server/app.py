@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
 from mlx_paged import __version__
 from mlx_paged.addresses import Reach
-from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.client import EngineClient
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.server import (
     abort,
@@ -57,10 +57,12 @@ from mlx_paged.server.middleware import (
 )
 from mlx_paged.server.page_mcp import PageServers
 from mlx_paged.server.rate_limits import HEADERS, Limits, RateLimitMiddleware, keys_of
+from mlx_paged.server.registry import ModelRegistry
 from mlx_paged.server.responses_api import answers as response_answers
 from mlx_paged.server.responses_api import endpoints as response_endpoints
 from mlx_paged.server.responses_api import websocket as response_websocket
 from mlx_paged.server.responses_api.body import InputTokensBody, ResponseBody
+from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.sites import SiteMiddleware, known_hosts
 from mlx_paged.server.streaming import RELAXED
 
@@ -349,7 +351,7 @@ API = (
 )  # fmt: skip
 
 
-def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.0.1") -> Starlette:
+def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0.0.1") -> Starlette:
     """The application in front of an engine.
 
     It does not wait for the model: while that loads, requests get 503, and so does `/health`.
@@ -358,7 +360,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
         engine: the caller shuts it down.
         address: on which the server listens.
     """
-    context = Context(engine, config, Metrics())
+    models = ModelRegistry(ServedModel(engine, config), config)
+    context = Context(models, config, Metrics())
     if config.otlp_traces_endpoint is not None:
         from mlx_paged.server.tracing import Tracing
 
@@ -376,8 +379,9 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
         context.page_servers = PageServers(reach)
 
     async def start() -> None:
-        await context.start()
-        if context.failure is None:
+        model = context.models.default
+        await model.start(context.metrics)
+        if model.failure is None:
             start_batches(context)
 
     @contextlib.asynccontextmanager
@@ -397,7 +401,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.
             await context.batches.close()
         if context.tracing is not None:
             await context.tracing.close()
-        context.close()
+        for model in context.models:
+            model.close()
 
     methods: dict[str, dict[str, Endpoint]] = {}
     for operation in API:
@@ -475,7 +480,9 @@ def _checked(operation: Operation) -> Endpoint:
         if operation.body is None and requests.has_body(request):
             requests.check_content(request)
         if runner is not None:
-            context_of(request).check_runner(runner, operation.path)
+            context = context_of(request)
+            context.check_takes_requests()
+            context.models.default.check_runner(runner, operation.path)
         return await endpoint(request)
 
     return checked

@@ -36,6 +36,7 @@ async def chat_completions(request: Request) -> Response:
     body, turn, prompt = await prepared_chat(request)
     generation = Generation(
         request,
+        context_of(request).models.of(body.model),
         [prompt],
         turn.params,
         priority=body.priority or 0,
@@ -55,16 +56,17 @@ async def prepared_chat(request: Request) -> tuple[requests.ChatBody, PreparedTu
     """
     body = await requests.read_body(request, requests.ChatBody)
     context = context_of(request)
-    params = chat_params(body, context.config, context.defaults)
+    model = context.models.of(body.model)
+    params = chat_params(body, context.config, model.defaults)
     if body.functions:
-        check_takes_tools(context, "functions")
-    turn = await prepare(request, turn_of(body, context.media_io), params)
+        check_takes_tools(model, "functions")
+    turn = await prepare(request, model, turn_of(body, model.media_io), params)
     if turn.media is not None and body.truncate_prompt_tokens is not None:
         raise bad_request(
             "truncate_prompt_tokens",
             "truncate_prompt_tokens must not be given with media: a picture cannot be cut",
         )
-    prompt = context.renderer.truncate(
+    prompt = model.renderer.truncate(
         turn.prompt, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side
     )
     return body, turn, prompt

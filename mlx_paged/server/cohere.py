@@ -116,7 +116,7 @@ class CohereAnswer(TypedDict):
 async def embed(request: Request) -> Response:
     """The vectors of texts."""
     body = await read_body(request, CohereEmbedBody)
-    context = context_of(request)
+    model = context_of(request).models.of(body.model)
     if body.images is not None:
         raise bad_request(
             "images", "images is not supported by this server: it embeds texts",
@@ -127,20 +127,20 @@ async def embed(request: Request) -> Response:
             raise bad_request(name, f"{name} is called {own} here", "unsupported_parameter")
     if body.texts is not None and body.inputs is not None:
         raise contradiction("inputs", "texts")
-    check_embeds(context)
-    limit = context.engine.engine.max_request_len
+    check_embeds(model)
+    limit = model.info.max_request_len
     most = limit if body.max_tokens is None else min(body.max_tokens, limit)
     cuts = body.truncate != "NONE"
     side = "left" if body.truncate == "START" else "right"
     common = body.model_copy(
         update={"truncate_prompt_tokens": most if cuts else None, "truncation_side": side}
     )
-    run = Embeddings(request, common, PoolingParams(dimensions=body.output_dimension))
-    prompt = _prompt(body.input_type, context.engine.engine.prompts)
+    run = Embeddings(request, model, common, PoolingParams(dimensions=body.output_dimension))
+    prompt = _prompt(body.input_type, model.info.prompts)
     texts: list[str] = []
     if body.texts is not None:
         texts = body.texts
-        longest = context.renderer.max_characters if cuts else None
+        longest = model.renderer.max_characters if cuts else None
         await run.add("texts", [_cut(prompt + text, longest, body.truncate) for text in texts])
     elif body.inputs is not None:
         system = [{"role": "system", "content": prompt}] if prompt else []
@@ -148,7 +148,7 @@ async def embed(request: Request) -> Response:
             text = "\n".join(part.text for part in given.content)
             messages = [*system, {"role": "user", "content": text}]
             conversation = Conversation(messages, add_generation_prompt=False)
-            run.add_tokens("inputs", i, await context.renderer.render(conversation))
+            run.add_tokens("inputs", i, await model.renderer.render(conversation))
     else:
         raise ApiError(400, "texts is missing", param="texts", code="missing_field")
     for place, count in enumerate(run.lengths if body.truncate == "NONE" else ()):

@@ -35,8 +35,10 @@ _MAX_TOKENS = 16
 async def completions(request: Request) -> Response:
     """Completes prompts, at once or as a stream."""
     body, params, prompts, tokens = await prepared_completion(request)
+    model = context_of(request).models.of(body.model)
     generation = Generation(
         request,
+        model,
         tokens,
         params,
         priority=body.priority or 0,
@@ -44,7 +46,7 @@ async def completions(request: Request) -> Response:
         stream_interval=body.stream_interval,
         names=names_of(body),
     )
-    echoes = await _echoes(context_of(request).renderer, body, prompts, tokens)
+    echoes = await _echoes(model.renderer, body, prompts, tokens)
     adapter = CompletionAdapter(generation, body, echoes)
     return await respond(request, adapter, stream=bool(body.stream))
 
@@ -59,14 +61,15 @@ async def prepared_completion(
     """
     body = await read_body(request, CompletionBody)
     context = context_of(request)
+    model = context.models.of(body.model)
     prompts = _prompts(body)
-    params = completion_params(body, context.config, context.defaults, len(prompts))
+    params = completion_params(body, context.config, model.defaults, len(prompts))
     special = body.add_special_tokens is not False
     tokens = []
     for prompt in prompts:
-        encoded = await context.renderer.encode(prompt, add_special_tokens=special)
+        encoded = await model.renderer.encode(prompt, add_special_tokens=special)
         tokens.append(
-            context.renderer.truncate(
+            model.renderer.truncate(
                 encoded, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side
             )
         )
@@ -224,7 +227,7 @@ class CompletionAdapter(OpenAIAdapter):
         key = piece.prompt, piece.index
         if key not in self._logprobs:
             first = self.generation.prompts[piece.prompt][0]
-            text = self.generation.context.renderer.tokenizer.decode([first])
+            text = self.generation.model.renderer.tokenizer.decode([first])
             self._logprobs[key] = responses.CompletionLogprobs(
                 body.logprobs, as_ids=bool(body.return_tokens_as_token_ids), first=(first, text)
             )

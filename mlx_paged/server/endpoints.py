@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged import __version__, extension
 from mlx_paged.engine.media import decode
-from mlx_paged.engine.media.prompt import media_model_of
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import EngineDeadError
 from mlx_paged.model.media_kinds import KINDS
@@ -29,6 +28,7 @@ from mlx_paged.server.requests import (
     conversation_of,
     read_body,
 )
+from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import json_response
 from mlx_paged.server.turn import check_takes_tools
 
@@ -43,7 +43,7 @@ _OF_CHATS = (
 async def models(request: Request) -> Response:
     """All names of the model."""
     context = context_of(request)
-    names = context.config.served_model_names
+    names = context.models.names
     if speaks_anthropic(request.scope):
         return JSONResponse(
             ModelPage(
@@ -60,7 +60,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request) -> Response:
     """One name of the model."""
     context = context_of(request)
-    name = context.served_name(request.path_params["model"])
+    name = context.models.find(request.path_params["model"]).name
     if speaks_anthropic(request.scope):
         return JSONResponse(_model_info(context, name))
     return JSONResponse(_model(context, name))
@@ -74,31 +74,32 @@ def _model_info(context: Context, name: str) -> ModelInfo:
         "created_at": datetime.fromtimestamp(int(context.started), UTC).isoformat(),
         "lifecycle": "active",
     }
-    if context.is_loaded:
-        found["max_input_tokens"] = found["max_tokens"] = context.renderer.max_model_len
+    model = context.models.of(name)
+    if model.is_loaded:
+        found["max_input_tokens"] = found["max_tokens"] = model.renderer.max_model_len
     return found
 
 
 def _model(context: Context, name: str) -> responses.Model:
+    model = context.models.of(name)
     found: responses.Model = {
         "id": name,
         "object": "model",
         "created": int(context.started),
         "owned_by": "mlx-paged",
-        "root": context.config.model_name,
+        "root": model.name,
         "parent": None,
     }
-    if context.is_loaded:
-        found["max_model_len"] = context.renderer.max_model_len
+    if model.is_loaded:
+        found["max_model_len"] = model.renderer.max_model_len
         # (as OpenRouter has it)
-        found["input_modalities"] = ["text", *_media(context)["kinds"]]
+        found["input_modalities"] = ["text", *_media(model)["kinds"]]
     return found
 
 
-def _media(context: Context) -> responses.MediaInfo:
+def _media(served: ServedModel) -> responses.MediaInfo:
     """The media the model takes, and their limits; once it is loaded."""
-    engine = context.engine.engine
-    model, options = media_model_of(engine), engine.config.media_options
+    model, options = served.engine.media, served.info.config.media_options
     return {
         "kinds": {
             kind: {"max_items": options.most(kind), "max_bytes": options.limits.max_bytes(kind)}
@@ -107,7 +108,7 @@ def _media(context: Context) -> responses.MediaInfo:
         },
         "max_image_pixels": options.limits.max_image_pixels,
         "image_types": decode.image_types(),
-        "reason": engine.media_reason,
+        "reason": served.info.media_reason,
         "pdf": {
             "max_bytes": documents.MAX_BYTES,
             "max_pages": documents.MAX_PAGES,
@@ -128,7 +129,8 @@ async def extract_text(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """Tokens of a prompt, or of messages by the chat template."""
     body = await read_body(request, TokenizeBody)
-    renderer = context_of(request).renderer
+    model = context_of(request).models.of(body.model)
+    renderer = model.renderer
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt", "either prompt or messages must be given")
     if body.prompt is not None:
@@ -138,9 +140,9 @@ async def tokenize(request: Request) -> Response:
         special = body.add_special_tokens is not False
         tokens = await renderer.encode(body.prompt, add_special_tokens=special)
     else:
-        conversation = conversation_of(body, context_of(request).media_io)
+        conversation = conversation_of(body, model.media_io)
         if conversation.tools:
-            check_takes_tools(context_of(request))
+            check_takes_tools(model)
         tokens = await renderer.render(conversation)
     answer: responses.Tokens = {
         "count": len(tokens),
@@ -154,9 +156,8 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     body = await read_body(request, DetokenizeBody)
-    return JSONResponse(
-        responses.Text(prompt=await context_of(request).renderer.decode(body.tokens))
-    )
+    renderer = context_of(request).models.of(body.model).renderer
+    return JSONResponse(responses.Text(prompt=await renderer.decode(body.tokens)))
 
 
 async def health(request: Request) -> Response:
@@ -216,22 +217,23 @@ async def server_info(request: Request) -> Response:
     }
     stats = await _stats(context)
     if stats is not None:
-        answer["generation_defaults"] = asdict(context.defaults)
-        answer["engine_config"] = asdict(context.engine.engine.config)
-        answer["parsing"] = _parsing(context)
-        answer["media"] = _media(context)
+        model = context.models.default
+        answer["generation_defaults"] = asdict(model.defaults)
+        answer["engine_config"] = asdict(model.info.config)
+        answer["parsing"] = _parsing(model)
+        answer["media"] = _media(model)
         # The value in effect: None means that it depends on the model.
-        answer["config"]["max_body_size"] = context.max_body_size
+        answer["config"]["max_body_size"] = model.max_body_size
         answer["stats"] = asdict(stats)
     return JSONResponse(answer)
 
 
-def _parsing(context: Context) -> responses.ParsingInfo:
-    tools, reasoning = context.tool_format, context.reasoning_format
+def _parsing(model: ServedModel) -> responses.ParsingInfo:
+    tools, reasoning = model.tool_format, model.reasoning_format
     return {
         "tool_calls": next(iter(tools.names), "derived") if tools is not None else None,
         "tool_call_syntax": str(tools) if isinstance(tools, DerivedFormat) else None,
-        "no_tool_calls": context.no_tool_format or None,
+        "no_tool_calls": model.no_tool_format or None,
         "reasoning": reasoning.name if reasoning is not None else None,
         "reasoning_markers": [reasoning.start, reasoning.end] if reasoning is not None else None,
     }
@@ -242,7 +244,8 @@ async def reset_prefix_cache(request: Request) -> Response:
     context = context_of(request)
     context.check_takes_requests()
     try:
-        return JSONResponse(responses.Reset(num_blocks=await context.engine.reset_prefix_cache()))
+        counts = [await model.engine.reset_prefix_cache() for model in context.models]
+        return JSONResponse(responses.Reset(num_blocks=sum(counts)))
     except EngineDeadError:
         context.check_takes_requests()
         raise
@@ -253,6 +256,6 @@ async def _stats(context: Context) -> EngineStats | None:
         return None
     try:
         async with asyncio.timeout(_STATS_TIMEOUT):
-            return await context.engine.stats()
+            return await context.models.default.engine.stats()
     except (TimeoutError, EngineDeadError):
         return None

@@ -14,15 +14,17 @@ from typing import Any, cast
 from starlette.requests import Request
 
 from mlx_paged.core import FinishReason
-from mlx_paged.engine.async_engine import RequestStream, SequenceDelta
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.media.prompt import PreparedMedia
 from mlx_paged.engine.outputs import CompletionOutput, PositionReport, RequestOutput
+from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
 from mlx_paged.server import errors
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.rate_limits import budget_of
 from mlx_paged.server.responses import Reason
+from mlx_paged.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +106,10 @@ class Generation:
 
     Args:
         request: the HTTP request.
+        model: the model that answers.
         prompts: tokens, one list for each engine request.
         params: for all of them.
-        priority, cache_salt: see `AsyncEngine.add_request`.
+        priority, cache_salt: see `EngineRequest`.
         media: of the only prompt.
         stream_interval: tokens of a streamed chunk, where that is more than the server's.
         names: how the request calls what the engine calls otherwise (`errors.own_name`).
@@ -118,6 +121,7 @@ class Generation:
     def __init__(
         self,
         request: Request,
+        model: ServedModel,
         prompts: Sequence[list[int]],
         params: SamplingParams,
         *,
@@ -128,6 +132,7 @@ class Generation:
         stream_interval: int | None = None,
     ) -> None:
         self.context = context_of(request)
+        self.model = model
         self._budget = budget_of(request.scope)
         self._headers = request.headers
         self.trace = request_log_of(request)
@@ -136,7 +141,7 @@ class Generation:
         self.num_sent = 0
         self._names = names or {}
         self._interval = max(self.context.config.stream_interval, stream_interval or 1)
-        self.context.renderer.check_tokens("stop_token_ids", params.stop_token_ids or ())
+        model.renderer.check_tokens("stop_token_ids", params.stop_token_ids or ())
         self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
         self._timeout = self.context.config.request_timeout
         if self.trace.background:
@@ -187,13 +192,15 @@ class Generation:
                 if self._is_aborted:
                     raise errors.aborted()
                 self._streams.append(
-                    await context.engine.add_request(
-                        prompt,
-                        self.params,
-                        # Clients may use an id twice; in the engine it must be unique.
-                        request_id=f"{request_id}-{next(_serial)}",
-                        timeout=self._timeout,
-                        **self._options,
+                    await self.model.engine.submit(
+                        EngineRequest(
+                            prompt,
+                            self.params,
+                            # Clients may use an id twice; in the engine it must be unique.
+                            request_id=f"{request_id}-{next(_serial)}",
+                            timeout=self._timeout,
+                            **self._options,
+                        )
                     )
                 )
         except MlxPagedError as error:
@@ -230,7 +237,7 @@ class Generation:
         """Ends all sequences, for another request: whoever reads them gets 499."""
         self._is_aborted = True
         for stream in self._streams:
-            await self.context.engine.abort(stream.request_id)
+            await self.model.engine.abort(stream.request_id)
 
     def _close_streams(self) -> None:
         self.context.underway.discard(self)

@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from mlx_paged.core import FinishReason
-from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.client import EngineClient
 from mlx_paged.engine.memory import live_arrays
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.stats import EngineStats
@@ -105,12 +105,8 @@ class Metrics:
         # it is done when metrics are read.
         self._gaps: list[float] = []
 
-    def attach(self, engine: Engine, model_name: str, max_len: int, stats: EngineStats) -> None:
-        """Creates the metrics that need an engine.
-
-        Args:
-            max_len: tokens of the longest request, for the buckets of lengths.
-        """
+    def attach(self, engine: EngineClient, model_name: str, stats: EngineStats) -> None:
+        """Creates the metrics that need an engine."""
         values = (model_name, "0")
 
         def histogram(name: str, text: str, buckets: Any) -> Histogram:
@@ -120,7 +116,7 @@ class Metrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*values)
 
-        lengths = _lengths(max_len)
+        lengths = _lengths(engine.info.max_request_len)
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "Histogram of time to first token in seconds.",
             _FIRST_TOKEN,
@@ -136,7 +132,7 @@ class Metrics:
             [*_LABELS, "finished_reason"], registry=self.registry,
         )  # fmt: skip
         self._success = {r: success.labels(*values, r.value) for r in FinishReason}
-        config = engine.config
+        config = engine.info.config
         info = {
             "block_size": config.block_size,
             "num_gpu_blocks": stats.usage.num_usable_blocks,
@@ -149,7 +145,7 @@ class Metrics:
         Gauge(
             "vllm:cache_config_info", "Options of the KV cache.", list(info), registry=self.registry
         ).labels(*map(str, info.values())).set(1)
-        engine.on_launch = self._histograms["iteration_tokens_total"].observe
+        engine.observe_steps(self._histograms["iteration_tokens_total"].observe)
         self._collector = _EngineCollector(values, stats)
         self.registry.register(self._collector)
 

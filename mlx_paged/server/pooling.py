@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_paged.core import FinishReason
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.media.parts import sources_of
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.outputs import cosine, pair_messages, pairs_of
@@ -22,7 +23,7 @@ from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_stream import RequestStream
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
 from mlx_paged.server import errors, pooling_bodies
-from mlx_paged.server.context import Context, context_of, request_log_of
+from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded
 from mlx_paged.server.pooling_bodies import (
@@ -42,6 +43,7 @@ from mlx_paged.server.requests import (
     template_message,
 )
 from mlx_paged.server.responses import Lazy
+from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import json_response, unless_disconnected
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,8 @@ async def pooling(request: Request) -> Response:
 async def classify(request: Request) -> Response:
     """The classes of texts."""
     body = await read_body(request, ClassifyBody)
-    labels = context_of(request).engine.engine.labels
+    model = context_of(request).models.of(body.model)
+    labels = model.info.labels
     if not labels:
         raise ApiError(
             400,
@@ -101,7 +104,7 @@ async def classify(request: Request) -> Response:
             "one makes embeddings",
             code="wrong_runner",
         )
-    run = Embeddings(request, body, PoolingParams(normalize=body.use_activation))
+    run = Embeddings(request, model, body, PoolingParams(normalize=body.use_activation))
     await _run(run, body)
     data: list[pooling_bodies.Classified] = [
         {
@@ -119,10 +122,11 @@ async def classify(request: Request) -> Response:
 async def score(request: Request) -> Response:
     """How near texts are."""
     body = await read_body(request, ScoreBody)
-    _check_scores(context_of(request))
+    model = context_of(request).models.of(body.model)
+    _check_scores(model)
     (first_name, first), (second_name, second) = (_side(body, names) for names in _SIDES)
     pairs = pairs_of(len(first), len(second), fields=(first_name, second_name))
-    run = Embeddings(request, body, PoolingParams(normalize=True))
+    run = Embeddings(request, model, body, PoolingParams(normalize=True))
     if run.scores_pairs:
         await run.add_pairs(second_name, [(first[i], second[j]) for i, j in pairs])
     else:
@@ -145,9 +149,10 @@ async def score(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     """Documents, ordered by how near they are to a query."""
     body = await read_body(request, RerankBody)
-    _check_scores(context_of(request))
+    model = context_of(request).models.of(body.model)
+    _check_scores(model)
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
-    run = Embeddings(request, body, PoolingParams(normalize=True))
+    run = Embeddings(request, model, body, PoolingParams(normalize=True))
     if run.scores_pairs:
         kept = await run.cut(texts, body.max_tokens_per_doc)
         await run.add_pairs("documents", [(body.query, text) for text in kept])
@@ -190,8 +195,9 @@ async def _embedded(request: Request, body: EmbeddingBody) -> Embeddings:
     params = PoolingParams(
         dimensions=body.dimensions, normalize=same if normalize is None else normalize
     )
-    check_embeds(context_of(request))
-    run = Embeddings(request, body, params)
+    model = context_of(request).models.of(body.model)
+    check_embeds(model)
+    run = Embeddings(request, model, body, params)
     await _run(run, body)
     return run
 
@@ -202,24 +208,23 @@ async def _run(run: Embeddings, body: InputBody) -> None:
     if conversation is None:
         await run.add("input", _texts(body.input))
     else:
-        run.add_tokens("messages", 0, await run.context.renderer.render(conversation))
+        run.add_tokens("messages", 0, await run.model.renderer.render(conversation))
     await unless_disconnected(run.request, run.finish())
 
 
-def check_embeds(context: Context) -> None:
+def check_embeds(model: ServedModel) -> None:
     """400 where the engine classifies texts or scores pairs of them."""
-    engine = context.engine.engine
-    if engine.labels:
+    if model.info.labels:
         does, path = "classifies texts", "/classify"
-        if engine.scores_pairs:
+        if model.info.scores_pairs:
             does, path = "scores pairs of texts", "/score or /rerank"
         message = f"this server {does} and embeds none: use {path}"
         raise ApiError(400, message, code="wrong_runner")
 
 
-def _check_scores(context: Context) -> None:
+def _check_scores(model: ServedModel) -> None:
     """400 where the engine has several classes: none is a score."""
-    num_classes = len(context.engine.engine.labels)
+    num_classes = len(model.info.labels)
     if num_classes > 1:
         message = f"this server classifies texts by {num_classes} classes: use /classify"
         raise ApiError(400, message, code="wrong_runner")
@@ -284,13 +289,17 @@ class Embeddings:
 
     Args:
         request: the HTTP request.
+        model: the model that pools.
         body: whose common fields are about all its texts.
         params: of all of them.
     """
 
-    def __init__(self, request: Request, body: PoolingRequest, params: PoolingParams) -> None:
+    def __init__(
+        self, request: Request, model: ServedModel, body: PoolingRequest, params: PoolingParams
+    ) -> None:
         self.request = request
         self.context = context_of(request)
+        self.model = model
         self._budget = budget_of(request.scope)
         self._headers = request.headers
         self.trace = request_log_of(request)
@@ -310,7 +319,7 @@ class Embeddings:
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
         )
-        self.scores_pairs = self.context.engine.engine.scores_pairs
+        self.scores_pairs = model.info.scores_pairs
         self._prompts: list[list[int]] = []
         self._outputs: list[RequestOutput] = []
         self._started = time.monotonic()
@@ -348,14 +357,14 @@ class Embeddings:
             else:
                 messages = pair_messages(query, document)
                 pair = Conversation(messages, add_generation_prompt=False)
-                tokens = await self.context.renderer.render(pair)
+                tokens = await self.model.renderer.render(pair)
             self.add_tokens(field, i, tokens)
 
     async def cut(self, texts: list[str], first: int | None) -> list[str]:
         """Texts of so many of the first tokens of each."""
         if first is None:
             return texts
-        renderer = self.context.renderer
+        renderer = self.model.renderer
         tokens = [await renderer.encode(text, add_special_tokens=False) for text in texts]
         return [
             text if len(ids) <= first else await renderer.decode(ids[:first])
@@ -365,7 +374,7 @@ class Embeddings:
     async def _encoded(self, field: str, text: Text) -> list[int]:
         special = self._body.add_special_tokens is not False
         try:
-            return await self.context.renderer.encode(text, add_special_tokens=special)
+            return await self.model.renderer.encode(text, add_special_tokens=special)
         except ApiError as error:
             error.param = field
             raise
@@ -379,7 +388,7 @@ class Embeddings:
         Raises:
             ApiError: there are none, or too many.
         """
-        limit = self.context.engine.engine.max_request_len
+        limit = self.model.info.max_request_len
         tokens = self._cut.truncated(tokens, limit)
         if not tokens:
             raise bad_request(field, f"{field} must have no empty text, but text {place} is empty")
@@ -402,7 +411,7 @@ class Embeddings:
             for i, prompt in queue:
                 outputs[i] = await self._embed(prompt)
 
-        most = self.context.engine.engine.config.max_num_waiting
+        most = self.model.info.config.max_num_waiting
         at_once = _MOST_AT_ONCE if most is None else min(_MOST_AT_ONCE, -(-most // 2))
         self.context.underway.add(self)
         try:
@@ -424,7 +433,7 @@ class Embeddings:
         """Ends all that is not embedded yet, for another request: the client gets 499."""
         self._is_aborted = True
         for stream in list(self._streams):
-            await self.context.engine.abort(stream.request_id)
+            await self.model.engine.abort(stream.request_id)
 
     async def _embed(self, prompt: list[int]) -> RequestOutput:
         context = self.context
@@ -438,14 +447,16 @@ class Embeddings:
             num_ended = self._num_ended
             self._num_underway += 1
             try:
-                stream = await context.engine.add_pooling_request(
-                    prompt,
-                    self._params,
-                    request_id=f"{self.trace.request_id}-{next(_serial)}",
-                    priority=self._body.priority or 0,
-                    background=self.trace.background,
-                    timeout=left,
-                    cache_salt=self._body.cache_salt,
+                stream = await self.model.engine.submit(
+                    EngineRequest(
+                        prompt,
+                        self._params,
+                        request_id=f"{self.trace.request_id}-{next(_serial)}",
+                        priority=self._body.priority or 0,
+                        background=self.trace.background,
+                        timeout=left,
+                        cache_salt=self._body.cache_salt,
+                    )
                 )
                 output = await self._result(stream)
                 self._num_ended += 1
@@ -536,7 +547,7 @@ class Embeddings:
         return {
             "id": f"{id_prefix}-{self.trace.request_id}",
             "created": int(time.time()),
-            "model": self._body.model or self.context.config.model_name,
+            "model": self._body.model or self.model.name,
             "usage": {
                 "prompt_tokens": self.num_tokens,
                 "completion_tokens": 0,

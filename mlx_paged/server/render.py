@@ -86,14 +86,14 @@ def _rendered(
     Raises:
         RequestTooLargeError: it does not fit.
     """
-    context = context_of(request)
+    model = context_of(request).models.of(body.model)
     options = body.stream_options
     return {
         "request_id": request_id,
         "token_ids": list(prompt),
         "features": None if media is None else _features(media),
-        "sampling_params": _parameters(params, len(prompt), context.renderer.max_model_len),
-        "model": body.model or context.config.model_name,
+        "sampling_params": _parameters(params, len(prompt), model.renderer.max_model_len),
+        "model": body.model or model.name,
         "stream": bool(body.stream),
         "stream_options": None if options is None else options.model_dump(exclude_none=True),
         "cache_salt": body.cache_salt,

@@ -480,7 +480,7 @@ async def read_body(request: Request, model: type[B]) -> B:
     context, trace = context_of(request), request_log_of(request)
     context.check_takes_requests()
     check_content(request)
-    limit = context.renderer.max_model_len
+    limit = context.models.max_model_len
     bounds = BodyBounds(max(MAX_TOKEN_IDS, limit or 0), limit)
     async with context.reading_body():
         raw = await _read_bytes(request, bounds)
@@ -490,7 +490,7 @@ async def read_body(request: Request, model: type[B]) -> B:
         if unsupported is not None:
             raise bad_request(*unsupported, code="unsupported_parameter")
     if (name := getattr(body, "model", None)) is not None:
-        setattr(body, "model", context.served_name(name))  # noqa: B010 (not every body has it)
+        setattr(body, "model", context.models.find(name).name)  # noqa: B010 (not every body has it)
     await read_documents(body, context.documents)
     if isinstance(body, GenerationBody):
         trace.request_id = body.request_id or trace.request_id
@@ -556,7 +556,7 @@ def unsupported_content(message: str, headers: Mapping[str, str] | None = None) 
 
 async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
     context, trace = context_of(request), request_log_of(request)
-    limit, read_timeout = context.max_body_size, context.config.read_timeout
+    limit, read_timeout = context.models.max_body_size, context.config.read_timeout
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise too_large(limit)

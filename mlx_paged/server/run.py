@@ -17,7 +17,7 @@ from typing import NoReturn
 import uvicorn
 
 from mlx_paged import descriptors
-from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.client import EngineClient
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.app import create_app
 from mlx_paged.server.batches.folder import Folder
@@ -99,7 +99,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    make_engine: Callable[[], AsyncEngine],
+    make_engine: Callable[[], EngineClient],
     config: ServerConfig,
     *,
     host: str = "127.0.0.1",
@@ -184,7 +184,7 @@ class _Service:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: EngineClient,
         config: ServerConfig,
         sock: socket.socket,
         ssl_keyfile: Path | None,
@@ -228,7 +228,8 @@ class _Service:
     @property
     def is_loading(self) -> bool:
         """True if the engine is neither ready nor failed."""
-        return not self._context.is_loaded and self._engine.is_alive
+        model = self._context.models.default
+        return not model.is_loaded and self._engine.is_alive
 
     @property
     def _address(self) -> str:
@@ -275,15 +276,16 @@ class _Service:
         self._draining = asyncio.ensure_future(self._drain(seconds))
 
     async def _drain(self, seconds: float) -> None:
-        if self._context.is_loaded:
+        if self._context.models.default.is_loaded:
             await self._engine.shutdown(seconds)
 
     async def _watch(self) -> None:
         """Logs that the engine is ready; ends the process when it fails."""
-        await self._context.started_or_failed()
-        if self._context.failure is None:
-            logger.info("ready: model %s at %s", self._config.model_name, self._address)
-            defaults = self._context.defaults
+        model = self._context.models.default
+        await model.started_or_failed()
+        if model.failure is None:
+            logger.info("ready: model %s at %s", model.name, self._address)
+            defaults = model.defaults
             if defaults != GenerationDefaults():
                 limit = defaults.max_new_tokens
                 logger.info(
@@ -295,7 +297,7 @@ class _Service:
             if self._context.draining:
                 return
         self._status = 1
-        failure = self._context.failure
+        failure = model.failure
         if failure is not None and self._engine.is_alive:
             # Not the engine's: that has logged its own.
             expected = isinstance(failure, MlxPagedError)

@@ -347,7 +347,7 @@ class OpenAIAdapter(Adapter):
         super().__init__(generation)
         self.id = f"{id_prefix}-{generation.trace.request_id}"
         self.created = int(time.time())
-        self.model = body.model or generation.context.config.served_model_names[0]
+        self.model = body.model or generation.model.name
         self.return_token_ids = bool(body.return_token_ids)
         options = body.stream_options
         self._usage_at_end = bool(options and options.include_usage)

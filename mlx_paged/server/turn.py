@@ -31,10 +31,11 @@ from mlx_paged.parsing.definitions import Tool, ToolChoice
 from mlx_paged.parsing.events import ContentText, Event
 from mlx_paged.parsing.format import ToolFormat, arguments_schema, lark_json
 from mlx_paged.parsing.parameters import refuse_or_tell
-from mlx_paged.server.context import Context, context_of
+from mlx_paged.server.context import context_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import bad_request, own_name, own_names
 from mlx_paged.server.generation import Generation, Piece
+from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import Adapter, unless_disconnected
 
 
@@ -81,7 +82,7 @@ class PreparedTurn:
     relaxed: tuple[str, ...]
     forces_a_call: bool
     names: Mapping[str, str]
-    _context: Context
+    _model: ServedModel
     _format: ToolFormat | None
     _reads_markers: bool
     _shows_special: bool
@@ -95,9 +96,9 @@ class PreparedTurn:
 
     def reader(self) -> AnswerReader:
         """Returns a reader for one of the answers."""
-        renderer = self._context.renderer
+        renderer = self._model.renderer
         tool_format = self._format if self._reads_markers else None
-        reasoning = self._context.reasoning_format if self._reads_markers else None
+        reasoning = self._model.reasoning_format if self._reads_markers else None
         skipped = {} if self._shows_special else renderer.special_texts
         ends = () if self._shows_special else renderer.end_texts
         return answer_reader(
@@ -114,19 +115,21 @@ class PreparedTurn:
         )
 
 
-async def prepare(request: Request, turn: Turn, params: SamplingParams) -> PreparedTurn:
+async def prepare(
+    request: Request, model: ServedModel, turn: Turn, params: SamplingParams
+) -> PreparedTurn:
     """Renders the prompt of a turn, and decides what its answers must follow.
 
     Args:
-        params: how answers are generated; with `structured_outputs` left to the turn.
+        model: The model that answers.
+        params: How answers are generated, with `structured_outputs` left to the turn.
 
     Raises:
         ApiError: the model's template cannot render the turn, or the turn contradicts itself.
         InvalidParameterError: what the answers must be is invalid, or cannot be enforced.
         InvalidMediaError: an image, a video or a sound cannot be used.
     """
-    context = context_of(request)
-    renderer = context.renderer
+    renderer = model.renderer
     offered = turn.tools if turn.choice.mode != "none" else ()
     callable_tools = turn.choice.of(turn.tools)
     if turn.choice.names is not None:
@@ -135,10 +138,11 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
                 raise bad_request("tool_choice", f"tool_choice names {name!r}, which tools lack")
     if turn.choice.forces_a_call and not callable_tools:
         raise bad_request("tool_choice", f"tool_choice {turn.choice.mode!r} needs tools")
-    tool_format = context.tool_format
+    tool_format = model.tool_format
     if offered:
-        check_takes_tools(context)
-        if turn.choice.mode == "auto" and not context.config.enable_auto_tool_choice:
+        check_takes_tools(model)
+        takes_auto = context_of(request).config.enable_auto_tool_choice
+        if turn.choice.mode == "auto" and not takes_auto:
             raise bad_request(
                 "tool_choice",
                 "tool_choice must not be 'auto': the server was started with "
@@ -150,10 +154,10 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
         rendered = await unless_disconnected(request, renderer.prompt(conversation))
     else:
         rendered = await renderer.prompt(conversation)
-    constraint, relaxed, names = await _constraint_in_time(context, turn, callable_tools)
+    constraint, relaxed, names = await _constraint_in_time(model, turn, callable_tools)
     values: dict[str, Any] = {"structured_outputs": constraint}
     reads_markers = turn.parses and (
-        bool(tool_format and tool_format.reads(offered)) or context.reasoning_format is not None
+        bool(tool_format and tool_format.reads(offered)) or model.reasoning_format is not None
     )
     if reads_markers:
         # Markers are special tokens in many models; the lexer leaves the others out.
@@ -166,7 +170,7 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
         relaxed,
         turn.choice.forces_a_call,
         names,
-        context,
+        model,
         tool_format,
         reads_markers,
         not params.skip_special_tokens or not reads_markers,
@@ -175,7 +179,7 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
     )
 
 
-def check_takes_tools(context: Context, param: str = "tools") -> None:
+def check_takes_tools(model: ServedModel, param: str = "tools") -> None:
     """Refuses tools where the model cannot be told of them, or its calls cannot be found.
 
     Args:
@@ -184,11 +188,11 @@ def check_takes_tools(context: Context, param: str = "tools") -> None:
     Raises:
         ApiError: 400, which says why.
     """
-    if context.renderer.renders_tools and context.tool_format is not None:
+    if model.renderer.renders_tools and model.tool_format is not None:
         return
     lacks = "its chat template has no place for them"
-    if context.renderer.renders_tools:
-        lacks = f"{context.no_tool_format} (see --tool-call-parser)"
+    if model.renderer.renders_tools:
+        lacks = f"{model.no_tool_format} (see --tool-call-parser)"
     raise bad_request(
         param,
         f"{param} cannot be given to this model: {lacks}; a server started with --tool-template "
@@ -215,18 +219,20 @@ class _Constraint(NamedTuple):
     names: Mapping[str, str]
 
 
-async def _constraint_in_time(context: Context, turn: Turn, tools: tuple[Tool, ...]) -> _Constraint:
+async def _constraint_in_time(
+    model: ServedModel, turn: Turn, tools: tuple[Tool, ...]
+) -> _Constraint:
     """`_constraint`, which a hostile schema does not make last, and whose grammar compiles."""
     if turn.structured_outputs is None and not (tools and _follows_grammar(turn, tools)):
         return _Constraint(None, (), turn.names)
-    compiler = context.engine.engine.grammar_compiler
+    compiler = model.engine.grammar_compiler
     # The field being compiled; a thread changes it.
     schema_field = own_name("structured_outputs.json", turn.names)
     about: list[tuple[str, Any]] = [(schema_field, turn.structured_outputs)]
 
     async def prepared(*, settles: bool) -> _Constraint:
         return await compiler.prepare_async(
-            lambda: _constraint(turn, tools, context.tool_format, about, settles=settles),
+            lambda: _constraint(turn, tools, model.tool_format, about, settles=settles),
             lambda: about[0],
         )
 
@@ -235,7 +241,7 @@ async def _constraint_in_time(context: Context, turn: Turn, tools: tuple[Tool, .
     except InvalidParameterError as error:
         if error.field != "tools":
             raise
-        raise await _error_of_part(context, turn, tools, error) from error
+        raise await _error_of_part(model, turn, tools, error) from error
     if found.outputs is None:
         return found
     try:
@@ -249,7 +255,7 @@ async def _constraint_in_time(context: Context, turn: Turn, tools: tuple[Tool, .
             assert found.outputs is not None
             await compiler.compile_async(found.outputs)
         except InvalidParameterError:
-            raise await _error_of_part(context, turn, tools, error) from error
+            raise await _error_of_part(model, turn, tools, error) from error
         return found
     if found.outputs is turn.structured_outputs:
         relaxed = tuple(own_name(path, found.names) for path in compiled.relaxed)
@@ -258,7 +264,7 @@ async def _constraint_in_time(context: Context, turn: Turn, tools: tuple[Tool, .
 
 
 async def _error_of_part(
-    context: Context, turn: Turn, tools: tuple[Tool, ...], error: InvalidParameterError
+    model: ServedModel, turn: Turn, tools: tuple[Tool, ...], error: InvalidParameterError
 ) -> InvalidParameterError:
     """An error about the grammar of several tools, as one about the schema that it is due to."""
     alone = [replace(turn, structured_outputs=None, choice=ToolChoice("required"), tools=(tool,))
@@ -267,7 +273,7 @@ async def _error_of_part(
         alone.insert(0, replace(turn, tools=()))
     for part in alone if 1 < len(alone) <= _MOST_PARTS else ():
         try:
-            await _constraint_in_time(context, part, part.tools)
+            await _constraint_in_time(model, part, part.tools)
         except InvalidParameterError as found:
             return found
     if len(alone) == 1:

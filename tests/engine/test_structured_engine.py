@@ -409,7 +409,7 @@ def test_the_tokens_of_an_answer_are_not_copied_for_each(llm: LLM, fields: dict[
 
     prompt = tokens_of("x = 1\n")
     params = SamplingParams(**fields)
-    sampling = llm.engine.sampling_of(params, prompt, mask if not fields else None)
+    sampling = llm.engine.intake.sampling_of(params, prompt, mask if not fields else None)
     assert isinstance(sampling, RequestSampling)
     sampler, tokens = SequenceSampler(sampling, 0), Counted(prompt)
     Counted.copied = 0
@@ -432,7 +432,7 @@ def test_the_tokens_of_an_answer_are_not_copied_for_each(llm: LLM, fields: dict[
 
 def test_rows_without_a_grammar_are_not_waited_for(llm: LLM) -> None:
     """Their requests have no edits at all."""
-    sampling = llm.engine.sampling_of(SamplingParams(), tokens_of("x"), None)
+    sampling = llm.engine.intake.sampling_of(SamplingParams(), tokens_of("x"), None)
     assert not sampling.has_edits and not SequenceSampler(sampling, 0).has_grammar
 
 

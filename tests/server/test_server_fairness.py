@@ -188,7 +188,7 @@ def test_a_large_body_is_scanned_in_turns(monkeypatch) -> None:
 
         task = asyncio.create_task(other())
         context = SimpleNamespace(
-            max_body_size=1 << 20,
+            models=SimpleNamespace(max_body_size=1 << 20),
             config=ServerConfig(),
             hold_body=lambda trace, size: None,
             reading_body=contextlib.nullcontext,

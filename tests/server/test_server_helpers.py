@@ -21,7 +21,7 @@ from support.server_helpers import running, until
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.server.context import Context
+from mlx_paged.server.served_model import ServedModel
 
 
 def make() -> Engine:
@@ -67,10 +67,10 @@ def test_what_the_server_makes_of_an_engine_fails(monkeypatch) -> None:
 
 
 def test_an_engine_that_stops_before_the_server_is_ready(monkeypatch) -> None:
-    async def start(_: Context) -> None:
+    async def start(*_: object) -> None:
         pass
 
-    monkeypatch.setattr(Context, "start", start)
+    monkeypatch.setattr(ServedModel, "start", start)
     with running(make_engine=lambda: AsyncEngine(make), wait=False) as server:
         server.call(server.engine.shutdown())
         with pytest.raises(AssertionError, match="the engine stopped: it was shut down"):

@@ -331,7 +331,7 @@ def test_a_picture_of_an_earlier_response_is_named_as_such(client, engine, monke
 
 
 def test_the_oldest_pictures_go_where_the_input_is_too_long(client, engine, server) -> None:
-    limit = server.context.renderer.max_model_len
+    limit = server.context.models.default.renderer.max_model_len
     assert limit is not None
     wide = saved(Image.new("RGB", (limit // 2, 2)))
     messages = [{"role": "user", "content": [input_image(wide)]} for _ in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 import logging
 import re
@@ -28,6 +29,7 @@ import mlx_paged
 from mlx_paged import LLM
 from mlx_paged.cli.main import app
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.pooling.params import PoolerConfig
@@ -257,7 +259,8 @@ def test_cohere_cuts_texts_at_either_end(client) -> None:
 
 def test_cohere_gets_a_prompt_by_the_use_of_a_text(client, server, monkeypatch) -> None:
     prompts = {"query": "Find: ", "mine": "Mine: "}
-    monkeypatch.setattr(server.engine.engine, "prompts", prompts)
+    info = dataclasses.replace(server.engine.info, prompts=prompts)
+    monkeypatch.setattr(server.engine, "_info", info)
     for use, prompt in (("search_query", "Find: "), ("mine", "Mine: "), (None, "")):
         given = {} if use is None else {"input_type": use}
         found = cohere_embed(client, texts=TEXTS[:1], output_dimension=16, **given)
@@ -484,7 +487,7 @@ class Gate:
                 assert self.opened.wait(self.opens_after) or self.opens_after < 300
                 return step()
 
-            add = engine.add_pooling_request
+            add = engine.add
 
             def noting(*args: Any, **kwargs: Any) -> Any:
                 output = add(*args, **kwargs)
@@ -492,7 +495,7 @@ class Gate:
                 return output
 
             engine.step = waiting  # type: ignore[method-assign]
-            engine.add_pooling_request = noting  # type: ignore[method-assign]
+            engine.add = noting  # type: ignore[method-assign]
             return engine
 
         return AsyncEngine(make_engine)
@@ -520,20 +523,21 @@ def test_one_request_of_many_texts_does_not_fill_the_queue() -> None:
 
 def test_texts_that_find_the_queue_full_wait_for_those_before_them(monkeypatch) -> None:
     """Only where none of a request is under way is it refused."""
-    add = AsyncEngine.add_pooling_request
+    submit = AsyncEngine.submit
     refused = []
 
-    async def sometimes(self: AsyncEngine, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+    async def sometimes(self: AsyncEngine, request: EngineRequest) -> Any:
+        prompt: Any = request.prompt
         if prompt[0] > 2 and len(refused) < 50 and prompt[0] not in refused:
             refused.append(prompt[0])
             raise EngineOverloadedError(1, 1)
-        return await add(self, prompt, *args, **kwargs)
+        return await submit(self, request)
 
-    monkeypatch.setattr(AsyncEngine, "add_pooling_request", sometimes)
+    monkeypatch.setattr(AsyncEngine, "submit", sometimes)
     with running(**ENGINE) as server, server.client() as client:
         assert embed(client, input=[[i] for i in range(60)]).shape[0] == 60
         assert len(refused) == 50
-        monkeypatch.setattr(AsyncEngine, "add_pooling_request", _always_full)
+        monkeypatch.setattr(AsyncEngine, "submit", _always_full)
         full = client.post("/v1/embeddings", json={"input": "x"})
         assert full.status_code == 429 and full.json()["error"]["code"] == "queue_full"
         assert 'requests_rejected_total{reason="queue_full"} 1.0' in client.get("/metrics").text
@@ -541,7 +545,7 @@ def test_texts_that_find_the_queue_full_wait_for_those_before_them(monkeypatch) 
 
 def test_a_full_queue_that_has_room_again_is_asked_again(monkeypatch) -> None:
     """Though no other text of the request is under way any more."""
-    add, result = AsyncEngine.add_pooling_request, pooling.Embeddings._result
+    submit, result = AsyncEngine.submit, pooling.Embeddings._result
     ended, refused = [], []
 
     async def noting(self: Any, stream: Any) -> Any:
@@ -549,17 +553,17 @@ def test_a_full_queue_that_has_room_again_is_asked_again(monkeypatch) -> None:
         ended.append(output)
         return output
 
-    async def late(self: AsyncEngine, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        if prompt == [7] and not refused:
-            refused.append(prompt)
+    async def late(self: AsyncEngine, request: EngineRequest) -> Any:
+        if request.prompt == [7] and not refused:
+            refused.append(request.prompt)
             while len(ended) < 9:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             raise EngineOverloadedError(1, 1)
-        return await add(self, prompt, *args, **kwargs)
+        return await submit(self, request)
 
     monkeypatch.setattr(pooling.Embeddings, "_result", noting)
-    monkeypatch.setattr(AsyncEngine, "add_pooling_request", late)
+    monkeypatch.setattr(AsyncEngine, "submit", late)
     with running(**ENGINE) as server, server.client() as client:
         assert embed(client, input=[[i] for i in range(10)]).shape[0] == 10 and refused
 

@@ -29,6 +29,7 @@ from support.responses_helpers import (
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running, validate
 
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError, context_exceeded, failed, timed_out, unavailable
 from mlx_paged.server.responses_api import answers
@@ -346,13 +347,14 @@ def test_a_call_without_an_end_is_told(client, engine) -> None:
 
 def test_a_stream_that_fails_says_so(server, client, engine, monkeypatch) -> None:
     ids: list[str] = []
-    add_request = engine.add_request
+    submit = engine.submit
 
-    async def noted(*args: Any, **options: Any) -> Any:
-        ids.append(options["request_id"])
-        return await add_request(*args, **options)
+    async def noted(request: EngineRequest) -> Any:
+        assert request.request_id is not None
+        ids.append(request.request_id)
+        return await submit(request)
 
-    monkeypatch.setattr(engine, "add_request", noted)
+    monkeypatch.setattr(engine, "submit", noted)
     asked = {"input": "hello", "stream": True, "ignore_eos": True}
     with client.stream("POST", PATH, json=asked) as answer:
         lines = answer.iter_lines()

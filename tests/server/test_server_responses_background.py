@@ -25,6 +25,7 @@ from support.responses_helpers import (
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running
 
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import RequestLog
 from mlx_paged.server.errors import ApiError
@@ -217,13 +218,13 @@ def test_a_response_that_is_deleted_ends(client, server) -> None:
 
 
 def test_a_failure_is_told_to_who_asks(client, server, engine, monkeypatch) -> None:
-    ids, add = [], engine.add_request
+    ids, submit = [], engine.submit
 
-    async def noted(*args: Any, **options: Any) -> Any:
-        ids.append(options["request_id"])
-        return await add(*args, **options)
+    async def noted(request: EngineRequest) -> Any:
+        ids.append(request.request_id)
+        return await submit(request)
 
-    monkeypatch.setattr(engine, "add_request", noted)
+    monkeypatch.setattr(engine, "submit", noted)
     first = begin(client, **ENDLESS)
     server.call(engine.abort(ids[0]))
     found = ended(client, server, first["id"])
@@ -251,7 +252,7 @@ def test_what_is_wrong_is_refused_by_name(client, engine) -> None:
 
 def test_an_answer_that_cannot_be_stored_fails(client, server, engine, monkeypatch) -> None:
     """Its client would ask for it for ever."""
-    monkeypatch.setattr(server.context.response_store, "max_bytes", 3000)
+    monkeypatch.setattr(server.context.models.default.response_store, "max_bytes", 3000)
     engine.says("word " * 400)
     found = ended(client, server, begin(client)["id"])
     assert found["status"] == "failed" and "--max-stored-bytes" in found["error"]["message"]

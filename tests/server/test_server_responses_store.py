@@ -62,10 +62,10 @@ def sdk(server: RunningServer) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def store(server: RunningServer) -> Iterator[ResponseStore]:
     """A store of its own, with room for four responses."""
-    before = server.context.response_store
-    server.context.response_store = ResponseStore(4, 1 << 20)
-    yield server.context.response_store
-    server.context.response_store = before
+    before = server.context.models.default.response_store
+    server.context.models.default.response_store = ResponseStore(4, 1 << 20)
+    yield server.context.models.default.response_store
+    server.context.models.default.response_store = before
 
 
 # Conversations.
@@ -196,7 +196,7 @@ def test_the_oldest_are_forgotten(client, engine, store) -> None:
 
 def test_conversations_at_once(server, engine, store) -> None:
     """Each goes on from its own, though the store forgets nearly all responses."""
-    server.context.response_store = ResponseStore(16, 1 << 20)
+    server.context.models.default.response_store = ResponseStore(16, 1 << 20)
 
     def talk(name: int) -> None:
         with server.client() as client:
@@ -218,7 +218,7 @@ def test_conversations_at_once(server, engine, store) -> None:
 
     with ThreadPoolExecutor(12) as threads:
         list(threads.map(talk, range(12)))
-    assert len(server.context.response_store) == 16
+    assert len(server.context.models.default.response_store) == 16
 
 
 def test_nothing_is_stored_where_there_is_no_room() -> None:

@@ -248,7 +248,7 @@ def test_a_client_that_leaves_ends_its_response(server, engine) -> None:
 
 def test_few_messages_may_wait(server, engine, monkeypatch) -> None:
     config = dataclasses.replace(server.context.config, max_body_size=8 << 20)
-    monkeypatch.setattr(server.context, "config", config)
+    monkeypatch.setattr(server.context.models.default, "_config", config)
     for message, number in (("x", 18), ("x" * (5 << 20), 2)):
         with opened(server) as connection:
             send(connection, **LONG)

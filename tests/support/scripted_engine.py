@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mlx_paged.engine.async_engine import AsyncEngine, RequestStream
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.sampling_params import SamplingParams
 
 
@@ -33,20 +34,22 @@ class ScriptedEngine(AsyncEngine):
         """The next answers."""
         self.script += texts
 
-    async def add_request(
-        self, prompt: Any, params: SamplingParams | None = None, **options: Any
-    ) -> RequestStream:
+    async def submit(self, request: EngineRequest) -> RequestStream:
         await self.ready()
-        tokenizer = self.engine.tokenizer
+        tokenizer, prompt, params = self.tokenizer, request.prompt, request.params
+        assert isinstance(params, SamplingParams) and not isinstance(prompt, str | Mapping)
         self.prompts.append(tokenizer.decode(list(prompt)))
-        self.params.append(params or SamplingParams())
+        self.params.append(params)
         if self.script:
             tokens = tokenizer.encode(self.script.pop(0), add_special_tokens=False)
             tokens.append(min(tokenizer.eos_token_ids))
-            options["token_mask"] = _forces(tokens, self.engine.vocab_size)
-            # (What is forced follows no grammar.)
-            params = dataclasses.replace(self.params[-1], structured_outputs=None)
-        return await super().add_request(prompt, params, **options)
+            request = dataclasses.replace(
+                request,
+                # A forced answer follows no grammar.
+                params=dataclasses.replace(params, structured_outputs=None),
+                token_mask=_forces(tokens, self.info.vocab_size),
+            )
+        return await super().submit(request)
 
 
 def _forces(tokens: list[int], vocab_size: int) -> Any:

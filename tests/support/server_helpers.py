@@ -110,7 +110,8 @@ class RunningServer:
 
         def is_ready() -> bool:
             made = self.engine._thread.ready
-            failure = self.context.failure or (made.exception() if made.done() else None)
+            failure = self.context.models.default.failure
+            failure = failure or (made.exception() if made.done() else None)
             if failure is not None:
                 raise AssertionError(f"the engine was not made: {failure!r}") from failure
             assert self.engine.is_alive, f"the engine stopped: {self.engine._thread.dead}"

@@ -205,7 +205,7 @@ async def create_batch(request: Request) -> Response:
             "endpoint", f"endpoint must be of {expected} but got {shorten(body.endpoint, 64)!r}"
         )
     runner = "generate" if body.endpoint in _GENERATING else "pooling"
-    context_of(request).check_runner(runner, body.endpoint)
+    context_of(request).models.default.check_runner(runner, body.endpoint)
     file = manager.folder.files.get(body.input_file_id)
     unknown = bad_request(
         "input_file_id", f"input_file_id {shorten(body.input_file_id, 64)!r} is no file here"

@@ -57,9 +57,10 @@ def start_batches(context: Context) -> None:
     """Goes on with unfinished batches; the engine is ready."""
     if context.batches is None:
         return
-    most, limit = context.config.max_batch_lines, context.renderer.max_model_len
+    most, model = context.config.max_batch_lines, context.models.default
+    limit = context.models.max_model_len
     context.batches.start(
-        context.engine.engine.config.max_num_seqs + SPARE if most is None else most,
-        context.max_body_size,
+        model.info.config.max_num_seqs + SPARE if most is None else most,
+        context.models.max_body_size,
         partial(BodyBounds, max(MAX_TOKEN_IDS, limit or 0), limit, is_in_line=True),
     )

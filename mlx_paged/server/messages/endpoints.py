@@ -22,7 +22,7 @@ from mlx_paged.parsing.events import (
     ReasoningText,
 )
 from mlx_paged.server import responses
-from mlx_paged.server.context import Context, context_of, request_log_of
+from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.errors import ApiError, bad_request, message_error, shorten
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.messages.answers import (
@@ -38,6 +38,7 @@ from mlx_paged.server.messages.bodies import CountBody, MessagesBody
 from mlx_paged.server.messages.tools import use_id
 from mlx_paged.server.messages.turns import turn_of
 from mlx_paged.server.requests import check_priority, read_body
+from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import TextEvent, respond
 from mlx_paged.server.turn import PreparedTurn, TurnAdapter, prepare
 
@@ -55,13 +56,14 @@ async def messages(request: Request) -> Response:
     if body.metadata is not None and body.metadata.user_id is not None:
         trace.fields["user"] = shorten(body.metadata.user_id)
     check_priority(body.priority, context.config)
-    turn = await prepare(request, turn_of(body), _params(body, context))
-    limit, room = turn.params.max_tokens, _room(context, turn.prompt)
+    model = context.models.of(body.model)
+    turn = await prepare(request, model, turn_of(body), _params(body, model))
+    limit, room = turn.params.max_tokens, _room(model, turn.prompt)
     is_cut_by_context = room is not None and limit is not None and room < limit
     if is_cut_by_context:
         turn = replace(turn, params=replace(turn.params, max_tokens=room))
     generation = Generation(
-        request, [turn.prompt], turn.params,
+        request, model, [turn.prompt], turn.params,
         priority=body.priority or 0, cache_salt=body.cache_salt, media=turn.media,
         names=turn.names,
     )  # fmt: skip
@@ -73,11 +75,12 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens a prompt has."""
     body = await read_body(request, CountBody)
     turn = turn_of(body)
-    prepared = await prepare(request, turn, SamplingParams())
+    model = context_of(request).models.of(body.model)
+    prepared = await prepare(request, model, turn, SamplingParams())
     return JSONResponse(TokenCount(input_tokens=len(prepared.prompt)))
 
 
-def _params(body: MessagesBody, context: Context) -> SamplingParams:
+def _params(body: MessagesBody, model: ServedModel) -> SamplingParams:
     """How the answer is generated."""
     asked: dict[str, Any] = {
         "temperature": body.temperature,
@@ -90,23 +93,23 @@ def _params(body: MessagesBody, context: Context) -> SamplingParams:
             where = "thinking.budget_tokens"
             raise bad_request(where, f"{where} is missing", "missing_field")
         # (Clients ask every model to think; one that does not has no budget for it.)
-        if context.reasoning_format is not None:
+        if model.reasoning_format is not None:
             asked["thinking_token_budget"] = body.thinking.budget_tokens
     asked = {name: value for name, value in asked.items() if value is not None}
     # (0 computes the prompt, for which a token must be sampled.)
-    limits = (max(1, body.max_tokens), context.defaults.max_new_tokens)
+    limits = (max(1, body.max_tokens), model.defaults.max_new_tokens)
     max_tokens = min(limit for limit in limits if limit is not None)
-    return SamplingParams(**{**context.defaults.sampling, **asked}, max_tokens=max_tokens)
+    return SamplingParams(**{**model.defaults.sampling, **asked}, max_tokens=max_tokens)
 
 
-def _room(context: Context, prompt: Sequence[int]) -> int | None:
+def _room(model: ServedModel, prompt: Sequence[int]) -> int | None:
     """How many tokens the context has for an answer; None: any number.
 
     Raises:
         ApiError: it has none. The words are Anthropic's: clients look for them, and make the
             conversation shorter.
     """
-    limit = context.renderer.max_model_len
+    limit = model.renderer.max_model_len
     if limit is None:
         return None
     if len(prompt) >= limit:
@@ -137,7 +140,7 @@ class MessagesAdapter(TurnAdapter):
     ) -> None:
         super().__init__(generation, turn)
         self._id = f"msg_{generation.trace.request_id}"
-        self._model = body.model or generation.context.config.model_name
+        self._model = body.model or generation.model.name
         self._is_cut_by_context = is_cut_by_context
         self._is_silent = body.max_tokens == 0
         thinking = body.thinking

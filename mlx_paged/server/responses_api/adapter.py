@@ -263,7 +263,7 @@ class ResponseAdapter(Adapter):
         generation = self.generation
         num_input, num_cached = generation.num_prompt_tokens, generation.num_cached_tokens
         num_output = generation.num_sent
-        config = generation.context.engine.engine.config
+        config = generation.model.info.config
         in_blocks = num_input - num_input % config.block_size
         num_written = max(0, in_blocks - num_cached) if config.enable_prefix_caching else 0
         return {
@@ -278,7 +278,7 @@ class ResponseAdapter(Adapter):
 
     def _store(self, response: Response) -> bool:
         """Stores the response if it asks for that; returns True if there was room."""
-        store, remembered = self.generation.context.response_store, self._remembered
+        store, remembered = self.generation.model.response_store, self._remembered
         if not stores(self._body, store):
             return True
         return store.put(response, remembered.new_input, remembered.before)
@@ -314,7 +314,7 @@ def _head(body: ResponseBody, turn: PreparedTurn, generation: Generation) -> Res
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
-        "model": body.model or generation.context.config.model_name,
+        "model": body.model or generation.model.name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "presence_penalty": turn.params.presence_penalty,
@@ -326,7 +326,7 @@ def _head(body: ResponseBody, turn: PreparedTurn, generation: Generation) -> Res
         },
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": stores(body, generation.context.response_store),
+        "store": stores(body, generation.model.response_store),
         "temperature": turn.params.temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": (

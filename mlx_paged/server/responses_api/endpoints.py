@@ -41,6 +41,7 @@ from mlx_paged.server.responses_api.items import (
     without_oldest,
 )
 from mlx_paged.server.responses_api.store import LatestResponse, ResponseStore, Segment
+from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import EventStream, events_of, json_response, respond
 from mlx_paged.server.turn import PreparedTurn, Turn, prepare
 
@@ -76,22 +77,25 @@ async def adapter_of(
         ApiError, InvalidParameterError: something in the body is wrong.
     """
     context = context_of(request)
+    model = context.models.of(body.model)
     requests.check_logprobs("top_logprobs", body.top_logprobs, context.config)
     params = requests.sampling_params(
         body,
         context.config,
-        context.defaults,
+        model.defaults,
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
     )
     new_input, before = _input_of(body, context, latest)
     if body.background:
-        _check_background(body, context, new_input, before)
+        _check_background(body, model, new_input, before)
+        context.background.check_room()
     turn = await _turn_of(body, request, new_input, before)
     turn = replace(turn, structured_outputs=text_of(body), names=names_of(body))
-    prepared = await _prepare(request, turn, params, truncates=body.truncation == "auto")
+    prepared = await _prepare(request, model, turn, params, truncates=body.truncation == "auto")
     generation = Generation(
         request,
+        model,
         [prepared.prompt],
         prepared.params,
         priority=body.priority or 0,
@@ -104,27 +108,26 @@ async def adapter_of(
 
 
 def _check_background(
-    body: ResponseBody, context: Context, new_input: list[Item], before: Segment | None
+    body: ResponseBody, model: ServedModel, new_input: list[Item], before: Segment | None
 ) -> None:
     """Refuses a response in the background that its client could never ask for.
 
     Raises:
-        ApiError: 400 where it would not be stored, 429 where too many run.
+        ApiError: 400 where it would not be stored.
     """
     if body.store is False:
         raise bad_request("background", "background needs store: true, to be asked for later")
-    if not context.response_store.max_responses:
+    if not model.response_store.max_responses:
         raise bad_request(
             "background",
             "background needs stored responses: the server was started with "
             "--max-stored-responses 0",
             "unsupported_parameter",
         )
-    if not context.response_store.fits(new_input, before):
+    if not model.response_store.fits(new_input, before):
         raise bad_request(
             "input", "input is larger than all that may be stored (--max-stored-bytes)"
         )
-    context.background.check_room()
 
 
 async def _in_background(adapter: ResponseAdapter, *, stream: bool) -> HttpResponse:
@@ -145,7 +148,8 @@ async def input_tokens(request: Request) -> HttpResponse:
     with own_names(request):
         new_input, before = _input_of(body, context_of(request))
         turn = await _turn_of(body, request, new_input, before)
-        prepared = await prepare(request, turn, SamplingParams())
+        model = context_of(request).models.of(body.model)
+        prepared = await prepare(request, model, turn, SamplingParams())
     answer: answers.InputTokens = {
         "object": "response.input_tokens", "input_tokens": len(prepared.prompt),
     }  # fmt: skip
@@ -285,7 +289,11 @@ async def input_items(request: Request) -> HttpResponse:
 
 
 def _store_of(request: Request) -> ResponseStore:
-    return context_of(request).response_store
+    """Returns the store that has the response of a path, or that of the default model."""
+    models, response_id = context_of(request).models, _id_of(request)
+    stores = (model.response_store for model in models)
+    found = (store for store in stores if store.status(response_id) is not None)
+    return next(found, models.default.response_store)
 
 
 def _id_of(request: Request) -> str:
@@ -340,7 +348,7 @@ def _input_of(
     Raises:
         ApiError: 400 for an item that is wrong, or a response that is not there.
     """
-    store = context.response_store
+    store = context.models.of(body.model).response_store
     stores = (store,) if latest is None else (latest, store)
     new_input = [_dereferenced(item, i, stores) for i, item in enumerate(items_of(body.input))]
     before = None
@@ -425,18 +433,18 @@ async def _turn_of(
 
 
 async def _prepare(
-    request: Request, turn: Turn, params: SamplingParams, *, truncates: bool
+    request: Request, model: ServedModel, turn: Turn, params: SamplingParams, *, truncates: bool
 ) -> PreparedTurn:
     """Prepares a turn; one that is too long loses its oldest messages, where that is allowed."""
     if not truncates:
-        return await prepare(request, turn, params)
+        return await prepare(request, model, turn, params)
 
     async def without(count: int) -> PreparedTurn | None:
         """The turn without so many of its oldest; None where it is too long still."""
         messages = without_oldest(turn.conversation.messages, count)
         shorter = replace(turn, conversation=replace(turn.conversation, messages=messages))
         try:
-            prepared = await prepare(request, shorter, params)
+            prepared = await prepare(request, model, shorter, params)
         except ApiError as error:
             if error.code == "context_length_exceeded":
                 return None
@@ -444,16 +452,16 @@ async def _prepare(
         kept = renderer.truncate(prepared.prompt, -1, params.max_tokens)
         return prepared if len(kept) == len(prepared.prompt) else None
 
-    renderer = context_of(request).renderer
+    renderer = model.renderer
     most = num_turns(turn.conversation.messages)
     fits = await without(0) if most else None
     if fits is not None or most < 2:
-        return fits or await prepare(request, turn, params)
+        return fits or await prepare(request, model, turn, params)
     # The least that must go: `low` turns are not enough, `high` are.
     low, high = 0, most - 1
     fits = await without(high)
     if fits is None:
-        return await prepare(request, turn, params)  # (too long: the engine says so)
+        return await prepare(request, model, turn, params)  # (too long: the engine says so)
     while high - low > 1:
         middle = (low + high) // 2
         shorter = await without(middle)

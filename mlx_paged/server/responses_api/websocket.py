@@ -71,7 +71,8 @@ async def responses_socket(socket: WebSocket) -> None:
     """Answers the messages of one connection until it ends."""
     context: Context = socket.app.state.context
     try:
-        context.check_runner("generate", PATH)
+        context.check_takes_requests()
+        context.models.default.check_runner("generate", PATH)
     except ApiError as error:
         await error.response(socket.scope)(socket.scope, socket.receive, socket.send)
         return
@@ -145,7 +146,7 @@ class _Session:
         Raises:
             ApiError: 429 or 503, they would be too many, or too many bytes.
         """
-        most = self._context.max_body_size
+        most = self._context.models.max_body_size
         is_full = self._inbox.qsize() >= _MAX_WAITING or self._num_waiting + num_more > most
         if num_more > 0 and is_full and self._num_waiting:
             raise ApiError(

@@ -1,0 +1,76 @@
+"""ModelRegistry: the models of a server, by the names that requests use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.served_model import ServedModel
+
+
+class FoundModel(NamedTuple):
+    """A model, and the name of it that the answer uses."""
+
+    model: ServedModel
+    name: str
+
+
+class ModelRegistry:
+    """The models of a server. It holds exactly one today.
+
+    Args:
+        model: The model of requests that name none.
+        config: The server's options, which know other names of the model.
+    """
+
+    def __init__(self, model: ServedModel, config: ServerConfig) -> None:
+        self.default = model
+        self._config = config
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        yield self.default
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all models."""
+        return tuple(name for model in self for name in model.names)
+
+    def find(self, name: str | None) -> FoundModel:
+        """Finds the model that a request means.
+
+        Args:
+            name: From the request; None: it names none.
+
+        Raises:
+            ApiError: 404, it means no model of this server.
+        """
+        if name is None:
+            return FoundModel(self.default, self.default.name)
+        found = self._config.served_name(name)
+        if found is None:
+            raise ApiError(
+                404,
+                f"there is no model of that name here, only: {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return FoundModel(self.default, found)
+
+    def of(self, name: str | None) -> ServedModel:
+        """Returns the model that a request means; see `find`."""
+        return self.find(name).model
+
+    # Limits of bodies, whose model is known only when they have been read.
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Maximum tokens of prompt and answer of any model; None: no limit."""
+        limits = [model.renderer.max_model_len for model in self]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
+
+    @property
+    def max_body_size(self) -> int:
+        """Maximum bytes of a body for any model."""
+        return max(model.max_body_size for model in self)
