@@ -463,7 +463,7 @@ class Engine:
         except Exception as error:
             recovery.failed = error
             raise
-        recovery.note_step()
+        recovery.num_failed_steps = 0
         recovery.is_whole = True
         return updates
 

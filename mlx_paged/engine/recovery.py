@@ -16,6 +16,7 @@ class Recovery:
     Attributes:
         is_whole: False while a call changes the engine, and after a call that raised.
         failed: The exception that the last step raised.
+        num_failed_steps: Failed steps in a row, without the last one until the engine is repaired.
         num_recoveries: Times the engine was repaired.
         counters: Counters of the KV stores that were given up.
         num_preemptions: Preemptions of the schedulers that were given up.
@@ -29,11 +30,7 @@ class Recovery:
         self.counters = KVCounters()
         self.num_preemptions = 0
         self.encoder_cache = EncoderCacheStats()
-        self._num_failed_steps = 0  # in a row
-
-    def note_step(self) -> None:
-        """A step has ended well."""
-        self._num_failed_steps = 0
+        self.num_failed_steps = 0
 
     @property
     def cause(self) -> str:
@@ -47,7 +44,7 @@ class Recovery:
 
         After a second failed step in a row, all sequences that have run are suspects.
         """
-        if self.failed is None or self._num_failed_steps == 0:
+        if self.failed is None or self.num_failed_steps == 0:
             return None
         return None if sequence.first_admission is None else reason_of(self.failed)
 
@@ -59,7 +56,7 @@ class Recovery:
             self.num_preemptions + scheduler.num_preemptions,
             sum_encoder_stats(self.encoder_cache, scheduler.encoder_cache.stats),
         )
-        self._num_failed_steps += self.failed is not None
+        self.num_failed_steps += self.failed is not None
         self.failed = None
         self.num_recoveries += 1
         self.is_whole = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -177,6 +178,15 @@ class SamplingParams:
     def _check(self, name: str, ok: bool, expected: str) -> None:
         if not ok:
             raise InvalidParameterError(name, expected, getattr(self, name))
+
+    def constrained(
+        self, outputs: StructuredOutputs | None, *, skip_special_tokens: bool
+    ) -> SamplingParams:
+        """Returns a copy with other structured outputs. The other fields are not checked again."""
+        constrained = copy(self)
+        object.__setattr__(constrained, "structured_outputs", outputs)
+        object.__setattr__(constrained, "skip_special_tokens", skip_special_tokens)
+        return constrained
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

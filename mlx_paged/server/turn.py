@@ -155,17 +155,17 @@ async def prepare(
     else:
         rendered = await renderer.prompt(conversation)
     constraint, relaxed, names = await _constraint_in_time(model, turn, callable_tools)
-    values: dict[str, Any] = {"structured_outputs": constraint}
     reads_markers = turn.parses and (
         bool(tool_format and tool_format.reads(offered)) or model.reasoning_format is not None
     )
-    if reads_markers:
-        # Markers are special tokens in many models; the lexer leaves the others out.
-        values["skip_special_tokens"] = False
     return PreparedTurn(
         rendered.token_ids,
         rendered.media,
-        replace(params, **values),
+        params.constrained(
+            constraint,
+            # Markers are special tokens in many models; the lexer leaves the others out.
+            skip_special_tokens=params.skip_special_tokens and not reads_markers,
+        ),
         callable_tools,
         relaxed,
         turn.choice.forces_a_call,

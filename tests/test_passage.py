@@ -1,0 +1,102 @@
+"""How much code a reader passes who follows a decode step, or a chat of one token.
+
+The ceilings go down as the code gets simpler. A change that raises one needs a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import operator
+from typing import Any
+
+from starlette.applications import Starlette
+from support.models import embedded_twin
+from support.passage import Passage, passage
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.server.app import create_app
+from mlx_paged.server.config import ServerConfig
+
+#: Ceilings of what a reader passes: files, changes of file, and calls.
+STEP = (17, 65, 120)
+CHAT = (64, 720, 1250)
+
+
+def check_passage(found: Passage, most: tuple[int, int, int]) -> None:
+    counted = len(found.files), found.num_changes, found.num_calls
+    assert all(map(operator.le, counted, most)), (counted, sorted(found.files))
+
+
+def test_what_a_reader_of_a_decode_step_passes() -> None:
+    """`Engine.step` of sampled tokens, with new blocks and blocks that are indexed."""
+    engine = LLM(embedded_twin(), num_gpu_blocks_override=64, block_size=8).engine
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=100, ignore_eos=True)
+    for i in range(4):
+        engine.add_request(str(i), list(range(3 + i, 40)), params)
+    for _ in range(4):
+        engine.step()
+    gc.collect()  # finalizers of other tests' objects are no part of a step
+    gc.disable()
+    try:
+        for _ in range(16):
+            with passage() as found:
+                engine.step()
+            check_passage(found, STEP)
+            assert {"core/scheduler.py", "engine/runner.py", "ops.py"} <= found.files
+    finally:
+        gc.enable()
+
+
+async def chat(app: Starlette, found: Passage) -> None:
+    """Streams a chat of one token; counts until its end is sent."""
+    asked = {
+        "messages": [{"role": "user", "content": "Write a function."}],
+        "stream": True, "max_tokens": 1, "temperature": 0.7, "seed": 1, "ignore_eos": True,
+    }  # fmt: skip
+    body = json.dumps(asked).encode()
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": "/v1/chat/completions", "raw_path": b"/v1/chat/completions", "query_string": b"",
+        "root_path": "", "headers": headers, "client": ("127.0.0.1", 1), "state": {},
+        "server": ("127.0.0.1", 8000),
+    }  # fmt: skip
+    sent = b""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        sent += message.get("body", b"")
+        if b'"finish_reason":"length"' in sent:
+            found.is_counting = False
+
+    found.is_counting = True
+    await app(scope, receive, send)
+    assert b'"finish_reason":"length"' in sent, sent
+
+
+def test_what_a_reader_of_a_chat_passes() -> None:
+    async def main(found: Passage) -> None:
+        engine = AsyncEngine.from_model(num_gpu_blocks_override=64)
+        app = create_app(engine, ServerConfig())
+        async with app.router.lifespan_context(app):
+            await app.state.context.models.default.started_or_failed()
+            await chat(app, found)  # imports, and what is made once
+            found.files.clear()
+            found.num_calls = found.num_changes = 0
+            await chat(app, found)
+        await engine.shutdown()
+
+    with passage(of_new_threads=True) as found:
+        found.is_counting = False
+        asyncio.run(main(found))
+    assert {"server/chat.py", "core/scheduler.py", "engine/runner.py"} <= found.files
+    check_passage(found, CHAT)
