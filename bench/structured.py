@@ -258,7 +258,7 @@ def random_model(kind: str, vocab_size: int, folder: Path) -> LoadedModel:
 def engine_of(model: LoadedModel) -> Engine:
     options = {"num_gpu_blocks_override": 2048, "max_model_len": 2048, "max_num_seqs": ROWS}
     engine = Engine(model, EngineConfig(**options))  # type: ignore[arg-type]
-    _ = engine.grammar_compiler.tokenizer  # (it is made in the background)
+    _ = engine.intake.grammar_compiler.tokenizer  # (it is made in the background)
     return engine
 
 

@@ -1,8 +1,8 @@
-"""Waiting for a GPU's step without sleeping, where that disturbs nobody.
+"""Waits for a GPU step without sleeping, unless that would disturb another process.
 
-What the host does between two steps takes longer after it has slept: its core was off, and the
-caches of that are empty. For steps as short as a GPU's this shows in every one, and most of all in
-the first token of a request.
+After a sleep, the host's work between two steps takes longer, because its core was off and its
+caches are cold. GPU steps are so short that every one of them shows this, and so does the first
+token of a request.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from mlx_paged import cgroups, ops
 from mlx_paged.platform import Platform
 
 _LONGEST = 1.0  # seconds; a GPU that failed never says that it is done
-_FEWEST_CPUS = 2.0  # as the GPU's driver has threads too
+_FEWEST_CPUS = 2.0  # The GPU's driver has threads, too.
 _FEWEST_ASLEEP, _MOST_ASLEEP = 64, 4096
 
 
 class ActiveWait:
-    """Waits for arrays: actively, or, where another process wants the same core, not at all.
+    """Waits for arrays: actively, or not at all if another process wants the same core.
 
-    To a process on the same core a thread that does not sleep is a bad neighbour, and gets the core
-    back late. So after a wait in which it lost the core the caller sleeps (as MLX's own waits do)
-    in the next 64; 128 where that happens again at once, and so on.
+    A thread that never sleeps is a bad neighbor on a shared core, and the kernel gives it the core
+    back late. So after a wait in which it lost the core, the caller sleeps in the next 64 waits, as
+    MLX's own waits do. If that happens again right away, it sleeps in the next 128, and so on.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -46,8 +46,8 @@ class ActiveWait:
 
 
 def usable_cpus() -> float:
-    """CPUs that this thread may run on, or the share of them that its control group allows."""
-    # (Not on a Mac, where no GPU is NVIDIA's.)
+    """Returns the number of CPUs for this thread, by its affinity and its control group's limit."""
+    # Macs have no such function, and no NVIDIA GPU.
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cgroups.current().cpus
     return own if limit is None else min(own, limit)

@@ -55,14 +55,14 @@ __all__ = ["AsyncEngine", "RequestStream", "SequenceDelta"]
 
 
 class AsyncEngine:
-    """Serves many callers from one engine.
+    """Serves many callers from one engine, see `EngineClient`.
 
-    Every method may be called from any event loop of any thread; a `RequestStream` belongs to the
-    loop that asked for it.
+    Every method may be called from any event loop of any thread. A `RequestStream` belongs to the
+    loop that submitted its request.
 
     Args:
-        make_engine: called on the engine's thread, which is the only one to touch an array: MLX's
-            streams belong to threads, so the model must be loaded there too. See `from_model`.
+        make_engine: Called on the engine's thread. Only that thread touches arrays: MLX's streams
+            belong to threads, so the model must be loaded there, too. See `from_model`.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
@@ -70,7 +70,7 @@ class AsyncEngine:
         self._thread = EngineThread(make_engine)
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._num_adding = {False: 0, True: 0}  # by whether they are background requests
+        self._num_adding = {False: 0, True: 0}  # by `EngineRequest.background`
         self._media: MediaLoader | None = None
         self._info: EngineInfo | None = None
         self._thread.start()
@@ -104,8 +104,8 @@ class AsyncEngine:
         )
 
     async def ready(self) -> None:
-        """Waits until the engine is ready; raises what went wrong if it could not be made."""
-        # Shielded: cancelling one caller must not cancel what all wait for.
+        """Waits until the engine is ready. Raises the error if it could not be made."""
+        # Shielded, because all callers wait for one future and one of them may be cancelled.
         await asyncio.shield(asyncio.wrap_future(self._thread.ready))
 
     @property
@@ -115,8 +115,10 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine, once `ready`. Other threads may read only its configuration and tokenizer:
-        everything else belongs to the engine's thread.
+        """The engine, once it is `ready`.
+
+        Other threads may read only its configuration and tokenizer; everything else belongs to the
+        engine's thread.
         """
         return self._thread.engine
 
@@ -148,7 +150,7 @@ class AsyncEngine:
     @property
     def grammar_compiler(self) -> GrammarCompiler:
         """See `EngineClient.grammar_compiler`."""
-        return self.engine.grammar_compiler
+        return self.engine.intake.grammar_compiler
 
     def observe_steps(self, observer: Callable[[int], None]) -> None:
         """See `EngineClient.observe_steps`."""
@@ -272,11 +274,11 @@ class AsyncEngine:
         return await stream.result()
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request; its stream ends with "abort". Returns whether it was there."""
+        """Ends a request; its stream ends with "abort". Returns True if it was unfinished."""
         return await self._call(lambda engine: engine.abort(request_id))
 
     async def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix; returns how many blocks that were."""
+        """Forgets every cached prefix; returns the number of blocks."""
         return await self._call(lambda engine: engine.reset_prefix_cache())
 
     async def stats(self) -> EngineStats:
@@ -320,7 +322,7 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def _counted_as_adding(self, background: bool) -> Iterator[None]:
-        """Limits the requests that the engine's thread has not taken yet: a step may be long."""
+        """Limits the requests that the engine's thread has not taken yet, as a step may be long."""
         limit = self.info.config.max_num_waiting
         with self._lock:
             count = self._num_adding[background]

@@ -1,27 +1,166 @@
-"""Parts of an engine, made from a loaded model and the engine's options."""
+"""Builds the parts of an engine from a loaded model and the engine's options."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from mlx_paged import ops
+from mlx_paged.core import KVManager, SchedulerConfig
+from mlx_paged.engine import memory, warm_up
 from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.grammar.compiler import GrammarCompiler
+from mlx_paged.engine.intake import Intake
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
 from mlx_paged.engine.media.step_media import StepMediaBuilder
-from mlx_paged.engine.pooling.params import check_dimensions_fit
+from mlx_paged.engine.pooling.params import check_dimensions_fit, prompts_of
 from mlx_paged.engine.pooling.runner import Classifier, PoolingRunner
 from mlx_paged.engine.runner import ModelRunner
-from mlx_paged.engine.sampling.masks import MaskSource
+from mlx_paged.engine.sampling.logprobs import LogprobReport
+from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
+from mlx_paged.engine.step_columns import StepColumns
 from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
-from mlx_paged.model.loader import LoadedModel
+from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.paged_model import PagedModel
+from mlx_paged.model.prepare import prepare_kernels
 from mlx_paged.model.wrap import build_paged_model
+from mlx_paged.parsing.reasoning import ReasoningFormat, format_of
 from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
 
-def make_paged_model(model: LoadedModel, config: EngineConfig, platform: Platform) -> PagedModel:
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of an engine, and what is known of its model.
+
+    Attributes:
+        config: The options, resolved for the model.
+        make_kv: Makes an empty KV store over the pools.
+        make_intake: Makes the intake for a maximum request length.
+        cache_limit: Maximum bytes of MLX's buffer cache.
+        report: Adds the texts of the tokens to log-probabilities.
+        max_model_len, reasoning_format, hidden_size, labels, prompts: See `EngineInfo`.
+        media: The processor of the model's media, with the options of the engine.
+    """
+
+    config: EngineConfig
+    runner: ModelRunner
+    make_kv: Callable[[], KVManager]
+    scheduler_config: SchedulerConfig
+    columns: StepColumns
+    make_intake: Callable[[int], Intake]
+    cache_limit: int | None
+    report: LogprobReport
+    max_model_len: int | None
+    reasoning_format: ReasoningFormat | None
+    media: Any | None
+    hidden_size: int | None
+    labels: tuple[str, ...]
+    prompts: Mapping[str, str]
+
+
+def build_engine(
+    model: LoadedModel, given: EngineConfig, on_kernel: ops.OnKernel | None
+) -> EngineParts:
+    """Builds the model, its pools and its kernels, and warms it up.
+
+    Args:
+        given: The options as the caller gave them.
+        on_kernel: See `Engine`.
+
+    Raises:
+        InvalidParameterError, UnsupportedModelError: Options that do not fit the model or the
+            memory.
+    """
+    platform, tokenizer = Platform.current(), model.tokenizer
+    directory = model_directory(model.name)
+    config = memory.with_step_tokens(
+        given.for_model(directory, model.config, classifies=model.head is not None), platform
+    )
+    media = model.media
+    if media is not None and config.mm_processor_kwargs:
+        media = media.with_options(config.mm_processor_kwargs)
+    generates = config.runner == "generate"
+    compiler: GrammarCompiler | None = None
+    if generates:  # It begins to work while the pools are made.
+        compiler = GrammarCompiler(
+            tokenizer,
+            model.vocab_size,
+            tokenizer.eos_token_ids,
+            timeout=config.structured_outputs_timeout,
+            cache_size=config.structured_outputs_cache_size,
+        )
+    reasoning_format = format_of(config.reasoning_parser, tokenizer)
+    paged = _paged_model(model, config, platform)
+    limits = [model.max_model_len, paged.layout.max_context_len]
+    model_limit = min((n for n in limits if n is not None), default=None)
+    max_model_len = config.model_len(model_limit)
+    paged.limit_contexts(max_model_len)
+    kv_config = KVCacheConfig(paged.layout, config, max_model_len)
+    # A tokenizer may have more tokens than its model.
+    masks = SequenceMasks(0 if compiler is None else compiler.num_words)
+    runner = _runner(paged, config, kv_config, model, masks)
+    sizes, activations = memory.allocate_pools(runner, kv_config, config, model_limit, model.media)
+    cache_limit = memory.limit_buffer_cache(
+        activations,
+        sum(pool.nbytes for pool in paged.pools()),
+        4 * config.max_num_seqs * model.vocab_size,
+    )
+    prepare_kernels(paged, on_kernel)
+    memory.limit_run_ahead(platform)
+    if warm_up.is_needed(config, platform):
+        warm_up.warm_up(runner, config, max_model_len, on_kernel)
+    classifier = _classifier(paged, model, config)
+    report = LogprobReport(tokenizer)
+    hidden_size: int | None = getattr(runner, "hidden_size", None)
+
+    def make_intake(max_request_len: int) -> Intake:
+        return Intake(
+            config,
+            tokenizer,
+            model.vocab_size,
+            reasoning_format=reasoning_format,
+            media=media,
+            compiler=compiler,
+            classifier=classifier,
+            hidden_size=hidden_size,
+            max_request_len=max_request_len,
+            max_model_len=max_model_len,
+            report=report,
+        )
+
+    return EngineParts(
+        config=config,
+        runner=runner,
+        make_kv=partial(
+            KVManager,
+            sizes.num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            windows=kv_config.window_specs(sizes),
+            states=kv_config.state_spec(sizes),
+        ),
+        scheduler_config=config.scheduler_config(
+            model_limit, _feature_bytes(model), encodes_slowly=platform.on_cpu
+        ),
+        columns=StepColumns(masks, samples=generates, has_media=runner.media is not None),
+        make_intake=make_intake,
+        cache_limit=cache_limit,
+        report=report,
+        max_model_len=max_model_len,
+        reasoning_format=reasoning_format,
+        media=media,
+        hidden_size=hidden_size,
+        labels=() if classifier is None else classifier.head.labels,
+        prompts=prompts_of(directory),
+    )
+
+
+def _paged_model(model: LoadedModel, config: EngineConfig, platform: Platform) -> PagedModel:
     """Builds the paged model, with the KV format and the activations that the options name."""
     paged = build_paged_model(
         model.model, model.config, block_size=config.block_size, platform=platform
@@ -44,7 +183,7 @@ def _set_kv_format(paged: PagedModel, config: EngineConfig) -> None:
         logger.info("kv_cache_dtype %r: recurrent states are kept as the model computes", name)
 
 
-def make_runner(
+def _runner(
     paged: PagedModel,
     config: EngineConfig,
     kv_config: KVCacheConfig,
@@ -73,9 +212,7 @@ def make_runner(
     return runner
 
 
-def make_classifier(
-    paged: PagedModel, model: LoadedModel, config: EngineConfig, tokenizer: Any
-) -> Classifier | None:
+def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> Classifier | None:
     """Makes the classifier of a model that classifies texts or scores pairs; None for others.
 
     Raises:
@@ -86,7 +223,7 @@ def make_classifier(
     pooler = config.pooler
     if pooler is None or pooler.classifier_from_token is None:
         return None
-    vocabulary = tokenizer.get_vocab()
+    vocabulary = model.tokenizer.get_vocab()
     ids = []
     for token in pooler.classifier_from_token:
         if vocabulary.get(token, model.vocab_size) >= model.vocab_size:
@@ -96,7 +233,7 @@ def make_classifier(
     return Classifier.of(paged, ids)
 
 
-def feature_bytes(model: LoadedModel) -> int | None:
+def _feature_bytes(model: LoadedModel) -> int | None:
     """Estimates the bytes of one row's features before any are made; None: unknown."""
     if model.media is None:
         return None

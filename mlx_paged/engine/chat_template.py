@@ -1,6 +1,6 @@
-"""Renders conversations by a model's chat template, with the variables that the caller gives.
+"""Renders conversations with a model's chat template and the caller's variables.
 
-mlx-lm's wrapper adds `enable_thinking` to every call, which overrides the default of the template.
+mlx-lm's wrapper adds `enable_thinking` to every call, which overrides the template's default.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def render_chat(
     chat_template: str | None = None,
     **variables: Any,
 ) -> str:
-    """The text of a conversation.
+    """Returns the text of a conversation.
 
     Args:
         tokenizer: mlx-lm's wrapper, or a tokenizer of transformers.
-        messages: the template sees them as they are: a key whose value is None is there.
-        tools: OpenAI's form; None: there are none.
-        chat_template: Jinja source in place of the model's.
-        variables: other variables of the template.
+        messages: Passed on unchanged, including keys whose value is None.
+        tools: OpenAI's format; None means no tools.
+        chat_template: Jinja source that replaces the model's template.
+        variables: Other variables of the template.
 
     Raises:
-        Exception: the template refuses the messages, or fails; it may raise any error.
+        Exception: The template refuses the messages or fails. It may raise any error.
     """
     inner = tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
     options: dict[str, Any] = {
@@ -44,20 +44,20 @@ def render_chat(
         "continue_final_message": continue_final_message,
         **variables,
     }
-    written_in_python = getattr(tokenizer, "_chat_template", None)  # (mlx_lm.chat_templates)
+    written_in_python = getattr(tokenizer, "_chat_template", None)  # see mlx_lm.chat_templates
     if written_in_python is not None and chat_template is None:
         return _called(written_in_python, messages, {"tools": tools, **options}, variables)
     if not _renders_as_transformers(inner):
         if chat_template is not None:
             options["chat_template"] = chat_template
-        if "enable_thinking" in options:  # (some of these functions call it `thinking`)
+        if "enable_thinking" in options:  # Some of these functions call it `thinking`.
             name = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
             options[name] = options.pop("enable_thinking")
         if tools is not None:
             options["tools"] = tools
         return str(inner.apply_chat_template(list(messages), tokenize=False, **options))
-    # `apply_chat_template` would leave out what is None, and some templates ask for it:
-    # DeepSeek's write the calls of a message only if its content is none.
+    # `apply_chat_template` drops keys whose value is None, but some templates test for them:
+    # DeepSeek's write a message's calls only if its content is none.
     source = inner.get_chat_template(chat_template, tools)
     options = {"documents": None, **inner.special_tokens_map, **options}
     [text], _ = render_jinja_template(
@@ -69,8 +69,7 @@ def render_chat(
 def _called(
     program: Any, messages: Messages, options: dict[str, Any], variables: Mapping[str, Any]
 ) -> str:
-    """The text that a program renders. It gets no variables that it does not have, as a template
-    reads none of those."""
+    """Renders with a template written in Python. Like Jinja, it ignores unknown variables."""
     while True:
         try:
             return str(program(list(messages), **options))

@@ -1,4 +1,4 @@
-"""Options of the engine. Names and defaults follow vLLM's where it has them."""
+"""Options of the engine. Names and defaults are vLLM's if it has the option."""
 
 from __future__ import annotations
 
@@ -33,75 +33,74 @@ CPU_ACTIVATIONS = ("float32", "bfloat16", "int8")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How much the engine may hold, and how it schedules.
+    """Options for the engine's memory, model and scheduling.
 
     Attributes:
-        runner: "generate" tokens, or "pooling": embed texts, with `LLM.embed`. "auto" is "pooling"
-            for models that say how they are pooled (with files of sentence-transformers).
-        pooler_config: How texts are pooled; a `PoolerConfig`, or a mapping with its names. None: as
-            the model says. Only for the pooling runner.
-        hf_overrides: vLLM's way to say that a model is a reranker: a mapping with
+        runner: "generate" for tokens, "pooling" for embeddings (`LLM.embed`). "auto" is "pooling"
+            for models with sentence-transformers' files, which say how they are pooled.
+        pooler_config: How to pool texts: a `PoolerConfig`, or a mapping with its fields. None uses
+            the model's own settings. Only for the pooling runner.
+        hf_overrides: vLLM's way to mark a model as a reranker: a mapping with
             `classifier_from_token`, see `PoolerConfig`.
         block_size: Tokens of a KV block: 8, 16, 32 or 64.
-        kv_cache_dtype: What keys and values are kept in: "auto", as the model computes; "int8",
-            "int8_k_int4_v" (or "k8v4"), "int4" or "fp8" hold more tokens in the same memory, see
-            docs/kv-store.md. Latents and recurrent states stay as they are.
-        kv_cache_dtype_skip_layers: Layers that stay as they are, by number from 0; "sliding_window"
-            stands for all that have a window (vLLM's name).
-        cpu_activations: What the inputs of linear layers are rounded to on the CPU: "float32", not
-            at all; "int8" where weights have 4 or 8 bits, or "bfloat16" where they are that and a
-            step has many rows. These are faster and less exact, see docs/architecture.md. On a GPU
-            only "float32".
-        num_gpu_blocks_override: Blocks of the pool, whatever the memory (vLLM's name; it holds for
-            every backend).
-        kv_cache_memory: Bytes for the pool. It is allocated but not touched, so blocks that were
-            never used cost no memory.
-        gpu_memory_utilization: Share of the device's memory for weights, activations and pool; the
-            largest step is run once to measure the activations. None: 0.9 on a GPU; on the CPU the
-            pool gets 4 GiB, or half of the machine's memory if that is less, unmeasured.
-        typical_context_len: Tokens of a typical sequence. It determines how memory is split where
-            a model has sliding windows or recurrent layers with full attention: the shorter, the
-            more of it they get. None: 4096, or four windows if that is more.
-        max_model_len: Most tokens of prompt and answer together; None: the model's own limit.
-        max_num_seqs: Most sequences that run at once; never more than max_num_batched_tokens.
-        max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
-            None: 2048; on an NVIDIA GPU 4096 or 8192, where the memory beside the weights allows.
-        long_prefill_token_threshold: A prompt with more tokens left than this is long: it gets at
-            most this many a step, and long prompts together leave short ones the tokens that they
-            need, up to half the step. None: half of max_num_batched_tokens, and all of it
-            for a prompt that is alone; 0 treats all alike.
-        watermark: Share of the blocks that admission leaves free for the growth of what runs.
-        max_num_waiting: Most sequences that may wait; more are refused with
-            `EngineOverloadedError`. None refuses no request.
+        kv_cache_dtype: Format of keys and values. "auto" is the model's dtype; "int8",
+            "int8_k_int4_v" (or "k8v4"), "int4" and "fp8" hold more tokens in the same memory, see
+            docs/kv-store.md. Latents and recurrent states keep the model's dtype.
+        kv_cache_dtype_skip_layers: Layers that keep the model's dtype, by number from 0;
+            "sliding_window" stands for all layers with a window (vLLM's name).
+        cpu_activations: Format of the inputs of linear layers on the CPU: "float32" is exact;
+            "int8" (weights of 4 or 8 bits) and "bfloat16" (weights in bfloat16, steps of many rows)
+            are faster and less accurate, see docs/architecture.md. A GPU supports only "float32".
+        num_gpu_blocks_override: Number of blocks in the pool, regardless of the memory (vLLM's
+            name; it applies to every backend).
+        kv_cache_memory: Bytes for the pool. They are allocated but not touched, so unused blocks
+            take no physical memory.
+        gpu_memory_utilization: Share of the device's memory for weights, activations and pool. The
+            largest step runs once to measure the activations. None: 0.9 on a GPU. On the CPU, the
+            pool gets 4 GiB, or half of the machine's memory if that is less, without a measurement.
+        typical_context_len: Tokens of a typical sequence. If a model combines full attention with
+            sliding windows or recurrent layers, this determines how they share the memory: the
+            shorter it is, the less full attention gets. None: 4096, or four windows if more.
+        max_model_len: Maximum tokens of prompt and answer together; None: the model's own limit.
+        max_num_seqs: Maximum running sequences; never more than max_num_batched_tokens.
+        max_num_batched_tokens: Maximum tokens of one step; longer prompts are prefilled in chunks.
+            None: 2048; on an NVIDIA GPU 4096 or 8192 if the weights leave enough memory.
+        long_prefill_token_threshold: A prompt with more remaining tokens is long. It gets at most
+            this many tokens a step, and all long prompts together leave short ones the tokens they
+            need, up to half of the step. None: half of max_num_batched_tokens, or all of it for a
+            prompt without competitors; 0 treats all prompts the same.
+        watermark: Share of the blocks that admission leaves free for running sequences to grow.
+        max_num_waiting: Maximum waiting sequences; more are refused with `EngineOverloadedError`.
+            None means no limit.
         policy: "fcfs", or "priority" (lower `priority` first).
         enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
         disable_hybrid_kv_cache_manager: Keep the blocks of all attention layers as long as their
-            sequence, even where a layer's window has moved on (vLLM's name). For comparisons.
-        enable_chunked_prefill: Cut prompts that do not fit into a step; otherwise
+            sequence, even after a layer's window has moved on (vLLM's name). For comparisons.
+        enable_chunked_prefill: Cut prompts that do not fit into a step. If False,
             max_num_batched_tokens must be at least the context length.
-        async_scheduling: Plan and launch a step while the one before it still runs. The tokens are
-            the same.
-        enforce_eager: On a GPU: no warm-up at the start, and decode steps are built each time
-            instead of repeated as graphs (vLLM's name).
-        reasoning_parser: The format of the model's reasoning, by vLLM's name
-            (`parsing.reasoning.REASONING_FORMATS`). It says where a grammar begins, and what
-            `thinking_token_budget` counts. "auto": by vocabulary and template; "none" or "": none.
-        structured_outputs_timeout: Most CPU seconds that compiling a grammar may take; a request
-            whose grammar takes longer is refused.
-        structured_outputs_cache_size: Most compiled grammars that are kept for later requests.
-        limit_mm_per_prompt: Most items of each kind in one prompt: a mapping of "image", "video"
-            and "audio". vLLM's 999 where it says nothing.
-        allowed_local_media_path: Folder whose files prompts may name with `file:` URLs; None: none.
-        allowed_media_domains: Hosts from which media are fetched, private ones too; None: any with
-            a public address.
-        media_io_kwargs: How media are read, as in vLLM: {"video": {"num_frames": 32, "fps": -1},
+        async_scheduling: Plan and launch a step while the previous one still runs. The tokens do
+            not change.
+        enforce_eager: On a GPU, skip the warm-up and build every decode step anew instead of
+            replaying graphs (vLLM's name).
+        reasoning_parser: Format of the model's reasoning, by vLLM's name
+            (`parsing.reasoning.REASONING_FORMATS`). It determines where a grammar begins and which
+            tokens `thinking_token_budget` counts. "auto" detects it by vocabulary and template;
+            "none" or "" turns it off.
+        structured_outputs_timeout: Maximum CPU seconds to compile a grammar; requests with slower
+            grammars are refused.
+        structured_outputs_cache_size: Maximum compiled grammars kept for later requests.
+        limit_mm_per_prompt: Maximum items of each kind in one prompt: a mapping of "image", "video"
+            and "audio". The default is vLLM's 999.
+        allowed_local_media_path: Folder whose files prompts may use with `file:` URLs; None: none.
+        allowed_media_domains: Hosts to fetch media from, including private ones; None: any host
+            with a public address.
+        media_io_kwargs: How to read media, as in vLLM: {"video": {"num_frames": 32, "fps": -1},
             "image": {"rgba_background_color": [255, 255, 255]}}.
-        mm_processor_kwargs: Handed to the model's processor.
-        media_limits: Entries of `MediaLimits` in place of its defaults.
-        max_num_encoder_tokens: Most rows of pictures, videos and sounds that one step encodes; an
-            item that has more is encoded alone. None: max_num_batched_tokens.
-        mm_encoder_cache_bytes: Bytes for what the towers made of them, which is kept for later
-            requests.
+        mm_processor_kwargs: Options for the model's processor.
+        media_limits: Fields of `MediaLimits` that replace its defaults.
+        max_num_encoder_tokens: Maximum rows of pictures, videos and sounds that one step encodes; a
+            larger item is encoded alone. None: max_num_batched_tokens.
+        mm_encoder_cache_bytes: Bytes for the outputs of the encoders, kept for later requests.
     """
 
     runner: str = "auto"
@@ -214,8 +213,7 @@ class EngineConfig:
 
     @cached_property
     def kv_salt(self) -> str | None:
-        """Returns a salt that tells blocks of these options from those of others; None: those
-        of the defaults."""
+        """Returns a salt that separates blocks of these options from others; None for defaults."""
         rounded = None if self.cpu_activations == "float32" else f"x={self.cpu_activations}"
         if self.kv_format is None:
             return rounded
@@ -226,7 +224,7 @@ class EngineConfig:
         """The salt of a request's prefixes, the format of keys and values included."""
         if self.kv_salt is None or cache_salt is None:
             return self.kv_salt or cache_salt
-        is_salt = isinstance(cache_salt, str) and cache_salt != ""  # (others `Request` refuses)
+        is_salt = isinstance(cache_salt, str) and cache_salt != ""  # `Request` refuses others.
         return f"{self.kv_salt}/{cache_salt}" if is_salt else cache_salt
 
     @cached_property
@@ -248,40 +246,40 @@ class EngineConfig:
 
     @property
     def pooler(self) -> PoolerConfig | None:
-        """How the engine pools; None where it generates. (Of a config `for_model`.)"""
+        """How the engine pools; None if it generates. Only valid after `for_model`."""
         given = self.pooler_config
         return given if isinstance(given, PoolerConfig) and self.runner == "pooling" else None
 
     def for_model(
         self, directory: Path | None, config: Mapping[str, Any], *, classifies: bool = False
     ) -> EngineConfig:
-        """These options with the runner and the pooling that a model gets.
+        """Returns these options with the runner and the pooling for a model.
 
         Args:
-            directory: of the model's files; None: unknown.
-            config: its ``config.json``.
-            classifies: whether it has a classification layer.
+            directory: Directory of the model's files; None if unknown.
+            config: Its ``config.json``.
+            classifies: True if it has a classification layer.
 
         Raises:
-            InvalidParameterError: a pooler config for a model that generates, or another way than
-                its own for a model that classifies.
-            UnsupportedModelError: a model that is to be pooled and cannot be.
+            InvalidParameterError: A pooler config for a model that generates, or one that
+                contradicts a model that classifies.
+            UnsupportedModelError: The model cannot be pooled.
         """
         given = self.pooler_config
         assert given is None or isinstance(given, PoolerConfig)
         runner = runner_of(self.runner, directory, given, classifies=classifies)
         if runner == "generate":
-            return replace(self, runner=runner)  # (refuses a pooler config)
+            return replace(self, runner=runner)  # This refuses a pooler config.
         pooler = pooler_config_of(given, directory, config)
-        # A mean needs the states of all tokens, and the cache has none of them.
+        # A mean needs the states of all tokens, and the cache holds none.
         caches = self.enable_prefix_caching and pooler.pooling_type == LAST
         return replace(self, runner=runner, pooler_config=pooler, enable_prefix_caching=caches)
 
     def model_len(self, model_limit: int | None) -> int | None:
-        """The context limit in force, given the model's own.
+        """Returns the context limit in effect, given the model's own.
 
         Raises:
-            InvalidParameterError: `max_model_len` is more than the model's own limit.
+            InvalidParameterError: `max_model_len` exceeds the model's own limit.
         """
         if self.max_model_len is None:
             return model_limit
@@ -295,7 +293,7 @@ class EngineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of one step: `max_num_batched_tokens`, or what it is without a GPU."""
+        """Maximum tokens of one step: `max_num_batched_tokens`, or its default without a GPU."""
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def scheduler_config(
@@ -305,19 +303,19 @@ class EngineConfig:
         *,
         encodes_slowly: bool = False,
     ) -> SchedulerConfig:
-        """The scheduler's configuration.
+        """Returns the scheduler's configuration.
 
         Args:
-            encoder_bytes_per_row: what features take, about; None: unknown.
-            encodes_slowly: towers run on the CPU, where one picture takes as long as several
-                decode steps.
+            encoder_bytes_per_row: Estimated bytes of one row's features; None if unknown.
+            encodes_slowly: True if the encoders run on the CPU, where one picture takes as long as
+                several decode steps.
         """
         more = {} if not encoder_bytes_per_row else {"encoder_bytes_per_row": encoder_bytes_per_row}
         model_len = self.model_len(model_limit)
         if self.runner == "pooling" and model_len is not None:
             model_len += 1  # the token that ends a prompt is never computed
         return SchedulerConfig(
-            # A sequence that runs takes at least one token of every step.
+            # A running sequence takes at least one token of every step.
             max_num_seqs=min(self.max_num_seqs, self.step_tokens),
             max_num_batched_tokens=self.step_tokens,
             max_model_len=model_len,
@@ -340,15 +338,16 @@ class EngineConfig:
         *,
         most_blocks: Callable[[int], int] | None = None,
     ) -> int:
-        """Blocks of the pool, block 0 (never handed out) included.
+        """Returns the number of blocks in the pool, including block 0, which is never handed out.
 
         Args:
-            bytes_per_token: K and V of one token, for each layer.
-            left_over: bytes that `gpu_memory_utilization` leaves to the pool, where it applies.
-            most_blocks: how many of them fit in some bytes, where not all layers have as many.
+            bytes_per_token: Bytes of K and V of one token, for each layer.
+            left_over: Bytes that `gpu_memory_utilization` leaves to the pool, if it applies.
+            most_blocks: Returns the number of blocks that fit into some bytes, for models whose
+                layers have different numbers of blocks.
 
         Raises:
-            InvalidParameterError: the memory is too small for even one block.
+            InvalidParameterError: The memory is too small for even one block.
         """
         if self.num_gpu_blocks_override is not None:
             return self.num_gpu_blocks_override
@@ -375,7 +374,7 @@ class EngineConfig:
 
 
 def physical_memory() -> int:
-    """Bytes of main memory, or of this process's control groups where that is less."""
+    """Returns the bytes of main memory, or of this process's control groups if that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroups.current().memory_bytes
     return total if limit is None else min(total, limit)

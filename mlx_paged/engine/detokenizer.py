@@ -29,10 +29,10 @@ from mlx_paged.errors import StepError
 
 
 class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
-    """mlx-lm's detokenizer for byte-level BPE, without what it does to the bytes.
+    """mlx-lm's detokenizer for byte-level BPE, without its changes to the bytes.
 
-    It drops a space at the beginning of a text, which is the indentation of a completed line of
-    code, and takes byte 0 for a missing one.
+    mlx-lm's drops a leading space, which is the indentation of a completed line of code, and treats
+    byte 0 as missing.
     """
 
     def _maybe_trim_space(self, current_text: str) -> str:
@@ -54,9 +54,9 @@ def _spelled_bytes(piece: str) -> bytes:
 
 
 class TokenBytes:
-    """Gives the bytes of single tokens: joined, they are the bytes of the text.
+    """Returns the bytes of single tokens, which concatenate to the bytes of the text.
 
-    A token's decoded text does not have them where it is only part of a character.
+    The decoded text of a token lacks them if the token is only part of a character.
 
     Args:
         tokenizer: mlx-lm's wrapper.
@@ -91,14 +91,14 @@ class TokenBytes:
         if piece is not None and issubclass(self._detokenizer, SPMStreamingDetokenizer):
             return str(piece).replace("\u2581", " ").encode()
         text = str(self._tokenizer.decode([token]))
-        # (A tokenizer of another kind: only its pieces can tell the bytes of a broken character.)
+        # Other kinds of tokenizers show the bytes of a broken character only in their pieces.
         if "\ufffd" in text and piece is not None and all(c in _byte_decoder() for c in piece):
             return _spelled_bytes(piece)
         return text.encode()
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that `skip_special_tokens` leaves out: those that the tokenizer declares special."""
+    """Returns the tokenizer's special tokens, which `skip_special_tokens` omits."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if getattr(entry, "special", False)}
     return frozenset(special | set(getattr(tokenizer, "all_special_ids", ())))
@@ -107,15 +107,15 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
 class IncrementalDetokenizer:
     """The text of one sequence as it grows.
 
-    Text that may turn out to be the beginning of a stop string is held back until it is known, so a
-    stop string is never shown in part.
+    Text that may be the beginning of a stop string is held back until that is certain, so no part
+    of a stop string is ever shown.
 
     Args:
         tokenizer: mlx-lm's wrapper; its streaming detokenizer never splits a character.
-        stop: strings that end the text.
-        include_stop: make the stop string that ended it part of the text.
-        min_tokens: stop strings that are complete before a later token do not count.
-        skip: tokens that are no text.
+        stop: Strings that end the text.
+        include_stop: Make the stop string part of the text.
+        min_tokens: Ignore stop strings that are complete before the text has this many tokens.
+        skip: Tokens to omit from the text.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class IncrementalDetokenizer:
 
     @property
     def _detokenizer(self) -> StreamingDetokenizer:
-        """Made for the first token: a request's first step does not wait for it."""
+        """Created with the first token, so that a request's first step need not wait for it."""
         if self._decoder is None:
             # The token map is built once per tokenizer; a shallow copy shares only that.
             decoder = copy.copy(self._tokenizer.detokenizer)
@@ -156,14 +156,14 @@ class IncrementalDetokenizer:
         return self._decoder
 
     def add(self, token: int) -> str:
-        """Takes one token; returns the text that became certain. Nothing after a stop string."""
+        """Adds a token; returns the text that became certain. Returns "" after a stop string."""
         if token in self._skip:
             segment = ""
         else:
             detokenizer = self._detokenizer
             detokenizer.add_token(token)
             segment = detokenizer.last_segment
-        if not self._stop:  # most requests have none, and this runs once a token
+        if not self._stop:  # A fast path: most requests have none, and this runs for each token.
             return self._emit(segment)
         may_stop = self._num_tokens_to_stop <= 0
         self._num_tokens_to_stop -= 1
@@ -189,7 +189,7 @@ class IncrementalDetokenizer:
         self._held += segment
         found = []
         if may_stop:
-            # Only what the segment completes: the rest was not complete, or did not count.
+            # Only stop strings that this segment completes; earlier ones did not count.
             matches = ((self._held.find(s, max(0, num_seen - len(s) + 1)), s) for s in self._stop)
             found = [(at, stop) for at, stop in matches if at >= 0]
         if found:
@@ -217,14 +217,14 @@ class IncrementalDetokenizer:
 class DeferredText:
     """Decodes an answer's tokens one by one and in order, as far as a reader has asked.
 
-    So each token's text is what `IncrementalDetokenizer` would have given in the step that sampled
-    it, whatever is read when, and by how many threads.
+    Each token's text equals that of `IncrementalDetokenizer` in the step that sampled it, no matter
+    when it is read and by how many threads.
 
     Args:
-        request_id: the request, for errors.
-        stream: without stop strings; it belongs to this object from now on.
-        tokens: prompt and answer; the engine's thread appends.
-        start: where the answer begins.
+        request_id: The request's id, for errors.
+        stream: A detokenizer without stop strings. This object owns it from now on.
+        tokens: Prompt and answer; the engine's thread appends to it.
+        start: Index of the first token of the answer.
     """
 
     def __init__(
@@ -238,15 +238,15 @@ class DeferredText:
         self._ends = array("Q", [0])  # length of the text after that many tokens
         self._is_flushed = False
         self._is_decoding = False
-        self._lock: Any = threading.RLock()  # (reentrant only to know its owner)
+        self._lock: Any = threading.RLock()  # Reentrant only so that it knows its owner.
 
     @property
     def is_read_here(self) -> bool:
-        """True if this thread is about to read it: what a collection then ends must not."""
+        """True if this thread is reading it, so a finalizer on this thread must not."""
         return bool(self._lock._is_owned())
 
     def end(self, num_text_tokens: int) -> None:
-        """The answer has ended; tokens past this many are not text (the one that ended it)."""
+        """Marks the answer as ended. Later tokens, such as an end token, are not text."""
         self._num_text_tokens = num_text_tokens
 
     def between(self, begin: int, end: int | None) -> str:
@@ -262,10 +262,10 @@ class DeferredText:
             return self._stream.text[first : None if end is None else self._ends[end]]
 
     def whole(self) -> str:
-        """All of it so far; with what was held back, once the answer has ended.
+        """Returns all text so far, including text held back if the answer has ended.
 
         Raises:
-            StepError: the tokenizer cannot decode a token.
+            StepError: The tokenizer cannot decode a token.
         """
         with self._lock:
             self._decode(None)

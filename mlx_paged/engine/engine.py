@@ -6,34 +6,25 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 from mlx_paged import ops
-from mlx_paged.core import KVManager, Scheduler, SchedulerOutput
-from mlx_paged.engine import build, memory, request_options, warm_up
+from mlx_paged.core import Scheduler, SchedulerOutput
+from mlx_paged.engine import memory
+from mlx_paged.engine.build import build_engine
 from mlx_paged.engine.client import EngineInfo
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.executor import Executor, InProcessExecutor
-from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.guard import EngineGuard
-from mlx_paged.engine.intake import CheckedRequest, Intake
-from mlx_paged.engine.kv_cache_config import KVCacheConfig
-from mlx_paged.engine.media.step_media import Prepared
-from mlx_paged.engine.output_processor import OutputProcessor, RequestState, UpdateSink
+from mlx_paged.engine.intake import CheckedRequest
+from mlx_paged.engine.output_processor import OutputProcessor, RequestState
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
-from mlx_paged.engine.pooling.params import PoolingParams, prompts_of
+from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.recovery import Recovery
-from mlx_paged.engine.sampling.logprobs import LogprobReport
-from mlx_paged.engine.sampling.masks import SequenceMasks
-from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats, sum_counters, sum_encoder_stats
-from mlx_paged.engine.step_columns import StepColumns
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.model.loader import LoadedModel, model_directory
-from mlx_paged.model.prepare import prepare_kernels
-from mlx_paged.parsing.reasoning import format_of
-from mlx_paged.platform import Platform
+from mlx_paged.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +32,16 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Takes requests, runs steps, returns tokens and text.
 
-    Any thread may call it; a call waits for the one that runs. A step that follows one of another
-    thread does not overlap with it.
+    Any thread may call it; calls wait for each other. A step does not overlap with the previous one
+    if another thread ran that.
 
-    An exception out of a call, of whatever kind and from wherever (Ctrl-C, `MemoryError`, a
-    callback), leaves an engine that goes on: the next call repairs it first (`recover`).
+    After any exception out of a call (Ctrl-C, `MemoryError`, an error of a callback), the next call
+    first repairs the engine, see `recover`.
 
     A child process made by `fork` cannot use it: every method raises `ForkedProcessError` there.
 
     Args:
-        model: From `mlx_paged.load`; it belongs to this engine from now on.
+        model: From `mlx_paged.load`; the engine owns it from now on.
         config: Options.
         on_kernel: On a GPU, called before each kernel that is compiled (Metal), then before each
             kind of step of the warm-up, with the number done and the total, and after the last.
@@ -60,9 +51,10 @@ class Engine:
         tokenizer: mlx-lm's wrapper.
         max_model_len, vocab_size, generation_config, reasoning_format, hidden_size, labels,
             prompts, media_reason: See `EngineInfo`.
-        media: The processor of the model's media; None: it takes text only.
-        on_launch: Called with the number of tokens of each step that is launched, by the thread
-            that steps. It is for metrics and must be quick.
+        intake: Checks requests before they are added; any thread may use it.
+        media: The processor of the model's media; None if it takes text only.
+        on_launch: Called with the number of tokens of each launched step, on the thread that steps.
+            It is for metrics and must be quick.
     """
 
     def __init__(
@@ -73,92 +65,28 @@ class Engine:
         on_kernel: ops.OnKernel | None = None,
     ) -> None:
         self._guard = EngineGuard()
-        platform = Platform.current()
-        self.config = memory.with_step_tokens(
-            (config or EngineConfig()).for_model(
-                model_directory(model.name), model.config, classifies=model.head is not None
-            ),
-            platform,
-        )
+        parts = build_engine(model, config or EngineConfig(), on_kernel)
+        self.config = parts.config
         self.tokenizer = model.tokenizer
-        self.generation_config = model.generation_config
         self.vocab_size = model.vocab_size
-        self.media, self.media_reason = model.media, model.media_reason
-        if self.media is not None and self.config.mm_processor_kwargs:
-            self.media = self.media.with_options(self.config.mm_processor_kwargs)
-        generates = self.config.runner == "generate"
-        compiler: GrammarCompiler | None = None
-        if generates:  # It begins while the pools are made.
-            compiler = GrammarCompiler(
-                self.tokenizer,
-                model.vocab_size,
-                self.tokenizer.eos_token_ids,
-                timeout=self.config.structured_outputs_timeout,
-                cache_size=self.config.structured_outputs_cache_size,
-            )
-        self.reasoning_format = format_of(self.config.reasoning_parser, self.tokenizer)
-        paged = build.make_paged_model(model, self.config, platform)
-        limits = [model.max_model_len, paged.layout.max_context_len]
-        model_limit = min((n for n in limits if n is not None), default=None)
-        self.max_model_len = self.config.model_len(model_limit)
-        paged.limit_contexts(self.max_model_len)
-        kv_config = KVCacheConfig(paged.layout, self.config, self.max_model_len)
-        # A tokenizer may have more tokens than its model.
-        masks = SequenceMasks(0 if compiler is None else compiler.num_words)
-        self._runner = build.make_runner(paged, self.config, kv_config, model, masks)
-        self.hidden_size: int | None = getattr(self._runner, "hidden_size", None)
-        sizes, activations = memory.allocate_pools(
-            self._runner, kv_config, self.config, model_limit, model.media
-        )
-        self._cache_limit = memory.limit_buffer_cache(
-            activations, self.pool_bytes, 4 * self.config.max_num_seqs * model.vocab_size
-        )
-        prepare_kernels(paged, on_kernel)
-        memory.limit_run_ahead(platform)
-        if warm_up.is_needed(self.config, platform):
-            warm_up.warm_up(self._runner, self.config, self.max_model_len, on_kernel)
-        self._make_kv = partial(
-            KVManager,
-            sizes.num_blocks,
-            self.config.block_size,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-            windows=kv_config.window_specs(sizes),
-            states=kv_config.state_spec(sizes),
-        )
+        self.max_model_len = parts.max_model_len
+        self.generation_config = model.generation_config
+        self.reasoning_format = parts.reasoning_format
+        self.media, self.media_reason = parts.media, model.media_reason
+        self.hidden_size, self.labels = parts.hidden_size, parts.labels
+        self.prompts = parts.prompts
+        self._runner = parts.runner
+        self._make_kv = parts.make_kv
         self._kv = self._make_kv()
-        self._scheduler = Scheduler(
-            self.config.scheduler_config(
-                model_limit,
-                build.feature_bytes(model),
-                encodes_slowly=platform.on_cpu,
-            ),
-            self._kv,
-        )
+        self._scheduler = Scheduler(parts.scheduler_config, self._kv)
         self._executor: Executor = InProcessExecutor(self._runner)
-        self._columns = StepColumns(
-            masks, samples=generates, has_media=self._runner.media is not None
-        )
-        classifier = build.make_classifier(paged, model, self.config, self.tokenizer)
-        self.labels = () if classifier is None else classifier.head.labels
-        self.prompts = prompts_of(model_directory(model.name))
-        report = LogprobReport(self.tokenizer)
-        self._intake = Intake(
-            self.config,
-            self.tokenizer,
-            self.vocab_size,
-            reasoning_format=self.reasoning_format,
-            media=self.media,
-            compiler=compiler,
-            classifier=classifier,
-            hidden_size=self.hidden_size,
-            max_request_len=self.max_request_len,
-            max_model_len=self.max_model_len,
-            report=report,
-        )
-        self._output_processor = OutputProcessor(self._scheduler, report)
+        self._columns = parts.columns
+        self.intake = parts.make_intake(self.max_request_len)
+        self._output_processor = OutputProcessor(self._scheduler, parts.report)
         self._recovery = Recovery()
         self._in_flight: SchedulerOutput | None = None
         self.on_launch: Callable[[int], None] | None = None
+        self._cache_limit = parts.cache_limit
         self._num_steps = 0
         self._max_used_blocks = 0
         self._max_shared_blocks = 0
@@ -186,98 +114,22 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams | None,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        background: bool = False,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-        token_mask: TokenMask | None = None,
-        sink: UpdateSink | None = None,
-        media: Prepared | None = None,
+        params: SamplingParams | PoolingParams | None = None,
+        **options: Any,
     ) -> RequestOutput:
-        """Takes a request. Its output object is filled as the engine steps.
+        """Takes a request. Each step fills its output object.
 
         Args:
-            request_id: Unique among unfinished requests.
-            prompt_token_ids: At least one token; a list, or an array of integers.
-            params: How to choose tokens, and when to stop.
-            prompt: The text of the tokens, for the output.
-            priority, background, timeout, cache_salt, token_mask: See `EngineRequest`.
-            sink: Takes the request's updates as they are made, on the engine's thread.
-            media: The pictures, videos and sounds of the prompt, whose tokens are
-                `media.prompt.token_ids`.
+            request_id, prompt_token_ids, params, options: See `Intake.check`.
 
         Raises:
-            InvalidParameterError: An option of the wrong kind; an empty prompt; a token that the
-                model does not have, in the prompt or in `params`; a grammar that is invalid or
-                cannot be enforced; params that leave no token; the engine's runner is "pooling";
-                media that the model does not take, or that are not this prompt's; an item that must
-                be computed in one step, and no step is so large.
+            InvalidParameterError: See `Intake.check`.
             RequestTooLargeError: Prompt and answer could never fit.
             DuplicateRequestError: An unfinished request has this id.
             EngineOverloadedError: Too many sequences wait.
         """
         self._enter()
-        return self.add(
-            self._intake.check(
-                request_id,
-                prompt_token_ids,
-                request_options.params_of(params),
-                prompt=prompt,
-                priority=priority,
-                background=background,
-                timeout=timeout,
-                cache_salt=cache_salt,
-                token_mask=token_mask,
-                media=media,
-                sink=sink,
-            )
-        )
-
-    def add_pooling_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: PoolingParams | None = None,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        background: bool = False,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-        sink: UpdateSink | None = None,
-    ) -> RequestOutput:
-        """Takes a text to embed; `RequestOutput.pooled` is there when the request has ended.
-
-        Args:
-            params: How to pool. The caller truncates the prompt.
-            request_id, prompt_token_ids, prompt, priority, background, timeout, cache_salt, sink:
-                See `add_request`.
-
-        Raises:
-            InvalidParameterError: The engine's runner is "generate"; an option of the wrong kind;
-                an empty prompt; a token that the model does not have; more dimensions than the
-                model's hidden states have.
-            RequestTooLargeError: The prompt could never fit.
-            DuplicateRequestError: An unfinished request has this id.
-            EngineOverloadedError: Too many sequences wait.
-        """
-        self._enter()
-        return self.add(
-            self._intake.check(
-                request_id,
-                prompt_token_ids,
-                request_options.pooling_params_of(params),
-                prompt=prompt,
-                priority=priority,
-                background=background,
-                timeout=timeout,
-                cache_salt=cache_salt,
-                sink=sink,
-            )
-        )
+        return self.add(self.intake.check(request_id, prompt_token_ids, params, **options))
 
     def add(self, checked: CheckedRequest) -> RequestOutput:
         """Takes a request that `intake` has checked.
@@ -287,7 +139,7 @@ class Engine:
             EngineOverloadedError: See `add_request`.
         """
         self._enter()
-        state = self._intake.state_of(checked)
+        state = self.intake.state_of(checked)
         with self._guard.lock:
             self._refuse_within_call()
             with self._guard.busy:
@@ -298,29 +150,14 @@ class Engine:
                 self._recovery.is_whole = False
                 try:
                     self._scheduler.add(state.request)
-                except MlxPagedError:  # refused, and nothing has changed
+                except MlxPagedError:  # It was refused, and nothing has changed.
                     self._recovery.is_whole = True
                     raise
-                self._intake.attach(state, checked)
+                self.intake.attach(state, checked)
                 # From here on the request is in.
                 self._output_processor.request_states[checked.request_id] = state
                 self._recovery.is_whole = True
         return state.output
-
-    @property
-    def intake(self) -> Intake:
-        """Checks requests before they are added; any thread may use it."""
-        return self._intake
-
-    @property
-    def grammar_compiler(self) -> GrammarCompiler:
-        """See `Intake.grammar_compiler`."""
-        return self._intake.grammar_compiler
-
-    @property
-    def scores_pairs(self) -> bool:
-        """True if it scores pairs of texts and makes no embeddings."""
-        return len(self.labels) == 1
 
     def request_state(self, request_id: str) -> RequestState | None:
         """Returns the engine's state of an unfinished request."""
@@ -331,10 +168,10 @@ class Engine:
         return list(self._output_processor.request_states.values())
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request; what it computed stays cached. Returns whether it was there.
+        """Ends a request; the prefix cache keeps its blocks. Returns True if it was unfinished.
 
-        While a step runs, of another thread or of this one (a garbage collection may close a stream
-        there), this does not wait for it: the request ends before the next one.
+        This never waits for a running step. During one, on this thread (a garbage collection may
+        close a stream) or another, the request is only marked, and ends before the next step.
         """
         self._enter()
         if self.is_busy:
@@ -358,7 +195,7 @@ class Engine:
         self._enter()
         with self._guard.lock:
             if self.is_busy:
-                return  # (within a step)
+                return  # called within a step
             with self._guard.busy:
                 self._begin()
                 while self._in_flight is not None and not self._scheduler.has_unfinished:
@@ -386,16 +223,16 @@ class Engine:
         return not self._recovery.is_whole and not self.is_busy
 
     def recover(self) -> bool:
-        """Repairs the engine after an exception out of a call; every later call does so itself.
+        """Repairs the engine after an exception out of a call. Every later call does so itself.
 
-        Steps in flight are given up. Scheduler, block tables and prefix cache are made anew, and
-        the unfinished requests wait in them with the tokens that their answers have: they go on,
-        and their tokens are computed again. The one whose answer was just being changed ends with
-        `finish_reason` "error"; and so do all that have run, where a second step in a row raised an
-        `Exception`. The pools keep their memory.
+        Steps in flight are abandoned. Scheduler, block tables and prefix cache are rebuilt. The
+        unfinished requests wait with the tokens that their answers have, and these are recomputed.
+        The request whose answer was being changed ends with `finish_reason` "error". If a second
+        step in a row raised an `Exception`, so do all requests that have run. The pools keep their
+        memory.
 
         Returns:
-            Whether there was anything to repair.
+            True if there was anything to repair.
         """
         self._enter()
         with self._guard.lock:
@@ -409,8 +246,8 @@ class Engine:
             guard.refuse()
 
     def _refuse_within_call(self) -> None:
-        """Refuses a call from within a call: a sink, a token mask or `on_launch` made it."""
-        if self.is_busy:  # (by this thread, as it has the lock)
+        """Refuses a call from within a call, by a sink, a token mask or `on_launch`."""
+        if self.is_busy:  # by this thread, because it holds the lock
             raise RuntimeError("an engine was called from within its own step")
 
     def _begin(self) -> None:
@@ -442,11 +279,11 @@ class Engine:
     def step(self) -> list[SequenceUpdate]:
         """Runs one step; returns what the sequences gained.
 
-        With overlap, the next step is planned and launched before the tokens of the one in flight
-        are read, so the device does not wait for the host.
+        With async scheduling, the next step is planned and launched before the tokens of the one in
+        flight are read, so the device does not wait for the host.
 
-        A fault of the model or the device ends only the sequences it affects (`InProcessExecutor`).
-        See `recover` for what any other exception does.
+        A fault of the model or the device ends only the sequences it affects, see
+        `InProcessExecutor`. For other exceptions, see `recover`.
         """
         self._enter()
         with self._guard.lock:
@@ -536,17 +373,17 @@ class Engine:
 
     @property
     def max_request_len(self) -> int:
-        """Most tokens of prompt and answer that can be served: by the model and by the pool."""
-        # (The token that ends a prompt to be pooled is no part of it.)
+        """Maximum tokens of prompt and answer together, limited by the model and by the pool."""
+        # The extra token that ends a pooled prompt does not count.
         return self._scheduler.max_total_tokens - (self.config.runner == "pooling")
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools; parts that were never written may take no physical memory."""
+        """Bytes of all pools. Parts that were never written may take no physical memory."""
         return sum(pool.nbytes for pool in self._runner.model.pools())
 
     def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix; returns how many blocks that were."""
+        """Forgets every cached prefix; returns the number of blocks."""
         self._enter()
         with self._guard.lock:
             self._refuse_within_call()

@@ -30,10 +30,10 @@ _MOST_FAILURES = 3
 
 
 class EngineThread:
-    """Runs calls from other threads between an engine's steps, and delivers what steps return.
+    """Runs other threads' calls between an engine's steps, and delivers the steps' updates.
 
     Args:
-        make_engine: called on the thread.
+        make_engine: Called on the thread.
 
     Attributes:
         ready: Done when the engine was made, or could not be made.
@@ -50,12 +50,12 @@ class EngineThread:
         self._num_failures = 0  # in a row
         self._pid = os.getpid()
         # Reentrant: a stream that is garbage-collected while this thread holds it aborts itself.
-        # (`with self._lock`, and not `with self._changed`: an exception from outside cannot leave
-        # an interpreter's lock locked.)
+        # The code says `with self._lock`, not `with self._changed`, because an exception from
+        # outside cannot leave an interpreter's lock locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stop_at: float | None = None
-        self._sleepers: list[Channel] = []  # whose readers are to be woken; this thread's only
+        self._sleepers: list[Channel] = []  # whose readers must be woken; only for this thread
         self._thread = threading.Thread(target=self._run, name="mlx-paged-engine", daemon=True)
 
     # From any thread.
@@ -65,11 +65,11 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Has a function called before the next step.
+        """Schedules a function to run before the next step.
 
         Raises:
-            EngineDeadError: the engine stopped, or stops.
-            ForkedProcessError: in a child of the process that made the engine.
+            EngineDeadError: The engine has stopped, or is stopping.
+            ForkedProcessError: This is a child of the process that made the engine.
         """
         future: Future[T] = Future()
         self._check_process()
@@ -83,15 +83,15 @@ class EngineThread:
         return future
 
     def abort(self, request_id: str, channel: Channel) -> None:
-        """Ends a request whose reader has gone; never waits."""
+        """Ends a request whose reader has gone. Never waits."""
 
         def leave(engine: Engine) -> None:
             state = engine.request_state(request_id)
-            if state is not None and state.sink is channel:  # (the id may be used again)
+            if state is not None and state.sink is channel:  # Another request may use the id now.
                 engine.abort(request_id)
 
         if os.getpid() != self._pid:
-            return  # (a child drops the stream that it inherited)
+            return  # A child drops a stream that it inherited.
         with self._lock:
             if self.dead is None:
                 self._calls.append((leave, Future()))
@@ -139,7 +139,7 @@ class EngineThread:
         except BaseException as error:
             reason, failure = reason_of(error), error
             expected = isinstance(error, MlxPagedError)
-            if expected and not self.ready.done():  # (a wrong model: the error says all)
+            if expected and not self.ready.done():  # For an unusable model, the error says it all.
                 logger.critical("%s", error)
             else:
                 traceback = None if expected else error
@@ -164,16 +164,16 @@ class EngineThread:
                     self._wake_readers()
                 return
             except BaseException as error:
-                gc_pause.resume_gc()  # (it may have come before the step's own end)
+                gc_pause.resume_gc()  # The exception may have skipped the step's own call.
                 self._num_failures += 1
                 if self._num_failures >= _MOST_FAILURES:
                     raise
                 logger.exception("the engine goes on after %s", reason_of(error))
 
     def _take_calls(self) -> bool:
-        """Runs the pending calls, and waits while there is nothing to do; false: stop.
+        """Runs the pending calls, and waits while there is nothing to do. Returns False to stop.
 
-        A call that is broken off is run once more: all of them may be.
+        An interrupted call runs once more, so every call must tolerate that.
         """
         with self._lock:
             while not (
@@ -211,7 +211,7 @@ class EngineThread:
         for channel in self._sleepers:
             by_loop.setdefault(channel.loop, []).append(channel)
         closed = [loop for loop, channels in by_loop.items() if not _wake(loop, channels)]
-        self._sleepers.clear()  # (last: to be woken twice does no harm)
+        self._sleepers.clear()  # Last, because waking a reader twice does no harm.
         if closed:
             for state in self.engine.request_states():
                 # These will never be read.
@@ -233,7 +233,7 @@ class EngineThread:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, channels: list[Channel]) -> bool:
-    """Wakes readers on their loop; false where that is closed."""
+    """Wakes readers on their loop; returns False if the loop is closed."""
 
     def wake() -> None:
         for channel in channels:
@@ -249,8 +249,8 @@ def _wake(loop: asyncio.AbstractEventLoop, channels: list[Channel]) -> bool:
 def _await_system_thread(native_id: int | None) -> None:
     """Waits until the operating system's thread has ended, slightly later than Python's.
 
-    Until then it destroys MLX's thread-local objects, for which it takes the GIL. During
-    interpreter shutdown that would abort the process.
+    Until then, it destroys MLX's thread-local objects, for which it takes the GIL. During
+    interpreter shutdown, that would abort the process.
     """
     if not sys.platform.startswith("linux"):
         time.sleep(0.02)

@@ -1,9 +1,9 @@
 """Executor: runs the batches of steps. InProcessExecutor runs them on this process's device.
 
 A fault ends only the sequences that it affects. The sequences of a step are independent: none
-writes what another reads, and writing the same keys and values to the same slots twice changes
-nothing. So a step that failed is run again in parts (`engine.step_parts`). The scheduler does not
-see this: it planned one step and gets that step's tokens.
+writes what another one reads, and writing the same keys and values to the same slots twice is
+harmless. So a failed step runs again in parts (`engine.step_parts`). The scheduler does not notice:
+it planned one step and gets that step's tokens.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from mlx_paged.engine.step_parts import Part, add_results, cut, halves, is_state
 
 logger = logging.getLogger(__name__)
 
-# Steps without a fault after which a limit set by a lack of memory is doubled.
+# Number of good steps after which a limit set by a lack of memory doubles.
 _STEPS_UNTIL_LARGER = 64
 
 
 class Executor(Protocol):
-    """Runs batches in the order in which they are launched.
+    """Runs batches in the order of their launches.
 
     Attributes:
-        num_faults: Steps, or parts of them, that failed.
+        num_faults: Steps, or parts of steps, that failed.
     """
 
     num_faults: int
 
     def launch(self, batch: StepBatch) -> None:
-        """Starts a step and returns at once; its inputs may be tokens of the step before."""
+        """Starts a step and returns immediately. It may use tokens of the step before."""
 
     def read(self) -> StepResult:
         """Waits for the oldest step that has not been read, and returns its results.
@@ -60,9 +60,8 @@ class PendingStep:
     """A step that has not been read.
 
     Attributes:
-        launched: The step on the device; None where it failed or was too large, and has yet to run
-            in parts.
-        result: Its results, where it ran in parts before it was read.
+        launched: The step on the device; None if it failed or was too large, and must run in parts.
+        result: Its results, if it ran in parts before it was read.
     """
 
     batch: StepBatch
@@ -74,14 +73,14 @@ class InProcessExecutor:
     """Runs batches with a `ModelRunner`, on the calling thread.
 
     Attributes:
-        max_rows: Most rows of one launch, since memory ran out; None: any number.
-        num_faults: Steps, or parts of them, that failed.
+        max_rows: Maximum rows of one launch after memory ran out; None means no limit.
+        num_faults: Steps, or parts of steps, that failed.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._wait_actively = ActiveWait(runner.model.platform)
-        self._thread = threading.current_thread()  # that launched what is pending
+        self._thread = threading.current_thread()  # the one that launched the pending steps
         self._pending: deque[PendingStep] = deque()
         self._read: PendingStep | None = None  # the step read last
         self._num_good_steps = 0
@@ -95,7 +94,7 @@ class InProcessExecutor:
         step = PendingStep(batch)
         before = self._pending[-1] if self._pending else None
         if before is not None and before.launched is None and before.result is None:
-            # It has yet to run, and this step's inputs are its tokens.
+            # The step before must run in parts first, because this step's inputs are its tokens.
             before.result = self._run_in_parts(before)
         self._pending.append(step)
         if self.max_rows is not None and batch.num_tokens > self.max_rows:
@@ -108,7 +107,7 @@ class InProcessExecutor:
                 previous = before.launched or _known_tokens(before)
             step.launched = self._runner.launch(batch, previous)
         except Exception as error:
-            if not isinstance(error, RejectedItem):  # (it is no fault of the device)
+            if not isinstance(error, RejectedItem):  # That is no fault of the device.
                 self._note(error, batch.num_tokens)
 
     def read(self) -> StepResult:
@@ -136,8 +135,8 @@ class InProcessExecutor:
     def _enter_thread(self) -> None:
         """Waits for steps that another thread launched.
 
-        MLX's streams belong to threads: an operation of this one's stream must not wait for what
-        another one's has in flight. (`read` finds out whether they failed.)
+        MLX's streams belong to threads. An operation on this thread's stream must not wait for
+        work in flight on another thread's. `read` finds out whether those steps failed.
         """
         thread = threading.current_thread()
         if thread is self._thread:
@@ -157,15 +156,15 @@ class InProcessExecutor:
         except Exception as error:
             self._note(error, step.batch.num_tokens)
             self._runner.abandon(step.launched)
-            for following in self._pending:  # they were built on it, and run when they are read
+            for following in self._pending:  # They use its tokens, so they run when they are read.
                 following.launched = None
             return None
 
-    # Steps that failed, or that are too large for the memory there is.
+    # Steps that failed, or that are too large for the memory.
 
     def _run_in_parts(self, step: PendingStep) -> StepResult:
-        """Runs a step at once, cut in two wherever it fails, until what fails is one sequence's,
-        twice."""
+        """Runs a step synchronously, and halves each part that fails, until one sequence has failed
+        alone twice."""
         batch = step.batch
         result = StepResult([[] for _ in batch.seq_ids])
         parts = [whole(batch, set() if self._read is None else _ended(self._read, batch))]
@@ -234,11 +233,11 @@ class InProcessExecutor:
             self._num_good_steps = 0
             self.max_rows *= 2
             if self.max_rows >= self._rows_too_many:
-                self.max_rows = None  # there may be more memory by now
+                self.max_rows = None  # There may be more memory by now.
 
 
 def _known_tokens(step: PendingStep) -> KnownTokens:
-    """The tokens of a step with results; 0 where there is none: that sequence has ended."""
+    """Returns the tokens of a step with results; 0 for a sequence that has ended."""
     assert step.result is not None
     found = [
         tokens[-1] if tokens else 0

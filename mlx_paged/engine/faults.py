@@ -15,7 +15,7 @@ NO_PERMITTED_TOKEN = (
 HIDDEN_NOT_FINITE = "its hidden states are not finite (NaN or infinite)"
 OVERFLOW = "its logits overflow with its penalties"
 
-#: Those that are the model's: its keys and values may be just as wrong.
+#: Faults of the model, whose keys and values may be wrong, too.
 POISONS = frozenset({NOT_A_NUMBER, INFINITE, HIDDEN_NOT_FINITE})
 
 # MLX raises plain RuntimeErrors; its allocators and drivers use these words.
@@ -32,11 +32,11 @@ _OUT_OF_MEMORY = (
 
 
 def why_no_token(model_largest: float, largest: float) -> str:
-    """Why there is no token for a row of logits.
+    """Returns why a row of logits yields no token.
 
     Args:
-        model_largest: the row's largest logit as the model gave it, or NaN.
-        largest: the same after its edits.
+        model_largest: The row's largest logit before edits, or NaN.
+        largest: The row's largest logit after edits.
     """
     if math.isnan(model_largest):
         return NOT_A_NUMBER
@@ -52,7 +52,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if MLX could not allocate memory for a computation; a smaller one may still run."""
+    """Returns True if MLX could not allocate memory. A smaller computation may still run."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY)
 

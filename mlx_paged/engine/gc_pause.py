@@ -1,9 +1,9 @@
-"""Python's garbage collection waits while a step is built, and comes between two steps.
+"""Pauses Python's garbage collection while a step is built, and lets it run between steps.
 
-A step makes thousands of objects that the next one frees. The collector counts them, and would walk
-them, and now and then everything that the process has, while the device waits for the step: at 32
-sequences that cost 1.7 of 6.4 ms. Between two steps most of them are gone, nothing asks for a
-collection, and one that comes all the same takes no time of the device, which runs the next step.
+A step allocates thousands of objects that the next step frees. The collector counts them, and now
+and then walks everything in the process while the device waits: 1.7 of 6.4 ms at 32 sequences.
+Between two steps, most of them are gone and nothing triggers a collection. If one runs anyway, the
+device is busy with the next step and loses no time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import threading
 from types import TracebackType
 
-# Reentrant: a stream that is garbage-collected while this thread holds it lets go, too.
+# Reentrant: a stream that is garbage-collected while this thread holds it takes it, too.
 _lock = threading.RLock()
 _threads: set[int] = set()  # that are in a step
 _was_enabled = True  # before the first of them
@@ -26,20 +26,20 @@ def _hold_back() -> None:
     with _lock:
         if not _threads:
             _was_enabled = gc.isenabled()
-        # (Before: what comes in between, as an exception or a collection, lets go. It may have.)
+        # Registered before, because an exception or a collection in between releases the pause.
         _threads.add(this)
         gc.disable()
         _threads.add(this)
 
 
 def resume_gc() -> None:
-    """Ends what this thread holds back, if anything: also after a step that was broken off."""
+    """Ends this thread's pause, if any, including that of an interrupted step."""
     this = threading.get_ident()
     with _lock:
         if this in _threads:
             if _was_enabled and len(_threads) == 1:
                 gc.enable()
-            _threads.discard(this)  # (last: where that was broken off, the next call does it)
+            _threads.discard(this)  # Last, so that the next call finishes an interrupted one.
 
 
 class _Pause:
@@ -56,10 +56,10 @@ _pause = _Pause()
 
 
 def gc_paused() -> contextlib.AbstractContextManager[None]:
-    """Pauses collections, around a step.
+    """Pauses collections around a step.
 
-    Of several threads the last one to leave lets collections come again. A process that switched
-    them off keeps them off.
+    The last of several threads to leave re-enables them. If the process had disabled collections,
+    they stay disabled.
     """
     return _pause
 

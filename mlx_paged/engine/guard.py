@@ -1,4 +1,4 @@
-"""EngineGuard: who may enter an engine. One thread at a time, not after a fork, not at the exit."""
+"""EngineGuard: one thread at a time in an engine, none after a fork or during the exit."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mlx_paged.errors import ForkedProcessError
 # Seconds that the interpreter's exit waits for a call that another thread has begun.
 _EXIT_TIMEOUT = 60.0
 
-_user: int | None = None  # the process that made the first engine, or store of the drop-in
+_user: int | None = None  # the process that made the first engine or the drop-in's store
 
 
 def check_process() -> None:
     """Refuses to work in a child of a process that has used MLX.
 
-    `fork` copies the thread that calls it and none of MLX's: whatever waits for those waits for
-    ever.
+    `fork` copies only the calling thread, so anything that waits for MLX's threads would wait
+    forever.
 
     Raises:
-        ForkedProcessError: in such a child.
+        ForkedProcessError: This is such a child.
     """
     if _user is not None and _user != os.getpid():
         raise ForkedProcessError(_user)
@@ -52,14 +52,14 @@ class EngineGuard:
         with guard.lock, guard.busy:
             ...
 
-    (Both are locks of the interpreter, and this is no context manager of our own, because an
-    exception that comes from outside cannot leave one of those locked.)
+    Callers use the interpreter's own locks, not a context manager of ours, because an exception
+    from outside cannot leave those locked.
 
     Attributes:
         lock: Reentrant; held by the thread whose call runs.
         busy: Held while a call changes the engine.
         pid: The process that made the engine.
-        is_closed: Whether the interpreter is about to exit.
+        is_closed: True if the interpreter is about to exit.
     """
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class EngineGuard:
         _guards.add(self)
 
     def refuse(self) -> None:
-        """Keeps a call out, where it may not enter.
+        """Refuses a call.
 
-        Does not return to a thread that calls while another one lets the interpreter exit: a thread
-        that is in MLX then would abort the process.
+        At the interpreter's exit, this never returns to a thread other than the exiting one,
+        because a thread inside MLX would then abort the process.
 
         Raises:
-            ForkedProcessError: in a child of the process that made the engine.
+            ForkedProcessError: This is a child of the process that made the engine.
         """
         if os.getpid() != self.pid:
             raise ForkedProcessError(self.pid)

@@ -123,7 +123,7 @@ class Intake:
         self,
         request_id: str,
         prompt_token_ids: SequenceOf[int],
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         prompt: str | None = None,
         priority: int = 0,
@@ -138,14 +138,27 @@ class Intake:
         """Checks a request, and copies its tokens. Any thread may call it; it may take long.
 
         Args:
-            request_id, prompt_token_ids, ...: See `Engine.add_request`. `core.Request` checks those
-                that the scheduler works with.
+            request_id: Unique among unfinished requests.
+            prompt_token_ids: At least one token; a list, or an array of integers. A prompt to be
+                pooled is truncated by the caller.
+            params: How to choose tokens and when to stop, or how to pool; None: the defaults of the
+                engine's runner.
+            prompt: The text of the tokens, for the output.
+            priority, background, timeout, cache_salt, token_mask: See `EngineRequest`.
+            media: The pictures, videos and sounds of the prompt, whose tokens are
+                `media.prompt.token_ids`.
             grammar: The grammar of `params.structured_outputs`, if it was compiled before.
+            sink: Takes the request's updates as they are made, on the engine's thread.
 
         Raises:
-            InvalidParameterError, RequestTooLargeError: See `Engine.add_request` and
-                `Engine.add_pooling_request`.
+            InvalidParameterError: An option of the wrong kind; parameters for the other runner; a
+                token that the model does not have, in the prompt or in `params`; a grammar that is
+                invalid or cannot be enforced; params that leave no token; media that the model does
+                not take, or that are not this prompt's; more dimensions than the model's hidden
+                states have. (`state_of` checks the options that the scheduler works with.)
+            RequestTooLargeError: A prompt to be pooled could never fit.
         """
+        params = request_options.params_for_runner(params, self._config.runner)
         pools = isinstance(params, PoolingParams)
         self._require_runner("pooling" if pools else "generate")
         if media is not None:

@@ -10,12 +10,12 @@ from mlx_paged.core.kv.specs import SLOTS_PER_SEQUENCE
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.model.layout import CacheLayout, KVCacheGroupSpec
 
-# Assumed length of a sequence, or a few windows, where the configuration does not give one.
+# Assumed length of a sequence, or a few windows, if the configuration has none.
 _TYPICAL_CONTEXT_LEN = 4096
 _TYPICAL_WINDOWS = 4
 _LEAST_SNAPSHOTS = 4
-# Most blocks of full attention, and most where no layer sees everything: there they cost no pool
-# memory, but every cached prefix has nodes of the prefix tree.
+# Maximum blocks of full attention, and the same if no layer sees everything. Those cost no pool
+# memory, but every cached prefix has nodes in the prefix tree.
 _MOST_BLOCKS = 1 << 20
 _MOST_BLOCKS_WITHOUT_LAYERS = 1 << 14
 
@@ -42,7 +42,7 @@ class KVCacheConfig:
         self._layout = layout
         self._config = config
         self._block_size = config.block_size
-        # (Dense copies are made of whole tables.)
+        # Dense copies are made of whole tables.
         is_one = layout.mode.is_gathered or config.disable_hybrid_kv_cache_manager
         reaches = () if is_one else layout.reaches
         self.windows = tuple(
@@ -66,7 +66,7 @@ class KVCacheConfig:
         if not self.windows and not self._layout.has_states:
             return PoolSizes(num_blocks)
         num_sequences = -(-num_blocks // self._typical_blocks)
-        step = self._blocks_for(self._config.step_tokens)  # one prompt's, at least
+        step = self._blocks_for(self._config.step_tokens)  # at least those of one prompt
         views = [self._view_blocks(reach) for reach in self.windows]
         windows = tuple(
             min(num_blocks, 1 + max(view, step + self._typical_share(num_blocks, view)))
@@ -79,7 +79,7 @@ class KVCacheConfig:
         return PoolSizes(num_blocks, windows, num_slots)
 
     def num_bytes(self, num_blocks: int) -> int:
-        """Bytes of all pools that go with a full group of `num_blocks` blocks."""
+        """Returns the bytes of all pools that go with a full group of `num_blocks` blocks."""
         sizes = self.sizes(num_blocks)
         blocks = self.blocks_by_reach(sizes)
         of_blocks = sum(n * self._layout.bytes_per_token(reach) for reach, n in blocks.items())
@@ -87,7 +87,7 @@ class KVCacheConfig:
         return of_blocks * self._block_size + of_slots
 
     def most_blocks(self, num_bytes: int) -> int:
-        """Blocks of the full group such that all pools together take at most `num_bytes` bytes."""
+        """Returns the blocks of the full group so that all pools take at most `num_bytes` bytes."""
         return bisect_right(range(1 + self._most_blocks), num_bytes, key=self.num_bytes) - 1
 
     def blocks_by_reach(self, sizes: PoolSizes) -> dict[KVCacheGroupSpec, int]:
@@ -111,7 +111,7 @@ class KVCacheConfig:
         return -(-num_tokens // self._block_size)
 
     def _view_blocks(self, reach: KVCacheGroupSpec) -> int:
-        """Most blocks that a row sees."""
+        """Maximum blocks that a row sees."""
         return self._blocks_for((_span(reach) or 0) - 1) + 1
 
     def _typical_share(self, num_blocks: int, per_sequence: int) -> int:
@@ -120,5 +120,5 @@ class KVCacheConfig:
 
 
 def _span(reach: KVCacheGroupSpec) -> int | None:
-    """Most tokens that a row sees; None: all."""
+    """Returns the maximum tokens that a row sees; None means all."""
     return reach.window if reach.window is not None else reach.chunk

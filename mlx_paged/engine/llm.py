@@ -197,7 +197,7 @@ class LLM:
 
         Raises:
             InvalidParameterError: the runner is "generate", or the model classifies; see also
-                `Engine.add_pooling_request`.
+                `PoolingParams`.
             StepError: the model failed on one of them.
         """
         given = self.engine.config.pooler_config
@@ -272,7 +272,7 @@ class LLM:
         if len(self.engine.labels) > 1:
             expected = "one of a single class, or one that makes embeddings"
             raise InvalidParameterError("model", expected, self.engine.labels)
-        if self.engine.scores_pairs:
+        if self.engine.info.scores_pairs:
             texts = [
                 joined(self.tokenizer, sides[0][i], sides[1][j], chat_template) for i, j in pairs
             ]
@@ -405,7 +405,7 @@ class LLM:
             request_id = str(next(self._ids))
             call.request_ids.append(request_id)  # (as in `_add`)
             with self._turn:
-                output = self.engine.add_pooling_request(request_id, tokens, params, prompt=text)
+                output = self.engine.add_request(request_id, tokens, params, prompt=text)
             call.outputs.append(output)
 
     def _step(self) -> None:

@@ -31,7 +31,7 @@ from support.parity import family_model
 from support.plain import plain_caches
 
 from mlx_paged import LLM, LoadedModel, PoolingParams, SamplingParams, ops
-from mlx_paged.engine import engine as engine_module
+from mlx_paged.engine import build
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.memory import physical_memory
@@ -165,7 +165,7 @@ def test_a_vector_does_not_depend_on_its_company(which: str, request) -> None:
 def test_preempted_prompts_are_pooled_anew(family: str, kind: dict[str, str]) -> None:
     llm = LLM(loaded(family), **OPTIONS, pooler_config=kind)
     engine, scheduler = llm.engine, llm.engine._scheduler
-    outputs = [engine.add_pooling_request(str(i), p) for i, p in enumerate(prompts())]
+    outputs = [engine.add_request(str(i), p) for i, p in enumerate(prompts())]
     for _ in range(3):
         engine.step()
         for seq in scheduler.running.items.copy()[:2]:
@@ -199,7 +199,7 @@ def test_a_step_that_fails_is_pooled_in_parts(kind, message: str, monkeypatch) -
 def test_an_engine_that_recovers_goes_on_pooling(monkeypatch) -> None:
     llm = LLM(loaded("qwen3"), **OPTIONS, pooler_config=MEAN)
     engine = llm.engine
-    outputs = [engine.add_pooling_request(str(i), p) for i, p in enumerate(prompts())]
+    outputs = [engine.add_request(str(i), p) for i, p in enumerate(prompts())]
     for _ in range(3):
         engine.step()
     monkeypatch.setattr(engine._executor, "read", None)
@@ -222,7 +222,7 @@ def test_states_that_are_no_numbers_end_their_prompt_only(kind: dict[str, str]) 
     llm = LLM(model, **OPTIONS, pooler_config=kind)
     engine = llm.engine
     good = [[t if t != bad else bad + 1 for t in prompt] for prompt in prompts()]
-    outputs = [engine.add_pooling_request(str(i), p) for i, p in enumerate([*good, [1, bad, 2]])]
+    outputs = [engine.add_request(str(i), p) for i, p in enumerate([*good, [1, bad, 2]])]
     while engine.has_unfinished:
         engine.step()
     *fine, failed = outputs
@@ -365,10 +365,10 @@ def test_each_runner_refuses_the_other_ones_work(embedded_llm: LLM) -> None:
 
 def test_requests_of_an_aborted_call_leave_nothing(embedded_llm: LLM) -> None:
     engine = embedded_llm.engine
-    output = engine.add_pooling_request("gone", list(range(500)))
+    output = engine.add_request("gone", list(range(500)))
     engine.step()
     assert engine.abort("gone") and output.pooled is None
-    late = engine.add_pooling_request("late", [1, 2, 3], timeout=0.0)
+    late = engine.add_request("late", [1, 2, 3], timeout=0.0)
     while engine.has_unfinished:
         engine.step()
     assert late.outputs[0].finish_reason == "timeout" and late.pooled is None
@@ -556,7 +556,7 @@ def test_a_reranker_says_yes_as_its_logits_do(reranker: LLM) -> None:
 
 
 def test_a_reranker_embeds_nothing(reranker: LLM, embedded_llm: LLM) -> None:
-    assert reranker.engine.config.runner == "pooling" and reranker.engine.scores_pairs
+    assert reranker.engine.config.runner == "pooling" and reranker.engine.info.scores_pairs
     with pytest.raises(InvalidParameterError, match="classifier_from_token must be None to embed"):
         reranker.embed("x")
     with pytest.raises(InvalidParameterError, match="dimensions must be None"):
@@ -618,15 +618,13 @@ def test_a_word_of_several_tokens_is_refused() -> None:
 def test_an_engine_that_pools_has_no_grammars(monkeypatch) -> None:
     """A large vocabulary's take seconds of its start, and memory."""
     made = []
-    monkeypatch.setattr(
-        engine_module, "GrammarCompiler", lambda *_, **__: made.append("a compiler")
-    )
+    monkeypatch.setattr(build, "GrammarCompiler", lambda *_, **__: made.append("a compiler"))
     llm = LLM(embedded_twin(), runner="pooling", num_gpu_blocks_override=64)
     assert not made
     wanted = SamplingParams(structured_outputs={"choice": ["a"]}, max_tokens=1)
     for ask in (
         lambda: llm.generate("x", wanted),
-        lambda: llm.engine.grammar_compiler,
+        lambda: llm.engine.intake.grammar_compiler,
     ):
         with pytest.raises(InvalidParameterError, match="runner must be 'generate'"):
             ask()

@@ -370,7 +370,7 @@ def test_a_grammar_that_fails_ends_its_answer_only(llm: LLM) -> None:
             words.fill(0)
 
     engine = llm.engine
-    broken = engine.grammar_compiler.compile(SamplingParams(
+    broken = engine.intake.grammar_compiler.compile(SamplingParams(
         structured_outputs={"json": SCHEMAS[0]}).structured_outputs)  # type: ignore[arg-type]  # fmt: skip
     with mock.patch.object(GrammarMatcher, "end_mask", fails):
         outputs = llm.generate(["a", "b"], [PARAMS[0], PARAMS[1]])

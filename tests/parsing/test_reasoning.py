@@ -182,7 +182,7 @@ def test_a_grammar_begins_where_the_reasoning_ends(
     tokens = answer(llm, OUTSIDE + "<think>\n", seed=seed, logit_bias={end: 7.0, start: -100})
     at = tokens.index(end)
     assert valid(llm, tokens[at + 1 :])
-    eos = set(llm.engine.grammar_compiler.eos_token_ids)
+    eos = set(llm.engine.intake.grammar_compiler.eos_token_ids)
     assert not eos.intersection(tokens)
 
 
@@ -199,7 +199,7 @@ def test_an_answer_may_begin_with_reasoning_or_not(llm: LLM, markers: tuple[int,
 
 def test_no_answer_ends_in_its_reasoning(llm: LLM, markers: tuple[int, int]) -> None:
     _, end = markers
-    [eos, *_] = llm.engine.grammar_compiler.eos_token_ids
+    [eos, *_] = llm.engine.intake.grammar_compiler.eos_token_ids
     bias = {eos: 100}
     tokens = answer(llm, OUTSIDE + "<think>", seed=1, logit_bias=bias, thinking_token_budget=9)
     assert tokens[9] == end and eos not in tokens and valid(llm, tokens[10:])

@@ -91,7 +91,7 @@ def test_references_that_stand_for_any_number_of_schemas_are_refused(server) -> 
 
 @pytest.mark.parametrize("is_tool", [True, False])
 def test_a_schema_that_takes_long_to_prepare_holds_nothing_up(server, is_tool: bool) -> None:
-    compiler = server.engine.engine.grammar_compiler
+    compiler = server.engine.engine.intake.grammar_compiler
     finish, begun = threading.Event(), threading.Event()
     prepare_schema = turn.prepare_schema
 

@@ -120,7 +120,7 @@ def test_tools_of_agents(server) -> None:
 
 def test_a_schema_that_takes_for_ever_is_refused_and_others_are_answered(server) -> None:
     """(LM Studio #824: a compile at 100% CPU for ever.)"""
-    compiler = server.engine.engine.grammar_compiler
+    compiler = server.engine.engine.intake.grammar_compiler
     compile_grammar = GrammarCompiler._compile
     finish, begun = threading.Event(), threading.Event()
     compiler.compile(StructuredOutputs(choice=["yes", "no"]))  # (that is within any limit then)
