@@ -51,18 +51,18 @@ from mlx_paged.ops import OnKernel
 Prompt = str | Sequence[int] | Mapping[str, Any] | TextWithMedia
 Message = Mapping[str, Any]
 
-# Seconds after which a thread looks whether another one's steps have served it.
+# Seconds between two checks of whether another thread's steps have finished this call.
 _TURN = 0.001
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]
 
 
 class LLM:
-    """A model with an engine around it.
+    """A model with its engine, for scripts.
 
-    Several threads may call it: their requests run in the same steps. Ctrl-C, or any other
-    exception, ends the requests of the call that it leaves; the next call works
-    (`Engine.recover`). A process made by `fork` cannot use it, and says so.
+    Several threads may call it; their requests share steps. Ctrl-C, or any other exception, ends
+    the requests of its call, and the next call works (`Engine.recover`). A child process made by
+    `fork` cannot use it and gets `ForkedProcessError`.
 
     Example:
         >>> llm = LLM()
@@ -70,14 +70,14 @@ class LLM:
         >>> print(output.outputs[0].text)
 
     Args:
-        model: a directory in mlx-lm's format, a Hugging Face id, or a model already loaded; None:
-            the model embedded in this package.
-        dtype: see `mlx_paged.load`.
-        on_kernel: see `Engine`.
-        options: fields of `EngineConfig`.
+        model: A directory in mlx-lm's format, a Hugging Face id, or a loaded model. None means the
+            model embedded in this package.
+        dtype: See `mlx_paged.load`.
+        on_kernel: See `Engine`.
+        options: Fields of `EngineConfig`.
 
     Raises:
-        ModelLoadError, UnsupportedModelError: see `mlx_paged.load`.
+        ModelLoadError, UnsupportedModelError: See `mlx_paged.load`.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class LLM:
         check_process()
         config = EngineConfig(**options)
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
-        # (No `gc.freeze` as on the engine's thread: it would affect the whole process, and
-        # keep an `LLM` that is dropped. `gc_pause` keeps collections out of steps.)
+        # No `gc.freeze` as on `AsyncEngine`'s thread: it would affect the whole process and keep a
+        # dropped `LLM` alive. `gc_pause` keeps collections out of steps.
         self.engine = Engine(loaded, config, on_kernel=on_kernel)
         self._ids = itertools.count()
         self._turn = threading.RLock()  # held by a thread that waits to add a request
-        self._left: deque[_Call] = deque()  # calls whose requests are to be ended
+        self._left: deque[_Call] = deque()  # calls whose requests must be ended
         self._media: MediaLoader | None = None  # once there was a prompt with media
 
     @property
@@ -113,22 +113,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts, all at once.
+        """Completes prompts, all in one batch.
 
         Args:
-            prompts: a text, a list (or an array) of token ids, vLLM's mapping with `prompt` and
+            prompts: A text, a list or array of token ids, vLLM's mapping with `prompt` and
                 `multi_modal_data` ({"image": a picture or a list of them}), or a sequence of these.
-                A text has the model's placeholder where an item belongs.
-            params: for all prompts, or one for each.
+                A text has the model's placeholder at the place of each item.
+            params: For all prompts, or one for each.
 
         Returns:
-            One output for each prompt, in their order.
+            One output for each prompt, in order.
 
         Raises:
-            InvalidMediaError: an item that cannot be used, or that the model does not take.
+            InvalidMediaError: An item that is unusable, or that the model does not take.
         """
         call = _Call()
-        # (No generator, as in `stream`: an exception in this frame would not end it.)
+        # Not a generator like `stream`, which an exception in this frame would not end.
         try:
             self._add(call, media_prompts_of(prompts), params, sink=None)
             while not call.finished:
@@ -142,21 +142,21 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answers conversations, all at once.
+        """Answers conversations, all in one batch.
 
         Args:
-            messages: one conversation (messages with `role` and `content`), or a sequence of them.
+            messages: One conversation (messages with `role` and `content`), or a sequence of them.
                 A content is a text, or a list of parts: OpenAI's (`text`, `image_url`, `video_url`,
                 `input_audio`), or `{"type": "image", "image": ...}` (also video, audio) with a
-                picture of Pillow, an array, bytes, a `pathlib.Path` or a URL. Answers may have
-                `tool_calls` and `reasoning`. What the chat template does not take is written
-                differently, as the server does it; a warning names what is lost.
-            params: for all conversations, or one for each.
+                Pillow image, an array, bytes, a `pathlib.Path` or a URL. Answers may have
+                `tool_calls` and `reasoning`. Content that the chat template does not take is
+                rewritten, as on the server; a warning names anything lost.
+            params: For all conversations, or one for each.
 
         Raises:
-            InvalidMediaError: an item that cannot be used, or that the model does not take.
-            InvalidParameterError: a message that cannot be, or a model without a chat template.
-            TemplateRefusal: the template takes a conversation in no form.
+            InvalidMediaError: An item that is unusable, or that the model does not take.
+            InvalidParameterError: An invalid message, or a model without a chat template.
+            TemplateRefusal: The template refuses a conversation in every form.
         """
         return self.generate(self.chat_prompts(messages), params)
 
@@ -165,10 +165,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[SequenceUpdate]:
-        """Completes prompts, all at once, and yields every token as it comes.
+        """Completes prompts, all in one batch, and yields every token as it arrives.
 
-        `SequenceUpdate.request_id` is the prompt's index, "0" for the first. Leaving the loop early
-        aborts what is unfinished.
+        `SequenceUpdate.request_id` is the index of the prompt, from "0". Leaving the loop early
+        aborts all unfinished requests.
         """
         call, inbox = _Call(), _Inbox()
         try:
@@ -186,19 +186,19 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None
     ) -> list[EmbeddingRequestOutput]:
-        """The vectors of texts, all at once; for `LLM(runner="pooling")`.
+        """Returns the vectors of texts, all in one batch; for `LLM(runner="pooling")`.
 
         Args:
-            prompts: a text, a list (or an array) of token ids, or a sequence of either.
-            params: for all of them.
+            prompts: A text, a list or array of token ids, or a sequence of these.
+            params: For all prompts.
 
         Returns:
-            One output for each prompt, in their order.
+            One output for each prompt, in order.
 
         Raises:
-            InvalidParameterError: the runner is "generate", or the model classifies; see also
+            InvalidParameterError: The runner is "generate", or the model classifies; see also
                 `PoolingParams`.
-            StepError: the model failed on one of them.
+            StepError: The model failed on one of them.
         """
         given = self.engine.config.pooler_config
         if getattr(given, "classifier_from_token", None) is not None:
@@ -212,19 +212,19 @@ class LLM:
     def classify(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None
     ) -> list[ClassificationRequestOutput]:
-        """The classes of texts, all at once; for a model with a classification layer.
+        """Classifies texts, all in one batch; for a model with a classification layer.
 
         Args:
-            prompts: see `embed`.
-            params: for all of them; with `normalize=False` the layer's outputs instead of
-                probabilities.
+            prompts: See `embed`.
+            params: For all prompts. With `normalize=False`, the result is the layer's outputs
+                instead of probabilities.
 
         Returns:
-            One output for each prompt, in their order.
+            One output for each prompt, in order.
 
         Raises:
-            InvalidParameterError: the model has no such layer; see also `embed`.
-            StepError: the model failed on one of them.
+            InvalidParameterError: The model has no such layer; see also `embed`.
+            StepError: The model failed on one of them.
         """
         if not self.engine.labels:
             expected = "one that classifies texts (...ForSequenceClassification)"
@@ -248,23 +248,23 @@ class LLM:
         *,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How near texts are: the cosines of their vectors; for `LLM(runner="pooling")`.
+        """Scores the similarity of texts: the cosine of their vectors; for `LLM(runner="pooling")`.
 
-        With `classifier_from_token` (see `PoolerConfig`): what the model says of each pair.
+        With `classifier_from_token` (see `PoolerConfig`), the model scores each pair itself.
 
         Args:
-            text_1: one text, which is compared with each of the others, or as many as those.
-            text_2: one text or several.
-            params: for all of them; `normalize` has no effect.
-            chat_template: Jinja source for a query and a document, where the model scores pairs;
-                None: one text behind the other.
+            text_1: One text to compare with each of `text_2`, or as many texts as there.
+            text_2: One text, or several.
+            params: For all texts; `normalize` has no effect.
+            chat_template: Jinja source for a query and a document if the model scores pairs; None
+                concatenates the two texts.
 
         Returns:
             One output for each of `text_2`.
 
         Raises:
-            InvalidParameterError: the numbers of texts do not fit; see also `embed`.
-            StepError: the model failed on one of them.
+            InvalidParameterError: The numbers of texts do not match; see also `embed`.
+            StepError: The model failed on one of them.
         """
         sides = [prompts_of(text_1), prompts_of(text_2)]
         pairs = pairs_of(len(sides[0]), len(sides[1]), fields=("text_1", "text_2"))
@@ -374,7 +374,7 @@ class LLM:
                 text = prompt if isinstance(prompt, str) else None
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             request_id = str(next(self._ids))
-            call.request_ids.append(request_id)  # (before: it may be added, and then interrupted)
+            call.request_ids.append(request_id)  # Before, because an interrupt may follow the add.
             with self._turn:
                 output = self.engine.add_request(
                     request_id, tokens, p, prompt=text, sink=sink, **media
@@ -403,43 +403,43 @@ class LLM:
             tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             tokens = params.truncated(tokens, self.engine.max_request_len)
             request_id = str(next(self._ids))
-            call.request_ids.append(request_id)  # (as in `_add`)
+            call.request_ids.append(request_id)  # As in `_add`.
             with self._turn:
                 output = self.engine.add_request(request_id, tokens, params, prompt=text)
             call.outputs.append(output)
 
     def _step(self) -> None:
-        """Steps the engine, unless another thread does: its steps serve all calls.
+        """Steps the engine, unless another thread does, whose steps serve all calls.
 
-        Calls of one thread may overlap too (a `generate` inside a `stream`): whichever steps the
-        engine, the updates of each are put in its own inbox.
+        Calls of one thread may overlap, too (a `generate` inside a `stream`). Each call gets its
+        updates in its own inbox, no matter which one steps.
         """
         if self.engine.is_busy:
             time.sleep(_TURN)
             return
-        with self._turn:  # others that wait to add a request come first
+        with self._turn:  # Threads that wait to add a request go first.
             pass
         with gc_pause.gc_paused():
             self.engine.step()
 
     def _end(self, call: _Call) -> None:
-        """Ends those requests of a call that are unfinished, and forgets them."""
+        """Ends the unfinished requests of a call, and forgets them."""
         self._left.append(call)
-        gc_pause.resume_gc()  # (an exception from outside may have come before its step's own end)
-        with suppress(ForkedProcessError):  # (a child drops the stream that it inherited)
+        gc_pause.resume_gc()  # An exception from outside may have skipped the step's own call.
+        with suppress(ForkedProcessError):  # A child drops a stream that it inherited.
             self._end_left()
         for output in call.outputs:
             output.settle()
 
     def _end_left(self) -> None:
-        """Ends what calls have left; here and not in `_end`, as that may be interrupted too."""
+        """Ends the requests of abandoned calls. Separate from `_end`, which may be interrupted."""
         for call in list(self._left):
             if not call.finished:
                 for request_id in call.request_ids:
                     self.engine.abort(request_id)
-            if not self.engine.is_busy:  # (another thread's steps leave nothing behind, either)
+            if not self.engine.is_busy:  # Another thread's steps also leave nothing behind.
                 self.engine.settle()
-            with suppress(ValueError):  # (another thread did the same)
+            with suppress(ValueError):  # Another thread has removed it.
                 self._left.remove(call)
 
 
@@ -447,8 +447,8 @@ class _Call:
     """The requests of one call.
 
     Attributes:
-        request_ids: Of all that may have been added.
-        outputs: Of those that are known to have been.
+        request_ids: Ids of all requests that may have been added.
+        outputs: Outputs of the requests that were certainly added.
     """
 
     def __init__(self) -> None:
@@ -464,7 +464,7 @@ class _Call:
 
 
 class _Inbox(deque[SequenceUpdate]):
-    """Updates of one call that have not been read yet."""
+    """Unread updates of one call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,6 +474,6 @@ class _Inbox(deque[SequenceUpdate]):
         if update.finish_reason is not None:
             sequence = update.request_id, update.index
             if sequence in self._ended:
-                return  # (see `UpdateSink.put`)
+                return  # See `UpdateSink.put`.
             self._ended.add(sequence)
         self.append(update)

@@ -1,4 +1,4 @@
-"""Available memory, what a step needs of it, and the size of the pools."""
+"""Measures the available memory and a step's needs, and sizes the pools."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _DEFAULT_GPU_UTILIZATION = 0.9
-# MLX keeps freed buffers for the next step. Without a measured activation peak, this share of the
-# pool is kept, but a few arrays of logits, and no more than a GiB.
+# MLX keeps freed buffers for the next step. Without a measured activation peak, it may keep this
+# share of the pool, but at least a few arrays of logits and at most a GiB.
 _CACHE_SHARE = 4
 _LOGITS_KEPT = 4
 _MOST_UNMEASURED_CACHE = 1 * _GIB
 _LEAST_CACHE_LIMIT = 64 << 20
-# Most tokens of a step on an NVIDIA GPU, and the bytes beside the weights that they need.
+# Maximum tokens of a step on an NVIDIA GPU, and the bytes they need besides the weights.
 _STEP_TOKENS = ((8192, 16 * _GIB), (4096, 8 * _GIB))
 _RUN_AHEAD = 5 * _GIB // 4
-# Pixels of each side of the larger item with which a tower's memory is measured.
+# Pixels of each side of the larger item that measures an encoder's memory.
 _PROFILED: dict[Kind, int] = {"image": 1024, "video": 256}
-# Pixels of a frame for which memory is kept: processors take seconds for clips at the limits.
+# Pixels of a frame to reserve memory for; processors take seconds for clips at the limits.
 _PROFILED_FRAME_PIXELS = 512 * 512
 
 
@@ -53,10 +53,10 @@ class MemoryUsage:
     """MLX's memory, in bytes.
 
     Attributes:
-        active: In live arrays (an untouched pool counts in full).
-        cached: In freed buffers kept for reuse.
-        peak: Most that was active.
-        cache_limit: Most that is kept for reuse; None where this package set no limit.
+        active: Live arrays. An untouched pool counts in full.
+        cached: Freed buffers kept for reuse.
+        peak: Maximum of `active` so far.
+        cache_limit: Maximum of `cached`; None if this package set no limit.
     """
 
     active: int
@@ -71,12 +71,12 @@ def live_arrays() -> int:
     It walks all objects of the interpreter (some ten milliseconds): for tests and for finding a
     leak. Objects frozen by `gc.freeze` are not seen.
     """
-    # (`isinstance` would ask a weak proxy for its object, which may be gone.)
+    # `isinstance` would ask a weak proxy for its object, which may be gone.
     return sum(issubclass(type(o), mx.array) for o in gc.get_objects())
 
 
 def available_memory() -> int:
-    """Bytes of main memory available without swapping; all of it where that is unknown."""
+    """Returns the bytes available without swapping; all of main memory if that is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -86,7 +86,7 @@ def available_memory() -> int:
 
 
 def device_memory() -> int:
-    """Bytes that the default device may use."""
+    """Returns the bytes that the default device may use."""
     if is_cpu_default():
         return physical_memory()
     info = mx.device_info()
@@ -97,11 +97,11 @@ def device_memory() -> int:
 
 
 def with_step_tokens(config: EngineConfig, platform: Platform) -> EngineConfig:
-    """The same, with the tokens of a step chosen where they are not given. Weights are loaded.
+    """Returns the options with a default for the tokens of a step. Call it with weights loaded.
 
-    An NVIDIA GPU takes a long prompt in fewer, larger steps: of 8192 tokens it computes 8% more a
-    second than of 2048. A step needs some 60 KB a token of a model of 3B for the activations of the
-    layers under way, and a step of windowed layers as many blocks.
+    An NVIDIA GPU computes a long prompt faster in fewer, larger steps: 8% more tokens a second in
+    steps of 8192 tokens than of 2048. For a 3B model, a step needs some 60 KB a token for the
+    activations of the layers in flight, and with windowed layers as many blocks.
     """
     if config.max_num_batched_tokens is not None or not platform.has_cuda:
         return config
@@ -120,14 +120,14 @@ def allocate_pools(
     model_limit: int | None,
     media: Any = None,
 ) -> tuple[PoolSizes, int | None]:
-    """Gives a runner the pools of all groups, as large as the configuration allows.
+    """Allocates a runner's pools of all groups, as large as the configuration allows.
 
     Args:
-        model_limit: most tokens of context that the model supports.
-        media: what the model takes besides text (`model.media_processor.MediaModel`).
+        model_limit: Maximum context tokens that the model supports.
+        media: Processor of the model's media (`model.media_processor.MediaModel`).
 
     Returns:
-        The sizes, and the bytes that the largest step needs where they were measured.
+        The sizes, and the bytes that the largest step needs if they were measured.
     """
 
     def allocate(num_blocks: int) -> None:
@@ -138,7 +138,7 @@ def allocate_pools(
         activations = measure_activations(runner, config)
         if media is None:
             return activations
-        # (Half of what is left stays with the pool, whatever is let in.)
+        # The pool keeps half of the rest, whatever media the options allow.
         utilization = config.gpu_memory_utilization or _DEFAULT_GPU_UTILIZATION
         room = max(0, int(device_memory() * utilization) - mx.get_active_memory()) // 2
         length = config.model_len(model_limit)
@@ -166,14 +166,14 @@ def left_for_pool(
     kept: int = 0,
     on_cpu: bool,
 ) -> tuple[int | None, int | None]:
-    """Bytes that `gpu_memory_utilization` leaves to the pool, and those the largest step needs.
+    """Returns the bytes that `gpu_memory_utilization` leaves to the pool, and the largest step's.
 
-    (None, None) where it does not set the pool's size; the largest step is not run then.
+    Returns (None, None) without running the largest step if another option sizes the pool.
 
     Args:
-        measure_activations: runs the largest step and returns the bytes it needed.
-        kept: bytes that something else will hold.
-        on_cpu: the model runs on the CPU.
+        measure_activations: Runs the largest step and returns the bytes it needed.
+        kept: Bytes that something else will hold.
+        on_cpu: True if the model runs on the CPU.
     """
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None:
         return None, None
@@ -182,7 +182,7 @@ def left_for_pool(
         if on_cpu:
             return None, None
         utilization = _DEFAULT_GPU_UTILIZATION
-    gc.collect()  # (what an engine that was dropped held is not in use)
+    gc.collect()  # Memory of a dropped engine is not in use.
     weights = mx.get_active_memory()
     activations = measure_activations()
     left = int(device_memory() * utilization) - weights - activations - kept
@@ -193,10 +193,10 @@ def left_for_pool(
 
 
 def allocate_fitting(allocate: Callable[[int], None], num_blocks: int, *, exactly: bool) -> int:
-    """Allocates the pool; where memory is short, a smaller one. Returns its number of blocks.
+    """Allocates the pool, or a smaller one if memory is short. Returns its number of blocks.
 
     Args:
-        exactly: raise instead of trying a smaller pool.
+        exactly: Raise instead of trying a smaller pool.
     """
     while True:
         try:
@@ -220,7 +220,7 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     blocks = dict.fromkeys(runner.model.layout.reaches, num_blocks)
     runner.allocate(blocks, 1 + batch.num_seqs)
     mx.synchronize()
-    gc.collect()  # what it would free during the step must not count
+    gc.collect()  # Otherwise, a collection during the step would distort the measurement.
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     runner.read(runner.launch(batch, None))
@@ -236,18 +236,18 @@ def with_media(
     model_len: int | None = None,
     room: int | None = None,
 ) -> int:
-    """Bytes that the largest step needs of a model that takes more than text.
+    """Returns the bytes that the largest step of a multimodal model needs.
 
     Args:
-        activations: of the largest step of text.
-        media: what the model takes (`model.media_processor.MediaModel`).
-        model_len: most tokens of a prompt, its items' included; None: no limit.
-        room: most bytes for towers; None: no limit.
+        activations: Bytes of the largest step of text.
+        media: Processor of the model's media (`model.media_processor.MediaModel`).
+        model_len: Maximum tokens of a prompt, including its items; None means no limit.
+        room: Maximum bytes for encoders; None means no limit.
     """
     if any(media.is_atomic(kind) for kind in media.kinds):
-        # A chunk that is not cut may exceed max_num_batched_tokens by as many decodes as there are.
+        # A chunk that is not cut may exceed max_num_batched_tokens by the number of decodes.
         activations += activations * config.max_num_seqs // config.step_tokens
-    # (A step encodes before its forward, and what it needed for that is free by then.)
+    # A step encodes before its forward pass, and frees the encoders' memory by then.
     options = config.media_options
     for kind in _PROFILED:
         if kind not in media.kinds or not options.most(kind):
@@ -270,12 +270,12 @@ def with_media(
 def tower_bytes(
     runner: ModelRunner, media: Any, kind: Kind, options: MediaOptions, model_len: int | None
 ) -> int:
-    """Bytes that encoding an item of a kind needs: of the largest that limits, the processor and
-    the context let in.
+    """Returns the bytes to encode the largest item of a kind that limits, processor and context
+    allow.
 
-    Two smaller ones are run. What a tower needs grows with the rows of an item, or with their
-    square, where it has a mask for all pairs. A processor or a tower that takes neither measures
-    nothing: its models are served all the same.
+    It runs two smaller items and extrapolates: an encoder's memory grows with the rows of an item,
+    or with their square if it masks all pairs. If the processor or the encoder refuses both items,
+    nothing is measured, and the model is served anyway.
     """
     side, measured = _PROFILED[kind], dict[int, int]()  # bytes by rows
     try:
@@ -286,21 +286,21 @@ def tower_bytes(
             mx.eval(*runner.model.encode(inputs).arrays())
             measured[inputs.num_rows] = max(0, mx.get_peak_memory() - before)
             del inputs
-        if len(measured) == 1:  # (the processor makes all items of one size)
+        if len(measured) == 1:  # The processor resizes all items to one size.
             return max(measured.values())
         return int(_extrapolated(measured, _most_rows(media, kind, options, model_len)))
-    except Exception as error:  # (a processor's, or the tower's)
+    except Exception as error:  # from the processor or the encoder
         logger.warning("the memory of the tower for a %s was not measured: %s", kind, error)
         return max(measured.values(), default=0)
 
 
 def _extrapolated(measured: dict[int, int], rows: int) -> float:
-    """Bytes for a number of rows, from those for one or two other numbers."""
+    """Extrapolates the bytes for a number of rows from those of one or two other numbers."""
     (small, least), (large, most) = min(measured.items()), max(measured.items())
     if rows <= large:
         return most
     squares = 0.0 if small == large else (most / large - least / small) / (large - small)
-    # (Not more than if all of it grew with the square; not less than if nothing did.)
+    # At most quadratic growth, at least none.
     squares = min(max(squares, 0.0), most / large**2)
     return (most / large + squares * (rows - large)) * rows
 
@@ -318,7 +318,7 @@ def _most_rows(media: Any, kind: Kind, options: MediaOptions, model_len: int | N
         inputs, num_tokens = _profile_item(media, kind, side, options)
         if model_len is not None and num_tokens >= model_len:
             return model_len
-        # (Processors make large ones smaller.)
+        # Processors reduce large items.
         if inputs.num_rows <= found or side == most:
             return max(found, inputs.num_rows)
         found = inputs.num_rows
@@ -337,7 +337,7 @@ def _profile_item(
 
     item: Any = Image.new("RGB", (side, side), (127, 127, 127))
     if kind == "video":
-        shape = (_frames(options), side, side, 3)  # (one pixel for all)
+        shape = (_frames(options), side, side, 3)  # a view of one pixel
         item = VideoFrames(np.broadcast_to(np.uint8(127), shape))
     prompt = media.process(media.placeholder(kind, 1), **{f"{kind}s": [item]})
     return prompt.inputs[0], len(prompt.token_ids)
@@ -377,16 +377,16 @@ def largest_step(
 
 
 def limit_buffer_cache(activation_bytes: int | None, pool_bytes: int, logits_bytes: int) -> int:
-    """Caps what MLX keeps of freed buffers at what a step can use again; returns the limit.
+    """Caps MLX's cache of freed buffers to what a step can reuse; returns the limit.
 
-    Steps differ in size, and a buffer serves only arrays of nearly its size: without a limit the
-    cache grows by buffers that no step uses. The limit holds for the whole process: MLX has one
-    cache.
+    Steps differ in size, and a buffer serves only arrays of nearly its size. Without a limit, the
+    cache would fill with buffers that no step uses. The limit is for the whole process, because MLX
+    has one cache.
 
     Args:
-        activation_bytes: what the largest step needs; None where that was not measured.
-        pool_bytes: of all pools.
-        logits_bytes: of the logits of a step, in float32.
+        activation_bytes: Bytes that the largest step needs; None if they were not measured.
+        pool_bytes: Bytes of all pools.
+        logits_bytes: Bytes of a step's logits in float32.
     """
     if activation_bytes is None:
         wanted = max(_LEAST_CACHE_LIMIT, pool_bytes // _CACHE_SHARE, logits_bytes * _LOGITS_KEPT)
@@ -398,16 +398,17 @@ def limit_buffer_cache(activation_bytes: int | None, pool_bytes: int, logits_byt
 
 
 def limit_run_ahead(platform: Platform) -> None:
-    """Bounds the activations of operations that the device has not started yet.
+    """Bounds the memory of operations that MLX has encoded but the device has not started.
 
-    MLX encodes operations as fast as it can, and each takes its memory then: with CUDA, all layers
-    of a prefill hold theirs at once, and those of the next step. Beyond its memory limit MLX waits
-    for the device instead. Live now are weights and pool; a few more layers keep the device busy.
+    MLX encodes operations as fast as it can and allocates their memory right away. With CUDA, all
+    layers of a prefill would hold theirs at once, plus those of the next step. Beyond its memory
+    limit, MLX waits for the device instead. Weights and pool are live now; a few more layers keep
+    the device busy.
 
-    On the CPU MLX's own limit is a share of the machine's memory, which a pool alone may exceed;
-    each operation would wait for the one before it. There the limit only goes up.
+    On the CPU, MLX's own limit is a share of the machine's memory. A pool alone may exceed it, and
+    then each operation waits for the previous one. So the limit only goes up there.
 
-    The limit holds for the whole process; exceeding it is no error.
+    The limit is for the whole process. Exceeding it is no error.
     """
     is_cpu_only = not mx.is_available(mx.gpu)
     if not (platform.has_cuda or is_cpu_only):

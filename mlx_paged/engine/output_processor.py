@@ -35,12 +35,12 @@ _update = partial(tuple.__new__, SequenceUpdate)  # 3 times as fast
 
 
 class UpdateSink(Protocol):
-    """Where the updates of a request go, besides `Engine.step`'s return value."""
+    """Receives the updates of a request as they are made, in addition to `Engine.step`'s caller."""
 
     def put(self, update: SequenceUpdate) -> None:
-        """Takes an update; it must be quick. If it raises, that ends its answer.
+        """Takes an update. It must be quick. An exception from it ends the answer.
 
-        After an exception out of a step the last update of a sequence may come a second time.
+        After an exception out of a step, the last update of a sequence may arrive a second time.
         """
 
 
@@ -48,17 +48,17 @@ class AnswerState:
     """One answer of an unfinished request.
 
     Attributes:
-        state: What it belongs to.
-        request_id, index: Which answer of which request.
-        completion: The answer so far.
-        token_ids: Its tokens so far (`completion.token_ids`).
-        text: Its text; deferred where there are no stop strings.
-        sink: Takes its updates.
-        grammar: Its sampler, where it follows a grammar, which may end it.
-        is_plain: Whether the next tokens need no check and no report. (It has begun.)
-        positions: Log-probabilities of the tokens of the step being processed.
-        pieces: Texts of the tokens that `check` has taken and no update has told yet.
-        is_end_shown: Whether the token that ended it is part of the text.
+        state: The state of its request.
+        request_id, index: Its request, and its index among the request's answers.
+        completion: The caller's output.
+        token_ids: The tokens so far (`completion.token_ids`).
+        text: The text; deferred if there are no stop strings.
+        sink: Receives its updates.
+        grammar: The sampler, if the answer follows a grammar, which may end it.
+        is_plain: True if it has begun and the next tokens need neither a check nor a report.
+        positions: Log-probabilities of the tokens of the current step.
+        pieces: Texts of tokens that `check` has taken and no update has reported.
+        is_end_shown: True if the token that ended the answer is part of the text.
         stop_reason: The stop string or stop token that ended it.
         failure: Why `check` could not take a token.
     """
@@ -98,7 +98,7 @@ class AnswerState:
         self.start_over()
 
     def start_over(self) -> None:
-        """Goes back to what has been told, as an exception may have come in between."""
+        """Returns to the last reported state, as an exception may have interrupted a change."""
         self.is_plain = False
         self.positions: SequenceOf[PositionLogprobs] = ()
         self.pieces: list[str] = []
@@ -112,7 +112,7 @@ class AnswerState:
 
     @property
     def stop_checker(self) -> StopChecker | None:
-        """The check of each token, where stop strings or a grammar may end the answer."""
+        """The check of each token, if stop strings or a grammar may end the answer."""
         is_checked = self.grammar is not None or isinstance(self.text, IncrementalDetokenizer)
         return self.check if is_checked else None
 
@@ -126,7 +126,7 @@ class AnswerState:
             self.note_end(token)
         try:
             if reason is None and self.grammar is not None and self.grammar.is_complete(seq.tokens):
-                # (A complete grammar ends its answer at once; a step in flight is discarded.)
+                # A complete grammar ends its answer immediately. A step in flight is discarded.
                 reason = FinishReason.STOP
             text = self.text
             if isinstance(text, IncrementalDetokenizer):
@@ -158,10 +158,10 @@ class RequestState:
     """The engine's state of an unfinished request, besides the scheduler's part.
 
     Attributes:
-        params: How to choose its tokens, and when to stop; or how to pool its prompt.
-        request: The scheduler's side of it.
-        output: What the caller gets.
-        sink: Takes its updates; None where only `Engine.step` returns them.
+        params: How to choose tokens and when to stop, or how to pool.
+        request: The scheduler's part.
+        output: The caller's output.
+        sink: Receives its updates; None if only `Engine.step` returns them.
     """
 
     def __init__(
@@ -192,15 +192,15 @@ class OutputProcessor:
         self.request_states: dict[str, RequestState] = {}
         self._scheduler = scheduler
         self._report = report
-        self._current: Sequence | None = None  # whose answer is being changed
+        self._current: Sequence | None = None  # the sequence whose answer is being changed
 
     def process_outputs(
         self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[list[int]]
     ) -> list[SequenceUpdate]:
-        """Records what the sequences of a step gained, and tells it.
+        """Records what the sequences of a step gained, and reports it.
 
         Args:
-            token_ids: for each of `sequences`, as `Scheduler.update_from_output` has left them.
+            token_ids: For each of `sequences`, after `Scheduler.update_from_output`.
         """
         updates: list[SequenceUpdate] = []
         for seq, gained in zip(sequences, token_ids):
@@ -213,7 +213,7 @@ class OutputProcessor:
                 continue
             self._current = seq
             if answer.is_plain and seq.finish_reason is None:
-                # A short path for most tokens; the result is the same as below.
+                # A fast path for most tokens, with the same result as below.
                 tokens = answer.token_ids
                 num_before = len(tokens)
                 # fmt: off
@@ -249,10 +249,10 @@ class OutputProcessor:
     def end_failed(
         self, sequences: SequenceOf[Sequence], result: StepResult
     ) -> list[SequenceUpdate]:
-        """Ends the sequences that a step failed for.
+        """Ends the sequences for which a step failed.
 
         Args:
-            sequences: of the step, in its order.
+            sequences: The sequences of the step, in order.
         """
         updates = []
         for index, reason in result.failures:
@@ -263,7 +263,7 @@ class OutputProcessor:
     def record_reports(
         self, sequences: SequenceOf[Sequence], result: StepResult
     ) -> list[SequenceUpdate]:
-        """Takes what a step found of prompts and tokens; returns the updates of what that ended."""
+        """Records log-probabilities and pooled prompts; returns final updates."""
         updates = []
         for part in result.pooled:
             sequences[part.place].prompt_report.record(part.start, part.end, part.states)
@@ -282,7 +282,7 @@ class OutputProcessor:
         return updates
 
     def abort(self, state: RequestState) -> list[SequenceUpdate]:
-        """Ends what is unfinished of a request."""
+        """Ends the unfinished sequences of a request."""
         updates = []
         for seq in state.request.sequences:
             self._current = seq
@@ -303,11 +303,11 @@ class OutputProcessor:
     def restore(self, scheduler: Scheduler, end: Callable[[Sequence], str | None]) -> None:
         """Moves the unfinished requests to a new scheduler, after an exception out of a step.
 
-        What the answers hold is the truth: a sequence keeps the tokens that its answer has. Only
-        one whose answer was being changed must end. Where this is broken off, call it again.
+        The answers are the truth: a sequence keeps the tokens of its answer. Only the one whose
+        answer was being changed must end. If this is interrupted, call it again.
 
         Args:
-            end: why a sequence is to end with an error; None: it continues.
+            end: Returns why a sequence must end with an error, or None if it continues.
         """
         self._scheduler = scheduler
         if self._current is not None:
@@ -336,9 +336,9 @@ class OutputProcessor:
     def _deliver(
         self, update: SequenceUpdate, seq: Sequence, answer: AnswerState
     ) -> list[SequenceUpdate]:
-        """Puts an update into its sink; returns the update of the end, if that raised.
+        """Puts an update into its sink; returns the final update if the sink raised.
 
-        The sink is a caller's: what it raises must not end other requests.
+        The sink is a caller's: its exceptions must not end other requests.
         """
         assert answer.sink is not None
         try:
@@ -350,7 +350,7 @@ class OutputProcessor:
             ended = self._fail(seq, f"its sink raised {reason_of(error)}")
             with suppress(
                 Exception, SystemExit
-            ):  # (a reader that was only interrupted must hear of the end)
+            ):  # A reader that was only interrupted must learn of the end.
                 sink.put(ended[0] if ended else _end_of(seq, answer.completion))
             return ended
         return []
@@ -359,7 +359,7 @@ class OutputProcessor:
         params, text, reason = answer.state.params, answer.text, seq.finish_reason
         request_id = seq.request.request_id
         if isinstance(params, PoolingParams):
-            if gained:  # (any: the prompt has been computed)
+            if gained:  # With any token, the prompt has been computed.
                 answer.state.output.pooled = seq.prompt_report.result()
                 _note_first_token(answer.state)
                 reason = FinishReason.STOP
@@ -405,7 +405,7 @@ class OutputProcessor:
             text.end(num_tokens)
             pieces = text
         else:
-            with suppress(Exception):  # decoding may be what failed
+            with suppress(Exception):  # Decoding may be what failed.
                 pieces = [text.finish()]
         update = SequenceUpdate(
             seq.request.request_id,
@@ -426,9 +426,9 @@ class OutputProcessor:
             completion = state.output.outputs[seq.index]
             if completion.finish_reason is None:
                 self._end_with_error(seq, seq.answer, reason)
-            elif state.sink is not None:  # its reader may not have been told
+            elif state.sink is not None:  # Its reader may not know yet.
                 state.sink.put(_end_of(seq, completion))
-        except Exception:  # (of a sink: it must not keep the engine from going on)
+        except Exception:  # The sink's exceptions must not keep the engine from going on.
             logger.exception("the end of request %r was not delivered", seq.request.request_id)
 
     def _forget(self, state: RequestState) -> None:
@@ -437,7 +437,7 @@ class OutputProcessor:
     def _record(
         self, update: SequenceUpdate, seq: Sequence, answer: AnswerState
     ) -> list[SequenceUpdate]:
-        """Writes an update into its output and its sink; returns the update of what that ended."""
+        """Writes an update into its output and its sink; returns the final update on failure."""
         state, completion, text = answer.state, answer.completion, answer.text
         completion.text = text if isinstance(text, DeferredText) else text.text
         if update.token_ids:
@@ -454,7 +454,7 @@ class OutputProcessor:
             completion.stop_reason = update.stop_reason
             completion.error = update.error
             completion.finish_reason = update.finish_reason
-            seq.answer = None  # (last: `restore` needs it where there is no reason)
+            seq.answer = None  # Last, because `restore` needs it until there is a reason.
             if state.output.finished:
                 state.output.metrics.finished_time = time.monotonic()
                 self._forget(state)

@@ -17,14 +17,13 @@ from mlx_paged.errors import StepError
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely the model found a token, before penalties, temperature and filters.
+    """The log-probability of a token before penalties, temperature and filters.
 
     Attributes:
         logprob: Natural logarithm of its probability.
-        rank: 1 for the likeliest token; tokens equally likely may share one.
+        rank: 1 for the most likely token; equally likely tokens may share a rank.
         decoded_token: Its text, decoded alone.
-        token_bytes: The bytes that it stands for. A token may be only part of a character, whose
-            bytes no text shows.
+        token_bytes: Its bytes. A token may be only part of a character, whose bytes no text shows.
     """
 
     logprob: float
@@ -34,18 +33,19 @@ class Logprob:
 
 
 class PositionReport(Mapping[int, Logprob]):
-    """The report on one position, by token id: the token itself, then others, listed or likeliest.
+    """Log-probabilities of one position by token id: the token itself, then the alternatives.
 
-    Its entries are made when they are read, on the reader's thread: hundreds of sequences with
-    twenty alternatives each would cost the engine's thread more than the step, and the garbage
-    collector walks objects for as long as the answer lives.
+    Entries are created on the reader's thread when they are read. Creating twenty alternatives for
+    hundreds of sequences would cost the engine's thread more than the step, and the garbage
+    collector would walk them as long as the answer lives.
 
     Args:
-        token_id, logprob, rank: of the token itself.
-        likeliest: ids and log-probabilities, likeliest first; the token may be among them.
-        text: gives the text of a token, decoded alone.
-        bytes_of: gives the bytes of a token.
-        ranks: of `likeliest`, where these are tokens that the request has listed, in its order.
+        token_id, logprob, rank: Of the token itself.
+        likeliest: Ids and log-probabilities of alternatives, the most likely first. They may
+            include the token.
+        text: Returns the text of a token, decoded alone.
+        bytes_of: Returns the bytes of a token.
+        ranks: Ranks of `likeliest`, if the request listed these tokens, in its order.
     """
 
     __slots__ = ("_bytes_of", "_likeliest", "_ranks", "_text", "logprob", "rank", "token_id")
@@ -90,7 +90,7 @@ class PositionReport(Mapping[int, Logprob]):
                 yield other, self._entry(other, logprob, rank)
 
     def ranked(self) -> Iterator[tuple[int, float, int, str]]:
-        """(token id, log-probability, rank, text) of the same."""
+        """Yields (token id, log-probability, rank, text) of each entry."""
         token = self.token_id
         yield token, self.logprob, self.rank, self._text(token)
         for other, logprob, rank in self._others():
@@ -127,21 +127,21 @@ class PositionReport(Mapping[int, Logprob]):
         return repr(dict(self.entries()))
 
 
-class SequenceUpdate(NamedTuple):  # (twice as fast as a dataclass: one is made for every token)
-    """One sequence's news from one step.
+class SequenceUpdate(NamedTuple):  # Twice as fast as a dataclass; every token makes one.
+    """What one sequence gained in one step.
 
     Attributes:
         request_id: The request.
-        index: Which of its `n` answers.
-        token_ids: The tokens it gained; none when it ended without one.
-        pieces: The text that became certain with each of these, or where it comes from. (One more
-            where text was held back and no token came.)
+        index: Index among its `n` answers.
+        token_ids: The new tokens; empty if the sequence ended without one.
+        pieces: The text that became certain with each token, or its source. One more piece if text
+            was held back and no token came.
         finish_reason: Why it ended; None while it continues.
         stop_reason: The stop string or stop token that ended it; None for the model's own end
             token.
-        error: What happened, where `finish_reason` is "error".
-        reports: Of each token and the likeliest others, where they were asked for.
-        num_tokens_before: Tokens that its answer had before.
+        error: What happened, if `finish_reason` is "error".
+        reports: Log-probabilities of each token and its alternatives, if requested.
+        num_tokens_before: Tokens that the answer had before.
     """
 
     request_id: str
@@ -180,10 +180,11 @@ class SequenceUpdate(NamedTuple):  # (twice as fast as a dataclass: one is made 
         return pieces.between(begin, end)
 
     def tokens(self) -> Iterator[tuple[int | None, str]]:
-        """Each token with the text that became certain with it; (None, text) where there is none.
+        """Yields each token with the text that became certain with it, and (None, text) for text
+        without a token.
 
         Raises:
-            StepError: the tokenizer cannot decode a token.
+            StepError: The tokenizer cannot decode a token.
         """
         count = len(self.token_ids)
         if count < 2:
@@ -203,7 +204,7 @@ class _Text:
 
     def __get__(self, output: object, owner: type) -> str:
         if output is None:
-            return ""  # (the dataclass reads the default)
+            return ""  # The dataclass reads the default.
         value = vars(output)["_text"]
         return value.whole() if isinstance(value, DeferredText) else value
 
@@ -216,17 +217,16 @@ class CompletionOutput:
     """One answer.
 
     Attributes:
-        index: Which of the request's `n` answers.
-        text: The answer, without its stop string or end token (but see
-            `include_stop_str_in_output`). It may be made when it is read (`settle`).
-        token_ids: Every generated token, the end token included.
+        index: Index among the request's `n` answers.
+        text: The answer without its stop string or end token, unless
+            `include_stop_str_in_output` is set. It may be decoded on first use (`settle`).
+        token_ids: All generated tokens, including the end token.
         finish_reason: Why it ended; None while it continues.
         stop_reason: The stop string or stop token that ended it; None for the model's own end
             token.
-        error: What happened, where `finish_reason` is "error".
-        logprobs: For each of `token_ids`: its log-probability and those of the likeliest others;
-            None where they were not asked for.
-        cumulative_logprob: Sum of the log-probabilities of `token_ids`; None like `logprobs`.
+        error: What happened, if `finish_reason` is "error".
+        logprobs: Log-probabilities of each token and its alternatives; None if not requested.
+        cumulative_logprob: Sum of the tokens' log-probabilities; None if not requested.
     """
 
     index: int
@@ -239,10 +239,10 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
 
     def settle(self) -> None:
-        """Makes the text a plain string, if it has not been read yet.
+        """Decodes the text if it has not been read yet.
 
-        One that cannot be decoded ends there, and is an error of this answer. (A stream that was
-        left may be garbage-collected, and settle its answers, while one of them is read.)
+        Text that cannot be decoded ends there, and is an error of this answer. (An abandoned stream
+        may be garbage-collected, and settle its answers, while one of them is read.)
         """
         source = vars(self)["_text"]
         if not isinstance(source, DeferredText) or source.is_read_here:
@@ -275,17 +275,16 @@ class RequestOutput:
 
     Attributes:
         request_id: The request.
-        prompt: Its text; None where token ids were given.
-        prompt_token_ids: Its tokens.
-        outputs: One answer for each of `n`.
-        num_cached_tokens: Prompt tokens that came from the prefix cache and were not computed
-            again.
-        metrics: When it arrived, when its first token came, when it ended.
-        prompt_logprobs: For each of `prompt_token_ids` what `CompletionOutput.logprobs` has for an
-            answer's, None for the first, which follows nothing; None where not asked for.
-        relaxed: Where keywords of its schema are that are not enforced, such as
+        prompt: The text of the prompt; None for a prompt of token ids.
+        prompt_token_ids: The tokens of the prompt.
+        outputs: The `n` answers.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+        metrics: Times of arrival, first token and end.
+        prompt_logprobs: Like `CompletionOutput.logprobs` for each prompt token; None for the first
+            token, which follows nothing. None if not requested.
+        relaxed: Paths of schema keywords that are not enforced, such as
             ``structured_outputs.json.properties.a.not`` (see `StructuredOutputs.strict`).
-        pooled: Of a prompt that was pooled, float32: its embedding ``[dimensions]``, or its score
+        pooled: Result of a pooled prompt, float32: its embedding ``[dimensions]``, or its score
             ``[1]``; None until it is computed.
     """
 

@@ -1,7 +1,7 @@
 """Streams a request's tokens from the engine's thread to its reader, at the reader's pace.
 
-The engine puts and never waits. A reader that lags gets all pending updates at once, so
-nothing is lost, and no more is kept for it than the answer itself.
+The engine never waits for a reader. A slow reader gets all pending updates in one piece, so nothing
+is lost, and memory holds no more for it than the answer itself.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from mlx_paged.core import FinishReason
 from mlx_paged.engine.outputs import PositionReport, RequestOutput, SequenceUpdate
 from mlx_paged.errors import StepError
 
-#: Most updates of a delta: what a reader does with one is done at a stretch on its loop.
+#: Maximum updates of a delta, because a reader handles one without yielding to its loop.
 MAX_UPDATES = 512
 
-# Seconds after which a reader that finds more each time lets other tasks of its loop run.
+# Seconds after which a reader that always finds more lets other tasks of its loop run.
 _TURN = 0.002
 
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """One sequence's news since its reader last looked: one token, or more where it lagged.
+    """What one sequence gained since its reader last looked: one token, or more if it was slow.
 
     Attributes:
-        updates: One for each step, oldest first; from 1 to `MAX_UPDATES`.
+        updates: One for each step, oldest first; 1 to `MAX_UPDATES`.
     """
 
     updates: tuple[SequenceUpdate, ...]
@@ -72,18 +72,18 @@ class SequenceDelta:
 
     @property
     def error(self) -> StepError | None:
-        """The error, where `finish_reason` is "error"."""
+        """The error, if `finish_reason` is "error"."""
         return self.updates[-1].error
 
 
 class Channel:
-    """One writer, the engine's thread; one reader, a task of `loop`.
+    """A queue with one writer, the engine's thread, and one reader, a task of `loop`.
 
     Args:
-        loop: the reader's event loop.
-        num_sequences: the channel ends when this many have finished.
-        sleepers: where the channel puts itself when its reader must be woken (`wake`, on its loop);
-            the engine's thread wakes them all after a step, with one call into each loop.
+        loop: The reader's event loop.
+        num_sequences: The channel ends when this many have finished.
+        sleepers: The channel adds itself here when its reader must be woken (`wake`, on its loop).
+            After a step, the engine's thread wakes them all with one call into each loop.
     """
 
     def __init__(
@@ -104,21 +104,21 @@ class Channel:
     def put(self, update: SequenceUpdate) -> None:
         """Takes an update."""
         with self._lock:
-            if update.index in self._unfinished:  # (see `UpdateSink.put`)
+            if update.index in self._unfinished:  # See `UpdateSink.put`.
                 self._pending.setdefault(update.index, []).append(update)
                 if update.finish_reason is not None:
                     self._unfinished.remove(update.index)
             self._note_sleeper()
 
     def fail(self, error: Exception) -> None:
-        """Ends the channel with an error, after what it holds."""
+        """Ends the channel with an error, after its pending updates."""
         with self._lock:
             self._error = error
             self._note_sleeper()
 
     def _note_sleeper(self) -> None:
         if self._reader_sleeps:
-            self._sleepers.append(self)  # (first: to be woken twice does no harm)
+            self._sleepers.append(self)  # First, because waking a reader twice does no harm.
             self._reader_sleeps = False
 
     # The reader's side.
@@ -134,7 +134,7 @@ class Channel:
         Raises:
             EngineDeadError: the engine stopped before they did.
         """
-        # A reader that lags behind hundreds of sequences need not wait, so nothing else would run.
+        # A reader that is behind on hundreds of sequences never waits, so nothing else would run.
         if self._pending and time.monotonic() - self._turn_began > _TURN:
             await asyncio.sleep(0)
             self._turn_began = time.monotonic()

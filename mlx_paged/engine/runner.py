@@ -1,4 +1,4 @@
-"""ModelRunner: runs the batches of steps on the device. Knows nothing about requests."""
+"""ModelRunner: runs the batches of steps on the device. It knows nothing about requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Places = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """Tokens of a step that has been read, as input of the step after it.
+    """Tokens of a step that has been read, as inputs of the next step.
 
     Attributes:
         tokens: ``[num_sampled]`` int32.
@@ -68,7 +68,7 @@ class KnownTokens:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that the device is working on, and where its tokens will be."""
+    """A step that is running on the device, with the arrays of its results."""
 
     batch: StepBatch
     tokens: mx.array  # [num_sampled] int32, in the order of the sequences that sample
@@ -76,8 +76,8 @@ class LaunchedStep:
     written: mx.array
     reported: mx.array  # [num_sampled] int32, for the host: the tokens; -1: see `sample_failure`
     pools_before: list[mx.array]  # handles of the pools, before it
-    sample_failure: SampleFailure | None = None  # None where nothing is sampled
-    logprobs: Reported | None = None  # of sampled tokens, where some were asked for
+    sample_failure: SampleFailure | None = None  # None if nothing is sampled
+    logprobs: Reported | None = None  # of sampled tokens, if requested
     prompt_logprobs: Reported | None = None  # of prompt tokens, likewise
 
     @property
@@ -91,9 +91,9 @@ class SampleFailure(NamedTuple):
     """Explains why a row could not be sampled. Evaluated only when one failed."""
 
     sampled: Sampled
-    # [num_sampled], before edits; None where they leave what is not finite as it is.
+    # [num_sampled], before edits; None if the edits keep every value that is not finite.
     model_largest: mx.array | None
-    is_masked: bool  # some row may be
+    is_masked: bool  # True if any row may be
     failed_masks: dict[int, str]  # by row
 
     def __call__(self, row: int) -> str:
@@ -123,15 +123,15 @@ class Reported:
 
 
 class ModelRunner:
-    """A model and its pools; runs steps.
+    """Runs steps of a model in its pools.
 
     Args:
-        model: as `model.wrap.convert_to_paged` makes it; it belongs to this runner.
-        windows: reaches whose layers have block tables of their own, in the order in which a
-            step names them; all others share one.
-        num_blocks: blocks of the pools; None: `allocate` makes them later.
-        media: encodes media items, where the model takes any.
-        masks: makes the masks that batches name; None: they name none.
+        model: From `model.wrap.convert_to_paged`; the runner owns it from now on.
+        windows: Groups whose layers have their own block tables, in the order of a step's tables;
+            all other layers share one table.
+        num_blocks: Blocks of the pools; None if `allocate` makes them later.
+        media: Encodes media items, if the model takes any.
+        masks: Makes the masks that batches name, if any.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ModelRunner:
 
     @property
     def windows(self) -> tuple[KVCacheGroupSpec, ...]:
-        """Reaches whose layers have block tables of their own."""
+        """Groups whose layers have their own block tables."""
         return tuple(self._windows)
 
     @property
@@ -165,20 +165,20 @@ class ModelRunner:
     def allocate(
         self, num_blocks: int | Mapping[KVCacheGroupSpec, int], num_state_slots: int = 0
     ) -> None:
-        """Makes new pools; what the old ones held is lost."""
+        """Allocates new pools. The contents of the old ones are lost."""
         self.model.allocate(num_blocks, num_state_slots)
 
     def launch(self, batch: StepBatch, previous: LaunchedStep | KnownTokens | None) -> LaunchedStep:
-        """Builds a step and starts it on the device; returns at once.
+        """Builds a step, starts it on the device, and returns immediately.
 
-        (Unless a sequence has a token mask and its newest token is in flight: then it waits for
-        that.) A step that raises leaves no trace: the pools' handles are those of before.
+        It waits only if a sequence has a token mask whose newest token is in flight. A step that
+        raises leaves no trace: the handles of the pools stay the same.
 
         Args:
-            previous: the step before, or its tokens, where the batch takes any of them.
+            previous: The step before, or its tokens, if the batch uses any of them.
 
         Raises:
-            ValueError: the batch has drafts or adapters, which this runner does not know.
+            ValueError: The batch has drafts or adapters, which this runner does not support.
         """
         if batch.num_drafts.count(0) + batch.adapter_ids.count(0) < 2 * len(batch.seq_ids):
             raise ValueError("[step] num_drafts and adapter_ids must be 0: not supported")
@@ -196,7 +196,7 @@ class ModelRunner:
     def read(launched: LaunchedStep) -> StepResult:
         """Waits for a step and returns its results.
 
-        A sequence has no token where its logits hold a NaN, or permit none.
+        A sequence has no token if its logits contain a NaN or permit no token.
         """
         mx.eval(*launched.results, launched.written)
         batch = launched.batch
@@ -237,13 +237,13 @@ class ModelRunner:
 
     @staticmethod
     def wait(launched: LaunchedStep) -> None:
-        """Waits for a step that another thread launched, so that this one may build on it."""
+        """Waits for a step that another thread launched, so that this thread may build on it."""
         mx.eval(*launched.results, launched.tokens, launched.written)
 
     def reset(self) -> None:
-        """Drops all steps, one that was given up while it was built included.
+        """Drops all steps, including one that was interrupted while it was built.
 
-        What the pools hold stays as it is, and is not to be relied on. Waits until the device is
+        The pools keep their contents, which callers must not rely on. Waits until the device is
         idle.
         """
         try:
@@ -256,7 +256,7 @@ class ModelRunner:
             self.media.forget()
 
     def _forget(self) -> None:
-        """Empties what is kept from step to step, as an exception may have come in between."""
+        """Clears caches between steps, because an exception may have interrupted an update."""
         self._mask_worker.wait()
         self._tables = BlockTableCache()
         self._windows = {reach: BlockTableCache() for reach in self._windows}
@@ -273,7 +273,7 @@ class ModelRunner:
         num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)
         context_lens = np.frombuffer(batch.starts, dtype=np.int64) + num_rows
         if is_decode:
-            # (A single token that is sampled from is its prompt's last, or follows it.)
+            # A single sampled token is the last one of its prompt, or follows it.
             begins = wanted = np.arange(count)
         else:
             ends = np.cumsum(num_rows)
@@ -281,7 +281,7 @@ class ModelRunner:
             if num_sampled < count:
                 wanted = wanted[np.array(batch.samples)]
             if targets:
-                # Rows that are sampled from, then those that prompt tokens to report follow.
+                # First the sampled rows, then the rows before reported prompt tokens.
                 reported = [begins[i] + np.arange(len(t.token_ids)) for i, t in targets]
                 wanted = np.concatenate([wanted, *reported])
         metadata: SamplingMetadata = batch.sampling
@@ -313,11 +313,11 @@ class ModelRunner:
             sample_failure = _choose(raw, metadata, newest, grammars, self._masks, greedy, platform)
             tokens = sample_failure.sampled.tokens
             for_host = sample_failure.sampled.for_host(sample_failure.model_largest)
-            if greedy is None or for_host is not greedy.reported:  # (which is for the host)
+            if greedy is None or for_host is not greedy.reported:  # which is for the host
                 for_host = ops.to_host(for_host)
             logprobs = _report_samples(raw, tokens, batch, metadata)
         else:
-            # Nothing to choose: the step's work is what it wrote to the pools.
+            # Nothing to choose: the step only writes to the pools.
             tokens, logprobs, sample_failure = mx.zeros((0,), dtype=mx.int32), None, None
             for_host = tokens
         prompt_logprobs = _report_prompts(logits[num_sampled:], targets) if targets else None
@@ -332,7 +332,7 @@ class ModelRunner:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-        # (What a device program found has been launched with it, and nothing but it is asked for.)
+        # A device program's results were launched with it, and nothing else is requested.
         results = launched.results
         if greedy is None or for_host is not greedy.reported or len(results) > 1 or made:
             mx.async_eval(*results, *pools, *made)  # type: ignore[no-untyped-call]
@@ -349,10 +349,10 @@ class ModelRunner:
         """Returns the model's inputs for a step.
 
         Args:
-            context_lens: tokens of each sequence in its blocks, after the step.
-            num_rows: tokens of each sequence in the step.
-            wanted: rows whose results are asked for.
-            media: what they bring besides tokens.
+            context_lens: Tokens of each sequence in its blocks, after the step.
+            num_rows: Tokens of each sequence in the step.
+            wanted: Rows whose results are needed.
+            media: Inputs of media items.
         """
         slots = batch.slots
         return StepInputs(
@@ -371,7 +371,7 @@ class ModelRunner:
     def _block_tables(
         self, seq_ids: tuple[int, ...], tables: Sequence[tuple[StepTable, ...]]
     ) -> PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables]:
-        """The block tables of a step: one for all layers, or those of each reach."""
+        """Returns the block tables of a step: one for all layers, or one for each group."""
         full, *windows = zip(*tables)
         shared = self._tables.update(seq_ids, full)
         if not windows:
@@ -398,7 +398,7 @@ class ModelRunner:
 def _newest(
     batch: StepBatch, metadata: SamplingMetadata, previous: LaunchedStep | KnownTokens | None
 ) -> InFlight | None:
-    """Where the newest tokens are, if an edit needs them and any of them is in flight."""
+    """Returns where the newest tokens are, if an edit needs them and any is in flight."""
     if previous is None:
         return None
     source = np.frombuffer(batch.input_from, dtype=np.int32)
@@ -418,15 +418,15 @@ def _choose(
     greedy: Greedy | None,
     platform: Platform,
 ) -> SampleFailure:
-    """Chooses the tokens of a step; the result says why a row has none.
+    """Chooses the tokens of a step, and determines why a row has none.
 
     Args:
         raw: ``[num_sampled, vocab_size]`` logits.
-        greedy: greedy sampling of them, where the step has found it.
+        greedy: The greedy choice, if the step has computed it.
     """
     if not metadata.edits:
         return SampleFailure(sample(raw, metadata, greedy, platform=platform), None, False, {})
-    # (A mask hides nothing that is not finite.)
+    # A mask hides only finite values.
     model_largest = None
     if not only_masks(metadata.edits):
         model_largest = largest_of(raw, platform) if greedy is None else greedy.largest
@@ -470,12 +470,12 @@ def _input_tokens(
     *,
     stays: bool = False,
 ) -> mx.array:
-    """``[num_rows]`` int32. Tokens that the step before is still sampling stay on the device.
+    """Returns the input tokens ``[num_rows]`` int32. Tokens in flight stay on the device.
 
     Args:
-        begins: row at which each sequence begins.
-        num_more: rows of no sequence behind the others.
-        stays: see `ops.upload`; of tokens that are all known.
+        begins: First row of each sequence.
+        num_more: Padding rows at the end.
+        stays: See `ops.upload`; used if all tokens are known.
     """
     known = np.frombuffer(batch.token_ids, dtype=np.uint32).astype(np.int32)
     if num_more:

@@ -15,14 +15,14 @@ from mlx_paged.engine.checks import is_text
 from mlx_paged.engine.grammar import StructuredOutputs, structured_outputs_of
 from mlx_paged.errors import InvalidParameterError
 
-#: Most alternatives that `logprobs` and `prompt_logprobs` report for a position, as in vLLM.
+#: Maximum alternatives that `logprobs` and `prompt_logprobs` report for a position, as in vLLM.
 MAX_LOGPROBS = 20
-#: Most tokens that `logprob_token_ids` may have, as in vLLM.
+#: Maximum length of `logprob_token_ids`, as in vLLM.
 MAX_LOGPROB_TOKEN_IDS = 128
-#: Most answers to one prompt, as in vLLM.
+#: Maximum answers to one prompt, as in vLLM.
 MAX_N = 16384
 
-# Whole numbers that are compared or counted with, and nothing else.
+# For whole numbers that are only compared or counted with.
 _MAX_INT = (1 << 63) - 1
 # The device computes with these: a number outside is infinite there, or 0.
 _LEAST_FLOAT, _MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -32,44 +32,44 @@ _LEAST_FLOAT, _MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.f
 class SamplingParams:
     """How to choose tokens, and when to stop. Names, defaults and meanings are vLLM's.
 
-    `docs/sampling.md` describes each, and their order.
+    `docs/sampling.md` describes each parameter and the order in which they apply.
 
     Args:
-        n: answers to generate for the prompt, at most 16384; they share its blocks.
+        n: Number of answers to the prompt, at most 16384; they share its blocks.
         temperature: 0 is greedy.
-        top_k: sample among the k likeliest tokens; 0 or -1: all.
-        top_p: sample among the likeliest tokens that together have this probability, in (0, 1].
-        min_p: leave out tokens less likely than this share of the likeliest, in [0, 1].
-        repetition_penalty: above 1 discourages tokens of prompt and answer; 1: off.
-        presence_penalty: taken from the logits of tokens that the answer has, in [-2, 2].
-        frequency_penalty: the same for each time it has them, in [-2, 2].
-        logit_bias: added to the logits of tokens, by id; each in [-100, 100].
-        allowed_token_ids: nothing but these tokens is generated; None: any.
-        bad_words: texts whose tokens are not generated.
-        max_tokens: most tokens to generate; None: as many as the model's context allows.
-        min_tokens: end tokens and stop tokens are not generated, and stop strings not looked for,
-            before the answer has this many tokens.
-        stop: strings that end the answer; they are not part of it.
-        include_stop_str_in_output: make what ended the answer (a stop string or the text of a stop
-            token) part of it.
-        skip_special_tokens: leave the tokenizer's special tokens out of the text.
-        stop_token_ids: tokens that end the answer, besides the model's end tokens.
-        ignore_eos: generate past the model's end tokens.
-        seed: makes a sampled answer repeatable in any batch: an integer of 64 bits with its sign,
-            all of which count. None and, as in vLLM, -1: different every time.
-        logprobs: report the log-probability of each token of the answer, and of this many of the
-            likeliest, at most 20; None: none.
-        logprob_token_ids: beside the log-probability of each token of the answer, report those of
-            these tokens, at most 128, in place of the likeliest.
-        prompt_logprobs: the same for the tokens of the prompt. It computes the whole prompt: the
-            prefix cache is not read.
-        structured_outputs: what the answer must be (a JSON schema, a grammar, ...): the parameters
+        top_k: Sample among the k most likely tokens; 0 or -1 means all.
+        top_p: Sample among the most likely tokens that together have this probability, in (0, 1].
+        min_p: Exclude tokens less likely than this share of the most likely one, in [0, 1].
+        repetition_penalty: Above 1 discourages tokens of prompt and answer; 1 turns it off.
+        presence_penalty: Subtracted from the logits of tokens in the answer, in [-2, 2].
+        frequency_penalty: The same for each occurrence, in [-2, 2].
+        logit_bias: Token ids to values in [-100, 100] that are added to their logits.
+        allowed_token_ids: Generate only these tokens; None means any.
+        bad_words: Texts whose tokens are never generated.
+        max_tokens: Maximum tokens to generate; None means as many as the context allows.
+        min_tokens: Before the answer has this many tokens, end tokens and stop tokens are not
+            generated, and stop strings are ignored.
+        stop: Strings that end the answer; they are not part of it.
+        include_stop_str_in_output: Include the stop string, or the text of the stop token.
+        skip_special_tokens: Omit the tokenizer's special tokens from the text.
+        stop_token_ids: Tokens that end the answer, in addition to the model's end tokens.
+        ignore_eos: Generate past the model's end tokens.
+        seed: Makes a sampled answer repeatable in any batch: a signed 64-bit integer, all of whose
+            bits count. None or, as in vLLM, -1 means different answers every time.
+        logprobs: Report the log-probability of each generated token and of this many of the most
+            likely tokens, at most 20; None reports nothing.
+        logprob_token_ids: Report the log-probabilities of these tokens, at most 128, instead of the
+            most likely ones.
+        prompt_logprobs: Like `logprobs`, for the prompt. This computes the whole prompt without the
+            prefix cache.
+        structured_outputs: Constraint on the answer (a JSON schema, a grammar, ...): the parameters
             themselves, or a mapping of their fields. See `docs/structured-output.md`.
-        thinking_token_budget: most tokens of reasoning; then its end is forced. None: any number.
+        thinking_token_budget: Maximum tokens of reasoning, after which its end is forced; None
+            means no limit.
 
     Raises:
-        InvalidParameterError: an invalid value; it names the field. (NumPy's numbers and arrays
-            are taken for Python's.)
+        InvalidParameterError: An invalid value; the error names the field. NumPy's numbers and
+            arrays are accepted.
     """
 
     n: int = 1
@@ -80,7 +80,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # (A dict has no hash; equality counts it.)
+    # A dict has no hash, but it takes part in equality.
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -137,7 +137,7 @@ class SamplingParams:
         object.__setattr__(self, "structured_outputs", outputs)
 
     def _take_several_values(self) -> None:
-        """Checks fields with several values, and copies them: callers may change their lists."""
+        """Checks fields with several values, and copies them, because callers may change theirs."""
         set_field = object.__setattr__
         if isinstance(self.stop, str):
             set_field(self, "stop", (self.stop,))
@@ -214,14 +214,14 @@ class SamplingParams:
 
 
 def _is_integer(value: object, least: int, most: int = _MAX_INT) -> bool:
-    """True if an integer, Python's or NumPy's, lies in [least, most]."""
+    """Returns True if an integer, Python's or NumPy's, is in [least, most]."""
     if type(value) is not int and (not isinstance(value, Integral) or isinstance(value, bool)):
-        return False  # (an abstract class takes many times as long to ask)
+        return False  # Checking an abstract class takes many times as long.
     return least <= int(value) <= most
 
 
 def _is_number(value: object, least: float, most: float) -> bool:
-    """True if a number lies in [least, most], which are finite."""
+    """Returns True if a number is in [least, most], which are finite."""
     is_plain = type(value) is float or type(value) is int
     if not is_plain and (not isinstance(value, Real) or isinstance(value, bool)):
         return False
@@ -229,7 +229,7 @@ def _is_number(value: object, least: float, most: float) -> bool:
 
 
 def _as_tuple(values: object) -> tuple[object, ...] | None:
-    """None means no values, as in vLLM; the result is None where there is no collection."""
+    """Returns a tuple of the values; () for None, as in vLLM; None if there is no collection."""
     if values is None:
         return ()
     if isinstance(values, (str, bytes, bytearray, memoryview, Mapping)):

@@ -1,7 +1,7 @@
-"""StepColumns: adds to a scheduled batch what the scheduler does not know.
+"""StepColumns: adds to a scheduled batch the columns that the scheduler does not know.
 
-These are the settings with which tokens are chosen, the prompt tokens to report, and media. All of
-it is data: nothing in a batch leads back to a sequence.
+These are sampling settings, prompt tokens to report, and media. They are plain data: nothing in a
+batch refers to a sequence.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class StepColumns:
     """Completes batches.
 
     Args:
-        masks: makes the masks that the batches name.
-        samples: false where the "token" of a sequence only says that its prompt is computed.
-        has_media: whether sequences may have media.
+        masks: Makes the masks that the batches name.
+        samples: False if a sequence's "token" only means that its prompt has been computed.
+        has_media: True if sequences may have media.
     """
 
     def __init__(self, masks: SequenceMasks, *, samples: bool = True, has_media: bool) -> None:
@@ -37,7 +37,7 @@ class StepColumns:
         self._has_media = has_media
 
     def reset(self) -> None:
-        """Forgets the steps so far: an exception may have come in between, and ids begin anew."""
+        """Forgets all steps, because an exception may have interrupted one, and ids restart."""
         self._metadata = MetadataCache(self._masks)
 
     def add_to(self, output: SchedulerOutput) -> None:
@@ -73,16 +73,16 @@ class StepColumns:
 
 
 class MetadataCache:
-    """Keeps the sampling settings of running sequences from step to step.
+    """Caches the sampling settings of running sequences between steps.
 
-    Of a sequence's settings only position and edits differ between two steps, so the columns are
-    made anew only where other sequences are sampled.
+    For one sequence, only position and edits differ between two steps, so the columns are rebuilt
+    only if other sequences are sampled.
     """
 
     def __init__(self, masks: SequenceMasks) -> None:
         self._masks = masks
         self._samplers: list[SequenceSampler] = []
-        self._edited: list[int] = []  # those that have edits
+        self._edited: list[int] = []  # indices of rows with edits
         self._columns = SamplingMetadata.of([])
 
     def __call__(
@@ -109,14 +109,14 @@ class MetadataCache:
 
 
 def _edits_of(seq: Sequence, position: int) -> LogitEdits | None:
-    """A sequence's edits; one that cannot be made, twice, ends its sequence and no other."""
+    """Returns a sequence's edits. If making them fails twice, only this sequence ends."""
     sampler: SequenceSampler = seq.sampler
     key = MaskKey(seq.seq_id, position)
     for is_last in (False, True):
         try:
             return sampler.edits(seq.tokens, key)
         except Exception as error:
-            sampler.start_over()  # it may have stopped in the middle of counting
+            sampler.start_over()  # It may have stopped in the middle of counting.
             if is_last:
                 return LogitEdits(failure=reason_of(error))
     return None

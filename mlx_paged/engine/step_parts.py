@@ -11,11 +11,12 @@ from mlx_paged.core.media import outside
 
 
 class Piece(NamedTuple):
-    """Tokens ``[begin, end)`` of those that a batch has of one sequence.
+    """Tokens ``[begin, end)`` of one sequence in a batch.
 
     Attributes:
         place: Index of the sequence in the batch.
-        is_last: Whether the tokens of the batch end here, so that it samples where the batch does.
+        is_last: True if the tokens end where the batch's tokens of this sequence end, so that it
+            samples if the batch does.
     """
 
     place: int
@@ -34,7 +35,7 @@ Part = tuple[Piece, ...]
 
 
 def whole(batch: StepBatch, left_out: Collection[int] = ()) -> Part:
-    """All of a batch but for some sequences."""
+    """Returns a batch without some sequences."""
     return tuple(
         Piece(place, 0, length)
         for place, length in enumerate(batch.query_lens)
@@ -43,10 +44,10 @@ def whole(batch: StepBatch, left_out: Collection[int] = ()) -> Part:
 
 
 def halves(batch: StepBatch, part: Part) -> list[Part]:
-    """Two parts, to be run in this order: by sequences, or one sequence by its tokens.
+    """Returns two parts to run in this order, cut between sequences or within the only one.
 
-    What cannot be cut is returned whole: one token, drafts with the token before them, or a media
-    item whose positions see each other.
+    A part that cannot be cut is returned whole: one token, drafts with the token before them, or a
+    media item whose positions see each other.
     """
     if len(part) > 1:
         middle = len(part) // 2
@@ -60,7 +61,7 @@ def halves(batch: StepBatch, part: Part) -> list[Part]:
 
 
 def _middle(batch: StepBatch, piece: Piece) -> int:
-    """How many of a piece's tokens the first of two pieces has; 0: it cannot be cut."""
+    """Returns the number of a piece's tokens in the first half; 0 if it cannot be cut."""
     middle = piece.num_tokens // 2
     if batch.num_drafts[piece.place]:
         return 0
@@ -77,12 +78,12 @@ def _middle(batch: StepBatch, piece: Piece) -> int:
 
 
 def is_state_spent(batch: StepBatch, piece: Piece) -> bool:
-    """True if the state that a piece begins with may be overwritten: that of a second piece."""
+    """Returns True for a second piece, whose initial state may be overwritten."""
     return bool(batch.slots) and piece.begin > 0
 
 
 def cut(batch: StepBatch, part: Part, block_size: int) -> StepBatch:
-    """A part as a batch of its own, which may run whatever ran before."""
+    """Returns a part as a batch of its own, which may run regardless of what ran before."""
     indices = [piece.place for piece in part]
     begins = batch.begins()
     samples = [piece.is_last and batch.samples[piece.place] for piece in part]
@@ -104,7 +105,7 @@ def cut(batch: StepBatch, part: Part, block_size: int) -> StepBatch:
         tables=[tuple(StepTable(t.blocks, 0) for t in batch.tables[i]) for i in indices],
         slots=[_slots(batch, piece) for piece in part] if batch.slots else [],
         block_copies=_copies(batch, part, block_size),
-        # (What the step gave up is gone by now.)
+        # The blocks that the step gave up are gone by now.
         media=None if batch.media is None else ScheduledMedia((), batch.media.encoded),
         sampling=_sampling(batch, [p.place for p, sampled in zip(part, samples) if sampled]),
         prompt_targets=_targets(batch, part),
@@ -119,8 +120,9 @@ def _slots(batch: StepBatch, piece: Piece) -> StateMove:
 
 
 def _copies(batch: StepBatch, part: Part, block_size: int) -> tuple[tuple[Any, ...], ...]:
-    """A copy goes with the piece that continues its target: made later, it would undo what that
-    sequence wrote."""
+    """Returns True if a copy goes with a piece, because the piece continues the copy's target.
+
+    A later copy would undo what that sequence has written."""
     begun = [p.place for p in part if p.begin == 0]
     made = []
     for group, copies in enumerate(batch.block_copies):
@@ -151,7 +153,7 @@ def _targets(batch: StepBatch, part: Part) -> list[tuple[int, Any]]:
 
 
 def add_results(result: StepResult, part: Part, found: StepResult) -> None:
-    """Adds the results of a part of a step to those of the step."""
+    """Adds the results of a part to those of the step."""
     for piece, token_ids in zip(part, found.token_ids):
         if token_ids:
             result.token_ids[piece.place] = token_ids

@@ -1,10 +1,10 @@
-"""Runs steps like those to come when an engine starts, so that the first requests are not slow.
+"""Runs representative steps when an engine starts, so that the first requests are not slow.
 
-On a GPU the first step of a kind compiles kernels (with CUDA MLX's for ten seconds or more), has
-libraries choose theirs, and a decode step that repeats becomes a graph. So a chain of decode steps
-runs for some numbers of sequences, and with CUDA also for prompts. The steps go through the runner
-as all others do: whatever it prepares for a number of sequences, it prepares here. On the CPU
-nothing is prepared, and nothing is done.
+On a GPU, the first step of a kind compiles kernels (with CUDA, MLX's take ten seconds or more),
+lets libraries choose theirs, and captures repeating decode steps as graphs. So a chain of decode
+steps runs for several numbers of sequences, and with CUDA also for prompts. The steps go through
+the runner like all others, so everything it prepares for a shape is prepared here. On the CPU there
+is nothing to prepare.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
-# Called with how many kinds of steps are done and how many there are.
+# Called with the number of kinds of steps that are done, and the total.
 OnStep = Callable[[int, int], None]
 
 # A shape is compiled when it occurs for the third time (`model.graph_runner`), and then repeated.
 _STEPS = 4
 # Tokens of context at which decodes have partial results to merge.
 _LONG_CONTEXT = 4096
-# Tokens of prompts: few, whose steps repeat as decodes do (alone and behind a prefix), and as many
-# as MLX's own attention serves.
+# Tokens of prompts: few, whose steps repeat like decodes (alone and after a prefix), and as many as
+# MLX's own attention handles.
 _PROMPTS = (16, 32, 48, 64, 512)
 _FEW = 64
 
@@ -46,10 +46,10 @@ class Kind:
     """Steps of one shape.
 
     Attributes:
-        num_sequences: that take part.
-        num_tokens: of each in a step; 1: decodes.
-        context_len: tokens of each after the first step, these included.
-        temperature: of all; 0: greedy.
+        num_sequences: Number of sequences.
+        num_tokens: Tokens of each sequence in a step; 1 for decodes.
+        context_len: Tokens of each sequence after the first step.
+        temperature: Temperature of all sequences; 0 is greedy.
     """
 
     num_sequences: int
@@ -64,14 +64,14 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def kinds(config: EngineConfig, max_context_len: int | None, *, with_cuda: bool) -> list[Kind]:
-    """The steps to run, the largest first: the smaller ones reuse its memory.
+    """Returns the steps to run, largest first, because smaller ones reuse the memory.
 
     Args:
-        max_context_len: most tokens of a sequence; None: no limit.
-        with_cuda: where decode steps become graphs, and shapes of prompts are prepared.
+        max_context_len: Maximum tokens of a sequence; None means no limit.
+        with_cuda: True if decode steps become graphs, and shapes of prompts are prepared.
     """
     longest = _LONG_CONTEXT
-    if max_context_len is not None:  # (a chain of steps goes on behind it)
+    if max_context_len is not None:  # A chain of steps makes the context longer.
         longest = max(1, min(longest, max_context_len - (_STEPS - 1)))
     most = min(config.max_num_seqs, config.step_tokens)
     if not with_cuda:
@@ -101,13 +101,13 @@ def warm_up(
     max_context_len: int | None,
     on_step: OnStep | None = None,
 ) -> int:
-    """Runs the steps, in the runner's pools, which no request uses yet; returns how many kinds.
+    """Runs the steps in the runner's pools, which no request uses yet. Returns the number of kinds.
 
-    A step that fails is left out, with a warning: the engine works without it.
+    A step that fails is skipped with a warning, because the engine works without it.
 
     Args:
-        max_context_len: most tokens of a sequence; None: no limit.
-        on_step: called before each kind of steps, and after the last.
+        max_context_len: Maximum tokens of a sequence; None means no limit.
+        on_step: Called before each kind of steps, and after the last.
     """
     start = time.perf_counter()
     wanted = kinds(config, max_context_len, with_cuda=runner.model.platform.has_cuda)
@@ -127,7 +127,7 @@ def warm_up(
 
 
 def _run(runner: ModelRunner, kind: Kind) -> None:
-    """Each step takes its tokens from the one before, which has not been read: as in decoding."""
+    """Runs steps whose tokens come from the step before, which is unread, as in decoding."""
     before: LaunchedStep | None = None
     if kind.num_tokens > 1:  # each is the first of its sequences
         for _ in range(_STEPS if kind.num_tokens <= _FEW else 1):
@@ -143,7 +143,7 @@ def _run(runner: ModelRunner, kind: Kind) -> None:
 
 
 def _step(runner: ModelRunner, kind: Kind, index: int) -> StepBatch:
-    """Step `index` of a chain. Block 0, which padding points at, is not written."""
+    """Returns step `index` of a chain. It does not write to block 0, which is padding."""
     model, size, num_seqs = runner.model, runner.block_size, kind.num_sequences
     num_blocks = min((len(c.key_pool) for c in model.attention_caches), default=2) - 1
     end = kind.context_len + index
@@ -151,7 +151,7 @@ def _step(runner: ModelRunner, kind: Kind, index: int) -> StepBatch:
     num_groups = 1 + len(runner.windows)
     tables = []
     for i in range(num_seqs):
-        # (Any blocks: what they hold is not read again. A sequence's may all be the same.)
+        # Any blocks will do, even one for a whole sequence: nobody reads their contents.
         table = StepTable((1 + i % num_blocks,) * -(-end // size), 0)
         tables.append((table,) * num_groups)
     settings = SamplingRow(kind.temperature, seed=0, position=end)
@@ -166,7 +166,7 @@ def _step(runner: ModelRunner, kind: Kind, index: int) -> StepBatch:
         num_drafts=array("i", [0]) * num_seqs,
         adapter_ids=array("i", [0]) * num_seqs,
         tables=tables,
-        # (Each begins with no state, and leaves none.)
+        # Each begins without a state and leaves none.
         slots=[StateMove(0, -1)] * num_seqs if model.layout.has_states else [],
         block_copies=((),) * num_groups,
         sampling=SamplingMetadata.of([settings] * num_seqs),
