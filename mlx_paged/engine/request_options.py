@@ -1,6 +1,6 @@
-"""Options of a request, checked where it enters: a wrong value never reaches a step.
+"""Checks the options of requests where they enter, so that no wrong value reaches a step.
 
-`SamplingParams` checks its own fields, and `core.Request` what the scheduler works with.
+`SamplingParams` checks its own fields, and `core.Request` those that the scheduler works with.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _BYTES = (str, bytes, bytearray, memoryview)
 
 
 def token_ids_of(field: str, given: Any, vocab_size: int) -> tuple[list[int], array[int]]:
-    """Token ids as plain integers, in a list of their own, and as `core.Request` keeps them.
+    """Returns token ids as a new list of plain integers, and in the array type of `core.Request`.
 
-    NumPy's and MLX's arrays of one dimension are taken too.
+    One-dimensional arrays of NumPy and MLX are accepted, too.
 
     Raises:
-        InvalidParameterError: anything but integers in [0, vocab_size).
+        InvalidParameterError: Anything but integers in [0, vocab_size).
     """
     ids = _as_list(field, given)
-    packed = ops.token_bytes(ids, vocab_size)  # (one pass in C++, where all is as it should be)
+    packed = ops.token_bytes(ids, vocab_size)  # One pass in C++, if all ids are valid.
     if packed is None:
         wrong = [i for i in ids if not isinstance(i, Integral) or isinstance(i, bool)]
         ids = ids if wrong else [int(i) for i in ids]
@@ -50,10 +50,10 @@ def token_ids_of(field: str, given: Any, vocab_size: int) -> tuple[list[int], ar
 
 
 def prompt_of(field: str, given: Any) -> str | list[Any]:
-    """A prompt as a text, or as a list; `token_ids_of` checks what is in that.
+    """Returns a prompt as a text or as a list, whose elements `token_ids_of` checks.
 
     Raises:
-        InvalidParameterError: neither of them, or a text with a lone surrogate.
+        InvalidParameterError: Anything else, or a text with a lone surrogate.
     """
     if not isinstance(given, str):
         return _as_list(field, given)
@@ -63,11 +63,12 @@ def prompt_of(field: str, given: Any) -> str | list[Any]:
 
 
 class TextWithMedia(NamedTuple):
-    """A prompt with the media that its text has places for, not loaded yet.
+    """A prompt with the media for its placeholders, not loaded yet.
 
     Attributes:
-        text: With the model's placeholders, those of users marked (`model.media_text`).
-        sources: In the order of the placeholders of their kind.
+        text: The text with the model's placeholders. Placeholders that users wrote are marked
+            (`model.media_text`).
+        sources: The media, in the order of the placeholders of their kind.
     """
 
     text: str
@@ -75,10 +76,10 @@ class TextWithMedia(NamedTuple):
 
 
 def prompts_of(given: Any) -> list[str | list[Any]]:
-    """The prompts of `LLM.embed`, one or a sequence of them (an array of rows, too): text only.
+    """Returns the prompts of `LLM.embed`: one, or a sequence of them (or rows of an array).
 
     Raises:
-        InvalidParameterError: see `prompt_of`; the name has the prompt's place.
+        InvalidParameterError: See `prompt_of`; the error gives the index of the prompt.
     """
     prompts: list[str | list[Any]] = []
     for i, prompt in enumerate(media_prompts_of(given)):
@@ -89,10 +90,10 @@ def prompts_of(given: Any) -> list[str | list[Any]]:
 
 
 def media_prompts_of(given: Any) -> list[str | list[Any] | TextWithMedia]:
-    """The prompts of `LLM.generate`: one, or a sequence of them (an array of rows, too).
+    """Returns the prompts of `LLM.generate`: one, or a sequence of them (or rows of an array).
 
     Raises:
-        InvalidParameterError: see `media_prompt_of`; the name has the prompt's place.
+        InvalidParameterError: See `media_prompt_of`; the error gives the index of the prompt.
     """
     if isinstance(given, str | Mapping | TextWithMedia):
         return [media_prompt_of("prompts", given)]
@@ -102,7 +103,7 @@ def media_prompts_of(given: Any) -> list[str | list[Any] | TextWithMedia]:
     prompts = _as_list("prompts", given)
     if dimensions == 1 or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]
-    # (A list is not copied for nothing: `token_ids_of` does it, and a long prompt's takes a while.)
+    # Lists are not copied here: `token_ids_of` does that, and long prompts take a while.
     return [
         prompt if type(prompt) is list else media_prompt_of(f"prompts[{i}]", prompt)
         for i, prompt in enumerate(prompts)
@@ -127,10 +128,10 @@ def media_prompt_of(field: str, given: Any) -> str | list[Any] | TextWithMedia:
 
 
 def params_of(given: Any) -> SamplingParams:
-    """The parameters of one request; None stands for the default.
+    """Returns the parameters of a request; None stands for the default.
 
     Raises:
-        InvalidParameterError: something else.
+        InvalidParameterError: Something else.
     """
     return SamplingParams() if given is None else _require_params("params", given)
 
@@ -149,10 +150,10 @@ def params_for_runner(given: Any, runner: str) -> SamplingParams | PoolingParams
 
 
 def pooling_params_of(given: Any, field: str = "params") -> PoolingParams:
-    """A request's choices for its embedding; None stands for the default.
+    """Returns the pooling parameters of a request; None stands for the default.
 
     Raises:
-        InvalidParameterError: something else.
+        InvalidParameterError: Something else.
     """
     if given is not None and not isinstance(given, PoolingParams):
         raise InvalidParameterError(field, "PoolingParams", given)
@@ -160,10 +161,10 @@ def pooling_params_of(given: Any, field: str = "params") -> PoolingParams:
 
 
 def params_for(given: Any, num_prompts: int) -> list[SamplingParams]:
-    """The parameters of each of some prompts, from one for all or a sequence of one for each.
+    """Returns the parameters of each prompt, from one for all or a sequence of one for each.
 
     Raises:
-        InvalidParameterError: something else, or another number of them.
+        InvalidParameterError: Something else, or a sequence of another length.
     """
     if not isinstance(given, Sequence) or isinstance(given, _BYTES):
         return [params_of(given)] * num_prompts
@@ -175,10 +176,10 @@ def params_for(given: Any, num_prompts: int) -> list[SamplingParams]:
 
 
 def conversations_of(given: Any) -> list[list[Mapping[str, Any]]]:
-    """The conversations of `LLM.chat`: one, or a sequence of them.
+    """Returns the conversations of `LLM.chat`: one, or a sequence of them.
 
     Raises:
-        InvalidParameterError: something else than messages.
+        InvalidParameterError: Anything but messages.
     """
     chats = given if isinstance(given, Sequence) and not isinstance(given, _BYTES) else None
     if chats and isinstance(chats[0], Mapping):
@@ -194,10 +195,10 @@ def conversations_of(given: Any) -> list[list[Mapping[str, Any]]]:
 
 
 def check_callables(token_mask: object, sink: object, prompt: object) -> None:
-    """Checks the options of `Engine.add_request` that nothing else looks at until they are used.
+    """Checks options of `Intake.check` that are otherwise unused until later.
 
     Raises:
-        InvalidParameterError: one that cannot be.
+        InvalidParameterError: An option of the wrong kind.
     """
     if token_mask is not None and not callable(token_mask):
         raise InvalidParameterError("token_mask", "None or a function", token_mask)
@@ -214,7 +215,7 @@ def _require_params(field: str, given: Any) -> SamplingParams:
 
 
 def _as_list(field: str, given: Any) -> list[Any]:
-    """A sequence's elements; what has none, or has them as something else, is refused."""
+    """Returns the elements of a sequence; refuses anything that is not a proper sequence."""
     if isinstance(given, Sequence) and not isinstance(given, _BYTES):
         return list(given)
     if getattr(given, "ndim", None) == 1:

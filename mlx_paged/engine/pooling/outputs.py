@@ -24,7 +24,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many there are."""
+        """The number of dimensions."""
         return len(self.embedding)
 
 
@@ -34,10 +34,10 @@ class EmbeddingRequestOutput:
 
     Attributes:
         request_id: The request.
-        prompt: The text; None where token ids were given.
+        prompt: The text; None for token ids.
         prompt_token_ids: Its tokens.
         outputs: The vector.
-        num_cached_tokens: Tokens that came from the prefix cache and were not computed again.
+        num_cached_tokens: Tokens that came from the prefix cache.
     """
 
     request_id: str
@@ -79,13 +79,13 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """How many there are."""
+        """The number of classes."""
         return len(self.probs)
 
 
 @dataclass(frozen=True)
 class ClassificationRequestOutput:
-    """A text and its classes; the rest is that of `EmbeddingRequestOutput`.
+    """A text and its classes. Other attributes are those of `EmbeddingRequestOutput`.
 
     Attributes:
         outputs: The classes.
@@ -101,11 +101,10 @@ class ClassificationRequestOutput:
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """How near two texts are.
+    """The similarity of two texts.
 
     Attributes:
-        score: The cosine of the angle between their vectors, in [-1, 1]; of a reranker what it
-            says of the pair, in [0, 1].
+        score: Cosine of their vectors in [-1, 1], or a reranker's score of the pair in [0, 1].
     """
 
     score: float
@@ -116,10 +115,10 @@ class ScoringRequestOutput:
     """Two texts and their score.
 
     Attributes:
-        request_id: Of the requests for their vectors.
-        prompt_token_ids: Tokens of the first, then of the second.
+        request_id: The requests for their vectors.
+        prompt_token_ids: Tokens of the first text, then of the second.
         outputs: The score.
-        num_cached_tokens: As in `EmbeddingRequestOutput`, of both.
+        num_cached_tokens: Sum over both texts, as in `EmbeddingRequestOutput`.
     """
 
     request_id: str
@@ -130,13 +129,13 @@ class ScoringRequestOutput:
 
 
 def pairs_of(num_first: int, num_second: int, *, fields: tuple[str, str]) -> list[tuple[int, int]]:
-    """Pairs the texts to compare: one with each of the others, or each with its counterpart.
+    """Returns the index pairs to compare: one text with each other one, or each with its partner.
 
     Args:
-        fields: names of the two sides in errors.
+        fields: Names of the two sides in errors.
 
     Raises:
-        InvalidParameterError: there are none, or their numbers do not fit.
+        InvalidParameterError: A side is empty, or the numbers do not match.
     """
     for field, count in zip(fields, (num_first, num_second)):
         if count == 0:
@@ -150,16 +149,16 @@ def pairs_of(num_first: int, num_second: int, *, fields: tuple[str, str]) -> lis
 def joined(
     tokenizer: Any, first: str | list[int], second: str | list[int], template: str | None
 ) -> list[int]:
-    """Tokens of a pair of texts, for a reranker.
+    """Returns the tokens of a pair of texts, for a reranker.
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        first, second: a query and a document; both as texts, or as tokens.
-        template: Jinja source for two messages of the roles "query" and "document", as in vLLM;
-            None: one text behind the other.
+        first, second: A query and a document, both as texts or as tokens.
+        template: Jinja source for two messages with the roles "query" and "document", as in vLLM;
+            None concatenates the texts.
 
     Raises:
-        InvalidParameterError: tokens where a text is needed.
+        InvalidParameterError: Tokens instead of a text.
     """
     if isinstance(first, str) and isinstance(second, str):
         if template is None:

@@ -16,13 +16,13 @@ RUNNERS = ("auto", "generate", "pooling")
 LAST, MEAN = "LAST", "MEAN"
 _TYPES = (LAST, MEAN)
 
-# vLLM's names, old and new, for the same thing.
+# vLLM's old and new names for one field.
 _SYNONYMS = {"seq_pooling_type": "pooling_type", "use_activation": "normalize"}
 # Kinds of modules of sentence-transformers that are looked at; others are refused.
 _TRANSFORMER, _POOLING, _NORMALIZE = "Transformer", "Pooling", "Normalize"
 # Its names of pooling, as a word and as a flag.
 _MODES = {"lasttoken": LAST, "mean": MEAN, "mean_tokens": MEAN}
-# Fields of a config.json whose values mean that tokens see those behind them.
+# Fields of a config.json, with the values that mean bidirectional attention.
 _BIDIRECTIONAL: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("is_causal", (False,)),
     ("use_bidirectional_attention", (True, "all")),
@@ -31,19 +31,20 @@ _BIDIRECTIONAL: tuple[tuple[str, tuple[object, ...]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class PoolerConfig:
-    """How an engine makes one vector of a text. None: what the model says, else the default.
+    """How an engine pools a text into one vector. None means the model's setting or the default.
 
     Args:
-        pooling_type: "LAST" (the default) is the hidden state of the last token, "MEAN" the mean
+        pooling_type: "LAST" (the default) takes the hidden state of the last token, "MEAN" the mean
             over all tokens.
-        normalize: scale vectors to length 1 (the default).
-        dimensions: keep only so many of the first numbers where a request does not say; None: all.
-        classifier_from_token: score pairs of texts instead of embedding them, for rerankers that
-            answer with a word. Of two tokens, such as ("no", "yes"), the score is the probability
-            of the second one against the first; of one, the sigmoid of its logit.
+        normalize: Scale vectors to length 1 (the default).
+        dimensions: Keep only this many leading dimensions unless a request says otherwise; None
+            keeps all.
+        classifier_from_token: Score pairs of texts instead of embedding them, for rerankers that
+            answer with a word. With two tokens, such as ("no", "yes"), the score is the probability
+            of the second against the first; with one token, the sigmoid of its logit.
 
     Raises:
-        InvalidParameterError: an invalid value; it names the field.
+        InvalidParameterError: An invalid value; the error names the field.
     """
 
     pooling_type: str | None = None
@@ -73,10 +74,10 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, given: Any) -> PoolerConfig:
-        """A config from a mapping with its names, or vLLM's other ones; None: the default.
+        """Returns a config from a mapping with its fields or vLLM's other names; None: the default.
 
         Raises:
-            InvalidParameterError: something else, or an unknown name.
+            InvalidParameterError: Something else, or an unknown name.
         """
         if given is None or isinstance(given, cls):
             return given or cls()
@@ -96,26 +97,26 @@ class PoolerConfig:
         return cls(**found)
 
     def over(self, other: PoolerConfig) -> PoolerConfig:
-        """This one, with what it leaves open from another."""
+        """Returns this config, with open fields taken from another."""
         chosen = {f.name: getattr(self, f.name) for f in fields(self)}
         return PoolerConfig(**{n: getattr(other, n) if v is None else v for n, v in chosen.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """A request's choices for its embedding.
+    """How to pool one request.
 
     Args:
-        dimensions: keep only so many of the first numbers, for models that were trained for that
-            (Matryoshka); scaled to length 1 afterwards where vectors are normalised. None: all.
-        normalize: scale the vector to length 1; None: as the engine's `PoolerConfig` says. Of a
-            model that classifies: make probabilities of its outputs (None: yes).
-        truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as the
-            model takes; None: all. (`LLM` cuts; `Engine` gets prompts that are cut.)
+        dimensions: Keep only this many leading dimensions, for models trained for that
+            (Matryoshka); normalized vectors are scaled to length 1 afterwards. None keeps all.
+        normalize: Scale the vector to length 1; None: as in the engine's `PoolerConfig`. For a
+            model that classifies: convert its outputs to probabilities (None means yes).
+        truncate_prompt_tokens: Keep only this many of the prompt's last tokens; -1 keeps as many as
+            the model takes; None keeps all. `LLM` truncates; `Engine` gets truncated prompts.
         truncation_side: "right" keeps the first tokens instead.
 
     Raises:
-        InvalidParameterError: an invalid value; it names the field.
+        InvalidParameterError: An invalid value; the error names the field.
     """
 
     dimensions: int | None = None
@@ -123,7 +124,7 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
 
-    logprobs: ClassVar[None] = None  # (none are reported)
+    logprobs: ClassVar[None] = None  # never reported
 
     def __post_init__(self) -> None:
         _check_dimensions("dimensions", self.dimensions)
@@ -143,13 +144,13 @@ class PoolingParams:
         return StopPolicy(max_tokens=1, ignore_eos=True)
 
     def truncated(self, prompt: list[int], most: int) -> list[int]:
-        """A part of a prompt, as `truncate_prompt_tokens` and `truncation_side` say.
+        """Returns a prompt truncated by `truncate_prompt_tokens` and `truncation_side`.
 
         Args:
-            most: tokens that the model takes.
+            most: Maximum tokens that the model takes.
 
         Raises:
-            InvalidParameterError: more are to be kept than that.
+            InvalidParameterError: `truncate_prompt_tokens` is more than that.
         """
         limit = self.truncate_prompt_tokens
         if limit is None:
@@ -161,10 +162,10 @@ class PoolingParams:
 
 
 def overridden(given: PoolerConfig | None, overrides: Any) -> PoolerConfig | None:
-    """A pooler config with what `hf_overrides` say of it, as vLLM has them for rerankers.
+    """Returns a pooler config with the settings of `hf_overrides`, vLLM's way for rerankers.
 
     Raises:
-        InvalidParameterError: an entry that is not about that, or contradicts another.
+        InvalidParameterError: An unrelated entry, or one that contradicts another.
     """
     if overrides is None:
         return given
@@ -199,23 +200,23 @@ def overridden(given: PoolerConfig | None, overrides: Any) -> PoolerConfig | Non
     return own.over(given or PoolerConfig())
 
 
-# vLLM's names for scores from logits: of two tokens, and of one.
+# vLLM's names for scores from the logits of two tokens, and of one.
 _METHODS = ("from_2_way_softmax", "no_post_processing")
 
 
 def runner_of(
     runner: str, directory: Path | None, given: PoolerConfig | None, *, classifies: bool = False
 ) -> str:
-    """The runner in force: "auto" is "pooling" for models that say how they are pooled, and for
-    those that classify.
+    """Returns the runner in effect. "auto" is "pooling" for models that classify or whose files say
+    how they are pooled.
 
     Args:
-        directory: of the model's files; None: unknown.
-        given: how to pool, where that was given.
-        classifies: whether the model has a classification layer.
+        directory: Directory of the model's files; None if unknown.
+        given: The caller's pooler config.
+        classifies: True if the model has a classification layer.
 
     Raises:
-        InvalidParameterError: it has one, and is to generate, or to be pooled in another way.
+        InvalidParameterError: It has one, and the options ask for text or for other pooling.
     """
     if classifies:
         if runner == "generate":
@@ -236,16 +237,17 @@ def runner_of(
 def pooler_config_of(
     given: PoolerConfig | None, directory: Path | None, config: Mapping[str, Any]
 ) -> PoolerConfig:
-    """The pooling in force: what is given, else what the model's files say, else the default.
+    """Returns the pooler config in effect: the caller's, else the model's, else the default.
 
-    The files are those of sentence-transformers: `modules.json` and the pooling module's config.
+    The model's comes from sentence-transformers' files: `modules.json` and the pooling module's
+    config.
 
     Args:
-        directory: of the model's files; None: unknown.
-        config: the model's ``config.json``.
+        directory: Directory of the model's files; None if unknown.
+        config: The model's ``config.json``.
 
     Raises:
-        UnsupportedModelError: the model was made for something else than pooled causal states.
+        UnsupportedModelError: The model was not trained for pooled causal states.
     """
     model_type = str(config.get("model_type", ""))
     for name, values in _BIDIRECTIONAL:
@@ -264,10 +266,10 @@ def pooler_config_of(
 
 
 def prompts_of(directory: Path | None) -> dict[str, str]:
-    """The prompts of a model of sentence-transformers, by the name of their use.
+    """Returns the prompts of a sentence-transformers model, by the name of their use.
 
     Args:
-        directory: of the model's files; None: unknown.
+        directory: Directory of the model's files; None if unknown.
     """
     found = None if directory is None else _read(directory / "config_sentence_transformers.json")
     prompts = found.get("prompts") if isinstance(found, Mapping) else None

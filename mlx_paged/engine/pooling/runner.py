@@ -38,11 +38,11 @@ class Classifier:
         return cls(ClassificationHead(rows, offsets, "sigmoid", ("LABEL_0",)))
 
     def __call__(self, state: npt.NDArray[np.float64], *, activate: bool = True) -> FloatArray:
-        """``[num_classes]`` float32.
+        """Returns the probabilities, ``[num_classes]`` float32.
 
         Args:
             state: ``[hidden_size]``.
-            activate: whether to make probabilities of the layer's outputs.
+            activate: False returns the layer's outputs.
         """
         values = self.head.weights @ state + self.head.bias
         if activate and self.head.activation == "sigmoid":
@@ -54,17 +54,17 @@ class Classifier:
 
 
 class PooledPrompt:
-    """Hidden states of one prompt, as far as they have been computed.
+    """The hidden states of one prompt, as far as they have been computed.
 
-    A prompt is computed in chunks, and chunks may come again: after a failed step in smaller parts,
-    after a preemption from the first token on. So the parts are kept by their position, and what
-    comes at a position replaces all that was known from there on.
+    A prompt is computed in chunks, and chunks may arrive again: in smaller parts after a failed
+    step, or from the first token on after a preemption. So parts are kept by position, and a new
+    part replaces everything from its position on.
 
     Args:
-        num_tokens: of the prompt.
-        config: how to pool; complete.
-        params: what the request chose.
-        classifier: makes probabilities of the last state; None: it is an embedding.
+        num_tokens: Tokens of the prompt.
+        config: The engine's pooler config, complete.
+        params: The request's parameters.
+        classifier: Makes probabilities of the last state; None for an embedding.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PooledPrompt:
         self._parts[start] = end, states
 
     def start_over(self) -> None:
-        """Called where an exception came in between: what is here stays right (see above)."""
+        """Called after an interrupted step. Nothing to do: the parts stay valid (see above)."""
 
     def result(self) -> FloatArray:
         """The embedding ``[dimensions]`` or the classes ``[num_classes]``, float32, of the prompt.
@@ -114,7 +114,7 @@ class PooledPrompt:
         own = self._params
         vector = vector[: own.dimensions or self._config.dimensions]
         if self._config.normalize if own.normalize is None else own.normalize:
-            # (As torch does: a vector of zeros stays one.)
+            # Like torch, this keeps a vector of zeros.
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         return vector.astype(np.float32)
 
@@ -164,7 +164,7 @@ class PoolingRunner(ModelRunner):
         context_lens = np.frombuffer(batch.starts, dtype=np.int64) + num_rows
         ends = np.cumsum(num_rows)
         places = [i for i, ends_here in enumerate(batch.samples) if self._sums or ends_here]
-        # A mean needs the states of all tokens; else that of the last one of each prompt.
+        # A mean needs the states of all tokens, other types only that of each prompt's last token.
         wanted = np.arange(ends[-1]) if self._sums else (ends - 1)[places]
         flat = np.frombuffer(batch.token_ids, dtype=np.uint32).astype(np.int32)
         hidden = self.model.forward(
@@ -191,7 +191,7 @@ class PoolingRunner(ModelRunner):
 
     @staticmethod
     def read(launched: LaunchedStep) -> StepResult:
-        """Waits for a step and returns its results: tokens that mean nothing, and pooled states."""
+        """Waits for a step and returns pooled states, with meaningless tokens."""
         result = ModelRunner.read(launched)
         assert isinstance(launched, LaunchedPooling)
         if launched.pooled is None:
@@ -211,9 +211,9 @@ class PoolingRunner(ModelRunner):
 
 
 def _sums(hidden: mx.array, ends: list[int]) -> mx.array:
-    """``[T, hidden_size]`` -> ``[len(ends), hidden_size]`` float32: a sum of each range of rows.
+    """Sums ranges of rows: ``[T, hidden_size]`` -> ``[len(ends), hidden_size]`` float32.
 
-    Each is a reduction of its own, so it does not depend on what else is in the step.
+    Each sum is a separate reduction, so it does not depend on the rest of the step.
     """
     starts = [0, *ends[:-1]]
     return mx.stack([hidden[a:b].astype(mx.float32).sum(axis=0) for a, b in zip(starts, ends)])

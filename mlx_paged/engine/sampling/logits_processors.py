@@ -1,8 +1,8 @@
-"""Logits processors: biases and bans, penalties, masks, before a token is chosen.
+"""Logits processors: biases and bans, penalties and masks, applied before a token is chosen.
 
-They touch only the entries of ``[num_rows, vocab_size]`` that change, and compute only what a
-row asks for. The newest token of a row may still be on the device; what depends on it is computed
-there.
+They touch only those entries of ``[num_rows, vocab_size]`` that change, and compute only what a row
+requests. The newest token of a row may still be on the device; anything that depends on it is
+computed there.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ALWAYS = -1
 
 
 class Additions(NamedTuple):
-    """Numbers to add to single logits: biases, and -inf for tokens that must not come.
+    """Values to add to single logits: biases, and -inf for banned tokens.
 
     An addition may depend on the newest token of the row, which may still be on the device.
     """
 
-    ids: IntArray  # [m]; an id may occur again, with -inf
+    ids: IntArray  # [m]; an id may repeat with -inf
     values: FloatArray  # [m]
-    after: IntArray  # [m]: it holds where this is the newest token; ALWAYS
+    after: IntArray  # [m]; the newest token after which the addition applies; ALWAYS: any
 
 
 class Penalties(NamedTuple):
@@ -50,14 +50,14 @@ class Penalties(NamedTuple):
 
 
 class LogitEdits(NamedTuple):
-    """How to change a row's logits before a token is chosen. Plain data.
+    """Changes to a row's logits before a token is chosen. Plain data.
 
     Attributes:
         allowed: The only tokens that may follow.
-        mask: Names the row's token mask, which the `MaskSource` makes once the newest token is
-            known; None: it has none.
-        grammar: Names the row's place in its grammar, likewise.
-        failure: Why the row's edits could not be made, so that no token can be chosen.
+        mask: Name of the row's token mask, which the `MaskSource` makes once the newest token is
+            known; None if it has none.
+        grammar: Name of the row's position in its grammar, likewise.
+        failure: Why the edits could not be made; then no token can be chosen.
     """
 
     additions: Additions | None = None
@@ -69,28 +69,28 @@ class LogitEdits(NamedTuple):
 
     @property
     def has_mask(self) -> bool:
-        """True if any token may be ruled out by a mask."""
+        """True if a mask may rule out any token."""
         found = self.allowed, self.mask, self.grammar, self.failure
         return any(part is not None for part in found)
 
 
 class InFlight(NamedTuple):
-    """The newest tokens of the rows, where the step before is still sampling them."""
+    """The newest tokens of rows whose previous step is still sampling them."""
 
     tokens: mx.array  # [num_samples of the step before] int32
-    source: IntArray  # [num_rows] entry of `tokens`; -1: the row's newest token is known
+    source: IntArray  # [num_rows] index into `tokens`; -1: the row's newest token is known
     reported: mx.array  # the same as `tokens`, for the host; -1: none
 
     def on_device(self) -> mx.array:
-        """``[num_rows]`` int32: the newest token of each row, -1 where it is known already."""
+        """Returns the newest token of each row, ``[num_rows]`` int32; -1 if it is known already."""
         source = mx.array(self.source)
         return mx.where(source < 0, -1, self.tokens[mx.maximum(source, 0)])
 
     def on_host(self) -> list[int | None]:
-        """The same after waiting for it; None also for a row that got no token, and ends.
+        """Waits for the newest tokens and returns them; None also for a row whose step failed.
 
-        (`reported` itself is read: an operation on it would queue up behind the step that has been
-        launched since. To read `tokens` would take them away from that step, with CUDA.)
+        It reads `reported` directly, because an operation on it would queue behind the step
+        launched since. With CUDA, reading `tokens` would take them away from that step.
         """
         tokens = np.array(self.reported)
         return [None if i < 0 or tokens[i] < 0 else int(tokens[i]) for i in self.source]
@@ -111,7 +111,7 @@ class TokenHistory:
         self._num_generated = 0
 
     def update(self, tokens: Sequence[int], start: int) -> None:
-        """Takes what is new of an answer, which is `tokens[start:]` so far."""
+        """Adds the new tokens of an answer, whose tokens are `tokens[start:]` so far."""
         for token in tokens[start + self._num_generated :]:
             entry = self._entry.setdefault(token, len(self._entry))
             if entry == len(self._ids):
@@ -135,9 +135,9 @@ class TokenHistory:
 class Edited(NamedTuple):
     """The result of `apply_edits`."""
 
-    # [num_rows, vocab_size]; float32 where they are more than masked.
+    # [num_rows, vocab_size]; float32 unless they are only masked.
     logits: mx.array
-    failed: dict[int, str]  # rows whose mask could not be made: why; all their logits are -inf
+    failed: dict[int, str]  # rows whose mask failed, with the reason; all their logits are -inf
 
 
 def apply_edits(
@@ -151,10 +151,10 @@ def apply_edits(
 
     Args:
         logits: ``[num_rows, vocab_size]``.
-        edited: (row, its edits) in the order of rows, for the rows that ask for any.
-        in_flight: where the newest tokens are; None: all are known.
-        grammars: what `make_grammar_masks` returns for these edits; not None where `has_grammars`.
-        masks: makes token masks; not None where an edit names one.
+        edited: (row, edits) in the order of rows, for rows with edits.
+        in_flight: Location of the newest tokens; None if all are known.
+        grammars: Result of `make_grammar_masks` for these edits; required if `has_grammars`.
+        masks: Makes token masks; required if an edit names one.
     """
     failed: dict[int, str] = {}
     if not edited:
@@ -186,7 +186,7 @@ def _add(
         assert newest is not None, "an addition awaits a token but no step is in flight"
         awaited = mx.array(after)
         values = mx.where((awaited == ALWAYS) | (awaited == newest[at]), values, 0.0)
-    # Where an id occurs again it is with -inf: the sum does not depend on the order.
+    # A repeated id has -inf, so the sum does not depend on the order.
     return logits.at[at, ids].add(values)
 
 
@@ -203,8 +203,8 @@ def _penalize(
     ids = mx.array(np.concatenate([p.ids for _, p in penalties]))
     counts = mx.array(np.concatenate([p.counts for _, p in penalties]))
     if in_flight is not None and newest is not None:
-        # The newest token counts too. It becomes an entry of its own; where its row has the token
-        # already, both entries get the same count, and write the same value.
+        # The newest token counts, too. It becomes an entry of its own. If its row already has the
+        # token, both entries get the same count and write the same value.
         fresh = newest[mx.array(rows)]
         again = (ids == fresh[mx.array(of)]).astype(mx.int32)
         before = mx.zeros(len(rows), dtype=mx.int32).at[mx.array(of)].add(again * counts)
@@ -225,14 +225,14 @@ def _penalize(
 class GrammarMasks(NamedTuple):
     """The tokens that the grammars of a step allow."""
 
-    newest: Sequence[int | None]  # [num_rows]; None: known before, or there is none
-    rows: list[int]  # those with a grammar
+    newest: Sequence[int | None]  # [num_rows]; None: known before, or missing
+    rows: list[int]  # rows with a grammar
     words: Words  # [len(rows), num_words of the tokenizer]
-    failed: dict[int, str]  # rows whose mask could not be made: why; it is empty
+    failed: dict[int, str]  # rows whose mask failed, with the reason; their mask is empty
 
 
 def only_masks(edited: list[tuple[int, LogitEdits]]) -> bool:
-    """True if a logit that is not finite is the same afterwards."""
+    """Returns True if the edits keep every logit that is not finite."""
     return all(edit.additions is None and edit.penalties is None for _, edit in edited)
 
 
@@ -244,7 +244,7 @@ def has_grammars(edited: list[tuple[int, LogitEdits]]) -> bool:
 def make_grammar_masks(
     edited: list[tuple[int, LogitEdits]], in_flight: InFlight | None, masks: MaskSource
 ) -> GrammarMasks:
-    """Waits for the newest tokens, and has the grammars' masks made. Any thread may do it."""
+    """Waits for the newest tokens, and makes the grammars' masks. Any thread may call it."""
     newest = _newest_of(edited, in_flight)
     named = [(i, edit.grammar) for i, edit in edited if edit.grammar is not None]
     filled: FilledMasks = masks.grammar_masks(
@@ -275,8 +275,8 @@ def _apply_masks(
     newest: Sequence[int | None] = []
     made: GrammarMasks | None = None
     if any(edit.mask is not None or edit.grammar is not None for _, edit in masked):
-        # Masks are made on the host, which waits for the newest tokens first. The device has the
-        # whole forward to run in the meantime.
+        # Masks are made on the host after it has waited for the newest tokens. The device runs the
+        # whole forward pass in the meantime.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         if grammars is not None:
             made = grammars.result()
@@ -299,7 +299,7 @@ def _apply_masks(
             if mask is not None:
                 words[place] &= packed(mask, logits.shape[1])
         except BaseException as error:
-            # It is a caller's: what it raises, SystemExit included, must not end other requests.
+            # A caller's callback: its exceptions, even SystemExit, must not end other requests.
             if is_interrupt(error):
                 raise
             failed[i] = reason_of(error)
@@ -312,7 +312,7 @@ def _apply_masks(
 def _words(
     masked: list[tuple[int, LogitEdits]], made: GrammarMasks | None, num_words: int
 ) -> Words:
-    """``[len(masked), num_words]``: what the grammars allow; all tokens in rows without one."""
+    """Returns the grammars' masks ``[len(masked), num_words]``, full for rows without a grammar."""
     if made is None:
         return np.full((len(masked), num_words), -1, np.int32)
     if len(made.rows) == len(masked) and made.words.shape[1] == num_words:
@@ -327,7 +327,7 @@ def _assign(
     logits: mx.array, at: mx.array | tuple[mx.array, mx.array], values: mx.array
 ) -> mx.array:
     """`logits` with new values; the array itself does not change."""
-    changed = mx.array(logits)  # (an assignment rebinds the array of its handle)
+    changed = mx.array(logits)  # A copy, because an assignment rebinds the array of its handle.
     changed[at] = values
     return changed
 

@@ -33,7 +33,7 @@ class PositionLogprobs(NamedTuple):
     token_id: int
     logprob: float
     rank: int  # 1: no token is likelier
-    # Up to MAX_LOGPROBS ids and log-probabilities, likeliest first; None where not asked for.
+    # Up to MAX_LOGPROBS ids and log-probabilities, most likely first; None if not requested.
     likeliest: tuple[np.ndarray, np.ndarray] | None  # [k] int32, [k] float32
     listed: ListedLogprobs | None = None
 
@@ -53,7 +53,7 @@ class LogprobArrays:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All of them, to be evaluated with the step."""
+        """All arrays, to be evaluated with the step."""
         every = (
             self.tokens, self.logprobs, self.ranks, self.top_tokens, self.top_logprobs,
             self.listed_logprobs, self.listed_ranks,
@@ -68,7 +68,7 @@ class LogprobArrays:
         tops: Iterable[tuple[np.ndarray, np.ndarray] | None] = [None] * len(tokens)
         if self.top_tokens is not None and self.top_logprobs is not None:
             ids, values = np.array(self.top_tokens), np.array(self.top_logprobs)
-            order = np.lexsort((ids, -values), axis=-1)  # equal ones by id
+            order = np.lexsort((ids, -values), axis=-1)  # Ties are ordered by id.
             ids, values = (np.take_along_axis(a, order, axis=-1) for a in (ids, values))
             tops = zip(ids, values)
         columns = zip(tokens, logprobs, ranks, tops, self._read_listed())
@@ -93,14 +93,14 @@ def logprobs_of(
     likeliest: bool,
     listed: Sequence[Sequence[int]] = (),
 ) -> LogprobArrays:
-    """Log-probabilities of one token in each row.
+    """Returns the log-probabilities of one token in each row.
 
     Args:
-        logits: ``[n, vocab_size]`` as the model gave them.
+        logits: ``[n, vocab_size]``, unedited.
         tokens: ``[n]`` int32.
-        likeliest: find the `MAX_LOGPROBS` likeliest of each row, too. (Always that many: so how
-            ties are broken does not depend on what other rows ask for.)
-        listed: n lists of further tokens to report; empty: no row has one.
+        likeliest: Also find the `MAX_LOGPROBS` most likely tokens of each row. The number is fixed
+            so that ties do not depend on the requests of other rows.
+        listed: n lists of further tokens to report; empty if no row has any.
     """
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1)
@@ -120,17 +120,17 @@ def logprobs_of(
     for row, token_ids in zip(ids, listed):
         row[: len(token_ids)] = token_ids
     values = mx.take_along_axis(logits, mx.array(ids), axis=-1)
-    # (A list at once would take a copy of the logits for each of its tokens.)
+    # One gather for a whole list would copy the logits for each of its tokens.
     above = [(logits > values[:, i : i + 1]).sum(axis=-1) for i in range(ids.shape[1])]
     listed_ranks = mx.stack(above, axis=1).astype(mx.int32) + 1
     return LogprobArrays(*found, listed, values - total[:, None], listed_ranks)
 
 
 class LogprobReport:
-    """Turns positions into reports, which have the tokens' texts.
+    """Makes reports of positions, which have the tokens' texts.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: The model's tokenizer.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
@@ -138,10 +138,10 @@ class LogprobReport:
         self._bytes_of = TokenBytes(tokenizer)
 
     def __call__(self, position: PositionLogprobs, num_likeliest: int) -> PositionReport:
-        """The token of a position, then the listed or the likeliest other ones.
+        """Returns the report on a token, with the listed or the most likely other tokens.
 
         Raises:
-            Exception: the tokenizer cannot decode one of them.
+            Exception: The tokenizer cannot decode one of them.
         """
         token, logprob, rank, likeliest, listed = position
         self._text(token)
@@ -150,7 +150,7 @@ class LogprobReport:
             for other in listed.token_ids:
                 self._text(other)
         elif likeliest is not None:
-            # (Views would keep the rows of the whole batch for as long as the answer lives.)
+            # Copies, because views would keep the whole batch's rows as long as the answer lives.
             ids, logprobs = (array[:num_likeliest].copy() for array in likeliest)
             likeliest = ids, logprobs
             for other in ids.tolist():
@@ -161,29 +161,29 @@ class LogprobReport:
 
 @dataclass(frozen=True)
 class PromptTargets:
-    """Prompt tokens whose log-probabilities a step is to find.
+    """Prompt tokens whose log-probabilities a step must find.
 
     Attributes:
-        token_ids: Those that follow the sequence's first rows in the step, in order.
-        likeliest: Whether the likeliest tokens are wanted, too.
+        token_ids: The tokens that follow the sequence's first rows in the step, in order.
+        likeliest: True if the most likely tokens are requested, too.
     """
 
     token_ids: Sequence[int]
     likeliest: bool
 
     def between(self, begin: int, end: int) -> PromptTargets | None:
-        """Those that follow rows ``[begin, end)`` of the sequence; None where there are none."""
+        """Returns those that follow rows ``[begin, end)`` of the sequence, or None."""
         token_ids = self.token_ids[begin:end]
         return PromptTargets(token_ids, self.likeliest) if token_ids else None
 
 
 class PromptReport:
-    """Records which prompt tokens have been reported. All answers of a request share one.
+    """Collects the reports on prompt tokens. All answers of a request share one.
 
     Args:
-        prompt: the request's prompt.
-        num_likeliest: tokens to report for each position besides its own.
-        report: adds the tokens' texts.
+        prompt: The request's prompt.
+        num_likeliest: Alternatives to report for each position.
+        report: Adds the tokens' texts.
     """
 
     def __init__(self, prompt: Sequence[int], num_likeliest: int, report: LogprobReport) -> None:
@@ -197,11 +197,11 @@ class PromptReport:
         """Returns the log-probabilities to compute for positions `[start, end)` of an answer."""
         end = min(end, len(self._prompt) - 1)
         if start >= end or end < len(self.positions):
-            return None  # past the prompt, or computed anew after a preemption
+            return None  # past the prompt, or recomputed after a preemption
         return PromptTargets(self._prompt[start + 1 : end + 1], bool(self._num_likeliest))
 
     def record(self, start: int, found: Sequence[PositionLogprobs]) -> None:
-        """Takes the results of a step whose first position was `start`."""
+        """Adds the results of a step whose first position was `start`."""
         for place, position in enumerate(found, start + 1):
-            if place == len(self.positions):  # (others are known already)
+            if place == len(self.positions):  # Earlier positions are known already.
                 self.positions.append(self._report(position, self._num_likeliest))

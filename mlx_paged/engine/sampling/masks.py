@@ -1,8 +1,7 @@
 """Masks that depend on a row's newest token: grammars and callers' token masks.
 
-They are made on the host, after the newest token has arrived there. A step names them by sequence
-and position (`MaskKey`), and asks a `MaskSource` for them, so it carries no grammar and no
-callable.
+The host makes them after the newest token has arrived. A step names them by sequence and position
+(`MaskKey`) and asks a `MaskSource` for them, so the step contains no grammar and no callable.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import numpy.typing as npt
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.grammar.matcher import GrammarMatcher, Words, fill_masks
 
-#: Tokens that may follow: ``[vocab_size]`` booleans, or 32 tokens to an (u)int32, lowest bit first.
+#: Tokens that may follow: ``[vocab_size]`` booleans, or (u)int32 with 32 tokens each, lowest bit
+#: first.
 Mask = npt.NDArray[np.bool_] | npt.NDArray[np.integer]
 
 
@@ -36,22 +36,21 @@ class FilledMasks(NamedTuple):
     """Masks of several rows."""
 
     words: Words  # [num_rows, num_words of the tokenizer]
-    failed: dict[int, str]  # places whose mask could not be made: why; it is empty
+    failed: dict[int, str]  # indices whose mask failed, with the reason; their mask is empty
 
 
 class MaskSource(Protocol):
     """Makes the masks that a step names."""
 
     def grammar_masks(self, keys: Sequence[MaskKey], newest: Sequence[int | None]) -> FilledMasks:
-        """The tokens that grammars allow; any thread may call it.
+        """Returns the tokens that grammars allow. Any thread may call it.
 
         Args:
-            newest: of each sequence its newest token, if that was in flight when the step was
-                built.
+            newest: The newest token of each sequence, if it was in flight when the step was built.
         """
 
     def token_mask(self, key: MaskKey, newest: int | None) -> Mask | None:
-        """The tokens that a caller's token mask allows; None: all. It raises what the mask does."""
+        """Returns the tokens that a caller's mask allows; None means all. Raises its exceptions."""
 
 
 class SequenceMasks:
@@ -66,7 +65,7 @@ class SequenceMasks:
         self._sequences: dict[int, CoreSequence] = {}
 
     def watch(self, sequences: Iterable[CoreSequence]) -> None:
-        """Steps to come may name masks of these sequences; forgets those that have finished."""
+        """Registers sequences whose masks later steps may name; drops finished ones."""
         kept = {i: seq for i, seq in self._sequences.items() if not seq.is_finished}
         self._sequences = kept | {seq.seq_id: seq for seq in sequences}
 
@@ -86,10 +85,10 @@ class SequenceMasks:
             for mask, place, sampler in zip(own, places, samplers):
                 tokens, token = self._known(keys[place], newest[place])
                 sampler.narrow(mask, tokens, token, keys[place].position)
-            if own is not words:  # (others have finished: their tokens are discarded)
+            if own is not words:  # The others have finished, and their tokens are discarded.
                 words[places] = own
         except BaseException:
-            for sampler in samplers:  # it may have stopped in the middle of a sequence
+            for sampler in samplers:  # It may have stopped in the middle of a sequence.
                 sampler.start_over()
             raise
         failed = {p: f.failed for p, f in zip(places, matchers) if f.failed is not None}
@@ -105,9 +104,9 @@ class SequenceMasks:
         return mask
 
     def _known(self, key: MaskKey, newest: int | None) -> tuple[Sequence[int], int | None]:
-        """A sequence's tokens, and the newest one if it is not among them yet.
+        """Returns a sequence's tokens, and the newest one if it is not among them yet.
 
-        (It is among them where a step runs again after the one before it has been committed.)
+        It is among them if a step runs again after the step before it was committed.
         """
         tokens = self._sequences[key.seq_id].tokens
         return tokens, newest if len(tokens) < key.position else None

@@ -1,8 +1,8 @@
-"""Chooses the next token of every row of logits, in one vectorised computation.
+"""Chooses the next token of every row of logits in one vectorized computation.
 
-top-k, top-p and min-p each keep the tokens above a threshold, so together they are one: the
-largest. Tokens with the same logit are kept or left out together. That makes a row's choice
-independent of its batch (a partition breaks ties as it likes), and half-precision models have many.
+top-k, top-p and min-p each keep the tokens above a threshold, so the largest threshold replaces all
+three. Tokens with equal logits are kept or dropped together. That makes a row's choice independent
+of its batch, because a partition breaks ties arbitrarily and half-precision models have many.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.graph_runner import Greedy
 from mlx_paged.platform import Platform
 
-# A temperature this low is greedy, as in vLLM: dividing by it may overflow, and changes nothing
+# A lower temperature is greedy, as in vLLM: dividing by it may overflow, and makes no difference
 # otherwise.
 _GREEDY_BELOW = 1e-5
-# Up to this share of the vocabulary, finding the k largest and sorting those beats sorting all.
+# Up to this share of the vocabulary, a partition and a small sort are faster than a full sort.
 _PARTITION_SHARE = 8
 _LEAST_TOP_P = np.finfo(np.float32).tiny
 
@@ -41,9 +41,9 @@ class SamplingMetadata:
     top_k: npt.NDArray[np.int64]  # [n]
     top_p: FloatArray  # [n] float32, above 0
     min_p: FloatArray  # [n] float32
-    edits: list[tuple[int, LogitEdits]]  # of those rows that have any
-    logprobs: list[tuple[int, int]]  # of those rows that ask for them: how many
-    logprob_token_ids: list[tuple[int, tuple[int, ...]]]  # of those rows that have any
+    edits: list[tuple[int, LogitEdits]]  # (row, edits) of rows with edits
+    logprobs: list[tuple[int, int]]  # (row, number of alternatives) of rows with logprobs
+    logprob_token_ids: list[tuple[int, tuple[int, ...]]]  # (row, ids) of rows with listed tokens
     drawn: npt.NDArray[np.intp]  # rows that are not greedy
 
     @classmethod
@@ -58,7 +58,7 @@ class SamplingMetadata:
             key=keys_of([row.seed for row in rows]),
             position=np.array([row.position for row in rows], dtype=np.uint32),
             top_k=np.array([row.top_k for row in rows], dtype=np.int64),
-            # (A tiny one must not become 0: that would keep no token, or all of them.)
+            # A tiny value must not become 0, which would keep no token, or all of them.
             top_p=np.maximum(top_p, _LEAST_TOP_P),
             min_p=np.array([row.min_p for row in rows], dtype=np.float32),
             edits=[(i, row.edits) for i, row in enumerate(rows) if row.edits is not None],
@@ -101,11 +101,11 @@ class SamplingMetadata:
 
 
 def keys_of(seeds: Sequence[int]) -> UIntArray:
-    """``[n, 2]`` keys of a random generator, all 64 bits of each seed in them.
+    """Returns keys ``[n, 2]`` for a random generator that use all 64 bits of each seed.
 
-    Different seeds have different keys. The second word is to be combined with a position, so what
-    a seed has above 32 bits goes into both, mixed (the end of MurmurHash3, which is a bijection):
-    the first word alone tells most seeds apart. Below 2**32 the key is (seed, 0).
+    Different seeds have different keys. The second word is combined with a position later, so the
+    seed's upper 32 bits go into both words, mixed by the end of MurmurHash3, a bijection. The first
+    word alone distinguishes most seeds. Below 2**32, the key is (seed, 0).
     """
     wide = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     low, mixed = wide & np.uint64(0xFFFFFFFF), wide >> np.uint64(32)
@@ -117,30 +117,30 @@ def keys_of(seeds: Sequence[int]) -> UIntArray:
 
 
 class Sampled(NamedTuple):
-    """The tokens of a step, and whether they are any.
+    """The tokens of a step, and their validity.
 
-    A row's token means nothing where its largest logit is not finite: the row holds a NaN, or no
-    token may follow (-inf). It is a token of the model all the same: the step after this one may
-    have been built on it already.
+    A row's token is meaningless if its largest logit is not finite: the row contains a NaN, or no
+    token may follow (-inf). It is always a token of the model, because the next step may already
+    use it.
     """
 
     tokens: mx.array  # [num_rows] int32
     largest: mx.array  # [num_rows], of the edited logits
-    # [num_rows] int32: what `for_host` gives, if that is known already.
+    # [num_rows] int32: the result of `for_host`, if it is known already.
     reported: mx.array | None = None
 
     def for_host(self, model_largest: mx.array | None) -> mx.array:
-        """``[num_rows]`` int32: the tokens; -1 for a row without one.
+        """Returns the tokens ``[num_rows]`` int32, or -1 for a row without one.
 
         Args:
-            model_largest: ``[num_rows]``, of the logits before they were edited, which must be
-                finite too (a ban may hide an inf); None: edits have left what is not finite.
+            model_largest: ``[num_rows]``, the largest logits before edits, which must be finite,
+                too, because a ban may hide an inf; None if edits keep values that are not finite.
         """
         if model_largest is None and self.reported is not None:
             return self.reported
         largest = self.largest
         if model_largest is not None:
-            largest = largest + 0 * model_largest  # (0 times infinity is NaN)
+            largest = largest + 0 * model_largest  # 0 times infinity is NaN.
         return mx.where(mx.abs(largest) < mx.inf, self.tokens, -1)
 
 
@@ -151,15 +151,15 @@ def sample(
     *,
     platform: Platform | None = None,
 ) -> Sampled:
-    """Chooses a token for each row: temperature, then min-p, top-k and top-p, then the draw.
+    """Chooses a token for each row: temperature, min-p, top-k, top-p, then the draw.
 
     Greedy rows cost an argmax; only the others are scaled, filtered and drawn.
 
     Args:
         logits: ``[num_rows, vocab_size]``, edited (`logits_processors`).
-        rows: one for each row of `logits`.
-        greedy: greedy sampling of these logits, where it is known already.
-        platform: the device; None: MLX's default device now.
+        rows: One for each row of `logits`.
+        greedy: The greedy choice from these logits, if it is known already.
+        platform: The device; None means MLX's default device.
     """
     platform = platform or Platform.current()
     rows = SamplingMetadata.of(rows)
@@ -182,10 +182,10 @@ def largest_of(logits: mx.array, platform: Platform) -> mx.array:
 
 
 def _greedy(logits: mx.array, platform: Platform) -> Sampled:
-    # (MLX's own is a scalar loop on a CPU, and several kernels on a GPU.)
+    # MLX's own logsumexp is a scalar loop on a CPU, and several kernels on a GPU.
     if platform.on_cpu or platform.has_cuda:
         return Sampled(*ops.greedy_tokens(logits))
-    # (What is not asked for is not computed.)
+    # Filters that no row uses are not computed.
     return Sampled(mx.argmax(logits, axis=-1).astype(mx.int32), logits.max(axis=-1))
 
 
@@ -215,12 +215,12 @@ def apply_filters(
 ) -> mx.array:
     """Sets the logits of tokens that must not be sampled to -inf.
 
-    min_p comes first, then top_k, then top_p on what is left, renormalised, as in vLLM.
+    min_p comes first, then top_k, then top_p on the renormalized rest, as in vLLM.
 
     Args:
-        logits: ``[num_rows, vocab_size]`` float32 after temperature, the largest of each row 0.
-        rows: one for each row of `logits`.
-        platform: the device; None: MLX's default device now.
+        logits: ``[num_rows, vocab_size]`` float32 after temperature; the largest of each row is 0.
+        rows: One for each row of `logits`.
+        platform: The device; None means MLX's default device.
     """
     on_cpu = (platform or Platform.current()).on_cpu
     rows, vocab_size = SamplingMetadata.of(rows), logits.shape[1]
@@ -229,7 +229,7 @@ def apply_filters(
     # A row's code path depends on its own settings alone, or its batch would change its rounding.
     limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
     is_few = (rows.top_k > 0) & (rows.top_k <= vocab_size // _PARTITION_SHARE)
-    # Where no top_k helps, a CPU need not sort (MLX's own sort there is a scalar loop).
+    # Without a top_k, a CPU need not sort; MLX's sort there is a scalar loop.
     is_nucleus = ~limited & (rows.top_p < 1) & on_cpu
     is_many = ~is_few & ~is_nucleus & ((rows.top_p < 1) | limited)
     ways = (
@@ -263,7 +263,7 @@ def _of_the_nucleus(logits: mx.array, rows: SamplingMetadata, floor: FloatArray)
 
 
 def _thresholds(x: mx.array, rows: SamplingMetadata, floors: FloatArray, largest: int) -> mx.array:
-    """``[num_rows]`` least logits to keep, from the `largest` likeliest tokens of each row."""
+    """Returns the smallest logit to keep ``[num_rows]``, from each row's `largest` tokens."""
     num_rows, vocab_size = x.shape
     ordered = -mx.sort(-(mx.topk(x, largest) if largest < vocab_size else x), axis=-1)
     floor = mx.array(floors)
@@ -276,8 +276,8 @@ def _thresholds(x: mx.array, rows: SamplingMetadata, floors: FloatArray, largest
     kept = mx.maximum(floor, kth)
     if (rows.top_p == 1).all():
         return kept
-    # The mass above each token. Those that tie with the k-th are counted in the whole row: how
-    # many of them are among the `largest` depends on the other rows.
+    # The probability mass above each token. Ties with the k-th token are counted in the whole row,
+    # because the number of them among the `largest` depends on the other rows.
     above_kth = (ordered >= kept[:, None]) & (ordered > kth[:, None])
     mass = mx.cumsum(mx.where(above_kth, mx.exp(ordered), 0.0), axis=-1)
     mass_above = mx.concatenate([mx.zeros((num_rows, 1)), mass[:, :-1]], axis=-1)
@@ -286,6 +286,6 @@ def _thresholds(x: mx.array, rows: SamplingMetadata, floors: FloatArray, largest
     top_p = mx.array(rows.top_p)
     wanted = top_p * (mass[:, -1] + ties)
     inside = (mass_above < wanted[:, None]) & (ordered >= kept[:, None])
-    least = inside.sum(axis=-1) - 1  # (the likeliest is inside: no top_p is 0)
+    least = inside.sum(axis=-1) - 1  # The most likely token is inside, because no top_p is 0.
     nucleus = mx.take_along_axis(ordered, least[:, None], axis=-1).squeeze(1)
     return mx.where(top_p < 1, mx.maximum(nucleus, kept), kept)

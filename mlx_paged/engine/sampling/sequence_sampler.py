@@ -25,10 +25,10 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.parsing.reasoning import Reasoning, ReasoningFormat
 
-#: Which tokens may follow, e.g. by a grammar: called before each token with the answer's index and
-#: its tokens so far; returns ``[vocab_size]`` booleans, or the same packed 32 to an (u)int32,
-#: lowest bit first; None: any may. It is called once more after a token that ends the answer (the
-#: result is discarded), and may be called again after a failed step.
+#: A callback for the tokens that may follow, such as a grammar. It is called before each token with
+#: the answer's index and its tokens so far, and returns ``[vocab_size]`` booleans, the same packed
+#: 32 to an (u)int32, lowest bit first, or None for all tokens. It is called once more after a token
+#: that ends the answer (the result is discarded), and maybe again after a failed step.
 TokenMask = Callable[[int, Sequence[int]], Mask | None]
 
 
@@ -38,8 +38,8 @@ _ALL = 1 << 30  # as a top_k: no vocabulary is as large
 class SamplingRow(NamedTuple):
     """The sampler's settings of one row.
 
-    Randomness is counter-based: it depends on `seed` and `position` alone, so a row's tokens do not
-    depend on who shares its batch, nor on how its prompt was cut into chunks.
+    Randomness is counter-based and depends only on `seed` and `position`, so a row's tokens depend
+    neither on its batch nor on how its prompt was cut into chunks.
     """
 
     temperature: float  # 0: greedy
@@ -49,30 +49,30 @@ class SamplingRow(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     edits: LogitEdits | None = None
-    logprobs: int | None = None  # likeliest tokens to report besides the chosen one
+    logprobs: int | None = None  # alternatives to report besides the chosen token
     logprob_token_ids: tuple[int, ...] = ()  # tokens to report in place of the likeliest
 
 
 class RequestSampling:
-    """A request's parameters in terms of this model's tokens; its answers share it.
+    """A request's parameters, resolved for the model's tokens. All its answers share it.
 
     Args:
-        prompt: the request's prompt.
-        seed: of its first answer; the others count up from it.
-        tokenizer: what the parameters mean in tokens depends on it.
-        vocab_size: the model's; token ids are below it.
-        token_mask: see `TokenMask`. The host waits for an answer's newest token before it calls it;
-            the device runs the forward in the meantime.
-        compiler: makes the grammar of `structured_outputs`, for which this waits.
-        grammar: that grammar, where it was made before.
-        reasoning: the model's reasoning format; None: it has none.
+        prompt: The request's prompt.
+        seed: Seed of the first answer; the others count up from it.
+        tokenizer: The model's tokenizer.
+        vocab_size: The model's vocabulary size; token ids are below it.
+        token_mask: See `TokenMask`. The host waits for an answer's newest token before it calls
+            this, while the device runs the forward pass.
+        compiler: Compiles the grammar of `structured_outputs`; this waits for it.
+        grammar: That grammar, if it was compiled before.
+        reasoning: The model's reasoning format; None if it has none.
 
     Raises:
-        InvalidParameterError: a token that the model does not have, a grammar that cannot be
-            enforced, or parameters that together leave no token to begin with.
+        InvalidParameterError: A token that the model does not have, a grammar that cannot be
+            enforced, or parameters that leave no first token.
 
     Attributes:
-        grammar: That of its answers; None: they are free.
+        grammar: The grammar of the answers; None if there is none.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class RequestSampling:
             self.allowed = packed(allowed, vocab_size)
 
         spellings = [w for text in params.bad_words or () for w in _spellings(text, tokenizer)]
-        # (What has a token that the model does not have is never generated.)
+        # Bad words with a token that the model does not have are never generated anyway.
         bad_words = [word for word in spellings if max(word) < vocab_size]
         bans = {word[0] for word in bad_words if len(word) == 1}
         self.long_bad_words = _LongBadWords([word for word in bad_words if len(word) > 1])
         ends = {*(params.stop_token_ids or ()), *tokenizer.eos_token_ids}
-        # (Neither is an end token that is none: a -1 would stand for the last of all tokens.)
+        # So are end tokens below 0; -1 would stand for the last token of the vocabulary.
         early_bans = bans | {token for token in ends if 0 <= token < vocab_size}
         self.additions = _additions(bias, bans)
         self.early_additions = _additions(bias, early_bans) if params.min_tokens else None
@@ -116,7 +116,7 @@ class RequestSampling:
         _require_a_token(params, bans, first_bans, vocab_size)
         self.grammar = grammar
         self.rules = self._rules(compiler, reasoning)
-        # Tokens that may come where a mask of the rules is made, which the bans are part of then.
+        # Tokens that may follow if the rules make a mask, which then includes the bans.
         self.biases = _additions(bias, set())
         self.permitted = self._permitted(bans, vocab_size)
         self.early_permitted = self._permitted(early_bans, vocab_size)
@@ -174,7 +174,7 @@ class RequestSampling:
     def _require_a_token_of_the_grammar(
         self, grammar: CompiledGrammar, rules: GrammarRules, bans: set[int]
     ) -> None:
-        """Refuses a grammar all of whose first tokens something else forbids."""
+        """Refuses a grammar if other parameters forbid all of its first tokens."""
         bits = np.unpackbits(grammar.first_mask.view(np.uint8), bitorder="little")
         permitted = bits.astype(np.bool_)
         permitted[list(bans)] = False
@@ -192,14 +192,14 @@ class RequestSampling:
 
 
 class _LongBadWords:
-    """Words of several tokens, by the token that must come before what is to be banned.
+    """Bad words of several tokens, indexed by the token before the banned one.
 
-    To compare each answer with hundreds of words of hundreds of tokens took longer than a step.
+    Comparing each answer with hundreds of words of hundreds of tokens took longer than a step.
     """
 
     def __init__(self, words: list[list[int]]) -> None:
-        # By the last known token (None: any): what comes before, the token to ban, and the token
-        # in flight that it must follow.
+        # Index: the last known token (None: any). Values: the tokens before it, the token to ban,
+        # and the token in flight after which the ban applies.
         self._known: dict[int | None, list[tuple[list[int], int, int]]] = {}
         self._in_flight: dict[int | None, list[tuple[list[int], int, int]]] = {}
         for *begin, last in words:
@@ -214,14 +214,14 @@ class _LongBadWords:
         return bool(self._known)
 
     def possible(self, generated: list[int], *, in_flight: bool) -> list[tuple[int, int]]:
-        """The last token of each word whose other tokens are the end of an answer.
+        """Returns the last token of each word whose other tokens are the end of an answer.
 
         Args:
-            generated: its tokens; as many of the last ones as the longest word has are enough.
-            in_flight: whether one token more than `generated` is there, but not known yet.
+            generated: The answer's tokens, or as many of the last ones as the longest word has.
+            in_flight: True if one more token than `generated` exists but is unknown.
 
         Returns:
-            (token, the token in flight that it must follow or `ALWAYS`).
+            (token, the token in flight after which the ban applies, or `ALWAYS`).
         """
         words = self._in_flight if in_flight else self._known
         candidates = words.get(None, [])
@@ -279,12 +279,12 @@ class _Generated(Sequence[int]):
 
 
 class SequenceSampler:
-    """How the next token of one answer is chosen.
+    """Chooses the next token of one answer.
 
     Attributes:
-        row: What does not change from token to token.
-        has_edits: Whether `edits` must be called before each token.
-        has_grammar: Whether the answer follows a grammar.
+        row: The settings that do not change from token to token.
+        has_edits: True if `edits` must be called before each token.
+        has_grammar: True if the answer follows a grammar.
     """
 
     def __init__(self, sampling: RequestSampling, index: int) -> None:
@@ -311,7 +311,7 @@ class SequenceSampler:
         )
 
     def start_over(self) -> None:
-        """Forgets what it knows of the tokens so far, as an exception may have come in between."""
+        """Forgets its state of the tokens so far, because an exception may have interrupted it."""
         self._history = None
         self._generated = []
         if self._matcher is not None:
@@ -333,12 +333,12 @@ class SequenceSampler:
         return None if self._matcher is None else self._matcher.failed
 
     def edits(self, tokens: Sequence[int], key: MaskKey) -> LogitEdits | None:
-        """How to change the logits of the token at `key.position`; None: not at all.
+        """Returns the changes to the logits of the token at `key.position`, or None.
 
         Args:
-            tokens: prompt and answer as far as known: all of `[0, position)`, or all but the last
+            tokens: Known tokens of prompt and answer: all of `[0, position)`, or all but the last
                 if that is in flight.
-            key: the name of the token's masks.
+            key: The name of the token's masks.
         """
         sampling, position = self._sampling, key.position
         has_grammar = self._may_limit(tokens, position)
@@ -366,7 +366,7 @@ class SequenceSampler:
         """True if the token at `position` needs the mask of a grammar."""
         if self._matcher is None or self.has_grammar:
             return self.has_grammar
-        # A budget of reasoning: most of the time the newest token need not be waited for.
+        # With a reasoning budget, the newest token usually does not matter.
         self._matcher.follow(tokens)
         return self._matcher.may_limit(position - len(tokens))
 
@@ -379,9 +379,9 @@ class SequenceSampler:
         return self._matcher
 
     def narrow(self, mask: Words, tokens: Sequence[int], newest: int | None, position: int) -> None:
-        """Takes out of a grammar's mask what other parameters do not permit.
+        """Removes tokens that other parameters forbid from a grammar's mask.
 
-        Where that would leave nothing, the grammar comes first: a valid answer must go on.
+        If nothing would be left, the grammar wins, because a valid answer must go on.
         """
         sampling, start = self._sampling, len(self._sampling.prompt)
         is_early = position - start < sampling.params.min_tokens
@@ -399,7 +399,7 @@ class SequenceSampler:
             mask[size:] = 0
 
     def token_mask(self, tokens: Sequence[int], newest: int | None) -> Mask | None:
-        """The caller's mask; None: all tokens may follow."""
+        """Returns the caller's mask; None means that all tokens may follow."""
         ask, generated = self._sampling.token_mask, self._generated
         assert ask is not None
         generated.extend(tokens[len(self._sampling.prompt) + len(generated) :])
@@ -412,7 +412,7 @@ class SequenceSampler:
             self._history = TokenHistory(prompt if params.repetition_penalty != 1 else ())
         self._history.update(tokens, len(prompt))
         return Penalties(
-            # (Copies: a step keeps what it was given, and may run again.)
+            # Copies, because a step keeps its inputs and may run again.
             self._history.ids.copy(),
             self._history.counts.copy(),
             params.repetition_penalty,
@@ -445,7 +445,7 @@ def _additions(bias: dict[int, float], bans: set[int]) -> Additions | None:
 
 
 def _spellings(text: str, tokenizer: TokenizerWrapper) -> list[list[int]]:
-    """A text's tokens where it stands alone and, if they differ, where a space comes before it."""
+    """Returns a text's tokens alone and, if they differ, after a space."""
     bare = text.lstrip() or text
     alone, spaced = (
         list(tokenizer.encode(t, add_special_tokens=False)) for t in (bare, " " + bare)
@@ -458,11 +458,11 @@ def _spellings(text: str, tokenizer: TokenizerWrapper) -> list[list[int]]:
 def _require_a_token(
     params: SamplingParams, bans: set[int], first_bans: set[int], vocab_size: int
 ) -> None:
-    """Refuses parameters that leave no token, at all or as the first one.
+    """Refuses parameters that leave no token, or no first token.
 
     Args:
-        bans: tokens that are never generated.
-        first_bans: these, and those that are not the first one.
+        bans: Tokens that are never generated.
+        first_bans: Those, plus tokens that are not generated first.
     """
     allowed = params.allowed_token_ids
     if allowed is None:
