@@ -1,11 +1,10 @@
-"""Turns any legal conversation into one that a chat template accepts.
+"""Rewrites any legal conversation so that a chat template accepts it.
 
-Templates differ in the roles, orders and contents that they take. Some raise at what they do not
-know, and some pass over it in silence. So a *skeleton* of the conversation is rendered first: the
-same messages, with a word of its own for each text, name and argument. It costs little, and the
-words that are missing from the prompt show what the template left out. The cheapest rewrites
-(`rewrites`) with which it renders, and with which the least is missing, are then applied to the
-conversation itself.
+Templates differ in the roles, orders and contents that they accept. Some raise on anything unknown,
+others silently ignore it. So a *skeleton* of the conversation is rendered first: the same messages,
+with a unique word for each text, name and argument. This is cheap, and words missing from the
+prompt show what the template dropped. The cheapest rewrites (`rewrites`) that render and lose the
+least are then applied to the conversation itself.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from mlx_paged.parsing.call_ids import ID_FORMS
 logger = logging.getLogger(__name__)
 
 Tools = Sequence[Mapping[str, Any]]
-#: The chat template: messages and tools to a text. It may raise any error.
+#: A chat template: messages and tools to a text. It may raise any error.
 Render = Callable[[Messages, Tools], str]
 
 _MAX_SKELETONS = 150  # renders of a search
-_MAX_FORMS = 24  # of the conversation itself, where its skeleton hides why it is refused
+_MAX_FORMS = 24  # of the conversation itself, if its skeleton hides why it is refused
 _MAX_MEDIA_FORMS = 6
-_MAX_SHAPES = 256  # of conversations, whose rewrites are remembered
+_MAX_SHAPES = 256  # of conversations whose rewrites are cached
 _LONGEST_PERIOD = 6  # messages
-# Cost of a missing word, in terms of `Rewrite.cost`. The text beside calls is a remark.
+# Cost of a missing word, in units of `Rewrite.cost`. Text next to calls is a remark.
 _LOST, _LOST_REMARK, _REFUSED_LATER = 100, 20, 25
 _TOOL = {
     "type": "function",
@@ -61,13 +60,13 @@ _TOOL = {
 
 
 class TemplateForms:
-    """Conversations in the forms that one chat template accepts.
+    """Rewrites conversations into forms that one chat template accepts.
 
     Args:
-        render: the template.
+        render: The template.
 
     Attributes:
-        spelling: How it wants what can be spelled in several ways.
+        spelling: The template's choice among equivalent spellings.
     """
 
     def __init__(self, render: Render) -> None:
@@ -82,16 +81,16 @@ class TemplateForms:
         render: Render,
         options: str = "",
     ) -> str:
-        """The text of a conversation without media, as faithful as the template allows.
+        """Returns the text of a conversation without media, as faithful as the template allows.
 
         Args:
-            messages: of a `Conversation`.
-            tools: in OpenAI's form.
-            render: the template, with the variables of this request.
-            options: what these are.
+            messages: Messages of a `Conversation`.
+            tools: OpenAI's format.
+            render: The template, with the variables of this request.
+            options: These variables.
 
         Raises:
-            Exception: the template takes the conversation in no form; its own error.
+            Exception: The template's own error, if it accepts no form.
         """
         plain = normal(messages)
         chosen = self._cheapest(plain, tools, render, options)
@@ -106,7 +105,7 @@ class TemplateForms:
             tried.append(form)
             try:
                 text = with_tools(spelled(form, self.spelling), tools, render)
-            except Exception as error:  # (templates raise whatever they like)
+            except Exception as error:  # Templates may raise anything.
                 refusal = refusal or error
             else:
                 if chosen is not None and applied == chosen.rewrites:
@@ -124,11 +123,11 @@ class TemplateForms:
         render: Render,
         options: str = "",
     ) -> Iterator[tuple[Messages, list[str]]]:
-        """A conversation with media in the forms that the template may take, each with what it
-        loses, the best one first.
+        """Yields a conversation with media in the forms that the template may accept, best first,
+        each with its losses.
 
-        Contents are left as they are: who puts the media into them knows their forms. For the
-        rest, the template is asked about the texts alone.
+        Contents stay unchanged, because the caller, who inserts the media, knows their forms. For
+        everything else, the template is tried with the texts alone.
         """
         plain = normal(messages)
         texts = [{**m, "content": _texts(m["content"])} if "content" in m else m for m in plain]
@@ -146,7 +145,7 @@ class TemplateForms:
                 lost = chosen.lost
             else:
                 lost = [rewrite.lossy for rewrite in applied if rewrite.lossy]
-            # (Only the calls are spelled: contents that are lists become parts later.)
+            # Only the calls are respelled, because contents that are lists become parts later.
             yield (
                 [
                     {**m, "content": old["content"]} if isinstance(old.get("content"), list) else m
@@ -160,10 +159,10 @@ class TemplateForms:
     def _cheapest(
         self, plain: Messages, tools: Tools, render: Render, options: str
     ) -> _Choice | None:
-        """The rewrites with which the template takes a conversation; None: it takes it with none.
+        """Returns the rewrites with which the template accepts a conversation, or None.
 
         Args:
-            plain: in the normal form.
+            plain: The conversation in the normal form.
         """
         short = _shortened(plain)
         shapes = repr(([_shape(message) for message in short], bool(tools), options))
@@ -196,14 +195,14 @@ class TemplateForms:
 
 
 class _Choice(NamedTuple):
-    """How a conversation is written for a template, and what it loses by that."""
+    """A conversation rewritten for a template, with its losses."""
 
     rewrites: tuple[Rewrite, ...]
     lost: list[str]
 
 
 def tell(lost: Sequence[str]) -> None:
-    """Logs what a prompt has lost of its conversation; nothing where it has lost nothing."""
+    """Logs what a prompt has lost of its conversation, if anything."""
     if lost:
         logger.warning("for the chat template, %s", "; ".join(lost))
 
@@ -224,7 +223,7 @@ def with_tools(form: Messages, tools: Tools, render: Render) -> str:
     for given in forms_of_tools(tools) if tools else ([],):
         try:
             return render(form, given)
-        except Exception as error:  # (templates raise whatever they like)
+        except Exception as error:  # Templates may raise anything.
             refusal = refusal or error
     assert refusal is not None
     raise refusal
@@ -254,7 +253,7 @@ def _between(render: Render, spelling: Spelling) -> str:
     messages[1] |= {"thinking": "zqthought", "reasoning": "zqthought"}
     try:
         text = render(spelled(messages, spelling), [_TOOL])
-    except Exception:  # (templates raise whatever they like)
+    except Exception:  # Templates may raise anything.
         return spelling.between
     if "<|channel|>analysis<|message|>zqthought" not in text:
         return spelling.between
@@ -281,9 +280,9 @@ class Skeleton:
 
     Attributes:
         messages: In the normal form.
-        words: Those that a prompt must have, with what each stands for.
-        remarks: Those that it should have: texts beside calls.
-        objects: Arguments as Python would show them. A template that does so wants their text.
+        words: Words that a prompt must contain, with their meanings.
+        remarks: Words that it should contain: texts next to calls.
+        objects: Arguments as Python would show them. A template that does so needs JSON text.
     """
 
     messages: Messages = field(default_factory=list)
@@ -305,7 +304,7 @@ class Skeleton:
         """How much a template leaves out of a form of the messages; infinite: it refuses it."""
         try:
             text = render(form)
-        except Exception:  # (templates raise whatever they like)
+        except Exception:  # Templates may raise anything.
             return math.inf
         lost = sum(word not in text for word in self.words)
         lost += sum(shown in text for shown in self.objects)
@@ -319,7 +318,7 @@ class Skeleton:
         """Returns the words that a template silently leaves out of a form of the messages."""
         try:
             text = render(form)
-        except Exception:  # (templates raise whatever they like)
+        except Exception:  # Templates may raise anything.
             return []
         meanings = {**self.words, **self.remarks}
         missing = dict.fromkeys(meanings[word] for word in meanings if word not in text)
@@ -343,14 +342,14 @@ class Skeleton:
             found["content"] = self._text(content, words, meaning)
         elif isinstance(content, list):
             found["content"] = [self._text(part, words, meaning) for part in content]
-        for key in ("reasoning", "reasoning_content", "thinking"):  # (few show that of old turns)
+        for key in ("reasoning", "reasoning_content", "thinking"):  # Few show it in old turns.
             if key in found:
                 found[key] = "zqthought"
         if calls := message.get("tool_calls"):
             found["tool_calls"] = [self._call(call, names) for call in calls]
         elif (id := message.get("tool_call_id")) in names:
             found["tool_call_id"] = _renamed(id, message.get("name", ""), names[id])
-            found["name"] = "zqname"  # (it does not show that the call has one)
+            found["name"] = "zqname"  # The original value does not show that the call has one.
         return found
 
     def _call(self, call: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
@@ -380,7 +379,7 @@ class Skeleton:
 
 
 def _renamed(id: str, name: str, word: str) -> str:
-    """An id with the word of a tool. (Those of Kimi have its name.)"""
+    """Returns an id with the word of a tool, because Kimi's ids contain the tool's name."""
     return id.replace(f".{name}:", f".{word}:")
 
 
@@ -400,7 +399,7 @@ def _shortened(messages: Messages) -> Messages:
 
 
 def _shape(message: Mapping[str, Any]) -> Any:
-    """Returns the properties by which a template may tell messages apart, besides their texts."""
+    """Returns the properties by which a template may distinguish messages, besides their texts."""
     calls = []
     for call in message.get("tool_calls", ()):
         name, arguments = call["function"]["name"], call["function"].get("arguments")
@@ -436,7 +435,7 @@ def _applied(messages: Messages, chosen: Sequence[Rewrite]) -> Messages:
 def _subsets(
     messages: Messages, known: Sequence[Rewrite]
 ) -> Iterator[tuple[int, tuple[Rewrite, ...]]]:
-    """Sets of rewrites that may change a conversation, the cheapest first: none is the first."""
+    """Yields sets of rewrites that may change a conversation, cheapest first, from none."""
     useful = _useful(messages, known)
     waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     while waiting:
@@ -447,9 +446,9 @@ def _subsets(
 
 
 def _useful(messages: Messages, known: Sequence[Rewrite]) -> list[Rewrite]:
-    """The rewrites that change a conversation, or what others have made of it."""
+    """Returns the rewrites that change a conversation, or the result of other rewrites."""
     found: list[Rewrite] = []
-    # (Each alone and all in turn: one that removes calls hides what others could do with them.)
+    # Each alone and all in turn, because one that removes calls would hide the effect of others.
     forms, last = [messages], messages
     for rewrite in known:
         if any(rewrite.apply(form) != form for form in (*forms, last)):
@@ -460,7 +459,7 @@ def _useful(messages: Messages, known: Sequence[Rewrite]) -> list[Rewrite]:
 
 
 def _continued(messages: Messages) -> Skeleton | None:
-    """A conversation one turn later; None: it does not end with what the assistant answers."""
+    """Returns a conversation one turn later; None if it does not end with an answer."""
     if messages[-1]["role"] not in ("user", "tool"):
         return None
     later = [{"role": "assistant", "content": "answer"}, {"role": "user", "content": "ask"}]
@@ -474,18 +473,18 @@ def _cheapest(
     known: Sequence[Rewrite],
     render: Callable[[Messages], str],
 ) -> tuple[Rewrite, ...] | None:
-    """The rewrites with which a template takes a skeleton; None: it takes it with none.
+    """Returns the rewrites with which a template accepts a skeleton, or None.
 
     Args:
-        later: the conversation one turn later. What is refused then should not be written now: the
-            prompt would begin differently, and would not be found in the prefix cache.
+        later: The conversation one turn later. Rewrites that fail there should not be used now,
+            because the prompt would then begin differently and miss the prefix cache.
     """
     best: tuple[Rewrite, ...] | None = None
     least = math.inf
     tried: list[Messages] = []
 
     def consider(chosen: tuple[Rewrite, ...]) -> bool:
-        """Keeps rewrites that are better than the best ones so far; returns whether they are."""
+        """Keeps rewrites that are better than the best so far; returns True if they are."""
         nonlocal best, least
         form = _applied(skeleton.messages, chosen)
         if form in tried:
@@ -508,9 +507,9 @@ def _cheapest(
         if len(tried) >= _MAX_SKELETONS:
             break
         consider(chosen)
-    # Much is wrong with it: from everything at once, what is not needed is taken away.
+    # Much is wrong: start with all rewrites, and remove those that are not needed.
     useful = _useful(skeleton.messages, known)
-    of_one = [{"lists", *ROLES} - {role} for role in ROLES]  # (lists of one role only)
+    of_one = [{"lists", *ROLES} - {role} for role in ROLES]  # lists for one role only
     for contents in (set[str](), {*ROLES}, {"lists"}, *of_one):
         kept = tuple(r for r in useful if not r.contents or r.contents in contents)
         if not consider(kept):

@@ -1,4 +1,4 @@
-"""Messages that a program gives, checked: what `LLM.chat` and the terminal chat take."""
+"""Checks a program's messages, for `LLM.chat` and the terminal chat."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 
 
 def messages_of(chat: Sequence[Mapping[str, Any]], field: str, io: IoOptions) -> Messages:
-    """The messages of a conversation as `ChatRenderer.render` takes them.
+    """Returns the messages of a conversation in the form of `ChatRenderer.render`.
 
     Args:
         chat: OpenAI's messages; calls and results may have the legacy form of functions.
-        field: what errors call the conversation.
-        io: how media are read where their parts say nothing.
+        field: Name of the conversation in errors.
+        io: How to read media if their parts do not say.
 
     Raises:
-        InvalidMediaError, InvalidParameterError: a message, a part or a call that cannot be.
+        InvalidMediaError, InvalidParameterError: An invalid message, part or call.
     """
     return [_message(message, i, f"{field}[{i}]", io) for i, message in enumerate(chat)]
 

@@ -33,8 +33,8 @@ from mlx_paged.templates.variables import (
 )
 
 _USER, _SYSTEM = {"role": "user", "content": "ask"}, {"role": "system", "content": "rule"}
-_QUESTIONS = ([_USER], [_SYSTEM, _USER])  # (some templates want both)
-_MAX_TEMPLATES = 16  # whose forms are remembered
+_QUESTIONS = ([_USER], [_SYSTEM, _USER])  # Some templates need both messages.
+_MAX_TEMPLATES = 16  # whose forms are cached
 
 
 class TemplateRefusal(MlxPagedError, ValueError):
@@ -42,12 +42,13 @@ class TemplateRefusal(MlxPagedError, ValueError):
 
 
 class ChatText(NamedTuple):
-    """A conversation as a chat template writes it.
+    """A conversation rendered by a chat template.
 
     Attributes:
-        text: With the model's placeholders, those of users marked (`model.media_text`).
-        sources: The media of the placeholders, in their order.
-        spelling: What the template takes; ids of calls are made up in its form.
+        text: The text with the model's placeholders. Placeholders that users wrote are marked
+            (`model.media_text`).
+        sources: The media of the placeholders, in order.
+        spelling: The template's spelling; new ids of calls follow it.
     """
 
     text: str
@@ -60,8 +61,8 @@ class ChatRenderer:
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        media: `LoadedModel.media`; None: the model reads text only.
-        media_reason: why it does, where the checkpoint has media.
+        media: `LoadedModel.media`; None if the model takes text only.
+        media_reason: Why it takes text only, if the checkpoint is multimodal.
     """
 
     def __init__(
@@ -101,23 +102,23 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> ChatText:
-        """Renders a conversation in the most faithful form that the template takes.
+        """Renders a conversation in the most faithful form that the template accepts.
 
         Args:
             messages: `role`, `content` as a text or a list of texts and `MediaSource`s, and any
                 other fields. An answer may have `reasoning` and `tool_calls` (`function` with
-                `name` and `arguments`, JSON text or an object), a result the role "tool" and a
+                `name` and `arguments`, JSON text or an object). A result has the role "tool" and a
                 `tool_call_id`.
-            tools: in OpenAI's form.
-            chat_template: Jinja source in place of the model's.
-            add_generation_prompt: whether the text ends with the beginning of an answer.
-            continue_final_message: whether the text ends inside the last message.
-            variables: other variables of the template. Whether to think (`enable_thinking`) is
-                given under the name that the template reads.
+            tools: OpenAI's format.
+            chat_template: Jinja source that replaces the model's template.
+            add_generation_prompt: End the text with the beginning of an answer.
+            continue_final_message: End the text inside the last message.
+            variables: Other variables of the template. `enable_thinking` is passed under the name
+                that the template reads.
 
         Raises:
-            TemplateRefusal: the template takes the conversation in no form.
-            InvalidMediaError: the model does not take its media.
+            TemplateRefusal: The template accepts no form of the conversation.
+            InvalidMediaError: The model does not take its media.
         """
         sources, given = self.check_media(messages), dict(variables or {})
         if self.media is not None:
@@ -164,7 +165,7 @@ class ChatRenderer:
         )
 
     def spelling(self, chat_template: str | None = None) -> Spelling:
-        """How a template wants what can be spelled in several ways; None: the model's own."""
+        """Returns a template's choice among equivalent spellings; None means the model's own."""
         return self._known(chat_template, has_tools=False).forms.spelling
 
     def _known(self, template: str | None, has_tools: bool) -> _Template:
@@ -178,7 +179,7 @@ class ChatRenderer:
                 )
             )
             known = _Template(forms, *self._variables(source))
-            if len(self._templates) >= _MAX_TEMPLATES:  # (requests may bring their own)
+            if len(self._templates) >= _MAX_TEMPLATES:  # Requests may bring their own.
                 self._templates.clear()
             self._templates[template, source] = known
         return known
@@ -218,8 +219,8 @@ class _Template(NamedTuple):
 
     Attributes:
         forms: The conversations that it accepts.
-        variables: What it reads.
-        switches: Those of them that switch thinking.
+        variables: The variables that it reads.
+        switches: Those variables that switch thinking.
     """
 
     forms: TemplateForms

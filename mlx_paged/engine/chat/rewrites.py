@@ -1,4 +1,4 @@
-"""Ways to write a conversation differently, for chat templates that do not take it as it is."""
+"""Rewrites of a conversation, for chat templates that refuse its original form."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _INSTRUCTIONS = ("system", "developer")
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 
 
-# Spellings. They say the same; which one a template takes is asked once.
+# Spellings are equivalent; each template is tested once for the one it accepts.
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a template wants what can be spelled in several ways.
+    """A template's choice among equivalent spellings.
 
     Attributes:
-        objects: Arguments of calls are objects; otherwise they are JSON text.
-        empty: The content of a message that has calls and no text: no key, an empty text or None.
-        ids: The form of ids that the template takes: a key of `ID_FORMS`.
-        between: Stands between reasoning and a text beside it, where the template takes one of them
-            only: with channels, the text remains one for the user.
+        objects: True if arguments of calls are objects, False if they are JSON text.
+        empty: Content of a message with calls and no text: no key, an empty text or None.
+        ids: Format of call ids: a key of `ID_FORMS`.
+        between: Separator between reasoning and text if the template accepts only one of them; with
+            channels, the text stays visible to the user.
     """
 
     objects: bool = True
@@ -39,11 +39,11 @@ class Spelling:
     between: str = "\n\n"
 
     def new_id(self, name: str, index: int) -> str:
-        """An id for a call that the model has given none.
+        """Returns an id for a call without one.
 
         Args:
-            name: of the tool.
-            index: how many calls the conversation has before it.
+            name: Name of the tool.
+            index: Number of calls in the conversation before it.
         """
         return new_call_id(name, index, self.ids)
 
@@ -75,21 +75,21 @@ def _spelled(message: dict[str, Any], spelling: Spelling) -> dict[str, Any]:
 def _arguments(call: Mapping[str, Any], objects: bool) -> Any:
     arguments = call["function"].get("arguments")
     if objects and isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # (of a call that was cut)
+        with suppress(ValueError, RecursionError):  # arguments of a truncated call
             return json.loads(arguments or "{}", strict=False)
     elif not objects and not isinstance(arguments, str):
         return json.dumps(arguments, ensure_ascii=False)
     return arguments
 
 
-# The normal form, which every API's conversation gets first.
+# The normal form, which conversations of all APIs get first.
 
 
 def normal(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """A conversation with all that templates read, and nothing that is null.
+    """Returns a conversation with every field that templates read, and without nulls.
 
     Reasoning has every name that templates use. Results have the id and the name of their call and
-    stand in the order of the calls, because some templates show neither id nor name.
+    follow the order of the calls, because some templates show neither id nor name.
     """
     found = _paired([_with_reasoning(message) for message in messages])
     return [m for group in _groups(found) for m in _in_order(group)]
@@ -110,7 +110,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paired(messages: Messages) -> Messages:
-    """Results with the ids and names of their calls, where these are missing."""
+    """Adds missing ids and names of calls to their results."""
     names: dict[str, str] = {}
     waiting: list[str] = []  # ids of calls without a result
     for message in messages:
@@ -156,12 +156,13 @@ def _in_order(group: Messages) -> Messages:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A way to write a conversation differently.
+    """One way to rewrite a conversation.
 
     Attributes:
-        cost: How far the result is from what was meant.
-        lossy: What is lost, for the log; "": nothing.
-        contents: "lists" makes lists of all contents, a role joins its lists; "": it does neither.
+        cost: Distance of the result from the original meaning.
+        lossy: What is lost, for the log; "" if nothing is.
+        contents: "lists" converts all contents to lists, a role joins that role's lists, "" changes
+            no content.
     """
 
     apply: Callable[[Messages], Messages]
@@ -171,7 +172,7 @@ class Rewrite:
 
 
 def rewrites(spelling: Spelling) -> list[Rewrite]:
-    """Every rewrite, in the order in which those that are chosen are applied."""
+    """Returns all rewrites, in the order in which chosen ones are applied."""
     return [
         Rewrite(lambda messages: with_ids(messages, spelling.ids), 1),
         Rewrite(_developers_as_system, 1),
@@ -198,7 +199,7 @@ def rewrites(spelling: Spelling) -> list[Rewrite]:
 
 
 def with_ids(messages: Messages, form: str) -> Messages:
-    """The ids of calls in a form that a template takes. An id always becomes the same one."""
+    """Converts the ids of calls to a template's format. Equal ids stay equal."""
     make, known, count = ID_FORMS[form], dict[str, str](), 0
     found = []
     for message in messages:
@@ -222,7 +223,7 @@ def _developers_as_system(messages: Messages) -> Messages:
 
 
 def _num_leading(messages: Messages) -> int:
-    """How many instructions come first."""
+    """Returns the number of leading instructions."""
     others = (i for i, message in enumerate(messages) if message["role"] not in _INSTRUCTIONS)
     return next(others, len(messages))
 
@@ -287,7 +288,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_call_each(messages: Messages) -> Messages:
-    """Each call in a message of its own, with its results behind it."""
+    """Moves each call to a message of its own, followed by its results."""
     found: Messages = []
     for first, *results in _groups(messages):
         calls = first.get("tool_calls", ())
@@ -304,7 +305,7 @@ def _one_call_each(messages: Messages) -> Messages:
 
 
 def _with_every_result(messages: Messages) -> Messages:
-    """Each call has a result, but those that the conversation ends with."""
+    """Adds a result to each call without one, except for calls that end the conversation."""
     found: Messages = []
     groups = list(_groups(messages))
     for i, group in enumerate(groups):
@@ -351,7 +352,7 @@ def _neighbours_joined(messages: Messages) -> Messages:
 def _can_join(first: dict[str, Any], second: dict[str, Any]) -> bool:
     if first["role"] != second["role"] or first["role"] == "tool":
         return False
-    # (Calls come behind the text of their message: what was said after them would move.)
+    # Calls follow the text of their message, so text after them would move.
     return not (first.get("tool_calls") and second.get("content"))
 
 
@@ -389,7 +390,7 @@ def _is_list_of_texts(content: Any) -> bool:
 
 
 def forms_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Tools as they are, and with what templates may read without asking whether it is there."""
+    """Returns tools with every field that templates read without checking that it exists."""
     yield [dict(tool) for tool in tools]
     yield [_filled(tool, _with_keys) for tool in tools]
     yield [_filled(tool, _with_properties) for tool in tools]
@@ -420,7 +421,7 @@ def _with_properties(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:
-    """The type of a schema that does not say it: of its first alternative, or its first value."""
+    """Returns the type of a schema without one, from its first alternative or first value."""
     for key in ("anyOf", "oneOf", "allOf"):
         for inner in schema.get(key) or ():
             if isinstance(inner, Mapping) and isinstance(inner.get("type"), str):

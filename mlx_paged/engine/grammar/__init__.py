@@ -1,4 +1,4 @@
-"""Structured outputs: what an answer must be, as a grammar that every token of it follows."""
+"""Structured outputs: constraints on an answer, as a grammar that every token follows."""
 
 from __future__ import annotations
 

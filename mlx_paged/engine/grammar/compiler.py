@@ -31,21 +31,22 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Grammars that are compiled at the same time; others wait. (Those that were refused as they took
-# too long count until they end.)
+# Maximum grammars compiling at the same time; others wait. A grammar that was refused for taking
+# too long counts until its thread ends.
 _MOST_AT_ONCE = 8
 _FIELD = "structured_outputs"
 
 
 class CompiledGrammar:
-    """A grammar in the tokens of a model; answers share it.
+    """A grammar compiled for a model's tokens; answers share it.
 
     Attributes:
-        relaxed: Where keywords are that are not enforced, such as
+        relaxed: Paths of keywords that are not enforced, such as
             ``structured_outputs.json.properties.a.not``.
-        first_mask: ``[num_words]`` int32, 32 tokens to each, lowest bit first: what may come first.
-        is_spent: An answer has exceeded a limit: all of them share the states of one lexer, so that
-            new ones need a grammar of their own.
+        first_mask: Tokens that may come first, ``[num_words]`` int32 with 32 tokens each, lowest
+            bit first.
+        is_spent: True if an answer exceeded a limit. All answers share the states of one lexer, so
+            new answers then need a new copy of the grammar.
     """
 
     def __init__(
@@ -72,21 +73,21 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles what `StructuredOutputs` asks for. Any thread may call it.
+    """Compiles the grammars of `StructuredOutputs`. Any thread may call it.
 
     Args:
-        tokenizer: mlx-lm's, of the model.
-        vocab_size: the model's, padding included: token ids are below it.
-        eos_token_ids: tokens that end an answer. They may come where the grammar is complete.
-        timeout: most CPU seconds for one grammar.
-        cache_size: most compiled grammars that are kept.
+        tokenizer: mlx-lm's wrapper of the model's tokenizer.
+        vocab_size: The model's, including padding; token ids are below it.
+        eos_token_ids: Tokens that end an answer. They may follow when the grammar is complete.
+        timeout: Maximum CPU seconds for one grammar.
+        cache_size: Maximum compiled grammars to keep.
 
     Attributes:
-        added_tokens: The tokens that the tokenizer takes whole wherever their text occurs, by text.
-        num_words: int32 words of a mask: of the model's vocabulary, or the tokenizer's if that is
-            larger.
+        added_tokens: Tokens that the tokenizer never splits, by text.
+        num_words: int32 words of a mask, for the larger of the model's and the tokenizer's
+            vocabulary.
         eos_token_ids: Tokens that end an answer.
-        num_compiled: Grammars that were compiled, not found.
+        num_compiled: Grammars that were compiled, without cache hits.
     """
 
     def __init__(
@@ -108,45 +109,45 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Job[CompiledGrammar]] = OrderedDict()
         self._jobs = Jobs(_MOST_AT_ONCE)
-        # This takes seconds for a large vocabulary, and nothing else runs in the meantime (it holds
-        # the interpreter's lock): now, while the model is loaded, and not with the first request.
+        # This takes seconds for a large vocabulary and holds the interpreter's lock, so it runs
+        # now, while the model is loaded, and not with the first request.
         self._tokenizer = _shared_tokenizer(tokenizer, size, self.eos_token_ids)
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's form of the tokenizer; waits until it is made.
+        """llguidance's form of the tokenizer. Waits until it is made.
 
         Raises:
-            InvalidParameterError: llguidance cannot take the model's.
+            InvalidParameterError: llguidance does not support the model's tokenizer.
         """
         return self._tokenizer.result()
 
     def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
-        """The grammar of what is asked for; waits for it.
+        """Compiles a grammar, or returns it from the cache. Waits for it.
 
         Raises:
-            GrammarsBusyError: others that take too long are before it.
-            InvalidParameterError: it is invalid, cannot be enforced, or takes too long.
+            GrammarsBusyError: Slow grammars are ahead of it.
+            InvalidParameterError: It is invalid, cannot be enforced, or takes too long.
         """
         self.tokenizer  # noqa: B018 (its time is not the grammar's)
         too_slow = lambda: self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text)  # noqa: E731
         return self._jobs.wait(self._begun(wanted), self._timeout, too_slow)
 
     async def compile_async(self, wanted: StructuredOutputs) -> CompiledGrammar:
-        """The same; no thread waits."""
+        """Like `compile`, without blocking a thread."""
         await asyncio.shield(asyncio.wrap_future(self._tokenizer))
         too_slow = lambda: self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text)  # noqa: E731
         return await self._jobs.wait_async(self._begun(wanted), self._timeout, too_slow)
 
     async def prepare_async(self, work: Callable[[], T], about: Callable[[], tuple[str, Any]]) -> T:
-        """Runs `work`, which makes schemas ready to be compiled, within the same limits.
+        """Runs `work`, which prepares schemas for compilation, within the same limits.
 
         Args:
-            about: which field is worked on now, and its value, for the error.
+            about: Returns the current field and its value, for errors.
 
         Raises:
-            GrammarsBusyError: see `compile`.
-            InvalidParameterError: it takes too long, or what `work` raises.
+            GrammarsBusyError: See `compile`.
+            InvalidParameterError: It takes too long, or `work` raises it.
         """
         too_slow = lambda: self._too_slow(*about())  # noqa: E731
         job = self._jobs.start(lambda: self._within_limit(work, too_slow))
@@ -165,7 +166,7 @@ class GrammarCompiler:
                 )
             self._cache.move_to_end(key)
             while len(self._cache) > self._cache_size:
-                # (One that is still compiled may be waited for; it is dropped all the same.)
+                # Others may wait for one that is still compiling; it is dropped anyway.
                 self._cache.popitem(last=False)
         job = found
         job.future.add_done_callback(lambda done: self._drop_failure(key, job))
@@ -178,7 +179,7 @@ class GrammarCompiler:
                     del self._cache[key]
 
     def _within_limit(self, work: Callable[[], T], too_slow: Callable[[], Exception]) -> T:
-        """Returns the result of `work`, or fails if it took too long: always the same answer."""
+        """Returns the result of `work`, or refuses it if it took too long, consistently."""
         began = time.thread_time()
         result = work()
         if time.thread_time() - began > self._timeout:
@@ -207,13 +208,13 @@ class GrammarCompiler:
                 else "a grammar that some answer follows"
             )
             raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
-        _require_no_error(matcher, wanted)  # (the first mask may be too complex)
+        _require_no_error(matcher, wanted)  # The first mask may be too complex.
         if seconds > MOST_FIRST_MASK:
             expected = "a grammar within the limits of this server (too many parts may come first)"
             raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
         prober = probe.Prober()
         for pattern in probe.counting_patterns(schemas):
-            # (A probe of the whole grammar may not get to the texts that have it.)
+            # A probe of the whole grammar may not reach the texts with this pattern.
             alone = self._grammar_of_pattern(pattern)
             if alone is not None:
                 _require_no_error(
@@ -242,7 +243,7 @@ class GrammarCompiler:
         return None if matcher.is_error() else compiled
 
     def _grammar_of(self, wanted: StructuredOutputs) -> tuple[str, tuple[str, ...], list[Any]]:
-        """llguidance's grammar, what was relaxed, and the schemas in it."""
+        """Returns llguidance's grammar, the relaxed paths, and the schemas in it."""
         kind, field = wanted.kind, f"{_FIELD}.{wanted.kind}"
         json_options: dict[str, Any] = {
             "whitespace_pattern": wanted.whitespace_pattern,
@@ -297,7 +298,7 @@ def _given(wanted: StructuredOutputs) -> Any:
 
 
 def _backend_of(tokenizer: Any) -> Any:
-    """The Rust tokenizer in mlx-lm's wrapper or transformers' tokenizer; None: there is none."""
+    """Returns the Rust tokenizer in mlx-lm's wrapper or transformers' tokenizer, or None."""
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
@@ -326,7 +327,7 @@ _tokenizers_lock = threading.Lock()
 def _shared_tokenizer(
     tokenizer: Any, size: int, eos_token_ids: frozenset[int]
 ) -> Future[LLTokenizer]:
-    """`_tokenizer_of`, once for all engines that have the same tokenizer."""
+    """Like `_tokenizer_of`, cached for all engines with the same tokenizer."""
     key = size, eos_token_ids
     with _tokenizers_lock:
         made = _tokenizers.setdefault(tokenizer, {})

@@ -1,8 +1,8 @@
-"""Takes out of a schema what llguidance would begin and could not end.
+"""Removes parts of a schema that llguidance would begin and could not end.
 
-llguidance finds most schemas without a value by itself, and leaves them out where others remain.
-It does not find that no name is left for a property, nor that a text has no spelling in JSON: it
-allows the comma or the colon before, and no token after it.
+llguidance detects most schemas without a value and leaves them out if alternatives remain. It does
+not detect that no name is left for a property, or that a text has no spelling in JSON: it allows
+the comma or the colon before, and then no token.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mlx_paged.engine.grammar.subschemas import Schema, mapped, names_of
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 # JSON spells other control characters as \u escapes only.
 _WITHOUT_SHORT_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
-# Names with which patterns are compared: more of them would take longer than a step.
+# Maximum names to compare with patterns; more would take longer than a step.
 _MOST_NAMES = 2000
 
 
 class DeadEnds:
-    """Changes the schemas within a schema, innermost first, so that each that is left has a value.
+    """Rewrites the schemas within a schema, innermost first, so that each of them has a value.
 
     Args:
-        options: of llguidance's grammar (``x-guidance``).
-        names: all that properties have anywhere in the schema, since schemas may be joined.
+        options: Options of llguidance's grammar (``x-guidance``).
+        names: Names of all properties anywhere in the schema, because schemas may be joined.
     """
 
     def __init__(self, options: Mapping[str, Any], names: Collection[str]) -> None:
@@ -37,7 +37,7 @@ class DeadEnds:
         self._names = names
 
     def take_out(self, schema: dict[str, Any]) -> dict[str, Any] | bool:
-        """A schema of the same values. (The given one may change.)"""
+        """Returns a schema with the same values. The given one may change."""
         patterns = schema.get("patternProperties")
         if isinstance(patterns, dict) and len(patterns) * len(self._names) <= _MOST_NAMES:
             _settle_names(schema, self._names, self._tester)
@@ -45,9 +45,9 @@ class DeadEnds:
 
 
 def without_impossible_parts(schema: dict[str, Any]) -> Schema:
-    """A schema of the same values in which each part without one is False, where it is known.
+    """Returns a schema with the same values, whose parts without a value are False if detected.
 
-    (llguidance does this by itself in a schema, but not in a grammar that is made of its parts.)
+    llguidance does this itself within a schema, but not in a grammar made of its parts.
     """
     options = {"lenient": True, "coerce_one_of": True}
     around: dict[str, Any] = {k: v for k, v in schema.items() if k in ("$defs", "definitions")}
@@ -66,8 +66,8 @@ def without_impossible_parts(schema: dict[str, Any]) -> Schema:
 
 
 def _settle_names(schema: dict[str, Any], names: Collection[str], tester: _Tester) -> None:
-    """Declares the properties of patterns that match none but listed names, and closes objects
-    whose patterns leave no name to others."""
+    """Declares the properties of patterns that match only listed names, and closes objects whose
+    patterns leave no other names."""
     by_pattern = dict(schema["patternProperties"])
     own = names_of(schema)
     for pattern, value in schema["patternProperties"].items():
@@ -94,8 +94,8 @@ def _settle_names(schema: dict[str, Any], names: Collection[str], tester: _Teste
 
 
 def _with_spelled_texts(schema: dict[str, Any], tester: _Tester) -> dict[str, Any] | bool:
-    """The schema without texts that JSON, as it is written here, cannot spell; False if no other
-    value is left."""
+    """Returns the schema without texts that have no spelling in this JSON; False if no value is
+    left."""
     if not tester.spells_controls:
         if "const" in schema and _has_controls(schema["const"]):
             return False
@@ -126,7 +126,7 @@ def _has_controls(value: Any) -> bool:
 
 
 class _Tester:
-    """Asks llguidance whether a small schema has a value."""
+    """Asks llguidance if a small schema has a value."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         kept = ("json_allowed_escapes", "lenient", "coerce_one_of")
@@ -138,7 +138,7 @@ class _Tester:
     def has_name(
         self, taken: Collection[str], patterns: Mapping[str, bool], *, additional: bool = False
     ) -> bool:
-        """True if a property can have another name than those taken."""
+        """Returns True if a property can have a name other than those taken."""
         return self._has_value(
             {
                 "type": "object",
@@ -174,7 +174,7 @@ def _has_value(schema: str, begun: str) -> bool:
     tokenizer = _byte_tokenizer()
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
-        # (Others find out what other errors mean.)
+        # Other errors are reported when the schema is compiled.
         return not matcher.get_error().startswith("Unsatisfiable schema")
     if begun and not matcher.consume_tokens(list(begun.encode())):
         return False
@@ -184,5 +184,5 @@ def _has_value(schema: str, begun: str) -> bool:
 
 @cache
 def _byte_tokenizer() -> LLTokenizer:
-    """A tokenizer whose tokens are single bytes: it costs nothing to make."""
+    """A tokenizer whose tokens are single bytes, because it is free to make."""
     return LLTokenizer("byte")

@@ -1,6 +1,6 @@
-"""Jobs: runs work on threads of its own, each within a limit of CPU time.
+"""Jobs: runs work on its own threads, each with a limit of CPU time.
 
-The time is the thread's own, so that a busy machine makes an answer late but changes none.
+The limit is on the thread's own time, so a busy machine delays answers without changing them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LOOK = 0.05
 
 
 class Job(Generic[T]):
-    """Work that is begun, or waits for its turn.
+    """Work that runs, or waits for its turn.
 
     Attributes:
-        future: What it returns or raises.
+        future: Its result or exception.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -46,7 +46,7 @@ class Job(Generic[T]):
             return 0.0
         try:
             return clock() - self._began
-        except OSError:  # (its thread has just ended)
+        except OSError:  # Its thread has just ended.
             return 0.0
 
     def run(self) -> None:
@@ -65,12 +65,12 @@ class Job(Generic[T]):
 
 
 class Jobs:
-    """Threads that do one job after another; the interpreter's exit does not wait for them.
+    """Threads that run one job after another. The interpreter's exit does not wait for them.
 
-    (A job cannot be interrupted, and may take long: an executor's threads are joined.)
+    A job cannot be interrupted and may take long, and an executor's threads would be joined.
 
     Args:
-        most: jobs at the same time; others wait, without a limit.
+        most: Maximum running jobs; the number of waiting jobs is not limited.
     """
 
     def __init__(self, most: int) -> None:
@@ -80,7 +80,7 @@ class Jobs:
         self._running: set[Job[Any]] = set()
 
     def start(self, work: Callable[[], T]) -> Job[T]:
-        """Begins work as soon as it has its turn."""
+        """Starts work as soon as it is its turn."""
         job = Job(work)
         with self._lock:
             if len(self._running) == self._most:
@@ -105,24 +105,24 @@ class Jobs:
         """Waits for a job and returns its result.
 
         Args:
-            limit: most CPU seconds.
-            too_slow: the error of a job that takes longer.
+            limit: Maximum CPU seconds.
+            too_slow: The error for a job that takes longer.
 
         Raises:
-            GrammarsBusyError: it has not begun, and whatever runs is beyond the limit.
+            GrammarsBusyError: It has not started, and all running jobs are over the limit.
         """
         while True:
             pause = self._pause(job, limit, too_slow)
             try:
                 return job.future.result(pause)
             except FutureTimeoutError:
-                if job.future.done():  # (then it is the work's own)
+                if job.future.done():  # Then the timeout is an exception of the work.
                     raise
 
     async def wait_async(self, job: Job[T], limit: float, too_slow: Callable[[], Exception]) -> T:
-        """The same; no thread waits."""
+        """Like `wait`, without blocking a thread."""
         waiting = asyncio.wrap_future(job.future)
-        # (Where nobody waits any more, its failure is nobody's.)
+        # If nobody waits any more, nobody retrieves its exception.
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         while not waiting.done():
             pause = self._pause(job, limit, too_slow)
@@ -130,7 +130,7 @@ class Jobs:
         return waiting.result()
 
     def _pause(self, job: Job[Any], limit: float, too_slow: Callable[[], Exception]) -> float:
-        """Seconds after which to look at a job again."""
+        """Returns the seconds until the next look at a job."""
         if job.future.done():
             return _LOOK
         left = limit - job.seconds
@@ -143,12 +143,12 @@ class Jobs:
             if len(running) == self._most and all(each.seconds > limit for each in running):
                 raise GrammarsBusyError(len(running))
             return _LOOK
-        return max(left, _LOOK)  # (it cannot use more CPU time than passes)
+        return max(left, _LOOK)  # CPU time does not pass faster than real time.
 
 
 def _clock_of_this_thread() -> Callable[[], float]:
-    """CPU seconds of the calling thread, for other threads to read; real time where the system does
-    not tell. It raises OSError once the thread has ended."""
+    """Returns a clock of the calling thread's CPU seconds, for other threads to read; real time if
+    the system has none. The clock raises OSError once the thread has ended."""
     if hasattr(time, "pthread_getcpuclockid"):
         clock = time.pthread_getcpuclockid(threading.get_ident())
         return lambda: time.clock_gettime(clock)
@@ -159,8 +159,8 @@ def _clock_of_this_thread() -> Callable[[], float]:
 
 
 def _mach_clock(library: Any, thread: int) -> Callable[[], float]:
-    """macOS's: ``thread_info`` with THREAD_BASIC_INFO, which begins with the seconds and
-    microseconds of user time, and those of system time."""
+    """macOS's clock: ``thread_info`` with THREAD_BASIC_INFO, whose first fields are seconds and
+    microseconds of user time, then those of system time."""
     port_of, info_of = library.pthread_mach_thread_np, library.thread_info
     port_of.argtypes, port_of.restype = [ctypes.c_void_p], ctypes.c_uint32
     port, flavor, size = port_of(thread), 3, 10

@@ -1,4 +1,4 @@
-"""Texts of grammars in llguidance's Lark: of callers, of choices, of structural tags."""
+"""Grammars in llguidance's Lark, from callers' grammars, choices and structural tags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.errors import InvalidParameterError
 
-# Strings, comments and regular expressions, in which nothing is a keyword, and the keywords.
+# Keywords, and the tokens that contain none: strings, comments and regular expressions.
 _LEXEMES = re.compile(
     r"""(?P<json>%json\b)|(?P<options>%llguidance\b)|//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[imslux]*"""
 )
@@ -36,9 +36,9 @@ def lark_of(text: str, field: str) -> str:
 
 
 def with_forcing(lark: str) -> str:
-    """A Lark grammar whose forced texts are written in the tokenizer's usual tokens.
+    """Returns a Lark grammar whose forced texts are written in the tokenizer's usual tokens.
 
-    For grammars of this package's making only: see `without_forcing`.
+    Only for grammars made by this package, see `without_forcing`.
     """
     return f'%llguidance {{"no_forcing": false}}\n{lark}'
 
@@ -58,7 +58,7 @@ def without_forcing(lark: str) -> str:
         try:
             options, after = json.JSONDecoder().raw_decode(lark, start)
         except (ValueError, RecursionError):
-            return lark  # llguidance says what is wrong with it
+            return lark  # llguidance reports the error.
         if not isinstance(options, dict):
             return lark
         options = json.dumps({"no_forcing": True, **options}, ensure_ascii=False)
@@ -69,16 +69,18 @@ def without_forcing(lark: str) -> str:
 def with_prepared_schemas(
     lark: str, *, strict: bool, field: str, prepares: Mapping[str, Any] | None = None
 ) -> tuple[str, tuple[str, ...], list[Any]]:
-    """A Lark grammar whose schemas, after ``%json``, are prepared; what was relaxed of them; and
-    these schemas.
+    """Prepares the schemas of a Lark grammar, after ``%json``.
 
     Args:
-        strict: refuse what cannot be enforced.
-        field: what errors call the grammar; the i-th schema is ``%json[i]`` in it.
-        prepares: options of `prepare_schema`.
+        strict: Refuse keywords that cannot be enforced.
+        field: Name of the grammar in errors; the i-th schema is ``%json[i]`` in it.
+        prepares: Options of `prepare_schema`.
+
+    Returns:
+        The grammar, the relaxed paths, and the prepared schemas.
 
     Raises:
-        InvalidParameterError: see `prepare_schema`.
+        InvalidParameterError: See `prepare_schema`.
     """
     parts: list[str] = []
     relaxed: list[str] = []
@@ -186,10 +188,10 @@ class _TagWriter:
     # Formats.
 
     def _format(self, format: Any, field: str, *, is_last: bool = False) -> str:
-        """The body of a rule for a format.
+        """Returns the body of a rule for a format.
 
         Args:
-            is_last: whether nothing comes after it.
+            is_last: True if nothing follows it.
         """
         _require(field, format, dict)
         kind = format.get("type")
@@ -244,7 +246,7 @@ class _TagWriter:
         return f"{start} {self._body(format, field)}"
 
     def _body(self, tag: Mapping[str, Any], field: str, begun: str = "") -> str:
-        """A tag after what has begun it."""
+        """Returns the rest of a tag after its beginning."""
         _only(tag, field, "type", "begin", "content", "end")
         begin = _part(tag, field, "begin", str)[len(begun) :] if begun else ""
         ends = tag.get("end")
@@ -297,7 +299,7 @@ class _TagWriter:
         at_least_one: bool = False,
         stop_after_first: bool = False,
     ) -> str:
-        """Text in which a trigger begins a tag."""
+        """Returns text in which a trigger begins a tag."""
         for i, trigger in enumerate(triggers):
             _require(f"{field}.triggers[{i}]", trigger, str)
             if not trigger:
@@ -345,7 +347,7 @@ class _TagWriter:
         return several if _flag(format, field, "at_least_one") else f"({several})?"
 
 
-# The formats, and what each may have besides its type.
+# The formats, with their fields besides the type.
 _FORMATS: Mapping[str, tuple[str, ...]] = {
     "const_string": ("value",),
     "json_schema": ("json_schema",),

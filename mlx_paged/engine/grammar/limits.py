@@ -1,4 +1,4 @@
-"""How large a grammar may be."""
+"""Limits on the size of a grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GrammarMatcher: where one answer is in its grammar, and which tokens may follow."""
+"""GrammarMatcher: one answer's position in its grammar, and the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from mlx_paged.parsing.reasoning import Reasoning, ReasoningTokens
 
 Words = npt.NDArray[np.int32]
 
-# Fewer masks than this are made on the calling thread: to wake others takes longer.
+# Fewer masks than this are made on the calling thread, because waking others takes longer.
 _FEWEST_IN_PARALLEL = 4
 
 
 class _Phase(Enum):
-    BEGINNING = 0  # the answer may begin with reasoning, or not
+    BEGINNING = 0  # The answer may begin with reasoning, or not.
     REASONING = 1
     ENDING = 2  # the budget is spent: the end of the reasoning is forced
     ANSWER = 3
 
 
 class GrammarRules:
-    """State that the matchers of a request's answers share.
+    """State shared by the matchers of a request's answers.
 
     Args:
-        grammar: None: any answer (there is a budget for its reasoning).
-        reasoning: the markers of the model's reasoning; None: the grammar holds from the first
-            token on.
-        begins: how the prompt lets an answer begin.
-        budget: most tokens of reasoning; None: any number.
-        eos_token_ids: tokens that end a text in this model.
-        stop_token_ids: tokens that end it for this request. They may come where the grammar is
-            complete.
-        min_tokens: tokens of the answer before which `stop_token_ids` end nothing.
-        ignore_eos: do not end where the grammar lets the answer go on.
+        grammar: None allows any answer; then there is a budget for its reasoning.
+        reasoning: The model's reasoning markers; None applies the grammar from the first token on.
+        begins: How the prompt lets an answer begin.
+        budget: Maximum tokens of reasoning; None means no limit.
+        eos_token_ids: The model's tokens that end a text.
+        stop_token_ids: The request's tokens that end the answer. They may follow when the grammar
+            is complete.
+        min_tokens: `stop_token_ids` are ignored before the answer has this many tokens.
+        ignore_eos: Do not end if the grammar lets the answer continue.
         num_words: int32 words of a mask.
     """
 
@@ -82,14 +81,14 @@ class GrammarRules:
 class GrammarMatcher:
     """Follows the tokens of one answer.
 
-    Its state is a function of these tokens: what is followed is compared with the answer, and taken
-    back where that has others (a step that is run again may sample another token).
+    Its state is a function of these tokens. It compares them with the answer and rolls back if the
+    answer has others, because a step that runs again may sample another token.
 
-    A place for jump-forward: where `LLMatcher.compute_ff_tokens` gives tokens in the phase of the
-    answer, no forward is needed to choose them.
+    Jump-forward would fit here: if `LLMatcher.compute_ff_tokens` returns tokens in the answer's
+    phase, no forward pass is needed to choose them.
 
     Attributes:
-        failed: Why no mask can be made; None while all is well.
+        failed: Why no mask can be made; None otherwise.
     """
 
     __slots__ = (
@@ -115,16 +114,16 @@ class GrammarMatcher:
         self.start_over()
 
     def start_over(self) -> None:
-        """Forgets what it has followed, as an exception may have come in between."""
+        """Forgets all tokens, because an exception may have interrupted an update."""
         rules = self._rules
         self._matcher: LLMatcher | None = None
-        self._is_stopped = False  # the matcher: nothing can follow
+        self._is_stopped = False  # True if the matcher allows nothing more
         self._seen: list[int] = []
-        self._num_matched = 0  # of the last ones seen
+        self._num_matched = 0  # matched characters of a marker at the end
         self._num_reasoning = 0
         self._forced = 0  # tokens of the forced end that have come
         self._start_at: int | None = None  # tokens of the start marker that have come; None: not it
-        self._tail = ""  # of the reasoning, where its end marker is text
+        self._tail = ""  # end of the reasoning, if its end marker is text
         self._ended = False  # by a token that ends answers
         self.failed: str | None = None
         self._phase = _Phase.ANSWER
@@ -137,11 +136,11 @@ class GrammarMatcher:
     # Following.
 
     def follow(self, tokens: Sequence[int], newest: int | None = None) -> None:
-        """Takes what is new of the answer.
+        """Follows the new tokens of the answer.
 
         Args:
-            tokens: prompt and answer.
-            newest: one token more; None: there is none.
+            tokens: Prompt and answer.
+            newest: One more token, or None.
         """
         start, seen = self._start, self._seen
         known = len(tokens) - start
@@ -157,7 +156,7 @@ class GrammarMatcher:
             self._take(newest)
 
     def _reconcile(self, tokens: Sequence[int]) -> None:
-        """Goes back to the common prefix of the answer and what was followed."""
+        """Rolls back to the common prefix of the answer and the followed tokens."""
         common = 0
         for one, other in zip(self._seen, tokens[self._start :]):
             if one != other:
@@ -196,7 +195,7 @@ class GrammarMatcher:
                 self._begin(token)
 
     def _begin(self, token: int) -> None:
-        """A first token: of the start marker, of the answer, or of both."""
+        """Follows the first token: of the start marker, of the answer, or of both."""
         reasoning = self._rules.reasoning
         assert reasoning is not None and self._start_at is not None
         self._match(token)
@@ -241,7 +240,7 @@ class GrammarMatcher:
         )
 
     def _begin_answer(self, begun: str = "") -> None:
-        """Args: begun: what the last token of the reasoning has of the answer already."""
+        """Begins the answer. `begun` is the part of it in the last token of the reasoning."""
         self._phase = _Phase.ANSWER
         self._matcher, self._num_matched, self._tail = None, 0, ""
         if begun and (matcher := self._begun()) is not None:
@@ -253,7 +252,7 @@ class GrammarMatcher:
     def _match(self, token: int) -> None:
         matcher = self._begun()
         if matcher is None or self._ended or self.failed is not None:
-            self._num_matched = 0  # (what follows an end is discarded)
+            self._num_matched = 0  # Anything after an end is discarded.
             return
         if self._is_stopped or (
             self._rules.is_end(token, len(self._seen))
@@ -266,7 +265,7 @@ class GrammarMatcher:
         elif self._phase is not _Phase.BEGINNING:
             self.failed = f"its grammar does not allow a token: {why(matcher)}"
         else:
-            self.failed = why(matcher)  # (unless it is the start marker's)
+            self.failed = why(matcher)  # unless it is the start marker's
 
     def _begun(self) -> LLMatcher | None:
         if self._matcher is None and self._rules.grammar is not None:
@@ -281,7 +280,7 @@ class GrammarMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing can follow, so that the answer ends."""
+        """True if nothing can follow, so the answer ends."""
         if self._phase is not _Phase.ANSWER or self.failed is not None:
             return False
         return self._begun() is not None and (
@@ -291,10 +290,10 @@ class GrammarMatcher:
     # Masks.
 
     def may_limit(self, num_in_flight: int) -> bool:
-        """True if the next token may need a mask.
+        """Returns True if the next token may need a mask.
 
         Args:
-            num_in_flight: tokens that are there besides those it has followed, 0 or 1.
+            num_in_flight: Number of tokens after those it has followed, 0 or 1.
         """
         rules = self._rules
         if rules.grammar is not None:
@@ -306,13 +305,13 @@ class GrammarMatcher:
         return self._num_reasoning + num_in_flight >= rules.budget
 
     def begin_mask(self, words: Words) -> LLMatcher | None:
-        """Writes the mask of the next token, if that does not take the grammar.
+        """Writes the mask of the next token, unless that needs the grammar.
 
         Args:
-            words: ``[num_words]``; untouched where a matcher is returned.
+            words: ``[num_words]``; untouched if a matcher is returned.
 
         Returns:
-            What has to fill `words`, before `end_mask` is called; None: it is written.
+            The matcher that must fill `words` before `end_mask` is called; None if it is written.
         """
         rules = self._rules
         if self._phase is _Phase.ENDING:
@@ -338,7 +337,7 @@ class GrammarMatcher:
         return None
 
     def end_mask(self, words: Words) -> None:
-        """Adds to a mask what the grammar does not know of."""
+        """Adds tokens to a mask that the grammar does not know."""
         rules, matcher = self._rules, self._begun()
         assert matcher is not None
         if matcher.is_error():

@@ -1,8 +1,8 @@
-"""Regular expressions for names and texts in JSON, written so that llguidance quotes them rightly.
+"""Rewrites regular expressions for JSON names and texts so that llguidance quotes them correctly.
 
-Where a class of characters has control characters and no ``"``, llguidance lets ``\\"`` through all
-the same, and likewise the backslash: ``[^"]*`` would accept ``"a\\"b"``. Classes are written anew
-without the control characters for which JSON has no short escape.
+If a character class contains control characters but not ``"``, llguidance accepts ``\\"`` anyway,
+and likewise the backslash: ``[^"]*`` would accept ``"a\\"b"``. So classes are rewritten without the
+control characters that have no short escape in JSON.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _PRINTABLE = "".join(map(chr, range(0x20, 0x7F)))
 
 
 def quotable(pattern: str) -> str:
-    """A pattern that accepts the same texts, but for control characters other than BS, HT, LF, FF
-    and CR in its classes."""
+    """Returns a pattern for the same texts, except that its classes exclude control characters
+    other than BS, HT, LF, FF and CR."""
     out, i = [], 0
     while i < len(pattern):
         if pattern[i] == "\\":
@@ -50,10 +50,10 @@ def _none_of(words: set[str]) -> str:
 
 
 def _end_of_class(pattern: str, start: int) -> tuple[int, bool]:
-    """(where the class that begins at `start` ends, whether there are classes in it)."""
+    """Returns (end of the class that begins at `start`, True if it contains classes)."""
     i = start + 1
     i += pattern[i : i + 1] == "^"
-    i += pattern[i : i + 1] == "]"  # (there it stands for itself)
+    i += pattern[i : i + 1] == "]"  # A "]" at this place is a character of the class.
     depth, is_nested = 1, False
     while i < len(pattern) and depth:
         if pattern[i] == "\\":

@@ -1,4 +1,4 @@
-"""Follows a grammar a little way, to find out before any answer whether it exceeds the limits."""
+"""Probes a grammar with random answers, to find out in advance if it exceeds the limits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mlx_paged.engine.grammar.subschemas import subschemas
 #: Tokens of each probe of a grammar.
 LENGTHS = (32, 16, 16)
 
-# Where the masks take long, states may be growing without bounds: those are followed further.
+# If masks take long, states may grow without bounds; such answers are followed further.
 _SLOW_MASK = 0.01
 _LONGEST = 192  # tokens
-# Seconds of this thread's work for all probes of a grammar, for those whose masks take long, and
-# for those whose masks take longer and longer: these get to the limits in any long answer.
+# Seconds of this thread's work for all probes of a grammar, for grammars with slow masks, and for
+# grammars whose masks keep getting slower: any long answer would exceed the limits.
 _SECONDS, _SECONDS_IF_SLOW, _SECONDS_IF_GROWING = 0.1, 1.0, 3.0
 # Masks that are compared with as many before, how much longer they take, and seconds of one.
 _WINDOW, _GROWTH, _GROWING_MASK = 12, 1.08, 0.002
@@ -31,10 +31,10 @@ _MOST_PATTERNS = 64
 
 
 class Prober:
-    """Writes the beginnings of random answers; what fails on one must not be accepted.
+    """Writes the beginnings of random answers. A grammar that fails on one must not be accepted.
 
     Attributes:
-        is_endless: Masks took long, and were still taking longer when the time was over.
+        is_endless: True if masks were slow, and still getting slower when the time was over.
     """
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class Prober:
     def run(
         self, matcher: LLMatcher, first_mask: npt.NDArray[np.int32], seed: int, length: int
     ) -> LLMatcher:
-        """A matcher after the beginning of an answer; it may have failed.
+        """Returns a matcher after the beginning of an answer; it may have failed.
 
         Args:
-            matcher: at the beginning of an answer; it is this one that is returned.
-            first_mask: ``[num_words]``; what may come first.
-            length: tokens to follow.
+            matcher: A matcher at the beginning of an answer, which is returned.
+            first_mask: ``[num_words]``; tokens that may come first.
+            length: Number of tokens to follow.
         """
         words, rng = first_mask.copy(), random.Random(seed)
         times: list[float] = []
@@ -80,13 +80,13 @@ def _is_growing(times: list[float]) -> bool:
     """True if masks take longer than they did before, by more than noise."""
     if len(times) < 2 * _WINDOW:
         return len(times) > _WINDOW and median(times[-_WINDOW:]) > _GROWING_MASK
-    # (Medians: between the bytes of a character a mask takes no time.)
+    # Medians, because masks between the bytes of a character take no time.
     last, before = median(times[-_WINDOW:]), median(times[-2 * _WINDOW : -_WINDOW])
     return last > _GROWING_MASK and last > _GROWTH * before
 
 
 def counting_patterns(schemas: Iterable[Any]) -> list[str]:
-    """The patterns in schemas that count repetitions, which may have any number of states."""
+    """Returns the patterns in schemas that count repetitions, which may have many states."""
     found: dict[str, None] = {}
     for schema in schemas:
         for _, each in subschemas(schema):

@@ -1,5 +1,5 @@
-"""References of a schema (``$ref``) that no value satisfies, which llguidance takes for errors or
-follows for ever."""
+"""Resolves references of a schema (``$ref``) that no value satisfies. llguidance reports them as
+errors, or follows them forever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STRUCTURES = {"array", "object"}
 
 
 def without_endless_references(schema: dict[str, Any]) -> Schema:
-    """A schema of the same values without references to what only an endless value satisfies."""
+    """Returns a schema with the same values, without references to endless values only."""
     targets: dict[str, Any] = {}
     for _, each in subschemas(schema):
         pointer = each.get("$ref")
@@ -34,8 +34,8 @@ def without_endless_references(schema: dict[str, Any]) -> Schema:
 
 
 def without_impossible_reference(schema: dict[str, Any], error: str) -> Schema | None:
-    """A schema of the same values without references to what an error says that it has no value;
-    None: the error is about something else."""
+    """Returns a schema with the same values, without references that an error reports as having no
+    value; None if the error is about something else."""
     found = _PROCESSING.match(error)
     if found is None:
         return None
@@ -66,7 +66,7 @@ def _target(schema: Any, pointer: str) -> Any:
 
 
 def _has_end(schema: Any, ends: Mapping[str, bool]) -> bool:
-    """True if a schema has a value that ends, as far as it is known which references have."""
+    """Returns True if a schema has a finite value, given what is known of its references."""
     if not isinstance(schema, dict):
         return schema is not False
     if not ends.get(str(schema.get("$ref")), True):

@@ -1,4 +1,4 @@
-"""JSON schemas for llguidance: what says nothing is left out, what it cannot enforce is found."""
+"""Prepares JSON schemas for llguidance: drops no-ops, and finds what it cannot enforce."""
 
 from __future__ import annotations
 
@@ -61,25 +61,25 @@ _EMPTY: Mapping[str, Callable[[Any], bool]] = {
 # A number that differs by less from an excluded bound is none that an answer would have.
 _NEXT = 1e-9
 _SATISFIABLE = "a JSON schema for which there is a value"
-# With these beside it, what a keyword calls unevaluated depends on the value.
+# Next to these, the meaning of "unevaluated" depends on the value.
 _APPLICATORS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 # With these, properties of several schemas may be joined.
 _JOINS = (
     *("allOf", "oneOf", "if", "not", "patternProperties", "dependentSchemas", "$dynamicRef"),
     *("dependentRequired", "dependencies", "unevaluatedProperties", "propertyNames"),
 )
-# The classes of a pattern of all others may have these.
+# Classes that a pattern for all other names may use.
 _PLAIN_NAMES = re.compile(r"[ !#-\[\]-~]*")
-# Letters of declared names for which a pattern of all others compiles in a few milliseconds.
+# Maximum letters of declared names for which such a pattern compiles in a few milliseconds.
 _MOST_IN_NAMES = 400
 
 
 class Prepared(NamedTuple):
-    """A schema as llguidance gets it.
+    """A schema in the form for llguidance.
 
     Attributes:
-        schema: With the options of its grammar in it (``x-guidance``).
-        relaxed: Where keywords are that are not enforced, such as
+        schema: Includes the options of its grammar (``x-guidance``).
+        relaxed: Paths of keywords that are not enforced, such as
             ``structured_outputs.json.properties.a.not``.
     """
 
@@ -96,18 +96,18 @@ def prepare_schema(
     disable_any_whitespace: bool = False,
     disable_additional_properties: bool = False,
 ) -> Prepared:
-    """Makes a schema ready to be compiled, alone or after ``%json`` in a Lark grammar.
+    """Prepares a schema for compilation, alone or after ``%json`` in a Lark grammar.
 
     Args:
-        schema: plain Python data. It is not changed.
-        strict: refuse what cannot be enforced; otherwise it is relaxed.
-        field: what errors call the schema.
-        whitespace_pattern, disable_any_whitespace, disable_additional_properties: see
+        schema: Plain Python data. It is not changed.
+        strict: Refuse keywords that cannot be enforced; otherwise they are relaxed.
+        field: Name of the schema in errors.
+        whitespace_pattern, disable_any_whitespace, disable_additional_properties: See
             `StructuredOutputs`.
 
     Raises:
-        InvalidParameterError: an invalid schema, or with `strict` one that cannot be enforced. Its
-            field is the path to the keyword.
+        InvalidParameterError: An invalid schema, or with `strict` one that cannot be enforced. Its
+            field is the path of the keyword.
     """
     if schema is True:
         schema = {}
@@ -165,8 +165,8 @@ def _error_of(
 def _relax(
     schema: dict[str, Any], options: dict[str, Any], field: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """A schema without what cannot be enforced, and the paths of all that is not."""
-    # (These are errors even where unknown keywords are not.)
+    """Returns a schema without keywords that cannot be enforced, and their paths."""
+    # These are errors even if unknown keywords are allowed.
     relaxed = [*drop_look_around(schema), *drop_counts(schema)]
     while True:
         error, schema = _error_of(schema, options, field)
@@ -177,14 +177,14 @@ def _relax(
         if not dropped:
             raise _refusal(field, about)
         relaxed += dropped
-    # (What is relaxed in a schema that is not the request's, as a meta-schema, has no place in it.)
+    # Only paths within the request's schema count, not those within, say, a meta-schema.
     warnings = _problems(schema, options)[1]
     return schema, relaxed + [path for text in warnings for path in places(schema, text) or [""]]
 
 
 def _as_written(schema: dict[str, Any], relaxed: list[str]) -> list[str]:
-    """Paths in the schema as it was given, where `unevaluatedProperties` may have been what is
-    `additionalProperties` by now."""
+    """Returns paths in the original schema, where `additionalProperties` may have been
+    `unevaluatedProperties`."""
     given = dict(subschemas(schema))
     found = []
     for path in relaxed:
@@ -198,10 +198,10 @@ def _as_written(schema: dict[str, Any], relaxed: list[str]) -> list[str]:
 
 
 def _check_integers(value: object, path: str) -> None:
-    """Refuses numbers upon which llguidance 1.9.1 overflows its stack, and the process ends.
+    """Refuses numbers that overflow llguidance 1.9.1's stack, which would end the process.
 
-    They are integers that are -2**63 as floating point, since their negative has no 64 bits, and
-    ranges of integers that have nothing above.
+    These are integers equal to -2**63 as floating point, because their negative does not fit into
+    64 bits, and integer ranges without an upper neighbor.
     """
     highest = -(1 << 63) + 512
     if isinstance(value, dict):
@@ -240,8 +240,8 @@ def _refusal(field: str, about: Located) -> InvalidParameterError:
 
 
 def _final(schema: dict[str, Any], options: dict[str, Any], field: str) -> dict[str, Any]:
-    """The schema with patterns that are quoted rightly, names that have one spelling, and nothing
-    that could be begun and not ended."""
+    """Returns the schema with correctly quoted patterns, names with one spelling, and no parts that
+    could begin without an end."""
     quoted = mapped(schema, _quote_patterns)
     if quoted != schema:
         error = _problems(quoted, options)[0]
@@ -297,13 +297,13 @@ def _quote_patterns(schema: dict[str, Any]) -> None:
 
 
 def _with_one_spelling(schema: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Sees to it that no declared name can be spelled anew as one of another property.
+    """Prevents that a declared name appears under another spelling.
 
-    llguidance rules declared names out of the names of other properties, but only in one spelling:
-    ``"f\\u006fo"`` would pass for another name than ``"foo"``, and its value would be free. Where
-    the declared names are few and nothing is composed, the other names get a pattern, and those of
-    patterns have one spelling. Elsewhere there are no ``\\u`` escapes, which only control
-    characters need.
+    llguidance excludes declared names from other properties' names in one spelling only:
+    ``"f\\u006fo"`` would pass as a name other than ``"foo"``, and its value would be free. If
+    there are few declared names and no composition, a pattern describes the other names, and names
+    from patterns get one spelling. Otherwise ``\\u`` escapes are forbidden; only control characters
+    need them.
     """
     is_open = [
         each
@@ -343,7 +343,7 @@ def _close(schema: dict[str, Any]) -> None:
 
 
 class _Cleaner:
-    """Copies a schema without what says nothing."""
+    """Copies a schema without keywords that have no effect."""
 
     def __init__(self, disable_additional_properties: bool) -> None:
         self._closes = disable_additional_properties
@@ -370,7 +370,7 @@ class _Cleaner:
 
 
 def _drop_unused(schema: dict[str, Any]) -> None:
-    """Keywords that say nothing without others, or where the type is another."""
+    """Returns keywords without effect: they need others, or are for another type."""
     if "if" not in schema:
         schema.pop("then", None)
         schema.pop("else", None)
@@ -381,7 +381,7 @@ def _drop_unused(schema: dict[str, Any]) -> None:
         schema.pop("maxContains", None)
     kind = schema.get("type")
     if "format" in schema and isinstance(kind, str) and kind != "string":
-        del schema["format"]  # (OpenAPI's int32 and the like)
+        del schema["format"]  # such as OpenAPI's int32
     for keyword, plain in (
         ("unevaluatedProperties", "additionalProperties"),
         ("unevaluatedItems", "items"),
@@ -413,10 +413,10 @@ def _is_integer(schema: dict[str, Any]) -> bool:
 
 
 def _is_exact(value: Any, *, is_integer: bool = False) -> bool:
-    """True if llguidance, which reads larger integers as floats, writes a value as it is.
+    """Returns True if llguidance writes a value unchanged; it reads large integers as floats.
 
     Args:
-        is_integer: whether the schema asks for one, so that it makes an integer of a float.
+        is_integer: True if the schema requires an integer, so that it converts a float.
     """
     if isinstance(value, dict):
         return all(map(_is_exact, value.values()))
@@ -428,8 +428,8 @@ def _is_exact(value: Any, *, is_integer: bool = False) -> bool:
 
 
 def _may_repeat_names(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Objects that need more than one property besides those that they require. Each of the others
-    may have the name of another, and a parser keeps one of them."""
+    """Finds objects that need more than one property besides their required ones. Two of these may
+    get the same name, and a parser keeps only one."""
     for path, each in subschemas(schema):
         least, required = each.get("minProperties"), each.get("required", [])
         if isinstance(least, (int, float)) and isinstance(required, list):

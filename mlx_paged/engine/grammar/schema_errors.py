@@ -1,7 +1,6 @@
-"""Errors of llguidance about a schema: the keyword each is about, and schemas without that keyword.
+"""Maps llguidance's errors about a schema to keywords, and removes these keywords.
 
-llguidance names a keyword that it does not know, and not where it is; its errors are looked up in
-the schema.
+llguidance names an unsupported keyword without its path, so the error is looked up in the schema.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _LOOK_AROUND = re.compile(r"\(\?(=|!|<=|<!)|\\[bB]")
 _NOT_DISJOINT = re.compile(r"patternProperty regexes /(.*)/ and /(.*)/ are (not )?disjoint", re.S)
 _CIRCULAR = re.compile(r"circular references with sibling keys are not supported: (\S+)")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# Beside a reference, these mean nothing.
+# Next to a reference, these have no effect.
 _ANNOTATIONS = (
     *("$ref", "$defs", "definitions", "$schema", "$id", "id", "$comment", "$anchor", "title"),
     *("description", "default", "examples", "readOnly", "writeOnly", "x-guidance"),
 )
-# Errors about a schema that is none. (All others are about what llguidance does not have.)
+# Errors about invalid schemas. All others are about features that llguidance lacks.
 _INVALID = re.compile(
     r"Expected |Invalid type|Pointer |Resource |schema must be|Definition not found|Infinite "
     r"|.*(must be (an? (array|object|string)|non-negative)|regex parse error|invalid regex)",
@@ -50,10 +49,10 @@ class Located(NamedTuple):
     """The subject of an error.
 
     Attributes:
-        path: of the keyword; empty: it is not known.
-        value: the keyword's.
-        expected: what should have been there, in words.
-        is_unsupported: Whether the schema is valid, and has a value, but cannot be enforced.
+        path: Path of the keyword; empty if unknown.
+        value: Value of the keyword.
+        expected: Description of the expected value.
+        is_unsupported: True if the schema is valid and has a value, but cannot be enforced.
     """
 
     path: str
@@ -63,7 +62,7 @@ class Located(NamedTuple):
 
 
 def one_line(error: str, limit: int = 240) -> str:
-    """An error of llguidance, which may have many lines, as one."""
+    """Returns llguidance's error message on one line."""
     text = " ".join(line.strip() for line in error.splitlines() if line.strip(" ^"))
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -105,7 +104,7 @@ def places(schema: dict[str, Any], message: str) -> list[str]:
 
 
 def drop_unsupported(schema: dict[str, Any], error: str) -> list[str]:
-    """Takes out of a schema what an error says is not supported; returns where that was."""
+    """Removes the unsupported keyword of an error from a schema; returns its paths."""
     if circular := _CIRCULAR.match(error):
         return _drop_circular(schema, circular.group(1))
     dropped = []
@@ -120,7 +119,7 @@ def drop_unsupported(schema: dict[str, Any], error: str) -> list[str]:
 
 
 def drop_look_around(schema: dict[str, Any]) -> list[str]:
-    """Takes patterns that look around out of a schema; returns where they were."""
+    """Removes patterns with lookaround from a schema; returns their paths."""
 
     def looks_around(pattern: str) -> bool:
         return _LOOK_AROUND.search(pattern) is not None
@@ -137,15 +136,15 @@ def drop_look_around(schema: dict[str, Any]) -> list[str]:
 
 
 def drop_counts(schema: dict[str, Any]) -> list[str]:
-    """Takes out how many properties there are at least, where llguidance takes those that may be
-    missing for missing; returns where that was."""
+    """Removes minimum numbers of properties if llguidance counts optional ones as missing; returns
+    their paths."""
     found = []
     for path, each in list(subschemas(schema)):
         properties, required = each.get("properties"), each.get("required", [])
         counts = each.get("minProperties"), each.get("maxProperties")
         if (
             counts[0] is not None
-            and counts not in ((1, None), (1, 1))  # (these it counts)
+            and counts not in ((1, None), (1, 1))  # llguidance counts these correctly.
             and each.get("additionalProperties") is False
             and isinstance(properties, dict)
             and isinstance(required, list)
@@ -164,7 +163,7 @@ def _drop_patterns(
     for pattern in dropped:
         del by_pattern[pattern]
     paths = [f"{path}.{pattern}" for pattern in dropped]
-    # (The properties that they allowed would be refused, or be held to what others must be.)
+    # Otherwise their properties would be refused, or have to match the rules for other ones.
     if dropped and schema.get("additionalProperties", True) is not True:
         del schema["additionalProperties"]
         paths.append(f"{path.removesuffix('.patternProperties')}.additionalProperties")
@@ -172,7 +171,7 @@ def _drop_patterns(
 
 
 def _drop_circular(schema: dict[str, Any], uri: str) -> list[str]:
-    """Takes out what is beside the references to a place, or else these references."""
+    """Removes the keywords next to references to a path, or else these references."""
     refers = [
         (path, each)
         for path, each in list(subschemas(schema))
@@ -258,7 +257,7 @@ def _matcher_of(message: str) -> Callable[[str, Any], bool]:
             isinstance(pattern, str) and matches(pattern)
             for pattern in ([value] if key == "pattern" else value if _is_map(key, value) else ())
         )
-    # Any other message has the keyword in it as a word, and perhaps words that mean nothing.
+    # Any other message contains the keyword as a word, maybe among unrelated words.
     words = {*re.findall(r"[$\w]+", message)} - {"type", "not", "if", "then", "else", "items"}
     return lambda key, value: key in words
 

@@ -11,42 +11,42 @@ from mlx_paged.engine.checks import is_text
 from mlx_paged.errors import InvalidParameterError
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-#: Those in which there is JSON, so that options of JSON mean something.
+#: Kinds that contain JSON, so that JSON options apply.
 _WITH_JSON = ("json", "json_object", "structural_tag")
 _FIELD = "structured_outputs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The constraint on an answer: exactly one of the first six. Names and meanings are vLLM's
-    (`StructuredOutputsParams`); `strict` and `enable_in_reasoning` are ours.
+    """The constraint on an answer: exactly one of the first six fields. Names and meanings are
+    vLLM's (`StructuredOutputsParams`); `strict` and `enable_in_reasoning` are ours.
 
     Args:
-        json: a JSON schema: a mapping, its JSON text, True (any value), or a pydantic model class.
-            It is kept as plain Python data.
-        regex: a regular expression (Rust's syntax) for the whole answer.
-        choice: the answer is one of these texts.
-        grammar: a context-free grammar, in Lark's syntax (llguidance's dialect) or GBNF. Added
-            tokens of the tokenizer are written ``<name>`` or ``<[id]>`` in Lark.
-        json_object: any JSON object.
-        structural_tag: text in which constrained parts begin at triggers: a mapping or its JSON
+        json: A JSON schema: a mapping, its JSON text, True (any value), or a pydantic model class.
+            Stored as plain Python data.
+        regex: A regular expression (Rust's syntax) for the whole answer.
+        choice: The answer is one of these texts.
+        grammar: A context-free grammar in Lark's syntax (llguidance's dialect) or in GBNF. In Lark,
+            the tokenizer's added tokens are written ``<name>`` or ``<[id]>``.
+        json_object: Any JSON object.
+        structural_tag: Text in which constrained parts begin at triggers: a mapping or its JSON
             text, ``{"structures": [{"begin", "schema", "end"}], "triggers"}`` or
             ``{"type": "structural_tag", "format": ...}``.
-        disable_any_whitespace: JSON has no whitespace outside of strings.
-        disable_additional_properties: objects that list properties have no others, where their
-            schema does not say.
-        whitespace_pattern: a regular expression for the whitespace of JSON, wherever there may be
-            some; None: a line break with its indentation, or a few spaces.
-        strict: refuse keywords of a schema that cannot be enforced; otherwise they are relaxed,
-            and `CompiledGrammar.relaxed` says which.
-        enable_in_reasoning: follow it from the first token on, reasoning included. Otherwise it
-            begins where the reasoning of the answer ends.
+        disable_any_whitespace: No whitespace in JSON outside of strings.
+        disable_additional_properties: Objects that list properties have no others, unless their
+            schema says so.
+        whitespace_pattern: A regular expression for whitespace in JSON; None allows a line break
+            with indentation, or a few spaces.
+        strict: Refuse keywords of a schema that cannot be enforced. Otherwise they are relaxed and
+            listed in `CompiledGrammar.relaxed`.
+        enable_in_reasoning: Apply the constraint from the first token on, including reasoning.
+            Otherwise it applies after the reasoning.
 
     Raises:
-        InvalidParameterError: an invalid value; it names the field.
+        InvalidParameterError: An invalid value; the error names the field.
     """
 
-    # (A mapping has no hash; equality counts it.)
+    # A mapping has no hash, but it takes part in equality.
     json: Mapping[str, Any] | str | bool | type | None = field(default=None, hash=False)
     regex: str | None = None
     choice: Sequence[str] | None = None
@@ -108,19 +108,19 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """The name of the one that is given."""
+        """The name of the given field."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
     @property
     def json_schema(self) -> dict[str, Any] | bool | None:
-        """The schema of `json`, as plain Python data; None where it is another kind."""
+        """The schema of `json` as plain Python data; None for other kinds."""
         return self.json  # type: ignore[return-value]
 
     @property
     def canonical_text(self) -> str:
-        """The same text for what means the same; different ones otherwise.
+        """A text that is equal for equal constraints, and different otherwise.
 
-        (The order of a schema's properties means something: the answer has them in that order.)
+        The order of a schema's properties matters, because the answer follows it.
         """
         values = {
             f.name: getattr(self, f.name)
@@ -131,10 +131,10 @@ class StructuredOutputs:
 
 
 def structured_outputs_of(given: Any) -> StructuredOutputs | None:
-    """`StructuredOutputs` from itself, a mapping of its fields, or None.
+    """Returns `StructuredOutputs` from itself, a mapping of its fields, or None.
 
     Raises:
-        InvalidParameterError: something else, a name that it does not have, or an invalid value.
+        InvalidParameterError: Something else, an unknown name, or an invalid value.
     """
     if given is None or isinstance(given, StructuredOutputs):
         return given
@@ -166,7 +166,7 @@ def _choice_of(given: Any) -> tuple[str, ...]:
 
 def _schema_of(name: str, given: Any) -> dict[str, Any] | bool:
     expected = "a JSON schema: a mapping, its JSON text, True, or a pydantic model class"
-    for method in ("model_json_schema", "json_schema"):  # (of a model class, of a TypeAdapter)
+    for method in ("model_json_schema", "json_schema"):  # of a model class, of a TypeAdapter
         make = None if isinstance(given, Mapping) else getattr(given, method, None)
         if callable(make):
             try:
@@ -182,7 +182,7 @@ def _schema_of(name: str, given: Any) -> dict[str, Any] | bool:
 
 
 def _data_of(name: str, given: Any, expected: str) -> Any:
-    """Plain Python data from JSON text, or a copy of what could be JSON."""
+    """Returns plain Python data from JSON text, or a copy of data that could be JSON."""
     if isinstance(given, (str, bytes)):
         text, expected = given, f"{expected} (this text is no JSON)"
     else:
@@ -194,7 +194,7 @@ def _data_of(name: str, given: Any, expected: str) -> Any:
             raise InvalidParameterError(f"{_FIELD}.{name}", message, given) from error
     try:
         data = json_module.loads(text, parse_constant=_refuse_constant)
-        # (Lone surrogates, which no UTF-8 spells.)
+        # Lone surrogates have no UTF-8 encoding.
         json_module.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidParameterError(f"{_FIELD}.{name}", f"{expected}: {error}", given) from error

@@ -7,7 +7,7 @@ from typing import Any
 
 Schema = dict[str, Any] | bool
 
-# Keywords by what is in them.
+# Keywords by their content.
 SCHEMA = (
     *("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -36,10 +36,10 @@ def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
 
 
 def mapped(schema: Any, change: Callable[[dict[str, Any]], Schema | None]) -> Any:
-    """A copy in which each schema is changed, innermost first.
+    """Returns a copy in which each schema is changed, innermost first.
 
     Args:
-        change: returns what is there instead; None: the same one, which it may have changed.
+        change: Returns the replacement of a schema; None keeps it, maybe modified in place.
     """
     if isinstance(schema, list):
         return [mapped(each, change) for each in schema]
@@ -58,9 +58,9 @@ def mapped(schema: Any, change: Callable[[dict[str, Any]], Schema | None]) -> An
 
 
 def names_of(schema: dict[str, Any]) -> list[str]:
-    """The names of properties that an object's schema declares or requires.
+    """Returns the names of properties that an object's schema declares or requires.
 
-    (Older schemas have ``required: true`` in a property, which means nothing there.)
+    Older schemas have ``required: true`` inside a property, which has no effect.
     """
     properties, required = schema.get("properties"), schema.get("required")
     declared = list(properties) if isinstance(properties, dict) else []

@@ -15,10 +15,10 @@ _Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class MaskWorker(Generic[T]):
-    """A thread that does one thing after another; it ends with this object.
+    """A thread that runs one job after another, and ends with this object.
 
-    The newest tokens are awaited and the masks are filled without the interpreter's lock, and so is
-    the forward encoded. What has to be computed with the lock is short.
+    Waiting for newest tokens, filling masks and encoding the forward pass all release the
+    interpreter's lock. The work that holds the lock is short.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class MaskWorker(Generic[T]):
         """Begins `work`, after all that was begun before."""
         if self._jobs is None:
             jobs: _Jobs = SimpleQueue()
-            # (A daemon: at the interpreter's exit the engine's guard waits for the step.)
+            # A daemon, because the engine's guard waits for the step at the interpreter's exit.
             threading.Thread(target=_run, args=(jobs,), name="mlx-paged-masks", daemon=True).start()
             weakref.finalize(self, jobs.put, None)
             self._jobs = jobs
@@ -37,7 +37,7 @@ class MaskWorker(Generic[T]):
         return future
 
     def wait(self) -> None:
-        """Waits until nothing is left to do, what an interrupted call had begun included."""
+        """Waits until all jobs are done, including that of an interrupted call."""
         if self._jobs is not None:
             self.start(lambda: None).result()  # type: ignore[arg-type, return-value]
 
@@ -51,5 +51,5 @@ def _run(jobs: _Jobs) -> None:
             future.set_exception(error)
         else:
             future.set_result(result)
-        del job, future, work  # (while it waits, it keeps nothing)
+        del job, future, work  # so that it keeps nothing alive while it waits
         result = None

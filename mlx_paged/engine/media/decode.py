@@ -1,6 +1,6 @@
-"""Pictures by Pillow, clips and sounds by PyAV. Files come from strangers.
+"""Decodes pictures with Pillow, clips and sounds with PyAV. Files come from strangers.
 
-What a file declares is checked before memory is taken for it, and what comes out is checked again.
+The declared size is checked before memory is allocated, and the result is checked again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _CONTAINERS: dict[Kind, str] = {
     "audio": "wav,mp3,flac,ogg,mov,mp4,m4a,3gp,3g2,mj2,aac,matroska,webm,aiff,w64,amr,caf,mpegts",
 }
 _ORIENTATION = 0x0112  # in EXIF
-#: Pixels from which on a picture may be decoded at a fraction of its size.
+#: Pixels above which a picture may be decoded at a fraction of its size.
 LARGE_PICTURE = 8 << 20
 #: Formats that Pillow can decode at that fraction from the start.
 REDUCED = ("JPEG", "MPO")
-_LOW_DETAIL = 512  # pixels of each side, at most
+_LOW_DETAIL = 512  # maximum pixels of each side
 _MAX_PACKETS = 1 << 20
 _MAX_CHANNELS = 64
 # Threads of FFmpeg for a clip: decoding takes turns with the model's own threads.
@@ -55,16 +55,16 @@ def decode(
     work: Work,
     picture_of: Callable[[bytes], Image],
 ) -> Image | VideoFrames | AudioClip:
-    """An item from the bytes of its file.
+    """Decodes an item from the bytes of its file.
 
     Args:
-        rate: samples of a second that a sound gets.
-        work: how long it may take.
-        picture_of: decodes a picture, as `image_of` does.
+        rate: Samples per second of a decoded sound.
+        work: The time limit.
+        picture_of: Decodes a picture, like `image_of`.
 
     Raises:
-        Unusable: it is none, is broken, or too much; or what decodes it is not installed.
-        CancelledError: nobody waits any more.
+        Unusable: It is of another kind, broken, or too large, or its decoder is not installed.
+        CancelledError: Nobody waits any more.
     """
     if not content:
         raise Unusable("it is empty")
@@ -86,15 +86,15 @@ def image_of(
     is_low: bool = False,
     sufficient_side: Callable[[], int | None] | None = None,
 ) -> Image:
-    """A picture in RGB, as it is meant to be seen; the first frame of one that moves.
+    """Decodes a picture to RGB in its intended orientation; of an animation, the first frame.
 
     Args:
-        sufficient_side: pixels of a side from which on the processor makes pictures smaller. A
-            large JPEG is decoded at 1/2, 1/4 or 1/8 of its size where at least twice as many are
-            left: that takes a fraction of the time and memory.
+        sufficient_side: Pixels of a side above which the processor reduces pictures. A large JPEG
+            is decoded at 1/2, 1/4 or 1/8 of its size if at least twice as many pixels remain, which
+            takes a fraction of the time and memory.
 
     Raises:
-        Unusable: it is none, is broken, or has too many pixels.
+        Unusable: It is no picture, is broken, or has too many pixels.
     """
     try:
         from PIL import Image, UnidentifiedImageError
@@ -154,10 +154,10 @@ def image_types() -> list[str]:
 
 
 def rgb(image: Image, options: IoOptions) -> Image:
-    """A picture in RGB, whatever its mode; what is transparent shows the background.
+    """Converts a picture of any mode to RGB; transparent parts show the background.
 
     Raises:
-        Unusable: a mode that has no colours.
+        Unusable: The mode has no colors.
     """
     from PIL import Image
 
@@ -168,7 +168,7 @@ def rgb(image: Image, options: IoOptions) -> Image:
         return _from_numbers(image)
     has_alpha = mode in ("LA", "La", "PA", "RGBA", "RGBa")
     if has_alpha or "transparency" in image.info:
-        if mode in ("La", "RGBa"):  # (premultiplied)
+        if mode in ("La", "RGBa"):  # premultiplied
             image = image.convert({"La": "LA", "RGBa": "RGBA"}[mode])
         image = image.convert("RGBA")
         background = Image.new("RGBA", image.size, (*options.rgba_background_color, 255))
@@ -200,14 +200,14 @@ def upright(image: Image) -> Image:
 
     try:
         if image.getexif().get(_ORIENTATION, 1) == 1:
-            return image  # (`exif_transpose` would copy it)
+            return image  # `exif_transpose` would copy it.
         return ImageOps.exif_transpose(image)
-    except Exception:  # EXIF that is broken says nothing
+    except Exception:  # Broken EXIF data is ignored.
         return image
 
 
 def low_detail(image: Image) -> Image:
-    """A picture of at most 512 x 512 pixels, in its proportions."""
+    """Reduces a picture to at most 512 x 512 pixels, and keeps its proportions."""
     if max(image.size) <= _LOW_DETAIL:
         return image
     image = image.copy()
@@ -228,10 +228,10 @@ def reduced(image: Image, side: int | None) -> Image:
 
 
 def check_size(width: int, height: int, limits: MediaLimits) -> None:
-    """Refuses what has no pixels, too many, or too long a side.
+    """Refuses a picture without pixels, with too many, or with too long a side.
 
     Raises:
-        Unusable: it says why.
+        Unusable: It gives the reason.
     """
     problem = limits.problem_of_size(width, height)
     if problem is not None:
@@ -242,13 +242,13 @@ def check_size(width: int, height: int, limits: MediaLimits) -> None:
 
 
 def video_of(content: bytes, limits: MediaLimits, options: IoOptions, work: Work) -> VideoFrames:
-    """Frames of a clip, evenly spaced, by `num_frames` and `fps` of the options.
+    """Decodes evenly spaced frames of a clip, by `num_frames` and `fps` of the options.
 
-    Its packets are counted first: what headers say of number and duration may be wrong.
+    Packets are counted first, because headers may be wrong about number and duration.
 
     Raises:
-        Unusable: it is none, is broken, or too much.
-        CancelledError: nobody waits any more.
+        Unusable: It is no clip, is broken, or too large.
+        CancelledError: Nobody waits any more.
     """
     with _opened(content, "video") as container:
         stream = container.streams.video[0]
@@ -295,7 +295,7 @@ def _packet_times(
         if count >= _MAX_PACKETS:
             raise Unusable(f"it has more than {_MAX_PACKETS} frames")
         if not packet.size:
-            continue  # (the end)
+            continue  # the end
         stamp = packet.pts if packet.pts is not None else packet.dts
         time = float(stamp * base) if stamp is not None else count / float(rate)
         first = time if first is None else first
@@ -311,7 +311,7 @@ def _median_step(times: list[float]) -> float:
 
 
 def _rate(times: list[float], step: float) -> float:
-    """Frames a second of those that were taken; of the clip, where they do not say."""
+    """Returns the frames per second of the decoded frames, or the clip's if they do not tell."""
     if len(times) > 1 and times[-1] > times[0]:
         return (len(times) - 1) / (times[-1] - times[0])
     return 1 / step if step else 1.0
@@ -320,7 +320,7 @@ def _rate(times: list[float], step: float) -> float:
 def _frames_at(
     container: InputContainer, stream: Any, wanted: list[int], limits: MediaLimits, work: Work
 ) -> tuple[list[np.ndarray], list[float]]:
-    """The frames of some places in the order in which they are shown, and their seconds."""
+    """Returns the frames at some places in display order, and their times in seconds."""
     frames: list[np.ndarray] = []
     times: list[float] = []
     num_pixels = place = 0
@@ -339,7 +339,7 @@ def _frames_at(
     if not frames:
         if last is None:
             raise Unusable("none of its frames can be decoded")
-        # (Fewer can be decoded than there are: the last of them is the best there is.)
+        # Fewer frames may be decodable than were counted; the last one stands in for the rest.
         frames.append(_pixels(last, limits, 1, 0))
         times.append(last.time or 0.0)
     first = frames[0].shape
@@ -380,11 +380,11 @@ def _pixels(frame: VideoFrame, limits: MediaLimits, count: int, num_pixels: int)
 
 
 def audio_of(content: bytes, limits: MediaLimits, rate: int, work: Work) -> AudioClip:
-    """A sound with one channel and the model's number of samples a second.
+    """Decodes a sound to one channel with the model's sampling rate.
 
     Raises:
-        Unusable: it is none, is broken, or too long.
-        CancelledError: nobody waits any more.
+        Unusable: It is no sound, is broken, or too long.
+        CancelledError: Nobody waits any more.
     """
     try:
         import av
@@ -443,7 +443,7 @@ def resampled(samples: np.ndarray, given_rate: int, rate: int) -> np.ndarray:
 
 @contextmanager
 def _opened(content: bytes, kind: Kind) -> Iterator[InputContainer]:
-    """A container of FFmpeg's that has a stream of a kind, and reads nothing but these bytes."""
+    """Opens an FFmpeg container with a stream of a kind. It reads nothing but these bytes."""
     try:
         import av
     except ImportError:
@@ -458,7 +458,7 @@ def _opened(content: bytes, kind: Kind) -> Iterator[InputContainer]:
                 raise Unusable(f"it has no {kind}")
             yield cast("InputContainer", container)
     except av.error.FFmpegError as error:
-        # (FFmpeg's words for bytes of no format, or of one that is not allowed, say nothing.)
+        # FFmpeg's messages about unknown and disallowed formats are not helpful.
         is_usual = isinstance(error, av.error.InvalidDataError | av.error.ArgumentError)
         reason = "" if is_usual else f": {_reason(error)}"
         looks = _looks_like(content)
@@ -467,7 +467,7 @@ def _opened(content: bytes, kind: Kind) -> Iterator[InputContainer]:
         raise Unusable("there is not enough memory for it") from None
     except (Unusable, CancelledError):
         raise
-    except Exception as error:  # (PyAV's own checks and casts raise many kinds)
+    except Exception as error:  # PyAV's own checks and casts raise many types.
         raise Unusable(f"its {what} is broken: {_reason(error)}") from None
 
 

@@ -1,7 +1,7 @@
-"""FeatureStore: the arrays of the features that the device holds.
+"""FeatureStore: the arrays of the features on the device.
 
-Which are held, and which go, is decided by `mlx_paged.core.encoder_cache.EncoderCache`. What this
-store lacks all the same (a step that made it failed) is made again where it is needed.
+`mlx_paged.core.encoder_cache.EncoderCache` decides which features are kept. If this store lacks one
+anyway, because the step that made it failed, it makes it again on demand.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mlx_paged.model.media import MediaFeatures, MediaInputs
 
 
 class RejectedItem(Exception):
-    """The tower does not take an item; its text says why.
+    """The encoder refuses an item; the message gives the reason.
 
     Args:
-        key: of the item's features.
-        reason: for whoever sent the item.
+        key: Key of the item's features.
+        reason: Message for the sender of the item.
     """
 
     def __init__(self, key: bytes, reason: str) -> None:
@@ -30,14 +30,14 @@ class RejectedItem(Exception):
 class FeatureStore:
     """Features by key.
 
-    A step makes features lazily, in its own graph. Until it has been read they may turn out to be
-    worthless: `abandon` drops those.
+    A step makes features lazily, in its own graph. Until the step has been read, they may turn out
+    to be invalid; `abandon` drops those.
 
     Args:
-        encode: runs the tower of an item, lazily.
+        encode: Runs the encoder of an item, lazily.
 
     Attributes:
-        num_encoded: Items given to the tower.
+        num_encoded: Number of encoded items.
     """
 
     def __init__(self, encode: Callable[[MediaInputs], MediaFeatures]) -> None:
@@ -45,7 +45,7 @@ class FeatureStore:
         self._encode = encode
         self._features: dict[bytes, MediaFeatures] = {}
         self._made: list[bytes] = []  # by the step launched last,
-        self._made_before: list[bytes] = []  # and by the one before it, where it is not read yet
+        self._made_before: list[bytes] = []  # by the step before, until that is read
         self._sizes: list[tuple[bytes, int]] = []
 
     def __len__(self) -> int:
@@ -60,26 +60,26 @@ class FeatureStore:
         return sum(features.nbytes for features in self._features.values())
 
     def begin(self, *, overlaps: bool) -> None:
-        """A step is being launched.
+        """Notes that a step is being launched.
 
         Args:
-            overlaps: the one before has not been read yet; all others have.
+            overlaps: True if the step before is unread; all earlier steps have been read.
         """
         self._made_before = self._made if overlaps else []
         self._made = []
 
     def features(self, key: bytes, inputs: MediaInputs) -> MediaFeatures:
-        """The features of an item, made if they are not there.
+        """Returns the features of an item, and makes them if they are missing.
 
         Raises:
-            RejectedItem: the tower does not take it, so that no later step can make them either.
+            RejectedItem: The encoder refuses it, as any later step would find, too.
         """
         found = self._features.get(key)
         if found is None:
             try:
                 found = self._encode(inputs)
             except Exception as error:
-                if is_out_of_memory(error):  # (there may be more at another time)
+                if is_out_of_memory(error):  # There may be more memory later.
                     raise
                 lines = str(error).strip().splitlines()
                 reason = lines[0][:200] if lines else type(error).__name__
@@ -92,7 +92,7 @@ class FeatureStore:
         return found
 
     def made(self) -> list[mx.array]:
-        """Features made by the step being launched, for evaluation with it."""
+        """Returns features made by the current step, for evaluation with it."""
         return [
             array
             for key in self._made
@@ -101,12 +101,12 @@ class FeatureStore:
         ]
 
     def take_sizes(self) -> list[tuple[bytes, int]]:
-        """(key, bytes) of what was made since the last call."""
+        """Returns (key, bytes) of features made since the last call."""
         sizes, self._sizes = self._sizes, []
         return sizes
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Gives up features; a step in flight that uses them keeps them as long as it needs."""
+        """Drops features. A step in flight that uses them keeps them as long as it needs."""
         for key in keys:
             self._features.pop(key, None)
 

@@ -1,4 +1,4 @@
-"""Media items: what a part of a prompt names, what it is once it is decoded, and its identity."""
+"""Media items: the sources in prompts, the decoded data, and their identity."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class AudioClip:
 
 @dataclass(frozen=True, eq=False)
 class MediaItem:
-    """An item of a prompt, decoded. Prompts share it: nobody changes it.
+    """A decoded item of a prompt. Prompts share it, so nobody may change it.
 
     Attributes:
         kind: "image", "video" or "audio".
-        digest: sha256 of the source's bytes and of how they were read: equal digests, equal data.
-        data: A picture is in RGB, its EXIF rotation applied.
-        part: Where the prompt has it, for errors: "messages[0].content[1].image_url".
+        digest: sha256 of the source's bytes and the decoding options: equal digests, equal data.
+        data: The decoded data. A picture is in RGB, with its EXIF rotation applied.
+        part: Its path in the request, for errors: "messages[0].content[1].image_url".
     """
 
     kind: Kind
@@ -72,12 +72,12 @@ class MediaSource:
 
     Attributes:
         kind: "image", "video" or "audio".
-        given: A URL, bytes, a `pathlib.Path`, a picture of Pillow, an array, or what else
+        given: A URL, bytes, a `pathlib.Path`, a Pillow image, an array, or anything else that
             `loader.load` takes.
-        part: Where the prompt has it, for errors.
-        io: How it is read; None: as the engine's options say.
-        detail: "low" makes a picture smaller (OpenAI's word).
-        item: Once it is loaded.
+        part: Its path in the request, for errors.
+        io: How to read it; None uses the engine's options.
+        detail: "low" reduces a picture (OpenAI's option).
+        item: The item, once it is loaded.
     """
 
     kind: Kind
@@ -88,7 +88,7 @@ class MediaSource:
     item: MediaItem | None = field(default=None, repr=False)
 
 
-#: What a message consists of, where it has more than text.
+#: The content of a message with media.
 Content = list["str | MediaSource"]
 
 
@@ -102,12 +102,12 @@ def num_bytes(data: Any) -> int:
 
 
 def digest_of(kind: Kind, content: bytes | memoryview, how: str) -> bytes:
-    """The identity of what is decoded from some bytes.
+    """Returns the identity of data decoded from some bytes.
 
     Args:
-        how: everything else that decides what the data will be.
+        how: All other inputs that determine the decoded data.
     """
-    # (The length comes first: no two pairs of text and bytes are one sequence of bytes.)
+    # The length comes first, so that no two pairs of text and bytes make the same sequence.
     prefix = f"{kind}|{how}"
     hashed = hashlib.sha256(f"{len(prefix)}|{prefix}|".encode())
     hashed.update(content)
@@ -115,20 +115,20 @@ def digest_of(kind: Kind, content: bytes | memoryview, how: str) -> bytes:
 
 
 class Unusable(Exception):
-    """Something cannot be an item; its text says why, as what follows "the picture: "."""
+    """An item is unusable. The message continues "the picture: "."""
 
 
 class OutOfTime(Unusable):
-    """It took longer than it may; for somebody else it might not."""
+    """It took too long; another request may succeed."""
 
 
 class Work:
-    """How long something may take, and whether anybody still waits for it.
+    """A time limit, and whether anybody still waits for the result.
 
     Args:
-        seconds: how long, from when it begins.
-        cancelled: set when nobody waits any more.
-        doing: for the error: "it was not fetched".
+        seconds: Time limit, from the start of the work.
+        cancelled: Set when nobody waits any more.
+        doing: For errors, such as "it was not fetched".
     """
 
     def __init__(self, seconds: float, cancelled: threading.Event, doing: str) -> None:
@@ -143,11 +143,11 @@ class Work:
             self._end = time.monotonic() + self._seconds
 
     def check(self) -> float:
-        """Seconds that are left.
+        """Returns the remaining seconds.
 
         Raises:
-            OutOfTime: there are none.
-            CancelledError: nobody waits.
+            OutOfTime: None remain.
+            CancelledError: Nobody waits.
         """
         if self._cancelled.is_set():
             raise CancelledError

@@ -1,8 +1,8 @@
-"""From sources to decoded items: on threads of its own, each file decoded once while it is known.
+"""Loads and decodes media sources on its own threads, and decodes each file once.
 
-An agent sends its old screenshots again with every turn, and many requests may be about one
-picture. So decoded items are kept, by the digest of their bytes, as long as there is room; and what
-one thread decodes, no other one decodes at the same time.
+Agents resend old screenshots with every turn, and many requests may be about one picture. So
+decoded items are cached by the digest of their bytes, and no two threads decode the same item at
+the same time.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from mlx_paged.model.media_kinds import Kind
 
 T = TypeVar("T")
 
-#: Samples a second of sounds, for models that do not say how many they take.
+#: Sampling rate of sounds for models that do not specify one.
 DEFAULT_SAMPLING_RATE = 16_000
 
-# Threads that wait for other machines, and those that compute. (A slow host delays no picture that
-# is in its prompt.)
+# Threads that wait for other machines, and threads that compute, so that a slow host delays no
+# picture whose bytes are in its prompt.
 _FETCH_THREADS, _DECODE_THREADS = 64, 4
 _FETCHED = ("http:", "https:")
 _MAX_RATE = 1 << 20
@@ -52,9 +52,9 @@ class MediaLoader:
     """Loads the items of prompts. Any thread may call it.
 
     Args:
-        options: what is allowed, and how items are read.
-        sampling_rate: samples a second that sounds get.
-        sufficient_side: see `decode.image_of`; None: pictures keep their size.
+        options: Limits, and how to read items.
+        sampling_rate: Samples per second of decoded sounds.
+        sufficient_side: See `decode.image_of`; None keeps the size of pictures.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class MediaLoader:
         self._sufficient_side = sufficient_side
         self._pictures = PictureProcesses()
         self._decoded = _DecodedItems(options.limits.cache_bytes)
-        # (Threads start when there is something to do.)
+        # Threads start with the first job.
         self._fetchers = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="mlx-paged-fetch")
         self._decoders = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="mlx-paged-media")
 
     @property
     def num_decoded(self) -> int:
-        """Items that were decoded, since it was made; those that were kept are not among them."""
+        """Number of decoded items, without cache hits."""
         return self._decoded.num_decoded
 
     def close(self) -> None:
@@ -85,11 +85,11 @@ class MediaLoader:
         self._pictures.close()
 
     def load(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
-        """The items of a prompt's sources, in their order; `MediaSource.item` has them too.
+        """Returns the items of a prompt's sources, in order, and sets each `MediaSource.item`.
 
         Raises:
-            InvalidMediaError: one cannot be used; it says which, and why.
-            InvalidParameterError: there are too many of a kind.
+            InvalidMediaError: An item is unusable; the error names it and the reason.
+            InvalidParameterError: Too many items of a kind.
         """
         batch = _Batch(self, sources)
         try:
@@ -99,7 +99,7 @@ class MediaLoader:
             batch.cancel()
 
     async def load_async(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
-        """`load`, for an event loop. What is left to do is left, where the task is cancelled."""
+        """Like `load`, for an event loop. Cancelling the task abandons the remaining work."""
         batch = _Batch(self, sources)
         try:
             if batch.futures:
@@ -133,7 +133,7 @@ class MediaLoader:
         )
 
     def decode(self, source: MediaSource, content: bytes | None, work: Work) -> MediaItem:
-        """The item of a source; `content` are its bytes where they were fetched before."""
+        """Returns the item of a source; `content` are its bytes if they were fetched before."""
         limits, given, kind = self.options.limits, source.given, source.kind
         options = source.io or self.options.io
         work.check()
@@ -150,7 +150,7 @@ class MediaLoader:
             if source.detail == "low" and kind == "image":
                 data = decode.low_detail(data)
             digest = _digest_of_data(kind, data)
-            # (Equal data are one object, of which the processor's results are kept.)
+            # Equal data share one object, whose processor results are cached.
             data = self._decoded.get(digest, lambda: data, work)
             return MediaItem(kind, digest, data, source.part)
         how = _how(kind, options, self._rate, source.detail)
@@ -216,11 +216,11 @@ class _Batch:
             return done
         given = source.given
         if not isinstance(given, str | bytes | bytearray | memoryview | Path):
-            # An array of MLX belongs to the thread that made it.
+            # An MLX array belongs to the thread that made it.
             source.given = _as_numpy(given)
         if not isinstance(given, str) or not given[:6].lower().startswith(_FETCHED):
             return self._loader.submit_decode(partial(self._decode, source, None))
-        # (The limit of bytes is the kind's.)
+        # The limit of bytes depends on the kind.
         key = given, source.kind
         if key not in self._fetched:
             self._fetched[key] = self._loader.submit_fetch(partial(self._fetch, source))
@@ -244,7 +244,7 @@ class _Batch:
         return item
 
     def items(self) -> list[MediaItem]:
-        """The items; at least one has failed, or all are done."""
+        """Returns the items. Either one has failed, or all are done."""
         failed = [
             (source, error)
             for source, future in zip(self._sources, self.futures)
@@ -263,7 +263,7 @@ class _Batch:
         return items
 
     def cancel(self) -> None:
-        """Leaves what is not done."""
+        """Abandons the remaining work."""
         self._cancelled.set()
         futures: list[Future[Any]] = [*self._fetched.values(), *self.futures]
         for future in futures:
@@ -271,7 +271,7 @@ class _Batch:
 
 
 class _DecodedItems:
-    """Decoded data by digest, the least recently used first to go."""
+    """Decoded data by digest, evicted by least recent use."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -282,7 +282,7 @@ class _DecodedItems:
         self.num_decoded = 0
 
     def get(self, digest: bytes, make: Callable[[], Any], work: Work) -> Any:
-        """The data of a digest; made, unless it is kept or another thread is making it."""
+        """Returns the data of a digest: from the cache, from another thread, or by making it."""
         while True:
             work.check()
             with self._lock:
@@ -296,7 +296,7 @@ class _DecodedItems:
             try:
                 return others.result()
             except (CancelledError, OutOfTime):
-                pass  # (it was for a client that has gone, or whose time was up)
+                pass  # The other request was cancelled, or its time was up.
             except Unusable as error:
                 raise Unusable(f"{error}") from None
         try:
@@ -325,10 +325,10 @@ class _DecodedItems:
 
 
 def check_counts(sources: Sequence[MediaSource], options: MediaOptions) -> None:
-    """Refuses a prompt with more items of a kind than are allowed.
+    """Refuses a prompt with more items of a kind than allowed.
 
     Raises:
-        InvalidMediaError: it names the first that is too many.
+        InvalidMediaError: It names the first excess item.
     """
     counts: dict[Kind, int] = {}
     for source in sources:
@@ -345,7 +345,7 @@ def check_counts(sources: Sequence[MediaSource], options: MediaOptions) -> None:
 
 
 def _how(kind: Kind, options: IoOptions, rate: int, detail: str | None) -> str:
-    """The options, besides the bytes, that determine the decoded result."""
+    """Returns the options, besides the bytes, that determine the decoded result."""
     if kind == "image":
         return f"{options.rgba_background_color} {detail == 'low'}"
     if kind == "video":
@@ -354,7 +354,7 @@ def _how(kind: Kind, options: IoOptions, rate: int, detail: str | None) -> str:
 
 
 def _then(first: Future[bytes], submit: Callable[[bytes], Future[MediaItem]]) -> Future[MediaItem]:
-    """The future of what is submitted with the result of another one."""
+    """Returns the future of a job that is submitted with the result of another one."""
     result: Future[MediaItem] = Future()
 
     def finish(second: Future[MediaItem]) -> None:
@@ -451,7 +451,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     if array.dtype == np.uint8:
         return array
     if array.dtype.kind == "f":
-        # (NaN is in no range.)
+        # NaN is in no range.
         if not ((array >= 0) & (array <= 1)).all():
             raise Unusable("an array of real numbers must be in [0, 1]")
         return np.rint(array * 255).astype(np.uint8)
@@ -465,8 +465,8 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def _video(given: Any, limits: MediaLimits, options: IoOptions) -> VideoFrames:
-    """A clip from frames: an array or a list of pictures, all of which are taken; or a pair of
-    them and a mapping with their `fps`."""
+    """Makes a clip from frames: an array or a list of pictures, or a pair of these and a mapping
+    with their `fps`. All frames are used."""
     if isinstance(given, VideoFrames):
         given = given.frames, {"fps": given.fps}
     fps: Any = 1.0
@@ -504,7 +504,7 @@ def _audio(given: Any, rate: int) -> AudioClip:
             "it must be a URL, bytes, a pathlib.Path, an array of samples, or a pair of these and "
             f"their rate, not {type(given).__name__}"
         )
-    if given.ndim == 2:  # (of several channels, whichever dimension they are)
+    if given.ndim == 2:  # several channels, in either dimension
         given = given.mean(axis=0 if given.shape[0] < given.shape[1] else 1)
     if given.dtype.kind not in "fiu":
         raise Unusable(f"samples must be numbers, not {given.dtype}")

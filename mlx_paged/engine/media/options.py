@@ -1,4 +1,4 @@
-"""Limits of media in prompts. Checked once, when the engine is made."""
+"""Limits of media in prompts, checked once when the engine is made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.media_kinds import KINDS, Kind
 
-#: What `media_io_kwargs` may have for each kind.
+#: Options of `media_io_kwargs` for each kind.
 _IO_FIELDS: dict[str, tuple[str, ...]] = {
     "image": ("rgba_background_color",),
     "video": ("num_frames", "fps"),
@@ -21,24 +21,24 @@ _IO_FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """How much one item, or one prompt, may cost. What has more is refused.
+    """Limits of one item or one prompt. Larger ones are refused.
 
     Attributes:
-        max_image_bytes: Of a picture's file.
-        max_image_pixels: Of a picture, and of one frame of a video; as declared, before decoding.
-        max_image_side: Pixels of the longer side of those.
-        max_image_aspect_ratio: Of the longer side to the shorter one. (Where one side is tiny,
-            resizing takes seconds and gigabytes for a few bytes of file.)
-        max_video_bytes: Of a clip's file.
-        max_video_seconds: Of a clip.
-        max_video_pixels: Of all frames together that are taken from a clip.
-        max_audio_bytes: Of a sound's file.
-        max_audio_seconds: Of a sound.
-        max_prompt_bytes: Of all decoded items of one prompt.
-        fetch_timeout: Seconds to fetch the URLs of a prompt, redirects included.
+        max_image_bytes: Bytes of a picture's file.
+        max_image_pixels: Pixels of a picture or one video frame, as declared before decoding.
+        max_image_side: Pixels of their longer side.
+        max_image_aspect_ratio: Ratio of the longer side to the shorter one. If one side is tiny,
+            resizing takes seconds and gigabytes for a file of a few bytes.
+        max_video_bytes: Bytes of a clip's file.
+        max_video_seconds: Duration of a clip.
+        max_video_pixels: Pixels of all decoded frames of a clip.
+        max_audio_bytes: Bytes of a sound's file.
+        max_audio_seconds: Duration of a sound.
+        max_prompt_bytes: Bytes of all decoded items of one prompt.
+        fetch_timeout: Seconds to fetch the URLs of a prompt, including redirects.
         decode_timeout: Seconds to decode the items of a prompt.
-        max_redirects: Of one URL.
-        cache_bytes: Of decoded items that are kept for later prompts, the least recently used go.
+        max_redirects: Redirects of one URL.
+        cache_bytes: Bytes of decoded items kept for later prompts, evicted by least recent use.
     """
 
     max_image_bytes: int = 32 << 20
@@ -72,10 +72,10 @@ class MediaLimits:
 
     @classmethod
     def of(cls, given: MediaLimits | Mapping[str, Any] | None) -> MediaLimits:
-        """The limits, with those that are given in place of the defaults.
+        """Returns the limits, with given values in place of defaults.
 
         Raises:
-            InvalidParameterError: a name that is none, or a value that cannot be.
+            InvalidParameterError: An unknown name, or an invalid value.
         """
         if isinstance(given, MediaLimits):
             return given
@@ -111,12 +111,12 @@ class MediaLimits:
 
 @dataclass(frozen=True)
 class IoOptions:
-    """How items are read (vLLM's `media_io_kwargs`).
+    """How to read items (vLLM's `media_io_kwargs`).
 
     Attributes:
-        rgba_background_color: What is behind transparent pixels; each 0 to 255.
-        num_frames: Most frames of a clip, evenly spaced; -1: no such limit.
-        fps: Most frames of each second of a clip; -1: no such limit.
+        rgba_background_color: Color behind transparent pixels; each component 0 to 255.
+        num_frames: Maximum frames of a clip, evenly spaced; -1 means no limit.
+        fps: Maximum frames per second of a clip; -1 means no limit.
     """
 
     rgba_background_color: tuple[int, int, int] = (255, 255, 255)
@@ -124,13 +124,13 @@ class IoOptions:
     fps: float = -1
 
     def with_(self, given: Any, field: str = "media_io_kwargs") -> IoOptions:
-        """These options with those of a request, or of the command line.
+        """Returns these options, overridden by those of a request or the command line.
 
         Args:
-            given: vLLM's form: kinds, each with its options; None: nothing.
+            given: vLLM's format: kinds, each with its options; None changes nothing.
 
         Raises:
-            InvalidParameterError: a kind or an option that is none, or a value that cannot be.
+            InvalidParameterError: An unknown kind or option, or an invalid value.
         """
         found: dict[str, Any] = {}
         for kind, options in _mapping(field, given).items():
@@ -146,15 +146,15 @@ class IoOptions:
     def of_clips(
         self, given: Mapping[str, Any], names: Mapping[str, str], prefix: str = ""
     ) -> IoOptions:
-        """These options with those that a part, or a request, has for clips.
+        """Returns these options, overridden by a part's or a request's options for clips.
 
         Args:
-            given: what the part or the request has.
-            names: of its fields, each with the option that it sets.
-            prefix: comes before a field's name in errors.
+            given: Fields of the part or the request.
+            names: Names of these fields, with the option that each sets.
+            prefix: Prefix of field names in errors.
 
         Raises:
-            InvalidParameterError: a value that cannot be, or two that contradict each other.
+            InvalidParameterError: An invalid value, or two that contradict each other.
         """
         found: dict[str, Any] = {}
         fields: dict[str, str] = {}
@@ -197,16 +197,16 @@ _CHECKS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Everything that is set for an engine.
+    """All media options of an engine.
 
     Attributes:
-        limit_per_prompt: Most items of each kind in one prompt.
-        local_path: Folder whose files prompts may name by URL; None: they may name none.
-        domains: Hosts from which items are fetched, whatever their addresses; None: from any host
-            with a public address.
-        limits: How much an item may cost.
-        io: How items are read.
-        processor_kwargs: Handed to the model's processor.
+        limit_per_prompt: Maximum items of each kind in one prompt.
+        local_path: Folder whose files prompts may name by URL; None allows no files.
+        domains: Hosts to fetch items from, whatever their addresses; None: any host with a public
+            address.
+        limits: Limits of items.
+        io: How to read items.
+        processor_kwargs: Options for the model's processor.
     """
 
     limit_per_prompt: Mapping[str, int] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class MediaOptions:
     io: IoOptions = field(default_factory=IoOptions)
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    #: Where nothing is said; vLLM's.
+    #: vLLM's default.
     DEFAULT_LIMIT = 999
 
     @classmethod
@@ -230,10 +230,10 @@ class MediaOptions:
         mm_processor_kwargs: Any = None,
         media_limits: Any = None,
     ) -> MediaOptions:
-        """The options under their names in `EngineConfig`.
+        """Returns the options from their names in `EngineConfig`.
 
         Raises:
-            InvalidParameterError: one that cannot be.
+            InvalidParameterError: An invalid option.
         """
         return cls(
             _counts(limit_mm_per_prompt),
@@ -245,7 +245,7 @@ class MediaOptions:
         )
 
     def most(self, kind: Kind) -> int:
-        """Items of a kind that a prompt may have."""
+        """Returns the maximum items of a kind in a prompt."""
         return self.limit_per_prompt.get(kind, self.DEFAULT_LIMIT)
 
 
@@ -254,7 +254,7 @@ def _counts(given: Any) -> dict[str, int]:
     for kind, count in _mapping("limit_mm_per_prompt", given).items():
         if kind not in KINDS:
             raise InvalidParameterError("limit_mm_per_prompt", f"of {', '.join(KINDS)}", kind)
-        if isinstance(count, Mapping) and set(count) == {"count"}:  # (vLLM's longer form)
+        if isinstance(count, Mapping) and set(count) == {"count"}:  # vLLM's longer form
             count = count["count"]
         if type(count) is not int or count < 0:
             raise InvalidParameterError(

@@ -18,7 +18,7 @@ URL_PARTS: dict[str, Kind] = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
-#: Parts that hold a URL, or an object of Python where a program gives it.
+#: Parts with a URL, or with a Python object if a program gives them.
 OBJECT_PARTS: dict[str, Kind] = {
     "image": "image",
     "image_pil": "image",
@@ -34,13 +34,13 @@ _CLIP_FIELDS = {
     "max_frames": "num_frames",
     "nframes": "num_frames",
 }
-#: Qwen's other fields of a part: how an item is scaled or cut, which is the same for all here.
+#: Qwen's other fields of a part, for scaling and cropping; all items are treated the same here.
 _UNSUPPORTED = (
     "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "min_frames",
     "video_start", "video_end", "sample_fps",
 )  # fmt: skip
 _DETAILS = (None, "auto", "low", "high", "original")
-#: Names of the formats that `input_audio` may have; what the bytes say counts.
+#: Format names that `input_audio` accepts; the bytes determine the actual format.
 _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm", "aiff")
 
 
@@ -53,17 +53,17 @@ def is_media(part: Mapping[str, Any]) -> bool:
 def source_of(
     part: Mapping[str, Any], where: str, io: IoOptions | None = None, *, objects: bool = False
 ) -> MediaSource:
-    """The item that a part names.
+    """Returns the source that a part names.
 
     Args:
-        part: one that `is_media`.
-        where: the path of the part, for errors.
-        io: how items are read where the part says nothing; None: as the engine's options say.
-        objects: whether it may hold objects of Python, as a program's does and no request's.
+        part: A part for which `is_media` is true.
+        where: Path of the part, for errors.
+        io: How to read items if the part does not say; None uses the engine's options.
+        objects: True accepts Python objects, which programs may give and requests may not.
 
     Raises:
-        InvalidMediaError: it lacks something, or has it in another form.
-        InvalidParameterError: one of its options cannot be.
+        InvalidMediaError: A required field is missing or has another form.
+        InvalidParameterError: An invalid option.
     """
     name: str = part["type"]
     _check_uuid(part, name, where)
@@ -107,8 +107,8 @@ def source_of(
 def _check_uuid(part: Mapping[str, Any], name: str, where: str) -> None:
     """vLLM's name for an item that was sent before.
 
-    Nothing is found by it: two clients may give one name to different items, and then one of them
-    would get an answer about the other's. The identity of an item is that of its bytes.
+    It is not used for lookups: two clients may give one name to different items, and one of them
+    would get an answer about the other's. An item is identified by its bytes.
     """
     uuid = part.get("uuid")
     if uuid is None:
@@ -129,7 +129,7 @@ def _check_uuid(part: Mapping[str, Any], name: str, where: str) -> None:
 def _io(
     kind: Kind, part: Mapping[str, Any], inner: Mapping[str, Any], where: str, io: IoOptions | None
 ) -> IoOptions | None:
-    """The options of a clip, of the part or beside the URL."""
+    """Returns the options of a clip, from the part or next to its URL."""
     if kind != "video" or io is None:
         return io
     return io.of_clips({**part, **inner}, _CLIP_FIELDS, f"{where}.")
@@ -147,14 +147,14 @@ def _input_audio(given: Any, where: str) -> str:
 
 
 def content_of(given: Any, where: str, io: IoOptions) -> str | Content | None:
-    """The content of a message of `LLM.chat`: a text, or a list of texts and media.
+    """Returns the content of an `LLM.chat` message: a text, or a list of texts and media.
 
     Args:
-        given: a text, or parts; None: there is none.
-        where: the path of the content, for errors.
+        given: A text, parts, or None.
+        where: Path of the content, for errors.
 
     Raises:
-        InvalidMediaError, InvalidParameterError: a part that cannot be.
+        InvalidMediaError, InvalidParameterError: An invalid part.
     """
     if given is None or isinstance(given, str):
         return given
@@ -184,7 +184,7 @@ def _text(part: Mapping[str, Any], where: str) -> str:
 
 
 def plain(content: Content) -> str | Content:
-    """A content as one text, where it has no media."""
+    """Joins a content without media to one text."""
     texts = [part for part in content if isinstance(part, str)]
     return "\n".join(texts) if len(texts) == len(content) else content
 
@@ -205,7 +205,7 @@ def joined(
 
 
 def concatenated(first: str | Content | None, second: str | Content | None) -> str | Content:
-    """Two contents as one, with all their parts; a text that is all there is stays a text."""
+    """Joins two contents with all their parts. Plain texts stay a text."""
     parts: Content = []
     for content in (first, second):
         parts += [content] if isinstance(content, str) and content else content or []

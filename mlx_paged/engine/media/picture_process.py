@@ -1,13 +1,13 @@
-"""PictureProcesses: decode large pictures in processes of their own.
+"""PictureProcesses: decodes large pictures in separate processes.
 
-Pillow's decoders of WebP and JPEG 2000 hold the interpreter's lock until they are done, and no
-other thread sends a token meanwhile: half a second for WebP of 64 megapixels, six for JPEG 2000.
-Pictures of any format that are as large take hundreds of megabytes, which the lock is held for too
-when they are taken and given back. JPEGs stay here: they are decoded at a fraction of their size.
+Pillow's decoders of WebP and JPEG 2000 hold the interpreter's lock until they are done, so no other
+thread can send a token: half a second for WebP of 64 megapixels, six seconds for JPEG 2000. Large
+pictures of any format take hundreds of megabytes, whose allocation and release also hold the lock.
+JPEGs are decoded here, at a fraction of their size.
 
-A process is this module run by the same Python, without MLX. It reads a job from its standard input
-and writes an answer in JSON, then the pixels. It ends when its input does, so none
-outlives the process that started it.
+A process is this module, run by the same Python without MLX. It reads jobs from its standard input
+and writes an answer in JSON, then the pixels. It ends with its input, so none outlives the process
+that started it.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# WebP and JPEG 2000 hold the interpreter's lock, for 8 and 90 ms a megapixel. HEIF is decoded by
-# C++ libraries of its own, with no other process to protect.
+# WebP and JPEG 2000 hold the interpreter's lock for 8 and 90 ms a megapixel. HEIF is decoded by C++
+# libraries, so a crash stays in the other process.
 _LOCKING = ("WEBP", "JPEG2000", "HEIF")
 _FEW_PIXELS = 1 << 18
 _MOST_PROCESSES = 2
 # Bytes of address space: the largest picture takes about 2 GiB, as JPEG 2000.
 _MOST_MEMORY = 6 << 30
 _NICENESS = 10  # the model's threads come first
-_POLL_SECONDS = 0.1  # after which a client that has gone is noticed
+_POLL_SECONDS = 0.1  # interval for noticing that a client has gone
 _COMMAND = (sys.executable, "-m", "mlx_paged.engine.media.picture_process")
-# (It needs neither mlx-lm nor OpenBLAS.)
+# It needs neither mlx-lm nor OpenBLAS.
 _ENVIRONMENT = {"MLX_PAGED_DISABLE": "1", "MLX_PAGED_BLAS": "off", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class PictureProcesses:
-    """Decodes pictures, large ones in up to two processes, which start when they are needed.
+    """Decodes pictures, large ones in up to two processes, which start on demand.
 
     Args:
-        command: what a process runs.
+        command: The command of a process.
 
     Attributes:
-        num_started: Processes that were started.
-        num_decoded: Pictures that they decoded.
+        num_started: Number of started processes.
+        num_decoded: Number of pictures that they decoded.
     """
 
     def __init__(self, command: Sequence[str] = _COMMAND) -> None:
@@ -79,12 +79,12 @@ class PictureProcesses:
         is_low: bool = False,
         sufficient_side: Callable[[], int | None] | None = None,
     ) -> Image:
-        """`decode.image_of`, wherever it disturbs least.
+        """Like `decode.image_of`, in the place that disturbs other requests least.
 
         Raises:
-            Unusable: it is no picture, is broken, has too many pixels, or ended its process.
-            OutOfTime: it takes too long.
-            CancelledError: nobody waits any more.
+            Unusable: It is no picture, is broken, has too many pixels, or ended its process.
+            OutOfTime: It takes too long.
+            CancelledError: Nobody waits any more.
         """
         process = None
         if needs_process(content, limits):
@@ -107,7 +107,7 @@ class PictureProcesses:
             if isinstance(error, OutOfTime):
                 process.end()
             raise
-        except BaseException:  # (its answer is still to come)
+        except BaseException:  # Its answer is still to come.
             process.end()
             raise
         finally:
@@ -117,7 +117,7 @@ class PictureProcesses:
         return image
 
     def _process(self) -> _Process | None:
-        """One that is idle, or a new one; None where none can be started."""
+        """Returns an idle process or a new one; None if none can be started."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -157,7 +157,7 @@ def needs_process(content: bytes, limits: MediaLimits) -> bool:
         with Image.open(io.BytesIO(content), formats=decode.image_formats()) as image:
             pixels, form = image.width * image.height, image.format
             decode.check_size(image.width, image.height, limits)
-    except Exception:  # (`decode.image_of` says what is wrong)
+    except Exception:  # `decode.image_of` reports what is wrong.
         return False
     if form in _LOCKING:
         return pixels >= _FEW_PIXELS
@@ -218,13 +218,13 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    """Decodes what comes on standard input until it ends."""
-    # (What a library prints is no answer.)
+    """Decodes jobs from standard input until it ends."""
+    # Output of libraries must not mix with answers.
     jobs, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # (Ctrl-C is for the process that started it)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process.
     _limit_memory()
-    with suppress(OSError, AttributeError):  # (Windows has none)
+    with suppress(OSError, AttributeError):  # Windows has none.
         os.nice(_NICENESS)
     while True:
         try:
@@ -243,5 +243,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError):  # (nobody is there any more)
+    with suppress(BrokenPipeError):  # The parent has gone.
         main()

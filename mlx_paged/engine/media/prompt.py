@@ -24,18 +24,18 @@ Messages = Sequence[Mapping[str, Any]]
 # Text that a text-only template writes for a list of parts.
 _AS_PYTHON = "{'type': '"
 _NOUNS = {"image": "images", "video": "videos", "audio": "sounds"}
-# Larger arrays are what the tower computes with, and follow from the rest of a key.
+# Larger arrays are inputs of the encoder, and follow from the rest of a key.
 _MAX_GRID = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedMedia:
-    """The media of a prompt, as the engine takes them.
+    """The media of a prompt, ready for the engine.
 
     Attributes:
-        prompt: Of the model's processor: tokens, inputs of the towers, positions.
-        spans: Where the items are, for the scheduler and the KV store.
-        parts: Where the request has the item of each span, for errors.
+        prompt: Result of the model's processor: tokens, encoder inputs, positions.
+        spans: Positions of the items, for the scheduler and the KV store.
+        parts: Path of each span's item in the request, for errors.
     """
 
     prompt: MediaPrompt
@@ -95,17 +95,17 @@ def chat_tokens(
     is_multimodal: bool,
     add_special_tokens: bool | None = None,
 ) -> list[int]:
-    """The tokens of a conversation without media.
+    """Returns the tokens of a conversation without media.
 
-    Transformers' processors put the start token before a prompt that does not begin with it, with
-    media or without; its tokenizers add nothing to what a template wrote. A checkpoint that has a
-    processor keeps the first rule also where it is served for text only.
+    Transformers' processors put the start token before a prompt that lacks it, with or without
+    media; its tokenizers add nothing to a template's text. A checkpoint with a processor follows
+    the first rule even if it is served for text only.
 
     Args:
-        text: of the template; what users wrote is `literal`.
+        text: The template's text; users' texts are `literal`.
         model: `LoadedModel.media`.
-        is_multimodal: whether the checkpoint has a processor.
-        add_special_tokens: the request's own word on it.
+        is_multimodal: True if the checkpoint has a processor.
+        add_special_tokens: The request's choice; None follows the rule.
     """
     if model is not None:
         found: list[int] = model.encode(text, add_special_tokens=add_special_tokens)
@@ -118,10 +118,10 @@ def chat_tokens(
 
 
 def forms_of(messages: Messages, model: Any) -> Iterator[list[dict[str, Any]]]:
-    """A conversation in the forms that templates may take, those with media in place first.
+    """Yields a conversation in the forms that templates may accept, first those with media.
 
-    Some templates want a list of parts in every message, some only where there are media, and some
-    know texts only, in which the placeholders stand already.
+    Some templates need a list of parts in every message, some only in messages with media, and some
+    accept only texts, which must contain the placeholders.
     """
     return (form for form, _ in _forms_and_notes(messages, model))
 
@@ -129,7 +129,7 @@ def forms_of(messages: Messages, model: Any) -> Iterator[list[dict[str, Any]]]:
 def _forms_and_notes(
     messages: Messages, model: Any
 ) -> Iterator[tuple[list[dict[str, Any]], tuple[str, ...]]]:
-    """The forms, and what each of them loses."""
+    """Yields the forms, each with its losses."""
     has_media = any(isinstance(message.get("content"), list) for message in messages)
     if has_media:
         yield [{**message, "content": _parts(message.get("content"))} for message in messages], ()
@@ -203,9 +203,9 @@ def _with_placeholders(messages: Messages, model: Any) -> list[dict[str, Any]]:
 
 
 def is_complete(text: str, messages: Messages, model: Any) -> bool:
-    """True if a template has put what the user says into a text, and a place for each item.
+    """Returns True if a template's text contains the users' texts and a place for each item.
 
-    (Templates pass over a form of content that they do not know; few raise.)
+    Templates silently ignore contents in unknown forms; few raise.
     """
     counts: dict[Kind, int] = {}
     texts: list[str] = []
@@ -222,7 +222,7 @@ def is_complete(text: str, messages: Messages, model: Any) -> bool:
         return False
     for kind, count in counts.items():
         places = [model.placeholder(kind, i + 1) for i in range(count)]
-        # (What users write is `literal`, and no place.)
+        # Users' texts are `literal` and contain no place.
         if any(text.count(place) < places.count(place) for place in set(places)):
             return False
     return True
@@ -235,17 +235,17 @@ def rendered(
     variants: Callable[[Messages], Iterable[tuple[Messages, Sequence[str]]]] | None = None,
     tell: Callable[[Sequence[str]], None] = lambda lost: None,
 ) -> str:
-    """The text of a conversation, of the first form that a template takes as it is meant.
+    """Returns the text of a conversation in the first form that a template renders correctly.
 
     Args:
-        messages: what users wrote in them is `literal`.
-        render: the template; it raises where it does not take a form.
-        variants: the conversation in other ways to write what is no media, each with what it
-            loses.
-        tell: called with what the text has lost.
+        messages: Users' texts in them are `literal`.
+        render: The template; it raises if it does not accept a form.
+        variants: The conversation with other spellings of everything but media, each with its
+            losses.
+        tell: Called with the losses of the text.
 
     Raises:
-        Exception: the template takes no form; that of the first.
+        Exception: The error of the first form, if the template accepts none.
     """
     first: tuple[str, Sequence[str]] | None = None
     refusal: Exception | None = None
@@ -253,7 +253,7 @@ def rendered(
         for form, moved in _forms_and_notes(variant, model):
             try:
                 text = render(form)
-            except Exception as error:  # (templates raise whatever they like)
+            except Exception as error:  # Templates may raise anything.
                 refusal = refusal or error
                 continue
             if is_complete(text, messages, model):
@@ -264,7 +264,7 @@ def rendered(
         assert refusal is not None
         raise refusal
     tell(first[1])
-    return first[0]  # (the places of media are counted once it is tokenized)
+    return first[0]  # The places of media are counted once it is tokenized.
 
 
 # The tokens and the spans.
@@ -278,17 +278,17 @@ def prepare(
     *,
     add_special_tokens: bool | None = None,
 ) -> PreparedMedia:
-    """The prompt of a text with its items. It computes: not for an event loop.
+    """Makes the prompt of a text with its items. It computes, so do not call it on an event loop.
 
     Args:
         model: `LoadedModel.media`.
-        text: with the model's placeholders, as its chat template writes them.
-        items: of each kind in the order of its placeholders.
-        where: what an error is about, if it is about no single item.
-        add_special_tokens: see `chat_tokens`.
+        text: The chat template's text, with the model's placeholders.
+        items: The items of each kind, in the order of its placeholders.
+        where: Subject of an error that is about no single item.
+        add_special_tokens: See `chat_tokens`.
 
     Raises:
-        InvalidMediaError: the processor does not take them.
+        InvalidMediaError: The processor refuses them.
     """
     by_kind = {kind: [item for item in items if item.kind == kind] for kind in KINDS}
     try:
@@ -297,7 +297,7 @@ def prepare(
         raise
     except Exception as error:
         part = _refused(model, items) or where
-        if not isinstance(error, ValueError):  # (processors raise those on purpose)
+        if not isinstance(error, ValueError):  # Processors raise those on purpose.
             logger.warning("the processor failed on %s", part, exc_info=error)
         lines = f"{error}".strip().splitlines()
         reason = lines[0][:200] if lines else type(error).__name__
@@ -347,7 +347,7 @@ def _refused(model: Any, items: Sequence[MediaItem]) -> str | None:
 def _check_places(
     prompt: MediaPrompt, by_kind: Mapping[Kind, Sequence[MediaItem]], where: str
 ) -> None:
-    """A prompt of a program may have too many placeholders, and a template may leave some out."""
+    """Checks the number of placeholders: a program may write too many, a template too few."""
     for kind, items in by_kind.items():
         places = sum(span.num_items for span in prompt.spans if span.kind == kind)
         if places != len(items):
@@ -364,7 +364,7 @@ def _key(
     span: Span,
     inputs: MediaInputs,
 ) -> bytes:
-    """The identity of what a span holds: source, processor settings, grid, and its tokens."""
+    """Returns the identity of a span's content: source, processor settings, grid and tokens."""
     hashed = hashlib.sha256(b"mlx-paged media")
     tokens = np.asarray(prompt.token_ids[span.offset : span.offset + span.length], np.int64)
     rows = np.asarray(span.rows, np.int64) - span.offset
@@ -411,7 +411,7 @@ def data_sources(given: Any, field: str) -> list[MediaSource]:
 
 def _is_one(kind: Kind, value: list[Any]) -> bool:
     """True if a list is one item: frames of a clip, or samples of a sound."""
-    if kind == "video":  # (pictures, or arrays of one picture each)
+    if kind == "video":  # pictures, or arrays of one picture each
         return bool(value) and all(
             hasattr(each, "convert") or getattr(each, "ndim", 0) in (2, 3) for each in value
         )

@@ -1,10 +1,10 @@
-"""The bytes behind a URL of a prompt. Prompts come from strangers: what a URL reaches is limited.
+"""Reads the bytes of a URL in a prompt. Prompts come from strangers, so URLs are restricted.
 
-- `data:` URLs have their bytes with them.
-- `file:` URLs name files under one folder, symbolic links resolved.
+- `data:` URLs contain their bytes.
+- `file:` URLs name files under one folder, after symbolic links are resolved.
 - `http:` and `https:` URLs are fetched from public addresses. A host is looked up once for each
-  request, and the connection goes to the address that was checked. Redirects are followed by hand,
-  each checked like a URL of the prompt. Proxies of the environment are not used.
+  request, and the connection goes to the checked address. Redirects are followed here, each checked
+  like a URL of the prompt. Proxies from the environment are not used.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     import httpcore2
 
-_MAX_URL = 8192  # characters, of what is fetched
+_MAX_URL = 8192  # characters of a URL to fetch
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
-# Seconds after which a thread that reads from a socket looks whether anybody still waits.
+# Seconds between two checks, by a thread that reads a socket, that anybody still waits.
 _TURN = 0.25
-# Seconds for an address, where there are others.
+# Seconds for one address if there are others.
 _PATIENCE = 5.0
-# Seconds for a TLS handshake, which nothing interrupts.
+# Seconds for a TLS handshake, which cannot be interrupted.
 _HANDSHAKE = 10.0
 _USER_AGENT = "mlx-paged"
 _BASE64_HEAD = re.compile(r"[^,]*;base64", re.IGNORECASE)
@@ -53,18 +53,18 @@ def read_url(
     domains: Sequence[str] | None,
     work: Work,
 ) -> bytes:
-    """The bytes of a URL.
+    """Returns the bytes of a URL.
 
     Args:
-        max_bytes: more are refused, before they are all read.
-        max_redirects: more are refused.
-        local_path: the folder of files that may be named, resolved; None: no file may be.
-        domains: the hosts that may be asked, whatever their addresses; None: any with a public one.
-        work: how long it may take.
+        max_bytes: Larger contents are refused before they are read completely.
+        max_redirects: Maximum redirects.
+        local_path: Resolved folder of files that URLs may name; None allows no files.
+        domains: Hosts to fetch from, whatever their addresses; None: any with a public address.
+        work: The time limit.
 
     Raises:
-        Unusable: the URL is not allowed, or does not lead to bytes.
-        CancelledError: nobody waits any more.
+        Unusable: The URL is not allowed, or has no content.
+        CancelledError: Nobody waits any more.
     """
     scheme = url[:16].partition(":")[0].lower()
     if scheme == "data":
@@ -80,10 +80,10 @@ def read_url(
 
 
 def data_of(url: str, max_bytes: int) -> bytes:
-    """The bytes of a `data:` URL.
+    """Returns the bytes of a `data:` URL.
 
     Raises:
-        Unusable: it is not well formed, or has too many.
+        Unusable: It is malformed, or too long.
     """
     head, comma, body = url[5:].partition(",")
     if not comma:
@@ -99,12 +99,12 @@ def data_of(url: str, max_bytes: int) -> bytes:
 
 
 def from_base64(text: str, max_bytes: int) -> bytes:
-    """Base64, plain or of URLs, padded or not; spaces and line ends are passed over.
+    """Decodes base64, standard or URL-safe, padded or not. Ignores spaces and line ends.
 
     Raises:
-        Unusable: it is not base64, or too long.
+        Unusable: It is not base64, or too long.
     """
-    if len(text) * 3 // 4 > max_bytes * 2:  # (before anything is copied; spaces may be many)
+    if len(text) * 3 // 4 > max_bytes * 2:  # before any copy; there may be many spaces
         raise _too_large(max_bytes)
     try:
         raw = text.encode("ascii")
@@ -135,7 +135,7 @@ def _local_file(url: str, max_bytes: int, allowed: Path | None, work: Work) -> b
             raise Unusable("a file: URL must have no host")
         path = Path(unquote(parts.path, errors="strict")).resolve(strict=True)
     except (OSError, ValueError, RuntimeError):
-        # (One answer for what is outside, and not there: nobody learns which files exist.)
+        # One message for missing files and files outside, so that nobody learns which files exist.
         raise Unusable("there is no such file under allowed_local_media_path") from None
     if not path.is_relative_to(allowed):
         raise Unusable("there is no such file under allowed_local_media_path")
@@ -143,14 +143,14 @@ def _local_file(url: str, max_bytes: int, allowed: Path | None, work: Work) -> b
 
 
 def read_file(path: Path, max_bytes: int, work: Work) -> bytes:
-    """The bytes of a regular file.
+    """Returns the bytes of a regular file.
 
     Raises:
-        Unusable: there is none, or it has too many.
-        CancelledError: nobody waits any more.
+        Unusable: There is none, or it is too large.
+        CancelledError: Nobody waits any more.
     """
     try:
-        # (Not blocked by a pipe that nobody writes to.)
+        # Non-blocking, because nobody may write to a pipe.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             about = os.fstat(descriptor)
@@ -207,8 +207,8 @@ def _fetch(
 
 
 def _checked(url: str, domains: Sequence[str] | None) -> SplitResult:
-    """The parts of a URL that may be fetched."""
-    # (Parsers differ about these; there must be one reading of who is asked.)
+    """Splits a URL that may be fetched."""
+    # Parsers disagree about these characters, and the checked host must be the one that is asked.
     if len(url) > _MAX_URL or _UNSAFE.search(url):
         raise Unusable(f"its URL must have at most {_MAX_URL} characters, and no spaces")
     try:
@@ -232,7 +232,7 @@ def _plain(host: str) -> str:
 def _get(
     parts: SplitResult, max_bytes: int, domains: Sequence[str] | None, work: Work
 ) -> bytes | str:
-    """One request: the bytes of the answer, or where it redirects to."""
+    """Makes one request; returns the bytes of the answer, or the target of a redirect."""
     import httpcore2
 
     host = parts.hostname
@@ -257,7 +257,7 @@ def _get(
         "Host": shown.encode("idna").decode() if not shown.isascii() else shown,
         "User-Agent": _USER_AGENT,
         "Accept": "*/*",
-        "Accept-Encoding": "identity",  # (a compressed bomb is not unpacked)
+        "Accept-Encoding": "identity",  # so that no compressed bomb is unpacked
         "Connection": "close",
     }
     backend = _pinned_backend(Reach.PUBLIC if domains is None else Reach.ANY, work)
@@ -308,7 +308,7 @@ def _ssl_context() -> ssl.SSLContext:
 
 
 def _pinned_backend(reach: Reach, work: Work) -> httpcore2.NetworkBackend:
-    """A network whose connections go to addresses that were checked, and that heeds `work`."""
+    """A network that connects to checked addresses, and obeys `work`."""
     import httpcore2
 
     class Stream(httpcore2.NetworkStream):
@@ -336,7 +336,7 @@ def _pinned_backend(reach: Reach, work: Work) -> httpcore2.NetworkBackend:
             server_hostname: str | None = None,
             timeout: float | None = None,
         ) -> httpcore2.NetworkStream:
-            self._socket.settimeout(min(_HANDSHAKE, work.check()))  # (of all of it together)
+            self._socket.settimeout(min(_HANDSHAKE, work.check()))  # for the whole handshake
             try:
                 wrapped = ssl_context.wrap_socket(self._socket, server_hostname=server_hostname)
             except BaseException:
@@ -362,7 +362,7 @@ def _pinned_backend(reach: Reach, work: Work) -> httpcore2.NetworkBackend:
                 named = ": allowed_media_domains must name it" if reach is Reach.PUBLIC else ""
                 raise Unusable(f"{error}{named}" if error.is_forbidden else str(error)) from None
             for each in others:
-                with suppress(OSError):  # (such as of IPv6, where this machine has none)
+                with suppress(OSError):  # such as for IPv6, if this machine has none
                     return Stream(_connected(each, min(_PATIENCE, work.check())))
             return Stream(_connected(last, work.check()))
 

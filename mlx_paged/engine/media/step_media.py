@@ -1,4 +1,4 @@
-"""Inputs of a step's rows besides tokens: features, RoPE positions, bounds."""
+"""Builds the inputs of a step's rows besides tokens: features, RoPE positions, bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Prepared(Protocol):
 
     @property
     def prompt(self) -> MediaPrompt:
-        """The prompt, as the model's processor made it."""
+        """The result of the model's processor."""
 
     @property
     def spans(self) -> tuple[MediaSpan, ...]:
@@ -29,19 +29,19 @@ class Prepared(Protocol):
 
 
 class SequenceMedia:
-    """The media of a prompt for the device half; all sequences of a request share them.
+    """The media of a prompt for the device half. All sequences of a request share them.
 
     Args:
-        prompt: of the model's processor.
-        media: the items for the state half.
-        parts: where the request has each of them.
+        prompt: Result of the model's processor.
+        media: The items for the state half.
+        parts: Path of each item in the request.
 
     Attributes:
-        keys: Of the items' features.
-        inputs: What the tower takes of each item.
+        keys: Keys of the items' features.
+        inputs: Encoder inputs of each item.
         rows: Prompt positions of each item's rows, ascending.
-        seen: (first, after) of positions that see each other: adjacent rows of an atomic item (a
-            picture, or each frame of a clip), or all of its span where that is more than its rows.
+        seen: Ranges (first, end) of positions that see each other: adjacent rows of an atomic item
+            (a picture, or each frame of a clip), or all of its span if that is more than its rows.
         rope_positions: ``[3, num_prompt_tokens]`` int32 or float32, or None.
         rope_delta: A token after the prompt, at index i, has position ``i + rope_delta``.
     """
@@ -63,7 +63,7 @@ class SequenceMedia:
         self.rope_delta = prompt.rope_delta
 
     def part_of(self, key: bytes) -> str:
-        """Where the request has an item, for errors."""
+        """Returns the path of an item in the request, for errors."""
         found = (part for part, other in zip(self._parts, self.keys) if other == key)
         return next(found, "media")
 
@@ -76,15 +76,15 @@ def _seen(span: MediaSpan, rows: IntArray) -> list[tuple[int, int]]:
 
 
 def check_prepared(media: Any, token_ids: Sequence[int], kinds: Sequence[str], rope: bool) -> None:
-    """Refuses media that are not those of a prompt, or that the model does not take.
+    """Refuses media that belong to another prompt, or that the model does not take.
 
     Args:
-        token_ids: of the prompt.
-        kinds: what the model takes.
-        rope: whether its RoPE turns by time, height and width.
+        token_ids: Tokens of the prompt.
+        kinds: Kinds that the model takes.
+        rope: True if its RoPE uses time, height and width.
 
     Raises:
-        InvalidParameterError: it says what was expected.
+        InvalidParameterError: It says what was expected.
     """
     prompt, spans = getattr(media, "prompt", None), getattr(media, "spans", None)
     if not isinstance(prompt, MediaPrompt) or not isinstance(spans, tuple):
@@ -121,11 +121,11 @@ def check_prepared(media: Any, token_ids: Sequence[int], kinds: Sequence[str], r
 
 
 class StepMediaBuilder:
-    """Builds `StepMedia`, and has items encoded.
+    """Builds `StepMedia`, and encodes items.
 
     Args:
-        encode: runs the tower of an item, lazily.
-        uses_rope_positions: whether RoPE turns by time, height and width.
+        encode: Runs the encoder of an item, lazily.
+        uses_rope_positions: True if RoPE uses time, height and width.
 
     Attributes:
         store: The features.
@@ -150,12 +150,12 @@ class StepMediaBuilder:
         *,
         overlaps: bool,
     ) -> StepMedia | None:
-        """Returns the inputs of a step's rows besides tokens; None where there are none.
+        """Returns the inputs of a step's rows besides tokens, or None if there are none.
 
         Args:
-            context_lens: ``[num_seqs]`` tokens of each after the step.
-            num_rows: ``[num_seqs]`` tokens of each in the step.
-            overlaps: the step before has not been read yet.
+            context_lens: ``[num_seqs]`` tokens of each sequence after the step.
+            num_rows: ``[num_seqs]`` tokens of each sequence in the step.
+            overlaps: True if the step before has not been read yet.
         """
         self.store.begin(overlaps=overlaps)
         if batch.media is not None:
@@ -177,7 +177,7 @@ class StepMediaBuilder:
         starts = context_lens - num_rows
         ends = np.cumsum(num_rows)
         positions, deltas = starts, self._deltas
-        if ends[-1] > len(num_rows):  # (not only decodes)
+        if ends[-1] > len(num_rows):  # not only decodes
             positions = np.arange(ends[-1]) + np.repeat(starts - ends + num_rows, num_rows)
             deltas = np.repeat(deltas, num_rows)
         chunks = []
@@ -209,7 +209,7 @@ class StepMediaBuilder:
         return np.concatenate(rows).astype(np.int32), joined(parts)
 
     def forget(self) -> None:
-        """Drops what is kept from step to step, and all features."""
+        """Drops caches between steps, and all features."""
         self._seq_ids, self._media = [], []
         self.store.clear()
 
@@ -219,12 +219,12 @@ class _Chunk(NamedTuple):
 
     media: SequenceMedia
     start: int
-    end: int  # (may be beyond the prompt, where the sequence goes on after it lost its blocks)
+    end: int  # may exceed the prompt, if the sequence lost its blocks and continues
     row: int  # of the first position
 
 
 def _rope_positions(behind: np.ndarray, chunks: list[_Chunk], *, fractions: bool) -> np.ndarray:
-    """``[3, T]``: of a row of a prompt with media that prompt's, of any other one `behind`."""
+    """Returns positions ``[3, T]``: the prompt's for its rows if it has media, else `behind`."""
     rope = np.empty((3, len(behind)), dtype=np.float32 if fractions else np.int32)
     rope[:] = behind
     for media, start, end, row in chunks:
@@ -237,8 +237,8 @@ def _rope_positions(behind: np.ndarray, chunks: list[_Chunk], *, fractions: bool
 
 
 def _bounds(positions: IntArray, chunks: list[_Chunk]) -> IntArray | None:
-    """``[2, T]``: of a row that sees others behind it, the first and last position of all that see
-    each other; of any other row its own; None where there is no such row."""
+    """Returns ``[2, T]``, the first and last position that each row sees as a whole: of its span if
+    it sees later rows, else its own position; None if no row does."""
     bounds = None
     for media, start, end, row in chunks:
         for first, after in media.seen:
@@ -263,9 +263,9 @@ def _slice(features: MediaFeatures, begin: int, end: int) -> MediaFeatures:
 
 
 def joined(parts: list[MediaFeatures]) -> MediaFeatures:
-    """The rows of several items, one after another.
+    """Concatenates the rows of several items.
 
-    A kind that adds nothing to the first layers' outputs (sounds beside pictures) adds zeros.
+    A kind that adds nothing to the outputs of the first layers (sounds besides pictures) adds zeros.
     """
     depth = max(len(part.deepstack) for part in parts)
     if any(len(part.deepstack) < depth for part in parts):
