@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged.server.context import context_of
 from mlx_paged.server.requests import Body, read_body

@@ -1,4 +1,4 @@
-"""The application: every path, what all requests pass through, and the OpenAPI document."""
+"""The application: all paths, the middleware of all requests, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ class Operation(NamedTuple):
     """One method of one path.
 
     Attributes:
-        answer: Body of status 200; None: text of `answer_type`.
+        answer: Body of status 200; None means text of `answer_type`.
         errors: Statuses with an `ErrorAnswer`.
         chunk: An event of its stream.
-        refusal: Body of status 503, where that is no `ErrorAnswer`.
-        runner: What the engine must do; None: whatever. (Streams are generated.)
-        query: Names that may be in the query.
+        refusal: Body of status 503, if that is no `ErrorAnswer`.
+        runner: The runner that the engine must have; None means any. Streams need "generate".
+        query: Names that the query may have.
         error: Body of its errors.
         content: Type of its body.
     """
@@ -352,13 +352,13 @@ API = (
 
 
 def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0.0.1") -> Starlette:
-    """The application in front of an engine.
+    """Returns the application for an engine.
 
-    It does not wait for the model: while that loads, requests get 503, and so does `/health`.
+    It does not wait for the model. While that loads, requests and `/health` get 503.
 
     Args:
-        engine: the caller shuts it down.
-        address: on which the server listens.
+        engine: The caller shuts it down.
+        address: The address that the server listens on.
     """
     models = ModelRegistry(ServedModel(engine, config), config)
     context = Context(models, config, Metrics())
@@ -412,7 +412,7 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
     ]
     routes.append(WebSocketRoute(response_websocket.PATH, response_websocket.responses_socket))
     routes.append(Route("/v1/responses/compact", response_endpoints.compact, methods=["POST"]))
-    # (For the page, and so no part of the API.)
+    # For the page, and so not part of the API.
     if context.mcp_servers is not None or context.page_servers is not None:
         routes.append(Route("/mcp/tools", mcp_tools.tools, methods=["GET", "POST"]))
         routes.append(Route("/mcp/call", mcp_tools.call, methods=["POST"]))
@@ -420,7 +420,7 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
         routes.append(Route("/mcp/resource", mcp_tools.resource, methods=["POST"]))
     routes.append(Route("/openapi.json", _document))
     routes.append(Route("/docs", pages.page("docs.html"), methods=["GET"]))
-    # (Anthropic's clients ask for the head of it first, to see whether there is a server.)
+    # Anthropic's clients first send HEAD here to see if there is a server.
     page = pages.page("index.html") if config.serve_page else _no_page
     routes.append(Route("/", page, methods=["GET"]))
     routes.append(Mount("/web", pages.files()))
@@ -472,8 +472,8 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
 
 
 def _checked(operation: Operation) -> Endpoint:
-    """The endpoint of an operation; it refuses requests to an engine that does something else, and
-    bodies of other types where nothing reads them."""
+    """Returns the endpoint of an operation with two checks: the engine's runner, and the type of
+    bodies that nothing reads."""
     endpoint, runner = operation.endpoint, operation.needs_runner
 
     async def checked(request: Request) -> Response:
@@ -489,7 +489,7 @@ def _checked(operation: Operation) -> Endpoint:
 
 
 def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
-    """One endpoint for all methods of a path, so that the path knows all of them."""
+    """Returns one endpoint for all methods of a path, so that 405 can name them."""
 
     async def endpoint(request: Request) -> Response:
         method = "GET" if request.method == "HEAD" else request.method
@@ -572,7 +572,7 @@ def _described(operation: Operation) -> dict[str, Any]:
     if operation.answer is not None:
         content = _json(operation.answer)
     if operation.chunk is not None:
-        # (A chat's end with one that is no JSON; those of the others have names.)
+        # A chat's last event is not JSON. Events of the other APIs have names.
         ending = ", then [DONE]" if operation.chunk in _UNNAMED else ""
         description = f"Events of {operation.chunk.__name__}{ending}."
         content["text/event-stream"] = {"schema": {"description": description}}

@@ -11,11 +11,11 @@ import re
 
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded, shorten
 
-#: Most keys and values of one body, apart from token ids: about 9,000 messages.
+#: Maximum keys and values of a body, without token ids: about 9,000 messages.
 MAX_VALUES = 1 << 16
-#: Most token ids of one body, or as many as the model's context has.
+#: Maximum token ids of a body, or as many as the model's context has.
 MAX_TOKEN_IDS = 1 << 18
-#: Most keys of the body itself.
+#: Maximum top-level keys of a body.
 MAX_FIELDS = 256
 MAX_DEPTH = 100
 
@@ -27,15 +27,15 @@ _LONGEST_KEY = 64
 
 
 class BodyBounds:
-    """Counts the values of one body; takes its bytes in any pieces.
+    """Counts the values of one body, whose bytes may arrive in any pieces.
 
-    It costs some hundred nanoseconds a string, list or object, and next to nothing for numbers,
-    long texts and media in base64. It does not check that the bytes are JSON.
+    It costs some hundred nanoseconds for each string, list or object, and almost nothing for
+    numbers, long texts and media in base64. It does not check that the bytes are JSON.
 
     Args:
-        max_token_ids: of all lists of token ids together.
-        max_model_len: for the message about a prompt of too many; None where there is no limit.
-        is_in_line: whether the body is the value of a field, as in a line of a batch.
+        max_token_ids: Maximum for all lists of token ids together.
+        max_model_len: For the message about a prompt with too many; None if there is no limit.
+        is_in_line: True if the body is the value of a field, as in a line of a batch.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class BodyBounds:
         self.num_fields = 0
 
     def feed(self, data: bytes) -> None:
-        """Takes the next bytes.
+        """Reads the next bytes.
 
         Raises:
-            ApiError: 400 that names the field in which a limit was passed.
+            ApiError: 400 that names the field in which a limit was exceeded.
         """
         position, end = 0, len(data)
         while position < end:
@@ -78,13 +78,13 @@ class BodyBounds:
             position = stop + 1
 
     def _string(self, data: bytes, position: int) -> int:
-        """Reads on in a string; returns where that ended."""
+        """Continues in a string; returns the position after it."""
         if self._is_escaped:
             self._is_escaped = False
             position += 1
         stop = data.find(b'"', position)
         stop = len(data) if stop < 0 else stop
-        if data.find(b"\\", position, stop) >= 0:  # the quote may be escaped
+        if data.find(b"\\", position, stop) >= 0:  # The quote may be escaped.
             stop = _IN_STRING.match(data, position).end()  # type: ignore[union-attr]
         if self._key is not None:
             self._key += data[position : min(stop, position + _LONGEST_KEY)]

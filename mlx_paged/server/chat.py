@@ -32,7 +32,7 @@ from mlx_paged.server.turn import AnswerReaders, PreparedTurn, Turn, check_takes
 
 
 async def chat_completions(request: Request) -> Response:
-    """Answers a conversation, at once or as a stream."""
+    """Answers a conversation, as a whole or as a stream."""
     body, turn, prompt = await prepared_chat(request)
     generation = Generation(
         request,
@@ -49,10 +49,10 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def prepared_chat(request: Request) -> tuple[requests.ChatBody, PreparedTurn, list[int]]:
-    """The body of a chat, what it asks for, and its prompt as the model gets it.
+    """Returns the body of a chat, its turn, and its prompt as the model gets it.
 
     Raises:
-        ApiError, MlxPagedError: see `requests.read_body`, `turn_of` and `turn.prepare`.
+        ApiError, MlxPagedError: See `requests.read_body`, `turn_of` and `turn.prepare`.
     """
     body = await requests.read_body(request, requests.ChatBody)
     context = context_of(request)
@@ -100,7 +100,7 @@ def turn_of(body: requests.ChatBody, io: IoOptions | None = None) -> Turn:
 
 
 def _legacy_choice(body: requests.ChatBody, choice: ToolChoice) -> ToolChoice:
-    """The choice of `function_call`: at most one call."""
+    """Returns the choice of `function_call`, which allows at most one call."""
     if choice.mode == "none" or body.function_call == "none":
         return ToolChoice("none")
     if body.function_call in (None, "auto"):
@@ -130,7 +130,7 @@ def chat_params(
 
 
 class ChatAdapter(OpenAIAdapter):
-    """Each of the n sequences is a choice; what it consists of is the message."""
+    """Each of the n sequences is a choice, and its parts make the message."""
 
     def __init__(self, generation: Generation, turn: PreparedTurn, body: requests.ChatBody) -> None:
         super().__init__(generation, body, "chatcmpl")
@@ -198,7 +198,7 @@ class ChatAdapter(OpenAIAdapter):
         content = self._echo + answer.content
         message: responses.AnswerMessage = {
             "role": "assistant",
-            # (OpenAI's is null where there are calls and no text.)
+            # OpenAI's content is null if there are calls and no text.
             "content": content if content or not answer.calls else None,
             "refusal": None,
         }
@@ -213,13 +213,13 @@ class ChatAdapter(OpenAIAdapter):
 
     def _finish_reason(self, piece: Piece) -> responses.Reason | None:
         calls = self._readers[piece.index].answer.calls if self._readers is not None else []
-        # (What cuts a call is why the answer ended: there is nothing to call.)
+        # If a call is cut, its reason is the answer's: there is nothing to call.
         if piece.finish_reason == "stop" and calls and calls[-1].is_complete:
             return "function_call" if self._is_legacy else "tool_calls"
         return piece.finish_reason
 
     def begin(self) -> Iterable[bytes]:
-        # (OpenAI's is null where only calls can follow: a whole message's would be too.)
+        # OpenAI's content is null if only calls can follow, as in a whole message.
         content = self._echo or (None if self._turn.forces_a_call else "")
         for index in range(self.generation.params.n):
             yield self.event(
@@ -329,7 +329,7 @@ def _call(call: ToolCall) -> responses.ToolCall:
 
 
 def _echo(body: requests.ChatBody) -> str:
-    """The last message, where the answer is to begin with it (`echo`)."""
+    """Returns the last message if the answer must begin with it (`echo`)."""
     last = body.messages[-1]
     if not body.echo or last.role != "assistant" or last.content is None:
         return ""

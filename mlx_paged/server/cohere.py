@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
-from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.server.context import context_of
@@ -24,8 +24,8 @@ from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import json_response, unless_disconnected
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
-# Uses of a text in the API, with the names that models of sentence-transformers give to their
-# prompts. They mean nothing to a model without prompts.
+# The API's uses of a text, with sentence-transformers' names of prompts. Models without prompts
+# ignore them.
 _USES = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage"),
@@ -43,7 +43,7 @@ class CohereContent(Body):
 
 
 class CohereInput(Body):
-    """An input of parts, which becomes a message of the chat template."""
+    """An input in parts, which becomes a message of the chat template."""
 
     content: Annotated[list[CohereContent], Field(min_length=1, fail_fast=True)]
 
@@ -90,13 +90,13 @@ class CohereVersion(TypedDict):
 
 
 class CohereUnits(TypedDict):
-    """Tokens of all texts."""
+    """Number of tokens of all texts."""
 
     input_tokens: int
 
 
 class CohereMeta(TypedDict):
-    """The version of the API, and the tokens of all texts."""
+    """The version of the API, and the number of tokens of all texts."""
 
     api_version: CohereVersion
     billed_units: CohereUnits
@@ -185,14 +185,14 @@ def _prompt(use: str | None, prompts: Mapping[str, str]) -> str:
 
 
 def _cut(text: str, most: int | None, truncate: str | None) -> str:
-    """A text without characters that have no part in the tokens that are kept."""
+    """Cuts characters of a text that cannot be part of the kept tokens."""
     if most is None or len(text) <= most:
         return text
     return text[-most:] if truncate == "START" else text[:most]
 
 
 def _vectors(vectors: Sequence[np.ndarray], types: Sequence[EmbeddingType]) -> CohereVectors:
-    """The vectors in all the forms that are asked for.
+    """Returns the vectors in all requested formats.
 
     Raises:
         ApiError: 400 for bits of a vector whose size is no multiple of 8.

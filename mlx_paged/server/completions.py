@@ -33,7 +33,7 @@ _MAX_TOKENS = 16
 
 
 async def completions(request: Request) -> Response:
-    """Completes prompts, at once or as a stream."""
+    """Completes prompts, as a whole or as a stream."""
     body, params, prompts, tokens = await prepared_completion(request)
     model = context_of(request).models.of(body.model)
     generation = Generation(
@@ -79,7 +79,7 @@ async def prepared_completion(
 def completion_params(
     body: CompletionBody, config: ServerConfig, defaults: GenerationDefaults, num_prompts: int
 ) -> SamplingParams:
-    """The sampling parameters of a body, the same for all of its prompts."""
+    """Returns the sampling parameters of a body, the same for all its prompts."""
     if body.suffix:
         raise bad_request(
             "suffix", "suffix is not supported by this server", "unsupported_parameter"
@@ -120,10 +120,10 @@ def completion_params(
 
 
 class CompletionAdapter(OpenAIAdapter):
-    """The answers to all prompts of a body, `n` for each; a choice's index counts through.
+    """The answers to all prompts of a body, `n` for each, with consecutive indices of choices.
 
     Args:
-        echoes: what the answers to each prompt begin with; empty unless `echo` is asked for.
+        echoes: Beginnings of the answers to each prompt; empty unless `echo` is set.
     """
 
     def __init__(self, generation: Generation, body: CompletionBody, echoes: Sequence[str]) -> None:
@@ -165,7 +165,7 @@ class CompletionAdapter(OpenAIAdapter):
         yield self.event(choice)
 
     def _echo_events(self, piece: Piece) -> Iterator[bytes]:
-        """The prompt, before the first piece: its log-probabilities may take several events."""
+        """The prompt before the first piece. Its log-probabilities may take several events."""
         text, reports = self._echo(piece.prompt), self._prompt_reports(piece.prompt)
         for begin in range(0, max(1, len(reports)), MAX_UPDATES):
             part = Piece(piece.prompt, piece.index, begin)
@@ -173,7 +173,7 @@ class CompletionAdapter(OpenAIAdapter):
             text = ""
 
     def _asked(self, piece: Piece) -> Piece:
-        """A piece without an answer, where none is wanted."""
+        """Returns a piece without its answer, if none is wanted."""
         if self._drops_answer:
             piece.texts, piece.token_ids, piece.logprobs = [], [], []
         return piece
@@ -182,7 +182,7 @@ class CompletionAdapter(OpenAIAdapter):
         return self._echoes[prompt] if self._echoes else ""
 
     def _prompt_reports(self, prompt: int) -> list[PositionReport | None]:
-        """Log-probabilities of the prompt's tokens, where the answer has them."""
+        """Returns log-probabilities of the prompt's tokens, if the answer has them."""
         if not self._body.echo or self._body.logprobs is None:
             return []
         return list(self.generation.outputs[prompt].prompt_logprobs or ())
@@ -251,7 +251,7 @@ async def _echoes(
     prompts: Sequence[str | list[int]],
     tokens: Sequence[list[int]],
 ) -> list[str]:
-    """The prompts' texts, where they are asked for."""
+    """Returns the prompts' texts, if requested."""
     if not body.echo:
         return []
     return [

@@ -14,79 +14,78 @@ from mlx_paged.model.config_files import GENERATION_CONFIG, read_generation_conf
 from mlx_paged.parsing import registry
 from mlx_paged.server.sites import is_host
 
-#: Most sequences (prompts x n, or x best_of) that one HTTP request may start.
+#: Maximum sequences (prompts x n, or x best_of) of one HTTP request.
 MAX_SEQUENCES_PER_REQUEST = 256
-#: What is used of a generation config, as in vLLM; `max_new_tokens` limits every answer.
+#: Used fields of a generation config, as in vLLM; `max_new_tokens` limits every answer.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OVERRIDES = (*SAMPLING, "max_new_tokens")
 
 
-#: What clients give as `model` that know no name: the one that is served.
+#: Clients without a model name send this as `model`; it means the served one.
 DEFAULT_MODEL = "default"
-#: Most bytes of a body where nothing is said.
+#: Default maximum bytes of a body.
 MAX_BODY_SIZE = 16 << 20
-#: Likewise with media, whose base64 takes four bytes for three: OpenAI's API takes 50 MB, and
-#: Anthropic's 32. (Parsing a body holds up all streams, one of 64 MiB for a fifth of a second.)
+#: The same for models with media, whose base64 takes four bytes for three. OpenAI's API allows 50
+#: MB, Anthropic's 32. Parsing a body stalls all streams, one of 64 MiB for a fifth of a second.
 MAX_MEDIA_BODY_SIZE = 48 << 20
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How the endpoint behaves.
+    """Options of the server.
 
     Attributes:
-        served_model_names: Names that requests may give as `model`; answers
-            have the first.
-        model: Path or hub id that was given to `serve`; requests may give it as `model` too.
-        api_keys: Requests need one of these; none: no request does.
-        api_key_file: YAML file with further keys, which may have limits of their own; None: none.
-        requests_per_minute: Requests that each key may make, or without keys each address; None:
-            any number.
-        tokens_per_minute: Tokens of prompts and answers that each may use; None: any number.
-        metrics_need_key: Whether `/metrics` and `/load` need a key too.
-        chat_template: Jinja source that replaces the model's own.
-        trust_request_chat_template: Accept `chat_template` from requests: it is code, which runs
-            sandboxed but without a time limit.
-        tool_call_parser: Syntax in which the model writes calls: a name of `parsing.registry`;
-            "auto": what its template shows; "none": calls are text.
-        enable_auto_tool_choice: Whether a model may decide by itself to call a tool.
+        served_model_names: Names that requests may give as `model`; answers use the first.
+        model: Path or hub id given to `serve`; requests may also give it as `model`.
+        api_keys: Requests need one of these; if empty, none do.
+        api_key_file: YAML file with further keys, which may have their own limits; None: no file.
+        requests_per_minute: Maximum requests per key, or per address without keys; None means no
+            limit.
+        tokens_per_minute: Maximum tokens of prompts and answers per key; None means no limit.
+        metrics_need_key: Require a key for `/metrics` and `/load`, too.
+        chat_template: Jinja source that replaces the model's template.
+        trust_request_chat_template: Accept `chat_template` from requests. It is code that runs in a
+            sandbox without a time limit.
+        tool_call_parser: The model's syntax of calls: a name of `parsing.registry`, "auto" to
+            detect it by the template, or "none" to treat calls as text.
+        enable_auto_tool_choice: Let models decide to call a tool.
         tool_template: Describe tools in a system message, and write calls as text, for templates
             that know no tools.
-        generation_config: Where the defaults of requests come from: "auto" is the model's own
-            `generation_config.json`, "vllm" none, else a directory that has one.
-        override_generation_config: Entries that replace its.
-        max_logprobs: Most alternatives a request may ask for, at most 20.
+        generation_config: Source of the defaults of requests: "auto" for the model's own
+            `generation_config.json`, "vllm" for none, or a directory that has one.
+        override_generation_config: Entries that replace the source's.
+        max_logprobs: Maximum alternatives that a request may ask for, at most 20.
         strict_requests: Refuse unknown fields instead of logging them.
-        stream_interval: Tokens that a streamed chunk waits for, at most.
-        stream_keepalive_deltas: Send events without content, besides comments, while a stream has
-            nothing else: for clients that ignore comments.
-        request_timeout: Seconds until an unfinished request ends with 422; None: no limit.
-        read_timeout: Seconds a client has to send the head of a request, then its body, and a
+        stream_interval: Tokens per streamed chunk, at most.
+        stream_keepalive_deltas: Send empty events besides comments while a stream has nothing else,
+            for clients that ignore comments.
+        request_timeout: Seconds until an unfinished request ends with 422; None means no limit.
+        read_timeout: Seconds for a client to send the head of a request, then its body, and for a
             reader of a stream to take a chunk.
-        max_body_size: Most bytes of a request's body; None: `MAX_BODY_SIZE`, or, where the model
-            takes media, `MAX_MEDIA_BODY_SIZE`.
-        max_body_memory: Most bytes of the bodies of all requests that have not ended, apart from
-            the first MiB of each.
-        max_stored_responses: Most responses that are kept for later requests; 0: none is.
-        max_stored_bytes: Most bytes of those, as JSON.
-        files_dir: Folder of the files and batches of clients; None: there are none.
-        max_file_size: Most bytes of a file.
-        max_files_size: Most bytes of all files, as far as clients send more.
-        max_batch_lines: Most lines of all batches that are answered at once; None: a few more than
-            the engine runs at once.
-        shutdown_timeout: Seconds that running requests have to finish after SIGTERM.
-        allowed_origins: Origins of browser pages that may call the endpoint ("*": any).
-        allowed_hosts: Names and addresses by which the server may be called, besides its own
-            address and localhost ("*": any). Checked on loopback; elsewhere if there are any.
+        max_body_size: Maximum bytes of a body; None: `MAX_BODY_SIZE`, or `MAX_MEDIA_BODY_SIZE` if
+            the model takes media.
+        max_body_memory: Maximum bytes of the bodies of all unfinished requests, without the first
+            MiB of each.
+        max_stored_responses: Maximum responses kept for later requests; 0 keeps none.
+        max_stored_bytes: Maximum bytes of those, as JSON.
+        files_dir: Folder for clients' files and batches; None turns them off.
+        max_file_size: Maximum bytes of a file.
+        max_files_size: Maximum bytes of all files; reaching it stops uploads.
+        max_batch_lines: Maximum lines of all batches in progress; None: a few more than the engine
+            runs at once.
+        shutdown_timeout: Seconds for running requests to finish after SIGTERM.
+        allowed_origins: Origins of browser pages that may call the server ("*": any).
+        allowed_hosts: Names and addresses of the server, besides its own address and localhost
+            ("*": any). Checked on loopback, and elsewhere if there are any.
         root_path: Path under which a proxy serves this server.
         log_requests: Write one log line for each request.
-        priority_scheduling: Whether the engine schedules by `priority`.
+        priority_scheduling: True if the engine schedules by `priority`.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of each request;
-            None: there is none.
+            None: no collector.
         serve_page: Serve the chat page at `/`.
-        mcp_config: File of MCP servers whose tools the page may use; None: there are none.
+        mcp_config: File of MCP servers whose tools the page may use; None: no file.
         page_mcp: MCP servers (HTTP) that users add on the page: "off" refuses them, "public" allows
-            those of the Internet, "private" those of private networks and this machine, too.
+            public addresses, "private" also those of private networks and this machine.
     """
 
     served_model_names: tuple[str, ...] = ("mlx-paged-demo",)
@@ -153,13 +152,13 @@ class ServerConfig:
         return self.served_model_names[0]
 
     def served_name(self, model: str) -> str | None:
-        """The served name that a request means.
+        """Returns the served name that a request means.
 
         Args:
-            model: a served name, the path or id that was given to `serve`, or "default".
+            model: A served name, the path or id given to `serve`, or "default".
 
         Returns:
-            None: it means no model of this server.
+            None if it means no model of this server.
         """
         if model in self.served_model_names:
             return model
@@ -170,7 +169,7 @@ class ServerConfig:
 
 
 def default_model_name(model: str | None) -> str:
-    """The name a model is served under where none is given: its path or hub id, as in vLLM."""
+    """Returns the default name of a model: its path or hub id, as in vLLM."""
     if model is None:
         return "mlx-paged-demo"
     path = Path(model)
@@ -182,8 +181,8 @@ class GenerationDefaults:
     """Defaults of requests.
 
     Attributes:
-        sampling: Fields of `SamplingParams` where a request has none.
-        max_new_tokens: Most tokens of any answer; None: no limit but the context.
+        sampling: Fields of `SamplingParams` for requests without them.
+        max_new_tokens: Maximum tokens of any answer; None means that only the context limits.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -191,10 +190,10 @@ class GenerationDefaults:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GenerationDefaults:
-        """Those of a generation config, whose other entries are not about requests.
+        """Returns the defaults of a generation config; its other entries are not for requests.
 
         Raises:
-            InvalidParameterError: a value that `SamplingParams` refuses.
+            InvalidParameterError: A value that `SamplingParams` refuses.
         """
         sampling = {name: config[name] for name in SAMPLING if config.get(name) is not None}
         limit = config.get("max_new_tokens")
@@ -209,16 +208,16 @@ class GenerationDefaults:
 
 
 def generation_config_of(source: str) -> dict[str, Any] | None:
-    """Loads the directory or source that ``--generation-config`` names.
+    """Loads the source that ``--generation-config`` names.
 
     Args:
-        source: "auto": the model's own; "vllm": none; else a directory that has one.
+        source: "auto" for the model's own, "vllm" for none, or a directory that has one.
 
     Returns:
         None for the model's own.
 
     Raises:
-        InvalidParameterError: there is no such file, or it cannot be read.
+        InvalidParameterError: The file does not exist, or cannot be read.
     """
     if source == "auto":
         return None

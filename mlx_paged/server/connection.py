@@ -1,15 +1,15 @@
-"""One connection: HTTP/1.1 with time limits, a limited head, and clients that only stop sending.
+"""One connection: HTTP/1.1 with time limits, a limited head, and half-closed clients.
 
-uvicorn times idle connections between requests, and the application times bodies and readers.
-`TimeoutProtocol` times what comes before: connections that send nothing, heads that come byte by
-byte, bodies that continue after their answer was sent.
+uvicorn limits the time of idle connections between requests, and the application that of bodies and
+readers. `TimeoutProtocol` limits everything before: connections that send nothing, heads that
+arrive byte by byte, and bodies that continue after their answer.
 
-**Clients that close their sending side** (``shutdown(SHUT_WR)``) get their answers. TCP shows the
-same to the server whether a client has closed one side or both; the difference shows only when
-something is sent to it, because a client that is gone answers with a reset. An answer that is
-streamed finds out at its next chunk, and comments are sent between chunks. Before an answer has
-begun, clients of HTTP/1.1 are sent ``100 Continue``, which they skip. HTTP/1.0 has no such
-response: there the kernel's keep-alive finds out, about a minute later.
+**Clients that close only their sending side** (``shutdown(SHUT_WR)``) get their answers. TCP does
+not tell the server if a client has closed one side or both. Sending something does, because a
+client that is gone answers with a reset. A streamed answer finds out with its next chunk, and
+comments are sent between chunks. Before an answer has begun, HTTP/1.1 clients get ``100 Continue``,
+which they skip. HTTP/1.0 has no such response; there, the kernel's keep-alive finds out about a
+minute later.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mlx_paged.server.errors import ApiError, message_error, speaks_anthropic
 
-#: Most bytes of a request's line and headers.
+#: Maximum bytes of a request's line and headers.
 MAX_HEAD_SIZE = 64 << 10
-# Bytes of a request's line besides its method and target, and of the empty line after the headers.
+# Bytes of a request's line besides method and target, and of the empty line after the headers.
 _REST_OF_HEAD = len("  HTTP/1.1\r\n" "\r\n")  # fmt: skip
 _REST_OF_HEADER = len(": \r\n")
-# Seconds between looks whether a client that stopped sending is gone; first, then at most.
+# Seconds between checks that a half-closed client is still there: the first, and the longest.
 _FIRST_LOOK, _MOST_LOOK = 0.01, 1.0
-# Seconds between what is sent to see it, and between the kernel's probes.
+# Seconds between bytes sent for that check, and between the kernel's probes.
 _INTERIM_INTERVAL = 15.0
 _PROBE_INTERVAL = 5
 
@@ -43,7 +43,7 @@ class TimeoutProtocol(HttpToolsProtocol):
     Attributes:
         head_timeout: Seconds from the connection, or from the first byte after an answer, to the
             end of a request's head.
-        idle_since: Time of the loop since which nothing is asked; None while a request is sent or
+        idle_since: Loop time since when the connection is idle; None while a request is sent or
             answered.
     """
 
@@ -52,8 +52,8 @@ class TimeoutProtocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     _in_head = False
     _is_new_head = False
-    # Bytes of the head so far: parsed ones (exact at its end), and whole chunks that were received
-    # (a header that does not end is not parsed).
+    # Bytes of the head so far: parsed bytes (exact at its end), and whole received chunks, because
+    # a header without an end is not parsed.
     _parsed_size = 0
     _received_size = 0
     _is_refused = False
@@ -143,7 +143,7 @@ class TimeoutProtocol(HttpToolsProtocol):
     # Clients that stop sending.
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keeps the connection for the answers of whole requests. (TLS cannot be half closed.)"""
+        """Keeps the connection for the answers of whole requests. TLS cannot be half-closed."""
         if not self._is_answering or self.cycle.more_body or self.scheme == "https":
             return None
         self.cycle.keep_alive = False  # it closes the connection after the last answer
@@ -152,13 +152,13 @@ class TimeoutProtocol(HttpToolsProtocol):
             if hasattr(socket, name):
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _PROBE_INTERVAL)
-        # (Not now: the transport must not be closed while it handles the end of the input.)
+        # Not now, because the transport must not be closed while it handles the end of the input.
         self._look = self.loop.call_soon(self._look_after_client, _FIRST_LOOK, self.loop.time())
         return True
 
     def _look_after_client(self, delay: float, interim_at: float) -> None:
-        """Ends the connection if the client is gone; looks again after `delay` seconds, then later
-        and later. Nobody else would see it, since nothing is read any more."""
+        """Ends the connection if the client is gone; checks again after `delay` seconds, then at
+        longer intervals. Nothing else would notice, because nothing is read any more."""
         if self.transport.is_closing():
             return
         if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -173,8 +173,8 @@ class TimeoutProtocol(HttpToolsProtocol):
         )
 
     def _send_filler(self) -> None:
-        """Sends what the client skips. A stream that may have it says so: ``filler`` of its scope's
-        state."""
+        """Sends bytes that the client skips. A stream that allows them has a ``filler`` in its
+        scope's state."""
         cycle = self.cycle
         filler: bytes | None = cycle.scope["state"].get("filler")
         if cycle.response_started and cycle.chunked_encoding and filler:
@@ -204,7 +204,7 @@ class TimeoutProtocol(HttpToolsProtocol):
     def _on_deadline(self) -> None:
         self._deadline = None
         if self._is_answering:
-            self._set_deadline()  # the next request may wait while this one is answered
+            self._set_deadline()  # The next request may wait while this one is answered.
         elif self._in_head:
             message = f"the head of the request did not come within {self.head_timeout:g} s"
             self._refuse(408, message, "read_timeout")
@@ -246,5 +246,5 @@ class TimeoutProtocol(HttpToolsProtocol):
 
 
 def with_timeouts(head_timeout: float) -> type[TimeoutProtocol]:
-    """The protocol with a timeout, for uvicorn, which makes one for each connection."""
+    """Returns the protocol with a timeout for uvicorn, which makes one for each connection."""
     return type("Protocol", (TimeoutProtocol,), {"head_timeout": head_timeout})

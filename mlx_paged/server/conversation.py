@@ -54,12 +54,12 @@ class Conversation:
 
 
 class RenderedPrompt(NamedTuple):
-    """A conversation as the engine takes it.
+    """A rendered conversation, ready for the engine.
 
     Attributes:
-        token_ids: Of all of it.
-        media: What its images, videos and sounds are; None: it has none.
-        spelling: What the template takes; ids of calls are made up in its form.
+        token_ids: All tokens.
+        media: Its images, videos and sounds, or None.
+        spelling: The template's spelling; new ids of calls follow it.
     """
 
     token_ids: list[int]
@@ -68,22 +68,22 @@ class RenderedPrompt(NamedTuple):
 
 
 class Renderer:
-    """Tokenizer and chat template for many requests at once, on threads of their own.
+    """Tokenizer and chat template for many concurrent requests, on its own threads.
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        config: which templates are allowed.
-        max_model_len: most tokens of prompt and answer; longer texts are refused before they are
-            tokenized. None: no limit.
-        vocab_size: token ids are below this.
-        media: what the model makes of media, and what loads them; None: it reads text only.
-        media_reason: why it does, where it is no text model.
+        config: Says which templates are allowed.
+        max_model_len: Maximum tokens of prompt and answer; longer texts are refused before they are
+            tokenized. None means no limit.
+        vocab_size: Token ids are below this.
+        media: Processor and loader of the model's media; None if it takes text only.
+        media_reason: Why a multimodal model takes text only.
 
     Attributes:
-        added_tokens: Tokens that are taken whole wherever their text occurs, by text.
+        added_tokens: Tokens that the tokenizer never splits, by text.
         special_texts: Texts of the special tokens, by id.
         end_texts: Texts of the tokens that end answers.
-        max_characters: A longer text has too many tokens, whatever they are; None: no limit.
+        max_characters: A longer text always has too many tokens; None means no limit.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Renderer:
         self._loader = None if media is None else media[1]
         self._chats = ChatRenderer(tokenizer, None if media is None else media[0], media_reason)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mlx-paged-text")
-        # Any text of more characters than this has too many tokens for the model.
+        # A longer text has too many tokens for the model in any case.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self.max_characters = None if max_model_len is None else max_model_len * max(longest, 16)
 
@@ -123,12 +123,12 @@ class Renderer:
         return (await self.prompt(conversation)).token_ids
 
     async def prompt(self, conversation: Conversation) -> RenderedPrompt:
-        """A conversation by the chat template, with its media loaded.
+        """Renders a conversation, with its media loaded.
 
         Raises:
-            ApiError: there is no template, it refuses the conversation, or the request has a
-                template of its own where that is not allowed.
-            InvalidMediaError: media that cannot be used, or that the model does not take.
+            ApiError: There is no template, it refuses the conversation, or the request has its own
+                template although that is not allowed.
+            InvalidMediaError: Media that are unusable, or that the model does not take.
         """
         messages: Sequence[Mapping[str, Any]] = conversation.messages
         sources = self._chats.check_media(messages)
@@ -136,7 +136,7 @@ class Renderer:
         special = conversation.add_special_tokens
         if self._config.tool_template:
             messages, tools = as_text(messages, tools), []
-        # (Before the template sees them; it may drop a part of them, but hardly most.)
+        # Checked before rendering; the template may drop a part, but hardly most.
         self._check_length(sum(num_characters(m.get("content")) for m in messages))
         template = self._template(conversation)
 
@@ -161,8 +161,8 @@ class Renderer:
                 return await self.run(tokens)
             found = await self.run(render)
         except (TypeError, ValueError) as error:
-            # Templates refuse roles, orders and kinds of content by raising. A template of the
-            # request may be broken as well. Both are errors of the client.
+            # Templates raise to refuse roles, orders and kinds of content. A request's own template
+            # may also be broken. Both are the client's errors.
             lines = f"{error}".strip().splitlines() or ["no reason"]
             raise bad_request(
                 "messages", f"the chat template does not take these messages: {shorten(lines[0])}"
@@ -206,10 +206,10 @@ class Renderer:
         return self._config.chat_template
 
     async def encode(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
-        """Tokens of a prompt that is a text, or tokens already.
+        """Returns the tokens of a prompt: a text, or tokens already.
 
         Raises:
-            ApiError: it is too long, or has a token that the model does not have.
+            ApiError: It is too long, or has a token that the model does not have.
         """
         if not isinstance(prompt, str):
             self.check_tokens("prompt", prompt)
@@ -220,7 +220,7 @@ class Renderer:
         )
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+        """Returns the text of tokens, including special ones."""
         self.check_tokens("tokens", tokens)
         return await self.run(lambda: str(self.tokenizer.decode(list(tokens))))
 
@@ -238,10 +238,10 @@ class Renderer:
             )
 
     def _check_length(self, num_characters: int) -> None:
-        """Refuses texts that are too long whatever their tokens are, before work is done on them.
+        """Refuses texts that are too long with any tokens, before work is spent on them.
 
         Raises:
-            ApiError: it is too long.
+            ApiError: It is too long.
         """
         if self.max_characters is not None and num_characters > self.max_characters:
             assert self.max_model_len is not None
@@ -259,9 +259,9 @@ class Renderer:
         """Keeps the last tokens of a prompt, or the first ones.
 
         Args:
-            limit: how many; -1: as many as leave room for the answer; None: all.
-            num_answer: most tokens of the answer; None: a quarter of the context, at most
-                `_ROOM_FOR_ANSWER`, is left free.
+            limit: Number of tokens; -1 keeps as many as leave room for the answer, None all.
+            num_answer: Maximum tokens of the answer; None leaves a quarter of the context free, at
+                most `_ROOM_FOR_ANSWER`.
             side: "right" keeps the first tokens, "left" and None the last ones.
         """
         if limit is None:
@@ -273,7 +273,7 @@ class Renderer:
             if most is None:
                 return tokens
             room = min(most // 4, _ROOM_FOR_ANSWER) if num_answer is None else num_answer
-            # (An answer that takes all of the context is refused by the engine.)
+            # The engine refuses an answer that needs the whole context.
             limit = max(1, most - max(1, room))
             return tokens[:limit] if side == "right" else tokens[-limit:]
         if most is not None and limit > most:

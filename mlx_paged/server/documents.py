@@ -1,5 +1,5 @@
-"""PDF documents: `Documents` extracts their text in processes of their own; parts of bodies that
-hold a PDF or a text file become text before anything else reads them."""
+"""`Documents` extracts the text of PDFs in separate processes. Parts of bodies with a PDF or a text
+file become text before anything else reads them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pydantic import BaseModel
 from mlx_paged.server.errors import ApiError, bad_request
 from mlx_paged.server.pdf_process import MAX_PAGES as MAX_PAGES
 
-#: Bytes of a PDF, at most.
+#: Maximum bytes of a PDF.
 MAX_BYTES = 32 << 20
 _MAX_PROCESSES = 2
 _SECONDS = 30.0
 _COMMAND = (sys.executable, "-m", "mlx_paged.server.pdf_process")
-# (It needs neither MLX nor OpenBLAS.)
+# It needs neither MLX nor OpenBLAS.
 _ENVIRONMENT = {"MLX_PAGED_DISABLE": "1", "MLX_PAGED_BLAS": "off", "OPENBLAS_NUM_THREADS": "1"}
 _PDF = "application/pdf"
-_MAX_PREAMBLE = 1024  # bytes that may stand before the header of a PDF
+_MAX_PREAMBLE = 1024  # bytes allowed before the header of a PDF
 _HEAD = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 
 
@@ -41,8 +41,8 @@ class Documents:
     """Extracts the text of PDFs, in at most two processes at a time.
 
     Args:
-        command: Runs such a process.
-        seconds: Time that a PDF may take, once its process runs.
+        command: Command of such a process.
+        seconds: Time limit of a PDF, from the start of its process.
     """
 
     def __init__(self, command: Sequence[str] = _COMMAND, seconds: float = _SECONDS) -> None:
@@ -50,13 +50,13 @@ class Documents:
         self._places = asyncio.Semaphore(_MAX_PROCESSES)
 
     async def text_of(self, content: bytes, where: str) -> tuple[str, int]:
-        """The text of a PDF, and its number of pages.
+        """Returns the text of a PDF and its number of pages.
 
         Args:
-            where: the path of the field that holds it, for errors.
+            where: Path of its field, for errors.
 
         Raises:
-            ApiError: 400 where it cannot be read.
+            ApiError: 400 if it cannot be read.
         """
         reason = missing_pdf()
         if reason is not None:
@@ -121,7 +121,7 @@ _Path = tuple[str | int, ...]
 
 
 def _parts(content: Any, path: _Path) -> Iterator[tuple[Any, _Path]]:
-    """The parts of a content, and those of results of tools among them."""
+    """Yields the parts of a content, including those within results of tools."""
     if not isinstance(content, list):
         return
     for i, part in enumerate(content):
@@ -136,7 +136,7 @@ async def _read(part: Any, path: _Path, documents: Documents) -> None:
         if not isinstance(source, dict) or source.get("type") != "base64":
             return
         if source.get("media_type") != _PDF or not isinstance(source.get("data"), str):
-            return  # (of text, or refused by what reads it)
+            return  # A text, or refused by the code that reads it.
         where = ".".join(map(str, (*path, "source", "data")))
         text, _ = await documents.text_of(decoded(source["data"], where), where)
         part.source = {"type": "text", "media_type": "text/plain", "data": text}
@@ -179,10 +179,10 @@ def folded(name: str, text: str) -> str:
 
 
 def decoded(data: str, where: str) -> bytes:
-    """The bytes of a field in base64.
+    """Decodes a field in base64.
 
     Raises:
-        ApiError: 400 where it is not.
+        ApiError: 400 if it is not base64.
     """
     try:
         return base64.b64decode(data, validate=True)

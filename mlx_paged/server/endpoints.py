@@ -1,4 +1,4 @@
-"""Every endpoint but those that generate: models, tokens, health, versions, metrics, a reset."""
+"""Endpoints that do not generate: models, tokens, health, versions, metrics, a reset."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import json_response
 from mlx_paged.server.turn import check_takes_tools
 
-# Seconds to wait for the engine's numbers, since a step may be long.
+# Seconds to wait for the engine's statistics, because a step may be long.
 _STATS_TIMEOUT = 2.0
 _OF_CHATS = (
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
@@ -92,7 +92,7 @@ def _model(context: Context, name: str) -> responses.Model:
     }
     if model.is_loaded:
         found["max_model_len"] = model.renderer.max_model_len
-        # (as OpenRouter has it)
+        # The same field as OpenRouter's.
         found["input_modalities"] = ["text", *_media(model)["kinds"]]
     return found
 

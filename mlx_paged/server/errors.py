@@ -1,6 +1,6 @@
-"""Errors as clients expect them: a status, and a body that names the field.
+"""Errors in the form that clients expect: a status, and a body that names the field.
 
-There are two forms, OpenAI's and Anthropic's. Which one a client gets depends on what it asked for.
+There are two forms, OpenAI's and Anthropic's. The path decides which one a client gets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlx_paged.errors import (
 from mlx_paged.server.messages.answers import MessageError
 from mlx_paged.server.responses import ErrorAnswer
 
-#: Seconds after which a refused client may try again.
+#: Seconds after which a refused client may retry.
 RETRY_AFTER = 1
 
 _TYPES = {
@@ -44,8 +44,8 @@ _TYPES = {
     500: "server_error",
     503: "overloaded_error",
 }
-# In Anthropic's API, where another name than OpenAI's is used. (The status decides in its SDK, the
-# type in Claude Code.)
+# Anthropic's names, if they differ from OpenAI's. Its SDK looks at the status, Claude Code at the
+# type.
 _MESSAGE_TYPES = {
     408: "invalid_request_error",
     413: "request_too_large",
@@ -54,7 +54,7 @@ _MESSAGE_TYPES = {
     529: "overloaded_error",
 }
 _OVERLOADED = 529  # Anthropic's, for 503
-#: The code for a conversation that a server would have to hold between requests.
+#: Code for conversations that a server would have to store between requests.
 THREADS = "thread_unsupported_request"
 # Fields that have another name in the API than in the engine.
 _PARAMS = {"prompt_token_ids": "prompt"}
@@ -117,7 +117,7 @@ def message_error(error: ApiError, request_id: str | None) -> MessageError:
     status = message_status(error.status)
     message = error.message
     if error.code == "context_length_exceeded" and not message.startswith("prompt is too long"):
-        message = f"prompt is too long: {message}"  # clients look for these words
+        message = f"prompt is too long: {message}"  # Clients look for these words.
     kind = _MESSAGE_TYPES.get(status, _TYPES.get(status, "api_error"))
     body: MessageError = {"type": "error", "error": {"type": kind, "message": message}}
     if error.code == THREADS:
@@ -129,7 +129,7 @@ def message_error(error: ApiError, request_id: str | None) -> MessageError:
 
 
 def message_status(status: int) -> int:
-    """The status that Anthropic's API has for what is `status` in OpenAI's."""
+    """Returns the status of Anthropic's API for one of OpenAI's."""
     return _OVERLOADED if status == 503 else status
 
 
@@ -144,10 +144,10 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def timed_out(seconds: float | None) -> ApiError:
-    """422: the request took longer than this server allows.
+    """Returns 422: the request took longer than this server allows.
 
-    Clients try again by themselves after 408, which is about requests that arrive too slowly, and
-    after 5xx. The next attempt would take as long; OpenAI's clients heed the header too.
+    Clients retry on their own after 408, which is for requests that arrive too slowly, and after
+    5xx. A retry would take just as long. OpenAI's clients also heed the header.
     """
     limit = "" if seconds is None else f" within {seconds:g} s, the limit of this server"
     return ApiError(
@@ -159,7 +159,7 @@ def timed_out(seconds: float | None) -> ApiError:
 
 
 def aborted() -> ApiError:
-    """499: another request has ended this one, which its client must not repeat."""
+    """Returns 499: another request has ended this one, and its client must not retry."""
     return ApiError(
         499,
         "the request was aborted (/abort_requests)",
@@ -169,11 +169,11 @@ def aborted() -> ApiError:
 
 
 def context_exceeded(limit: int, found: str, param: str = "prompt") -> ApiError:
-    """400 for a request that is too long, in OpenAI's words: clients look for them.
+    """Returns 400 for a request that is too long, in OpenAI's words, which clients look for.
 
     Args:
-        limit: most tokens of prompt and answer.
-        found: what the request has, as a sentence of its own after "However, ".
+        limit: Maximum tokens of prompt and answer.
+        found: The request's numbers, as the sentence after "However, ".
     """
     message = (
         f"This model's maximum context length is {limit} tokens. However, {found}. "
@@ -183,17 +183,17 @@ def context_exceeded(limit: int, found: str, param: str = "prompt") -> ApiError:
 
 
 def failed(request_id: str) -> ApiError:
-    """500: what happened is in the log, under the request's id."""
+    """Returns 500; the log has the details under the request's id."""
     message = f"the server failed on this request; its log has more under id {request_id}"
     return ApiError(500, message, code="internal_error")
 
 
 def own_name(field: str, names: Mapping[str, str]) -> str:
-    """A field as the request calls it.
+    """Returns the request's name of a field.
 
     Args:
-        names: the request's names of the engine's fields, which may be parts of their paths; the
-            longest one that fits counts.
+        names: The request's names of the engine's fields, which may be parts of their paths; the
+            longest match counts.
     """
     fits = [name for name in names if field == name or field.startswith((f"{name}.", f"{name}["))]
     if not fits:
@@ -204,7 +204,7 @@ def own_name(field: str, names: Mapping[str, str]) -> str:
 
 @contextmanager
 def own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about the engine's fields name those of the request (`own_name`)."""
+    """Renames the engine's fields in errors to those of the request (`own_name`)."""
     try:
         yield
     except InvalidParameterError as error:
@@ -229,7 +229,7 @@ def from_engine(
         return bad_request(error.field, f"{error}", "invalid_media")
     if isinstance(error, InvalidParameterError):
         param = own_name(error.field, {**_PARAMS, **(names or {})})
-        # (A prompt may be long.)
+        # A prompt may be long.
         shown = "an empty one" if error.actual in ((), [], "") else shorten(repr(error.actual))
         return bad_request(param, f"{param} must be {error.expected} but got {shown}")
     if isinstance(error, RequestTooLargeError):
@@ -254,5 +254,5 @@ def from_engine(
 
 
 def shorten(text: str, length: int = 200) -> str:
-    """At most `length` characters of what a client sent."""
+    """Returns at most `length` characters of a client's text."""
     return text if len(text) <= length else text[:length] + "..."

@@ -33,15 +33,15 @@ _serial = itertools.count()
 
 @dataclass(slots=True)
 class Piece:
-    """An event: what one sequence gained since its last one.
+    """An event: what one sequence gained since its last event.
 
     Attributes:
         prompt: Index of the prompt among those of the request.
-        index: Which of the prompt's `n` answers.
-        num_before: Tokens that earlier pieces of the sequence had.
+        index: Index among the prompt's `n` answers.
+        num_before: Tokens of the sequence's earlier pieces.
         texts: The new text, in parts; empty while a character or a stop string is incomplete.
         token_ids: The new tokens.
-        logprobs: Of each of `token_ids`; empty where they were not asked for.
+        logprobs: Log-probabilities of each of `token_ids`; empty if not requested.
         finish_reason: Why the sequence ended; None while it continues.
         stop_reason: The stop string or stop token that ended it.
     """
@@ -57,7 +57,7 @@ class Piece:
 
     @classmethod
     def whole(cls, prompt: int, output: CompletionOutput) -> Piece:
-        """All of a sequence that has ended."""
+        """Returns all of a sequence that has ended."""
         assert output.finish_reason is not None
         return cls(
             prompt, output.index, 0, [output.text], output.token_ids, output.logprobs or [],
@@ -76,7 +76,7 @@ class Piece:
 
     @property
     def is_cut(self) -> bool:
-        """True if something else than the model ended the sequence: a limit, or a stop string."""
+        """True if the model did not end the sequence itself, but a limit or a stop string did."""
         return self.finish_reason != "stop" or isinstance(self.stop_reason, str)
 
     @property
@@ -100,22 +100,22 @@ class Piece:
 class Generation:
     """Submits prompts, and yields the tokens of their sequences.
 
-    Used as ``async with``: entering submits (unless `submit` was called before, so that a refusal
-    can still be the status of the response), leaving aborts what is unfinished and writes metrics
-    and the fields of the log.
+    Use it with ``async with``. Entering submits, unless `submit` was called before so that a
+    refusal can still be the status of the response. Leaving aborts unfinished sequences and writes
+    metrics and the fields of the log.
 
     Args:
-        request: the HTTP request.
-        model: the model that answers.
-        prompts: tokens, one list for each engine request.
-        params: for all of them.
-        priority, cache_salt: see `EngineRequest`.
-        media: of the only prompt.
-        stream_interval: tokens of a streamed chunk, where that is more than the server's.
-        names: how the request calls what the engine calls otherwise (`errors.own_name`).
+        request: The HTTP request.
+        model: The model that answers.
+        prompts: Tokens of each engine request.
+        params: Parameters of all of them.
+        priority, cache_salt: See `EngineRequest`.
+        media: Media of the only prompt.
+        stream_interval: Tokens per streamed chunk, if more than the server's.
+        names: The request's names of the engine's fields (`errors.own_name`).
 
     Attributes:
-        num_sent: Tokens of the pieces that were yielded.
+        num_sent: Tokens of the pieces yielded so far.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Generation:
         self._timeout = self.context.config.request_timeout
         if self.trace.background:
             self._options["background"] = True
-            self._timeout = None  # (others may go first for any time)
+            self._timeout = None  # Others may go first for any time.
         if media is not None:
             self._options["media"] = media
         self._streams: list[RequestStream] = []
@@ -227,7 +227,7 @@ class Generation:
         self.close()
 
     def close(self) -> None:
-        """Aborts what is unfinished, and writes metrics and the fields of the log; once."""
+        """Aborts unfinished sequences, and writes metrics and the fields of the log, once."""
         if not self._is_closed:
             self._is_closed = True
             self._close_streams()
@@ -254,10 +254,10 @@ class Generation:
             async for delta in self._deltas():
                 self._note(delta)
                 for update in delta.updates:
-                    _ = update.text  # decoded as it comes, not all of it at the end
+                    _ = update.text  # Decoded as it arrives, not in one piece at the end.
             for output in self.outputs:
                 for answer in output.outputs:
-                    if answer.error is not None:  # (a text that cannot be decoded)
+                    if answer.error is not None:  # such as text that cannot be decoded
                         raise answer.error
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -287,12 +287,12 @@ class Generation:
                 yield piece
 
     def _deltas(self) -> AsyncIterator[SequenceDelta]:
-        # (One stream needs no other generator for each token.)
+        # With one stream, no merging generator has to handle each token.
         return self._streams[0] if len(self._streams) == 1 else _merged(self._streams)
 
     @contextlib.contextmanager
     def _engine_errors(self) -> Iterator[None]:
-        """Errors of the engine become those of the API."""
+        """Converts errors of the engine to those of the API."""
         try:
             yield
         except MlxPagedError as error:
@@ -344,7 +344,7 @@ class Generation:
             ends = [answer.finish_reason for answer in output.outputs]
             reason = next((r for r in ends if r is not None), FinishReason.ABORT)
             if not output.finished:
-                reason = FinishReason.ABORT  # (the engine's thread has yet to abort it)
+                reason = FinishReason.ABORT  # The engine's thread will abort it.
             self.context.metrics.finish(output, reason, self.params.max_tokens)
             if self.context.tracing is not None:
                 self.context.tracing.record(output, reason, self._headers, self.params)
@@ -359,7 +359,7 @@ class Generation:
 
 
 async def _merged(streams: list[RequestStream]) -> AsyncIterator[SequenceDelta]:
-    """Several streams as one; each waits while the reader is busy, so nothing piles up."""
+    """Merges streams. Each waits while the reader is busy, so nothing piles up."""
     queue: asyncio.Queue[SequenceDelta | Exception | None] = asyncio.Queue(1)
 
     async def pump(stream: RequestStream) -> None:

@@ -1,9 +1,9 @@
-"""The listening socket, and what happens when the process runs out of descriptors.
+"""The listening socket, which survives a lack of file descriptors.
 
-uvloop drops new connections then without a word, and asyncio writes a traceback for each attempt.
-`Listener` accepts connections itself. It keeps some descriptors for files, closes the connections
-that have been idle longest to make room, and otherwise lets new ones wait in the kernel's queue
-until others have ended.
+Without descriptors, uvloop silently drops new connections, and asyncio writes a traceback for each
+attempt. `Listener` accepts connections itself. It reserves some descriptors for files, closes the
+longest idle connections to make room, and otherwise lets new ones wait in the kernel's queue until
+others have ended.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 # Connections accepted before others get the loop.
 _MOST_AT_ONCE = 64
-# Descriptors that connections leave to files, at most.
+# Maximum descriptors reserved for files.
 _RESERVE = 64
-# Seconds until it tries again: after connections were closed, and where none could be.
+# Seconds until it retries: after connections were closed, and if none could be.
 _SHORT_PAUSE, _LONG_PAUSE = 0.05, 0.25
 # Seconds between lines in the log.
 _LOG_INTERVAL = 10.0
 
 
 def _refused(host: str, port: int, error: OSError) -> MlxPagedError:
-    """Why an address cannot be used, and what to change."""
+    """Returns why an address is unusable, and what to change."""
     if error.errno == errno.EADDRINUSE:
         return MlxPagedError(
             f"port {port} of {host} is in use: end the program that listens there, or choose "
@@ -51,15 +51,15 @@ def _refused(host: str, port: int, error: OSError) -> MlxPagedError:
 
 
 def bind(host: str, port: int, silence_limit: float) -> socket.socket:
-    """A listening socket.
+    """Returns a listening socket.
 
     Args:
-        silence_limit: seconds until a connection is closed whose other end is gone, or accepts no
-            data; the kernel's own limits are 15 minutes and none.
+        silence_limit: Seconds until a connection is closed whose other end is gone or accepts no
+            data. The kernel's own limits are 15 minutes, and none.
 
     Raises:
-        InvalidParameterError: the host is none of this machine's addresses.
-        MlxPagedError: the port cannot be used; the message says why.
+        InvalidParameterError: The host is no address of this machine.
+        MlxPagedError: The port is unusable; the message gives the reason.
     """
     try:
         kind, protocol, _, _, address = socket.getaddrinfo(
@@ -86,12 +86,12 @@ def bind(host: str, port: int, silence_limit: float) -> socket.socket:
 
 @contextlib.contextmanager
 def bound_unix(path: Path) -> Iterator[socket.socket]:
-    """A listening Unix domain socket, whose file is removed at the end.
+    """Opens a listening Unix domain socket, and removes its file at the end.
 
-    The process's umask decides who may connect. A file that an earlier server has left is replaced.
+    The process's umask decides who may connect. A file left by an earlier server is replaced.
 
     Raises:
-        InvalidParameterError: the path cannot be used; the message says why.
+        InvalidParameterError: The path is unusable; the message gives the reason.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -112,7 +112,7 @@ def bound_unix(path: Path) -> Iterator[socket.socket]:
     finally:
         sock.close()
         with contextlib.suppress(OSError):
-            if path.stat().st_ino == own:  # (another server may have taken the path)
+            if path.stat().st_ino == own:  # Another server may have taken the path.
                 path.unlink()
 
 
@@ -122,13 +122,13 @@ def _is_listening(path: Path) -> bool:
 
 
 class Listener:
-    """Accepts connections for uvicorn's server, which closes it as it would close asyncio's.
+    """Accepts connections for uvicorn's server, which closes it like one of asyncio's.
 
     Args:
-        sock: bound, listening, not blocking; the caller closes it.
-        make_protocol: makes the protocol of a connection.
-        connections: those that are open; idle ones may be closed.
-        context: for HTTPS.
+        sock: Bound, listening and non-blocking; the caller closes it.
+        make_protocol: Makes the protocol of a connection.
+        connections: The open connections; idle ones may be closed.
+        context: For HTTPS.
     """
 
     def __init__(
@@ -151,21 +151,21 @@ class Listener:
         self._loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
-        """Accepts no more. Connections go on, apart from those that are just starting.
+        """Accepts no more connections. Open ones continue, except those that are just starting.
 
-        These get the end of their input, and so end as if their clients had left. If their tasks
-        were canceled instead, uvloop would not tell a protocol that its connection is lost.
+        Those get the end of their input, as if their clients had left. If their tasks were canceled
+        instead, uvloop would not tell a protocol that its connection is lost.
         """
         self._loop.remove_reader(self._socket)
         for accepted in self._starting.values():
-            with contextlib.suppress(OSError):  # it has failed already
+            with contextlib.suppress(OSError):  # It has failed already.
                 accepted.shutdown(socket.SHUT_RDWR)
         for timer in (self._pause, self._silence):
             if timer is not None:
                 timer.cancel()
 
     async def wait_closed(self) -> None:
-        """Waits until none is starting."""
+        """Waits until no connection is starting."""
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def _accept(self) -> None:
@@ -190,7 +190,7 @@ class Listener:
             await self._loop.connect_accepted_socket(
                 self._make_protocol, accepted, ssl=self._context
             )
-        except (OSError, TimeoutError) as error:  # (OSError: also a handshake that fails)
+        except (OSError, TimeoutError) as error:  # OSError includes a failed handshake.
             logger.debug("a connection could not be started: %s", error)
             accepted.close()
 
@@ -220,7 +220,7 @@ class Listener:
         )  # fmt: skip
 
     def _tell(self) -> None:
-        """Writes a line; what happens in the next seconds will be in one line together."""
+        """Logs an event; events of the next seconds are combined in one line."""
         if self._silence is not None or self._reason is None:
             return
         logger.error(

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LEVELS = ("debug", "info", "warning", "error", "critical")
 FORMATS = ("text", "json")
 
-# Attributes of every record; others were given as `extra`.
+# Attributes of every record; others come from `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 
@@ -133,10 +133,10 @@ def _log_thread_exception(arguments: threading.ExceptHookArgs) -> None:
 
 @contextlib.contextmanager
 def last_line(style: str) -> Iterator[None]:
-    """An error that ends the program is a line of the log, where lines are JSON.
+    """Logs an error that ends the program as JSON, if lines are JSON.
 
     Raises:
-        SystemExit: in place of an error; its status is 1.
+        SystemExit: Replaces the error; its status is 1.
     """
     try:
         yield

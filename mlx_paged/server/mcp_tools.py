@@ -1,9 +1,9 @@
 """`/mcp/...`: tools, prompts and resources of MCP servers, for the chat page.
 
-A call runs a program of this machine, or one that a token of the user opens. So only the page
-itself may make one, for what its user has agreed to: each call repeats the name and the arguments
-that were shown. Besides the servers of ``serve --mcp`` there are those that a user adds on the page
-(`page_mcp`): the page sends them with each request.
+A call runs a program on this machine, or one that a user's token opens. So only the page may make
+calls, and only with its user's consent: each call repeats the name and the arguments that were
+shown. Besides the servers of ``serve --mcp``, there are those that a user adds on the page
+(`page_mcp`), which sends them with each request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _START_SECONDS = 3.0  # that a list of tools waits for servers that are starting
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
-_NAME = r"[A-Za-z0-9-]+(_[A-Za-z0-9-]+)*"  # ("__" divides it from the name of a tool)
+_NAME = r"[A-Za-z0-9-]+(_[A-Za-z0-9-]+)*"  # "__" separates it from the name of a tool.
 
 
 def _checked_headers(headers: dict[str, str]) -> dict[str, str]:
@@ -78,7 +78,7 @@ class CallBody(Body):
 
 
 class PromptBody(Body):
-    """A prompt, and what it is made of."""
+    """A prompt and its arguments."""
 
     server: str | PageServer = Field(description="Name of a server of --mcp, or one of the page.")
     name: str
@@ -93,7 +93,7 @@ class ResourceBody(Body):
 
 
 async def tools(request: Request) -> Response:
-    """`GET`: the servers of --mcp. `POST`: those and the page's. With what each offers."""
+    """Lists servers and their offers: `GET` those of --mcp, `POST` also the page's."""
     check_origin(request.headers)  # whatever --allowed-origins has
     context = context_of(request)
     found = [] if context.mcp_servers is None else _offers(context.mcp_servers, is_own=False)
@@ -222,7 +222,7 @@ def _name_of(server: str | PageServer) -> str:
 
 @contextlib.asynccontextmanager
 async def _using(request: Request, server: str | PageServer) -> AsyncIterator[McpServers]:
-    """The connections that have a server: those of --mcp, or one of a page."""
+    """Returns the connections that include a server: those of --mcp, or the page's one."""
     if isinstance(server, str):
         servers = context_of(request).mcp_servers
         if servers is None:

@@ -75,15 +75,15 @@ def _lengths(most: int) -> list[int]:
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own.
+    """The metrics of one server, in their own registry.
 
-    Before `attach` there are only rejections, HTTP statuses, and the process's on Linux.
+    Before `attach`, there are only rejections, HTTP statuses, and on Linux the process's metrics.
 
     Attributes:
         rejected: Requests refused, by reason.
         responses: HTTP responses, by path and status.
-        server_load: Requests for answers that have not ended.
-        time_to_first_token: Seconds from the request's parameters to its first token.
+        server_load: Unfinished requests for answers.
+        time_to_first_token: Seconds from a request's parameters to its first token.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Metrics:
             "mlx_paged:requests_rejected", "Requests refused, by reason.", ["reason"],
             registry=self.registry,
         )  # fmt: skip
-        for reason in _REFUSALS:  # there from the start, so that the first of each is an increase
+        for reason in _REFUSALS:  # Created now, so that the first refusal is an increase.
             self.rejected.labels(reason)
         self.responses = Counter(
             "mlx_paged:http_responses", "HTTP responses, by path and status.", ["path", "status"],
@@ -101,8 +101,8 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self.server_load = 0
         self._collector: _EngineCollector | None = None
-        # Seconds between tokens that are not in the histograms yet: observing them takes time, so
-        # it is done when metrics are read.
+        # Seconds between tokens that are not in the histograms yet. Observing takes time, so it
+        # happens when metrics are read.
         self._gaps: list[float] = []
 
     def attach(self, engine: EngineClient, model_name: str, stats: EngineStats) -> None:
@@ -150,10 +150,10 @@ class Metrics:
         self.registry.register(self._collector)
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """Everything, in Prometheus's text format.
+        """Returns all metrics in Prometheus's text format.
 
         Args:
-            stats: current ones; None if the engine did not answer: the last ones are used.
+            stats: Current statistics; None uses the last ones, if the engine did not answer.
         """
         if self._collector is not None and stats is not None:
             self._collector.stats = stats
@@ -161,10 +161,10 @@ class Metrics:
         return generate_latest(self.registry)
 
     def tokens(self, seconds: float, count: int) -> None:
-        """A sequence gained tokens.
+        """Notes that a sequence gained tokens.
 
         Args:
-            seconds: since it gained the ones before.
+            seconds: Time since its previous tokens.
         """
         self._gaps += [seconds / count] * count
         if len(self._gaps) > _MANY_GAPS:
@@ -192,7 +192,7 @@ class Metrics:
         }
         first, end = times.first_token_time, times.finished_time
         scheduled = times.scheduled_time
-        if first is not None and end is not None and scheduled is not None:  # (it did start)
+        if first is not None and end is not None and scheduled is not None:  # if it has run
             self._histograms["e2e_request_latency_seconds"].observe(end - times.arrival_time)
             values |= {
                 "queue_time_seconds": scheduled - times.arrival_time,

@@ -31,13 +31,13 @@ _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "we
 
 
 class RequestMiddleware:
-    """Outermost: a trace for each request, and a 500 without internals for unexpected errors.
+    """Outermost: a log line for each request, and a 500 without internals for unexpected errors.
 
     Args:
-        log: whether to write a line for each request.
-        paths: those that metrics tell apart.
-        generating: those whose requests count as the server's load.
-        on_end: called with the trace of each request that has ended.
+        log: Write a line for each request.
+        paths: Paths that metrics distinguish.
+        generating: Paths that count as the server's load.
+        on_end: Called with the log of each request that has ended.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RequestMiddleware:
             if not trace.status:
                 response = failed(trace.request_id).response(scope)
                 await response(scope, receive, send_with_id)
-            # (Otherwise the connection is closed: the head of the response is out.)
+            # Otherwise, the head of the response is out, and the connection is closed.
         finally:
             self._metrics.server_load -= load
             self._on_end(trace)
@@ -109,8 +109,8 @@ def log_end(trace: RequestLog, metrics: Metrics, *, log: bool, path: str | None 
     """Counts a request that has ended, and writes its line.
 
     Args:
-        log: whether to write it.
-        path: what metrics call its path; None: as it is.
+        log: Write the line.
+        path: The path in metrics; None keeps it.
     """
     metrics.responses.labels(path or trace.path, str(trace.status)).inc()
     if log:
@@ -119,11 +119,11 @@ def log_end(trace: RequestLog, metrics: Metrics, *, log: bool, path: str | None 
 
 
 class PrefixMiddleware:
-    """Takes paths of the APIs without `/v1`, for clients whose base URL lacks it.
+    """Accepts API paths without `/v1`, for clients whose base URL lacks it.
 
     Args:
-        paths: all there are. What one of them has below `/v1` is taken without it, too, unless
-            others begin with that.
+        paths: All paths. Those below `/v1` are also accepted without it, unless that is the
+            beginning of another one.
     """
 
     def __init__(self, app: ASGIApp, paths: Sequence[str]) -> None:
@@ -140,11 +140,11 @@ class PrefixMiddleware:
 
 
 class KeyMiddleware:
-    """Lets requests with a key pass, whose digest is in their state; `open_paths` need none.
+    """Requires a key, whose digest goes into the request's state, except for `open_paths`.
 
     Args:
-        keys: any of them will do; none: all paths are open.
-        open_paths: exact paths, and beginnings that end with "/".
+        keys: Valid keys; if empty, all paths are open.
+        open_paths: Exact paths, and prefixes that end with "/".
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str]) -> None:

@@ -265,7 +265,7 @@ def _slice(features: MediaFeatures, begin: int, end: int) -> MediaFeatures:
 def joined(parts: list[MediaFeatures]) -> MediaFeatures:
     """Concatenates the rows of several items.
 
-    A kind that adds nothing to the outputs of the first layers (sounds besides pictures) adds zeros.
+    A kind without outputs for the first layers (sounds besides pictures) adds zeros.
     """
     depth = max(len(part.deepstack) for part in parts)
     if any(len(part.deepstack) < depth for part in parts):
