@@ -35,11 +35,11 @@ class RequestLog:
 
     Attributes:
         request_id: From the client, or generated.
-        status: Of the response; 0 until there is one.
-        fields: Of the log line: model, prompt_tokens, cached_tokens, completion_tokens, ttft,
-            finish_reason, ...; set by the code that knows them.
-        held_bytes: Of its body, see `Context.hold_body`.
-        background: True for a line of a batch, which is served with what other requests leave.
+        status: Status of the response; 0 until there is one.
+        fields: Fields of the log line: model, prompt_tokens, cached_tokens, completion_tokens,
+            ttft, finish_reason, ...
+        held_bytes: Bytes of its body, see `Context.hold_body`.
+        background: True for a line of a batch, which gets only what other requests leave.
     """
 
     request_id: str
@@ -135,7 +135,7 @@ class Context:
         """Counts a body that has grown to a size among those in memory, until its request ends.
 
         Raises:
-            ApiError: 503, they would be too many bytes. (A body may always be the only one.)
+            ApiError: 503, the bodies would exceed their limit. A single body is always accepted.
         """
         more = size - _SMALL_BODY - trace.held_bytes
         if more <= 0:

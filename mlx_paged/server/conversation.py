@@ -31,16 +31,16 @@ class Conversation:
     """The input of a chat template. Every API with messages makes one from its body.
 
     Attributes:
-        messages: As OpenAI's chats have them: `role`, `content` as one text (or as a list of texts
-            and `MediaSource`s, where it has media), and any other fields. An answer of the
-            assistant may have `reasoning` and `tool_calls` (`function` with `name` and `arguments`,
-            JSON text); a result has the role "tool" and a `tool_call_id`.
-        tools: What the prompt offers.
-        add_generation_prompt: Whether the prompt ends with the beginning of an answer.
-        continue_final_message: Whether the prompt ends inside the last message.
-        add_special_tokens: Whether to add the tokens that the tokenizer puts around a text; None:
-            as transformers does it for the model (`engine.media.prompt.chat_tokens`).
-        chat_template: Jinja source of the request, in place of the model's.
+        messages: OpenAI's messages: `role`, `content` as a text, or as a list of texts and
+            `MediaSource`s if it has media, and any other fields. An answer may have `reasoning` and
+            `tool_calls` (`function` with `name` and `arguments`, JSON text). A result has the role
+            "tool" and a `tool_call_id`.
+        tools: Tools that the prompt offers.
+        add_generation_prompt: End the prompt with the beginning of an answer.
+        continue_final_message: End the prompt inside the last message.
+        add_special_tokens: Add the tokens that the tokenizer puts around a text; None does as
+            transformers for the model (`engine.media.prompt.chat_tokens`).
+        chat_template: The request's Jinja source, which replaces the model's template.
         template_kwargs: Other variables of the template.
     """
 

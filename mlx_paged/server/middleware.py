@@ -193,5 +193,5 @@ def _path(scope: Scope) -> str:
 
 
 def digest(key: str) -> bytes:
-    """By this a key is known within the server."""
+    """Returns the digest that identifies a key within the server."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

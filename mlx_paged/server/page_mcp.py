@@ -1,8 +1,8 @@
 """PageServers: connections to the MCP servers that users add on the chat page.
 
-A page sends its list of servers with each request, since lists and tokens are kept in browsers. So
-a connection is found by what it connects to: reloads, other tabs and restarts of this server need
-nothing more. Connections that have not been used for a while are closed.
+A page sends its list of servers with each request, because browsers keep lists and tokens. So a
+connection is found by its settings, and survives reloads, other tabs and restarts of this server.
+Connections that have been idle for a while are closed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _Connection:
 
 
 class PageServers:
-    """Servers of pages; each is connected to when a page first names it.
+    """The servers of all pages. The first request that names one connects to it.
 
     Args:
-        reach: addresses that they may have.
+        reach: Addresses that they may have.
     """
 
     def __init__(self, reach: Reach) -> None:
@@ -59,10 +59,10 @@ class PageServers:
 
     @contextlib.asynccontextmanager
     async def using(self, spec: ServerSpec) -> AsyncIterator[McpServers]:
-        """A connection that is not closed meanwhile. It may still be starting, or have failed.
+        """Returns a connection and keeps it open. It may still be starting, or have failed.
 
         Raises:
-            ApiError: too many servers are in use.
+            ApiError: Too many servers are in use.
         """
         connection = self._connection(spec)
         connection.num_users += 1
@@ -73,7 +73,7 @@ class PageServers:
             connection.used = time.monotonic()
 
     async def started(self, specs: Iterable[ServerSpec], seconds: float) -> None:
-        """Waits until these have started or failed, for `seconds` at most."""
+        """Waits until these have started or failed, for at most `seconds`."""
         self._close_idle()
         starting = [self._connection(spec).starting for spec in specs]
         if starting:
@@ -100,7 +100,7 @@ class PageServers:
         )
         starting = asyncio.create_task(servers.__aenter__())
         self._connections[key] = made = _Connection(servers, starting)
-        self._close_idle()  # (sets the timer)
+        self._close_idle()  # This sets the timer.
         return made
 
     def _close_idle(self) -> None:

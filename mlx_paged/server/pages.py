@@ -1,4 +1,4 @@
-"""The chat page and the API's reference: their files, compressed, and what browsers are told."""
+"""Serves the files of the chat page and the API reference, compressed, with their headers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _WEB = Path(__file__).parent / "web"
 _HEADERS = {
-    # A browser asks each time whether files are new: they change together.
+    # Browsers revalidate files each time, because the files change together.
     "Cache-Control": "no-cache",
-    # Sites that answers link to learn nothing of this server's address.
+    # Sites that answers link to must not learn this server's address.
     "Referrer-Policy": "no-referrer",
 }
 _PAGE_HEADERS = {
@@ -37,10 +37,10 @@ _SMALLEST, _LEVEL = 1024, 6
 
 
 def page(name: str) -> ASGIApp:
-    """An HTML page.
+    """Returns an endpoint for an HTML page.
 
     Args:
-        name: of its file.
+        name: Name of its file.
     """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,11 +56,11 @@ def files() -> ASGIApp:
 
 
 class _Compressed:
-    """Sends files of text with gzip to clients that take it.
+    """Compresses text files for clients that accept gzip.
 
     Args:
-        app: sends files.
-        name: of the only file; None: the path says which one is asked for.
+        app: The application that sends files.
+        name: Name of the only file; None takes it from the path.
     """
 
     def __init__(self, app: ASGIApp, name: str | None = None) -> None:
@@ -69,7 +69,7 @@ class _Compressed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = self._name or scope["path"]
-        # A range counts bytes of the file itself, so it is sent as it is.
+        # A range counts bytes of the file itself, so it is sent uncompressed.
         is_whole = "range" not in Headers(scope=scope)
         compresses = is_whole and name.endswith(_COMPRESSIBLE)
         await (self._gzip if compresses else self._plain)(scope, receive, send)

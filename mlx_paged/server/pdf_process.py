@@ -1,7 +1,7 @@
 """Process that extracts the text of one PDF: bytes on standard input, JSON on standard output.
 
-PDFs come from strangers, and pypdf is slow on some of them. The process has a limit of memory and
-of processor time; the server ends it when its own time is over.
+PDFs come from strangers, and pypdf is slow on some of them. The process limits its memory and
+processor time, and the server kills it after a time of its own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def text_of(content: bytes) -> tuple[str, int]:
     """Extracts the text of a PDF.
 
     Returns:
-        The text, pages apart by an empty line, and the number of pages.
+        The text, with empty lines between pages, and the number of pages.
 
     Raises:
-        UnreadableError: it is encrypted, broken, too long, or has no text.
+        UnreadableError: It is encrypted, broken, too long, or has no text.
     """
     from pypdf import PdfReader
     from pypdf.errors import DependencyError
@@ -68,12 +68,12 @@ def text_of(content: bytes) -> tuple[str, int]:
 
 
 def _clean(text: str) -> str:
-    """Removes what neither JSON in UTF-8 nor a tokenizer takes."""
+    """Removes characters that UTF-8 JSON or a tokenizer cannot represent."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 
 def _limit() -> None:
-    with suppress(ImportError, OSError, ValueError):  # Windows has no such limits
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limits.
         import resource
 
         limits = ((resource.RLIMIT_AS, MAX_MEMORY), (resource.RLIMIT_CPU, MAX_SECONDS))

@@ -48,8 +48,8 @@ from mlx_paged.server.streaming import json_response, unless_disconnected
 
 logger = logging.getLogger(__name__)
 
-# Texts of one HTTP request that the engine has at once; or half of the queue, if that is less, so
-# that one request of many texts does not fill it.
+# Maximum texts of one HTTP request in the engine, or half of the queue if that is less, so that one
+# request of many texts does not fill it.
 _MOST_AT_ONCE = 256
 
 # The two sides of a score, and their names.
@@ -76,7 +76,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def pooling(request: Request) -> Response:
-    """The same, in the form of vLLM's `/pooling`."""
+    """The same in the form of vLLM's `/pooling`."""
     body = await read_body(request, PoolingBody)
     run = await _embedded(request, body)
 
@@ -147,7 +147,7 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """Documents, ordered by how near they are to a query."""
+    """Documents, ordered by similarity to a query."""
     body = await read_body(request, RerankBody)
     model = context_of(request).models.of(body.model)
     _check_scores(model)
@@ -203,7 +203,7 @@ async def _embedded(request: Request, body: EmbeddingBody) -> Embeddings:
 
 
 async def _run(run: Embeddings, body: InputBody) -> None:
-    """Computes what a body has."""
+    """Computes the vectors of a body's texts."""
     conversation = _conversation(body)
     if conversation is None:
         await run.add("input", _texts(body.input))
@@ -213,7 +213,7 @@ async def _run(run: Embeddings, body: InputBody) -> None:
 
 
 def check_embeds(model: ServedModel) -> None:
-    """400 where the engine classifies texts or scores pairs of them."""
+    """Refuses with 400 if the engine classifies texts or scores pairs of them."""
     if model.info.labels:
         does, path = "classifies texts", "/classify"
         if model.info.scores_pairs:
@@ -223,7 +223,7 @@ def check_embeds(model: ServedModel) -> None:
 
 
 def _check_scores(model: ServedModel) -> None:
-    """400 where the engine has several classes: none is a score."""
+    """Refuses with 400 if the engine has several classes, none of which is a score."""
     num_classes = len(model.info.labels)
     if num_classes > 1:
         message = f"this server classifies texts by {num_classes} classes: use /classify"
@@ -288,10 +288,10 @@ class Embeddings:
     """The texts of one HTTP request in the engine.
 
     Args:
-        request: the HTTP request.
-        model: the model that pools.
-        body: whose common fields are about all its texts.
-        params: of all of them.
+        request: The HTTP request.
+        model: The model that pools.
+        body: The body, whose common fields apply to all its texts.
+        params: Parameters of all texts.
     """
 
     def __init__(
@@ -332,24 +332,24 @@ class Embeddings:
         """Tokenizes texts.
 
         Args:
-            field: of the body, for errors.
-            first: keep only so many of the first tokens of each.
+            field: Their field in the body, for errors.
+            first: Keep only this many leading tokens of each.
 
         Raises:
-            ApiError: one is empty or too long, or has a token that the model does not have.
+            ApiError: One is empty or too long, or has a token that the model does not have.
         """
         for i, text in enumerate(texts):
             tokens = await self._encoded(field, text)
             self.add_tokens(field, i, tokens[:first])
 
     async def add_pairs(self, field: str, pairs: Iterable[tuple[str, str]]) -> None:
-        """Tokenizes pairs of a query and a document, by the server's template where it has one.
+        """Tokenizes pairs of a query and a document, with the server's template if it has one.
 
         Args:
-            field: of the documents, for errors.
+            field: The field of the documents, for errors.
 
         Raises:
-            ApiError: see `add`.
+            ApiError: See `add`.
         """
         for i, (query, document) in enumerate(pairs):
             if self.context.config.chat_template is None:
@@ -361,7 +361,7 @@ class Embeddings:
             self.add_tokens(field, i, tokens)
 
     async def cut(self, texts: list[str], first: int | None) -> list[str]:
-        """Texts of so many of the first tokens of each."""
+        """Cuts texts to a number of leading tokens."""
         if first is None:
             return texts
         renderer = self.model.renderer
@@ -380,13 +380,13 @@ class Embeddings:
             raise
 
     def add_tokens(self, field: str, place: int, tokens: list[int]) -> None:
-        """Takes the tokens of a text.
+        """Adds the tokens of a text.
 
         Args:
-            field, place: where the body has it, for errors.
+            field, place: Its field and index in the body, for errors.
 
         Raises:
-            ApiError: there are none, or too many.
+            ApiError: There are none, or too many.
         """
         limit = self.model.info.max_request_len
         tokens = self._cut.truncated(tokens, limit)
@@ -415,7 +415,7 @@ class Embeddings:
         at_once = _MOST_AT_ONCE if most is None else min(_MOST_AT_ONCE, -(-most // 2))
         self.context.underway.add(self)
         try:
-            # At the same time, as those that come together run in the same steps.
+            # Concurrently, so that they share steps.
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(at_once, len(self._prompts))):
                     group.create_task(work())
@@ -430,7 +430,7 @@ class Embeddings:
         self._outputs = [outputs[i] for i in range(len(self._prompts))]
 
     async def abort(self) -> None:
-        """Ends all that is not embedded yet, for another request: the client gets 499."""
+        """Ends all unfinished texts, for another request. The client gets 499."""
         self._is_aborted = True
         for stream in list(self._streams):
             await self.model.engine.abort(stream.request_id)
@@ -527,7 +527,7 @@ class Embeddings:
 
     @property
     def vectors(self) -> list[np.ndarray]:
-        """``[dimensions]`` float32 of each text, in the order in which they were added."""
+        """``[dimensions]`` float32 for each text, in the order of `add`."""
         return [output.pooled for output in self._outputs if output.pooled is not None]
 
     @property

@@ -1,6 +1,6 @@
-"""Bodies of embeddings, pooling, scores and reranking, and those of their answers.
+"""Bodies of requests and answers for embeddings, pooling, scores and reranking.
 
-Names are those of OpenAI (embeddings), vLLM (pooling, score), and Jina and Cohere (rerank).
+Names follow OpenAI (embeddings), vLLM (pooling, score), and Jina and Cohere (rerank).
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
-from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged.server.requests import Body, Label, Messages, TokenIds
 from mlx_paged.server.responses import Usage
 
-#: Most texts of one body, as in OpenAI's API.
+#: Maximum texts of one body, as in OpenAI's API.
 MAX_TEXTS = 2048
 
 _Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
@@ -94,7 +94,7 @@ class EmbeddingBody(InputBody):
 
 
 class PoolingBody(EmbeddingBody):
-    """`POST /pooling`: vLLM's name for the same."""
+    """`POST /pooling`: vLLM's name for embeddings."""
 
     task: Literal["embed"] | None = Field(None, description="Only embed.")
 
@@ -112,7 +112,7 @@ class ScoreBody(PoolingRequest):
 
 
 class RerankDocument(Body):
-    """A document, as Jina and Cohere take it too."""
+    """A document in Jina's and Cohere's form."""
 
     text: str
 
@@ -218,7 +218,7 @@ class RankedDocument(TypedDict):
 
 
 class Ranked(TypedDict):
-    """A document by its place in the body, and how near it is to the query."""
+    """A document by its index in the body, with its similarity to the query."""
 
     index: int
     relevance_score: float

@@ -1,9 +1,9 @@
-"""Requests and tokens that each key may use in a minute, and the file that has keys.
+"""Limits on requests and tokens per minute for each key, and the file with keys.
 
-An allowance fills up evenly, as OpenAI's do: with 60 requests a minute there is a new one each
-second, and up to 60 at once after a minute without any. Tokens are counted as they are used, those
-of the prompt when a request begins and those of its answers as they come. So a request may use more
-than is left, and the next ones wait until that is made up for.
+An allowance refills evenly, like OpenAI's: with 60 requests a minute, a new one is allowed each
+second, and up to 60 at once after an idle minute. Tokens are counted as they are used: a prompt's
+when its request begins, an answer's as they arrive. So a request may use more than the rest, and
+the next ones wait until the allowance is positive again.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HEADERS = tuple(
     for unit in ("requests", "tokens")
 )
 _MINUTE = 60.0
-# Clients without a key that are remembered. (The others have not asked for longest.)
+# Maximum remembered clients without a key; the longest idle ones are forgotten.
 _MOST_ADDRESSES = 4096
 _ENTRY = ("key", "requests_per_minute", "tokens_per_minute")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Requests and tokens that a client may use in a minute; None: any number.
+    """Requests and tokens that a client may use in a minute; None means no limit.
 
     Attributes:
         requests: Requests for answers or embeddings.
@@ -82,7 +82,7 @@ def _read_keys(path: Path, default: Limits) -> dict[str, Limits]:
                 raise InvalidParameterError(where, f"of {', '.join(_ENTRY)}", name)
         key = given.get("key")
         if not isinstance(key, str) or not key.strip() or not key.isprintable():
-            # The value may be a key that was not quoted, so it is not shown.
+            # The value may be a key without quotes, so it is not shown.
             raise InvalidParameterError(where, "a key: a printable text in quotes", "(not shown)")
         limits = []
         for name, otherwise in zip(_ENTRY[1:], (default.requests, default.tokens)):
@@ -96,15 +96,15 @@ def _read_keys(path: Path, default: Limits) -> dict[str, Limits]:
 
 
 class _Allowance:
-    """The rest of a limit, which fills up with time.
+    """The rest of an allowance, which refills over time.
 
     Args:
-        most: in a minute, and at once.
+        most: Allowance for a minute, and the maximum at once.
     """
 
     def __init__(self, most: int, now: float) -> None:
         self.most = most
-        self._level = float(most)  # below 0: more was used than there was
+        self._level = float(most)  # below 0 if more was used than available
         self._at = now
 
     def level(self, now: float) -> float:
@@ -135,7 +135,7 @@ class Budget:
         """Counts a request.
 
         Raises:
-            ApiError: 429, there is nothing left.
+            ApiError: 429, the allowance is used up.
         """
         now = self._clock()
         for unit, allowance in self._allowances.items():
@@ -171,12 +171,12 @@ class Budget:
 
 
 class RateLimitMiddleware:
-    """Counts requests and refuses those beyond their client's limits.
+    """Counts requests, and refuses those beyond their client's limits.
 
     Args:
-        keys: the limits of each key, by the digest that `KeyMiddleware` knows it by.
-        default: of clients without a key, by their address.
-        paths: those whose POST requests are limited.
+        keys: Limits of each key, by the digest from `KeyMiddleware`.
+        default: Limits of clients without a key, by their address.
+        paths: Paths whose POST requests are limited.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
-"""`/v1/chat/completions/render` and `/v1/completions/render`: a request in terms of the model.
+"""`/v1/chat/completions/render` and `/v1/completions/render`: a request as the model gets it.
 
-The answer is vLLM's `GenerateRequest`: token ids, and how the answer would be generated. Nothing is
-generated.
+The answer is vLLM's `GenerateRequest`: token ids and sampling parameters. Nothing is generated.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged.engine.media.prompt import PreparedMedia
 from mlx_paged.engine.sampling_params import SamplingParams

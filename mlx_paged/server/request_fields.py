@@ -1,16 +1,16 @@
 """Every field of OpenAI's and vLLM's generating requests: works, hint, or refused by name.
 
-A field that changes the answer works or is refused; it is never ignored. A hint changes no answer:
-any value of it is taken. Fields that neither API has are logged, or refused under
-``--strict-requests``. The bodies in `server.requests` and `server.responses_api.body` have all of
-these fields, which a test compares.
+A field that changes the answer works or is refused; it is never ignored. A hint changes no answer,
+and any value of it is accepted. Fields that neither API has are logged, or refused under
+``--strict-requests``. The bodies in `server.requests` and `server.responses_api.body` have all
+these fields; a test compares them.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-#: Fields that do what the API says, by the API that has them.
+#: Fields that work, by the API that defines them.
 WORKS = {
     "all": """
         allowed_token_ids bad_words cache_salt frequency_penalty ignore_eos
@@ -64,11 +64,11 @@ HINTS = (
 
 
 class Refusal(NamedTuple):
-    """A field that is 400, apart from values that ask for nothing.
+    """A field that is refused with 400, except for values without effect.
 
     Attributes:
-        allowed: Those values, besides null.
-        reason: Why no others are taken.
+        allowed: Values without effect, besides null.
+        reason: Why no others are accepted.
     """
 
     name: str

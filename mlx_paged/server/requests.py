@@ -1,7 +1,7 @@
-"""Bodies of requests, as OpenAI and vLLM name them: read, validated, made into engine parameters.
+"""Bodies of requests with OpenAI's and vLLM's names: read, validated, converted for the engine.
 
-A body's fields are honoured or refused, never ignored. A new field that `SamplingParams` has too is
-one entry here; any other is an entry here and a line where it is used.
+A body's fields work or are refused; they are never ignored. A new field that `SamplingParams` has,
+too, is one entry here. Any other is an entry here, and a line in the code that uses it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-# (A list fails at its first wrong entry: to report a hundred thousand takes seconds.)
+# A list fails at its first wrong entry, because reporting a hundred thousand would take seconds.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -65,7 +65,7 @@ NumLogprobs = Annotated[int, Field(ge=0)]
 _OLDER = "An older name of a field of structured_outputs."
 _MAX_NAMED_FIELDS = 8
 _SCANNED_AT_ONCE = 1 << 13  # bytes of a body
-_TURN = 0.002  # seconds of scanning after which others have a turn
+_TURN = 0.002  # seconds of scanning after which other tasks run
 # Names that pydantic puts into the path of a field for the branches of a union.
 _BRANCHES = frozenset(
     {"str", "int", "float", "bool", "ToolChoiceBody", "ToolChoiceObject", "NamedFunction"}
@@ -73,7 +73,7 @@ _BRANCHES = frozenset(
 
 
 def _what_works_first(schema: dict[str, Any]) -> None:
-    """The order in documents: a class's own fields, then those of its bases; refused ones last."""
+    """Orders fields in documents: a class's own, then those of its bases, refused ones last."""
     refused = Unsupported.model_fields
     properties = schema.get("properties", {})
     schema["properties"] = dict(sorted(properties.items(), key=lambda item: item[0] in refused))
@@ -82,8 +82,8 @@ def _what_works_first(schema: dict[str, Any]) -> None:
 class Body(BaseModel):
     """A request's body.
 
-    Types are strict ("5" is no number), numbers must be finite. Unknown fields are kept in
-    `model_extra`: the server logs them, or refuses them under ``--strict-requests``.
+    Types are strict ("5" is no number), and numbers must be finite. Unknown fields stay in
+    `model_extra`; the server logs them, or refuses them under ``--strict-requests``.
     """
 
     model_config = ConfigDict(
@@ -100,7 +100,7 @@ class StreamOptions(Body):
 
 
 class Unsupported(Body):
-    """Fields that change no answer, and those that are refused (`server.request_fields`)."""
+    """Hints, and fields that are refused (`server.request_fields`)."""
 
     prediction: Any = Field(None, description="A hint.")
     service_tier: Label | None = Field(None, description="A hint: there is one tier.")
@@ -133,7 +133,7 @@ class Unsupported(Body):
     routed_experts_prompt_start: int | None = Field(None, description="Only 0.")
     return_prompt_text: bool | None = Field(None, description="true is not supported: 400.")
 
-    #: Refused, besides what `REFUSED` has, where they are given at all ([] is nothing).
+    #: Refused in addition to `REFUSED` if given at all; [] does not count.
     refused: ClassVar[tuple[str, ...]] = ()
 
     def unsupported(self) -> tuple[str, str] | None:
@@ -186,7 +186,7 @@ class GenerationBody(Unsupported):
     )
     n: Annotated[int, Field(ge=1, le=256)] | None = None
 
-    # Where an answer ends.
+    # The end of an answer.
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -386,10 +386,10 @@ class ChatBody(GenerationBody, MediaFields):
 
     @model_validator(mode="after")
     def _take_reasoning(self) -> ChatBody:
-        """Sets the fields that `reasoning` means.
+        """Sets the fields that `reasoning` stands for.
 
         Raises:
-            ApiError: 400 for one that is given in both forms, with different values.
+            ApiError: 400 for a field that is given in both forms with different values.
         """
         given = self.reasoning
         if given is None:
@@ -522,10 +522,10 @@ def has_body(request: Request) -> bool:
 
 
 def check_content(request: Request) -> None:
-    """Refuses a body that is not announced as JSON, or is compressed.
+    """Refuses a body that is not declared as JSON, or is compressed.
 
-    A page of any site may send a body of no type, or of a form's types, and the browser asks this
-    server only before it sends others.
+    Pages of any site may send bodies without a type or with those of forms. For other types, the
+    browser asks this server first.
 
     Raises:
         ApiError: 415, which says what to send.
@@ -590,7 +590,7 @@ async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
 
 
 def too_large(limit: int, what: str = "the body") -> ApiError:
-    """413, which says the limit."""
+    """Returns 413 with the limit."""
     return ApiError(
         413,
         f"{what} must be at most {limit} bytes",
@@ -601,7 +601,7 @@ def too_large(limit: int, what: str = "the body") -> ApiError:
 
 def _from_validation(error: ValidationError, *, is_openai: bool) -> ApiError:
     found = error.errors(include_url=False, include_context=False)
-    # The client meant the branch of a union that matched most.
+    # The client meant the branch of the union that matched furthest.
     top = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
     first = max(top, key=lambda e: (e["type"] == "too_long", len(_path_of(e["loc"]))))
     if first["type"] == "json_invalid":
@@ -610,7 +610,7 @@ def _from_validation(error: ValidationError, *, is_openai: bool) -> ApiError:
     param = _spelled(path, is_openai=is_openai) or None
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_field")
-    # Each branch of a union reports what it expected.
+    # Each branch of a union reports its expectation.
     same = [e["msg"] for e in found if _path_of(e["loc"]) == path]
     expected = ", or ".join(dict.fromkeys(m[:1].lower() + m[1:] for m in same))
     value = first["input"]
@@ -662,10 +662,10 @@ _RESERVED_KWARGS = {
 
 
 def template_kwargs_of(given: dict[str, Any] | None) -> dict[str, Any]:
-    """The variables of a template that a body gives as `chat_template_kwargs`.
+    """Returns the template variables of a body's `chat_template_kwargs`.
 
     Raises:
-        ApiError: 400 for those that the server sets.
+        ApiError: 400 for variables that the server sets.
     """
     kwargs = dict(given or {})
     if reserved := _RESERVED_KWARGS & kwargs.keys():
@@ -691,7 +691,7 @@ def conversation_of(body: ChatBody | TokenizeBody, io: IoOptions | None = None) 
             value = getattr(body, name)
             if value is not None and kwargs.setdefault(name, value) != value:
                 raise contradiction(name, f"chat_template_kwargs.{name}")
-        if body.reasoning_effort is not None:  # some templates think only if told to
+        if body.reasoning_effort is not None:  # Some templates think only on request.
             kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -716,7 +716,7 @@ _OF_VIDEOS = {"video_fps": "fps", "video_max_frames": "num_frames", "max_frames"
 
 
 def _io_of(body: MediaFields, defaults: IoOptions) -> IoOptions:
-    """How the media of a body are read, where their parts do not say it."""
+    """Returns how to read the media of a body if their parts do not say."""
     found = defaults.with_(body.media_io_kwargs)
     asked = found.of_clips(vars(body), _OF_VIDEOS)
     of_video = (body.media_io_kwargs or {}).get("video") or {}
@@ -800,15 +800,14 @@ _SAMPLING -= {"structured_outputs"}
 def sampling_params(
     body: GenerationBody, config: ServerConfig, defaults: GenerationDefaults, **given: Any
 ) -> SamplingParams:
-    """The sampling parameters of a body.
+    """Returns the sampling parameters of a body.
 
     Args:
-        given: fields with another name or meaning in the API; `max_tokens` must be
-            among them.
+        given: Fields with another name or meaning in the API, including `max_tokens`.
 
     Raises:
         ApiError: 400 for a field that this server, or the rest of the body, does not allow.
-        InvalidParameterError: a value that `SamplingParams` refuses.
+        InvalidParameterError: A value that `SamplingParams` refuses.
     """
     if body.prompt_logprobs is not None:
         check_logprobs("prompt_logprobs", body.prompt_logprobs, config)
@@ -832,7 +831,7 @@ def sampling_params(
     if body.logit_bias is not None:
         values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     if body.allowed_token_ids is not None:
-        # (There may be many, and each is looked at several times.)
+        # There may be many, and each is looked at several times.
         values["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))
     if body.logprob_token_ids is not None:
         values["logprob_token_ids"] = tuple(body.logprob_token_ids)
@@ -846,7 +845,7 @@ def sampling_params(
 
 
 def max_tokens_of(body: ChatBody | CompletionBody) -> int | None:
-    """The limit of an answer, which has two names; given twice it must be the same.
+    """Returns the limit of an answer, which has two names that must not contradict each other.
 
     Raises:
         ApiError: 400 for different limits.

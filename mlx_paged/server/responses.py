@@ -1,7 +1,7 @@
-"""Bodies of answers: what handlers build, and what the OpenAPI document is made of.
+"""Bodies of answers: built by endpoints, and described in the OpenAPI document.
 
-They are dicts with declared fields, since some are built for every token and a pydantic model costs
-three times as much. mypy checks the code that builds them, the tests validate what was sent.
+They are dicts with declared fields, because some are built for every token and a pydantic model
+costs three times as much. mypy checks the code that builds them; tests validate the sent bodies.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, NotRequired, TypeVar, cast
 
 from pydantic_core import to_json
-from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged import __version__
 from mlx_paged.engine.outputs import Logprob, PositionReport
 
 FINGERPRINT = f"mlx-paged-{__version__}"
 
-#: Why an answer ended. (One that ends for another reason is an error.)
+#: Why an answer ended. Any other reason is an error.
 Reason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
