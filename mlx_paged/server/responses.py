@@ -80,14 +80,14 @@ class ChatLogprobs(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """A token of a prompt, or one that could have been there."""
+    """A token of a prompt, or one of its alternatives."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-#: Of each token of a prompt, by token id; null for the first token, which follows nothing.
+#: By token id for each token of a prompt; null for the first token, which follows nothing.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -106,7 +106,7 @@ class CalledCustom(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """A call of an answer: of a function, or of a custom tool."""
+    """An answer's call of a function or of a custom tool."""
 
     id: str
     type: Literal["function", "custom"]
@@ -127,7 +127,7 @@ class AnswerMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One of n answers. `token_ids` are there where they are asked for."""
+    """One of n answers. It has `token_ids` if they were requested."""
 
     index: int
     message: AnswerMessage
@@ -241,7 +241,7 @@ class CompletionAnswer(Answer):
 
 
 class Model(TypedDict):
-    """A name of the model. The fields that may be missing are not known while it loads."""
+    """A name of the model. Optional fields are unknown while it loads."""
 
     id: str
     object: Literal["model"]
@@ -310,7 +310,7 @@ class DocumentText(TypedDict):
 
 
 class MediaLimit(TypedDict):
-    """How much of a kind of media a prompt may have."""
+    """The limits of one kind of media in a prompt."""
 
     max_items: int
     max_bytes: int
@@ -319,7 +319,7 @@ class MediaLimit(TypedDict):
 class MediaInfo(TypedDict):
     """The media that prompts may have.
 
-    `kinds` is empty for a model that reads text only; `reason` says why it does.
+    `kinds` is empty for a model that takes text only; `reason` says why.
     """
 
     kinds: dict[str, MediaLimit]
@@ -338,14 +338,14 @@ class PdfInfo(TypedDict):
 
 
 class ParsingInfo(TypedDict):
-    """How answers are read.
+    """The formats of answers.
 
     Attributes:
-        tool_calls: Name of the format of tool calls; "derived": from the chat template.
-        tool_call_syntax: A call, where it is derived.
+        tool_calls: Name of the format of tool calls; "derived" from the chat template.
+        tool_call_syntax: An example of a derived call.
         no_tool_calls: Why no format is known.
         reasoning: Name of the reasoning format.
-        reasoning_markers: With what reasoning begins and ends.
+        reasoning_markers: Markers around reasoning.
     """
 
     tool_calls: str | None
@@ -356,7 +356,7 @@ class ParsingInfo(TypedDict):
 
 
 class ServerInfo(TypedDict):
-    """`GET /server_info`. What comes from the engine is there when it answers."""
+    """`GET /server_info`. It has the engine's fields if the engine answers."""
 
     version: str
     status: str
@@ -376,7 +376,7 @@ T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """A list whose entries are made while it is serialised, once: together they may be large."""
+    """A list whose entries are made once, during serialization, because all may be large."""
 
     def __init__(self, entries: Iterable[T]) -> None:
         self._entries = entries
@@ -391,10 +391,10 @@ class Lazy(Generic[T]):
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """A body as JSON; each piece takes about as long as one entry of a `Lazy` list.
+    """Yields a body as JSON; each piece takes about as long as one entry of a `Lazy` list.
 
     Args:
-        value: of dicts; lists in them are serialised at once, unless they are `Lazy`.
+        value: Dicts. Lists in them are serialized in one piece, unless they are `Lazy`.
     """
     if isinstance(value, Lazy):
         separator = b"["
@@ -416,7 +416,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 def json_bytes(value: Any) -> bytes:
     """A body as JSON, at a stretch."""
-    return to_json(value, fallback=list)  # (of `Lazy`)
+    return to_json(value, fallback=list)  # for `Lazy`
 
 
 def _is_lazy(value: Any) -> bool:
@@ -453,12 +453,12 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """Log-probabilities of a plain completion's choice, in pieces whose offsets go on.
+    """Log-probabilities of a plain completion's choice, in pieces with continuing offsets.
 
     Args:
-        num_top: alternatives of each token.
-        as_ids: name tokens "token_id:7".
-        first: the prompt's first token and its text, of which nothing is reported.
+        num_top: Alternatives of each token.
+        as_ids: Name tokens "token_id:7".
+        first: The prompt's first token and its text, which has no report.
     """
 
     def __init__(self, num_top: int, *, as_ids: bool, first: tuple[int, str]) -> None:
@@ -469,7 +469,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def piece(self, reports: Sequence[PositionReport | None]) -> CompletionLogprobsAnswer:
-        """Those of the next tokens; None reports the first token of a prompt. Lists are lazy."""
+        """Returns those of the next tokens; None reports a prompt's first token. Lists are lazy."""
         return {
             "tokens": Lazy.list(self._token(report) for report in reports),
             "token_logprobs": Lazy.list(
@@ -520,7 +520,7 @@ def _name(token: int, entry: Logprob, as_ids: bool) -> str:
 def _alternatives(
     report: PositionReport, entries: list[tuple[int, Logprob]], count: int
 ) -> list[tuple[int, Logprob]]:
-    """The tokens that the request has listed, or else the likeliest ones."""
+    """Returns the tokens that the request listed, or else the most likely ones."""
     if (listed := report.listed) is None:
         return _likeliest(entries, count)
     by_id = dict(entries)
@@ -528,7 +528,7 @@ def _alternatives(
 
 
 def _likeliest(entries: list[tuple[int, Logprob]], count: int) -> list[tuple[int, Logprob]]:
-    """Alternatives from a report, where the token itself comes first; here it moves to its rank."""
+    """Returns the alternatives of a report by rank. In the report, the token itself comes first."""
     ordered = sorted(entries, key=lambda entry: entry[1].rank)
     return [entry for entry in ordered if entry[1].rank <= count][:count]
 

@@ -30,25 +30,25 @@ from mlx_paged.server.websocket import SETTINGS, websockets
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the event loop may keep Python's lock while the engine's thread waits for it, which
-# a step does some fifty times: with Python's 5 ms, steps took 0.3 s while a large answer was
-# serialised.
+# Seconds that the event loop may hold Python's lock while the engine's thread waits for it, some
+# fifty times in each step. With Python's 5 ms, steps took 0.3 s while a large answer was
+# serialized.
 _SWITCH_INTERVAL = 0.0005
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds between checks of the engine's thread.
 _WATCH_INTERVAL = 0.25
-# Seconds that responses have to end after the engine has ended their requests.
+# Seconds for responses to end after the engine has ended their requests.
 _RESPONSE_GRACE = 5.0
-# Seconds that clients have, at least, to end a TLS connection that this server has closed.
+# Minimum seconds for clients to end a TLS connection that this server has closed.
 _GOODBYE = 1.0
-_KEEP_ALIVE = 75  # above the 60 s of most proxies, or they would use closed connections
+_KEEP_ALIVE = 75  # More than the 60 s of most proxies, which could use closed connections.
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with our `Listener`, and without its signal handlers.
+    """uvicorn's server with our `Listener`, and without its signal handlers.
 
-    uvicorn raises a signal again when it has ended, which would end the process by that signal
-    instead of with status 0.
+    uvicorn raises a signal again after its end, which would end the process by that signal instead
+    of with status 0.
     """
 
     @contextlib.contextmanager
@@ -80,9 +80,9 @@ class _Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
     async def _leave_silent_clients(self) -> None:
-        """Ends connections that are closed and sent, but whose client does not say goodbye.
+        """Ends closed connections whose data is sent, but whose client sends no TLS goodbye.
 
-        TLS waits half a minute for that, and a client that keeps an idle connection reads nothing.
+        TLS waits half a minute for it, and a client with an idle connection reads nothing.
         """
         closed: set[object] = set()
         while True:
@@ -133,7 +133,7 @@ def serve(
     )
     with listening as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if config.files_dir is not None:
-            Folder(Path(config.files_dir)).close()  # (refused before the model is loaded)
+            Folder(Path(config.files_dir)).close()  # Refuses a bad folder before loading.
         service = _Service(make_engine(), config, sock, ssl_keyfile, ssl_certfile)
         status = runner.run(service.run())
     if service.is_loading:
@@ -162,7 +162,7 @@ def warn_if_open_to_all(sock: socket.socket, config: ServerConfig) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process while a thread loads a model or computes, which nothing can interrupt.
+    """Ends the process while a thread loads a model or computes, which cannot be interrupted.
 
     The interpreter would wait for that thread, or shut down while it runs.
     """
@@ -233,7 +233,7 @@ class _Service:
 
     @property
     def _address(self) -> str:
-        """Where it listens, for the log."""
+        """Its address, for the log."""
         name = self._socket.getsockname()
         if self._socket.family == socket.AF_UNIX:
             return f"{self._scheme}+unix:{name}"

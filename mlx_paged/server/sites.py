@@ -1,12 +1,12 @@
 """Refuses requests that pages of other sites make through a user's browser.
 
-A browser sends such requests to any address it can reach, loopback included, so listening on
-127.0.0.1 keeps other machines out but not other sites. Two checks do:
+A browser sends such requests to any reachable address, including loopback, so listening on
+127.0.0.1 keeps out other machines but not other sites. Two checks do:
 
-- `Origin` and `Sec-Fetch-Site`, which browsers set and pages cannot, show a request of another
+- `Origin` and `Sec-Fetch-Site`, which browsers set and pages cannot, reveal requests of another
   origin. Those that change state or compute are refused.
-- `Host` shows the name by which a page found this server. A site can point its own name at this
-  machine (DNS rebinding), and is then same-origin for the browser: only known names are served.
+- `Host` is the name by which a page found this server. A site can point its own name at this
+  machine (DNS rebinding), and is then same-origin for the browser. So only known names are served.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SiteMiddleware:
     """Refuses unknown names of this server, and pages of other origins.
 
     Args:
-        hosts: the names and addresses by which it is known; None: every one is.
-        origins: those whose pages may call it, besides its own; "*": any.
+        hosts: Known names and addresses of this server; None accepts all.
+        origins: Other origins whose pages may call it; "*" means any.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SiteMiddleware:
 
     def _check_host(self, headers: Headers, scope: Scope) -> None:
         host = headers.get("host")
-        # (Every browser sends Host; HTTP/1.0 and calls within the process may not.)
+        # All browsers send Host; HTTP/1.0 and in-process calls may not.
         if self._hosts is None or host is None:
             return
         name = _name_of(host)
@@ -75,12 +75,12 @@ class SiteMiddleware:
 
 
 def known_hosts(address: str, allowed: Sequence[str]) -> frozenset[str] | None:
-    """The names for `SiteMiddleware`.
+    """Returns the names for `SiteMiddleware`.
 
     Args:
-        address: on which the server listens. On loopback names are always checked, elsewhere only
-            if some are given: nothing tells which names lead there.
-        allowed: names and addresses besides its own; "*": any.
+        address: The address that the server listens on. On loopback, names are always checked. Else
+            they are checked only if some are given, because the server's names are unknown.
+        allowed: Names and addresses besides its own; "*" means any.
     """
     if "*" in allowed or not (allowed or is_loopback(address)):
         return None
@@ -88,10 +88,10 @@ def known_hosts(address: str, allowed: Sequence[str]) -> frozenset[str] | None:
 
 
 def check_origin(headers: Headers, origins: frozenset[str] | None = None) -> None:
-    """Refuses a request of a page of another origin.
+    """Refuses a request from a page of another origin.
 
     Args:
-        origins: those whose pages may call, besides the server's own ("*": any); None: no others.
+        origins: Other origins whose pages may call ("*": any); None: no others.
 
     Raises:
         ApiError: 403.
@@ -126,7 +126,7 @@ def is_host(name: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """The name or address in a `Host` header, which may have a port; empty if there is none."""
+    """Returns the name or address in a `Host` header, without its port; "" if there is none."""
     if _is_address(host):
         return _plain(host)
     try:

@@ -1,7 +1,7 @@
-"""From a generation to the HTTP response, whole or as server-sent events: the one way for all APIs.
+"""Turns a generation into an HTTP response, whole or as server-sent events, for all APIs.
 
-An API is an adapter, which formats its answer and the events of its stream. `OpenAIAdapter` is
-what chats and plain completions have in common.
+An API is an adapter, which formats its answer and the events of its stream. `OpenAIAdapter` is the
+common part of chats and plain completions.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ Chunk = responses.ChatChunk | responses.CompletionAnswer
 
 
 class Adapter(ABC):
-    """How one API represents a generation.
+    """The form of a generation in one API.
 
     Args:
-        generation: not submitted yet.
+        generation: Not submitted yet.
 
     Attributes:
-        done: What a stream ends with, also after an error.
-        ping: What is sent now and then while there is nothing else; None: a comment.
+        done: The end of a stream, also after an error.
+        ping: Sent at intervals while a stream is silent; None sends a comment.
     """
 
     done = b""
@@ -93,7 +93,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def piece(self, piece: Piece) -> Iterable[bytes]:
-        """The events of a piece; none where there is nothing to send yet."""
+        """Returns the events of a piece; empty if there is nothing to send yet."""
 
     def end(self) -> Iterable[bytes]:
         """Events after the last piece."""
@@ -128,10 +128,10 @@ async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Respon
 
 
 async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Awaits a coroutine, and cancels it if the client goes.
+    """Awaits a coroutine, and cancels it if the client leaves.
 
     Raises:
-        ApiError: the client has gone.
+        ApiError: The client has left.
     """
     work = asyncio.ensure_future(coroutine)
     watch = asyncio.ensure_future(_disconnected(request))
@@ -150,9 +150,9 @@ async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T
 async def json_response(
     body: Mapping[str, Any] | Sequence[Any], headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A body as a response, serialised in pieces between which other tasks run.
+    """Returns a body as a response, serialized in pieces so that other tasks run in between.
 
-    One of more than `_MAX_HELD` bytes is serialised while it is sent, as fast as the client reads.
+    A body over `_MAX_HELD` bytes is serialized while it is sent, as fast as the client reads.
     """
     pieces = _in_turns(responses.json_pieces(body))
     held = []
@@ -174,7 +174,7 @@ async def _after(held: list[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator
 
 
 async def _in_turns(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Joins pieces to larger ones; lets other tasks run before each."""
+    """Joins pieces to larger ones, and lets other tasks run before each."""
     joined = []
     size = 0
     for piece in pieces:
@@ -256,11 +256,11 @@ async def events_of(adapter: Adapter) -> AsyncIterator[bytes]:
 
 
 class EventStream(EventSourceResponse):
-    """Server-sent events; drops a client that reads none for `read_timeout`.
+    """Server-sent events. Drops a client that reads none for `read_timeout`.
 
     Args:
-        trace: of the request that the events answer, or are read by.
-        ping: what is sent now and then while there is nothing else; None: a comment.
+        trace: The log of the request that the events answer, or that reads them.
+        ping: Sent at intervals while the stream is silent; None sends a comment.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class EventStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def noted_send(message: Message) -> None:
-            if self._sending_since is None:  # (a ping may wait beside a chunk)
+            if self._sending_since is None:  # A ping may wait next to a chunk.
                 self._sending_since = time.monotonic()
             await send(message)
             self._sending_since = None
@@ -335,10 +335,10 @@ class TextEvent:
 
 
 class OpenAIAdapter(Adapter):
-    """Chats and plain completions: chunks of choices, usage where it is asked for, ``[DONE]``.
+    """Chats and plain completions: chunks of choices, usage if requested, ``[DONE]``.
 
     Args:
-        id_prefix: of the answer's id.
+        id_prefix: Prefix of the answer's id.
     """
 
     done = b"data: [DONE]\n\n"
@@ -374,12 +374,12 @@ class OpenAIAdapter(Adapter):
         }
 
     def whole_usage(self) -> responses.Usage:
-        """Usage of all answers that were generated."""
+        """Returns the usage of all generated answers."""
         answers = [answer for output in self.generation.outputs for answer in output.outputs]
         return self.usage(sum(len(answer.token_ids) for answer in answers))
 
     def event(self, choice: ChunkChoice) -> bytes:
-        """A chunk of one choice, with usage where every chunk has it."""
+        """Returns a chunk of one choice, with usage if every chunk has it."""
         chunk = self.chunk([choice])
         if self._usage_always:
             chunk["usage"] = self.usage(self.generation.num_sent)
@@ -391,7 +391,7 @@ class OpenAIAdapter(Adapter):
         text = piece.text
         if piece.is_plain and not (self.return_token_ids or self._usage_always):
             if not text:
-                return ()  # a character is not whole yet
+                return ()  # A character is incomplete.
             key = piece.prompt, piece.index
             event = self._text_events.get(key)
             if event is None:

@@ -16,20 +16,20 @@ from mlx_paged.server.errors import bad_request, own_names
 
 logger = logging.getLogger(__name__)
 
-#: Most tools of a request.
+#: Maximum tools of a request.
 MAX_TOOLS = 1024
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class _Part(BaseModel):
-    """A part of a body. Unknown fields are kept, and mean nothing."""
+    """A part of a body. Unknown fields are kept and ignored."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class FunctionBody(_Part):
-    """A function that may be called."""
+    """A function that the model may call."""
 
     name: Name
     description: str | None = None
@@ -122,7 +122,7 @@ class CallInput(_Part):
 
 
 class CallBody(_Part):
-    """A call of an earlier answer: of a function, or of a custom tool."""
+    """A call in an earlier answer: of a function, or of a custom tool."""
 
     id: str | None = None
     type: str | None = None
@@ -176,10 +176,10 @@ def _custom(body: CustomBody, where: str) -> Tool:
 
 
 def check_parameters(schema: dict[str, Any], where: str) -> None:
-    """Refuses a schema that is not about an object: arguments are one.
+    """Refuses a schema that is not for an object, because arguments are one.
 
     Raises:
-        ApiError: it is about something else.
+        ApiError: It is for another type.
     """
     kind = schema.get("type", "object")
     if kind != "object":
@@ -187,10 +187,10 @@ def check_parameters(schema: dict[str, Any], where: str) -> None:
 
 
 def require_distinct(tools: Iterable[Tool]) -> None:
-    """Refuses two tools of one name.
+    """Refuses two tools with the same name.
 
     Raises:
-        ApiError: there are two.
+        ApiError: There are two.
     """
     names = set()
     for tool in tools:
@@ -202,10 +202,10 @@ def require_distinct(tools: Iterable[Tool]) -> None:
 def choice_of(
     given: str | ToolChoiceBody | None, parallel: bool | None, tools: Iterable[Tool]
 ) -> ToolChoice:
-    """The tools that may be called.
+    """Returns the tools that may be called.
 
     Raises:
-        ApiError: 400 for a choice without tools, or without what its type needs.
+        ApiError: 400 for a choice without tools, or without fields that its type needs.
     """
     several = parallel is not False
     if not tools:
@@ -258,7 +258,7 @@ def format_of(given: ResponseFormat | None) -> StructuredOutputs | None:
             where = "response_format.json_schema.schema"
             raise bad_request(where, f"{where} is missing", "missing_field")
         return StructuredOutputs(json=body.schema_, strict=bool(body.strict))
-    if given.type == "structural_tag":  # (vLLM's)
+    if given.type == "structural_tag":  # vLLM's type
         return StructuredOutputs(structural_tag={"type": given.type, **(given.model_extra or {})})
     raise bad_request(
         "response_format.type",

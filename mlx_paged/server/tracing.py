@@ -58,11 +58,11 @@ def checked_endpoint(endpoint: str) -> str:
 
 
 class Tracing:
-    """Makes spans, and sends them from a thread of its own.
+    """Makes spans, and sends them from its own thread.
 
     Args:
-        endpoint: of the collector.
-        model_name: the name in answers.
+        endpoint: URL of the collector.
+        model_name: The model's name in answers.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
@@ -89,9 +89,9 @@ class Tracing:
         """Makes the span of a request that has ended.
 
         Args:
-            reason: why it ended.
-            headers: of the client's request.
-            params: how it was sampled; None: it was pooled.
+            reason: Why it ended.
+            headers: Headers of the client's request.
+            params: Its sampling parameters; None if it was pooled.
         """
         now, wall = time.monotonic(), time.time_ns()
         times = output.metrics
@@ -153,7 +153,7 @@ class Tracing:
         return found
 
     async def close(self) -> None:
-        """Sends what is left, for some seconds at most."""
+        """Sends the remaining spans, for at most a few seconds."""
         # A daemon thread, because a collector that does not answer must not delay the exit.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()

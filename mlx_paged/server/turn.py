@@ -1,8 +1,8 @@
-"""A turn of a conversation, whichever API asks for it: what goes in, and how the answer is read.
+"""A turn of a conversation in any API: its input, its constraint, and the reading of its answer.
 
 Chat completions, responses and messages make a `Turn` from their bodies. `prepare` renders the
-prompt, decides which grammar the answer must follow, and says how it is read. What is left to an
-API is to spell the events of the answers (`tools.events`) in its own words.
+prompt and determines the grammar and the format of the answer. An API only has to express the
+answer's events (`parsing.events`) in its own form.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Turn:
     """A client's request for an answer.
 
     Attributes:
-        conversation: The messages; `turn_messages` has their form.
-        tools: What the model may call, or could.
-        choice: What it may call this time.
-        structured_outputs: What its text must be; None: anything.
-        names: What the body calls the fields of structured outputs, for errors
+        conversation: The messages.
+        tools: All tools.
+        choice: Tools that the model may call this time.
+        structured_outputs: Constraint on its text; None means none.
+        names: The body's names of the fields of structured outputs, for errors
             (`errors.own_name`).
-        parses: Whether calls and reasoning are told from text. (Where not, the answer is its text.)
+        parses: True separates calls and reasoning from text; False takes the whole answer as text.
     """
 
     conversation: Conversation
@@ -63,16 +63,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class PreparedTurn:
-    """A turn in terms of the model.
+    """A turn ready for the model.
 
     Attributes:
         prompt: Tokens of the conversation.
-        media: What its images, videos and sounds are; None: it has none.
-        params: How answers are generated, with the grammar that they follow.
-        tools: What an answer may call.
-        relaxed: Parts of schemas that its answers need not satisfy.
-        forces_a_call: Whether an answer is nothing but calls, and reasoning.
-        names: What the body calls the fields of structured outputs, for errors.
+        media: Its images, videos and sounds, or None.
+        params: Parameters of the answers, including their grammar.
+        tools: Tools that an answer may call.
+        relaxed: Parts of schemas that are not enforced.
+        forces_a_call: True if answers consist of calls and reasoning only.
+        names: The body's names of the fields of structured outputs, for errors.
     """
 
     prompt: list[int]
@@ -91,7 +91,7 @@ class PreparedTurn:
 
     @property
     def is_plain(self) -> bool:
-        """True if answers are their text: nothing in them needs to be told from it."""
+        """True if the whole answer is text, so that nothing has to be separated."""
         return not self._reads_markers
 
     def reader(self) -> AnswerReader:
@@ -118,16 +118,16 @@ class PreparedTurn:
 async def prepare(
     request: Request, model: ServedModel, turn: Turn, params: SamplingParams
 ) -> PreparedTurn:
-    """Renders the prompt of a turn, and decides what its answers must follow.
+    """Renders the prompt of a turn, and determines the constraint on its answers.
 
     Args:
         model: The model that answers.
-        params: How answers are generated, with `structured_outputs` left to the turn.
+        params: Parameters of the answers; `structured_outputs` comes from the turn.
 
     Raises:
-        ApiError: the model's template cannot render the turn, or the turn contradicts itself.
-        InvalidParameterError: what the answers must be is invalid, or cannot be enforced.
-        InvalidMediaError: an image, a video or a sound cannot be used.
+        ApiError: The model's template cannot render the turn, or the turn contradicts itself.
+        InvalidParameterError: The constraint is invalid, or cannot be enforced.
+        InvalidMediaError: An image, a video or a sound is unusable.
     """
     renderer = model.renderer
     offered = turn.tools if turn.choice.mode != "none" else ()
@@ -150,7 +150,7 @@ async def prepare(
                 "unsupported_parameter",
             )
     conversation = replace(turn.conversation, tools=offered)
-    if sources_of(conversation.messages):  # (which may take long to load)
+    if sources_of(conversation.messages):  # Loading media may take long.
         rendered = await unless_disconnected(request, renderer.prompt(conversation))
     else:
         rendered = await renderer.prompt(conversation)
@@ -180,13 +180,13 @@ async def prepare(
 
 
 def check_takes_tools(model: ServedModel, param: str = "tools") -> None:
-    """Refuses tools where the model cannot be told of them, or its calls cannot be found.
+    """Refuses tools if the prompt cannot describe them, or calls cannot be recognized.
 
     Args:
-        param: the field of the body that has them.
+        param: The field of the tools in the body.
 
     Raises:
-        ApiError: 400, which says why.
+        ApiError: 400 with the reason.
     """
     if model.renderer.renders_tools and model.tool_format is not None:
         return
@@ -201,7 +201,7 @@ def check_takes_tools(model: ServedModel, param: str = "tools") -> None:
     )
 
 
-# Schemas of one request that are compiled one by one to find out which of them cannot be.
+# Maximum schemas of a request that are compiled one by one to find the one that fails.
 _MOST_PARTS = 64
 
 
@@ -209,9 +209,9 @@ class _Constraint(NamedTuple):
     """The constraint on the answers of a turn.
 
     Attributes:
-        outputs: None: anything.
-        relaxed: Parts of schemas that they need not satisfy.
-        names: What the request calls the fields of `outputs`, for errors.
+        outputs: None means no constraint.
+        relaxed: Parts of schemas that are not enforced.
+        names: The request's names of the fields of `outputs`, for errors.
     """
 
     outputs: StructuredOutputs | None
@@ -222,7 +222,7 @@ class _Constraint(NamedTuple):
 async def _constraint_in_time(
     model: ServedModel, turn: Turn, tools: tuple[Tool, ...]
 ) -> _Constraint:
-    """`_constraint`, which a hostile schema does not make last, and whose grammar compiles."""
+    """Like `_constraint`, with a time limit for hostile schemas, and checked by compiling."""
     if turn.structured_outputs is None and not (tools and _follows_grammar(turn, tools)):
         return _Constraint(None, (), turn.names)
     compiler = model.engine.grammar_compiler
@@ -250,7 +250,7 @@ async def _constraint_in_time(
     except InvalidParameterError as error:
         if found.outputs is turn.structured_outputs:
             raise
-        try:  # (Parts without a value are rare, and finding them takes longer.)
+        try:  # Parts without a value are rare, and finding them takes longer.
             found = await prepared(settles=True)
             assert found.outputs is not None
             await compiler.compile_async(found.outputs)
@@ -282,7 +282,7 @@ async def _error_of_part(
 
 
 def _follows_grammar(turn: Turn, tools: tuple[Tool, ...]) -> bool:
-    """True if answers in which there may be calls are not free."""
+    """Returns True if answers with possible calls need a grammar."""
     choice = turn.choice
     strict = any(tool.strict for tool in tools)
     is_limited = choice.names is not None or not choice.parallel
@@ -297,14 +297,15 @@ def _constraint(
     *,
     settles: bool = False,
 ) -> _Constraint:
-    """The grammar of an answer, and which parts of schemas it leaves out; None: it is free.
+    """Returns the grammar of an answer, if any, and the parts of schemas that it relaxes.
 
     Args:
-        about: its item is kept at the field that is worked on, and its value.
-        settles: find the parts of tools' schemas that have no value.
+        about: Its item is set to the current field and its value.
+        settles: Detect parts of tools' schemas that have no value.
 
     Raises:
-        ApiError, InvalidParameterError: a schema that is none, or (strict) cannot be enforced.
+        ApiError, InvalidParameterError: An invalid schema, or with strict one that cannot be
+            enforced.
     """
     choice, wanted = turn.choice, turn.structured_outputs
     schema, relaxed = _schema_of(turn, must_be_one=bool(tools) and not choice.forces_a_call)
@@ -323,14 +324,14 @@ def _constraint(
     if choice.forces_a_call:
         parallel = choice.parallel and choice.mode == "required"
         grammar = tool_format.forced(prepared, required=True, parallel=parallel)
-    elif wanted is not None:  # calls, or what the text must be
+    elif wanted is not None:  # calls, or the constrained text
         assert schema is not None
         calls = tool_format.forced(prepared, required=True, parallel=choice.parallel)
         calls = re.sub(r"^start:", "calls:", calls, flags=re.MULTILINE)
         grammar = f"start: calls | answer\nanswer: {lark_json(schema)}\n{calls}"
     else:
         grammar = tool_format.forced(prepared, required=False, parallel=choice.parallel)
-    # (A format that reads everything writes the reasoning too.)
+    # A format that reads everything also writes the reasoning.
     grammar = with_forcing(grammar)
     return _Constraint(
         StructuredOutputs(grammar=grammar, enable_in_reasoning=tool_format.reads_everything),
@@ -340,7 +341,7 @@ def _constraint(
 
 
 class _PreparedTool(NamedTuple):
-    """A tool with a schema that can be enforced, but for what is relaxed."""
+    """A tool whose schema can be enforced, except for relaxed parts."""
 
     tool: Tool
     relaxed: tuple[str, ...]
@@ -348,8 +349,8 @@ class _PreparedTool(NamedTuple):
 
 def _prepared(tool: Tool, tool_format: ToolFormat, *, settles: bool) -> _PreparedTool:
     """A tool for a grammar; see `_constraint`."""
-    # (What the format counts by itself is not left to llguidance, which counts less. And what is
-    # prepared says of all properties whether they may be there: it is closed before.)
+    # Formats count some things themselves, because llguidance counts fewer. Preparing a schema
+    # decides for all properties whether they may be present, so the schema is closed before.
     tool = with_pattern(tool)
     counts = tool_format.counts(tool.parameters)
     others = {key: value for key, value in tool.parameters.items() if key not in counts}
@@ -378,7 +379,7 @@ def _as_definition(tool: Tool) -> Iterator[None]:
 def _schema_of(
     turn: Turn, *, must_be_one: bool
 ) -> tuple[Mapping[str, Any] | bool | None, tuple[str, ...]]:
-    """The JSON schema of a turn's text, prepared; None where it is not one."""
+    """Returns the prepared JSON schema of a turn's text, or None."""
     wanted = turn.structured_outputs
     if wanted is None:
         return None, ()
@@ -437,14 +438,14 @@ class AnswerReaders:
 
 
 class TurnAdapter(Adapter):
-    """How an API represents the answers of a turn: as what they consist of.
+    """The form of a turn's answers in an API, from their events.
 
     Args:
-        generation: not submitted yet.
-        turn: prepared, with the same prompt and parameters.
+        generation: Not submitted yet.
+        turn: Prepared, with the same prompt and parameters.
 
     Attributes:
-        readers: What reads each of the n answers; `readers[i].answer` is what it has by now.
+        readers: The reader of each of the n answers; `readers[i].answer` is its content so far.
     """
 
     def __init__(self, generation: Generation, turn: PreparedTurn) -> None:
@@ -467,10 +468,10 @@ class TurnAdapter(Adapter):
 
     @abstractmethod
     def events(self, piece: Piece, events: Sequence[Event]) -> Iterable[bytes]:
-        """The stream's events for those of an answer.
+        """Converts the events of an answer to those of the stream.
 
         Args:
-            piece: its tokens, log-probabilities and reasons.
+            piece: Their tokens, log-probabilities and reasons.
         """
 
     def piece(self, piece: Piece) -> Iterable[bytes]:

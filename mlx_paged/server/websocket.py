@@ -1,7 +1,7 @@
-"""WebSocket connections of uvicorn, as this server needs them.
+"""WebSocket connections of uvicorn, adapted to this server.
 
-A connection that has become a WebSocket ends when its client leaves, by the application at
-shutdown, or to make room where the process runs out of descriptors (`server.listener`).
+A WebSocket connection ends when its client leaves, by the application at shutdown, or to make room
+when the process runs out of descriptors (`server.listener`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-#: Where the application notes in a connection's state since when nothing is asked: a time of the
-#: event loop, or None while a request is answered.
+#: Key in a connection's state for the loop time since when it is idle; None while a request is
+#: answered.
 IDLE_SINCE = "idle_since"
-#: Options of uvicorn. Compressed messages are refused, as compressed bodies are: a small one may be
+#: Options of uvicorn. Like bodies, messages must not be compressed, because a small one may be
 #: huge.
 SETTINGS: dict[str, Any] = {"ws_per_message_deflate": False}
-# Seconds that a client has to answer when the server closes the connection.
+# Seconds for a client to answer when the server closes the connection.
 _CLOSE_TIMEOUT = 1.0
 # Close code: a rule of the server is broken.
 _TOO_SLOW = 1008
@@ -27,7 +27,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """A WebSocket connection; see `websockets`.
 
     Attributes:
-        message_timeout: Seconds that a message has to arrive, from its first byte on.
+        message_timeout: Seconds for a message to arrive, from its first byte.
     """
 
     message_timeout = 60.0
@@ -82,11 +82,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.close()
 
     def shutdown(self) -> None:
-        """Leaves the end to the application, which lets a response finish first."""
+        """Leaves the closing to the application, which lets a response finish first."""
         if not self.handshake_complete or self.close_sent:
             super().shutdown()
 
 
 def websockets(message_timeout: float) -> type[WebSocketProtocol]:
-    """The protocol with a timeout, for uvicorn, which makes one for each connection."""
+    """Returns the protocol with a timeout for uvicorn, which makes one for each connection."""
     return type("Protocol", (WebSocketProtocol,), {"message_timeout": message_timeout})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
-from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged.server.requests import Body
 
-# Seconds that a file may be kept, where it is said.
+# Allowed seconds of a file's lifetime.
 _KEPT = Field(ge=3600, le=2_592_000)
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -29,7 +29,7 @@ class FileForm(Body):
 
 
 class OutputExpiresAfter(Body):
-    """How long the output of a batch is kept."""
+    """The lifetime of a batch's output."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, _KEPT]
@@ -88,7 +88,7 @@ class BatchErrors(TypedDict):
 
 
 class RequestCounts(TypedDict):
-    """Lines, and those that were answered and refused."""
+    """Numbers of lines: all, answered, refused."""
 
     total: int
     completed: int

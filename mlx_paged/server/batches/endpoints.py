@@ -25,10 +25,10 @@ from mlx_paged.server.errors import ApiError, bad_request, shorten
 from mlx_paged.server.requests import read_body
 from mlx_paged.server.streaming import json_response
 
-#: Paths of lines that a server answers which generates; the others need one that pools.
+#: Paths of lines for a server that generates; the others need one that pools.
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_FILES, _MAX_BATCHES, _BATCHES = 10_000, 100, 20
-# Folders and control characters, which are left out of the name of a file.
+# Folders and control characters, which are removed from the name of a file.
 _UNSHOWN = re.compile(r".*[/\\]|[\x00-\x1f\x7f-\x9f]", re.DOTALL)
 _MAX_NAME = 255
 
@@ -75,7 +75,7 @@ async def upload(request: Request) -> Response:
 
 
 def _form(fields: Mapping[str, str]) -> bodies.FileForm:
-    """The fields beside a file.
+    """Returns the fields next to a file.
 
     Raises:
         ApiError: 400 that names one.
@@ -156,11 +156,11 @@ def _no_file(file_id: str) -> ApiError:
 
 
 class _ContentResponse(FileResponse):
-    """The content of an open file, which may be deleted meanwhile.
+    """Yields the content of an open file, which may be deleted meanwhile.
 
     Args:
-        content: is closed at the end.
-        filename: as the client called it.
+        content: Closed at the end.
+        filename: The client's name of the file.
     """
 
     def __init__(self, content: BinaryIO, filename: str) -> None:
@@ -244,7 +244,7 @@ async def list_batches(request: Request) -> Response:
 
 
 async def retrieve_batch(request: Request) -> Response:
-    """A batch as it is now."""
+    """Returns the current state of a batch."""
     return JSONResponse(_batch(found_batch(request, "openai")))
 
 
@@ -325,7 +325,7 @@ def query_of(request: Request, *known: str) -> dict[str, str]:
 def _page(
     entries: Sequence[R], query: Mapping[str, str], default: int, most: int
 ) -> tuple[Sequence[R], bool]:
-    """So many of the entries after one, and whether there are more."""
+    """Returns a number of entries after one, and True if there are more."""
     limit = limit_of(query, default, most)
     begin = 0
     if "after" in query:
@@ -334,7 +334,7 @@ def _page(
 
 
 def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
-    """Most entries of a page.
+    """Returns the maximum entries of a page.
 
     Raises:
         ApiError: 400.
@@ -348,7 +348,7 @@ def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
 
 
 def place_of(name: str, given: str, entries: Sequence[_HasId]) -> int:
-    """The place of the entry that a page begins or ends at.
+    """Returns the index of the entry at which a page begins or ends.
 
     Raises:
         ApiError: 400, there is none.

@@ -30,10 +30,10 @@ from typing import Any, BinaryIO
 from mlx_paged.errors import InvalidParameterError
 
 _FILES, _BATCHES = "files", "batches"
-# Bytes of an upload that are written at once.
+# Bytes of an upload that are written in one call.
 _PIECE_SIZE = 1 << 20
 _PART, _DATA, _META = ".part", ".data", ".json"
-# Names that are made here.
+# Names that this server makes.
 _OWN = re.compile(
     r"(?:(?:file-|batch_|msgbatch_)?[0-9a-f]{32})\.(?:json|data|part|input|answers|failures)"
 )
@@ -44,10 +44,10 @@ class StoredFile:
     """A file of the API.
 
     Attributes:
-        filename: As the client called it; only for showing.
+        filename: The client's name, only for display.
         purpose: "batch" or "batch_output".
         bytes: Its size.
-        created_at, expires_at: Seconds since 1970; None: it is kept until it is deleted.
+        created_at, expires_at: Seconds since 1970; None keeps it until it is deleted.
     """
 
     id: str
@@ -84,7 +84,7 @@ class Upload:
         return self._num_unwritten >= _PIECE_SIZE
 
     def write(self) -> None:
-        """Writes what is in memory. This may wait for the disk."""
+        """Writes buffered data. This may wait for the disk."""
         assert self._file is not None
         pieces, self._unwritten, self._num_unwritten = self._unwritten, [], 0
         self._file.write(b"".join(pieces))
@@ -105,26 +105,25 @@ class Upload:
 
 
 class Folder:
-    """The files of a server; one at a time may use a folder.
+    """The files of a server. Only one server at a time may use a folder.
 
-    The methods that change something or look at the disk wait for it: the server calls them on
-    threads.
+    Methods that change something or read the disk block, so the server calls them on threads.
 
     Args:
-        path: made if it is not there.
+        path: Created if it does not exist.
 
     Attributes:
-        files: The files of the API by id, the oldest first.
-        num_receiving: Bytes of the uploads under way.
-        num_uploaded: Bytes of all uploads that have ended, since the folder was opened.
+        files: Files of the API by id, oldest first.
+        num_receiving: Bytes of the uploads in progress.
+        num_uploaded: Bytes of all uploads that have ended since the folder was opened.
 
     Raises:
-        InvalidParameterError: the folder cannot be used.
+        InvalidParameterError: The folder is unusable.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # (Replaced, not changed: others may be looking at them.)
+        # Replaced, never modified, because other threads may be reading it.
         self.files: Mapping[str, StoredFile] = {}
         self.num_receiving = self.num_uploaded = 0
         self._changing = threading.Lock()
@@ -168,18 +167,18 @@ class Folder:
         return Upload(self.path / _FILES / f"{uuid.uuid4().hex}{_PART}")
 
     def discard(self, upload: Upload) -> None:
-        """Forgets what was received."""
-        with contextlib.suppress(OSError):  # (what is unwritten does not fit on a full disk)
+        """Discards the received data."""
+        with contextlib.suppress(OSError):  # Unwritten data may not fit on a full disk.
             upload.close()
         upload.path.unlink(missing_ok=True)
 
     def keep(
         self, upload: Upload, filename: str, purpose: str, expires_after: int | None
     ) -> StoredFile:
-        """Makes what was received a file.
+        """Makes a file of the received data.
 
         Args:
-            expires_after: seconds; None: never.
+            expires_after: Seconds; None means never.
         """
         now = int(time.time())
         expires_at = None if expires_after is None else now + expires_after
@@ -199,13 +198,13 @@ class Folder:
 
     def delete(self, file_id: str) -> None:
         """Deletes a file."""
-        self._unlink(_FILES, file_id + _META)  # (first: what has no record is removed at the start)
+        self._unlink(_FILES, file_id + _META)  # First: the next start removes data without records.
         self._unlink(_FILES, file_id + _DATA)
         with self._changing:
             self.files = {name: file for name, file in self.files.items() if name != file_id}
 
     def data_path(self, file_id: str) -> Path:
-        """Where the content of a file is, or will be."""
+        """Returns the path of a file's content."""
         return self.path / _FILES / f"{file_id}{_DATA}"
 
     def remove_leftovers(self, in_use: set[Path]) -> None:
@@ -226,7 +225,7 @@ class Folder:
     # Batches.
 
     def batches(self) -> Iterator[dict[str, Any]]:
-        """The records of all batches."""
+        """Returns the records of all batches."""
         return self._read_all(_BATCHES)
 
     def write_batch(self, batch_id: str, record: dict[str, Any]) -> None:
@@ -234,7 +233,7 @@ class Folder:
         self._write(_BATCHES, batch_id, record)
 
     def batch_path(self, batch_id: str, part: str) -> Path:
-        """Where a part of a batch is: its input, answers or failures."""
+        """Returns the path of a part of a batch: its input, answers or failures."""
         return self.path / _BATCHES / f"{batch_id}.{part}"
 
     def delete_batch(self, batch_id: str) -> None:
@@ -258,7 +257,7 @@ class Folder:
             yield record
 
     def _own(self, kind: str) -> list[Path]:
-        """The files whose names were made here."""
+        """Returns the files with names made by this server."""
         found = (self.path / kind).iterdir()
         return [path for path in found if _OWN.fullmatch(path.name) and path.is_file()]
 
@@ -293,7 +292,7 @@ def new_file_id() -> str:
 
 
 def open_new(path: Path) -> BinaryIO:
-    """A new file that the user alone may read."""
+    """Creates a file that only the user may read."""
     return os.fdopen(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
     )

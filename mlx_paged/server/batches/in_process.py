@@ -12,7 +12,7 @@ from mlx_paged.server.batches.runner import Reply
 
 # Statuses of a server that takes no requests: OpenAI's and Anthropic's.
 _UNAVAILABLE = (503, 529)
-# Seconds until a request that found the server busy is sent again; first, then at most.
+# Seconds until a request that found the server busy is retried: the first time, and at most.
 _FIRST_WAIT, _MOST_WAIT = 0.02, 1.0
 
 
@@ -20,8 +20,8 @@ class InProcess:
     """A client of an ASGI application in the same process and event loop.
 
     Args:
-        app: the application.
-        state: goes into the scope of each request, where no client of the network can put anything.
+        app: The application.
+        state: Added to the scope of each request, which no client of the network can do.
     """
 
     def __init__(self, app: ASGIApp, **state: Any) -> None:
@@ -30,14 +30,14 @@ class InProcess:
         self._num_inside = 0  # requests that the application has
 
     async def post(self, url: str, body: bytes, request_id: str) -> Reply:
-        """Answers a request. One that finds the server busy waits and is sent again.
+        """Sends a request, and returns its answer. If the server is busy, it waits and retries.
 
         Args:
-            url: a path.
+            url: A path.
             body: JSON.
 
         Raises:
-            EngineDeadError: the server takes no further requests.
+            EngineDeadError: The server takes no more requests.
         """
         delay = _FIRST_WAIT
         while True:
@@ -50,7 +50,7 @@ class InProcess:
             waits_for_memory = unavailable and b'"body_memory"' in reply.body
             if unavailable and not waits_for_memory:
                 raise EngineDeadError("it failed while it worked on the batch")
-            # (Alone, and yet too much for the queue: it will never fit.)
+            # It is alone and still too much for the queue, so it will never fit.
             if not waits_for_memory and (reply.status_code != 429 or not self._num_inside):
                 return reply
             await asyncio.sleep(delay)

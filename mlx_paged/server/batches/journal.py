@@ -38,7 +38,7 @@ class Done:
         self._digests[number] = digest
 
     def digest(self, number: int) -> int:
-        """The digest of a line as it was when it was done; 0 if it is not done."""
+        """Returns the digest of a line when it was done; 0 if it is not done."""
         return self._digests[number] if number < len(self._digests) else 0
 
     @property
@@ -48,20 +48,20 @@ class Done:
 
 
 class Journal:
-    """The output file, or stdout (then nothing can be resumed).
+    """The output file, or stdout, which cannot be resumed.
 
     Args:
-        path: None: stdout.
-        overwrite: empty the file first.
-        mode: permissions of a file that is made.
+        path: None means stdout.
+        overwrite: Empty the file first.
+        mode: Permissions of a new file.
 
     Attributes:
-        done: The lines that were found in it.
+        done: The lines found in it.
         num_torn_bytes: Length of a half-written last line that was cut off.
 
     Raises:
-        MlxPagedError: the file cannot be written, or is no output of a batch, or another process
-            writes to it.
+        MlxPagedError: The file cannot be written, is no output of a batch, or is in use by another
+            process.
     """
 
     def __init__(self, path: Path | None, *, overwrite: bool = False, mode: int = 0o644) -> None:
@@ -98,13 +98,13 @@ class Journal:
         os.lseek(self._fd, 0, os.SEEK_END)
         self._sync()
         folder = os.open(path.resolve().parent, os.O_RDONLY)
-        try:  # the file's name must be durable, too
+        try:  # The file's name must be durable, too.
             os.fsync(folder)
         finally:
             os.close(folder)
 
     def _read(self, path: Path, file: BinaryIO) -> int:
-        """Records the lines that are done; returns where the last whole line ends."""
+        """Records the lines that are done; returns the end of the last complete line."""
         end = 0
         for number, line in enumerate(file, 1):
             found = _ID.match(line)
@@ -118,10 +118,10 @@ class Journal:
         return end
 
     def check(self, file: BinaryIO) -> int:
-        """Compares the lines of the input with those that were done; returns how many there are.
+        """Compares the lines of the input with those that were done; returns their number.
 
         Raises:
-            MlxPagedError: the input is another one.
+            MlxPagedError: It is another input.
         """
         count = last = 0
         for line in read_lines(file):

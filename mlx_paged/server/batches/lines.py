@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-#: Most bytes of a line, as of a request's body on a server whose model takes media.
+#: Maximum bytes of a line: those of a body for a model that takes media.
 MAX_LINE = 48 << 20
 #: Paths that a line may name.
 URLS = (
@@ -25,9 +25,9 @@ class Line:
     """A line of the input that is not blank.
 
     Attributes:
-        number: Its place in the file; the first line is 1.
-        digest: 64 bits of its SHA-256, never 0: whether it is the same line as before.
-        content: Without the line break; None where it is longer than `MAX_LINE`.
+        number: Its number in the file, from 1.
+        digest: 64 bits of its SHA-256, never 0, to detect a changed line.
+        content: Without the line break; None if it is longer than `MAX_LINE`.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Line:
 
     @property
     def id(self) -> str:
-        """Id of the output line: the same in every run over the same input."""
+        """Id of the output line, the same in every run over the same input."""
         return f"batch_req_{self.number}_{self.digest:016x}"
 
 
@@ -68,7 +68,7 @@ class LineError(Exception):
 
 
 def read_lines(file: BinaryIO, max_line: int = MAX_LINE) -> Iterator[Line]:
-    """The lines of a file from its beginning. At most one is in memory, and no long one."""
+    """Yields the lines of a file from its beginning, with one in memory at a time."""
     file.seek(0)
     number = 0
     while piece := file.readline(_CHUNK):
@@ -92,13 +92,13 @@ def read_lines(file: BinaryIO, max_line: int = MAX_LINE) -> Iterator[Line]:
 
 
 def parse(line: Line, urls: Sequence[str] = URLS) -> BatchRequest:
-    """The request of a line.
+    """Returns the request of a line.
 
     Args:
-        urls: paths that it may name.
+        urls: Paths that it may name.
 
     Raises:
-        LineError: it is not a request. The body is validated by the endpoint.
+        LineError: It is no request. The endpoint validates its body.
     """
     if line.content is None:
         raise LineError("line_too_long", f"the line must be at most {MAX_LINE} bytes")
@@ -117,7 +117,7 @@ def parse(line: Line, urls: Sequence[str] = URLS) -> BatchRequest:
         raise LineError("invalid_request", problem, custom_id)
     body = given["body"]
     if given["url"] == "/v1/responses":
-        body.setdefault("store", False)  # (it would push out those that clients go on from)
+        body.setdefault("store", False)  # It would evict responses that clients want to continue.
     return BatchRequest(custom_id, given["url"], json.dumps(body).encode())
 
 

@@ -1,12 +1,12 @@
-"""BatchManager: runs the batches of a folder, all at the same time, and goes on after a restart.
+"""BatchManager: runs the batches of a folder concurrently, and resumes them after a restart.
 
     validating --> in_progress --> finalizing --> completed, or expired when its time is over
          |              |
          |              +--> cancelling --> cancelled
          +--> failed
 
-Every change is on disk before it is reported. Output lines are appended to journals, which tell
-after a restart which lines are done; the rest is answered then.
+Every change is on disk before it is reported. Output lines are appended to journals, from which a
+restart knows the finished lines; it answers the rest.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that a thread parses before others have a turn.
 TURN = 0.002
-#: Most batches that have not ended, and most that are remembered; the oldest are forgotten.
+#: Maximum unfinished batches, and maximum remembered ones; the oldest are forgotten.
 MAX_UNFINISHED, MAX_BATCHES = 100, 10_000
-# Most errors of a batch that failed, and lines that are written together.
+# Maximum errors of a failed batch, and maximum lines per write.
 _MAX_ERRORS, _AT_ONCE = 100, 1000
 _SCANNED_AT_ONCE = 1 << 16  # bytes of a line
 
@@ -55,7 +55,7 @@ _UNANSWERED: dict[Status, LineError] = {
 
 
 class _Stopped(Exception):
-    """The server shuts down; the work goes on after a restart."""
+    """The server shuts down; a restart resumes the work."""
 
 
 class Outputs:
@@ -92,11 +92,11 @@ class Outputs:
 
 
 class Results(NamedTuple):
-    """Open files that have the results of a batch.
+    """Open files with the results of a batch.
 
     Attributes:
-        outputs: Output lines. Those of a batch that failed may be damaged.
-        input: All lines of a batch that failed; None: every line has its output.
+        outputs: Output lines. Those of a failed batch may be damaged.
+        input: All lines of a failed batch; None if every line has its output.
     """
 
     outputs: list[BinaryIO]
@@ -114,13 +114,13 @@ class BatchManager:
     """The batches of a folder.
 
     Args:
-        folder: whose files they use; `close` closes it.
-        post: answers a line.
-        now: seconds since 1970.
+        folder: The folder of their files; `close` closes it.
+        post: Answers a line.
+        now: Returns seconds since 1970.
 
     Attributes:
-        max_line: Most bytes of a line.
-        bounds: Makes the bounds of the body in a line.
+        max_line: Maximum bytes of a line.
+        bounds: Makes the bounds of a line's body.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class BatchManager:
         self._post = post
         self._now = now
         self._records: dict[str, BatchRecord] = {}
-        self._counts: dict[str, Counts] = {}  # of those that are being answered
+        self._counts: dict[str, Counts] = {}  # of batches in progress
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answering: dict[str, asyncio.Task[None]] = {}
         self._changing, self._validating = asyncio.Lock(), asyncio.Lock()
@@ -144,10 +144,10 @@ class BatchManager:
         unfinished = [record for record in found if not record.has_ended]
         folder.remove_leftovers({path for r in unfinished for path in self._output_paths(r)})
         for record in unfinished:
-            if record.ending is None:  # (its counts are reported before it goes on)
+            if record.ending is None:  # Its counts are reported before it continues.
                 try:
                     outputs = Outputs(*self._output_paths(record))
-                except MlxPagedError as error:  # one that was damaged does not stop the others
+                except MlxPagedError as error:  # A damaged batch does not stop the others.
                     self._give_up(record, error)
                     continue
                 self._counts[record.id] = outputs.counts
@@ -156,12 +156,12 @@ class BatchManager:
     def start(
         self, max_lines: int, max_line: int, bounds: Callable[[], BodyBounds] = BodyBounds
     ) -> None:
-        """Goes on with what is unfinished; the engine takes requests.
+        """Resumes unfinished batches, once the engine takes requests.
 
         Args:
-            max_lines: most lines in flight, of all batches.
-            max_line: most bytes of a line.
-            bounds: of the body in a line.
+            max_lines: Maximum lines in flight of all batches.
+            max_line: Maximum bytes of a line.
+            bounds: Makes the bounds of a line's body.
         """
         self._room, self.max_line, self.bounds = Room(max_lines), max_line, bounds
         for record in self._records.values():
@@ -169,7 +169,7 @@ class BatchManager:
                 self._begin(record.id)
 
     def stop(self) -> None:
-        """Answers no more lines; those in flight are answered after the next start."""
+        """Answers no more lines. Those in flight are answered after the next start."""
         self._closed = True
         for task in self._tasks.values():
             task.cancel()
@@ -183,7 +183,7 @@ class BatchManager:
     # Batches.
 
     def get(self, batch_id: str) -> BatchRecord | None:
-        """A batch as it is now, with the lines that are written so far."""
+        """Returns the current state of a batch, with the lines written so far."""
         record = self._records.get(batch_id)
         if record is None:
             return None
@@ -198,7 +198,7 @@ class BatchManager:
         return [record for record in found if record is not None and record.kind == kind]
 
     def check_room(self) -> None:
-        """Refuses a further batch where there are too many.
+        """Refuses another batch if there are too many.
 
         Raises:
             ApiError: 429.
@@ -216,10 +216,10 @@ class BatchManager:
         )
 
     async def create(self, record: BatchRecord) -> BatchRecord:
-        """Takes a batch, whose input is on disk, and starts it.
+        """Adds a batch, whose input is on disk, and starts it.
 
         Raises:
-            KeyError: the file of its input has been deleted.
+            KeyError: The file of its input has been deleted.
             ApiError: 429, there are too many.
         """
         if record.kind == "openai":
@@ -253,7 +253,7 @@ class BatchManager:
             await self._forget(batch_id)
 
     async def delete_file(self, file_id: str) -> bool:
-        """Deletes a file, unless a batch still reads it; returns whether it did."""
+        """Deletes a file, unless a batch still reads it; returns True if it did."""
         async with self._changing:
             if self.uses(file_id):
                 return False
@@ -261,18 +261,18 @@ class BatchManager:
             return True
 
     async def sweep(self) -> None:
-        """Deletes the files whose time is over."""
+        """Deletes expired files."""
         now = self._now()
         for file in self.folder.files.values():
             if file.expires_at is not None and file.expires_at <= now:
-                with contextlib.suppress(OSError):  # (of a read-only folder; it is tried again)
+                with contextlib.suppress(OSError):  # The folder is read-only; retried later.
                     await self.delete_file(file.id)
 
     async def open_file(self, file_id: str) -> BinaryIO | None:
-        """Opens a file, which can then be read to its end also if it is deleted.
+        """Opens a file, which stays readable even if it is deleted.
 
         Returns:
-            None: there is no such file.
+            None if there is no such file.
         """
         async with self._changing:
             if file_id not in self.folder.files:
@@ -283,7 +283,7 @@ class BatchManager:
         """Opens the results of a batch whose output is no file of the API; see `open_file`.
 
         Returns:
-            None: there is no such batch.
+            None if there is no such batch.
         """
         async with self._changing:
             record = self._records.get(batch_id)
@@ -292,7 +292,7 @@ class BatchManager:
     def _opened(self, record: BatchRecord) -> Results:
         paths = [path for path in self._output_paths(record) if path.exists()]
         outputs: list[BinaryIO] = [path.open("rb") for path in paths]
-        # (The input is kept only where lines may be without output.)
+        # The input is needed only if lines may lack output.
         input_path = self._input_path(record)
         return Results(outputs, input_path.open("rb") if input_path.exists() else None)
 
@@ -303,7 +303,7 @@ class BatchManager:
     async def _change(
         self, batch_id: str, among: tuple[Status, ...], **changes: Any
     ) -> BatchRecord:
-        """Changes a batch if its status is among some; returns it as it is then."""
+        """Changes a batch if it has one of some statuses; returns its state afterwards."""
         async with self._changing:
             record = self._records[batch_id]
             if record.status in among:
@@ -326,7 +326,7 @@ class BatchManager:
             if not self._records[batch_id].has_ended:
                 await self._finish(batch_id)
         except (EngineDeadError, _Stopped):
-            pass  # it goes on after a restart
+            pass  # A restart resumes it.
         except (MlxPagedError, OSError) as error:
             await self._fail(batch_id, [_described("storage_error", f"{error}")])
         except Exception:
@@ -338,7 +338,7 @@ class BatchManager:
     async def _validate(self, batch_id: str) -> None:
         """Counts and checks the lines. A batch with a wrong one fails, as at OpenAI."""
         record = self._records[batch_id]
-        async with self._validating:  # one after the other, as each takes time from all else
+        async with self._validating:  # One at a time, because each slows everything else.
             total, errors = await asyncio.to_thread(self._checked, record)
         if errors:
             await self._fail(batch_id, errors)
@@ -351,7 +351,7 @@ class BatchManager:
             await self._change(batch_id, ("cancelling",), total=total)
 
     def _checked(self, record: BatchRecord) -> tuple[int, list[dict[str, Any]]]:
-        """The number of lines, and what is wrong with some. Runs on a thread."""
+        """Returns the number of lines, and errors. Runs on a thread."""
         errors: list[dict[str, Any]] = []
         custom_ids: set[int] = set()
         total = 0
@@ -373,10 +373,10 @@ class BatchManager:
         return total, errors
 
     def _lines(self, file: BinaryIO) -> Iterator[Line]:
-        """The lines of an input, for a thread that works on all of them.
+        """Yields the lines of an input, for a thread that reads all of them.
 
         Raises:
-            _Stopped: the server shuts down, and waits for the thread.
+            _Stopped: The server shuts down, and waits for the thread.
         """
         began = time.monotonic()
         for line in read_lines(file, self.max_line):
@@ -388,7 +388,7 @@ class BatchManager:
             yield line
 
     def _check_bounds(self, line: Line) -> None:
-        """Refuses a line that takes long to parse: that stops everything else."""
+        """Refuses a line that takes long to parse, because that stalls everything else."""
         if line.content is None:
             raise LineError("line_too_long", f"a line must be at most {self.max_line} bytes")
         bounds = self.bounds()
@@ -424,7 +424,7 @@ class BatchManager:
             answering = asyncio.ensure_future(runner.run(lines))
             self._answering[record.id] = answering
             if self._records[record.id].status == "cancelling":
-                answering.cancel()  # (`cancel` came before there was anything to cancel)
+                answering.cancel()  # `cancel` came before there was anything to cancel.
             try:
                 left = max(0.0, record.expires_at - self._now())
                 await asyncio.wait({answering}, timeout=left)
@@ -439,7 +439,7 @@ class BatchManager:
         return "expired" if expired else "cancelled"
 
     async def _end(self, batch_id: str, ending: Status, counts: Counts) -> BatchRecord:
-        """Notes that nothing is answered any more."""
+        """Notes that no more lines will be answered."""
         results = {"ending": ending, "completed": counts.answered, "failed": counts.failed}
         now = int(self._now())
         record = await self._change(
@@ -513,7 +513,7 @@ class BatchManager:
             if record.kind == "openai":  # no client could ask for its output, or delete that
                 for file_id in filter(None, (record.output_file_id, record.error_file_id)):
                     await asyncio.to_thread(self.folder.delete, file_id)
-        except OSError:  # of a full disk: it has failed until the next start, which tries it again
+        except OSError:  # The disk is full: it has failed until the next start, which retries.
             self._records[batch_id] = replace(record, **changes)
         logger.error("batch %s failed: %s", batch_id, errors[0]["message"])
 
@@ -527,7 +527,7 @@ class BatchManager:
         self._records[record.id] = record
         logger.error("batch %s failed: %s", record.id, error)
 
-    # Where things are.
+    # Paths.
 
     def _input_path(self, record: BatchRecord) -> Path:
         if record.input_file_id is None:
@@ -535,7 +535,7 @@ class BatchManager:
         return self.folder.data_path(record.input_file_id)
 
     def _output_paths(self, record: BatchRecord) -> tuple[Path, Path]:
-        """Paths of the answers, and of everything else."""
+        """Returns the paths of the answers, and of everything else."""
         if record.kind == "openai":
             assert record.output_file_id is not None and record.error_file_id is not None
             of = self.folder.data_path

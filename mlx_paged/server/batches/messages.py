@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
-from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged.server.batches.endpoints import (
     found_batch,
@@ -40,7 +40,7 @@ from mlx_paged.server.requests import Body, Label, check_content, validated
 _ENDPOINT = "/v1/messages"
 _KIND: Literal["anthropic"] = "anthropic"
 _HOURS = 24
-#: Most conversations of a batch, as in Anthropic's API.
+#: Maximum conversations of a batch, as in Anthropic's API.
 MAX_REQUESTS = 100_000
 _PAGE, _MAX_PAGE = 20, 1000
 _PIECE_SIZE = 1 << 16  # bytes
@@ -140,7 +140,7 @@ async def create(request: Request) -> Response:
 
 
 def _write_lines(request: Request, manager: BatchManager, body: Path, to: Path) -> int:
-    """Writes the messages of a body as lines of a batch; returns how many. Runs on a thread.
+    """Writes the messages of a body as lines of a batch; returns their number. Runs on a thread.
 
     Raises:
         ApiError: 400 that names a field; 503 when the server shuts down.
@@ -150,7 +150,7 @@ def _write_lines(request: Request, manager: BatchManager, body: Path, to: Path) 
     began = time.monotonic()
     with body.open("rb") as source, open_new(to) as lines:
         while piece := source.read(_PIECE_SIZE):
-            context.check_takes_requests()  # (the end of the server waits for this thread)
+            context.check_takes_requests()  # The server's shutdown waits for this thread.
             for entry in splitter.feed(piece):
                 lines.write(_line(entry, len(custom_ids), custom_ids, manager.bounds()))
                 if time.monotonic() - began > TURN:
@@ -159,18 +159,18 @@ def _write_lines(request: Request, manager: BatchManager, body: Path, to: Path) 
         lines.flush()
         os.fsync(lines.fileno())
     rest = validated(request, splitter.rest, MessageBatchBody)
-    if rest.requests or not custom_ids:  # (none is left, unless their name is spelled oddly)
+    if rest.requests or not custom_ids:  # The rest has none, unless their name is misspelled.
         raise bad_request("requests", "requests must be a list that is not empty")
     return len(custom_ids)
 
 
 def _line(entry: bytes, place: int, custom_ids: set[str], bounds: BodyBounds) -> bytes:
-    """The line of a message, whose `custom_id` is added to those before it."""
+    """Returns the line of a message, and adds its `custom_id` to the earlier ones."""
     if place == MAX_REQUESTS:
         raise bad_request("requests", f"requests must have at most {MAX_REQUESTS} entries")
     name = f"requests.{place}"
     try:
-        bounds.feed(entry)  # what takes long to parse stops everything else
+        bounds.feed(entry)  # An entry that takes long to parse would stall everything else.
         found = MessageBatchRequest.model_validate_json(entry)
     except ApiError as error:
         raise bad_request(name, f"{name}: {error.message}") from None
@@ -192,7 +192,7 @@ def _line(entry: bytes, place: int, custom_ids: set[str], bounds: BodyBounds) ->
 
 
 async def retrieve(request: Request) -> Response:
-    """A batch as it is now."""
+    """Returns the current state of a batch."""
     return JSONResponse(_batch(found_batch(request, _KIND), request))
 
 
@@ -223,7 +223,7 @@ async def list_batches(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Ends a batch; what is answered stays."""
+    """Ends a batch; finished lines stay."""
     record = found_batch(request, _KIND)
     if record.has_ended:
         raise bad_request("message_batch_id", f"{record.id} has ended and cannot be canceled")
@@ -256,10 +256,10 @@ async def results(request: Request) -> Response:
 
 
 class _ResultsResponse(StreamingResponse):
-    """The results in open files, which may be deleted meanwhile.
+    """Yields the results in open files, which may be deleted meanwhile.
 
     Args:
-        opened: is closed at the end.
+        opened: Closed at the end.
     """
 
     def __init__(self, opened: Results) -> None:
@@ -315,7 +315,7 @@ def _batch(record: BatchRecord, request: Request) -> MessageBatch:
         "canceled": rest if record.status == "cancelled" else 0,
         "expired": rest if record.status == "expired" else 0,
     }
-    if record.status == "failed":  # (of the server)
+    if record.status == "failed":  # by a fault of the server
         counts["errored"] += rest
     status: Literal["in_progress", "canceling", "ended"] = "ended" if ended else "in_progress"
     if record.status == "cancelling":

@@ -1,4 +1,4 @@
-"""BatchRecord: the state of a batch, as it is kept on disk."""
+"""BatchRecord: the state of a batch, as stored on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Status = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled",
     "expired",
 ]  # fmt: skip
-#: Those in which nothing happens any more.
+#: Final statuses.
 ENDED: tuple[Status, ...] = ("completed", "failed", "cancelled", "expired")
 
 
@@ -21,17 +21,17 @@ class BatchRecord:
     """A batch. Times are seconds since 1970.
 
     Attributes:
-        kind: The API that it belongs to.
-        endpoint: The path that its lines name.
-        input_file_id: A file of the API with its lines; None: its input is its own.
-        output_file_id, error_file_id: Where its output goes; files of the API once it has ended,
-            and None if they stayed empty.
-        expires_at: When what is not answered yet is given up.
-        output_expires_after: Seconds that its output is kept; None: until it is deleted.
-        ending: How it ends, once nothing is answered any more; None before that.
-        total: Lines, once they are counted.
-        completed, failed: Lines that were answered and refused, once `ending` is set.
-        errors: Why it failed, as OpenAI's API has them: code, line, message, param.
+        kind: Its API.
+        endpoint: The path of its lines.
+        input_file_id: The API's file with its lines; None if its input is its own.
+        output_file_id, error_file_id: Ids of its output: files of the API once it has ended, None
+            if they stayed empty.
+        expires_at: When unanswered lines are abandoned.
+        output_expires_after: Lifetime of its output in seconds; None keeps it until it is deleted.
+        ending: Its final status, set when the last line has ended; None before.
+        total: Number of lines, once they are counted.
+        completed, failed: Numbers of answered and refused lines, once `ending` is set.
+        errors: Why it failed, in OpenAI's format: code, line, message, param.
     """
 
     id: str
@@ -61,10 +61,10 @@ class BatchRecord:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> BatchRecord:
-        """A record as it was stored.
+        """Returns a stored record.
 
         Raises:
-            InvalidParameterError: it is none.
+            InvalidParameterError: It is no record.
         """
         known = {each.name for each in fields(cls)}
         try:
@@ -79,5 +79,5 @@ class BatchRecord:
 
     @property
     def has_ended(self) -> bool:
-        """True once nothing happens any more."""
+        """True if the status is final."""
         return self.status in ENDED

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 
 from mlx_paged.server.batches.lines import URLS, Line, LineError, parse
 
-#: Lines in flight beyond what the engine runs at once, so that it always has one to start.
+#: Lines in flight beyond those the engine runs, so that it always has one to start.
 SPARE = 32
-#: Most bytes of the lines in flight; a longer line is in flight alone.
+#: Maximum bytes of the lines in flight; a longer line is in flight alone.
 MAX_BYTES_IN_FLIGHT = 256 << 20
 
 
@@ -46,7 +46,7 @@ class Output(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where output lines go."""
+    """The destination of output lines."""
 
     def is_done(self, line: Line) -> bool:
         """True if a line has its output already."""
@@ -68,11 +68,11 @@ class Counts:
 
 
 class Room:
-    """Limits the lines in flight, and their bytes. Those that wait are served in order.
+    """Limits the number and bytes of lines in flight. Waiting lines are served in order.
 
     Args:
-        max_lines: most lines.
-        max_bytes: most bytes of them; one line alone may have more.
+        max_lines: Maximum number.
+        max_bytes: Maximum bytes; a single line may exceed it.
     """
 
     def __init__(self, max_lines: int, max_bytes: int = MAX_BYTES_IN_FLIGHT) -> None:
@@ -82,7 +82,7 @@ class Room:
         self._freed = asyncio.Event()
 
     async def enter(self, size: int) -> None:
-        """Waits until there is room for a line of this size, and takes it."""
+        """Waits until there is room for a line of this size, and reserves it."""
         async with self._turn:
             while self._num_lines and (
                 self._num_lines >= self._max_lines or self._num_bytes + size > self._max_bytes
@@ -100,15 +100,15 @@ class Room:
 
 
 class BatchRunner:
-    """Keeps a bounded number of lines in flight; the engine batches them.
+    """Keeps a bounded number of lines in flight, which the engine batches.
 
     Args:
-        answer: answers a request.
-        sink: takes the output; lines that it has are skipped.
-        room: for the lines that are worked on; several runners may share it.
-        urls: paths that a line may name.
-        on_line: called for each line that is written.
-        counts: counts its results; None: its own.
+        answer: Answers a request.
+        sink: Receives the output; lines that it has are skipped.
+        room: Room for the lines in flight; several runners may share it.
+        urls: Paths that a line may name.
+        on_line: Called for each written line.
+        counts: Counts its results; None makes new counts.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class BatchRunner:
         self._on_line = on_line
         self._unwritten: list[tuple[Output, int]] = []  # with the sizes of their lines
         self._news = asyncio.Event()
-        self._custom_ids: set[int] = set()  # hashes: a batch may have many lines
+        self._custom_ids: set[int] = set()  # Hashes, because a batch may have many lines.
 
     async def run(self, lines: Iterable[Line]) -> None:
         """Answers all lines. Whatever was answered is written, also after an error.
@@ -165,11 +165,11 @@ class BatchRunner:
         self._news.set()
 
     async def _write(self) -> None:
-        """Writes what is answered. What comes while others are written is written together."""
+        """Writes answers. Those that arrive during a write are written together."""
         while True:
             await self._news.wait()
             self._news.clear()
-            await asyncio.sleep(0)  # (others may end in the same round of the loop)
+            await asyncio.sleep(0)  # Others may end in the same round of the loop.
             await self._flush()
 
     async def _output_of(self, line: Line) -> Output:
@@ -203,7 +203,7 @@ class BatchRunner:
         self._custom_ids.add(key)
 
     async def _flush(self) -> None:
-        """Writes what is unwritten, on a thread; a cancelled caller waits for it, too."""
+        """Writes pending answers on a thread; a cancelled caller waits for that, too."""
         lines, self._unwritten = self._unwritten, []
         if not lines:
             return

@@ -25,13 +25,13 @@ def add_batches(
     routes: Sequence[BaseRoute],
     exception_handlers: Mapping[Any, Callable[..., Any]],
 ) -> None:
-    """Gives a server the batches of its folder.
+    """Adds batches, with the folder of the configuration, to a server.
 
-    Lines are answered by the same routes, without the checks of clients: who made the batch passed
-    them. They are neither logged nor part of the server's load.
+    The same routes answer the lines, without the checks of clients, which the batch's creator has
+    passed. Lines are neither logged nor counted in the server's load.
 
     Raises:
-        InvalidParameterError: the folder cannot be used.
+        InvalidParameterError: The folder is unusable.
     """
     assert context.config.files_dir is not None
     inner = Starlette(
@@ -54,7 +54,7 @@ def add_batches(
 
 
 def start_batches(context: Context) -> None:
-    """Goes on with unfinished batches; the engine is ready."""
+    """Resumes unfinished batches, once the engine is ready."""
     if context.batches is None:
         return
     most, model = context.config.max_batch_lines, context.models.default

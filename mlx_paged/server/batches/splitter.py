@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from mlx_paged.server.errors import ApiError, bad_request
 
-#: Most bytes of a body beside the entries.
+#: Maximum bytes of a body without the entries.
 MAX_REST = 1 << 16
 _FIELD = b"requests"
-# Bytes without structure, outside and inside of a string. (Possessive: no backtracking.)
+# Bytes without structure, outside and inside of a string. Possessive, so without backtracking.
 _PLAIN = re.compile(rb"[^\"\[\]{}]*+")
 _IN_STRING = re.compile(rb"(?:[^\"\\]++|\\.)*+", re.DOTALL)
 _SHOWN = 64
@@ -19,10 +19,10 @@ _SHOWN = 64
 class RequestSplitter:
     """Reads a JSON object whose field `requests` is a list of objects.
 
-    It finds where the entries begin and end, and checks nothing in them.
+    It finds the beginning and end of each entry, and checks nothing inside.
 
     Args:
-        max_entry: most bytes of an entry.
+        max_entry: Maximum bytes of an entry.
 
     Attributes:
         rest: The body without its entries: JSON if the body is.
@@ -41,10 +41,10 @@ class RequestSplitter:
         self._between = b""  # entries
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Takes the next bytes; yields the entries that end in them.
+        """Reads the next bytes; yields the entries that end in them.
 
         Raises:
-            ApiError: 400, the body is of another form or too large.
+            ApiError: 400, the body has another form or is too large.
         """
         position = 0
         while position < len(data):

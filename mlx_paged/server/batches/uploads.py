@@ -19,11 +19,11 @@ from mlx_paged.server.context import context_of
 from mlx_paged.server.errors import ApiError, bad_request, shorten
 from mlx_paged.server.requests import too_large, unsupported_content
 
-# (A refused form is in the log of requests.)
+# A refused form is in the log of requests.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 _TYPE = "multipart/form-data"
-# Most bytes of a form besides the file, of a field, and of the headers of a part.
+# Maximum bytes of a form without the file, of a field, and of the headers of a part.
 _MAX_REST, _MAX_FIELD = 1 << 16, 1 << 12
 _MAX_PARTS = 16
 # Bytes a second that a body must have, after the time that any has.
@@ -35,13 +35,13 @@ class FormReader:
     """Splits a form into one file, whose content goes to a function, and short fields.
 
     Args:
-        boundary: of its parts.
-        take: gets the content of the part named `file`, in pieces.
+        boundary: Boundary of its parts.
+        take: Receives the content of the part named `file`, in pieces.
 
     Attributes:
-        fields: Those that came, by name.
-        filename: The name that the client gives to the file; None: no file has come.
-        is_whole: True once the end of the form has come.
+        fields: Received fields by name.
+        filename: The client's name of the file; None until it has arrived.
+        is_whole: True once the end of the form has arrived.
     """
 
     def __init__(self, boundary: bytes, take: Callable[[bytes], None]) -> None:
@@ -134,12 +134,12 @@ class Receiving:
     """A file that is being received, within the limits of the server.
 
     Args:
-        upload: where it goes.
-        folder: that has it.
-        limit: most bytes of it.
-        what: its name in errors.
-        most: most bytes of all files.
-        room: what was left of them when `Folder.num_uploaded` was 0.
+        upload: The destination.
+        folder: Its folder.
+        limit: Maximum bytes of the file.
+        what: Its name in errors.
+        most: Maximum bytes of all files.
+        room: Remaining bytes of all files when `Folder.num_uploaded` was 0.
     """
 
     def __init__(
@@ -170,10 +170,10 @@ class Receiving:
 
 @contextlib.asynccontextmanager
 async def receiving(folder: Folder, config: ServerConfig, what: str) -> AsyncIterator[Receiving]:
-    """A file to receive; unless it is kept, it is gone at the end.
+    """Receives a file; unless it is kept, it is deleted at the end.
 
     Args:
-        what: its name in errors.
+        what: Its name in errors.
 
     Raises:
         ApiError: 507, the disk is full or read-only.
@@ -187,11 +187,11 @@ async def receiving(folder: Folder, config: ServerConfig, what: str) -> AsyncIte
             folder.num_uploaded += upload.size
         finally:
             folder.num_receiving -= upload.size
-            folder.discard(upload)  # (where it was kept, nothing is left to discard)
+            folder.discard(upload)  # A no-op if it was kept.
 
 
 def files_too_large(limit: int) -> ApiError:
-    """413 for a file that would be too much together with the others."""
+    """Returns 413 for a file that would exceed the limit of all files."""
     message = f"all files together must be at most {limit} bytes: delete some"
     return ApiError(413, message, code="files_too_large")
 
@@ -213,14 +213,14 @@ def storing() -> Iterator[None]:
 
 
 async def read_form(request: Request, to: Receiving, limit: int) -> tuple[str, Mapping[str, str]]:
-    """Receives a form of one file.
+    """Receives a form with one file.
 
     Args:
-        to: gets its content.
-        limit: most bytes of the file.
+        to: Receives its content.
+        limit: Maximum bytes of the file.
 
     Returns:
-        Its name as the client calls it, and the fields.
+        The client's name of the file, and the fields.
 
     Raises:
         ApiError: 400, 408, 413, 415 or 503.
