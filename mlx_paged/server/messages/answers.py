@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired
 
-from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
-#: Why an answer ended. (Others of Anthropic's are never given: this server refuses nothing.)
+#: Why an answer ended. Anthropic's "refusal" does not occur, because this server refuses nothing.
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
 ]
@@ -22,7 +22,7 @@ class Usage(TypedDict):
     """Tokens of a request. A prompt has `input_tokens` and `cache_read_input_tokens`."""
 
     input_tokens: int
-    # Prefixes are cached without being asked, so nothing counts as the creation of an entry.
+    # Prefixes are always cached, so nothing counts as the creation of a cache entry.
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
@@ -125,12 +125,12 @@ class ModelInfo(TypedDict):
     display_name: str
     created_at: str
     lifecycle: Literal["active"]
-    max_input_tokens: NotRequired[int | None]  # (not known while the model loads)
+    max_input_tokens: NotRequired[int | None]  # unknown while the model loads
     max_tokens: NotRequired[int | None]
 
 
 class ModelPage(TypedDict):
-    """All served names: there is one page."""
+    """All served names, on one page."""
 
     data: list[ModelInfo]
     has_more: bool

@@ -1,7 +1,7 @@
 """Bodies of Anthropic's requests.
 
-Clients send more fields than a server of one open model can heed, and new ones every month: what
-changes no answer is taken. What asks for something that there is not is refused by its name.
+Clients send more fields than a server of one open model supports, and new ones every month. Fields
+that change no answer are accepted. Requests for missing features are refused by name.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Metadata(Body):
 
 
 class CountBody(Body):
-    """`POST /v1/messages/count_tokens`: what a prompt consists of."""
+    """`POST /v1/messages/count_tokens`: the parts of a prompt."""
 
     model: str | None = Field(None, description="A served name; null and default: the first.")
     messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
@@ -167,5 +167,5 @@ class MessagesBody(CountBody):
     thread: Any = Field(None, description="Not supported: 400.")
 
 
-#: What asks for work that only Anthropic's servers do.
+#: Fields that need work of Anthropic's servers.
 REFUSED = ("mcp_servers", "compaction", "container", "thread")

@@ -42,14 +42,14 @@ from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import TextEvent, respond
 from mlx_paged.server.turn import PreparedTurn, TurnAdapter, prepare
 
-# Clients send it back, and drop thinking that has none. There is nothing to prove here.
+# Clients send it back, and drop thinking without a signature. There is nothing to prove here.
 SIGNATURE = "bWx4LXBhZ2Vk"
 
 BlockType: TypeAlias = Literal["text", "thinking", "tool_use"]
 
 
 async def messages(request: Request) -> Response:
-    """Answers a conversation, at once or as a stream."""
+    """Answers a conversation, as a whole or as a stream."""
     body = await read_body(request, MessagesBody)
     context, trace = context_of(request), request_log_of(request)
     trace.fields |= {"model": body.model, "stream": bool(body.stream)}
@@ -72,7 +72,7 @@ async def messages(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens a prompt has."""
+    """Returns the number of tokens of a prompt."""
     body = await read_body(request, CountBody)
     turn = turn_of(body)
     model = context_of(request).models.of(body.model)
@@ -92,22 +92,22 @@ def _params(body: MessagesBody, model: ServedModel) -> SamplingParams:
         if body.thinking.budget_tokens is None:
             where = "thinking.budget_tokens"
             raise bad_request(where, f"{where} is missing", "missing_field")
-        # (Clients ask every model to think; one that does not has no budget for it.)
+        # Clients ask every model to think; models that do not think need no budget.
         if model.reasoning_format is not None:
             asked["thinking_token_budget"] = body.thinking.budget_tokens
     asked = {name: value for name, value in asked.items() if value is not None}
-    # (0 computes the prompt, for which a token must be sampled.)
+    # 0 only computes the prompt, which needs one sampled token.
     limits = (max(1, body.max_tokens), model.defaults.max_new_tokens)
     max_tokens = min(limit for limit in limits if limit is not None)
     return SamplingParams(**{**model.defaults.sampling, **asked}, max_tokens=max_tokens)
 
 
 def _room(model: ServedModel, prompt: Sequence[int]) -> int | None:
-    """How many tokens the context has for an answer; None: any number.
+    """Returns the room for an answer in the context, in tokens; None means no limit.
 
     Raises:
-        ApiError: it has none. The words are Anthropic's: clients look for them, and make the
-            conversation shorter.
+        ApiError: There is none. The words are Anthropic's, on which clients compact the
+            conversation.
     """
     limit = model.renderer.max_model_len
     if limit is None:
@@ -122,10 +122,10 @@ def _room(model: ServedModel, prompt: Sequence[int]) -> int | None:
 
 
 class MessagesAdapter(TurnAdapter):
-    """The answer is a message of blocks: thinking, text, and uses of tools, in their order.
+    """The answer is a message of blocks: thinking, text and tool uses, in order.
 
     Args:
-        is_cut_by_context: whether the client wants more tokens than the context has.
+        is_cut_by_context: True if the client wants more tokens than the context has.
     """
 
     ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
@@ -213,8 +213,8 @@ class MessagesAdapter(TurnAdapter):
     # The stream.
 
     def begin(self) -> Iterable[bytes]:
-        """The message without content. How much of the prompt is cached is not known yet: the last
-        event has the usage that counts."""
+        """Returns the message without content. The cached part of the prompt is still unknown; the
+        last event has the final usage."""
         message: MessageAnswer = {
             "id": self._id,
             "type": "message",
@@ -242,7 +242,7 @@ class MessagesAdapter(TurnAdapter):
         yield _event({"type": "message_stop"})
 
     def _block_events(self, event: Event) -> Iterator[bytes]:
-        """The events of a piece of a block. A block begins where another kind is written."""
+        """Yields the events of a piece of a block. Another kind of block ends the open one."""
         if isinstance(event, ContentText):
             if self._open != "text":
                 yield from self._begin({"type": "text", "text": ""})
@@ -275,7 +275,7 @@ class MessagesAdapter(TurnAdapter):
         )
 
     def _delta(self, pattern: Delta, text: str) -> bytes:
-        """More of the open block, whose deltas are all of one kind."""
+        """Returns a delta of the open block; all its deltas have one type."""
         if self._text_event is None:
             index = self._num_blocks
             event = _event({"type": "content_block_delta", "index": index, "delta": pattern})
@@ -302,7 +302,7 @@ def _event(body: MessageEvent) -> bytes:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut, those that were written."""
+    """Returns the arguments of a call, or the written part of those of a cut call."""
     try:
         found = from_json(text or "{}", allow_partial="trailing-strings")
     except ValueError:

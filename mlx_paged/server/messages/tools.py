@@ -1,4 +1,4 @@
-"""Tools of Anthropic's requests: the client's own, and those whose input Anthropic has defined."""
+"""Tools of Anthropic's requests: the client's own, and those with input schemas by Anthropic."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ DEFINED: Mapping[str, _Defined] = {
 
 
 def tools_of(body: CountBody) -> list[Tool]:
-    """The tools of a body.
+    """Returns the tools of a body.
 
     Raises:
-        ApiError: 400 for tools of Anthropic's servers and for those that need a screen, and for
-            what a tool lacks.
+        ApiError: 400 for tools of Anthropic's servers, for those that need a screen, and for
+            missing fields.
     """
     found = []
     for i, tool in enumerate(body.tools or ()):
@@ -142,7 +142,7 @@ def tools_of(body: CountBody) -> list[Tool]:
 
 
 def _own(tool: ClientTool, where: str) -> Tool:
-    """A tool with a schema of its own."""
+    """Returns a tool with its own schema."""
     for field in ("name", "input_schema"):
         if getattr(tool, field) is None:
             at = f"{where}.{field}"
@@ -154,7 +154,7 @@ def _own(tool: ClientTool, where: str) -> Tool:
 
 
 def _defined(tool: ClientTool, defined: _Defined, where: str) -> Tool:
-    """A tool whose schema Anthropic has defined."""
+    """Returns a tool whose schema Anthropic has defined."""
     if tool.name != defined.name:
         at = f"{where}.name"
         given = "it is missing" if tool.name is None else f"got {tool.name!r}"
@@ -186,10 +186,10 @@ def _unknown(kind: str | None, where: str) -> Exception:
 
 
 def choice_of(body: CountBody, tools: Sequence[Tool]) -> ToolChoice:
-    """The tools that may be called.
+    """Returns the tools that may be called.
 
     Raises:
-        ApiError: 400 for a choice without tools, or without the name that it needs.
+        ApiError: 400 for a choice without tools, or without the required name.
     """
     given = body.tool_choice
     if not tools:

@@ -32,10 +32,10 @@ _BLOCKS: TypeAdapter[list[Block]] = TypeAdapter(list[Block])
 
 
 def turn_of(body: CountBody) -> Turn:
-    """Reads a body.
+    """Converts a body to a turn.
 
     Raises:
-        ApiError: 400 for what this server does not have, and for fields that contradict each other.
+        ApiError: 400 for unsupported features, and for fields that contradict each other.
     """
     for name in REFUSED:
         if getattr(body, name, None) not in (None, []):
@@ -65,7 +65,7 @@ def turn_of(body: CountBody) -> Turn:
 
 
 def _template_kwargs(body: CountBody) -> dict[str, Any]:
-    """Variables of the template: whether to think, and how hard."""
+    """Returns the template's variables for thinking and its effort."""
     kwargs = template_kwargs_of(body.chat_template_kwargs)
     if body.thinking is not None:
         thinks = body.thinking.type != "disabled"
@@ -96,7 +96,7 @@ def _structured_outputs(body: CountBody) -> StructuredOutputs | None:
     if wanted.schema_ is None:
         where = f"{_format_field(body)}.schema"
         raise bad_request(where, f"{where} is missing", "missing_field")
-    # Anthropic's answers are always valid for the schema: one that cannot be enforced is refused.
+    # Anthropic's answers are always valid for the schema, so it must be enforceable.
     with own_names(_names(body)):
         return StructuredOutputs(json=wanted.schema_, strict=True)
 
@@ -113,7 +113,7 @@ def _messages(body: CountBody) -> list[dict[str, Any]]:
         for plain in _plain(message, f"messages.{i}"):
             _add(messages, plain)
     if messages[-1] == {"role": "assistant", "content": ""}:
-        messages.pop()  # there is nothing to go on with
+        messages.pop()  # There is nothing to continue.
     if all(message["role"] == "system" for message in messages):
         raise bad_request("messages", "messages must have at least one message of the user")
     return messages
@@ -145,7 +145,7 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
 
 
 def _plain(message: MessageBody, where: str) -> list[dict[str, Any]]:
-    """A message as those of chats: results of tools are messages of their own."""
+    """Converts a message to those of chats, where results of tools are separate messages."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":
@@ -212,10 +212,10 @@ def _result(block: Block, where: str) -> dict[str, Any]:
 
 
 def _content_of(block: Block, where: str) -> str | Content:
-    """The text of a block, its image, or its document.
+    """Returns the text of a block, its image, or its document.
 
     Raises:
-        ApiError, InvalidMediaError: 400 for what is none of them.
+        ApiError, InvalidMediaError: 400 for other blocks.
     """
     if block.type == "document":
         return _document(block, where)
@@ -268,7 +268,7 @@ def _document_content(source: Mapping[str, Any], where: str) -> str | Content:
     """Returns the text of a document.
 
     Raises:
-        ApiError: 400 for a kind that is not supported. (A PDF is text by now: documents.py.)
+        ApiError: 400 for an unsupported kind. PDFs have become text before (documents.py).
     """
     kind, media_type = source.get("type"), source.get("media_type")
     if kind == "content":
@@ -300,7 +300,7 @@ def _document_content(source: Mapping[str, Any], where: str) -> str | Content:
         return data
     try:
         return base64.b64decode(data, validate=True).decode()
-    except ValueError:  # (UnicodeDecodeError and binascii.Error are)
+    except ValueError:  # including UnicodeDecodeError and binascii.Error
         at = f"{where}.data"
         raise bad_request(at, f"{at} must be text in UTF-8, in base64") from None
 

@@ -44,11 +44,11 @@ _NO_ROOM = ApiError(
 
 @dataclass(frozen=True)
 class Remembered:
-    """Returns the part of a response's input that the store keeps.
+    """The part of a response's input that the store keeps.
 
     Attributes:
-        new_input: What this response adds to the conversation.
-        before: The conversation it goes on from.
+        new_input: Items that this response adds to the conversation.
+        before: The conversation that it continues.
     """
 
     new_input: list[Item]
@@ -68,11 +68,12 @@ def stores(body: ResponseBody, store: ResponseStore) -> bool:
 class ResponseAdapter(Adapter):
     """The one answer of a turn. Once it has ended it is stored, unless `store` is false.
 
-    It reads token by token, not piece by piece: log-probabilities belong to the tokens of text.
+    It reads token by token instead of piece by piece, because log-probabilities belong to the
+    tokens of text.
 
     Attributes:
-        id: Of the response.
-        status: Its status by now.
+        id: Id of the response.
+        status: Its current status.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ResponseAdapter(Adapter):
             encrypts=ENCRYPTED in (body.include or ()),
         )
         self._sequence = itertools.count()
-        self._logprobs: list[ContentLogprob] = []  # of tokens whose text has not come yet
+        self._logprobs: list[ContentLogprob] = []  # of tokens whose text has not arrived
         self._is_cut = False
         self._is_background = bool(body.background)
         self.status: Status = "queued" if self._is_background else "in_progress"
@@ -123,7 +124,7 @@ class ResponseAdapter(Adapter):
         return response
 
     def now(self) -> Response:
-        """The response as it is by now, with the items that have ended."""
+        """Returns the response so far, with the items that have ended."""
         response = self._response(self.status)
         response["output"] = self._output.items
         return response
@@ -150,11 +151,11 @@ class ResponseAdapter(Adapter):
         response = self._ended()
         if self._store(response) or not self._is_background:
             yield self._sse({"type": f"response.{response['status']}", "response": response})
-        else:  # (its client would never get it)
+        else:  # Its client would never get it.
             yield self.failed(_NO_ROOM)
 
     def without_answer(self) -> Iterable[bytes]:
-        """The end of a response whose prompt was computed, and nothing generated."""
+        """Returns the end of a response whose prompt was computed without generating anything."""
         response = self._ended()
         self._store(response)
         yield self._sse({"type": f"response.{response['status']}", "response": response})
@@ -181,7 +182,7 @@ class ResponseAdapter(Adapter):
         response = self.now()
         response["usage"] = self._usage()
         self._store_end(response)
-        # (There is no event of that name. Clients take this one for the end.)
+        # There is no event of that name. Clients treat this one as the end.
         yield self._sse({"type": "response.incomplete", "response": response})
 
     # From tokens to events.
@@ -212,7 +213,7 @@ class ResponseAdapter(Adapter):
                 yield event, self._gained()
             items = reader.answer.items
             if items and isinstance(items[-1], ReasoningText):
-                self._logprobs.clear()  # (of the marker that ends it)
+                self._logprobs.clear()  # of the marker that ends it
         if piece.finish_reason is not None:
             for event in reader.finish(is_cut=piece.is_cut):
                 yield event, self._gained()
@@ -228,7 +229,7 @@ class ResponseAdapter(Adapter):
         return responses.chat_logprobs(piece.logprobs, body.top_logprobs or 0, as_ids=as_ids)
 
     def _finish(self) -> Iterator[Told]:
-        """Ends what is open. An answer of nothing at all is a message without text."""
+        """Ends open items. An answer without items becomes a message without text."""
         yield from self._output.close("incomplete" if self._is_cut else "completed")
         if not self._is_cut and not self._output.has_answer:
             yield from self._output.text("", [])
@@ -290,14 +291,14 @@ class ResponseAdapter(Adapter):
 
 
 def failure_code(error: ApiError) -> str:
-    """The code of a response that failed: of those that clients know."""
+    """Returns the code of a failed response, from those that clients know."""
     if error.code == "context_length_exceeded":
         return error.code
     return "rate_limit_exceeded" if error.status == 429 else "server_error"
 
 
 def _head(body: ResponseBody, turn: PreparedTurn, generation: Generation) -> Response:
-    """The response before there is anything in it."""
+    """Returns the response without content."""
     text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text else {}
     choice = body.tool_choice
     return {

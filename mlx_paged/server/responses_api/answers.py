@@ -1,10 +1,10 @@
-"""Bodies of answers of `/v1/responses`, as `mlx_paged.server.responses` has those of the others."""
+"""Bodies of `/v1/responses`' answers, like those of the other APIs in `server.responses`."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, NotRequired
 
-from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged.server.responses import ContentLogprob
 
@@ -39,7 +39,7 @@ class MessageItem(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """Reasoning. Its text is in `summary` where a summary was asked for, else in `content`."""
+    """Reasoning. Its text is in `summary` if a summary was requested, else in `content`."""
 
     id: str
     type: Literal["reasoning"]
@@ -94,7 +94,7 @@ class CustomCallOutputItem(TypedDict):
 
 
 class OtherItem(TypedDict):
-    """An item of the input that means nothing here."""
+    """An item of the input that has no effect here."""
 
     id: str
     type: Literal["web_search_call"]
@@ -178,7 +178,7 @@ class Response(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """An event of a streamed response; its type says which other fields it has."""
+    """An event of a streamed response; its type determines its other fields."""
 
     type: str
     sequence_number: int

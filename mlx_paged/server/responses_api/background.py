@@ -1,4 +1,4 @@
-"""Responses in the background: they are generated whether or not a client reads them."""
+"""Responses in the background, which are generated with or without a reader."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from pydantic_core import to_json
 from mlx_paged.server.errors import ApiError, unavailable
 from mlx_paged.server.metrics import Metrics
 
-if TYPE_CHECKING:  # (it knows the context, which has the runs)
+if TYPE_CHECKING:  # It imports the context, which imports this module.
     from mlx_paged.server.responses_api.adapter import ResponseAdapter
 
 access_logger = logging.getLogger("mlx_paged.access")
 
-# Events that are dropped at once from the beginning of a log.
+# Events that are dropped together from the beginning of a log.
 _DROPPED = 64
 
 
 class BackgroundRun:
-    """One response that is generated, and the log of its events.
+    """One response in the background, and the log of its events.
 
-    The events [first, first + len(events)) are kept; those before `first` have been dropped.
+    The log has events [first, first + len(events)); earlier ones have been dropped.
 
     Args:
-        adapter: its generation is submitted.
-        events: those of its stream.
-        on_event: called with the bytes of each event that was added.
-        on_end: called once it has ended.
+        adapter: Its generation is submitted.
+        events: Events of its stream.
+        on_event: Called with the bytes of each new event.
+        on_end: Called once it has ended.
 
     Attributes:
-        id: Of the response.
-        adapter: It has what the response consists of by now; None once it has ended.
-        has_ended: Whether there will be no more events.
-        num_readers: Streams that follow it.
-        num_bytes: Size of the events that are kept.
+        id: Id of the response.
+        adapter: Has the response so far; None once it has ended.
+        has_ended: True if there will be no more events.
+        num_readers: Number of streams that follow it.
+        num_bytes: Size of the events in the log.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BackgroundRun:
         if self.has_ended or self._is_stopped:
             return
         self._failure, self._is_stopped = failure, True
-        if self._has_begun:  # (a task that is cancelled before would not run at all)
+        if self._has_begun:  # A task that is cancelled before would never run.
             self._task.cancel()
 
     async def _run(self, adapter: ResponseAdapter, events: AsyncIterator[bytes]) -> None:
@@ -97,7 +97,7 @@ class BackgroundRun:
         self.has_ended = True
         self._wake()
         self._on_end(self)
-        self.adapter = None  # (it has the prompt and all tokens)
+        self.adapter = None  # It holds the prompt and all tokens.
 
     def _add(self, event: bytes) -> None:
         self._events.append(event)
@@ -112,7 +112,7 @@ class BackgroundRun:
                 each.set_result(None)
 
     def drop(self, count: int = _DROPPED) -> int:
-        """Drops its oldest events; returns how many bytes they had."""
+        """Drops its oldest events; returns their bytes."""
         dropped, self._events = self._events[:count], self._events[count:]
         self._first += len(dropped)
         size = sum(map(len, dropped))
@@ -120,7 +120,7 @@ class BackgroundRun:
         return size
 
     def drop_all(self) -> int:
-        """Drops all its events; returns how many bytes they had."""
+        """Drops all its events; returns their bytes."""
         return self.drop(len(self._events))
 
     def check_has(self, place: int) -> None:
@@ -139,7 +139,7 @@ class BackgroundRun:
             )
 
     async def follow(self, place: int) -> AsyncIterator[bytes]:
-        """Its events from a sequence number on, those to come included."""
+        """Yields its events from a sequence number on, including future ones."""
         self.num_readers += 1
         try:
             while True:
@@ -153,21 +153,21 @@ class BackgroundRun:
                 news = asyncio.get_running_loop().create_future()
                 self._waiting.add(news)
                 await news
-        except ApiError as error:  # the reader was too slow
+        except ApiError as error:  # The reader was too slow.
             yield _error(error, place)
         finally:
             self.num_readers -= 1
 
 
 class BackgroundRuns:
-    """The responses in the background, by their ids. One thread uses it.
+    """The responses in the background by id. Only one thread uses it.
 
     Args:
-        metrics: those that have not ended count as the server's load.
-        log: whether to write a line for each that has ended.
-        max_running: most that have not ended; 0: there are none.
-        max_bytes: most bytes of the events of all of them. The logs of those that have ended are
-            dropped first, then the oldest events of the largest log.
+        metrics: Unfinished responses count as the server's load.
+        log: Write a line for each response that has ended.
+        max_running: Maximum unfinished responses; 0 allows none.
+        max_bytes: Maximum bytes of all logs. Logs of finished responses are dropped first, then the
+            oldest events of the largest log.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class BackgroundRuns:
         self._is_draining = False
 
     def check_room(self) -> None:
-        """Refuses one more where too many run.
+        """Refuses another one if too many run.
 
         Raises:
             ApiError: 429.
@@ -202,10 +202,10 @@ class BackgroundRuns:
         """Runs a response whose generation is submitted.
 
         Args:
-            events: those of its stream.
+            events: Events of its stream.
         """
         generation = adapter.generation
-        # (The line of the request that asked for it is written long before its end.)
+        # The line of the request that started it is written long before its end.
         fields = {**generation.trace.fields, "response": adapter.id}
         generation.trace = replace(generation.trace, fields=fields, held_bytes=0)
         run = BackgroundRun(adapter, events, self._on_event, self._on_end)
@@ -216,17 +216,17 @@ class BackgroundRuns:
         return run
 
     def running(self, response_id: str) -> BackgroundRun | None:
-        """One that has not ended."""
+        """Returns an unfinished response, or None."""
         return self._running.get(response_id)
 
     def find(self, response_id: str) -> BackgroundRun | None:
-        """One that runs, or has ended and has its events still."""
+        """Returns a response that runs or still has its events, or None."""
         if response_id in self._ended:
             self._ended.move_to_end(response_id)
         return self._running.get(response_id) or self._ended.get(response_id)
 
     async def forget(self, response_id: str) -> bool:
-        """Ends a response, and drops its events; returns whether it was running."""
+        """Ends a response, and drops its events; returns True if it was running."""
         run = self._running.get(response_id)
         if run is not None:
             await run.stop()
@@ -235,7 +235,7 @@ class BackgroundRuns:
         return run is not None
 
     def drain(self) -> None:
-        """Ends those that no stream follows: no other client can ask for them before the end."""
+        """Ends those without a reader, because no other client can ask for them before the end."""
         self._is_draining = True
         for run in list(self._running.values()):
             if not run.num_readers:

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses`, and what they mean: tools, their choice, the form of the text."""
+"""Bodies of `/v1/responses`, and their tools, tool choices and text formats."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from mlx_paged.server.tool_requests import (
 
 logger = logging.getLogger(__name__)
 
-#: What joins a namespace and the name of a function in it, for the model.
+#: Joins a namespace and the name of its function for the model.
 JOINER = "__"
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-#: What `include` may have.
+#: Supported values of `include`.
 INCLUDABLE = (LOGPROBS, ENCRYPTED)
 
 
@@ -59,7 +59,7 @@ Parts = Annotated[list[Part], Field(fail_fast=True)]
 
 
 class InputItem(Body):
-    """An item of `input`. Which fields mean something depends on its type."""
+    """An item of `input`. Its type determines which fields matter."""
 
     type: str | None = Field(
         None,
@@ -107,7 +107,7 @@ class ResponseTool(Body):
 
 
 class ToolChoiceObject(Body):
-    """A tool that must be called, or those that may be."""
+    """A tool that must be called, or tools that may be called."""
 
     type: str = Field(description="function, custom or allowed_tools.")
     name: Name | None = None
@@ -219,7 +219,7 @@ class ResponseBody(GenerationBody):
         return None
 
 
-# (field, values that change nothing, why no others are taken).
+# (field, values without effect, why no others are accepted).
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("n", (1,), "must be 1: a response is one answer"),
     ("response_format", (), "is a field of chats: give text.format"),
@@ -258,10 +258,10 @@ PromptBody = ResponseBody | InputTokensBody
 
 
 def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
-    """The tools of a body, those of namespaces under joined names.
+    """Returns the tools of a body; those in namespaces have joined names.
 
     Raises:
-        ApiError: 400 for a built-in tool, one without a name, or a name given twice.
+        ApiError: 400 for a built-in tool, one without a name, or a repeated name.
     """
     found: list[Tool] = []
     ignored = []
@@ -339,7 +339,7 @@ def joined(namespace: str | None, name: str) -> str:
 
 
 def choice_of(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
-    """The tools that may be called.
+    """Returns the tools that may be called.
 
     Raises:
         ApiError: 400 for a choice that names no function of the request.
@@ -396,7 +396,7 @@ def _allowed(entry: dict[str, Any], tools: tuple[Tool, ...], where: str) -> tupl
 def _named(
     namespace: str | None, name: str, tools: tuple[Tool, ...], where: str
 ) -> tuple[str, ...]:
-    """The one function of a name; within a namespace it may be named with or without that."""
+    """Returns the one function of a name, given with or without its namespace."""
     wanted = joined(namespace, name)
     for tool in tools:
         if tool.name == wanted:
@@ -452,7 +452,7 @@ def names_of(body: ResponseBody) -> dict[str, str]:
 
 
 def template_kwargs_of(body: PromptBody) -> dict[str, Any]:
-    """Variables of the chat template.
+    """Returns the variables of the chat template.
 
     Raises:
         ApiError: 400 for one that the server sets, or two that contradict each other.
@@ -466,13 +466,13 @@ def template_kwargs_of(body: PromptBody) -> dict[str, Any]:
     ):
         if value is not None and kwargs.setdefault(name, value) != value:
             raise contradiction(field, f"chat_template_kwargs.{name}")
-    if effort is not None:  # (templates that think only if told to)
+    if effort is not None:  # Some templates think only on request.
         kwargs.setdefault("enable_thinking", effort != "none")
     return kwargs
 
 
 def summary_of(reasoning: Reasoning | None) -> str | None:
-    """The summary of the reasoning that is asked for; None: the reasoning as it is."""
+    """Returns the requested summary of the reasoning; None asks for the reasoning itself."""
     if reasoning is None:
         return None
     return reasoning.summary or reasoning.generate_summary

@@ -56,7 +56,7 @@ _NAMES = {
 
 
 async def create(request: Request) -> HttpResponse:
-    """Answers the input, at once or as a stream."""
+    """Answers the input, as a whole or as a stream."""
     body = await requests.read_body(request, ResponseBody)
     with own_names(request):
         adapter = await adapter_of(request, body)
@@ -68,13 +68,13 @@ async def create(request: Request) -> HttpResponse:
 async def adapter_of(
     request: Request, body: ResponseBody, latest: LatestResponse | None = None
 ) -> ResponseAdapter:
-    """Prepares the answer to a body; submits nothing yet. Errors name fields as the engine does.
+    """Prepares the answer to a body; submits nothing yet. Errors use the engine's field names.
 
     Args:
-        latest: the last response of the connection, which need not be stored.
+        latest: The last response of the connection, which need not be stored.
 
     Raises:
-        ApiError, InvalidParameterError: something in the body is wrong.
+        ApiError, InvalidParameterError: Something in the body is wrong.
     """
     context = context_of(request)
     model = context.models.of(body.model)
@@ -110,10 +110,10 @@ async def adapter_of(
 def _check_background(
     body: ResponseBody, model: ServedModel, new_input: list[Item], before: Segment | None
 ) -> None:
-    """Refuses a response in the background that its client could never ask for.
+    """Refuses a response in the background that its client could never retrieve.
 
     Raises:
-        ApiError: 400 where it would not be stored.
+        ApiError: 400 if it would not be stored.
     """
     if body.store is False:
         raise bad_request("background", "background needs store: true, to be asked for later")
@@ -131,7 +131,7 @@ def _check_background(
 
 
 async def _in_background(adapter: ResponseAdapter, *, stream: bool) -> HttpResponse:
-    """Begins a response in the background; answers with what it is by now, or with its events."""
+    """Starts a response in the background; answers with its current state, or with its events."""
     generation = adapter.generation
     await generation.submit()
     run = generation.context.background.start(adapter, events_of(adapter))
@@ -143,7 +143,7 @@ async def _in_background(adapter: ResponseAdapter, *, stream: bool) -> HttpRespo
 
 
 async def input_tokens(request: Request) -> HttpResponse:
-    """How many tokens the prompt of a response would have."""
+    """Returns the number of tokens of a response's prompt."""
     body = await requests.read_body(request, InputTokensBody)
     with own_names(request):
         new_input, before = _input_of(body, context_of(request))
@@ -181,10 +181,10 @@ async def retrieve(request: Request) -> HttpResponse:
 
 
 def _place(query: Mapping[str, str]) -> int | None:
-    """The sequence number from which a query wants events; None: it wants none.
+    """Returns the sequence number from which a query wants events; None if it wants none.
 
     Raises:
-        ApiError: 400 for values that are wrong.
+        ApiError: 400 for invalid values.
     """
     for name, allowed in (("stream", ("true", "false")), ("include_obfuscation", ("false",))):
         if query.get(name, "false") not in allowed:
@@ -206,9 +206,9 @@ def _place(query: Mapping[str, str]) -> int | None:
 
 
 async def compact(_: Request) -> HttpResponse:
-    """Not found: an item that stands for a conversation would need a model that shortens it.
+    """Not found: an item that stands for a conversation needs a model that compacts it.
 
-    (A path of its own, because it looks like the id of a response that takes no POST.)
+    It has its own path, because it looks like the id of a response, which takes no POST.
     """
     raise ApiError(
         404,
@@ -229,7 +229,7 @@ async def delete(request: Request) -> HttpResponse:
 
 
 async def cancel(request: Request) -> HttpResponse:
-    """Ends a response in the background; one that has ended stays as it is."""
+    """Ends a response in the background; one that has ended stays unchanged."""
     response_id = _id_of(request)
     run = context_of(request).background.running(response_id)
     if run is not None:
@@ -384,7 +384,7 @@ def _input_of(
 
 
 def _dereferenced(item: Item, place: int, stores: Sequence[ResponseStore | LatestResponse]) -> Item:
-    """An item itself, or the one that it refers to."""
+    """Returns an item, or the one that it refers to."""
     if item["type"] != "item_reference":
         return item
     found = next((found for store in stores if (found := store.item(item["id"]))), None)
@@ -398,7 +398,7 @@ def _dereferenced(item: Item, place: int, stores: Sequence[ResponseStore | Lates
 
 
 async def _items_before(segment: Segment | None) -> list[Item]:
-    """The items of a conversation. (They may be many: others have a turn between responses.)"""
+    """Returns the items of a conversation. Other tasks run between the responses."""
     items: list[Item] = []
     for each in segment.chain() if segment else ():
         items += from_json(each.input)
@@ -435,12 +435,12 @@ async def _turn_of(
 async def _prepare(
     request: Request, model: ServedModel, turn: Turn, params: SamplingParams, *, truncates: bool
 ) -> PreparedTurn:
-    """Prepares a turn; one that is too long loses its oldest messages, where that is allowed."""
+    """Prepares a turn. If allowed, one that is too long loses its oldest messages."""
     if not truncates:
         return await prepare(request, model, turn, params)
 
     async def without(count: int) -> PreparedTurn | None:
-        """The turn without so many of its oldest; None where it is too long still."""
+        """Prepares the turn without some of its oldest messages; None if it is still too long."""
         messages = without_oldest(turn.conversation.messages, count)
         shorter = replace(turn, conversation=replace(turn.conversation, messages=messages))
         try:
@@ -457,11 +457,11 @@ async def _prepare(
     fits = await without(0) if most else None
     if fits is not None or most < 2:
         return fits or await prepare(request, model, turn, params)
-    # The least that must go: `low` turns are not enough, `high` are.
+    # The minimum to drop: `low` turns are not enough, `high` are.
     low, high = 0, most - 1
     fits = await without(high)
     if fits is None:
-        return await prepare(request, model, turn, params)  # (too long: the engine says so)
+        return await prepare(request, model, turn, params)  # Too long, as the engine will say.
     while high - low > 1:
         middle = (low + high) // 2
         shorter = await without(middle)

@@ -1,4 +1,4 @@
-"""Items: the input of a response in the form in which it is kept, and as a conversation."""
+"""Items: the input of a response in its stored form, and as a conversation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 _INSTRUCTIONS = ("system", "developer")
 _CALLS = ("function_call", "custom_tool_call")
-# With the beginnings of their ids.
+# With the prefixes of their ids.
 _OUTPUTS = {"function_call_output": "fco", "custom_tool_call_output": "ctco"}
 _ROLES = ("user", "assistant", "system", "developer")
 # Prefix of the `encrypted_content` of this server's reasoning.
@@ -99,7 +99,7 @@ def _item(given: InputItem, where: str) -> Item:
         return _reasoning(given, where)
     if kind == "item_reference":
         return {"type": kind, "id": _required(given, "id", where)}
-    if kind == "web_search_call":  # (of another server; what it found is not in it)
+    if kind == "web_search_call":  # From another server, without its results.
         return {"id": given.id or new_id("ws"), "type": kind, "status": "completed"}
     raise bad_request(
         f"{where}.type",
@@ -129,7 +129,7 @@ def _parts(parts: Parts, kind: str, where: str) -> list[Item]:
     found: list[Item] = []
     for i, part in enumerate(parts):
         if part.type == "input_image" and kind == "input_text":
-            source_of(vars(part), f"{where}[{i}]")  # (checks it)
+            source_of(vars(part), f"{where}[{i}]")  # This validates it.
             image: Item = {"type": "input_image", "image_url": part.image_url}
             found.append(image | {"detail": part.detail or "auto"})
             continue
@@ -183,7 +183,7 @@ def encrypted(text: str) -> str:
 
 
 def reasoning_text(item: Item) -> str:
-    """The text of a reasoning item; empty where another server has encrypted it."""
+    """Returns the text of a reasoning item; "" if another server has encrypted it."""
     for name in ("content", "summary"):
         if item.get(name):
             return "\n".join(part["text"] for part in item[name])
@@ -197,18 +197,18 @@ def reasoning_text(item: Item) -> str:
 
 
 def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, Any]]:
-    """Items as the messages of a conversation.
+    """Converts items to the messages of a conversation.
 
-    What an answer consisted of (its reasoning, its text, its calls) is one message.
+    All parts of an answer (reasoning, text, calls) make one message.
 
     Args:
-        num_before: how many of the first items are of earlier responses.
+        num_before: Number of leading items from earlier responses.
 
     Raises:
-        ApiError: 400 for the output of a call that is not there.
+        ApiError: 400 for the output of a missing call.
     """
     messages: list[dict[str, Any]] = []
-    answer: dict[str, Any] | None = None  # of the assistant, which may go on
+    answer: dict[str, Any] | None = None  # the assistant's, which may continue
     names: dict[str, str] = {}  # of functions, by the id of the call
     for i, item in enumerate(items):
         kind = item["type"]
@@ -251,7 +251,7 @@ def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, An
                     "function": {"name": name, "arguments": arguments or "{}"},
                 }
                 answer.setdefault("tool_calls", []).append(call)
-    # (Reasoning that cannot be read leaves nothing.)
+    # Unreadable reasoning leaves nothing.
     return [
         m for m in messages if m["role"] != "assistant" or len(m) > 2 or m["content"] is not None
     ]
@@ -267,7 +267,7 @@ def _begins_another(kind: str, answer: dict[str, Any]) -> bool:
 
 
 def _content_of(parts: Sequence[Item], where: str) -> str | Content:
-    """Parts as the content of a message. (One text may have been given as such.)"""
+    """Returns parts as the content of a message. A single text stays a text."""
     return concatenated(
         "",
         [
@@ -278,22 +278,22 @@ def _content_of(parts: Sequence[Item], where: str) -> str | Content:
 
 
 def without_oldest(messages: Messages, count: int) -> list[Mapping[str, Any]]:
-    """A conversation without its oldest turns; the instructions stay.
+    """Returns a conversation without its oldest turns; instructions stay.
 
-    A turn that goes is a message, and the outputs of its calls.
+    A turn is a message with the outputs of its calls.
 
     Args:
-        count: how many turns go; fewer than there are.
+        count: Number of turns to drop; fewer than there are.
     """
     first = _turns(messages)[count]
     return [m for i, m in enumerate(messages) if i >= first or m["role"] in _INSTRUCTIONS]
 
 
 def num_turns(messages: Messages) -> int:
-    """How many turns a conversation has."""
+    """Returns the number of turns in a conversation."""
     return len(_turns(messages))
 
 
 def _turns(messages: Messages) -> list[int]:
-    """Where the turns begin."""
+    """Returns the index of the first turn."""
     return [i for i, m in enumerate(messages) if m["role"] not in (*_INSTRUCTIONS, "tool")]

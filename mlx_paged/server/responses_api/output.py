@@ -1,4 +1,4 @@
-"""The output of a response as it is written: its items, and OpenAI's events about them."""
+"""The output of a response while it is written: its items, and OpenAI's events about them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Output:
     """Items, one after the other; only the last one can be open.
 
     Args:
-        tools: those of the request: a call is told under the namespace and name that they have.
-        summarises: whether reasoning is told as its summary.
-        encrypts: whether reasoning has `encrypted_content`.
+        tools: Tools of the request, with the namespaces and names of calls.
+        summarises: True shows reasoning as its summary.
+        encrypts: True adds `encrypted_content` to reasoning.
 
     Attributes:
-        items: What has ended, as it is in the response.
+        items: Items that have ended, in the form of the response.
     """
 
     def __init__(self, tools: Sequence[Tool], *, summarises: bool, encrypts: bool) -> None:
@@ -50,14 +50,14 @@ class Output:
 
     @property
     def has_answer(self) -> bool:
-        """True if there is something besides reasoning."""
+        """True if there is an item besides reasoning."""
         return any(item["type"] != "reasoning" for item in self.items)
 
     def take(self, event: Event, logprobs: list[ContentLogprob]) -> Iterator[Told]:
-        """The next event of the answer.
+        """Converts the next event of the answer.
 
         Args:
-            logprobs: of the tokens that it was read from; told with text only.
+            logprobs: Log-probabilities of its tokens; used with text only.
         """
         if isinstance(event, ContentText):
             yield from self.text(event.text, logprobs)
@@ -91,7 +91,7 @@ class Output:
             yield from self._open.more(text, logprobs)
 
     def close(self, status: ItemStatus = "completed") -> Iterator[Told]:
-        """Ends the open item, where there is one."""
+        """Ends the open item, if any."""
         if self._open is None:
             return
         item, self._open = self._open, None
@@ -170,7 +170,7 @@ def _output_text(text: str, logprobs: list[ContentLogprob]) -> OutputText:
 
 
 class _Reasoning(_Item):
-    """Reasoning: as it is, or all of it as its summary."""
+    """Reasoning: the text itself, or all of it as its summary."""
 
     kind = "rs"
 
@@ -178,7 +178,7 @@ class _Reasoning(_Item):
         super().__init__(index)
         self._summarises = summarises
         self._encrypts = encrypts
-        # How the two ways spell the same events.
+        # Names of the same events in the two forms.
         if summarises:
             self._part = "response.reasoning_summary_part"
             self._text = "response.reasoning_summary_text"

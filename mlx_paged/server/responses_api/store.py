@@ -1,4 +1,4 @@
-"""Responses that are kept for later requests: in memory, the least recently used are forgotten."""
+"""Responses kept in memory for later requests, evicted by least recent use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic_core import from_json, to_json
 
 
 class Segment:
-    """One response's part of its conversation: new input, and output. Both are JSON lists.
+    """One response's part of its conversation: new input, and output, as JSON lists.
 
     Attributes:
-        before: The conversation that it goes on from; None: it begins one.
-        item_ids: Of its output.
-        num_users: Stored responses and later segments that need it.
+        before: The conversation that it continues; None if it begins one.
+        item_ids: Ids of its output items.
+        num_users: Number of stored responses and later segments that need it.
     """
 
     __slots__ = ("before", "input", "item_ids", "num_users", "output")
@@ -54,14 +54,14 @@ class _Entry:
 
 
 class ResponseStore:
-    """Responses by their ids. One thread uses it.
+    """Stored responses by id. Only one thread uses it.
 
-    What several responses of one conversation have in common is kept, and counted, once. A
-    response that is forgotten, or deleted, leaves what others go on from.
+    Common parts of several responses to one conversation are kept, and counted, once. Evicting or
+    deleting a response leaves the parts that others continue.
 
     Args:
-        max_responses: most responses; 0: none is stored.
-        max_bytes: most bytes of all of them, as JSON. A response that is larger is not stored.
+        max_responses: Maximum responses; 0 stores none.
+        max_bytes: Maximum bytes of all of them, as JSON. A larger response is not stored.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
@@ -80,12 +80,12 @@ class ResponseStore:
         """Stores a response that has ended.
 
         Args:
-            response: as the API shows it.
-            new_input: items that it added to the conversation.
-            before: what it went on from.
+            response: In the form of the API.
+            new_input: Items that it added to the conversation.
+            before: The conversation that it continued.
 
         Returns:
-            Whether there was room for it.
+            True if there was room for it.
         """
         output = response["output"]
         segment = Segment(
@@ -103,7 +103,7 @@ class ResponseStore:
         return True
 
     def get(self, response_id: str) -> dict[str, Any] | None:
-        """A response as the API shows it; None: there is none of that id."""
+        """Returns a response in the form of the API, or None."""
         entry = self._used(response_id)
         if entry is None:
             return None
@@ -112,22 +112,22 @@ class ResponseStore:
         return found
 
     def status(self, response_id: str) -> str | None:
-        """The status of a response; None: there is none of that id."""
+        """Returns the status of a response, or None."""
         entry = self._entries.get(response_id)
         return None if entry is None else from_json(entry.head).get("status")
 
     def fits(self, new_input: list[dict[str, Any]], before: Segment | None) -> bool:
-        """True if there is room for a conversation, before it has an answer."""
+        """Returns True if there is room for a conversation without an answer."""
         segment = Segment(before, to_json(new_input), b"", ())
         return _sum_of_sizes(segment) <= self.max_bytes
 
     def segment(self, response_id: str) -> Segment | None:
-        """The conversation up to and with a response; None: there is none of that id."""
+        """Returns the conversation up to and including a response, or None."""
         entry = self._used(response_id)
         return None if entry is None else entry.segment
 
     def item(self, item_id: str) -> dict[str, Any] | None:
-        """An item of the output of a stored response; None: there is none of that id."""
+        """Returns an output item of a stored response, or None."""
         segment = self._by_item.get(item_id)
         if segment is None:
             return None
@@ -135,7 +135,7 @@ class ResponseStore:
         return next(item for item in items if item["id"] == item_id)
 
     def delete(self, response_id: str) -> bool:
-        """Forgets a response; returns whether there was one of that id."""
+        """Deletes a response; returns True if it was there."""
         if response_id not in self._entries:
             return False
         self._forget(response_id)
@@ -153,7 +153,7 @@ class ResponseStore:
         self._let_go(entry.segment)
 
     def _hold(self, segment: Segment) -> None:
-        """One more user of a segment, which holds those before it."""
+        """Adds a user to a segment, which holds the segments before it."""
         current: Segment | None = segment
         while current is not None:
             current.num_users += 1
@@ -176,10 +176,10 @@ class ResponseStore:
 
 
 class LatestResponse:
-    """The last response of one connection, whether it is stored or not.
+    """The last response of one connection, stored or not.
 
     Args:
-        max_bytes: most bytes of its conversation, as JSON. One that is larger is not kept.
+        max_bytes: Maximum bytes of its conversation, as JSON. A larger one is not kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -204,14 +204,14 @@ class LatestResponse:
         return self._segment if response_id == self._id else None
 
     def item(self, item_id: str) -> dict[str, Any] | None:
-        """An item of its output; None: there is none of that id."""
+        """Returns an item of its output, or None."""
         if self._segment is None or item_id not in self._segment.item_ids:
             return None
         items: Iterator[dict[str, Any]] = iter(from_json(self._segment.output))
         return next(item for item in items if item["id"] == item_id)
 
     def forget(self, response_id: str | None) -> None:
-        """Forgets a response, if it is the one that is kept."""
+        """Forgets a response, if it is this one."""
         if response_id is not None and response_id == self._id:
             self._id = self._segment = None
 

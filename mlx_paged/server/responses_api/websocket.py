@@ -1,8 +1,8 @@
-"""The WebSocket transport of `/v1/responses`: turns one after the other on one connection.
+"""The WebSocket transport of `/v1/responses`: one turn at a time on one connection.
 
-The client sends ``response.create`` messages, which are bodies of `POST /v1/responses`. Each is
-answered by the events that a stream would have, as text messages, and errors are events, too. The
-connection remembers its latest response, also one with ``store: false``.
+The client sends ``response.create`` messages, which are bodies of `POST /v1/responses`. The events
+of a stream answer each, as text messages; errors are events, too. The connection remembers its
+latest response, even with ``store: false``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from mlx_paged.server.websocket import IDLE_SINCE
 logger = logging.getLogger(__name__)
 
 PATH = "/v1/responses"
-#: Seconds that a connection may be used, as in OpenAI's API.
+#: Maximum lifetime of a connection in seconds, as in OpenAI's API.
 MAX_AGE = 3600.0
-# Messages that may wait while a response is generated.
+# Maximum waiting messages while a response is generated.
 _MAX_WAITING = 16
 _GOING_AWAY, _NORMAL = 1001, 1000
 _DATA = b"\ndata: "
@@ -51,7 +51,7 @@ class _Typed(Body):
     type: Literal["response.create"]
 
 
-# In this order of bases, a wrong type is the first error.
+# With this order of bases, a wrong type is the first error.
 class CreateMessage(ResponseBody, _Typed):
     """``response.create``: a body of `POST /v1/responses` with a type."""
 
@@ -96,7 +96,7 @@ class _Session:
         self._context = context
         self._latest = LatestResponse(context.config.max_stored_bytes)
         self._inbox: asyncio.Queue[str] = asyncio.Queue()
-        self._waiting = RequestLog("", "WEBSOCKET", PATH, "")  # for the memory of what waits
+        self._waiting = RequestLog("", "WEBSOCKET", PATH, "")  # counts waiting messages' memory
         self._num_waiting = 0  # characters
         self._ends_at = asyncio.get_running_loop().time() + MAX_AGE
 
@@ -141,10 +141,10 @@ class _Session:
                 self._inbox.put_nowait(text)
 
     def _hold(self, num_more: int) -> None:
-        """Counts the messages that wait among the bodies in memory.
+        """Counts waiting messages among the bodies in memory.
 
         Raises:
-            ApiError: 429 or 503, they would be too many, or too many bytes.
+            ApiError: 429 or 503, too many messages or bytes would wait.
         """
         most = self._context.models.max_body_size
         is_full = self._inbox.qsize() >= _MAX_WAITING or self._num_waiting + num_more > most
@@ -286,7 +286,7 @@ class _Session:
 
 
 async def _warming(adapter: ResponseAdapter) -> AsyncIterator[bytes]:
-    """The events of a response whose prompt is computed, and nothing else."""
+    """Yields the events of a response whose prompt is computed without an answer."""
     async with adapter.generation as generation:
         for event in adapter.begin():
             yield event
