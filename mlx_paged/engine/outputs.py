@@ -128,7 +128,7 @@ class PositionReport(Mapping[int, Logprob]):
 
 
 class SequenceUpdate(NamedTuple):  # Twice as fast as a dataclass; every token makes one.
-    """What one sequence gained in one step.
+    """The gain of one sequence in one step.
 
     Attributes:
         request_id: The request.

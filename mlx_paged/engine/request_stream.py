@@ -26,7 +26,7 @@ _TURN = 0.002
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """What one sequence gained since its reader last looked: one token, or more if it was slow.
+    """The gain of one sequence since its reader last looked: a token, or more if it was slow.
 
     Attributes:
         updates: One for each step, oldest first; 1 to `MAX_UPDATES`.
