@@ -98,9 +98,7 @@ def test_a_long_chat_is_laid_out_a_few_times_for_an_answer(page: Page) -> None:
     import_chats(page, exported(1, NUM_MESSAGES))
     page.get_by_role("button", name="Question 0 of chat 0", exact=True).click()
     expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
-    # Visible messages are there at once, and the rest when the page is idle.
     expect(page.locator(".message .code").last).to_be_visible()
-    expect(page.locator(".message.filled")).to_have_count(NUM_MESSAGES)
     page.evaluate("() => { window.layouts = 0; }")
     send(page, "One more")
     fake(page, "answer.say('Here it is')")
@@ -117,6 +115,8 @@ def test_an_answer_changes_only_its_own_messages(page: Page) -> None:
     """Start, stop and end of an answer touch no message above, and measure no text twice."""
     import_chats(page, exported(1, NUM_MESSAGES))
     page.get_by_role("button", name="Question 0 of chat 0", exact=True).click()
+    expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
+    page.keyboard.press("Control+f")  # so that all have buttons
     expect(page.locator(".message.filled")).to_have_count(NUM_MESSAGES)
     edits = page.get_by_role("button", name="Edit", exact=True)
     expect(edits).not_to_have_count(0)
@@ -156,6 +156,155 @@ def test_an_answer_changes_only_its_own_messages(page: Page) -> None:
     # Four new ones, and those that were the last before them.
     assert page.evaluate("() => window.changed.size") <= 8
     assert page.evaluate("() => window.blobs") < 20
+
+
+# Most messages that one stretch of script places and fills. `settle` waits for 100 idle callbacks.
+STRETCHES = """
+window.mostPlaced = window.mostFilled = 0;
+const isFilled = (name) => /\\bfilled\\b/.test(name);
+new MutationObserver((changes) => {
+  let placed = 0;
+  let filled = 0;
+  for (const { type, addedNodes, target, oldValue } of changes) {
+    for (const node of addedNodes) placed += node.classList?.contains("message") ? 1 : 0;
+    if (type === "attributes" && !isFilled(oldValue) && isFilled(target.className)) filled += 1;
+  }
+  window.mostPlaced = Math.max(window.mostPlaced, placed);
+  window.mostFilled = Math.max(window.mostFilled, filled);
+}).observe(document, {
+  childList: true, subtree: true, attributeFilter: ["class"], attributeOldValue: true,
+});
+window.settle = async () => {
+  for (let i = 0; i < 100; i += 1) await new Promise((done) => { requestIdleCallback(done); });
+};
+"""
+FILLED = "() => document.querySelectorAll('.message.filled').length"
+
+
+def open_long_chat(page: Page, *chats: dict[str, Any]) -> None:
+    content = exported(1, NUM_MESSAGES)
+    content["chats"] += chats
+    import_chats(page, content)
+    page.get_by_role("button", name="Question 0 of chat 0", exact=True).click()
+    expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
+
+
+@in_browser
+def test_only_messages_near_the_view_are_drawn(page: Page, visitor: Visitor) -> None:
+    visitor.context.add_init_script(STRETCHES)
+    open_long_chat(page)
+    page.reload()
+    expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
+    expect(page.locator(".message .code").last).to_be_visible()
+    page.evaluate("() => window.settle()")
+    assert 4 <= page.evaluate(FILLED) < 40
+    page.locator("#scroll").evaluate("(box) => { box.scrollTop = 0; }")
+    expect(page.locator("#message-c0-m1 .code")).to_be_visible()
+    page.evaluate("() => window.settle()")
+    assert page.evaluate(FILLED) < 80
+    assert 0 < page.evaluate("() => window.mostPlaced") <= 60
+    assert 0 < page.evaluate("() => window.mostFilled") <= 12
+    order = page.locator(".message").evaluate_all("(all) => all.map((item) => item.id)")
+    assert order == [f"message-c0-m{i}" for i in range(NUM_MESSAGES)]
+    page.keyboard.press("Control+f")
+    expect(page.locator(".message.filled")).to_have_count(NUM_MESSAGES)
+    assert page.evaluate("() => window.mostFilled") <= 12
+
+
+@in_browser
+def test_the_browser_has_texts_that_are_not_drawn(page: Page) -> None:
+    open_long_chat(page)
+    message = page.locator("#message-c0-m101")
+    expect(message.locator(".code")).to_have_count(0)
+    expect(message.locator(".text")).to_contain_text("## Answer 101\n\n```python")
+    message.evaluate("(item) => item.scrollIntoView()")  # as the browser's search does
+    expect(message.locator(".code")).to_be_visible()
+    expect(message.locator(".text")).not_to_contain_text("```")
+    expect(page.locator("#message-c0-m201 .code")).to_have_count(0)
+    page.locator("#scroll").evaluate("() => document.activeElement.blur()")
+    page.keyboard.press("Control+a")
+    expect(page.locator(".message.filled")).to_have_count(NUM_MESSAGES)
+
+
+@in_browser
+def test_paper_has_the_whole_chat(page: Page) -> None:
+    open_long_chat(page)
+    pages = page.pdf(format="A4").count(b"/Type /Page\n")
+    assert page.evaluate(FILLED) == NUM_MESSAGES
+    assert pages > 10
+
+
+@in_browser
+def test_a_hit_far_up_is_scrolled_to_unless_another_chat_is_opened(page: Page) -> None:
+    [other] = exported(2, 4)["chats"][1:]
+    open_long_chat(page, other)
+    page.locator("#search").fill("Question")
+    hit = page.locator("#chats [data-chat=c0] .title")
+    expect(page.locator("#chats .snippet")).to_have_count(2)
+    # The older messages are not placed in the task that opens the chat.
+    page.evaluate(
+        """() => {
+          for (const chat of ["c1", "c0", "c1"]) {
+            document.querySelector(`#chats [data-chat=${chat}] .title`).click();
+          }
+        }"""
+    )
+    expect(page.locator(".message")).to_have_count(4)
+    expect(page.locator("#title")).to_have_text("Question 0 of chat 1")
+    hit.click()
+    expect(page.locator("#message-c0-m0")).to_be_in_viewport()
+    expect(page.locator("#message-c0-m1 .code")).to_be_visible()
+    expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
+
+
+@in_browser
+def test_another_version_far_up_is_shown_and_keeps_the_focus(page: Page) -> None:
+    content = exported(1, NUM_MESSAGES)
+    [chat] = content["chats"]
+    parent = "c0-m1"
+    for i in range(2, NUM_MESSAGES):
+        copy = {**chat["messages"][i], "id": f"new-m{i}", "parent": parent, "created": 1000 + i}
+        chat["messages"].append(copy)
+        parent = copy["id"]
+    chat["leaf"] = parent
+    import_chats(page, content)
+    page.get_by_role("button", name="Question 0 of chat 0", exact=True).click()
+    expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
+    page.locator("#message-new-m2").scroll_into_view_if_needed()
+    page.locator("#message-new-m2").get_by_role("button", name="Previous version").click()
+    expect(page.locator("#message-c0-m2 .arrow:focus")).to_have_accessible_name("Next version")
+    expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
+    order = page.locator(".message").evaluate_all("(all) => all.map((item) => item.id)")
+    assert order == [f"message-c0-m{i}" for i in range(NUM_MESSAGES)]
+
+
+@in_browser
+def test_tab_reaches_the_buttons_of_messages_that_were_not_drawn(page: Page) -> None:
+    open_long_chat(page)
+    page.locator("#input").focus()
+    reached: list[str] = []
+    while len(reached) < 16:
+        page.keyboard.press("Shift+Tab")
+        item = page.evaluate("() => document.activeElement.closest('.message')?.id")
+        if item and item not in reached:
+            reached.append(item)
+        assert item or not reached, reached
+    assert reached == [f"message-c0-m{NUM_MESSAGES - 1 - i}" for i in range(16)]
+    # Also before the browser has drawn what the focus scrolled to.
+    reached = page.evaluate(
+        """() => {
+          const reached = [];
+          let item = document.querySelector(".message.filled");
+          for (let i = 0; i < 50; i += 1) {
+            item.querySelector("button").focus();
+            item = item.previousElementSibling;
+            if (!item.querySelector("button")) break;
+            reached.push(item.id);
+          }
+          return reached;
+        }"""
+    )
+    assert len(reached) == 50
 
 
 @in_browser

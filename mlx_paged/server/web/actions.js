@@ -80,7 +80,11 @@ export function open(id, hit = null) {
   parts.sidebar.closeIfNarrow();
   show();
   focusInput();
-  if (!parts.messages.views.has(hit)) return;
-  parts.messages.views.get(hit).fill();
-  parts.marks.jump($(`message-${hit}`));
+  if (hit) jumpTo(hit);
+}
+
+async function jumpTo(hit) {
+  if (!await parts.messages.placed()) return; // another chat was opened
+  const view = parts.messages.reveal(hit);
+  if (view) parts.marks.jump(view.item);
 }

@@ -19,6 +19,9 @@ document.addEventListener("keydown", (event) => {
     parts.sidebar.toggle(true);
     $("search").focus();
   }
+  const isCommand = event.ctrlKey || event.metaKey;
+  const isInText = event.target.matches?.("input, textarea");
+  if (event.key === "F3" || (isCommand && (event.key === "f" || (event.key === "a" && !isInText)))) parts.messages.fillAll();
   if (!event.altKey || event.ctrlKey || event.metaKey || document.querySelector("dialog[open]")) return;
   const chats = parts.sidebar.listed();
   const place = chats.findIndex((c) => c.id === state.current);

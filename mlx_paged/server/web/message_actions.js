@@ -70,8 +70,8 @@ export const messageActions = {
     const leaf = newestLeaf(store.messagesOf(message.chat), message.id);
     store.write("chats", message.chat, { leaf });
     show();
-    parts.messages.views.get(message.id).fill();
-    const arrows = [...$(`message-${message.id}`).querySelectorAll(".arrow:enabled")];
+    const { item } = parts.messages.reveal(message.id);
+    const arrows = [...item.querySelectorAll(".arrow:enabled")];
     (arrows.find((a) => a.getAttribute("aria-label") === label) ?? arrows[0])?.focus();
   },
   example(text) {

@@ -1,5 +1,5 @@
-// The messages of the open chat as elements. An answer that grows changes only where it grows. Messages that
-// are far from what is seen have their content made while the page is idle: a long chat opens at once.
+// The messages of the open chat as elements. An answer that grows changes only where it grows. A long chat opens at
+// once: its older messages follow in slices, as plain text, and become Markdown with buttons near what is seen.
 
 import { chip, figure, Tray } from "./attachments.js";
 import { CallView } from "./calls.js";
@@ -17,12 +17,12 @@ const EXAMPLES = [
 // Drawing a long open block takes a while; the rest of the page has at least as much time.
 const DRAW_SHARE = 0.25;
 const NEARBY = "1000px 0px"; // of what is seen
-const FILLED_AT_ONCE = 4; // messages at the end of a chat
-const IDLE_MILLISECONDS = 15; // that making the content of a message takes, at most as a rule
+const LAST_FILLED = 4; // messages at the end of a chat that are filled with it
+// Limits of one task, for messages that are placed as plain text and for those that are filled.
+const PLACED_AT_ONCE = 60;
+const FILLED_AT_ONCE = 8;
+const SLICE_MILLISECONDS = 15;
 
-// (Safari has no idle callbacks.)
-const whenIdle = globalThis.requestIdleCallback?.bind(globalThis)
-  ?? ((does) => setTimeout(() => does({ timeRemaining: () => 0 }), 20));
 const UNSEEN = "The model no longer sees the messages above";
 // Where a request has the schema; parts of it are told by what follows.
 const SCHEMA_FIELD = "response_format.json_schema.schema.";
@@ -40,21 +40,25 @@ export class Messages {
     this.urls = new Map(); // id of an item of this chat -> promise of where its bytes are
     this.edited = new Map(); // message id -> items of its editor
     this.chat = null;
-    this.isFilling = false;
-    this.sight = new IntersectionObserver((entries) => {
-      for (const { isIntersecting, target } of entries) if (isIntersecting) this.viewOf(target)?.fill();
-    }, { root: list.parentElement, rootMargin: NEARBY });
+    this.path = []; // the messages of the branch that is shown, oldest first
+    this.missing = []; // indices into the path of messages without a view, oldest first
+    this.waiting = []; // who waits until none is missing
+    this.near = new Set(); // views to fill: they are near what is seen
+    this.fillsAll = false;
+    this.isAtWork = false;
+    this.sight = new IntersectionObserver((entries) => this.see(entries), {
+      root: list.parentElement, rootMargin: NEARBY,
+    });
+    // Tab goes on to the buttons of the next message, which a reader with a fast hand reaches before it is seen.
+    list.addEventListener("focusin", ({ target }) => {
+      const item = target.closest(".message");
+      for (const next of [item?.previousElementSibling, item?.nextElementSibling]) if (next) this.viewOf(next)?.fill();
+    });
   }
 
   // Shows the branch of a chat that ends with its leaf.
   show(chat) {
-    if (chat.id !== this.chat) {
-      this.views.clear();
-      this.list.replaceChildren();
-      for (const url of this.urls.values()) url.then((found) => found && URL.revokeObjectURL(found), () => {});
-      this.urls.clear();
-      this.chat = chat.id;
-    }
+    if (chat.id !== this.chat) this.clear(chat.id);
     const all = this.store.messagesOf(chat.id);
     const path = pathTo(all, chat.leaf);
     const shown = new Set(path.map((m) => m.id));
@@ -63,45 +67,139 @@ export class Messages {
       this.sight.unobserve(view.item);
       view.item.remove();
       this.views.delete(id);
+      this.near.delete(view);
     }
     this.list.querySelector(".empty")?.remove();
     const isBusy = path.some((message) => message.status === "streaming");
     this.list.classList.toggle("busy", isBusy);
     const children = childrenOf(all);
     const [first] = seenOf(path);
-    let there = this.list.firstElementChild;
-    path.forEach((message, i) => {
-      let view = this.views.get(message.id);
-      if (!view) {
-        this.views.set(message.id, (view = new MessageView(message, this)));
-        this.sight.observe(view.item);
-      }
-      if (there === view.item) there = there.nextElementSibling;
-      else this.list.insertBefore(view.item, there);
-      view.update(message, {
-        isBusy, isLast: i === path.length - 1, siblings: children.get(message.parent), isFirstSeen: i > 0 && message === first,
-      });
-      if (path.length - i <= FILLED_AT_ONCE) view.fill();
+    this.path = path;
+    this.missing = [];
+    this.traits = (message, i) => ({
+      isBusy, isLast: i === path.length - 1, siblings: children.get(message.parent), isFirstSeen: i > 0 && message === first,
     });
+    let numMade = 0;
+    for (let i = path.length - 1; i >= 0; i -= 1) {
+      const view = this.views.get(path[i].id);
+      if (view) view.update(path[i], this.traits(path[i], i));
+      else if (numMade === PLACED_AT_ONCE) this.missing.push(i);
+      else {
+        this.place(i);
+        numMade += 1;
+      }
+    }
+    this.missing.reverse();
+    for (const { id } of path.slice(-LAST_FILLED)) this.views.get(id).fill();
     if (!path.length) this.list.append(this.empty());
-    this.fillWhenIdle();
+    if (this.missing.length) this.workSoon();
+    else this.endWaiting(true);
+  }
+
+  clear(chat) {
+    this.sight.disconnect();
+    this.views.clear();
+    this.near.clear();
+    this.list.replaceChildren();
+    for (const url of this.urls.values()) url.then((found) => found && URL.revokeObjectURL(found), () => {});
+    this.urls.clear();
+    this.fillsAll = false;
+    this.endWaiting(false);
+    this.chat = chat;
+  }
+
+  // Makes the view of a message, before the next one that has a view.
+  place(i) {
+    const message = this.path[i];
+    const view = new MessageView(message, this);
+    let next = i + 1;
+    while (next < this.path.length && !this.views.has(this.path[next].id)) next += 1;
+    this.list.insertBefore(view.item, this.views.get(this.path[next]?.id)?.item ?? null);
+    this.views.set(message.id, view);
+    view.update(message, this.traits(message, i));
+    this.sight.observe(view.item);
+    return view;
+  }
+
+  // The filled view of a message, now; undefined: it is not on the branch that is shown.
+  reveal(id) {
+    const i = this.path.findIndex((message) => message.id === id);
+    if (i < 0) return undefined;
+    const view = this.views.get(id) ?? this.place(i);
+    view.fill();
+    return view;
+  }
+
+  // True once all messages have views; false if another chat is shown before that.
+  placed() {
+    if (!this.missing.length) return Promise.resolve(true);
+    return new Promise((done) => { this.waiting.push(done); });
+  }
+
+  endWaiting(isPlaced) {
+    for (const done of this.waiting.splice(0)) done(isPlaced);
+  }
+
+  see(entries) {
+    const middle = ({ top, bottom }) => (top + bottom) / 2;
+    const distance = ({ boundingClientRect: box, rootBounds }) => Math.abs(middle(box) - middle(rootBounds ?? box));
+    for (const entry of entries.sort((a, b) => distance(a) - distance(b))) {
+      const view = this.viewOf(entry.target);
+      if (entry.isIntersecting && view && !view.isFilled) this.near.add(view);
+      else this.near.delete(view);
+    }
+    if (this.near.size && !this.isAtWork) this.work();
+  }
+
+  // The browser's own search finds plain text as it is written; this lets it find texts as they are shown.
+  fillAll() {
+    this.fillsAll = true;
+    this.workSoon();
+  }
+
+  // For paper, which is drawn in this task.
+  fillNow() {
+    while (this.missing.length) this.placeNext();
+    this.endWaiting(true);
+    for (const view of this.views.values()) view.fill();
+  }
+
+  placeNext() {
+    const i = this.missing.pop();
+    if (!this.views.has(this.path[i].id)) this.place(i);
+  }
+
+  workSoon() {
+    if (this.isAtWork) return;
+    this.isAtWork = true;
+    setTimeout(() => {
+      this.isAtWork = false;
+      this.work();
+    });
+  }
+
+  // One slice: first what is near, then what is missing.
+  work() {
+    const end = performance.now() + SLICE_MILLISECONDS;
+    let numLeft = FILLED_AT_ONCE;
+    for (const view of this.near) {
+      if (!numLeft || performance.now() > end) break;
+      this.near.delete(view);
+      view.fill();
+      numLeft -= 1;
+    }
+    for (let i = 0; this.missing.length && i < PLACED_AT_ONCE && performance.now() < end; i += 1) this.placeNext();
+    if (!this.missing.length) this.endWaiting(true);
+    if (this.fillsAll && !this.missing.length) {
+      const open = [...this.views.values()].filter((view) => !view.isFilled);
+      for (; open.length && numLeft && performance.now() < end; numLeft -= 1) open.pop().fill();
+      this.fillsAll = open.length > 0;
+    }
+    if (this.near.size || this.missing.length || this.fillsAll) this.workSoon();
   }
 
   viewOf(item) {
     return this.views.get(item.id.slice("message-".length));
-  }
-
-  // The page's own search, and screen readers, find what is not seen: it is made, too, newest first.
-  fillWhenIdle() {
-    if (this.isFilling) return;
-    this.isFilling = true;
-    whenIdle((deadline) => {
-      this.isFilling = false;
-      const open = [...this.views.values()].filter((view) => !view.isFilled);
-      do open.pop()?.fill();
-      while (open.length && deadline.timeRemaining() > IDLE_MILLISECONDS);
-      if (open.length) this.fillWhenIdle();
-    });
   }
 
   // Where the bytes of an item are; undefined: they are gone.
@@ -138,8 +236,9 @@ class MessageView {
     this.id = message.id;
     this.message = message;
     this.role = element("div", { className: "role" });
+    this.text = element("div", { className: "text plain" }); // found by searches, and about as high as what is drawn later
     const properties = { className: `message ${message.role}`, id: `message-${message.id}` };
-    this.item = element("li", properties, this.role);
+    this.item = element("li", properties, this.role, this.text);
     this.isFilled = false;
     this.shown = "";
   }
@@ -149,7 +248,8 @@ class MessageView {
     if (this.isFilled) return;
     this.isFilled = true;
     const { message, list } = this;
-    this.text = element("div", { className: "text" });
+    this.list.near.delete(this);
+    this.text.classList.remove("plain");
     this.below = element("div", { className: "below" });
     this.note = element("div", { className: "note", hidden: true });
     if (message.role === "assistant") {
@@ -161,17 +261,18 @@ class MessageView {
       this.callViews = [];
       this.calls = element("div", { className: "calls" });
       this.text.classList.add("markdown");
+      this.text.replaceChildren();
       this.markdown = new RichText(this.text);
       this.thoughtMarkdown = new RichText(this.thought);
-      this.item.append(this.reasoning);
+      this.text.before(this.reasoning);
     }
     if (message.role === "user") {
       const items = mediaOf(message).map((item) => element("li", {}, item.kind === "text"
         ? chip(item, () => list.blobOf(item.id)) : figure(item, list.urlOf(item.id))));
       this.media = element("ul", { className: "items", "aria-label": "Attached files", hidden: !items.length }, ...items);
-      this.item.append(this.media);
+      this.text.before(this.media);
     }
-    this.item.append(this.text, ...(this.calls ? [this.calls] : []), this.note, this.below);
+    this.item.append(...(this.calls ? [this.calls] : []), this.note, this.below);
     this.item.classList.add("filled");
     this.drawAll();
   }
@@ -199,6 +300,7 @@ class MessageView {
     this.item.setAttribute("aria-busy", String(isStreaming));
     this.role.textContent = message.role === "user" ? "You" : message.model || "Model";
     if (this.isFilled) this.drawAll();
+    else this.text.textContent = splitReasoning(message).text;
   }
 
   drawAll() {

@@ -147,6 +147,8 @@ answers.addEventListener("end", ({ detail: record }) => {
   poll();
 });
 
+addEventListener("beforeprint", () => parts.messages.fillNow());
+
 addEventListener("storage", (event) => {
   settings.reload();
   if (event.key === "mlx-paged.key") poll();
