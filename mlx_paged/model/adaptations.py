@@ -1,8 +1,8 @@
-"""Modules of mlx-lm and mlx-vlm that need another forward in a flat step, by class.
+"""Replacement forwards for modules of mlx-lm and mlx-vlm that cannot run a flat step, by class.
 
-Most model code runs unchanged. These compute attention themselves, or positions on the host; each
-function here is what the module computes, for rows that are one token each. Outside of a step the
-module is as mlx-lm wrote it.
+Most model code runs unchanged. These modules compute attention themselves, or positions on the
+host. Each function here computes the same for rows of one token each. Outside of a step, a module
+keeps its own forward.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def mlx_vlm_mistral_model(
 ) -> mx.array:
     """Ministral 3 and Mistral 4 of mlx-vlm: the temperature of each row from its position.
 
-    (Theirs is the first row's for all, and is read on the host.)
+    Theirs uses the first row's temperature for all rows, and reads it on the host.
     """
     h = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
     rope = self.config.rope_parameters
@@ -163,14 +163,14 @@ def gpt_bigcode_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.arra
 def afm7_reusing_attention(
     self: Any, x: mx.array, keys: KVHandle, values: KVHandle, mask: Any = None
 ) -> mx.array:
-    """AFM 7: layers without keys of their own find their positions at those they attend to."""
+    """AFM 7: layers without keys of their own take positions from the layer they attend to."""
     cache = keys.cache
     queries = self.q_norm(self.rope(_heads(self.q_proj(x), self.n_heads), offset=cache.offset))
     return self.out_proj(_joined(cache.attend(queries, scale=self.scale, sinks=None)))
 
 
 def dynamic_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
-    """RoPE whose base grows with contexts beyond `context_limit`, and is constant up to there."""
+    """RoPE whose base grows with contexts beyond `context_limit`, and is constant below."""
     return mx.fast.rope(
         x, self.dims, traditional=self.traditional, base=self.base, scale=1.0, offset=offset
     )
@@ -191,7 +191,7 @@ def internlm3_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
 def su_scaled_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
     """LongRoPE of mlx-vlm with the factors of contexts up to `context_limit`.
 
-    (It takes the factors of the longest context of a batch for all of it.)
+    mlx-vlm's applies the factors of the longest context of a batch to all of it.
     """
     turned = mx.fast.rope(
         self._short_scale.astype(x.dtype) * x[..., : self.dim],
@@ -224,7 +224,7 @@ _ADAPTED: dict[str, Callable[..., Any]] = {
 
 
 def adapt(model: nn.Module, context: StepContext, overrides: Overrides) -> None:
-    """Replaces the forward of those modules that need it, while a step is built."""
+    """Replaces the forward of modules that need it while a step is built."""
     for module in model.modules():
         if isinstance(module, LongRoPE):
             overrides.replace(module, "__call__", _by_limit(type(module), context))
@@ -234,11 +234,11 @@ def adapt(model: nn.Module, context: StepContext, overrides: Overrides) -> None:
 
 
 def context_limit(model: nn.Module) -> int | None:
-    """Tokens up to which RoPE is the same for every context; None: however long it is.
+    """Returns the tokens up to which RoPE is independent of the context; None means no limit.
 
-    Dynamic scaling turns keys by the length that the context had when they were written, so past
-    this limit mlx-lm's answers depend on how a prompt was cut. (LongRoPE of mlx-vlm is such too;
-    mlx-lm's has the factors of long contexts for all.)
+    Dynamic scaling rotates keys by the context length at the time of writing, so past this limit
+    mlx-lm's answers depend on how a prompt was cut. mlx-vlm's LongRoPE does the same; mlx-lm's
+    always uses the factors of long contexts.
     """
     limits = []
     for module in model.modules():
@@ -253,9 +253,9 @@ def context_limit(model: nn.Module) -> int | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """Module and class of mlx-lm, without the package; empty for modules of other packages.
+    """Returns module and class of mlx-lm, without the package; empty for other packages.
 
-    Of mlx-vlm: "mlx_vlm", the family's package (or a module that families share), and the class.
+    For mlx-vlm: "mlx_vlm", the family's package (or a shared module), and the class.
     """
     package, _, name = type(module).__module__.rpartition(".")
     if package == "mlx_lm.models":
@@ -268,7 +268,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _by_limit(kind: Any, context: StepContext) -> Callable[..., Any]:
-    """LongRoPE by the factors of short contexts, in steps of an engine that has no longer ones."""
+    """LongRoPE with the factors of short contexts, for an engine without longer ones."""
 
     def call(self: Any, x: mx.array, offset: Any = 0) -> Any:
         longest = context.limit.longest

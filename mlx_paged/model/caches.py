@@ -1,9 +1,9 @@
-"""Paged caches in the shape that mlx-lm's model code expects, one for each of its attention caches.
+"""Paged caches with the interface that mlx-lm's model code expects, one for each attention cache.
 
-A forward takes its tokens as ``[T, 1]``: each token of each sequence is a batch entry, a *row*.
-``cache.offset`` is then an int32 array of positions, one a row, which RoPE takes as it is; nothing
-is padded and nothing is masked. ``update_and_fetch`` writes K and V to the pool and returns
-*handles*, which only the attention patch (`mlx_paged.model.patches`) accepts.
+A forward pass takes its tokens as ``[T, 1]``: each token of each sequence is a batch entry, a
+*row*. ``cache.offset`` is then an int32 array with one position per row, which RoPE accepts.
+Nothing is padded or masked. ``update_and_fetch`` writes K and V to the pool and returns *handles*,
+which only the attention patch (`mlx_paged.model.patches`) accepts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Attend = Callable[[mx.array, AttentionPlan], mx.array]
 
 @dataclass(frozen=True)
 class LayerwiseSubmit:
-    """Layers of a step that the device has begun with.
+    """Submits a large step to the device in parts while the host builds the rest.
 
-    What a part computes takes memory until all of it has run. So of a large step the host waits
-    for parts while it builds others, and these keep the device busy.
+    A part's intermediate arrays take memory until all of it has run. So in a large step, the host
+    waits for earlier parts while it builds others, and the parts in flight keep the device busy.
 
     Attributes:
-        num_layers: of a part.
-        most: parts that are under way; None: any number.
+        num_layers: Layers of a part.
+        most: Maximum parts in flight; None means no limit.
     """
 
     num_layers: int
@@ -45,11 +45,11 @@ class LayerwiseSubmit:
     _under_way: deque[mx.array] = field(default_factory=deque, init=False, compare=False)
 
     def layer_built(self, layer: int, pool: mx.array, rows: mx.array) -> None:
-        """Begins with all up to layer `layer`, which ends a part, or nothing.
+        """Submits all layers up to `layer` if that ends a part.
 
         Args:
-            pool: that it has written.
-            rows: what it has written there. (A pool that is kept is not written in place.)
+            pool: The pool that it has written.
+            rows: The rows written there. A pool that is kept alive is not written in place.
         """
         if layer % self.num_layers:
             return
@@ -61,22 +61,23 @@ class LayerwiseSubmit:
             mx.eval(self._under_way.popleft())
 
     def attention_built(self, layer: int, out: mx.array) -> None:
-        """Begins with the attention of the first layer, as the device has nothing else to do until
+        """Submits the attention of the first layer, because the device would otherwise idle until
         the rest of the layer is built."""
         if layer == 0:
             mx.async_eval(out)  # type: ignore[no-untyped-call]
 
 
 class LastLayerPruning:
-    """The rows that a step's results are asked of, where most rows are others': prompts.
+    """The rows whose results are needed, in a step where most rows are not: prompts.
 
-    The last layer computes attention and all that follows of these alone (`ops.select_rows`).
+    The last layer computes attention and everything after it for these rows only
+    (`ops.select_rows`).
 
     Args:
         rows: ``[num_selected]`` int32, each the last row of its sequence.
-        plan: of these rows alone, for the last layer that has pools.
-        layer: that layer.
-        pools: gives all pools, as the step has written them so far.
+        plan: Plan of these rows, for the last layer with pools.
+        layer: That layer.
+        pools: Returns all pools, as written by the step so far.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class LastLayerPruning:
         self._attention: list[tuple[mx.array, mx.array, Attend]] = []
 
     def attention_built(self, layer: int, queries: mx.array, out: mx.array, attend: Attend) -> None:
-        """Notes a layer's attention.
+        """Records a layer's attention.
 
         Args:
             queries: ``[num_rows, num_q_heads, key_dim]``.
             out: ``[num_rows, num_q_heads, value_dim]``.
-            attend: what computes the same of queries and a plan.
+            attend: Computes the same from queries and a plan.
         """
         if layer == self._layer:
             self._attention.append((queries, out, attend))
@@ -114,18 +115,17 @@ class LastLayerPruning:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward over ragged sequences.
+    """One forward pass over ragged sequences.
 
     Attributes:
-        plan: Of the layers that see everything; positions and slots of every row.
-        logit_rows: ``[num_samples]`` int32: rows whose logits are wanted.
-        plans: Of layers with another reach. One that is missing here reads through `plan`.
-        states: Of recurrent layers; None for a model that has none.
-        prefill: Of layers that see everything, where long chunks take MLX's own attention.
-        parts: The device begins with them while the next ones are still being built; None: with
-            the whole step.
-        media: What the rows bring besides tokens, for a multimodal model.
-        selected: Makes the rows whose logits are wanted, where they are few; None: they are taken.
+        plan: Plan of full-attention layers; positions and slots of every row.
+        logit_rows: ``[num_samples]`` int32: rows whose logits are needed.
+        plans: Plans of other groups. A group without one uses `plan`.
+        states: Plan of recurrent layers; None for a model without them.
+        prefill: Plan of full-attention layers whose long chunks use MLX's own attention.
+        parts: Submits layers while later ones are still being built; None submits the whole step.
+        media: Inputs of the rows besides tokens, for a multimodal model.
+        selected: Computes the needed rows if they are few; None gathers them.
     """
 
     plan: AttentionPlan
@@ -142,27 +142,27 @@ class Step:
         return self.plans.get(reach, self.plan)
 
     def select(self, x: mx.array) -> mx.array:
-        """``[num_rows, ...]`` -> ``[num_samples, ...]``: the rows whose logits are wanted."""
+        """Gathers the needed rows: ``[num_rows, ...]`` -> ``[num_samples, ...]``."""
         return x[self.logit_rows] if self.selected is None else self.selected.of(x)
 
 
 @dataclass
 class ContextLimit:
-    """How long sequences of a paged model may become.
+    """The maximum context length of a paged model.
 
     Attributes:
-        longest: Most tokens of a sequence; None: no limit is known.
+        longest: Maximum tokens of a sequence; None means no known limit.
     """
 
     longest: int | None = None
 
 
 class StepContext(threading.local):
-    """Holds the step that this thread is building. One per model; its caches and output head look
-    here. (Another thread may well run the model with other caches meanwhile.)
+    """Holds the step that this thread is building. One per model; its caches and output head read
+    it. Another thread may run the model with other caches meanwhile.
 
     Args:
-        limit: shared by all threads; None: no limit.
+        limit: Shared by all threads; None means no limit.
     """
 
     def __init__(self, limit: ContextLimit | None = None) -> None:
@@ -171,7 +171,7 @@ class StepContext(threading.local):
 
     @property
     def step(self) -> Step:
-        """The current step; an error outside of one, where a paged cache has no meaning."""
+        """The current step. Raises outside of one, where a paged cache has no meaning."""
         if self._step is None:
             raise RuntimeError("a paged cache was used outside of a step of the model runner")
         return self._step
@@ -186,7 +186,7 @@ class StepContext(threading.local):
         self._step = step
 
     def leave(self) -> None:
-        """Ends it: the arrays of a finished step must not be kept alive here."""
+        """Ends the step, because the arrays of a finished step must not be kept alive here."""
         self._step = None
 
 
@@ -194,11 +194,11 @@ class StepContext(threading.local):
 
 
 class _Handle(mx.array):
-    """Stands for keys, values or scores where model code passes them on to attention.
+    """A placeholder for keys, values or scores that model code passes on to attention.
 
-    A subclass of ``mx.array`` of shape (0,), because ``array @ object`` raises instead of asking
-    the object, while the reflected operators of a subclass are called first. Anything that would
-    treat a handle as dense data raises an error instead of computing with something else.
+    It is a subclass of ``mx.array`` of shape (0,). ``array @ object`` raises without asking the
+    object, but the reflected operators of a subclass are called first. Code that treats a handle as
+    dense data raises an error instead of computing something wrong.
     """
 
     def __new__(cls, *args: Any) -> Any:
@@ -210,7 +210,7 @@ class _Handle(mx.array):
     def _refuse(self, other: object) -> Any:
         raise TypeError("a KV handle stands for a layer's keys or values and cannot be changed")
 
-    # Anything else gives an empty array; in place, broadcasting would leave the handle as it was.
+    # Other operations return an empty array. In place, broadcasting would leave the handle as is.
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _refuse
     __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = __imatmul__ = _refuse
 
@@ -250,7 +250,7 @@ class TransposedHandle(_Handle):
 
 
 class Scores(_Handle):
-    """Stands for ``queries @ keys^T``, to be added to the scores of the same layer."""
+    """A placeholder for ``queries @ keys^T``, to be added to the scores of the same layer."""
 
     def __init__(self, handle: KVHandle, queries: mx.array) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Scores(_Handle):
 
 
 class LatentScores(TypeError):
-    """A layer turned out to be latent attention; its pools were made for another kind."""
+    """A layer turned out to be latent attention, but its pools were made for another kind."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__("[paged_attention] mask must be None for keys that are not latents")
@@ -284,11 +284,11 @@ class KVPools:
     change, and the values' padding is cut off again.
     """
 
-    # mlx-lm's chunked cache counts the tokens that it dropped; nothing is dropped here.
+    # mlx-lm's chunked cache counts dropped tokens; nothing is dropped here.
     start_position = 0
     # mlx-vlm asks for the column that a batch shares, and without one reads positions on the host.
     _idx = 0
-    layer = 0  # which of the layers that have pools
+    layer = 0  # index among the layers with pools
     _written: _Written | None = None
 
     def __init__(
@@ -327,7 +327,7 @@ class PagedLayerCache(KVPools):
         self, context: StepContext, spec: LayerSpec, *, num_blocks: int, block_size: int
     ) -> None:
         super().__init__(context, spec, num_blocks=num_blocks, block_size=block_size)
-        # The same two handles every step: what they stand for is in this cache.
+        # The same two handles every step, because they stand for this cache.
         self.keys, self.values = KVHandle(self), KVHandle(self)
 
     @property
@@ -336,7 +336,7 @@ class PagedLayerCache(KVPools):
         return self._context.step.plan.positions
 
     def make_mask(self, *args: Any, **kwargs: Any) -> None:
-        """No mask: the plan holds what each row may see, and the spec how far back."""
+        """Returns no mask, because plan and spec determine the keys that each row sees."""
         return None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
@@ -345,7 +345,7 @@ class PagedLayerCache(KVPools):
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
-        """Handles for layers that attend to what this one has written."""
+        """Returns handles for layers that attend to this layer's keys and values."""
         return self.keys, self.values
 
     state = property(keys_and_values)  # as mlx-vlm asks for them
@@ -415,11 +415,11 @@ class PagedLayerCache(KVPools):
 
 
 class LatentLayerCache(PagedLayerCache):
-    """The cache of multi-head latent attention (DeepSeek): one latent and one rotary key a token.
+    """The cache of multi-head latent attention (DeepSeek): one latent and one rotary key per token.
 
-    The pool's keys are both, side by side, and serve as values too, of which the first part counts.
-    Model code passes the latent as keys *and* values, and the scores of the rotary half as a mask
-    (`Scores`), so queries are put together here in the same way.
+    The pool's keys are both, concatenated. They also serve as values, of which only the first part
+    counts. Model code passes the latent as keys *and* values, and the scores of the rotary half as
+    a mask (`Scores`), so queries are concatenated here in the same way.
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
@@ -437,7 +437,7 @@ class LatentLayerCache(PagedLayerCache):
         scores: Scores | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """``[T, num_q_heads, 1, latent_dim]`` queries -> the same shape."""
+        """Attends with ``[T, num_q_heads, 1, latent_dim]`` queries; returns the same shape."""
         if scores is None:
             raise TypeError("[paged_attention] latent attention came without its rotary scores")
         if self._context.step.plan_for(self._reach).bounds is not None:
@@ -454,17 +454,17 @@ class UnusedCache:
         return None
 
     def __getattr__(self, name: str) -> NoReturn:
-        """An error for anything else that an attention layer reads from its cache."""
+        """Raises for anything else that an attention layer reads from its cache."""
         raise RuntimeError(
             f"a layer reads {name!r} of a cache that it had not used in the observed forward"
         )
 
 
 def copy_blocks(caches: Iterable[KVPools], block_pairs: mx.array) -> None:
-    """Copies blocks in every pool of these caches, before anything else of the step.
+    """Copies blocks in every pool of these caches, before the rest of the step.
 
     Args:
-        caches: of one reach, as block ids mean nothing in another.
+        caches: Caches of one group, because block ids are meaningless in another.
         block_pairs: ``[num_pairs, 2]`` int32 of (src, dst).
     """
     caches = list(caches)

@@ -42,15 +42,15 @@ class ClassificationHead:
 def load_head(
     path: Path, config: Mapping[str, Any], names: Sequence[str]
 ) -> ClassificationHead | None:
-    """The head of a checkpoint; None: it is none of a decoder that classifies texts.
+    """Returns the classification head of a checkpoint; None if it has no such layer.
 
     Args:
-        path: its directory.
-        config: its ``config.json``.
-        names: of all its weights.
+        path: Its directory.
+        config: Its ``config.json``.
+        names: Names of all its weights.
 
     Raises:
-        ValueError: its weights are of another form, or do not fit its labels.
+        ValueError: The weights have another form, or do not fit the labels.
     """
     architectures = config.get("architectures") or ()
     if f"{PREFIX}weight" not in names or not any(

@@ -42,12 +42,12 @@ def has_vocab_size(config: Mapping[str, Any]) -> bool:
 
 
 def model_len(config: Mapping[str, Any]) -> int | None:
-    """The model's context limit in tokens; None where its config gives none."""
+    """Returns the model's context limit in tokens, or None if its config has none."""
     return _find(config, LENGTH_FIELDS)
 
 
 def _find(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    # A multimodal model's text model has a config of its own, which families name.
+    # A multimodal model's text model has its own config, under a name that depends on the family.
     thinker = config.get("thinker_config")
     inner = thinker if isinstance(thinker, Mapping) else config
     for part in (*(inner.get(name) for name in _TEXT_SECTIONS), config):
@@ -58,10 +58,10 @@ def _find(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """The contents of the file in a model directory; empty where there is none.
+    """Returns the contents of the file in a model directory; empty if there is none.
 
     Raises:
-        InvalidParameterError: it is not a JSON object, or names no end tokens by their ids.
+        InvalidParameterError: It is not a JSON object, or names end tokens other than by ids.
     """
     path = directory / GENERATION_CONFIG
     try:

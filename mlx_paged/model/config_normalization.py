@@ -1,9 +1,9 @@
-"""Rewrites a `config.json` so that every spelling of a model reads the same. Imports no mlx.
+"""Rewrites a `config.json` so that all spellings of a model read the same. Imports no mlx.
 
 transformers 4 stores `rope_theta` and `rope_scaling`; transformers 5 stores one `rope_parameters`,
-per layer type for some families. Both leave out fields that have their config class's default,
-which may differ from the default of the library that runs the model. `normalize` adds the missing
-fields with transformers' defaults and writes RoPE in every spelling, in nested text configs too.
+per layer type for some families. Both omit fields with their config class's default, which may
+differ from the default of the library that runs the model. `normalize` adds missing fields with
+transformers' defaults and writes RoPE in every spelling, also in nested text configs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlx_paged.model.config_files import LENGTH_FIELDS
 
 logger = logging.getLogger(__name__)
 
-#: The layer type whose RoPE the flat fields describe, where a config has one per layer type.
+#: The layer type whose RoPE the flat fields describe, if a config has one per layer type.
 _MAIN = ("full_attention", "attention", "main")
 _LOCAL = ("sliding_attention", "chunked_attention")
 # Fields of `rope_parameters` that have a flat field of their own.
@@ -32,20 +32,20 @@ _SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")
 
 
 def normalize(config: Mapping[str, Any], *, fill: bool = True) -> dict[str, Any]:
-    """A config with transformers' defaults filled in and RoPE in every spelling.
+    """Returns a config with transformers' defaults filled in and RoPE in every spelling.
 
-    What the config says itself stays, except RoPE fields that contradict `rope_parameters`.
-    Token ids and context lengths are never filled in: their defaults would end answers.
+    The config's own fields stay, except RoPE fields that contradict `rope_parameters`. Token ids
+    and context lengths are never filled in, because their defaults would end answers.
 
     Args:
-        fill: add missing fields; False: rewrite RoPE only.
+        fill: Add missing fields; False only rewrites RoPE.
 
     Returns:
-        A new dict; in each section (the config itself, and nested text configs) that has RoPE:
-        ``rope_theta``, ``partial_rotary_factor`` (where it has one), ``rope_scaling`` (None for
-        plain RoPE; with both ``type`` and ``rope_type``) and ``rope_parameters``. Where
+        A new dict. Each section with RoPE (the config itself, and nested text configs) has
+        ``rope_theta``, ``partial_rotary_factor`` (if there is one), ``rope_scaling`` (None for
+        plain RoPE; with both ``type`` and ``rope_type``) and ``rope_parameters``. If
         ``rope_parameters`` has one entry per layer type, the flat fields are those of full
-        attention and ``rope_local_base_freq`` is the base of layers with a window.
+        attention, and ``rope_local_base_freq`` is the base of layers with a window.
     """
     found = deepcopy(dict(config))
     reference = reference_of(found)
@@ -80,7 +80,7 @@ def _spell_sections(section: dict[str, Any], reference: Any) -> None:
 
 
 def reference_of(config: Mapping[str, Any]) -> Any:
-    """transformers' own reading of a config; None where it has no such model or rejects it."""
+    """Returns transformers' own reading of a config; None if it does not know or accept it."""
     from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")
@@ -91,11 +91,11 @@ def reference_of(config: Mapping[str, Any]) -> Any:
         return None
     given = deepcopy(dict(config))
     if given.get("rope_scaling") is None:
-        given.pop("rope_scaling", None)  # (some classes take it for `rope_parameters`)
+        given.pop("rope_scaling", None)  # Some classes read it as `rope_parameters`.
     try:
         with _quiet():
             return CONFIG_MAPPING[model_type].from_dict(given)
-    except Exception as error:  # (each config class raises what it likes)
+    except Exception as error:  # Config classes may raise anything.
         logger.info(
             "transformers cannot read this config.json (%s: %s), so fields that it leaves out have "
             "mlx-lm's defaults",
@@ -124,7 +124,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _fill(section: dict[str, Any], reference: Any) -> None:
-    """Adds what transformers' reading has and the section leaves out, in nested sections too."""
+    """Adds fields of transformers' reading that the section omits, also in nested sections."""
     from transformers import PreTrainedConfig
 
     ours = {**dict.fromkeys(reference.attribute_map), **reference.__dict__}
@@ -134,7 +134,7 @@ def _fill(section: dict[str, Any], reference: Any) -> None:
         value = _field(reference, name)
         if isinstance(value, PreTrainedConfig):
             inner = section.get(name)
-            # (A text model's own fields may stand where a multimodal config has a section.)
+            # A text model's own fields may replace the section of a multimodal config.
             if inner is None and "num_hidden_layers" not in section:
                 inner = section[name] = {"model_type": value.model_type}
             if isinstance(inner, dict):
@@ -146,11 +146,11 @@ def _fill(section: dict[str, Any], reference: Any) -> None:
 def _field(reference: Any, name: str) -> Any:
     try:
         return getattr(reference, name, None)
-    except Exception:  # (Gemma 4's layers have head sizes of their own, so it has no single one)
+    except Exception:  # Gemma 4's layers have different head sizes, so it has no single one.
         return None
 
 
-# Fields of every config class that say nothing about the model's computation, and RoPE's, which
+# Fields of every config class without effect on the model's computation, and RoPE's, which
 # `_spell_rope` writes.
 _NOT_FILLED = frozenset({
     "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "architectures",
@@ -189,7 +189,7 @@ def _spell_rope(section: dict[str, Any], reference: Any) -> None:
             for kind, value in given.items()
         }
         if any("partial_rotary_factor" in (value or ()) for value in complete.values()):
-            # Said for one kind of layers, which others of mlx-lm's would take over.
+            # Meant for one kind of layers; mlx-lm would apply it to others.
             for value in complete.values():
                 if value is not None and reference is not None:
                     value.setdefault("partial_rotary_factor", 1.0)
@@ -206,7 +206,7 @@ def _spell_rope(section: dict[str, Any], reference: Any) -> None:
     if main is None:
         main = next((value for value in complete.values() if value is not None), {})
     if reference is not None and main and "partial_rotary_factor" not in main:
-        write("partial_rotary_factor", 1.0)  # (families of mlx-lm have other defaults)
+        write("partial_rotary_factor", 1.0)  # Families of mlx-lm have other defaults.
         write("rotary_pct", 1.0)
     for names, field, parameters in (
         (_THETA, "rope_theta", main),
@@ -254,7 +254,7 @@ def _rope_parameters(section: Mapping[str, Any], reference: Any) -> dict[str, An
     if local is not None:
         base = _number(section, _LOCAL_THETA)
         if base is None and not isinstance(getattr(reference, "default_theta", None), Mapping):
-            base = flat.get("rope_theta")  # (one base for all layers)
+            base = flat.get("rope_theta")  # one base for all layers
         if base is not None:
             read[local] = {**(read[local] or {}), "rope_theta": base}
         if "partial_rotary_factor" in flat:
@@ -263,7 +263,7 @@ def _rope_parameters(section: Mapping[str, Any], reference: Any) -> dict[str, An
 
 
 def _default(parameters: dict[str, Any], section: Mapping[str, Any]) -> None:
-    """Adds the base and the rotated part, where the section has them in flat fields."""
+    """Adds the base and the rotated part, if the section has them in flat fields."""
     for field, names in (("rope_theta", _THETA), ("partial_rotary_factor", _ROTATED)):
         value = _number(section, names)
         if value is not None:
@@ -277,7 +277,7 @@ def _number(section: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 def _complete(section: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters with their type under both names, and the length that scaling began at."""
     found = dict(parameters)
-    # (Both are there, and differ, where "mrope" was made "default" later.)
+    # Both exist, and differ, if "mrope" was changed to "default" later.
     old = "longrope" if found.get("type") == "su" else found.get("type")
     rope_type = found.get("rope_type") or old or "default"
     found["rope_type"] = rope_type

@@ -1,8 +1,8 @@
-"""DeepSeek-VL (the first) as a LLaVA: a SigLIP tower, two layers of projection, a Llama.
+"""Runs DeepSeek-VL (the first) as a LLaVA: a SigLIP encoder, two projection layers, a Llama.
 
-Its checkpoints are of two forms: the published one (``multi_modality``, whose tower has timm's
+Its checkpoints have two forms: the published one (``multi_modality``, whose encoder has timm's
 names), and transformers' (``deepseek_vl``). Both are read as mlx-vlm's LLaVA, whose modules compute
-the same. The 7B model has a second tower (SAM), which is not served.
+the same. The 7B model has a second encoder (SAM) and is not served.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARK = "<image_placeholder>"
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """True if a config is of a model with the one tower, which makes text only."""
+    """Returns True if a config is for a model with one encoder that generates text only."""
     if config.get("model_type") == "deepseek_vl":
         return True
     vision = config.get("vision_config") or {}
@@ -43,7 +43,7 @@ def is_served(config: Mapping[str, Any]) -> bool:
     return (
         config.get("model_type") == "multi_modality"
         and not hybrid
-        and "gen_vision_config" not in config  # (Janus)
+        and "gen_vision_config" not in config  # Janus
     )
 
 
@@ -109,7 +109,7 @@ _NAMES = (
 _TOWER_NAME = "vision_tower.vision_model."
 _LAYER_NAME = _TOWER_NAME + r"encoder.layers.\1."
 _QKV = re.compile(r"^vision_model\.vision_tower\.blocks\.(\d+)\.attn\.qkv\.(.+)$")
-# (Of the pooled output, which nothing reads.)
+# Weights of the pooled output, which nothing reads.
 _UNUSED = re.compile(r"^(model\.)?vision_model\.(vision_tower\.attn_pool|head)\.")
 
 

@@ -1,13 +1,13 @@
-"""Long prefill chunks by MLX's fused attention over gathered keys and values. (With CUDA.)
+"""Computes long prefill chunks with MLX's fused attention over gathered keys and values, on CUDA.
 
-There MLX's is cuDNN's, which is faster than `ops.paged_attention` on such chunks even where keys
-and values must be gathered first (see docs/cuda.md). Rows of other sequences, mainly decodes, use
-the paged kernels.
+There, MLX uses cuDNN, which is faster than `ops.paged_attention` on such chunks even if keys and
+values must be gathered first (see docs/cuda.md). Rows of other sequences, mainly decodes, use the
+paged kernels.
 
-cuDNN takes some 40 ms to prepare a new shape. So a chunk is widened to
-positions that are multiples of `ALIGNMENT`: by rows before it, which are computed and dropped, and
-by rows and keys behind it, which no row of it sees. Where a step has a prompt as a whole, its keys
-and values are those that the step has just written, and nothing is gathered.
+cuDNN takes some 40 ms to prepare a new shape. So a chunk is padded to positions that are multiples
+of `ALIGNMENT`: with rows before it, which are computed and dropped, and with rows and keys after
+it, which no row of it sees. If a step has a whole prompt, its keys and values are those that the
+step has just written, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mlx_paged.platform import Platform
 
 # Shorter chunks gain less than gathering and another shape cost.
 LEAST_ROWS = 512
-# The same where `ops.paged_attention` has a kernel for Hopper: of so many rows it takes a quarter
-# longer, and of few ones less than gathering does. (What need not be gathered is faster by cuDNN.)
+# The same if `ops.paged_attention` has a kernel for Hopper: with this many rows it takes a quarter
+# longer, and with few rows less than gathering. Without gathering, cuDNN is faster.
 _LEAST_GATHERED_ROWS = 2048
 _HOPPER_DIMS = (64, 128)
 _HOPPER_BLOCK = 16  # and more
 ALIGNMENT = 256
 _MOST_DIM = 128  # cuDNN's
-# Tokens of all sequences of one call: gathered keys and values take memory, and beyond that a
-# call is long enough that the host is no part of it.
+# Maximum tokens of all sequences of one call. Gathered keys and values take memory, and longer
+# calls gain nothing, because the host is no longer a bottleneck.
 _MOST_KEYS = 16384
 
 Pools = tuple[mx.array, mx.array]  # of keys and of values
@@ -43,7 +43,7 @@ Rows = tuple[mx.array, mx.array]  # [num_rows, num_kv_heads, dim] keys and value
 
 @dataclass(frozen=True)
 class Chunk:
-    """The rows of a step of one sequence, or of several that are alike and side by side."""
+    """The rows of one sequence in a step, or of several adjacent ones of the same shape."""
 
     first_row: int
     num_rows: int  # of all sequences
@@ -61,14 +61,14 @@ class Chunk:
 
     @property
     def has_all_keys(self) -> bool:
-        """True if its rows bring all keys: nothing of the prompts is cached, nothing is added."""
+        """True if its rows include all keys: no prompt is cached, and none is padded."""
         return self._rows == self.num_keys
 
     def attend(self, queries: mx.array, pools: Pools, own: Rows | None, scale: float) -> mx.array:
-        """``[num_rows, num_q_heads, dim]`` queries -> the same shape.
+        """Attends with ``[num_rows, num_q_heads, dim]`` queries; returns the same shape.
 
         Args:
-            own: keys and values of the chunk's rows, as the pools have them; None: read those.
+            own: Keys and values of the chunk's rows in the pools' dtype; None reads the pools.
         """
         if own is not None and self.has_all_keys:
             keys, values = map(self._by_sequence, own)
@@ -76,14 +76,14 @@ class Chunk:
             keys, values = ops.gather_kv(
                 *pools, self.block_tables, self.context_lens, self.num_keys
             )
-        # (What it returns lies in memory as the queries do: no copy. An index would be one.)
+        # The result has the memory layout of the queries, so this is no copy; an index would be.
         out = mx.fast.scaled_dot_product_attention(
             self._by_sequence(queries), keys, values, scale=scale, mask="causal"
         ).transpose(0, 2, 1, 3)
         return out[:, self.rows_before : self.rows_before + self._rows].flatten(0, 1)
 
     def _by_sequence(self, rows: mx.array) -> mx.array:
-        """``[num_rows, heads, dim]`` -> ``[num_sequences, heads, rows and those to add, dim]``."""
+        """Pads ``[num_rows, heads, dim]`` to ``[num_sequences, heads, padded rows, dim]``."""
         rows = mx.unflatten(rows, 0, (self.num_sequences, self._rows))
         if self.rows_before or self.rows_behind:
             around = (self.rows_before, self.rows_behind)
@@ -96,14 +96,14 @@ class DensePrefill:
     """How the rows of a step are divided between MLX's attention and the paged kernels."""
 
     chunks: tuple[Chunk, ...]
-    others: tuple[tuple[int, int], ...]  # rows [b, e) of all other sequences, runs of them
-    plan: AttentionPlan | None  # of `others`, side by side; None where there are none
+    others: tuple[tuple[int, int], ...]  # rows [b, e) of all other sequences, in runs
+    plan: AttentionPlan | None  # of `others`, concatenated; None if there are none
 
     def attend(self, queries: mx.array, pools: Pools, own: Rows | None, scale: float) -> mx.array:
-        """`ops.paged_attention` of a whole step.
+        """Computes `ops.paged_attention` of a whole step.
 
         Args:
-            own: keys and values of the step's rows, where they are at hand.
+            own: Keys and values of the step's rows, if available.
         """
         parts: dict[int, mx.array] = {}
         for chunk in self.chunks:
@@ -121,7 +121,7 @@ class DensePrefill:
 
 
 def least_gathered_rows(specs: Iterable[LayerSpec], block_size: int) -> int:
-    """How many rows a chunk should have whose keys must be gathered, in a model of these layers."""
+    """Returns the minimum rows of a chunk with gathered keys, for a model with these layers."""
     dims = {spec.pool_dims for spec in specs}
     has_kernel = block_size >= _HOPPER_BLOCK and all(k == v and k in _HOPPER_DIMS for k, v in dims)
     is_served = ops.has_wgmma() and has_kernel
@@ -138,13 +138,13 @@ def plan_dense_prefill(
     least_gathered: int = LEAST_ROWS,
     platform: Platform | None = None,
 ) -> DensePrefill | None:
-    """Plans one step; None where it has no long chunk, or no CUDA. See `build_plan`.
+    """Plans one step; None without a long chunk, or without CUDA. See `build_plan`.
 
     Args:
-        least_gathered: rows of a chunk that is no whole prompt of a multiple of `ALIGNMENT`.
+        least_gathered: Minimum rows of a chunk that is not a whole, aligned prompt.
 
-    A chunk of which some row sees behind its position is not MLX's causal attention, and is left
-    to the paged kernels.
+    A chunk with rows that see later positions is not MLX's causal attention, and is left to the
+    paged kernels.
     """
     is_whole = (context_lens == query_lens) & (query_lens % ALIGNMENT == 0)
     long = query_lens >= np.where(is_whole, LEAST_ROWS, least_gathered)
@@ -198,7 +198,7 @@ def serves(spec: LayerSpec, *, sinks: mx.array | None, softcap: float | None) ->
         and sinks is None
         and softcap is None
         and not spec.latent
-        and spec.kv_format is None  # (a dense copy of what is quantised is what it saves)
+        and spec.kv_format is None  # A quantized pool exists to avoid a dense copy.
         and spec.dtype in (mx.float16, mx.bfloat16)
         and spec.key_dim == spec.value_dim <= _MOST_DIM
         and spec.pool_dims == (spec.key_dim, spec.value_dim)
@@ -232,7 +232,7 @@ def _chunk(
     first_row: int,
     block_size: int,
 ) -> Chunk:
-    """Groups of sequences that are alike."""
+    """Groups adjacent sequences of the same shape."""
     count, rows, context = len(tables), int(query_lens[0]), int(context_lens[0])
     num_keys = _aligned(context)
     blocks = np.zeros((count, -(-num_keys // block_size)), dtype=np.int32)

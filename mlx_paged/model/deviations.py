@@ -1,7 +1,8 @@
-"""Where mlx-lm's models deviate from transformers' code, and how loading mends them.
+"""Deviations of mlx-lm's models from transformers' code, and their corrections during loading.
 
-The table says what deviates with which mlx-lm. `tests/model/test_deviations.py` loads each without
-its mend and fails when it does not deviate any more, so that a newer mlx-lm is compared again.
+The table names each deviation with the affected mlx-lm. `tests/model/test_deviations.py` loads each
+model without its correction and fails if it no longer deviates, so that a newer mlx-lm is compared
+again.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ MLX_LM, TRANSFORMERS = "0.32.2", "5.24.0"
 
 @dataclass(frozen=True)
 class Deviation:
-    """One difference, and its mend.
+    """One deviation, and its correction.
 
     Attributes:
-        modules: of mlx-lm.
-        what: mlx-lm does.
+        modules: Modules of mlx-lm.
+        what: Behavior of mlx-lm.
         shown_by: A model of `tests/support/reference_configs.py` that shows it.
         mend: Changes a text model, given its config as `mlx_lm_config` wrote it and transformers'
-            reading of it (None: there is none). It returns whether it had to.
+            reading of it (None if there is none). It returns True if a change was needed.
     """
 
     modules: tuple[str, ...]
@@ -42,8 +43,8 @@ class Deviation:
     mend: Callable[[Any, Mapping[str, Any], Any], bool]
 
 
-# Modules that turn whole heads, or one part of them in all layers, whatever the config says, and
-# the part that transformers turns where it says nothing.
+# Modules that rotate whole heads, or the same part in all layers, regardless of the config, with
+# the part that transformers rotates by default.
 _PARTIAL = {"glm": 1.0, "mimo_v2_flash": 0.334}
 
 
@@ -87,8 +88,8 @@ _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "relu2": nn.relu2,
     "silu": nn.silu,
 }
-# The MLPs of modules that take another GELU than the config says: their first layer or layers (a
-# gate and what it gates), their last, and the one that they take.
+# Modules whose MLPs use another GELU than the config says: the MLP's first layers (a gate and its
+# counterpart), its last layer, and the GELU that it uses.
 _MLPS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "gemma": (("gate_proj", "up_proj"), "down_proj", "gelu"),
     "gpt_bigcode": (("c_fc",), "c_proj", "gelu"),
@@ -151,7 +152,7 @@ def _require_activation(model: Any, config: Mapping[str, Any], reference: Any) -
 
 
 def _expert_groups(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
-    """Experts of other groups are out, also where a bias makes all scores of a group negative."""
+    """Excludes experts of other groups, even if a bias makes all scores of a group negative."""
 
     def choose(self: Any, x: mx.array) -> tuple[mx.array, mx.array]:
         scores = mx.sigmoid((x @ self.weight.T).astype(mx.float32))
@@ -175,7 +176,7 @@ def _expert_groups(model: Any, config: Mapping[str, Any], reference: Any) -> boo
 
 
 def _tied_head(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
-    """MiniCPM 3 divides what its head takes, also a head that is the embedding."""
+    """MiniCPM 3 divides the input of its head, even if the head is the embedding."""
     if not model.args.tie_word_embeddings:
         return False
     scale = model.args.dim_model_base / model.args.hidden_size
@@ -188,7 +189,7 @@ def _tied_head(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
 
 
 def _choice_bias(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
-    """ERNIE 4.5's bias for the choice of experts, which `mlx_lm_weights` keeps."""
+    """ERNIE 4.5's bias for choosing experts, which `mlx_lm_weights` keeps."""
 
     def call(self: Any, x: mx.array) -> mx.array:
         gates = self.gate_act(self.gate(x).astype(mx.float32))
@@ -208,7 +209,7 @@ def _choice_bias(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
 
 
 def _router_weights(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
-    """Jamba weighs its chosen experts by their share of all, so that the sum is below 1."""
+    """Jamba weights its chosen experts by their share of all, so that the sum is below 1."""
 
     def call(self: Any, x: mx.array) -> mx.array:
         shares = mx.softmax(self.router(x), axis=-1, precise=True)
@@ -411,14 +412,14 @@ DEVIATIONS: tuple[Deviation, ...] = (
 
 
 def conform(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]) -> None:
-    """Makes a loaded model of mlx-lm compute what transformers' code does.
+    """Makes a loaded model of mlx-lm compute the same as transformers' code.
 
     Args:
-        config: as `mlx_lm_config` wrote it.
-        file: the ``config.json`` as it is.
+        config: The config written by `mlx_lm_config`.
+        file: The original ``config.json``.
 
     Raises:
-        UnsupportedModelError: the config asks for what the model cannot be made to compute.
+        UnsupportedModelError: The config needs something that the model cannot compute.
     """
     inner, section, reference = _read(model, config, file)
     module = _module(inner)
@@ -428,15 +429,15 @@ def conform(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]
         if module in deviation.modules or deviation.modules == ("every module",):
             changed = deviation.mend(inner, section, reference)
             if changed and deviation.mend is _windows and inner is not model:
-                # (Wrappers make the caches of their text model.)
+                # Wrappers make the caches of their text model.
                 _override(model, "make_cache", lambda self: _text_model(self).make_cache())
 
 
 def conform_positions(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]) -> None:
-    """Likewise, of RoPE alone: a model of mlx-lm turns as its config says, and stays as it is.
+    """The same for RoPE alone: the model's modules rotate as its config says, in place.
 
     Args:
-        config: as `normalize` wrote it.
+        config: The config written by `normalize`.
     """
     _rope(*_read(model, config, file))
 

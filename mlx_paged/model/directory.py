@@ -1,4 +1,4 @@
-"""Names what a model's directory lacks, and what to do about it, where mlx-lm would only fail."""
+"""Explains the missing parts of a model's directory, where mlx-lm would fail without a reason."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _VOCABULARIES = (
 
 
 def check_path(name: str) -> None:
-    """Refuses what is neither a directory nor a hub id.
+    """Refuses a path that is neither a directory nor a hub id.
 
     Raises:
-        ModelLoadError: it says which.
+        ModelLoadError: It gives the reason.
     """
     path = Path(name)
     if not name or not path.exists():
@@ -36,10 +36,10 @@ def check_path(name: str) -> None:
 
 
 def config_of(name: str, path: Path) -> Mapping[str, Any]:
-    """The config of a directory.
+    """Returns the config of a directory.
 
     Raises:
-        ModelLoadError: there is none, or it is none.
+        ModelLoadError: It is missing or invalid.
     """
     file = path / "config.json"
     if not file.is_file():
@@ -59,10 +59,10 @@ def config_of(name: str, path: Path) -> Mapping[str, Any]:
 
 
 def check_files(name: str, path: Path) -> None:
-    """Refuses a directory without weights, or without a tokenizer.
+    """Refuses a directory without weights or without a tokenizer.
 
     Raises:
-        ModelLoadError: it says which, and what to do.
+        ModelLoadError: It names the missing files and a remedy.
     """
     if not any(path.glob("model*.safetensors")):
         missing = "the directory has no weights (model*.safetensors)"
@@ -76,7 +76,7 @@ def check_files(name: str, path: Path) -> None:
 
 
 def _other_weights(path: Path) -> str | None:
-    """Returns what to do about weights of another format; None: there are none."""
+    """Returns a remedy for weights of another format; None if there are none."""
     if found := sorted(path.glob("*.gguf")):
         return _gguf(found[0].name)
     found = sorted(file for pattern in _PYTORCH for file in path.glob(pattern))

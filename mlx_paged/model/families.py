@@ -1,9 +1,9 @@
-"""The proven model families, and the mode in which each runs.
+"""The verified model families, with the mode in which each runs.
 
-A family is a model module of mlx-lm. It is listed here when a mixed step (prefill, decodes, a
-second chunk, a resumed prefix and a preempted prompt at once) matches mlx-lm's dense cache;
-`tests/model/test_parity_families.py` holds every module of mlx-lm to this table. What is not listed
-is refused by name: a family that seems to work could give wrong results without an error.
+A family is a model module of mlx-lm. It is listed if a mixed step (prefill, decodes, a second
+chunk, a resumed prefix and a preempted prompt together) matches mlx-lm's dense cache.
+`tests/model/test_parity_families.py` checks every module of mlx-lm against this table. Other
+families are refused by name, because one that seems to work could silently give wrong results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.layout import Mode
 
-#: What the table was proven with.
+#: The version that the table was verified with.
 MLX_LM_VERSION = "0.32.2"
 
 _NATIVE = """
@@ -43,8 +43,8 @@ _REGROUPED = """
 _GATHERED = "baichuan_m1 deepseek_v32 glm_moe_dsa"
 _UNIFORM = "minimax_m3_vl"
 
-#: Proven families, and how each is run. A model may turn out to need a later mode of `Mode`
-#: (dynamic RoPE scaling does), but never an earlier one.
+#: Verified families, with the mode of each. A model may need a later mode of `Mode`, for example
+#: with dynamic RoPE scaling, but never an earlier one.
 PROVEN: dict[str, Mode] = {
     **dict.fromkeys(_NATIVE.split(), Mode.NATIVE),
     **dict.fromkeys(_REGROUPED.split(), Mode.REGROUPED),
@@ -78,10 +78,10 @@ class Family:
     """How a family is run.
 
     Attributes:
-        name: Module of mlx-lm, or what `register_family` was given.
-        modes: In this order; the first that the model runs in is taken.
+        name: Module of mlx-lm, or the name given to `register_family`.
+        modes: Modes to try, in order.
         verify: Compare every model with the dense cache before its first use.
-        proven: The mode that needs no comparison; None: there is none, or none is wanted.
+        proven: The mode that needs no comparison; None if every mode does.
     """
 
     name: str
@@ -118,7 +118,7 @@ def register_family(
 
 
 def unregister_family(model_type: str) -> None:
-    """Forgets a registered family; one that is not registered is no error."""
+    """Forgets a registered family. Does nothing if it is not registered."""
     _registered.pop(model_type, None)
 
 
@@ -142,10 +142,10 @@ def module_of(config: Mapping[str, Any]) -> str:
 
 
 def require_family(config: Mapping[str, Any]) -> Family:
-    """The family of a model, if it is proven or registered.
+    """Returns the family of a model, if it is verified or registered.
 
     Raises:
-        UnsupportedModelError: names the model type, why it is refused, and what is served.
+        UnsupportedModelError: It names the model type, the reason, and the supported families.
     """
     model_type = str(config.get("model_type", ""))
     module = module_of(config)
@@ -153,7 +153,7 @@ def require_family(config: Mapping[str, Any]) -> Family:
         return _registered[model_type]
     if module in PROVEN:
         modes = tuple(Mode)
-        # Another mlx-lm may have changed the module: then every model is compared before its use.
+        # Another mlx-lm may have changed the module, so every model is compared before its use.
         return Family(
             module,
             modes[modes.index(PROVEN[module]) :],

@@ -1,11 +1,11 @@
 """Dense keys and values for model code that does not leave attention to MLX.
 
-Sparse indexers, hand-written scores and host arithmetic on positions need K and V as arrays, and
-positions as numbers. For such models a step is run once for each group of sequences, with tokens
+Sparse indexers, handwritten scores and host arithmetic on positions need K and V as arrays, and
+positions as numbers. For such models, a step runs once for each group of sequences, with tokens
 ``[num_seqs, length]``, and these caches gather the group's blocks.
 
-In a *uniform* group all sequences are at the same position too. Then `offset` is a plain integer
-and the cache is to model code exactly what mlx-lm's own is.
+In a *uniform* group, all sequences are also at the same position. Then `offset` is a plain integer,
+and model code sees exactly mlx-lm's own cache.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mlx_paged.model.plan import PaddedTables, StepInputs, int32
 
 @dataclass(frozen=True)
 class GatheredGroup:
-    """Sequences with the same number of rows, and at the same position if they are `uniform`."""
+    """Sequences with the same number of rows, and the same position if they are `uniform`."""
 
     length: int
     starts: mx.array  # [num_seqs] int32: position of each sequence's first row
-    start: int | None  # that position, if it is the same for all: the group is uniform
+    start: int | None  # that position if the group is uniform
     context_lens: mx.array  # [num_seqs] int32
     max_context_len: int
     block_tables: Mapping[KVCacheGroupSpec, mx.array]  # [num_seqs, max_blocks] int32
@@ -72,9 +72,9 @@ class GatheredGroup:
 
 
 def groups_of(inputs: StepInputs, *, uniform: bool) -> list[np.ndarray]:
-    """The sequences (by number) of a step that run together; those without rows are in none.
+    """Groups the sequences of a step, by index; sequences without rows are in no group.
 
-    With recurrent state all sequences of a group have one, or all begin in this step.
+    With recurrent state, either all sequences of a group have one, or all begin in this step.
     """
     columns = [inputs.query_lens]
     if uniform:
@@ -95,8 +95,8 @@ class GatheredLayerCache(KVPools):
     ) -> None:
         super().__init__(context, spec, num_blocks=num_blocks, block_size=block_size)
         self._group: GatheredGroup | None = None
-        # Arrays gathered for the group, under the names that mlx-lm's caches have. Model code may
-        # put them behind others with `mx.depends`.
+        # Gathered arrays of the group, under the names of mlx-lm's caches. Model code may order
+        # them after others with `mx.depends`.
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
@@ -119,7 +119,7 @@ class GatheredLayerCache(KVPools):
     @property
     def offset(self) -> Any:
         """``[num_seqs]`` int32 positions of the first rows; an ``int`` in a uniform group."""
-        # (After a write mlx-lm's own caches have advanced; model code reads this once, before it.)
+        # mlx-lm's own caches advance with a write; model code reads this once, before it.
         return self.group.starts if self.group.start is None else self.group.start
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -170,11 +170,11 @@ class GatheredLayerCache(KVPools):
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """``[num_seqs, 1, length, num_keys]`` bool: which keys each row sees."""
+        """Returns the keys that each row sees, ``[num_seqs, 1, length, num_keys]`` bool."""
         group, own = self.group, self.spec.window
         window, first = window_size or own, self._first_key()
         if group.start is not None:
-            # As in mlx-lm's caches: a rotating one has dropped what is before its window.
+            # Like mlx-lm's rotating cache, this drops everything before its window.
             dropped = own is not None and (window is None or window >= own)
             if length == 1 and (window is None or dropped):
                 return None

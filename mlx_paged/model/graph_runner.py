@@ -1,17 +1,18 @@
-"""Steps of few rows as one graph or one operation, for each shape.
+"""Runs steps of few rows as one graph or one operation, for each shape.
 
-Half of the host's time in a decode step is model code in Python, which makes the same graph in each
-step of one shape: there are as many rows as in the step before. It runs once for a shape.
+Half of the host's time in a decode step is model code in Python, which builds the same graph in
+every step of one shape, and most steps have as many rows as the one before. So it runs once for
+each shape.
 
-With CUDA the graph becomes one operation too (`ops.DeviceProgram`), which a GPU replays as a whole,
-so that the host has next to nothing to do; where it has more rows or other operations than that
-takes, `mx.compile` repeats the graph, whose arrays keep their sizes because those of a plan grow
-in strides (`plan.build_plan`). A shape is compiled when it occurs for the third time, so that model
-code has run on real arrays before, and shapes that do not repeat cost nothing. With Metal the same
-operation is encoded as a whole, where it is asked for (docs/metal-kernels.md).
+With CUDA, the graph becomes one operation (`ops.DeviceProgram`), which a GPU replays as a whole, so
+the host has almost nothing to do. If the step has more rows or other operations than that supports,
+`mx.compile` repeats the graph; its arrays keep their sizes because those of a plan grow in strides
+(`plan.build_plan`). A shape is compiled at its third occurrence, so that model code has run on real
+arrays before, and shapes that do not repeat cost nothing. With Metal, the same operation is encoded
+as a whole if it is enabled (docs/metal-kernels.md).
 
-On the CPU the graph becomes one operation (`ops.StepProgram`). Reading it costs no more than
-evaluating it, so it happens at once, and a plan's work may have any size.
+On the CPU, the graph becomes one operation (`ops.StepProgram`). Reading it costs no more than
+evaluating it, so that happens immediately, and a plan's work may have any size.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ logger = logging.getLogger(__name__)
 _MOST_GRAPHS = 64
 _SEEN_BEFORE = 2
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
-_FEW_ROWS = 64  # whose products are kernels of our own; those of more rows serve fewer formats
-_MOST_ROWS_OF_PROMPTS = _FEW_ROWS  # beyond, each would be worth a graph of its own too seldom
-# (Decodes have no bounds.)
+_FEW_ROWS = 64  # Products of up to this many rows are our own kernels, for more formats.
+_MOST_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth a graph.
+# Decodes have no bounds.
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
 _ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
 
@@ -54,7 +55,7 @@ class Greedy(NamedTuple):
 
     tokens: mx.array  # [num_rows] int32
     largest: mx.array  # [num_rows] float32
-    reported: mx.array  # [num_rows] int32, where the host reads it
+    reported: mx.array  # [num_rows] int32, in memory that the host reads
 
 
 class Repeat(Enum):
@@ -69,10 +70,10 @@ class GraphRunner:
     """Runs steps of few rows as compiled graphs.
 
     Args:
-        forward: builds a step; a function of its arguments, but for the model's weights.
-        platform: the device that steps run on; None: MLX's default device now.
-        enabled: false: none is compiled.
-        chooses: whether what `forward` returns are logits, to choose tokens by.
+        forward: Builds a step; a function of its arguments, apart from the model's weights.
+        platform: The device of the steps; None means MLX's default device.
+        enabled: False compiles nothing.
+        chooses: True if `forward` returns logits to choose tokens from.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class GraphRunner:
         self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
         self._failed = not enabled
-        # Until a graph of the model is refused: of a decode step, of one with prompts.
+        # Until the device refuses a graph of the model: of a decode step, of one with prompts.
         self.uses_device_programs = True
         self._refuses_many_rows = False
         self._takes_prompts = True
@@ -101,10 +102,10 @@ class GraphRunner:
         """Decides how a step repeats.
 
         Args:
-            num_rows: of its tokens, those that belong to no sequence included.
-            num_samples: rows whose logits are wanted.
-            is_of_arrays: it depends on nothing but arrays whose sizes such steps share: it has no
-                recurrent state, no features of media, and no row that sees behind its position.
+            num_rows: Number of its tokens, including padding.
+            num_samples: Number of rows whose logits are needed.
+            is_of_arrays: True if it depends only on arrays whose sizes such steps share: no
+                recurrent state, no media features, and no row that sees later positions.
         """
         if self._failed or not is_of_arrays:
             return Repeat.NOT
@@ -147,19 +148,19 @@ class GraphRunner:
         return num_rows <= (min(most, _FEW_ROWS) if self._refuses_many_rows else most)
 
     def takes_prompts(self, num_rows: int) -> bool:
-        """True if a step of this many rows, prompts among them, may become a device program."""
+        """Returns True if a step with prompts and this many rows may become a device program."""
         return (
             self._takes_prompts and num_rows <= _MOST_ROWS_OF_PROMPTS and self.reads_once(num_rows)
         )
 
     def rows_with_prompts(self, num_rows: int) -> int:
-        """How many rows a step with prompts should have instead, so that it repeats."""
+        """Returns the number of rows to pad a step with prompts to, so that it repeats."""
         if not self.takes_prompts(num_rows):
             return num_rows
         return -(-num_rows // _ROWS_OF_PROMPTS) * _ROWS_OF_PROMPTS
 
     def greedy_of(self, logits: mx.array) -> Greedy | None:
-        """Returns the greedy tokens, where the newest step has found them for these logits."""
+        """Returns the greedy tokens if the newest step has computed them for these logits."""
         return self._newest[1] if self._newest is not None and self._newest[0] is logits else None
 
     def _found(self, logits: mx.array, greedy: Greedy) -> None:
@@ -182,7 +183,7 @@ class GraphRunner:
                 found = self._found if self._chooses() else None
                 graph = _device_program(forward, tokens, arrays, pools, found)
                 result = graph(tokens, arrays, pools)
-                # (Whatever a GPU refuses shows now, and the step can be run again.)
+                # Anything a GPU refuses shows now, while the step can still run another way.
                 mx.eval(result[0])
                 self._keep(shape, graph)
                 return result
@@ -200,7 +201,7 @@ class GraphRunner:
         is_cuda = self.platform.has_cuda
         if (
             self.platform.repeats_steps and not is_cuda
-        ):  # (Metal, whose graphs MLX encodes alike, compiled or not)
+        ):  # Metal, where MLX encodes compiled graphs like any others
             self._failed = True
             return self._forward(tokens, step, pools)
         try:
@@ -219,7 +220,7 @@ class GraphRunner:
     def _shape_of(self, tokens: mx.array, step: Step) -> object:
         repeats = self.platform.repeats_steps
         any_size = set() if repeats else _ANY_SIZE
-        # (A program's operations that are MLX's own have the stream of the thread that built them.)
+        # MLX's own operations in a program have the stream of the thread that built them.
         stream = None if repeats else repr(mx.default_stream(mx.default_device()))
         return (
             tuple(step.plans),
@@ -248,11 +249,11 @@ def _device_program(
     pools: Pools,
     found: Callable[[mx.array, Greedy], None] | None,
 ) -> _Graph:
-    """The graph of `forward` as one operation of a GPU.
+    """Returns the graph of `forward` as one operation of a GPU.
 
     Args:
-        found: called with the logits of each step and what greedy sampling of them gives; None:
-            they are no logits.
+        found: Called with the logits of each step and their greedy choice; None if the outputs are
+            no logits.
     """
     end = 1 + len(arrays)
     inputs = ops.placeholders([tokens, *arrays, *pools])

@@ -1,6 +1,6 @@
-"""The formats of the KV cache, as `--kv-cache-dtype` names them: what keys and values are kept in.
+"""The formats of the KV cache, by their names in `--kv-cache-dtype`.
 
-`mlx_paged.ops` says how pools of each are laid out. This module does not load MLX.
+`mlx_paged.ops` describes the layout of their pools. This module does not load MLX.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _GROUP = 32  # dims that share a scale and a minimum in 4 bits
 
 
 class PoolFormat(StrEnum):
-    """The contents of a quantized pool. The value is the pool's dtype, by which the ops know it."""
+    """Contents of a quantized pool. The value is the pool's dtype, by which ops recognize it."""
 
     INT8 = "int8"  # one scale a token and head
     INT4 = "uint32"  # a scale and a minimum for each group of 32 dims
@@ -67,13 +67,13 @@ def format_named(name: object) -> KVFormat | None:
 
 
 def skipped_layers(layers: object) -> tuple[int | str, ...]:
-    """Numbers of layers, and "sliding_window" for all that have a window, checked.
+    """Checks numbers of layers; "sliding_window" stands for all layers with a window.
 
     Args:
-        layers: of `--kv-cache-dtype-skip-layers`: integers, or strings of them as vLLM has.
+        layers: From `--kv-cache-dtype-skip-layers`: integers, or strings of them as in vLLM.
 
     Raises:
-        InvalidParameterError: for anything else.
+        InvalidParameterError: Anything else.
     """
     expected = f"layers, by number from 0, or {SLIDING_WINDOW!r}"
     if not isinstance(layers, (list, tuple)):

@@ -22,9 +22,9 @@ from mlx_paged.model.kv_formats import SLIDING_WINDOW, KVFormat
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """How far back the rows of an attention layer see. Layers of one reach share block tables.
+    """The past that attention layers see. Layers with equal specs share block tables.
 
-    At most one of the two is set; neither: every key up to the row's own position.
+    At most one of the two fields is set; with neither, a row sees every key up to its position.
     """
 
     window: int | None = None  # keys at positions in (p - window, p]
@@ -49,9 +49,9 @@ FULL = KVCacheGroupSpec()
 class LayerSpec:
     """The contents of one attention cache.
 
-    Latent attention (DeepSeek's MLA) has one head, whose keys are latent and rotary key side by
-    side, and whose values are the latents: the first `value_dim` numbers of the keys. They are
-    stored once, and not quantised.
+    Latent attention (DeepSeek's MLA) has one head. Its keys are latent and rotary key concatenated,
+    and its values are the latents: the first `value_dim` elements of the keys. They are stored
+    once, and not quantized.
     """
 
     num_kv_heads: int
@@ -65,13 +65,13 @@ class LayerSpec:
 
     @property
     def reach(self) -> KVCacheGroupSpec:
-        """The group of layers whose block tables this one shares."""
+        """The group whose block tables this layer shares."""
         return KVCacheGroupSpec(self.window, self.chunk)
 
     @property
     def pool_dims(self) -> tuple[int, int]:
         """Head dims of the key pool and of the value pool: multiples of 8, as the ops take them."""
-        # The value pool of latents holds nothing; the ops write both, and 8 is the least.
+        # The value pool of latents is unused, but the ops write both, and 8 is their minimum.
         return _padded(self.key_dim), _padded(0 if self.latent else self.value_dim)
 
     @property
@@ -105,7 +105,7 @@ class StateSpec:
 
     @property
     def bytes_per_slot(self) -> int:
-        """The states of one sequence, in bytes: what a snapshot costs."""
+        """Bytes of one sequence's states, and so of a snapshot."""
         return sum(math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes) if s is not None)
 
 
@@ -123,7 +123,7 @@ Shape = int | tuple["Shape", ...]
 class Mode(StrEnum):
     """How a family's forward is run."""
 
-    NATIVE = "native paged"  # all rows at once, attention reads blocks
+    NATIVE = "native paged"  # all rows together, attention reads blocks
     REGROUPED = "regrouped"  # likewise; layers with recurrent state run on equal-length groups
     GATHERED = "gathered"  # once for each number of rows a sequence has; dense copies
     UNIFORM = "gathered alone"  # once for each length and position: positions are host integers
@@ -141,7 +141,7 @@ class CacheLayout:
     mode: Mode
     specs: tuple[CacheSpec, ...]
     tree: tuple[Shape, ...]
-    max_context_len: int | None = None  # tokens up to which the forward is right; None: any number
+    max_context_len: int | None = None  # tokens up to which the forward is exact; None: no limit
 
     @property
     def attention(self) -> tuple[LayerSpec, ...]:
@@ -155,7 +155,7 @@ class CacheLayout:
 
     @cached_property
     def reaches(self) -> tuple[KVCacheGroupSpec, ...]:
-        """How far layers see; each needs block tables of its own, once blocks are freed."""
+        """The groups of the layers. Each needs its own block tables once blocks are freed."""
         return tuple(dict.fromkeys(spec.reach for spec in self.attention))
 
     @cached_property
@@ -169,20 +169,20 @@ class CacheLayout:
         return any(spec.kv_format is not None for spec in self.attention)
 
     def bytes_per_token(self, reach: KVCacheGroupSpec | None = None) -> int:
-        """K and V of one token in all attention layers, or in those of one reach."""
+        """Returns the bytes of one token's K and V in all attention layers, or in one group's."""
         return sum(s.bytes_per_token for s in self.attention if reach in (None, s.reach))
 
     def with_kv_format(self, kv_format: KVFormat, skip: Sequence[int | str] = ()) -> CacheLayout:
-        """The same with the pools of attention layers in a format.
+        """Returns the layout with another format of the attention layers' pools.
 
-        Latents and recurrent states stay as they are.
+        Latents and recurrent states keep theirs.
 
         Args:
-            skip: layers, by number, that stay as they are too; "sliding_window" stands for all that
-                have a window.
+            skip: Numbers of layers that keep theirs, too; "sliding_window" stands for all layers
+                with a window.
 
         Raises:
-            InvalidParameterError: for a layer that the model does not have.
+            InvalidParameterError: A layer that the model does not have.
         """
         skipped: set[int] = set()
         for layer in skip:
@@ -214,7 +214,7 @@ def _leaves(shape: Shape) -> list[int]:
 
 def assemble(tree: Sequence[Shape], leaves: Sequence[Any]) -> list[Any]:
     """The leaves of a cache tree as model code takes them: one entry for each layer."""
-    # Here, not above: importing mlx_lm imports the drop-in, which imports this module.
+    # Imported here, because importing mlx_lm imports the drop-in, which imports this module.
     from mlx_lm.models.cache import CacheList
 
     def build(shape: Shape) -> Any:

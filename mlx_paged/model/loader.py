@@ -1,4 +1,4 @@
-"""Loads a model directory or hub id: with mlx-lm, or with mlx-vlm where it has towers."""
+"""Loads a model directory or hub id with mlx-lm, or with mlx-vlm if it is multimodal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from mlx_paged.platform import is_cpu_default, use_supported_device
 
 logger = logging.getLogger(__name__)
 
-# Open at once while a model of many files is loaded, as mlx-lm wants it.
+# Maximum files that mlx-lm opens together while it loads a model.
 _MANY_FILES = 2048
 # Parts of the names of towers' weights.
 _TOWERS = ("vision", "visual", "audio", "image", "img_", "mm_projector", "multi_modal", "vpm.")
@@ -67,12 +67,12 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, its tokenizer, and what its ``config.json`` and ``generation_config.json`` say.
+    """A model, its tokenizer, and the contents of ``config.json`` and ``generation_config.json``.
 
     Attributes:
-        media: What it takes besides text; None: nothing, and `media_reason` says why.
-        media_reason: Why a checkpoint of a multimodal model takes text only; None for text models.
-        head: The layer that classifies texts; None: it has none.
+        media: Processor of its media; None if it takes text only.
+        media_reason: Why a multimodal checkpoint takes text only; None for text models.
+        head: The layer that classifies texts, or None.
     """
 
     model: nn.Module
@@ -96,7 +96,7 @@ class LoadedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """The model's context limit in tokens; None where its config gives none."""
+        """The model's context limit in tokens; None if its config has none."""
         return model_len(self.config)
 
 
@@ -109,19 +109,19 @@ def load(
     """Loads a model for paged serving.
 
     Args:
-        path_or_hub_id: a directory in mlx-lm's format, or a Hugging Face id. None loads the model
+        path_or_hub_id: A directory in mlx-lm's format, or a Hugging Face id. None loads the model
             embedded in this package.
-        dtype: "auto", "float32", "float16" or "bfloat16". "auto" keeps what the weights have,
-            except on the CPU, where activations are float32: there the weights of linear layers,
-            experts and embeddings stay, quantised or of 16 bits, and all others become float32.
-            "float32" there dequantises and widens these too.
-        generation_config: instead of what the model's own ``generation_config.json`` says. The end
-            tokens that it names are end tokens of the model too.
+        dtype: "auto", "float32", "float16" or "bfloat16". "auto" keeps the dtypes of the weights,
+            except on the CPU, where activations are float32. There, the weights of linear layers,
+            experts and embeddings stay quantized or in 16 bits, and all others become float32.
+            "float32" on the CPU dequantizes and widens those, too.
+        generation_config: Replaces the model's own ``generation_config.json``. Its end tokens are
+            end tokens of the model, too.
 
     Raises:
-        InvalidParameterError: for a generation config that cannot be read.
-        ModelLoadError: if the path, its weights or the hub cannot be read; it says which and why.
-        UnsupportedModelError: for a family that the paged cache is not proven for.
+        InvalidParameterError: A generation config that cannot be read.
+        ModelLoadError: The path, its weights or the hub cannot be read; it gives the reason.
+        UnsupportedModelError: A family that is not verified with the paged cache.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be 'auto' or one of {sorted(DTYPES)} but got {dtype!r}")
@@ -158,10 +158,10 @@ def load(
         ) from error
     if media is None:
         require_family(config)
-    # (Towers run outside of steps, where products are MLX's.)
+    # Encoders run outside of steps, where products are MLX's.
     _convert(model, dtype, keeps_weights=media is None)
     if generation_config is None:
-        # (A hub id's files have been downloaded: this only finds their path.)
+        # A hub id's files have been downloaded; this only finds their path.
         generation_config = read_generation_config(_directory_of(name))
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
     if reason is not None:
@@ -173,7 +173,7 @@ def _media_family(path: Path) -> tuple[MediaFamily | None, str | None]:
     """How to load a checkpoint with its towers; or None, and for a multimodal one why not."""
     config = json.loads((path / "config.json").read_text())
     package = package_of(config)
-    if package is None or "model_file" in config:  # (mlx-lm has its word on code in checkpoints)
+    if package is None or "model_file" in config:  # mlx-lm decides about code in checkpoints.
         return None, None
     family = MEDIA_FAMILIES.get(package)
     if family is None:
@@ -187,7 +187,7 @@ def _media_family(path: Path) -> tuple[MediaFamily | None, str | None]:
 
 
 def _has_towers(path: Path) -> bool:
-    """True if a checkpoint has more weights than a language model's. (mlx-lm leaves them out.)"""
+    """Returns True if a checkpoint has weights besides a language model's, which mlx-lm drops."""
     return any(part in name for name in _weight_names(path) for part in _TOWERS)
 
 
@@ -210,7 +210,7 @@ def _load_multimodal(
     inner_config = getattr(model.vlm.config, "thinker_config", model.vlm.config)
     media = MediaModel(processor, inner_config, family)
     text = inner_config if hasattr(inner_config, "vocab_size") else inner_config.text_config
-    if not has_vocab_size(config):  # (configs leave out what their library takes by default)
+    if not has_vocab_size(config):  # Configs omit their library's defaults.
         config["vocab_size"] = int(text.vocab_size)
     inner = config.get("text_config")
     ends = config.get("eos_token_id")
@@ -225,18 +225,18 @@ def _load_multimodal(
 def _load(
     name: str,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], ClassificationHead | None]:
-    """mlx-lm's `load`, also of models that embed or classify texts, which were saved without their
-    output projection."""
+    """Like mlx-lm's `load`, also for models that embed or classify texts, which were saved without
+    their output projection."""
     path = _download(name)
     config = load_config(path)
     names = _weight_names(path)
     has_head = any(name.endswith("lm_head.weight") for name in names)
     head = load_head(path, config, names)
     if head is not None and not has_head:
-        config["tie_word_embeddings"] = True  # (the projection is not used)
+        config["tie_word_embeddings"] = True  # The projection is not used.
     errors: list[Exception] = []
-    # Checkpoints written for mlx-lm leave out fields that have mlx-lm's defaults. Where these and
-    # transformers' make different modules, the weights tell which were meant.
+    # Checkpoints written for mlx-lm omit fields with mlx-lm's defaults. If these and transformers'
+    # make different modules, the weights tell which were meant.
     for fill in (True, False):
         try:
             model, loaded = load_model(
@@ -244,7 +244,7 @@ def _load(
                 model_config=mlx_lm_config(config, fill=fill, has_head=has_head),
                 get_model_classes=_classes if head is None else _without_head,
             )
-            model.__class__ = type(model).__mro__[1]  # (without what `renaming` added)
+            model.__class__ = type(model).__mro__[1]  # without the changes of `renaming`
             conform(model, loaded, config)
             ends = loaded.get("eos_token_id")
             return model, load_tokenizer(path, eos_token_ids=ends), loaded, head
@@ -256,7 +256,7 @@ def _load(
             raise first
         own = f"with mlx-lm's own defaults: {type(second).__name__}: {second}"
         raise ValueError(f"{first}; {own}") from first
-    # (Pooling does not use the projection; the embedding stands for it.)
+    # Pooling does not use the projection; the embedding takes its place.
     model, config = load_model(
         path,
         model_config={**mlx_lm_config(config), "tie_word_embeddings": True},
@@ -267,9 +267,9 @@ def _load(
 
 
 def _with_chat_template(tokenizer: TokenizerWrapper, path: Path) -> TokenizerWrapper:
-    """A tokenizer with the template that older processors saved, if it has none of its own.
+    """Returns a tokenizer with the template saved by older processors, if it has none of its own.
 
-    No tokenizer reads these files, and many conversions for text have kept them.
+    No tokenizer reads these files, and many text-only conversions kept them.
 
     Raises:
         ValueError: ``chat_template.json`` has no template.
@@ -280,7 +280,7 @@ def _with_chat_template(tokenizer: TokenizerWrapper, path: Path) -> TokenizerWra
             continue
         found = json.loads(file.read_text())
         template = found.get("chat_template") if isinstance(found, dict) else None
-        if isinstance(template, str | list):  # (several are a list of names and templates)
+        if isinstance(template, str | list):  # Several are a list of names and templates.
             ends = sorted(tokenizer.eos_token_ids)
             tokenizer = load_tokenizer(path, {"chat_template": template}, ends)
         elif name == "chat_template.json":
@@ -290,13 +290,13 @@ def _with_chat_template(tokenizer: TokenizerWrapper, path: Path) -> TokenizerWra
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """mlx-lm's classes, which read transformers' names of weights too."""
+    """Returns mlx-lm's classes, extended to read transformers' names of weights."""
     model_class, args_class = _get_classes(config=config)
     return renaming(model_class), args_class
 
 
 def _without_head(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """`_classes` for a model whose file has a classification layer too."""
+    """Like `_classes`, for a model whose file also has a classification layer."""
     model_class, args_class = _get_classes(config=config)
     sanitize = getattr(model_class, "sanitize", lambda _, weights: weights)
     dropping = overridden(
@@ -306,7 +306,7 @@ def _without_head(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 
 def _of_inner_weights(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """mlx-lm's classes for a model whose file has the weights of its `model` only."""
+    """Returns mlx-lm's classes for a file with only the weights of the model's `model`."""
     model_class, args_class = _get_classes(config=config)
     sanitize = getattr(model_class, "sanitize", lambda _, weights: weights)
 
@@ -319,7 +319,7 @@ def _of_inner_weights(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 
 def model_directory(name: str) -> Path | None:
-    """Where the files of a loaded model are; None for one that has none on this machine."""
+    """Returns the directory of a loaded model's files; None if it has none on this machine."""
     try:
         return _directory_of(name) if Path(name).exists() or name.count("/") == 1 else None
     except (OSError, ValueError):  # not downloaded; no hub id
@@ -370,7 +370,7 @@ def _convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:
         kept = [(module, type(module)) for module in model.modules() if _stays(module)]
     # Formats without a native product are scalar code in MLX's CPU backend, quantized or 16-bit.
     for module, _ in kept:
-        module.__class__ = nn.Module  # (hides it from what follows)
+        module.__class__ = nn.Module  # hides it from the following steps
     try:
         if dtype in ("auto", "float32"):
             dequantize_model(model)
@@ -390,7 +390,7 @@ _KEPT = ("weight", "scales", "biases")
 
 
 def _stays(module: nn.Module) -> bool:
-    """True if a module's weight is multiplied as the checkpoint has it. (No subclass's is.)"""
+    """Returns True if a module multiplies its weight unchanged. No subclass does."""
     if type(module) in (nn.Linear, nn.Embedding, SwitchLinear):
         return module.weight.dtype in (mx.float16, mx.bfloat16)
     if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear):

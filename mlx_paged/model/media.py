@@ -1,9 +1,9 @@
-"""A prompt's pictures, videos and sounds as plain values for the model half.
+"""Plain values of a prompt's pictures, videos and sounds, for the model half.
 
-The *rows* of an item are the prompt positions whose input embeddings its tower makes; its *span*
-goes from its first to its last row, and may hold text tokens in between. `model.media_processor`
-makes prompts with spans, `model.multimodal` runs the towers and the language model. Neither mlx-vlm
-nor Pillow is imported here.
+The *rows* of an item are the prompt positions whose input embeddings its encoder makes. Its *span*
+goes from its first to its last row, and may contain text tokens in between. `model.media_processor`
+makes prompts with spans; `model.multimodal` runs the encoders and the language model. This module
+imports neither mlx-vlm nor Pillow.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mlx_paged.model.media_kinds import Kind
 
 
 class MediaFeatures(NamedTuple):
-    """The features of one item, or those of several for the rows of a step.
+    """The features of one item, or of several for the rows of a step.
 
     Attributes:
         embeds: ``[num_rows, hidden_size]`` input embeddings.
         deepstack: Each ``[num_rows, hidden_size]``: added to the outputs of the first layers.
-        per_layer_inputs: ``[num_rows, num_layers, dim]``, for models that have such inputs.
+        per_layer_inputs: ``[num_rows, num_layers, dim]``, for models with such inputs.
     """
 
     embeds: mx.array
@@ -37,7 +37,7 @@ class MediaFeatures(NamedTuple):
         return self._each(lambda array: array[rows])
 
     def arrays(self) -> list[mx.array]:
-        """All arrays: what to evaluate, and what the features cost in bytes."""
+        """All arrays, to be evaluated and counted in bytes."""
         last = [] if self.per_layer_inputs is None else [self.per_layer_inputs]
         return [self.embeds, *self.deepstack, *last]
 
@@ -51,7 +51,7 @@ class MediaFeatures(NamedTuple):
         """The rows of several features of one model, one after another."""
         if len(parts) == 1:
             return parts[0]
-        # (Sounds add nothing to the layers that pictures of the same model do.)
+        # Sounds add nothing to the layers to which pictures of the same model do.
         width = max(len(part.deepstack) for part in parts)
         deepstack = tuple(
             mx.concatenate(
@@ -80,9 +80,9 @@ class StepMedia(NamedTuple):
 
     Attributes:
         rows: ``[m]`` int32, ascending: rows of the step whose embeddings come from `features`.
-        features: Of these rows, in their order; None where there are none.
+        features: Features of these rows, in order, or None.
         rope_positions: ``[3, T]`` int32 or float32: time, height and width, for a model whose RoPE
-            has these; None: all three are a row's position in its sequence.
+            uses these; None if all three are a row's position in its sequence.
         bounds: ``[2, T]`` int32: first and last visible position of each row; None: causal.
     """
 
@@ -119,11 +119,11 @@ class StepMedia(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaRows:
-    """`StepMedia` on the device, as the language model takes it.
+    """`StepMedia` on the device, in the language model's form.
 
     Attributes:
-        rows: ``[m]`` int32; None: no row has features.
-        features: Of these rows.
+        rows: ``[m]`` int32; None if no row has features.
+        features: Features of these rows.
         rope_positions: ``[3, T, 1]`` int32 or float32, or None.
     """
 
@@ -146,13 +146,13 @@ class MediaRows:
 
 @dataclass(frozen=True, eq=False)
 class MediaInputs:
-    """One processed item: the inputs of its tower.
+    """One processed item: the inputs of its encoder.
 
     Attributes:
-        kind: What the item is.
-        arrays: By the names that mlx-vlm's model takes them; read only.
-        token_ids: ``[num_tokens]`` int32: what the processor made of the item's placeholder.
-        rows: ``[num_rows]`` int32: which of these are rows.
+        kind: Kind of the item.
+        arrays: Under the names of mlx-vlm's model; read only.
+        token_ids: ``[num_tokens]`` int32: the processor's replacement of the item's placeholder.
+        rows: ``[num_rows]`` int32: indices of rows among these tokens.
     """
 
     kind: Kind
@@ -168,14 +168,14 @@ class MediaInputs:
 
 @dataclass(frozen=True)
 class Span:
-    """Where an item is in its prompt.
+    """The position of an item in its prompt.
 
     Attributes:
         offset: First prompt position.
         length: Positions up to its last row.
         rows: ``[num_rows]`` int32 prompt positions.
-        kind: What the item is.
-        num_items: Items that it holds, which are encoded together.
+        kind: Kind of the item.
+        num_items: Number of items in it, which are encoded together.
     """
 
     offset: int
@@ -190,11 +190,11 @@ class MediaPrompt:
     """A prompt with its media, processed.
 
     Attributes:
-        token_ids: Of the whole prompt; the rows of an item hold the id of its placeholder.
+        token_ids: Tokens of the whole prompt; rows of an item have the id of its placeholder.
         spans: One for each item, in the order of the prompt.
         inputs: One for each span.
         rope_positions: ``[3, len(token_ids)]`` int32, or float32 for a model whose frames may lie
-            between two positions; None: RoPE's positions are the tokens'.
+            between two positions; None if RoPE's positions are the tokens'.
         rope_delta: A generated token at index i has position ``i + rope_delta``.
     """
 

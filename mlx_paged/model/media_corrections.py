@@ -1,8 +1,8 @@
-"""Where mlx-vlm deviates from the code that models were published with, and what is done about it.
+"""Deviations of mlx-vlm from the code that models were published with, and their corrections.
 
-Each correction changes the modules of one model, after its weights are loaded. The reference is
-transformers; `tests/model/test_reference_vision.py` compares with it. `DEVIATIONS` says what was
-found in which versions, so that newer ones can be compared again.
+Each correction changes the modules of one model after its weights are loaded. The reference is
+transformers, with which `tests/model/test_reference_vision.py` compares. `DEVIATIONS` lists the
+findings with versions, so that newer ones can be compared again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from mlx_paged.model import deepseek_vl
 from mlx_paged.model.patches import overridden
 
-#: What the deviations were found in.
+#: The versions in which the deviations were found.
 VERSIONS = {"mlx-vlm": "0.7.10", "transformers": "5.24.0"}
 
 
 class Deviation(NamedTuple):
     """Attributes:
-    packages: Of mlx-vlm.
-    what: mlx-vlm does, and what the reference does.
+    packages: Packages of mlx-vlm.
+    what: Behavior of mlx-vlm, and of the reference.
     """
 
     packages: tuple[str, ...]
@@ -110,11 +110,11 @@ DEVIATIONS = (
 
 
 def correct(package: str, vlm: nn.Module, config: Mapping[str, Any]) -> None:
-    """Changes a model's modules so that it computes what the reference does.
+    """Changes a model's modules so that it computes the same as the reference.
 
     Args:
-        package: of mlx-vlm.
-        config: of the checkpoint, with transformers' defaults.
+        package: Package of mlx-vlm.
+        config: Config of the checkpoint, with transformers' defaults.
     """
     _set_tower(vlm, config.get("vision_config"))
     change = _CORRECTIONS.get(package)
@@ -189,7 +189,7 @@ def _idefics2(vlm: Any, config: Mapping[str, Any]) -> None:
 
 
 def _idefics2_embeddings(self: Any, x: mx.array, mask: mx.array | None = None) -> mx.array:
-    """Patches with their positions: of ``[batch, height, width, 3]`` pixels."""
+    """Returns patches with their positions, from ``[batch, height, width, 3]`` pixels."""
     found = mx.flatten(self.patch_embedding(x), start_axis=1, end_axis=2)
     batch, height, width = x.shape[0], x.shape[1] // self.patch_size, x.shape[2] // self.patch_size
     masks = np.ones((batch, height, width), bool) if mask is None else np.array(mask)
@@ -227,7 +227,7 @@ def _glm4v_embeddings(
     h_coords: mx.array,
     w_coords: mx.array,
 ) -> mx.array:
-    """Adds to patches their positions, which are spread over each image."""
+    """Adds positions to patches, spread over each image."""
     table = self.position_embedding.weight
     side = round(table.shape[0] ** 0.5)
     counts, shapes = np.array(lengths).reshape(-1), np.array(image_shapes).reshape(-1, 3)
@@ -257,7 +257,7 @@ def _cubic(distance: np.ndarray) -> np.ndarray:
 
 
 def _cohere2_vision(vlm: Any, config: Mapping[str, Any]) -> None:
-    """mlx-vlm runs it as Aya Vision, which takes a layer's output before the tower's last norm."""
+    """mlx-vlm runs it as Aya Vision, which takes a layer's output before the last norm."""
     if config.get("model_type") != "cohere2_vision":
         return
     tower = vlm.vision_tower
@@ -271,7 +271,7 @@ def _cohere2_vision(vlm: Any, config: Mapping[str, Any]) -> None:
 
 
 def _deepseek_vl(vlm: Any, config: Mapping[str, Any]) -> None:
-    """DeepSeek-VL is run as LLaVA, which takes a layer's output before the tower's last norm."""
+    """DeepSeek-VL runs as LLaVA, which takes a layer's output before the encoder's last norm."""
     if config.get("published_type") not in deepseek_vl.TYPES:
         return
     tower = vlm.vision_tower
@@ -319,7 +319,7 @@ def _moonvit(vlm: Any, config: Mapping[str, Any]) -> None:
 def _moonvit_positions(
     self: Any, x: mx.array, grids: mx.array, grid_shapes: Any = None
 ) -> mx.array:
-    """Adds to patches their positions, which are spread over each image."""
+    """Adds positions to patches, spread over each image."""
     found = []
     for height, width in np.array(grids if grid_shapes is None else grid_shapes)[:, -2:].tolist():
         rows, columns = (

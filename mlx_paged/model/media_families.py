@@ -1,7 +1,7 @@
-"""mlx-vlm's families: those proven with media, how each is run, and those refused.
+"""mlx-vlm's families: those verified with media, with the way each is run, and those refused.
 
-A family is a package of `mlx_vlm.models`. `tests/model/test_media_families.py` holds each of these
-to mlx-vlm's own generation, with pictures cut by chunks and beside other requests.
+A family is a package of `mlx_vlm.models`. `tests/model/test_media_families.py` compares each with
+mlx-vlm's own generation, with pictures cut by chunks and in batches with other requests.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mlx_paged.model.layout import Mode
 from mlx_paged.model.media import MediaFeatures
 from mlx_paged.model.media_kinds import Kind
 
-#: What the table was proven with.
+#: The version that the table was verified with.
 MLX_VLM_VERSION = "0.7.10"
 
-# The model, what the item is, and its arrays -> its features.
+# (model, item, its arrays) -> its features.
 Tower = Callable[[Any, Kind, Mapping[str, Any]], MediaFeatures]
-# The model, rows of a step ``[T, 1]``, T, and their features -> what the language model takes.
+# (model, rows of a step ``[T, 1]``, T, their features) -> inputs of the language model.
 Deepstack = Callable[[Any, mx.array, int, MediaFeatures], dict[str, Any]]
 
 
@@ -44,24 +44,25 @@ class MediaFamily:
 
     Attributes:
         module: Package of mlx-vlm.
-        kinds: What its prompts may hold.
-        mode: How the language model runs.
-        uses_rope_positions: Its RoPE turns by time, height and width.
-        has_fractions: These positions may be fractions, of a video's frames and what follows.
-        takes_positions: Its language model is always given positions: without them it keeps those
-            of one request on itself.
-        embeds: Makes input embeddings of ``[B, L]`` tokens, for a model that is to be given these
-            for text too; None: `get_input_embeddings` does, where some rows have features.
-        tower: Makes an item's features; None: the model's own `get_input_embeddings` over the
-            item's span does.
-        prepare: Changes the arrays of an item before its tower takes them.
-        deepstack: How features reach later layers, where an item has such.
-        refuses: Why a checkpoint of the family is not served; None: it is.
-        atomic: Of mlx-vlm's config: kinds whose positions see each other, so that a span is
+        kinds: Media that its prompts may have.
+        mode: Mode of the language model.
+        uses_rope_positions: True if its RoPE uses time, height and width.
+        has_fractions: True if these positions may be fractions, for a video's frames and later
+            tokens.
+        takes_positions: True if its language model always gets positions; without them, it keeps
+            those of one request on itself.
+        embeds: Makes input embeddings of ``[B, L]`` tokens, for a model that needs these for text,
+            too; None uses `get_input_embeddings` if some rows have features.
+        tower: Makes an item's features; None uses the model's own `get_input_embeddings` over the
+            item's span.
+        prepare: Changes the arrays of an item before its encoder takes them.
+        deepstack: How features reach later layers, if an item has such features.
+        refuses: Why a checkpoint of the family is not served; None if it is.
+        atomic: From mlx-vlm's config: kinds whose positions see each other, so that a span is
             computed in one step.
-        sees_within_windows: They do so in layers with a window, and no further back than that;
-            all other layers are causal.
-        sees_whole_prompt: An item's span is its whole prompt, which holds no other item: all
+        sees_within_windows: True if they do so only within the windows of layers with one; all
+            other layers are causal.
+        sees_whole_prompt: True if an item's span is its whole prompt without other items: all
             positions of a prompt see each other.
     """
 
@@ -82,12 +83,12 @@ class MediaFamily:
 
 
 def _embed_tokens(vlm: Any, tokens: mx.array) -> mx.array:
-    # (`get_input_embeddings` would compute positions too, on the host.)
+    # `get_input_embeddings` would also compute positions, on the host.
     return vlm.language_model.model.embed_tokens(tokens)
 
 
 def _gemma3n_embeds(vlm: Any, tokens: mx.array) -> mx.array:
-    """Marks around items, whose ids are beyond those of text, have embeddings of the towers'."""
+    """Gives marks around items, whose ids are beyond those of text, the encoders' embeddings."""
     found = _embed_tokens(vlm, tokens) * vlm.language_model.model.hidden_size**0.5
     image, audio = vlm.embed_vision, vlm.embed_audio
     for embedder, is_own in (
@@ -129,9 +130,9 @@ def _omni_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaFeature
 
 
 def _llava_next_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaFeatures:
-    """The picture as a whole, then its tiles put together, without padding, each line with an end.
+    """Joins a picture with its tiles, without padding, each line with an end.
 
-    (As in Hugging Face's `pack_image_features`; mlx-vlm's own forward has another layout.)
+    As in Hugging Face's `pack_image_features`; mlx-vlm's own forward has another layout.
     """
     pixels = arrays["pixel_values"]
     tiles = pixels.reshape(-1, *pixels.shape[-3:])  # the first is the whole
@@ -172,7 +173,7 @@ def _adapters_of_each_kind(vlm: Any) -> str | None:
 
 
 class _Cut:
-    """Rows of a step, which are cut already, where mlx-vlm cuts a prompt's by their position."""
+    """Takes rows of a step, which are already cut, where mlx-vlm cuts a prompt's by position."""
 
     def __init__(self, array: mx.array) -> None:
         self._array = array
@@ -188,7 +189,7 @@ def _granite_deepstack(
         return _Cut(mx.zeros((num_rows, 1, part.shape[-1]), part.dtype).at[rows, 0].add(part))
 
     config = vlm.config
-    # (It keeps these of the last prompt that had a picture.)
+    # It keeps these of the last prompt with a picture.
     vlm.language_model.model._deepstack_target_layers = [
         *(layer for _, layer in config.deepstack_layer_map or ()),
         *(config.spatial_target_layers or ()),
@@ -201,7 +202,7 @@ def _granite_deepstack(
 
 
 def _one_crop_a_tile(arrays: dict[str, Any]) -> dict[str, Any]:
-    """mlx-vlm looks at as many crops as there are tiles, up to one of zeros."""
+    """mlx-vlm reads as many crops as there are tiles, up to one of zeros."""
     crops, tiles = arrays["images_spatial_crop"], arrays["pixel_values"].shape[1]
     missing = tiles + 1 - crops.shape[1]
     return {**arrays, "images_spatial_crop": mx.pad(crops, [(0, 0), (0, missing), (0, 0)])}
@@ -242,7 +243,7 @@ _FAMILIES = (
     _qwen("qwen3_vl_moe", _qwen3_tower),
     _qwen("qwen3_5", _qwen3_tower, Mode.REGROUPED),
     _qwen("qwen3_5_moe", _qwen3_tower, Mode.REGROUPED),
-    # (mlx-vlm has a causal mask over pictures; the model was trained with another.)
+    # mlx-vlm has a causal mask over pictures, but the model was trained with another.
     MediaFamily("gemma3", atomic=lambda config: ("image",)),
     MediaFamily("idefics3"),
     MediaFamily("smolvlm"),
@@ -253,14 +254,14 @@ _FAMILIES = (
     MediaFamily("mistral3"),
     MediaFamily("idefics2"),
     MediaFamily("internvl_chat"),
-    # (mlx-vlm's pictures and frames see themselves in all layers; Hugging Face's do not.)
+    # mlx-vlm's pictures and frames see themselves in all layers; Hugging Face's do not.
     MediaFamily(
         "gemma4",
         ("image", "video", "audio"),
         atomic=_gemma4_atomic,
         sees_within_windows=True,
     ),
-    # (mlx-vlm's generation leaves the scale of prompts' embeddings out, and has it in decodes.)
+    # mlx-vlm's generation omits the scale of prompts' embeddings, but not that of decodes.
     MediaFamily(
         "gemma3n",
         ("image", "audio"),
@@ -411,7 +412,7 @@ MEDIA_REFUSED: dict[str, str] = {
     ),
 }
 
-# Names of configs whose package has another one (as in mlx-vlm's own table).
+# Config names with a different package name, as in mlx-vlm's own table.
 _PACKAGES = {
     "deepseek_vl_hybrid": "multi_modality",
     "llava_qwen2": "fastvlm",
@@ -444,7 +445,7 @@ def package_of(config: Mapping[str, Any]) -> str | None:
     name = _PACKAGES.get(name, name)
     vision = config.get("vision_config")
     if name == "llava" and isinstance(vision, Mapping) and vision.get("model_type") == "pixtral":
-        name = "pixtral"  # (as transformers names it)
+        name = "pixtral"  # transformers' name
     if is_served(config):
         name = "llava"
     if any(config.get(section) for section in _SECTIONS) or name in _WITHOUT_SECTIONS:
@@ -452,7 +453,7 @@ def package_of(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-# Multimodal families whose configs have no section of their own for a tower.
+# Multimodal families whose configs have no section for an encoder.
 _WITHOUT_SECTIONS = frozenset(
     ("fastvlm", "llava_bunny", "minicpmo", "molmo", "phi3_v", "phi4mm", "qwen3_omni_moe")
 )

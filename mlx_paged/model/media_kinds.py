@@ -1,4 +1,4 @@
-"""The media that prompts may have. (In a module that does not import MLX, for options.)"""
+"""The media that prompts may have. A separate module without MLX, for options."""
 
 from typing import Literal
 

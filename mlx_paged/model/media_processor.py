@@ -1,9 +1,9 @@
-"""Prompts with pictures, videos and sounds: their tokens, and what the towers take.
+"""Processes prompts with pictures, videos and sounds to tokens and encoder inputs.
 
-Each item goes through the checkpoint's own processor alone, so that equal items give equal arrays
-whatever else a prompt holds, and what the processor makes of the item's *placeholder* (the text
-that stands for it) takes the placeholder's place in the prompt. Nothing here touches the device or
-the engine's thread.
+Each item goes through the checkpoint's own processor alone, so that equal items make equal arrays
+regardless of the rest of a prompt. The processor's output for the item's *placeholder* (the text
+that stands for it) replaces the placeholder in the prompt. Nothing here touches the device or the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from mlx_paged.model.rope_positions import Grid, rope_positions
 
 logger = logging.getLogger(__name__)
 
-# Entries that processors return beside the arrays of towers.
+# Entries that processors return besides the encoder's arrays.
 _TEXT_OUTPUTS = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 )
 _PLURAL = {"image": "images", "video": "videos", "audio": "audios"}
 
-# --- What families do in ways of their own --------------------------------------------------------
+# --- Peculiarities of families --------------------------------------------------------------------
 
 # An option of ours: the item is not cut into tiles.
 _WHOLE = "_whole"
@@ -66,7 +66,7 @@ def _negative(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
 
 
 def _qwen3_marker(processor: Any, kind: Kind, index: int) -> str:
-    if kind == "video":  # frames with their times take the place of all three
+    if kind == "video":  # Frames with their times replace all three.
         return f"{processor.vision_start_token}{processor.video_token}{processor.vision_end_token}"
     return str(processor.image_token)
 
@@ -92,7 +92,7 @@ def _call_qwen2_5(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     output = dict(_call_processor(processor, kind, marker, item, options))
-    if kind == "video":  # (mlx-vlm's processor leaves it out)
+    if kind == "video":  # mlx-vlm's processor omits it.
         seconds = processor.video_processor.temporal_patch_size / float(item.fps)
         output["second_per_grid_ts"] = np.array([seconds])
     return output
@@ -101,7 +101,7 @@ def _call_qwen2_5(
 def _call_omni(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    if kind == "audio":  # (it needs the mask, and would pad to half a minute)
+    if kind == "audio":  # It needs the mask, and would pad to half a minute.
         options = {"padding": True, "return_attention_mask": True, **options}
     elif kind == "video":
         options = {"fps": float(item.fps), **options}
@@ -137,7 +137,7 @@ def _minicpmv_number(processor: Any, index: int) -> str:
 def _call_dots(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    # (Its processor has one id for placeholders, whatever the tokenizer says.)
+    # Its processor uses one id for placeholders, regardless of the tokenizer.
     images = processor.image_processor
     output = dict(images(images=[item], return_tensors="np", **options))
     num = int(np.prod(output["image_grid_thw"])) // images.merge_size**2
@@ -148,7 +148,7 @@ def _call_dots(
 def _call_deepseekocr(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    # (It takes the last token away, as if it were an end.)
+    # It removes the last token as if that were an end token.
     output = dict(processor(text=f"{marker}\n", images=[item], **options))
     output["pixel_values"] = output.pop("images")
     output.pop("num_image_tokens", None)
@@ -162,7 +162,7 @@ def _sequence_mask(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarr
 def _call_fastvlm(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    # (The model puts all rows in the place of one placeholder by itself.)
+    # The model itself replaces one placeholder with all rows.
     output = dict(processor.image_processor([item], return_tensors="np", **options))
     return {"input_ids": [-200], **output}
 
@@ -194,7 +194,7 @@ def _fastvlm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarra
 def _call_deepseek(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    if _WHOLE in options:  # (a choice of one size leaves a picture in one piece)
+    if _WHOLE in options:  # A choice of one size leaves a picture in one piece.
         options = {name: value for name, value in options.items() if name != _WHOLE}
         processor = copy(processor)
         processor.candidate_resolutions = ((processor.image_size, processor.image_size),)
@@ -208,7 +208,7 @@ def _call_deepseek(
 def _call_molmo(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    # (The text is behind the picture's tokens.)
+    # The text follows the picture's tokens.
     output = dict(processor(text=[""], images=[item], **options))
     tokens = _one_row(output["input_ids"])
     end = processor.tokenizer.convert_tokens_to_ids(processor.image_end_token)
@@ -233,7 +233,7 @@ def _call_llava_next(
     places = processor.image_processor.image_grid_pinpoints
     best = select_best_resolution(np.array(output["image_sizes"]).reshape(-1).tolist(), places)
     size = output["pixel_values"].shape[-1]
-    # Rows and columns of tiles, which the number of tiles does not say.
+    # Rows and columns of tiles, which do not follow from the number of tiles.
     return {**output, "tile_grid": np.array([best[0] // size, best[1] // size])}
 
 
@@ -250,7 +250,7 @@ def _call_bunny(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     [pixels] = processor.image_processor.preprocess(images=[item], **options)
-    # (The model puts 729 rows in the place of one placeholder by itself.)
+    # The model itself replaces one placeholder with 729 rows.
     return {"input_ids": [-200], "pixel_values": np.array(pixels, dtype=np.float32)[None]}
 
 
@@ -261,16 +261,16 @@ class _Recipe:
     Attributes:
         marker: The placeholder of an item in a text.
         call: Runs the processor for one item.
-        text: What the processor writes for a placeholder, where it makes one text of all and
-            tokens join across the borders; None: tokens take a placeholder's place.
+        text: The processor's text for a placeholder, if it makes one text of the prompt and tokens
+            join across borders; None if tokens replace a placeholder.
         rows: Finds the rows among the processor's tokens; None: they have the placeholder's id.
-        joins: The text that the processor makes of a whole prompt, given its text with places for
-            items; they are one span.
-        leads: Items are before all of the text, behind the start token.
-        number: What the processor writes before an item, to number it; "": nothing.
-        adds_start: The processor begins prompts with the start token (or with the end token, where
-            there is none), whatever the tokenizer does.
-        whole_from: From so many items on, none is cut into tiles; None: they are cut alike.
+        joins: The processor's text for a whole prompt, given its text with places for items, which
+            make one span.
+        leads: True if items come before all text, after the start token.
+        number: The processor's numbering before an item; "" if there is none.
+        adds_start: True if the processor begins prompts with the start token (or the end token, if
+            there is none), regardless of the tokenizer.
+        whole_from: With this many items or more, none is cut into tiles; None: always the same.
     """
 
     marker: Callable[[Any, Kind, int], str] = _attribute_marker
@@ -321,13 +321,13 @@ _PLACEHOLDER_IDS = ("{}_token_id", "{}_token_index", "media_placeholder_token_id
 
 @dataclass(frozen=True, eq=False)
 class _Expanded:
-    """Returns the tokens that replace a placeholder.
+    """The tokens that replace a placeholder.
 
     Attributes:
-        token_ids: Of the item.
-        rows: ``[num_rows]`` int32: which of these are rows.
-        inputs: Of the tower, with the tokens that the processor made, start tokens and all: some
-            of its arrays count them.
+        token_ids: Tokens of the item.
+        rows: ``[num_rows]`` int32: indices of rows among these.
+        inputs: Inputs of the encoder, with all the processor's tokens, including start tokens:
+            some of its arrays count them.
     """
 
     token_ids: list[int]
@@ -335,9 +335,9 @@ class _Expanded:
     inputs: MediaInputs
 
 
-# Bytes of processed items that are kept for later prompts.
+# Bytes of processed items kept for later prompts.
 _PROCESSED_BYTES = 512 << 20
-# Sides of the squares with which `sufficient_side` tries a processor.
+# Sides of the squares with which `sufficient_side` tests a processor.
 _PROBED_SIDES = (4096, 2048, 1024, 512)
 
 
@@ -351,8 +351,8 @@ class MediaModel:
     Args:
         processor: mlx-vlm's or transformers', for one checkpoint.
         config: mlx-vlm's config of the model.
-        family: how the model is run.
-        options: keyword arguments for the processor, as ``min_pixels``.
+        family: How the model is run.
+        options: Keyword arguments for the processor, such as ``min_pixels``.
     """
 
     def __init__(
@@ -370,18 +370,18 @@ class MediaModel:
         self.family = family
         self.options = dict(options or {})
         self._processed = ProcessedItems(_PROCESSED_BYTES, _num_bytes)
-        self._processed_whole = ProcessedItems(_PROCESSED_BYTES, _num_bytes)  # (`whole_from`)
+        self._processed_whole = ProcessedItems(_PROCESSED_BYTES, _num_bytes)  # for `whole_from`
         self._side_lock = threading.Lock()
         self._side: int | None = None  # see `sufficient_side`
         self._is_side_known = False
 
     def with_options(self, options: Mapping[str, Any]) -> MediaModel:
-        """The same with these keyword arguments for the processor."""
+        """Returns the same with these keyword arguments for the processor."""
         return MediaModel(self._processor, self._config, self.family, options)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The media that prompts may hold."""
+        """The media that prompts may have."""
         return self.family.kinds
 
     @property
@@ -412,7 +412,7 @@ class MediaModel:
 
     @property
     def settings_digest(self) -> bytes:
-        """32 bytes: of whatever decides what the processor makes of an item."""
+        """Returns a digest, 32 bytes, of everything that determines the processor's outputs."""
         parts: dict[str, Any] = {
             "mlx_vlm": MLX_VLM_VERSION,
             "family": self.family.module,
@@ -440,13 +440,13 @@ class MediaModel:
             raise ValueError(f"the model takes {', '.join(self.kinds)} but got {kind}")
 
     def sufficient_side(self) -> int | None:
-        """Side of a square picture, in pixels, from which on the processor makes pictures smaller.
+        """Returns the side of a square picture above which the processor reduces pictures.
 
-        Larger ones become no more rows, so nothing is lost when a file is decoded at a fraction of
-        its size that is well above this. The first call runs the processor on grey squares.
+        Larger pictures make no more rows, so nothing is lost if a file is decoded at a fraction of
+        its size that is well above this. The first call runs the processor on gray squares.
 
         Returns:
-            None where it takes squares of 4096 pixels as they are, or takes no squares.
+            None if it takes squares of 4096 pixels unchanged, or takes no squares.
         """
         with self._side_lock:
             if not self._is_side_known:
@@ -461,7 +461,7 @@ class MediaModel:
             square = Image.new("RGB", (side, side), (127, 127, 127))
             try:
                 inputs = self.process(self.placeholder("image"), images=[square]).inputs[0]
-            except Exception as error:  # (a processor's)
+            except Exception as error:  # of a processor
                 logger.info("pictures are decoded at their full size: %s", error)
                 return None
             shapes = inputs.num_rows, {name: np.shape(a) for name, a in inputs.arrays.items()}
@@ -482,20 +482,21 @@ class MediaModel:
         *,
         add_special_tokens: bool | None = None,
     ) -> MediaPrompt:
-        """Makes the tokens of a prompt, and what towers take of its items. It computes for a while.
+        """Makes the tokens of a prompt, and its items' encoder inputs. It computes for a while.
 
         Args:
-            prompt: text that holds a placeholder for each item, the user's own marked (`literal`);
-                or messages, whose contents are texts or lists of ``{"type": "text", "text": ...}``
-                and ``{"type": "image"}`` (or "video", "audio") parts, for the model's own template.
+            prompt: Text with a placeholder for each item, with the users' own ones marked
+                (`literal`); or messages, whose contents are texts or lists of
+                ``{"type": "text", "text": ...}`` and ``{"type": "image"}`` (or "video", "audio")
+                parts, for the model's own template.
             images: PIL images, in the order of their placeholders.
-            videos: objects with ``frames`` ``[num_frames, height, width, 3]`` uint8 and ``fps``.
-            audios: objects with ``samples`` ``[num_samples]`` float32 and ``rate``.
-            add_special_tokens: see `encode`.
+            videos: Objects with ``frames`` ``[num_frames, height, width, 3]`` uint8 and ``fps``.
+            audios: Objects with ``samples`` ``[num_samples]`` float32 and ``rate``.
+            add_special_tokens: See `encode`.
 
         Raises:
-            ValueError: for placeholders that are not as many as the items, and items that the
-                processor does not take.
+            ValueError: The numbers of placeholders and items differ, or the processor refuses an
+                item.
         """
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
         given = {"image": list(images), "video": list(videos), "audio": list(audios)}
@@ -542,7 +543,7 @@ class MediaModel:
         return replace(result, rope_positions=positions, rope_delta=delta)
 
     def _joined(self, text: str, expanded: Sequence[tuple[Kind, _Expanded]]) -> MediaPrompt:
-        """A prompt whose positions all see each other: its items are encoded together."""
+        """Makes a prompt whose positions all see each other, with its items encoded together."""
         kind = expanded[0][0]
         tokens = self.encode(text, add_special_tokens=False)
         rows = np.flatnonzero(np.isin(tokens, self._placeholder_ids(kind))).astype(np.int32)
@@ -577,13 +578,13 @@ class MediaModel:
         raise ValueError("the model has no chat template: give its prompt as text")
 
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
-        """The tokens of a prompt without media.
+        """Returns the tokens of a prompt without media.
 
         Args:
-            text: of a chat template; placeholders that users wrote are marked (`literal`).
-            add_special_tokens: whether the tokens that the tokenizer puts around a text are added;
-                None: unless the text begins with the start token. Transformers' processors have
-                this rule for any prompt, with media or without.
+            text: From a chat template; placeholders that users wrote are marked (`literal`).
+            add_special_tokens: Add the tokens that the tokenizer puts around a text; None: unless
+                the text begins with the start token. Transformers' processors have this rule for
+                any prompt, with or without media.
         """
         if MARK in text:
             return self._marked_pieces(text, add_special_tokens)[0]
@@ -627,13 +628,13 @@ class MediaModel:
         """Marks the placeholders in texts of users, which stay text (see `model.media_text`).
 
         Args:
-            value: a text, or lists and mappings with texts.
-            counts: items of the prompt by kind; some placeholders are numbered.
+            value: A text, or lists and mappings with texts.
+            counts: Items of the prompt by kind; some placeholders are numbered.
         """
         return marked(value, self._placeholders(counts))
 
     def _placeholders(self, counts: Mapping[Kind, int]) -> list[str]:
-        """All that a template may write for items, and the texts of the rows' tokens."""
+        """Returns everything that a template may write for items, and the texts of row tokens."""
         found = [
             self.placeholder(kind, i + 1)
             for kind in self.kinds
@@ -645,15 +646,15 @@ class MediaModel:
     def _text_of(self, token: int) -> str | None:
         try:
             found = self.tokenizer.convert_ids_to_tokens(token)
-        except (IndexError, OverflowError, TypeError, ValueError):  # (an id beyond the vocabulary)
+        except (IndexError, OverflowError, TypeError, ValueError):  # an id beyond the vocabulary
             return None
         return found if isinstance(found, str) else None
 
     def _places(self, text: str, given: Mapping[str, list[Any]]) -> list[tuple[int, int, Kind]]:
-        """Begin and end of each placeholder in a text, and what it stands for."""
+        """Yields begin and end of each placeholder in a text, and its kind."""
         markers: dict[str, Kind] = {}
         for kind in self.kinds:
-            for i in range(max(1, len(given[kind]))):  # (they may be numbered)
+            for i in range(max(1, len(given[kind]))):  # They may be numbered.
                 markers[self.placeholder(kind, i + 1)] = kind
         if not markers:
             return []
@@ -782,19 +783,19 @@ class MediaModel:
             raise ValueError(f"the processor made no rows of this {kind}")
         rows = rows.astype(np.int32)
         inputs = MediaInputs(kind, arrays, np.array(made, dtype=np.int32), rows)
-        if rows[-1] >= len(made):  # (those that the model makes of its tokens)
+        if rows[-1] >= len(made):  # rows that the model makes of its tokens
             return _Expanded([0] * len(rows), rows, inputs)
         before, after = self._special()
         tokens = made
         start = getattr(self.tokenizer, "bos_token_id", None)
         if not before and start is not None and tokens[0] == start:
-            before = [start]  # (some processors add it by themselves)
+            before = [start]  # Some processors add it themselves.
         before = before + self._number(1)
         if before and tokens[: len(before)] == before:
             tokens, rows = tokens[len(before) :], rows - len(before)
         if after and tokens[-len(after) :] == after:
             tokens = tokens[: -len(after)]
-        # (Phi 3 has negative ids for rows, which nothing else of an engine takes.)
+        # Phi 3 has negative ids for rows, which nothing else in an engine accepts.
         return _Expanded([max(0, token) for token in tokens], rows, inputs)
 
     def _placeholder_ids(self, kind: Kind) -> list[int]:
@@ -829,7 +830,7 @@ class MediaModel:
         return grids
 
     def _positions_of_frame(self, item: MediaInputs) -> float:
-        """Positions in time that a frame lasts (of Qwen 2.5 VL and Omni; 1 where there is none)."""
+        """Returns the positions in time per frame (Qwen 2.5 VL and Omni); 1 for other models."""
         a_second = getattr(self._config, "position_id_per_seconds", None) or getattr(
             self._config.vision_config, "tokens_per_second", None
         )

@@ -1,9 +1,9 @@
-"""Text of users beside placeholders: what a user writes stays text, whatever it spells.
+"""Keeps users' texts apart from placeholders: a user's text stays text, whatever it spells.
 
 A chat template writes a placeholder for each item, and a user may write the same characters. So the
-user's are marked before the template sees them (`marked`), the mark is looked for where
-placeholders are, and `MarkedText` makes tokens of a marked text as if the model had no
-placeholders: characters, not a special token that no picture belongs to.
+users' are marked before the template sees them (`marked`). The mark is checked where placeholders
+are searched, and `MarkedText` tokenizes a marked text as if the model had no placeholders: as
+characters, not as a special token without a picture.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-#: Follows the first character of each placeholder that is not one. (A private character; where a
-#: user writes it, it is doubled.)
+#: Follows the first character of each marked placeholder. It is a private character; if a user
+#: writes it, it is doubled.
 MARK = "\U000f5eed"
 _MARKED = re.compile(f"{MARK}(.)", re.DOTALL)
 
@@ -50,15 +50,15 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class MarkedText:
-    """Makes tokens of marked texts, without those that a tokenizer puts around a text.
+    """Tokenizes marked texts, without the tokens that a tokenizer puts around a text.
 
     Args:
-        tokenizer: of transformers.
-        placeholders: texts that are tokens only where they have no mark.
-        place: one of them; the tokenizer treats the spaces around a `PLACE` as around this one.
+        tokenizer: transformers' tokenizer.
+        placeholders: Texts that are tokens only without a mark.
+        place: One of them; the tokenizer treats spaces around a `PLACE` like those around this.
 
     Attributes:
-        place: Stands for an item in a text; it is of no user, as it is random.
+        place: A random text that stands for an item, so no user writes it.
     """
 
     def __init__(self, tokenizer: Any, placeholders: Iterable[str], place: str) -> None:
@@ -72,7 +72,7 @@ class MarkedText:
         self._backend = None if backend is None else self._renamed(backend, place)
 
     def _renamed(self, backend: Any, place: str) -> Tokenizer:
-        """A copy of a tokenizer whose placeholders have other names."""
+        """Returns a copy of a tokenizer whose placeholders have other names."""
         config = json.loads(backend.to_str())
         added = config["added_tokens"]
         kept = [token for token in added if token["content"] not in self._names]
@@ -89,10 +89,10 @@ class MarkedText:
                 single_word=token.get("single_word", False),
                 normalized=False,
             )
-            # (Not as special ones, which `encode_special_tokens` may take for text.)
+            # Not special ones, which `encode_special_tokens` may treat as text.
             copy.add_tokens([given])
             self._ids[copy.token_to_id(name)] = token["id"]
-        # Added tokens of no vocabulary are numbered in their order, which has gaps now.
+        # Added tokens outside the vocabulary are numbered in order, which now has gaps.
         for token in kept:
             self._ids.setdefault(copy.token_to_id(token["content"]), token["id"])
         return copy
@@ -106,7 +106,7 @@ class MarkedText:
             for placeholder, name in self._names.items():
                 part = part.replace(placeholder, name)
             parts[i] = part
-        # (Names have marks too: these stay.)
+        # Names have marks, too; these stay.
         names = [*self._names.values(), self.place]
         keep = "|".join(re.escape(name) for name in names)
         plain = re.sub(
@@ -127,7 +127,7 @@ class MarkedText:
         return found
 
     def _in_parts(self, text: str) -> list[int]:
-        """Without a copy of the tokenizer, a literal placeholder is cut where its mark is."""
+        """Without a copy of the tokenizer, splits a literal placeholder at its mark."""
         tokens: list[int] = []
         doubled = "\x00"
         for part in text.replace(MARK * 2, doubled).split(MARK):

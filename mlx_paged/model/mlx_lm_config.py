@@ -1,7 +1,7 @@
-"""Writes a normalized config in the words of mlx-lm's modules. Imports no mlx arrays.
+"""Writes a normalized config in the terms of mlx-lm's modules. Imports no mlx arrays.
 
-transformers renames fields, and keeps per layer what mlx-lm's modules take as a period. A field
-that a module needs under another name is derived here; a config that a module cannot express is
+transformers renames fields, and stores per layer what mlx-lm's modules take as a period. Fields
+that a module needs under another name are derived here; a config that a module cannot express is
 refused.
 """
 
@@ -43,13 +43,13 @@ def mlx_lm_config(
     """
     found = normalize(config, fill=fill)
     if found.get("architectures") == ["BailingHybridForCausalLM"]:
-        # transformers' name for what was published as Bailing MoE 3.
+        # transformers' name for the published Bailing MoE 3.
         found["architectures"] = ["BailingMoeV3ForCausalLM"]
     _write_section(found, module_of(found))
     for name in ("text_config", "llm_config", "language_config"):
         section = found.get(name)
         if isinstance(section, dict):
-            # (Some wrappers take the vocabulary's size from beside the section.)
+            # Some wrappers read the vocabulary's size next to the section.
             if found.get("vocab_size") is None and section.get("vocab_size") is not None:
                 found["vocab_size"] = section["vocab_size"]
             if has_head is not None:
@@ -57,7 +57,7 @@ def mlx_lm_config(
             _write_section(section, module_of(section) if "model_type" in section else "")
     wrapper = _WRAPPED.get(str(found.get("model_type")))
     if found.get("model_type") == "llama4_text" and found.get("num_local_experts", 0) > 0:
-        wrapper = "llama4"  # (mlx-lm's llama4_text has no experts)
+        wrapper = "llama4"  # mlx-lm's llama4_text has no experts.
     if wrapper is not None:
         found = {**found, "model_type": wrapper, "text_config": found}
     return found
@@ -86,7 +86,7 @@ def _refuse(section: Mapping[str, Any], field: str, expected: str, given: Any) -
 
 
 def _missing(section: Mapping[str, Any], **values: Any) -> Config:
-    """Those of the values that the section does not have."""
+    """Returns those of the values that the section lacks."""
     return {name: value for name, value in values.items() if section.get(name) is None}
 
 
@@ -103,7 +103,7 @@ def _period(section: Mapping[str, Any]) -> Config:
 
 
 def _letters(section: Mapping[str, Any]) -> Config:
-    """EXAONE 4's pattern: a letter per layer, or None where no layer has a window."""
+    """Returns EXAONE 4's pattern, a letter per layer, or None if no layer has a window."""
     kinds = section.get("layer_types")
     if not section.get("sliding_window"):
         return {"sliding_window": None, "sliding_window_pattern": None}
@@ -125,7 +125,7 @@ def _granite_hybrid(section: Mapping[str, Any]) -> Config:
 
 
 def _gemma4(section: Mapping[str, Any]) -> Config:
-    """Sizes of some layers, which transformers 5.24 keeps for each of them."""
+    """Returns sizes of some layers, which transformers 5.24 stores for each of them."""
     layers: Mapping[str, Mapping[str, Any]] = section.get("per_layer_config") or {}
     if not layers:
         return {}
@@ -165,7 +165,7 @@ def _mimo_v2_flash(section: Mapping[str, Any]) -> Config:
         scoring_func="sigmoid",
     ) | {
         "n_shared_experts": section.get("n_shared_experts"),
-        # (The window of published files leaves out the query, which that of mlx-lm counts.)
+        # The window of published files excludes the query; mlx-lm's includes it.
         "sliding_window_size": section.get("sliding_window") or section.get("sliding_window_size"),
     }
 
@@ -192,7 +192,7 @@ def _minicpm3(section: Mapping[str, Any]) -> Config:
 
 
 def _plain_rope(section: Mapping[str, Any]) -> Config:
-    """For modules that reject scalings, which `rope_frequencies` gives them later."""
+    """For modules that reject scalings; `rope_frequencies` applies those later."""
     scaling = section.get("rope_scaling")
     return {} if not scaling or "alpha" in scaling else {"rope_scaling": None}
 

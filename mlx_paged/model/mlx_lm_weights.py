@@ -1,8 +1,8 @@
-"""Renames weights that transformers saves otherwise than mlx-lm's modules expect.
+"""Renames weights that transformers saves under other names than mlx-lm's modules expect.
 
 mlx-lm's `sanitize` methods know the files that a family was published with. transformers 5 renames
 some weights when it saves a model, and can store all experts of a layer as one array. `renaming`
-gives a model class that reads those files too.
+returns a model class that reads those files, too.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weig
 
 
 def _stacked(model: Any, weights: Weights) -> Weights:
-    """Experts as the module has them, where its `sanitize` knows only the other form.
+    """Converts experts to the module's form, if its `sanitize` knows only the other form.
 
-    ``[num_experts, 2 * intermediate, hidden]`` of gates and up projections in one array is split.
+    It splits ``[num_experts, 2 * intermediate, hidden]`` of gates and up projections in one array.
     """
     module = type(model).__module__.rpartition(".")[2]
     names = {name for name, _ in tree_flatten(model.parameters())}
@@ -91,9 +91,9 @@ def _stacked(model: Any, weights: Weights) -> Weights:
     return found
 
 
-# Modules whose `sanitize` splits experts in one array, or has them in another layout.
+# Modules whose `sanitize` splits experts in one array, or stores them in another layout.
 _READS_FUSED = frozenset({"gemma4", "gemma4_text", "gpt_oss", "llama4", "qwen3_5_moe"})
-# Modules whose `sanitize` does nothing at all to a file without single experts.
+# Modules whose `sanitize` does nothing for a file without separate experts.
 _READS_SINGLE = frozenset({"qwen3_next"})
 _READS_FUSED_ONLY = frozenset({"qwen3_5_moe", "qwen3_vl_moe"})
 
@@ -123,7 +123,7 @@ def _bailing_moe_v3(model: Any, weights: Weights) -> Weights:
 
 
 def _ernie4_5_moe(model: Any, weights: Weights) -> Weights:
-    """Keeps the bias for the choice of experts, which mlx-lm's `sanitize` drops."""
+    """Keeps the bias for choosing experts, which mlx-lm's `sanitize` drops."""
     suffix = "moe_statics.e_score_correction_bias"
     found: Weights = {}
     for name, weight in weights.items():
@@ -137,7 +137,7 @@ def _ernie4_5_moe(model: Any, weights: Weights) -> Weights:
 
 
 def _falcon_h1(model: Any, weights: Weights) -> Weights:
-    """Multiplies what mlx-lm's `sanitize` leaves out when it folds multipliers into weights."""
+    """Applies a multiplier that mlx-lm's `sanitize` misses when it folds multipliers."""
     conv = weights.get("model.layers.0.mamba.conv1d.weight")
     if conv is None or conv.shape[-1] <= conv.shape[1]:  # folded already
         return weights
@@ -196,7 +196,7 @@ def _llama4(model: Any, weights: Weights) -> Weights:
 
 
 def _longcat_flash(model: Any, weights: Weights) -> Weights:
-    """Drops the arrays of experts that do nothing, which transformers saves in part."""
+    """Drops the arrays of no-op experts, which transformers saves in part."""
     number = re.compile(r"\.mlp\.experts\.(\d+)\.")
     return {
         name: weight[: model.args.n_routed_experts] if name.endswith("gate_up_proj") else weight
@@ -223,7 +223,7 @@ def _olmo_hybrid(model: Any, weights: Weights) -> Weights:
     return found
 
 
-#: Names by module: what transformers says, as a regular expression, and what mlx-lm does.
+#: By module: transformers' names as a regular expression, and mlx-lm's.
 _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "bailing_moe_v3": (
         (r"^model\.embed_tokens\.", "model.word_embeddings."),

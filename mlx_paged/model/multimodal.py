@@ -1,9 +1,9 @@
-"""mlx-vlm's models on flat rows: their language models in a step, and their towers beside it.
+"""Runs mlx-vlm's models on flat rows: language models in a step, encoders outside of it.
 
-A `MultiModalModel` looks like a model of mlx-lm to `model.wrap` and `PagedModel`: tokens and caches
-in, logits out. mlx-vlm's language models end in `mx.fast.scaled_dot_product_attention` as mlx-lm's
-do, so nothing else is needed to page them. What a step brings besides tokens (`MediaRows`) is an
-argument, and never kept on a module: mlx-vlm keeps the RoPE state of one request there.
+`model.wrap` and `PagedModel` see a `MultiModalModel` as a model of mlx-lm: tokens and caches in,
+logits out. mlx-vlm's language models also end in `mx.fast.scaled_dot_product_attention`, so they
+need nothing else for paging. Inputs of a step besides tokens (`MediaRows`) are an argument and
+never stored on a module, where mlx-vlm stores the RoPE state of one request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mlx_paged.model.multimodal_files import as_published
 from mlx_paged.model.patches import overridden
 from mlx_paged.model.recurrent import WindowedStates
 
-#: What to say where mlx-vlm is missing.
+#: The message if mlx-vlm is missing.
 INSTALL = (
     "pictures, videos and sounds need mlx-vlm: run pip install 'mlx-paged[vision]' && "
     f"pip install --no-deps mlx-vlm=={MLX_VLM_VERSION}"
@@ -81,7 +81,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
 
     @property
     def paged_family(self) -> Family:
-        """The modes in which the language model may run."""
+        """The possible modes of the language model."""
         return Family(
             self.family.module,
             (self.family.mode,),
@@ -131,10 +131,10 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
     def __call__(
         self, tokens: mx.array, cache: list[Any] | None = None, media: MediaRows | None = None
     ) -> mx.array:
-        """``[B, L]`` tokens -> ``[B, L, vocab_size]`` logits.
+        """Returns logits ``[B, L, vocab_size]`` for ``[B, L]`` tokens.
 
         Args:
-            media: of a step, whose tokens are ``[T, 1]``.
+            media: Inputs of a step, whose tokens are ``[T, 1]``.
         """
         arguments: dict[str, Any] = {}
         if self.family.takes_positions:
@@ -153,12 +153,12 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         return self.language_model(tokens, cache=cache, **arguments).logits
 
     def _merged(self, tokens: mx.array, rows: mx.array, features: MediaFeatures) -> dict[str, Any]:
-        """Returns the language model's inputs instead of tokens, where some rows have features."""
+        """Returns inputs that replace tokens, if some rows have features."""
         if self.family.embeds is not None:
             text: Mapping[str, Any] = {"inputs_embeds": self.family.embeds(self.vlm, tokens)}
         else:
             text = self.vlm.get_input_embeddings(tokens, None).to_dict()
-        # New arrays: some models scale what they are given in place.
+        # New arrays, because some models scale theirs in place.
         embeds = text["inputs_embeds"]
         embeds[rows, 0] = features.embeds.astype(embeds.dtype)
         merged: dict[str, Any] = {"inputs_embeds": embeds}
@@ -175,11 +175,11 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
     # Towers.
 
     def encode(self, item: MediaInputs) -> MediaFeatures:
-        """Runs the tower of an item, lazily.
+        """Encodes an item, lazily.
 
         Raises:
-            ValueError: the item is of a kind that the model does not take, or its tower made
-                another number of rows than the prompt has.
+            ValueError: The model does not take this kind, or its encoder made another number of
+                rows than the prompt has.
         """
         if item.kind not in self.family.kinds:
             raise ValueError(
@@ -226,7 +226,7 @@ def _on_device(value: Any) -> Any:
 
 
 def _positions(tokens: mx.array, caches: list[Any]) -> mx.array:
-    """``[3, B, L]``: of text alone, the positions in the sequence."""
+    """Returns ``[3, B, L]``: for text alone, the positions in the sequence."""
     batch, length = tokens.shape
     offset = next((c.offset for c in caches if hasattr(c, "offset")), 0)
     if isinstance(offset, mx.array):
@@ -252,16 +252,16 @@ def _scatter_deepstack(vlm: nn.Module) -> None:
 
 
 def import_mlx_vlm() -> ModuleType:
-    """Imports mlx-vlm without what it does to this process and to those that it starts.
+    """Imports mlx-vlm without its side effects on this process and its children.
 
-    It sets variables that silence transformers, and would silence it in every child process too.
+    It sets variables that silence transformers, and would do so in every child process, too.
 
     Raises:
         ImportError: mlx-vlm is not installed.
     """
     from transformers.utils import logging
 
-    logging.get_verbosity()  # (reads the variables, once for the process)
+    logging.get_verbosity()  # This reads the variables, once for the process.
     names = ("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
     before = {name: os.environ.get(name) for name in names}
     try:
@@ -294,7 +294,7 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
     if reason is not None:
         raise UnsupportedModelError(model_type, reason)
     try:
-        # (Some processors print what they do, which is no output of ours.)
+        # Some processors print messages, which are no output of ours.
         with contextlib.redirect_stdout(sys.stderr):
             return MultiModalModel(vlm, family, model_type), _processor(path, family.module)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -311,8 +311,8 @@ def _processor(path: Path, package: str = "") -> Any:
 
     config_type = json.loads((path / "config.json").read_text()).get("model_type")
     with _without_word_on_arguments():
-        # (mlx-vlm's default is to run code that comes with a checkpoint.)
-        if package == "pixtral":  # (whose checkpoints are LLaVA's by their name)
+        # By default, mlx-vlm runs code that comes with a checkpoint.
+        if package == "pixtral":  # By name, its checkpoints are LLaVA's.
             from mlx_vlm.models.pixtral.processing_pixtral import PixtralProcessor
 
             processor = PixtralProcessor.from_pretrained(path, trust_remote_code=False)
@@ -321,14 +321,14 @@ def _processor(path: Path, package: str = "") -> Any:
         else:
             processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
         image_processor = load_image_processor(path)
-    # (One of the same class was made with what the checkpoint's files say.)
+    # One of the same class was made from the checkpoint's files.
     if image_processor is not None and not isinstance(
         getattr(processor, "image_processor", None), type(image_processor)
     ):
         processor.image_processor = image_processor
     if hasattr(
         getattr(processor, "image_processor", None), "to_mlx"
-    ):  # Kimi's makes a list of all pixels
+    ):  # Kimi's makes a list of all pixels.
         processor.image_processor.to_mlx = _pixels
     return processor
 
@@ -340,7 +340,7 @@ def _pixels(image: Any) -> mx.array:
 
 @contextlib.contextmanager
 def _without_word_on_arguments() -> Iterator[None]:
-    """Drops what transformers says of an argument that mlx-vlm gives it, and no user can change."""
+    """Drops transformers' warnings about an argument of mlx-vlm's, which no user can change."""
     logger = logging.getLogger("transformers.models.auto.image_processing_auto")
 
     def is_for_users(record: logging.LogRecord) -> bool:

@@ -1,8 +1,8 @@
-"""Configs and weights of multimodal checkpoints, as mlx-vlm's code reads them.
+"""Converts configs and weights of multimodal checkpoints to the names of mlx-vlm's code.
 
 Checkpoints name one thing in several ways: transformers 5 saves RoPE, sections and weights under
-other names than transformers 4 did, and leaves out what its own classes have by default. mlx-vlm's
-classes have defaults of their own, which are those of one published checkpoint.
+other names than transformers 4, and omits the defaults of its own classes. mlx-vlm's classes have
+their own defaults, which are those of one published checkpoint.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _loading = threading.Lock()
 
 
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` with transformers' defaults, under the names of mlx-vlm's classes.
+    """Returns a ``config.json`` with transformers' defaults, under mlx-vlm's names.
 
     Raises:
-        UnsupportedModelError: mlx-vlm's model of the family has no room for what it says.
+        UnsupportedModelError: mlx-vlm's model of the family cannot express it.
     """
     found = normalize(config)
     package = package_of(found) or ""
@@ -49,7 +49,7 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Sections of configs, and those that hold such sections.
+# Sections of configs, and those that contain such sections.
 _TEXTS = ("text_config", "language_config", "llm_config", "code_predictor_config")
 _TOWERS = ("vision_config", "audio_config")
 _HOLDERS = ("thinker_config", "talker_config")
@@ -74,7 +74,7 @@ def _spell_placeholders(config: dict[str, Any]) -> None:
 
 
 def _spell_head_dim(section: dict[str, Any]) -> None:
-    """Writes the width of a head, for which each package has another default."""
+    """Writes the head size, for which each package has another default."""
     heads = section.get("num_attention_heads")
     width = section.get("hidden_size")
     if section.get("head_dim") is None and heads and width and "kv_lora_rank" not in section:
@@ -87,7 +87,7 @@ def _spell_text(section: dict[str, Any], package: str) -> None:
     if not kinds:
         return
     full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-    # Older code knows a period only, whose last layer has full attention.
+    # Older code knows only a period, whose last layer has full attention.
     period = full[0] + 1 if full else len(kinds) + 1
     if full != list(range(period - 1, len(kinds), period)):
         if package in _PERIODIC:
@@ -101,14 +101,14 @@ def _spell_text(section: dict[str, Any], package: str) -> None:
         section[name] = period
 
 
-# Packages whose layers follow a period, whatever `layer_types` says.
+# Packages whose layers follow a period, regardless of `layer_types`.
 _PERIODIC = frozenset(
     ("aya_vision", "gemma3", "qwen3_5", "qwen3_5_moe", "minicpmv4_6", "indic_ocr")
 )
 
 
 def _flatten(config: dict[str, Any]) -> None:
-    """Puts the text model's fields at the top, where transformers 4 had them."""
+    """Copies the text model's fields to the top, where transformers 4 had them."""
     text = config.get("text_config")
     if isinstance(text, dict):
         own = {name: value for name, value in text.items() if name != "model_type"}
@@ -122,7 +122,7 @@ def _name_vision(config: dict[str, Any]) -> None:
 
 def _gemma3(config: dict[str, Any]) -> None:
     text = config["text_config"]
-    # (Features are divided by the root of one width and multiplied by that of the other.)
+    # Features are divided by the root of one size and multiplied by that of the other.
     config["hidden_size"] = text["hidden_size"]
     config.setdefault("mm_tokens_per_image", 256)
     text["mm_tokens_per_image"] = config["mm_tokens_per_image"]
@@ -183,7 +183,7 @@ def _gemma4_unified(config: dict[str, Any]) -> None:
         vision.setdefault("model_patch_size", vision["patch_size"] * vision["pooling_kernel_size"])
 
 
-# Fields of Kimi K2.5's tower: mlx-vlm's, those of the code it was published with, transformers'.
+# Fields of Kimi K2.5's encoder: mlx-vlm's, those of its published code, transformers'.
 _KIMI_TOWER = (
     ("depth", "vt_num_hidden_layers", "num_hidden_layers"),
     ("embed_dim", "vt_hidden_size", "hidden_size"),
@@ -197,7 +197,7 @@ _KIMI_TOWER = (
 
 def _kimi_k25(config: dict[str, Any]) -> None:
     vision = config["vision_config"]
-    if vision.get("model_type") == "moonvit":  # (as mlx-vlm converts it)
+    if vision.get("model_type") == "moonvit":  # as converted by mlx-vlm
         return
     named = {
         ours: next((vision[name] for name in (published, theirs) if vision.get(name)), None)
@@ -210,7 +210,7 @@ def _kimi_k25(config: dict[str, Any]) -> None:
 
 
 def _nemotron_omni(config: dict[str, Any]) -> None:
-    config.setdefault("ps_version", "v2")  # (transformers has no other)
+    config.setdefault("ps_version", "v2")  # transformers has no other.
     text, vision = config.get("text_config"), config.get("vision_config")
     if isinstance(text, dict) and text.get("layers_block_type"):
         names = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -253,9 +253,9 @@ _CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @contextlib.contextmanager
 def as_published(path: Path) -> Iterator[dict[str, Any]]:
-    """Has mlx-vlm read a checkpoint's files with the names that its code knows; gives the config.
+    """Makes mlx-vlm read a checkpoint's files under the names of its code; yields the config.
 
-    (Its functions are replaced meanwhile, for one checkpoint at a time.)
+    It replaces mlx-vlm's functions meanwhile, for one checkpoint at a time.
     """
     from mlx_vlm import utils
 
@@ -298,7 +298,7 @@ def as_published(path: Path) -> Iterator[dict[str, Any]]:
             vars(utils).update(before)
 
 
-# Names that transformers 5 writes and reads again, which published files do not have.
+# Names that transformers 5 writes and reads, and published files do not have.
 _RENAMED = {
     "kimi_k25": (
         ("language_model.model.blocks.", "language_model.model.layers."),
@@ -307,14 +307,14 @@ _RENAMED = {
 }
 
 
-# Scales of a block of RADIO's tower, and the modules whose outputs they scale.
+# Scales of a block of RADIO's encoder, and the modules whose outputs they scale.
 _SCALED = {"layer_scale1.lambda1": "attn.proj", "layer_scale2.lambda1": "mlp.fc2"}
 
 
 def _folded_scales(weights: dict[str, Any]) -> dict[str, Any]:
-    """Scales of RADIO's blocks, which transformers has and mlx-vlm does not, in what they scale.
+    """Folds the scales of RADIO's blocks, which mlx-vlm lacks, into the scaled weights.
 
-    (transformers saves each with the weights that it scales.)
+    transformers saves each with the weights that it scales.
     """
     found = dict(weights)
     for name, scale in weights.items():
@@ -367,8 +367,8 @@ def _tied(weights: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any
 
 
 def _unread(model: Any, weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights that nothing reads, and that transformers 5 leaves out: RADIO's preprocessing, and
-    keys and values of Gemma 3n's layers that share other layers'."""
+    """Drops unused weights, which transformers 5 omits: RADIO's preprocessing, and keys and values
+    of Gemma 3n's layers that share other layers'."""
     found = {
         name: value
         for name, value in expected.items()

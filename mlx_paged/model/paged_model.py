@@ -51,30 +51,30 @@ from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
 
-_MOST_FIRST_ROWS = 1024  # arrays of logit rows that are kept: as many as steps may have rows
-# A GPU begins with the first layers of a step with prompts while the host builds the others. It
-# works longer on so many than the host takes to build as many.
+_MOST_FIRST_ROWS = 1024  # cached arrays of logit rows: as many as steps may have rows
+# A GPU starts the first layers of a step with prompts while the host builds the others. This many
+# layers keep it busy longer than the host takes to build as many.
 _LAYERS_OF_PART = 4
 # The arrays of a large step's layers take memory: the host builds one layer ahead.
 _LARGE_STEP = 2048  # rows
 _MOST_LARGE_PARTS = 1
-# Rows that nothing is sampled from. (Steps of 64 rows and less are programs; and of fewer rows the
-# last layer takes hardly less time.)
+# Rows that are not sampled from. Steps of up to 64 rows are programs, and with fewer unsampled rows
+# the last layer takes hardly less time.
 _LEAST_UNSELECTED = 64
 
 
 class PagedModel:
-    """A model, its pools and its state slots.
+    """A model with its pools and state slots.
 
     Args:
-        model: an mlx-lm model. Its modules are changed in place, so it belongs to this object.
-        layout: what its caches hold and how it is run, see `mlx_paged.model.wrap`.
-        block_size: tokens of a block.
-        platform: the device that it runs on; None: MLX's default device now.
+        model: An mlx-lm model. Its modules are changed in place, so this object owns it.
+        layout: Contents of its caches and its mode, see `mlx_paged.model.wrap`.
+        block_size: Tokens of a block.
+        platform: The device; None means MLX's default device.
 
     Attributes:
-        platform: The device that steps run on.
-        repeats_steps: Whether decode steps that repeat may become graphs; of pools allocated later.
+        platform: The device of the steps.
+        repeats_steps: True if repeating decode steps may become graphs, in pools allocated later.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PagedModel:
         self.repeats_steps = True
         self._activations = "float32"
         self._least_gathered = dense_prefill.LEAST_ROWS
-        # The first n rows of a step, by n: as they are given, and [n] int32 on the device.
+        # The first n rows of a step, by n: as numbers, and [n] int32 on the device.
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
         self._compiled = self._make_compiled()
 
@@ -114,12 +114,12 @@ class PagedModel:
         )
 
     def limit_contexts(self, longest: int | None) -> None:
-        """Says how long a sequence may become, before the first step.
+        """Sets the maximum length of a sequence, before the first step.
 
-        LongRoPE turns by the factors of short contexts where none can be longer than these.
+        LongRoPE uses the factors of short contexts if no context can be longer than those.
 
         Args:
-            longest: tokens; None: as many as the model was made for.
+            longest: Tokens; None means the model's maximum.
         """
         self._context.limit.longest = longest
 
@@ -145,16 +145,16 @@ class PagedModel:
         *,
         state_cache: Callable[[StateSpec], RecurrentCache] | None = None,
     ) -> None:
-        """Makes new pools; what the old ones held is lost.
+        """Allocates new pools. The contents of the old ones are lost.
 
         Args:
-            num_blocks: of the pools, for all layers or for those of each reach; block 0 included.
-            num_state_slots: slot 0, the initial state, included.
-            state_cache: makes the cache of a recurrent layer where it is to keep its states
-                elsewhere than in slots.
+            num_blocks: Blocks of the pools, including block 0, for all layers or for each group.
+            num_state_slots: Includes slot 0, the initial state.
+            state_cache: Makes the cache of a recurrent layer that keeps its states elsewhere than
+                in slots.
         """
         self.release()
-        # (Compiled graphs must not keep the old pools.)
+        # Compiled graphs must not keep the old pools alive.
         self._compiled = self._make_compiled()
         leaves: list[object] = []
         for spec in self.layout.specs:
@@ -198,8 +198,8 @@ class PagedModel:
         return not self._output_rows.keeps_hidden
 
     def greedy_of(self, logits: mx.array) -> Greedy | None:
-        """Returns the greedy tokens for the logits that `forward` returned last, where the step
-        has found them; None: it has not.
+        """Returns the greedy tokens for the last logits of `forward`, or None if the step has not
+        computed them.
         """
         return self._compiled.greedy_of(logits)
 
@@ -224,7 +224,7 @@ class PagedModel:
         return pools + [p.pool for c in self._states for p in c.pools if p is not None]
 
     def restore(self, pools: Sequence[mx.array]) -> None:
-        """Puts back what `pools` returned: the same memory, as writing is in place."""
+        """Restores the arrays from `pools`: the same memory, because writes are in place."""
         kept = iter(pools)
         for cache in self._attention:
             cache.key_pool, cache.value_pool = next(kept), next(kept)
@@ -232,10 +232,10 @@ class PagedModel:
             state.pool = next(kept)
 
     def reset(self) -> None:
-        """Forgets a step that was given up while it was built, at whatever point.
+        """Forgets a step that was interrupted at any point while it was built.
 
-        Call it when the device is idle. The pools' handles are those they were allocated with,
-        which stand for the same memory and wait for nothing.
+        Call it when the device is idle. The pools get their original handles, which have the same
+        memory and no pending work.
         """
         self._context.leave()
         patches.leave_native_ops()
@@ -244,7 +244,7 @@ class PagedModel:
             state.reset()
 
     def copy_blocks(self, block_pairs: mx.array, reach: KVCacheGroupSpec | None = None) -> None:
-        """Copies blocks in the pools of all layers, or of those of one reach.
+        """Copies blocks in the pools of all layers, or of one group's.
 
         Args:
             block_pairs: ``[num_pairs, 2]`` int32 of (src, dst).
@@ -263,7 +263,7 @@ class PagedModel:
             ValueError: for a context beyond `CacheLayout.max_context_len`, and for media that the
                 model does not take or that do not belong to these rows.
         """
-        patches.ensure_installed()  # (unpatching mlx-lm uninstalls it)
+        patches.ensure_installed()  # Unpatching mlx-lm uninstalls them.
         limit = self.layout.max_context_len
         if limit is not None and inputs.context_lens.max(initial=0) > limit:
             raise ValueError(
@@ -279,15 +279,15 @@ class PagedModel:
         step = self._step(inputs, repeat, num_rows)
         before = self.pools()
         logits, pools = self._compiled.run(tokens, step, before, repeat)
-        if pools is not before:  # (a device program leaves the handles)
+        if pools is not before:  # A device program leaves the handles unchanged.
             self.restore(pools)
         return logits
 
     def encode(self, item: MediaInputs) -> MediaFeatures:
-        """Runs the tower of a picture, video or sound, lazily.
+        """Encodes a picture, video or sound, lazily.
 
         Raises:
-            ValueError: the model takes no such item, or the item is not what its tower takes.
+            ValueError: The model or its encoder does not take this item.
         """
         if not isinstance(self.model, MultiModalModel):
             raise ValueError(f"the model takes text only but got {item.kind}")
@@ -316,8 +316,8 @@ class PagedModel:
             self.restore(before)
 
     def rows_with_prompts(self, num_rows: int) -> int:
-        """How many tokens `forward` should get for so many rows of sequences, prompts among them:
-        those that are more belong to no sequence, and let the step be one that occurred before.
+        """Returns the number of tokens to pad a step with prompts to, so that it repeats an earlier
+        one. The padding belongs to no sequence.
         """
         has_chunks = any(reach.chunk is not None for reach in self.layout.reaches)
         if self._is_gathered or self.layout.has_states or has_chunks:
@@ -325,11 +325,11 @@ class PagedModel:
         return self._compiled.rows_with_prompts(num_rows)
 
     def reads_once(self, num_rows: int, *, is_decode: bool) -> bool:
-        """True if a step is likely to read what the host sends once, as a device program.
+        """Returns True if a step probably reads the host's arrays once, as a device program.
 
         Args:
-            num_rows: of its tokens, as `rows_with_prompts` has it.
-            is_decode: every sequence has one.
+            num_rows: Number of its tokens, from `rows_with_prompts`.
+            is_decode: True if every sequence has one token.
         """
         takes = self._compiled.reads_once if is_decode else self._compiled.takes_prompts
         return takes(num_rows)
@@ -340,7 +340,7 @@ class PagedModel:
             num_rows,
             len(inputs.query_lens),
             len(inputs.logit_rows),
-            # (Features are as many as a step's pictures have rows: such a step does not repeat.)
+            # The number of features depends on a step's pictures, so such a step does not repeat.
             is_of_arrays=not self.layout.has_states
             and (media is None or (not len(media.rows) and media.bounds is None)),
         )
@@ -356,7 +356,7 @@ class PagedModel:
         alone = len(reaches) == 1 and reaches[0].chunk is None
         longest = int(inputs.query_lens.max(initial=0))
         num_rows = wanted_rows if repeat is Repeat.WITH_PROMPTS else None
-        # (A step that nothing is sampled from is no program.)
+        # A step without samples is no program.
         stays = (
             self.platform.pinned_uploads
             and repeat is not Repeat.NOT
@@ -397,7 +397,7 @@ class PagedModel:
         return Step(plan, logit_rows, plans, states, prefill, parts, media, selected)
 
     def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> LastLayerPruning | None:
-        """For steps of prompts, whose sequences are sampled from at their ends."""
+        """For steps of prompts, whose sequences are sampled at their ends."""
         lens, wanted = inputs.query_lens, inputs.logit_rows
         if not self._attention or not 0 < len(wanted) <= lens.sum() - _LEAST_UNSELECTED:
             return None
@@ -424,16 +424,16 @@ class PagedModel:
         return LastLayerPruning(logit_rows, plan, len(self._attention) - 1, self.pools)
 
     def _logit_rows(self, wanted: np.ndarray, stays: bool) -> mx.array:
-        """For the device; kept where they are the first of a step, as in all decodes."""
+        """Uploads row indices; caches leading rows, as in all decodes."""
         count, numbers = len(wanted), wanted.tobytes()
         kept = self._first_rows.get(count)
         if kept is not None and kept[0] == numbers:
             return kept[1]
-        is_first = count == 0 or wanted[0] == 0  # (asked first: a prompt's row is none of these)
+        is_first = count == 0 or wanted[0] == 0  # A fast check; a prompt's row is none of these.
         if kept is not None or not (is_first and np.array_equal(wanted, np.arange(count))):
             return int32(wanted, stays=stays)
         rows = int32(wanted)
-        mx.eval(rows)  # (it belongs to no step, which may fail)
+        mx.eval(rows)  # It must not belong to a step, which may fail.
         if len(self._first_rows) >= _MOST_FIRST_ROWS:
             self._first_rows.clear()
         self._first_rows[count] = numbers, rows
@@ -471,7 +471,7 @@ class PagedModel:
         )
 
     def _bounds(self, inputs: StepInputs, reach: KVCacheGroupSpec) -> np.ndarray | None:
-        """First and last position of what each row of a layer sees as a whole; see `build_plan`."""
+        """Returns the first and last position that each row sees as a whole; see `build_plan`."""
         if inputs.media is None or inputs.media.bounds is None:
             return None
         bounds = inputs.media.bounds
@@ -484,15 +484,15 @@ class PagedModel:
         return np.stack([own, bounds[1]])
 
     def _no_blocks(self, inputs: StepInputs) -> Tables:
-        """Tables for models without attention, whose plan only holds positions."""
+        """Returns tables for models without attention, whose plan only holds positions."""
         lengths = -(-inputs.context_lens // self.block_size)
         return PaddedTables(
             np.zeros((len(lengths), max(1, int(lengths.max(initial=1)))), dtype=np.int32), lengths
         )
 
     def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        # (The caches have their own groups: the plan has no sequences. And no media:
-        # `wrap.convert_to_paged` runs no multimodal model so.)
+        # The caches have their own groups, so the plan has no sequences. Nor media, because
+        # `wrap.convert_to_paged` runs no multimodal model this way.
         no_plan = build_plan([], [], [], block_size=self.block_size, platform=self.platform)
         parts: list[mx.array] = []
         wanted: list[np.ndarray] = []
@@ -547,5 +547,5 @@ def _slots(inputs: StepInputs) -> StateSlots:
 def _state_group(inputs: StepInputs, members: np.ndarray, length: int) -> SequenceGroup:
     slots = _slots(inputs)
     reads, writes = (np.asarray(s)[members] for s in (slots.reads, slots.writes))
-    begins = bool(reads[0] == 0)  # (of all alike, see `groups_of`)
+    begins = bool(reads[0] == 0)  # the same for all, see `groups_of`
     return SequenceGroup(None, members, length, int32(reads), int32(writes), begins)

@@ -1,19 +1,18 @@
 """Patches of mlx, mlx-lm and single modules of a model, so that its code runs paged.
 
 - **The attention patch.** Every mlx-lm model (and ``mlx_lm.models.base``) looks up
-  ``mx.fast.scaled_dot_product_attention`` when it is called, so one rebinding serves them all.
-- **Native forms of what MLX composes of many operations.** On the CPU RoPE is ten operations,
-  RMSNorm six, LayerNorm ten, a linear layer four or five; SwiGLU and GELU are compiled to scalar
-  code, and so are the products of experts. On a GPU each of these is one kernel of MLX's own, but
-  with CUDA a linear layer of a few rows is cuBLAS, which costs the host more than any other
-  operation of a decode step. The native forms have no gradient and take no batch of sequences, so
-  they are used only on the thread that builds a paged step (GELU: or a tower's pass). The
-  product with quantised weights has both, and is used for every call on the CPU, where MLX's own is
-  scalar code.
+  ``mx.fast.scaled_dot_product_attention`` when it is called, so one rebinding covers them all.
+- **Native forms of operations that MLX composes from many.** On the CPU, RoPE is ten operations,
+  RMSNorm six, LayerNorm ten, a linear layer four or five; SwiGLU, GELU and products of experts are
+  scalar code. On a GPU, each of these is one MLX kernel, but with CUDA a linear layer of a few rows
+  is cuBLAS, which costs the host more than any other operation of a decode step. Native forms have
+  no gradient and take no batch of sequences, so only the thread that builds a paged step uses them
+  (or for GELU, an encoder's pass). The product with quantized weights has both, and replaces MLX's
+  scalar code in every call on the CPU.
 - **Methods of single modules** (`Overrides`, `OutputRows`): the module keeps its place and its
   parameters, and its class becomes a subclass of itself. mlx-lm's own classes do not change.
 
-Any other call, and any argument that a patch does not take, goes to the original function.
+Any other call, and any argument that a patch does not support, goes to the original function.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _mlx_gelus = {
     "gelu": "none",
     "gelu_approx": "tanh",
     "gelu_fast_approx": "fast",
-}  # of mlx.nn, and what `ops.gelu` calls them
+}  # classes of mlx.nn, with the names that `ops.gelu` uses
 _mlx_expert_linear = switch_layers.SwitchLinear.__call__
 _mlx_quantized_expert_linear = switch_layers.QuantizedSwitchLinear.__call__
 _mlx_switch_glu = switch_layers.SwitchGLU.__call__
@@ -85,7 +84,7 @@ def scaled_dot_product_attention(
     if kwargs:
         raise TypeError(f"[paged_attention] unexpected arguments {sorted(kwargs)}")
     cache = k.cache
-    # Latent attention takes its values from the keys; the values given are part of the scores.
+    # Latent attention takes its values from the keys; the given values are part of the scores.
     values = cache.values if mask is None else k
     if (
         k is not cache.keys
@@ -129,9 +128,9 @@ class _Building(threading.local):
     is_native: bool = False  # on the CPU, and for a program: all operations
     for_program: bool = False  # the graph becomes an `ops.DeviceProgram`
     on_cuda: bool = False
-    linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
+    linear_dtypes: tuple[mx.Dtype, ...] = ()  # that `ops.linear` supports
     activations: str = "float32"  # of products on the CPU,
-    by_rows: bool = False  # whose sums do not depend on the number of rows
+    by_rows: bool = False  # True if sums must not depend on the number of rows
     tower: TowerOps | None = None  # on the CPU, while it is a tower instead
 
 
@@ -139,7 +138,7 @@ _building = _Building()
 
 
 def is_native_on_cpu() -> bool:
-    """True if this thread builds a step on the CPU, where operations without a gradient serve."""
+    """Returns True if this thread builds a step on the CPU, which needs no gradients."""
     return _building.linear_dtypes == (mx.float32,)
 
 
@@ -151,13 +150,13 @@ def native_ops(
     by_rows: bool = False,
     platform: Platform | None = None,
 ) -> Iterator[None]:
-    """Within it, model code on this thread runs the native operations.
+    """Makes model code on this thread use the native operations.
 
     Args:
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
-        activations: what `ops.linear` and `ops.quantized_linear` round their input to, on the CPU.
-        by_rows: as theirs.
-        platform: the device of the step; None: MLX's default device now.
+        activations: Rounding of the inputs of `ops.linear` and `ops.quantized_linear` on the CPU.
+        by_rows: See these.
+        platform: The device of the step; None means MLX's default device.
     """
     platform = platform or Platform.current()
     if platform.on_cpu:
@@ -178,8 +177,8 @@ def native_ops(
 
 @contextmanager
 def graph_for_program() -> Iterator[None]:
-    """Within it, graphs built on this thread are for an `ops.DeviceProgram`, which is made of the
-    native forms; as they are, a GPU does not run them."""
+    """Makes graphs built on this thread suitable for an `ops.DeviceProgram`, which consists of
+    native forms. A GPU does not run such graphs directly."""
     _building.for_program = True
     try:
         yield
@@ -188,8 +187,8 @@ def graph_for_program() -> Iterator[None]:
 
 
 def leave_native_ops() -> None:
-    """Ends `native_ops` and `native_tower` on this thread, also where an exception kept them from
-    ending."""
+    """Ends `native_ops` and `native_tower` on this thread, also after an exception prevented their
+    own end."""
     _building.rotations, _building.linear_dtypes, _building.tower = None, (), None
     _building.is_native = _building.on_cuda = False
     _building.activations, _building.by_rows = "float32", False
@@ -216,10 +215,10 @@ def _inv_freqs(dims: int, base: float) -> mx.array:
 
 
 def _too_narrow_for_cuda(a: mx.array, dims: int, offset: int | mx.array) -> bool:
-    """True if MLX's RoPE would ask CUDA for blocks of 128 threads in z, where 64 are the most.
+    """Returns True if MLX's RoPE would ask CUDA for 128 threads in z, where 64 is the maximum.
 
-    It fills blocks of 1024 with powers of two: pairs of dims in x, one position in y, and in z the
-    rows times groups of four heads. With 16 pairs or more z cannot pass 64.
+    It fills blocks of 1024 threads with powers of two: pairs of dims in x, one position in y, and
+    in z the rows times groups of four heads. With 16 or more pairs, z cannot exceed 64.
     """
     if a.ndim != 4 or a.shape[2] != 1 or not isinstance(offset, mx.array) or offset.ndim != 1:
         return False
@@ -260,7 +259,7 @@ def rope(
 ) -> mx.array:
     """``mx.fast.rope``; native for a step's rows at their own positions.
 
-    On CUDA, MLX's own for some shapes, but where its kernel cannot start.
+    On CUDA, some shapes use MLX's, unless its kernel cannot start.
     """
     rotations = _building.rotations
     if (
@@ -312,7 +311,7 @@ def rms_norm(
     ):
         return ops.rms_norm(x, weight, eps)
     if _building.on_cuda and not _building.is_native:
-        # (Most often what a layer adds to its residual.)
+        # Usually, a layer adds this to its residual.
         ops.add_in_product(x)
     return _mlx_rms_norm(x, weight, eps, stream=stream)
 
@@ -415,7 +414,7 @@ def quantized_expert_linear(
     sorted_indices: bool = False,
 ) -> mx.array:
     """``QuantizedSwitchLinear.__call__``."""
-    # (With a scale of each matrix MLX's own is for GPUs only.)
+    # With a scale for each matrix, MLX's own runs only on GPUs.
     native = _building.is_native or (self.get("global_scale") is not None and is_cpu_default())
     if native and _are_rows(x) and ops.has_product(self.mode, self.bits, self.group_size):
         dtype = mx.result_type(x, self["scales"]) if self.mode == "affine" else x.dtype
@@ -449,7 +448,7 @@ def _are_rows(x: mx.array) -> bool:
     return x.dtype in _FLOATS and x.ndim >= 2 and x.shape[-2] == 1
 
 
-# (MLX's sort many rows by expert first; ours does that itself.)
+# MLX first sorts many rows by expert; ours does that internally.
 
 
 def switch_glu(self: switch_layers.SwitchGLU, x: mx.array, indices: mx.array) -> mx.array:
@@ -470,14 +469,14 @@ def switch_mlp(self: switch_layers.SwitchMLP, x: mx.array, indices: mx.array) ->
 
 
 def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
-    """``nn.Embedding.as_linear``: the output projection of models whose embeddings are tied."""
+    """``nn.Embedding.as_linear``: the output projection of models with tied embeddings."""
     if x.dtype in _building.linear_dtypes:
         return _linear(x, self["weight"])
     return _mlx_as_linear(self, x)
 
 
 def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
-    """``nn.QuantizedLinear.__call__``; on the CPU native outside of steps too."""
+    """``nn.QuantizedLinear.__call__``; on the CPU native outside of steps, too."""
     if is_cpu_default():
         return _native_quantized(self, x)
     native = x.dtype in _building.linear_dtypes
@@ -485,7 +484,7 @@ def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
 
 
 def quantized_as_linear(self: nn.QuantizedEmbedding, x: mx.array) -> mx.array:
-    """``nn.QuantizedEmbedding.as_linear``; on the CPU native outside of steps too."""
+    """``nn.QuantizedEmbedding.as_linear``; on the CPU native outside of steps, too."""
     if is_cpu_default():
         return _native_quantized(self, x)
     native = x.dtype in _building.linear_dtypes
@@ -493,7 +492,7 @@ def quantized_as_linear(self: nn.QuantizedEmbedding, x: mx.array) -> mx.array:
 
 
 def _native_quantized(self: nn.Module, x: mx.array) -> mx.array:
-    # (It has a gradient, unlike the other native forms, and takes any batch.)
+    # Unlike other native forms, it has a gradient and takes any batch.
     return ops.quantized_linear(
         x,
         self["weight"],
@@ -520,7 +519,7 @@ def _as_one_matrix(multiply: Callable[..., mx.array], self: nn.Module, x: mx.arr
 
 
 def _gelus() -> list[tuple[Any, str, Any, Any]]:
-    """Where models look them up, and where `nn.GELU` does."""
+    """Rebinds activations where models look them up, and where `nn.GELU` does."""
     found = []
     for name, approximation in _mlx_gelus.items():
         original = getattr(nn, name)
@@ -559,12 +558,12 @@ def install() -> None:
     """Rebinds MLX's names, and mlx-lm's and mlx-vlm's in every model module. Idempotent."""
     with _installing:
         _rebind_swiglu(paged=True)
-        for owner, name, _, own in reversed(_REBOUND):  # attention last: it says that all are there
+        for owner, name, _, own in reversed(_REBOUND):  # Attention last, as a sign of completion.
             setattr(owner, name, own)
 
 
 def ensure_installed() -> None:
-    """Called for every step: another part of the program may have uninstalled it since."""
+    """Called for every step, because another part of the program may have uninstalled them."""
     if mx.fast.scaled_dot_product_attention is not scaled_dot_product_attention:
         install()
 
@@ -586,7 +585,7 @@ def _rebind_swiglu(*, paged: bool) -> None:
     of_vlm = getattr(sys.modules.get("mlx_vlm.models.activations"), "swiglu", None)
     if of_vlm is not None:
         _swiglus.setdefault("mlx_vlm", of_vlm)
-    for name, module in sys.modules.copy().items():  # (others may import meanwhile)
+    for name, module in sys.modules.copy().items():  # Other threads may be importing.
         original = _swiglus.get(name.partition(".models.")[0])
         if original is not None and vars(module).get("swiglu") in (original, swiglu):
             module.swiglu = swiglu if paged else original  # type: ignore[attr-defined]
@@ -596,7 +595,7 @@ def _rebind_swiglu(*, paged: bool) -> None:
 
 
 def overridden(base: type, method: str, function: Callable[..., Any]) -> type:
-    """A subclass of the same name and module, with another method."""
+    """Returns a subclass with the same name and module, and another method."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (base,), {method: function, **names})
 
@@ -632,17 +631,17 @@ _PROJECTIONS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbeddi
 
 
 class OutputRows:
-    """Limits a model's logits to those of `step.logit_rows`, while a step is built.
+    """Limits a model's logits to the rows of `step.logit_rows` while a step is built.
 
-    A step has a row for every token, but only the last row of a sequence is sampled from, and the
-    output projection is the widest layer of most models. The rows are gathered just before it,
-    whichever module it is: `lm_head`, or the embedding's `as_linear` where the two are tied.
+    A step has a row for every token, but only the last row of a sequence is sampled, and the output
+    projection is the widest layer of most models. The rows are gathered just before it, whichever
+    module that is: `lm_head`, or the embedding's `as_linear` if the two are tied.
 
-    It can also give the hidden states of these rows themselves (`keep_hidden_states`).
+    It can also return the hidden states of these rows (`keep_hidden_states`).
 
     Args:
-        projection: None for a model that makes its logits without a module: then all rows are
-            projected, and selected afterwards.
+        projection: None for a model whose logits come from no module; then all rows are projected,
+            and selected afterwards.
     """
 
     def __init__(self, projection: OutputProjection | None, context: StepContext) -> None:
@@ -659,13 +658,13 @@ class OutputRows:
         return self._keeps_hidden
 
     def keep_hidden_states(self) -> int:
-        """From now on the rows are what the projection would be given, and nothing is projected.
+        """From now on, returns the inputs of the projection, and projects nothing.
 
         Returns:
-            The width of the hidden states.
+            The size of the hidden states.
 
         Raises:
-            ValueError: what the projection is given may not be the model's last hidden states.
+            ValueError: The projection's inputs may not be the model's last hidden states.
         """
         module = None if self._projection is None else self._projection.module
         if not isinstance(module, _PROJECTIONS):
@@ -676,7 +675,7 @@ class OutputRows:
             )
         self._keeps_hidden = True
         width = int(module.weight.shape[-1])
-        # (A quantised one packs its weights into uint32.)
+        # A quantized one packs its weights into uint32.
         return width * 32 // module.bits if "scales" in module else width
 
     def weights_of(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
@@ -702,7 +701,7 @@ class OutputRows:
         return weights.astype(mx.float32), bias.astype(mx.float32)
 
     def finish(self, logits: mx.array) -> mx.array:
-        """``[num_samples, vocab_size]`` of what the model returned, or ``[.., hidden_size]``."""
+        """Selects ``[num_samples, vocab_size]`` or ``[.., hidden_size]`` of the model's output."""
         if self._keeps_hidden:
             hidden, self._hidden = self._hidden, None
             assert hidden is not None, "the forward did not reach the output projection"
@@ -718,8 +717,8 @@ class OutputRows:
                 x = context.step.select(x.reshape(-1, 1, x.shape[-1]))
                 if rows._keeps_hidden:
                     rows._hidden = x
-                    # A placeholder for the model to go on with; nothing evaluates it.
+                    # A placeholder for the rest of the model; nothing evaluates it.
                     return mx.zeros((*x.shape[:-1], self.weight.shape[0]), x.dtype)
-            return getattr(base, method)(self, x)  # (looked up now: `install` rebinds it)
+            return getattr(base, method)(self, x)  # Looked up now, because `install` rebinds it.
 
         module.__class__ = overridden(base, method, project_selected)

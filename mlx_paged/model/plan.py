@@ -1,8 +1,8 @@
 """Plans one step on the host: block tables, attention work and groups of recurrent layers.
 
-Everything the kernels index with is checked here, where the numbers are still plain integers; the
-kernels cannot check a block table before they use it. (C++ makes the attention work of them:
-csrc/attention_plan.cpp.)
+Every index that kernels use is checked here, while the numbers are plain integers, because kernels
+cannot check a block table before they use it. C++ makes the attention work from them
+(csrc/attention_plan.cpp).
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class PaddedTables:
 
 
 class BlockTableCache:
-    """Keeps the block tables of running sequences in one array, and updates only what changed.
+    """Keeps the block tables of running sequences in one array, and updates only the changes.
 
-    A table grows by one block in `block_size` steps; turning all of them from tuples into an array
-    in every step would cost more than the rest of the plan. A sequence has one *slot* of the array;
-    slots of sequences that are no longer in a step are used again.
+    A table grows by one block in `block_size` steps, so converting all tables in every step would
+    cost more than the rest of the plan. A sequence has one *slot* of the array; slots of sequences
+    that left are reused.
     """
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}  # seq_id -> slot
         self._seq_ids: tuple[int, ...] = ()  # of the step before,
         self._places = np.zeros(0, dtype=np.intp)  # and their slots
-        self._tables: Sequence[tuple[Sequence[int], int]] = ()  # as they were given
+        self._tables: Sequence[tuple[Sequence[int], int]] = ()  # in their original form
         self._found: PaddedTables | None = None  # for them; None: something has changed since
         self._free: list[int] = []
         self._blocks = np.zeros((0, 0), dtype=np.int32)  # [num_slots, max_blocks]
@@ -76,15 +76,15 @@ class BlockTableCache:
         """Updates the array with the tables of a step.
 
         Args:
-            seq_ids: the sequences.
-            tables: for each its blocks, and the first of them that may differ from what it had the
-                last time. (What is the same object as in the step before has not changed.)
+            seq_ids: The sequences.
+            tables: For each its blocks, and the index of the first that may have changed since the
+                last time. An identical object has not changed.
 
         Returns:
-            Arrays that cannot be written: the next step may get the same ones.
+            Read-only arrays; the next step may get the same ones.
         """
         fresh: list[int] = []
-        seq_ids = tuple(seq_ids)  # (a copy, where it is a list that may change)
+        seq_ids = tuple(seq_ids)  # a copy, because a list may change
         before: Sequence[object] = self._tables
         if seq_ids != self._seq_ids:
             slots, fresh = self._slots_of(seq_ids)
@@ -94,7 +94,7 @@ class BlockTableCache:
         for i, (given, known) in enumerate(zip(tables, before)):
             if given is not known and given[1] < len(given[0]):
                 self._write(places[i], *given)
-        for i in fresh:  # (a slot that holds nothing yet has been written whole above)
+        for i in fresh:  # An unused slot has been written completely above.
             table, first = tables[i]
             if first >= len(table):
                 self._write(places[i], table, 0)
@@ -113,13 +113,13 @@ class BlockTableCache:
             wider = np.zeros((len(self._blocks), 2 * length), dtype=np.int32)
             wider[:, : self._blocks.shape[1]] = self._blocks
             self._blocks = wider
-        first = min(dirty_from, known)  # (a new sequence has no old entries)
+        first = min(dirty_from, known)  # A new sequence has no old entries.
         self._blocks[slot, first:length] = table[first:]
         self._blocks[slot, length:known] = 0
         self._lengths[slot] = length
 
     def _slots_of(self, seq_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The slot of each sequence, and the indices of those that are new here."""
+        """Returns the slot of each sequence, and the indices of new ones."""
         fresh = [i for i, seq_id in enumerate(seq_ids) if seq_id not in self._slots]
         if len(fresh) > len(self._free):
             self._collect(set(seq_ids))
@@ -164,15 +164,15 @@ class StateSlots:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step, as numbers on the host. All lists are in the order of the rows.
+    """One step in numbers on the host. All lists are in the order of the rows.
 
     Attributes:
-        context_lens: Tokens of each sequence in the pools once this step's are written.
-        query_lens: How many of them, the last ones, are rows of this step.
-        tables: Block tables of the sequences: one list for all layers, or one for each reach.
-        logit_rows: Rows whose logits are wanted.
-        state_slots: Slots of the sequences, for a model that has recurrent state.
-        media: What the rows bring besides tokens; None: nothing.
+        context_lens: Tokens of each sequence in the pools after this step's are written.
+        query_lens: Number of these, at the end, that are rows of this step.
+        tables: Block tables of the sequences: one list for all layers, or one for each group.
+        logit_rows: Rows whose logits are needed.
+        state_slots: Slots of the sequences, for a model with recurrent state.
+        media: Inputs of the rows besides tokens, or None.
     """
 
     context_lens: np.ndarray
@@ -207,32 +207,31 @@ def build_plan(
     """Plans one step over ragged sequences.
 
     Args:
-        block_tables: for each sequence its blocks, in order; more than the context needs is fine.
-        context_lens: for each sequence its tokens in the pool once this step's are written.
-        query_lens: for each sequence how many of them, the last ones, are this step's query rows.
-        block_size: tokens in a block.
-        window: a row at position p sees positions in ``(p - window, p]`` only, so that the work
-            begins there; None: it sees all. Blocks before may be any.
-        rows_per_item: most query rows that one work item holds.
-        split_tokens: most tokens of context that one work item covers, about; a longer context is
-            split evenly, in pieces that run in parallel and are merged afterwards. None: as the
-            device needs (`csrc/attention_plan.cpp`), from a row's own context alone.
-        bounds: ``[2, num_rows]`` int32: the first and the last position of the span that each row
-            sees as a whole, besides what its position and the window let it see: of a picture
-            whose tokens see each other, or of a prompt's prefix. Its own position, twice: none.
-            None: no row has one. A span ends within what its sequence has once this step is
-            written.
-        stays_on_host: with CUDA: kernels read the plan from there, which pays where they do it once
-            (`ops.DeviceProgram`).
-        num_rows: of a step that is to have as many as others, or as much work: the last rows
-            belong to no sequence, write nothing and see nothing. None: it has those of its
-            sequences. (Where rows have bounds there are no others.)
-        platform: the device to plan for; None: MLX's default device now.
+        block_tables: The blocks of each sequence, in order; there may be more than needed.
+        context_lens: Tokens of each sequence in the pool after this step's are written.
+        query_lens: Number of these, at the end, that are this step's query rows.
+        block_size: Tokens in a block.
+        window: A row at position p sees only positions in ``(p - window, p]``, so its work begins
+            there; None means all. Earlier blocks may be arbitrary.
+        rows_per_item: Maximum query rows of a work item.
+        split_tokens: Approximate maximum tokens of context of a work item. A longer context is
+            split evenly into pieces that run in parallel and are merged afterwards. None: as the
+            device needs (`csrc/attention_plan.cpp`), depending only on a row's own context.
+        bounds: ``[2, num_rows]`` int32: first and last position of the span that each row sees as a
+            whole, besides its causal window: of a picture whose tokens see each other, or of a
+            prompt's prefix. A row without a span has its own position, twice. None: no row has one.
+            A span ends within its sequence's context after this step.
+        stays_on_host: With CUDA, kernels read the plan from host memory, which is faster if they
+            read it once (`ops.DeviceProgram`).
+        num_rows: Pads the step to this many rows, or to as much work as others. The last rows then
+            belong to no sequence, write nothing and see nothing. None adds no padding. (With
+            bounds, there is none.)
+        platform: The device to plan for; None means MLX's default device.
 
     Raises:
-        ValueError: for lists of different lengths, negative lengths, more query rows than context,
-            a block table too short for its context, or bounds that do not hold the row's position
-            or go beyond the context.
+        ValueError: Lists of different lengths, negative lengths, more query rows than context, a
+            block table too short for its context, or bounds that exclude the row's position or
+            exceed the context.
     """
     platform = platform or Platform.current()
     lens = np.asarray(context_lens, dtype=np.int64)
@@ -273,7 +272,7 @@ def build_plan(
 
 
 def _spans(bounds: np.ndarray, lens: np.ndarray, rows: np.ndarray) -> np.ndarray | None:
-    """The same in int32, checked; None where no row sees more than without them."""
+    """Checks bounds and converts them to int32; None if no row sees more with them."""
     bounds = np.asarray(bounds)
     sequence = np.repeat(np.arange(len(rows)), rows)
     positions = np.arange(len(sequence)) + (lens - np.cumsum(rows))[sequence]
@@ -337,14 +336,14 @@ def build_chunk_plan(
 
     A row at position p sees the keys of its own chunk, ``[p - p % chunk, p]``. A chunk is a whole
     number of blocks, so its keys are a slice of the block table, and every chunk of a sequence is
-    planned as a sequence of its own, with causal attention. Positions count from the beginning of
-    a row's chunk. See `build_plan` for the other arguments.
+    planned as a sequence of its own with causal attention. Positions count from the beginning of a
+    row's chunk. See `build_plan` for the other arguments.
 
     Args:
-        chunk: tokens of a chunk, a multiple of `block_size`.
+        chunk: Tokens of a chunk, a multiple of `block_size`.
 
     Raises:
-        ValueError: for a chunk that is not a multiple of the block size.
+        ValueError: A chunk that is not a multiple of the block size.
     """
     if chunk < 1 or chunk % block_size:
         raise ValueError(
@@ -376,10 +375,10 @@ def build_chunk_plan(
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """Sequences of a step that have the same number of rows, and all a state or all none yet."""
+    """Sequences of a step with the same number of rows, either all with a state or all without."""
 
     rows: mx.array | None  # [num_seqs * length] int32; None: all rows of the step, as they are
-    members: np.ndarray  # [num_seqs]: which of the step's sequences
+    members: np.ndarray  # [num_seqs]: indices of sequences in the step
     length: int
     reads: mx.array  # [num_seqs] int32
     writes: mx.array  # [num_seqs] int32
@@ -395,19 +394,19 @@ class StatePlan:
     """How the rows of a step are cut into equal-length groups, as recurrent layers need them."""
 
     groups: tuple[SequenceGroup, ...]
-    order: mx.array | None  # [num_rows] int32: where each row is among the groups'; None: in order
+    order: mx.array | None  # [num_rows] int32: place of each row among the groups'; None: in order
 
 
 def build_state_plan(query_lens: Sequence[int] | np.ndarray, slots: StateSlots) -> StatePlan:
-    """Groups the sequences of a step by their number of rows, and whether they begin in it.
+    """Groups the sequences of a step by their number of rows, and by whether they begin in it.
 
     Args:
-        query_lens: rows of each sequence.
-        slots: their slots.
+        query_lens: Rows of each sequence.
+        slots: Their slots.
 
     Raises:
-        ValueError: for lists of different lengths, a slot that is written twice or that is written
-            by one sequence and read by another, or a write to slot 0.
+        ValueError: Lists of different lengths, a slot that is written twice or that one sequence
+            writes and another reads, or a write to slot 0.
     """
     lens = np.asarray(query_lens, dtype=np.int64)
     reads = np.asarray(slots.reads, dtype=np.int64)

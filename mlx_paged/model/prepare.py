@@ -13,17 +13,16 @@ from mlx_paged.model.plan import StateSlots, StepInputs
 
 
 def prepare_kernels(paged: PagedModel, on_kernel: ops.OnKernel | None = None) -> int:
-    """Compiles them, where a user's machine does that (Apple's GPUs).
+    """Compiles the kernels of a model, on machines that compile them (Apple's GPUs).
 
-    The graph of a step is built, which shows what the layers' attention is like, and dropped:
-    nothing of it is evaluated.
+    It builds the graph of a step, which shows the layers' attention, and drops it unevaluated.
 
     Args:
-        paged: with its pools.
-        on_kernel: see `ops.prepare_kernels`.
+        paged: The model with its pools.
+        on_kernel: See `ops.prepare_kernels`.
 
     Returns:
-        How many there are; 0 where nothing is compiled.
+        The number of kernels; 0 if nothing is compiled.
     """
     if not ops.compiles_kernels():
         return 0

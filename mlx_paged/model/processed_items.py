@@ -1,5 +1,5 @@
-"""Cache of processed items, kept while the items live: an agent sends its old pictures again
-with every turn, and to scale and cut one takes longer than to decode it."""
+"""Cache of processed items, kept while the items live. Agents resend old pictures with every turn,
+and scaling and cropping take longer than decoding."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 class ProcessedItems(Generic[T]):
-    """Results by item, the least recently used first to go. Any thread may use it.
+    """Results by item, evicted by least recent use. Any thread may use it.
 
-    An item is told by what it is, not by what it holds: nobody changes one. It is not kept alive.
+    Items are compared by identity, because nobody changes one. The cache does not keep them alive.
 
     Args:
-        max_bytes: of all results.
-        size_of: bytes of a result.
+        max_bytes: Maximum bytes of all results.
+        size_of: Returns the bytes of a result.
     """
 
     def __init__(self, max_bytes: int, size_of: Callable[[T], int]) -> None:
         self._max_bytes = max_bytes
         self._size_of = size_of
-        # (Reentrant: an item may be garbage-collected while this thread holds it.)
+        # Reentrant: an item may be garbage-collected while this thread holds it.
         self._lock = threading.RLock()
         self._kept: OrderedDict[int, tuple[weakref.ref[Any], T]] = OrderedDict()  # by id of item
         self.num_bytes = 0
@@ -35,7 +35,7 @@ class ProcessedItems(Generic[T]):
         return len(self._kept)
 
     def get(self, item: Any, make: Callable[[], T]) -> T:
-        """The result for an item, made where it is not kept."""
+        """Returns the result for an item, and makes it if it is missing."""
         key = id(item)
         with self._lock:
             found = self._kept.get(key)
@@ -46,7 +46,7 @@ class ProcessedItems(Generic[T]):
         self.num_made += 1
         try:
             reference = weakref.ref(item, lambda dead: self._drop(key, dead))
-        except TypeError:  # (of a class that nothing can refer to weakly)
+        except TypeError:  # Its class does not support weak references.
             return result
         with self._lock:
             self._drop(key, None)
@@ -59,7 +59,7 @@ class ProcessedItems(Generic[T]):
         return result
 
     def _drop(self, key: int, dead: weakref.ref[Any] | None) -> None:
-        """Forgets what is kept under a key; for a dead item only what was its own."""
+        """Forgets the result of a key; for a dead item, only if it is still that item's."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None and (dead is None or found[0] is dead):

@@ -1,37 +1,37 @@
 """Recurrent state, kept in numbered slots.
 
-A recurrent layer (Mamba, gated delta, short convolutions, RWKV) has a state for each sequence, of
-the same size at every length. Every recurrent cache of a model has ``num_slots`` slots; slot *i*
-of all of them together is the state of one sequence after some number of tokens.
+A recurrent layer (Mamba, gated delta, short convolutions, RWKV) has a state for each sequence, with
+the same size at every length. Every recurrent cache of a model has ``num_slots`` slots; slot *i* of
+all of them together is the state of one sequence after some number of tokens.
 
 The contract with the code that hands out slots:
 
-- In a step every sequence names the slot that it **reads** (its state before the step's tokens)
+- In a step, every sequence names the slot that it **reads** (its state before the step's tokens)
   and the slot that it **writes** (its state after them): `StateSlots`.
 - **Slot 0 is the initial state.** It is never handed out and never written; a sequence whose first
-  token is in the step reads slot 0. Model code finds no state then (``None``), as with mlx-lm's own
-  cache: to some layers a first token is not the same as a token behind a state of zeros.
+  token is in the step reads it. Model code then finds no state (``None``), as in mlx-lm's own
+  cache, because some layers treat a first token differently from one after a state of zeros.
   Writing to -1 writes nothing.
-- A slot that is read keeps what it holds unless it is also the one written. So
-  - a *snapshot* costs no copy: leave the slot that was written where it is, and let the next step
-    read it and write another;
-  - a *fork* or a *prefix hit* reads the snapshot's slot, as often as wanted, and writes its own;
-  - a step that *failed* can be run again as it was, because its states before are untouched, as
-    long as every sequence reads one slot and writes another. With one step in flight while the next
-    is launched, that takes slots that are not written by the next step either: three for a
+- A slot that is read keeps its contents unless it is also written. So
+  - a *snapshot* costs no copy: leave the written slot alone, and let the next step read it and
+    write another;
+  - a *fork* or a *prefix hit* reads the snapshot's slot any number of times, and writes its own;
+  - a *failed* step can run again unchanged, because its input states are untouched, as long as
+    every sequence reads one slot and writes another. With one step in flight while the next is
+    launched, the next step must not write these slots either: that takes three slots for a
     sequence, used in turn, or a new one for every step.
-  `reads[i] == writes[i]` is allowed and saves the slots, if a step is never run twice.
-- In one step no slot is written twice, and none that one sequence writes is read by another.
+  `reads[i] == writes[i]` is allowed and saves slots, if a step never runs twice.
+- In one step, no slot is written twice, and none is written by one sequence and read by another.
 - As with blocks, a slot is handed out again only after the last step that reads it has been
   evaluated.
-- A state is known at the end of a sequence's rows in a step, and nowhere between: for the state
-  after token *n* (a block boundary) a step must end there.
+- A state is known only at the end of a sequence's rows in a step. For the state after token *n* (a
+  block boundary), a step must end there.
 
-A recurrence runs along a sequence, while a step has one row for each token. So for modules
-that hold state the rows are cut into ``[num_seqs, length]`` groups (`plan.StatePlan`) of sequences
-that all begin or all go on, the module runs on each group with the states of its sequences, and the
-results are put back in the order of the rows. Everything else of the model (norms, projections
-outside of the module, experts) sees all rows at once.
+A recurrence runs along a sequence, but a step has one row for each token. So for modules with
+state, the rows are cut into ``[num_seqs, length]`` groups (`plan.StatePlan`) of sequences that
+either all begin or all continue. The module runs on each group with the states of its sequences,
+and the results return to the order of the rows. The rest of the model (norms, projections outside
+of the module, experts) sees all rows together.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from mlx_paged.model.plan import SequenceGroup
 
 # Slots in a block of a pool; only its shape needs them.
 _BLOCK = 8
-# Words of a head, at most; the native ops take up to 576.
+# Maximum words of a head; the native ops support up to 576.
 _HEAD = 512
-# The values beside the "keys": the ops write both, and these are the fewest.
+# The values next to the "keys": the ops write both, and this is the minimum.
 _NO_VALUES = 8
 
 
 class StatePool:
     """One state array of a recurrent layer: ``[num_slots, *shape]``; slot 0 is all zeros.
 
-    The native ops treat it as a KV pool, and write in place even if the buffer has other owners: a
+    The native ops treat it as a KV pool and write in place even if the buffer has other owners: a
     slot is a token, and its "keys" are the state's bytes cut into heads. So states cost no copy of
     their pool, and need no kernels of their own.
 
     Args:
-        shape: of the state of one sequence.
-        dtype: any; what the native ops do not know is stored as words of the same bits.
-        num_slots: slot 0 included.
+        shape: Shape of one sequence's state.
+        dtype: Any; dtypes that the native ops do not support are stored as words of the same bits.
+        num_slots: Includes slot 0.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype, num_slots: int) -> None:
@@ -106,7 +106,7 @@ class StatePool:
         """
         missing = [whole - size for whole, size in zip(self._shape, states.shape[1:])]
         if states.ndim != 1 + len(self._shape) or not any(missing) or min(missing) < 0:
-            return states  # (`write` has its own word on what does not fit)
+            return states  # `write` reports states that do not fit.
         return mx.pad(states, [(0, 0), *((n, 0) for n in missing)])
 
     def write(self, states: mx.array, slots: mx.array) -> None:
@@ -135,22 +135,22 @@ class WindowedStates:
     def update_window(
         self: Any, index: int, source: mx.array, width: int, *, lengths: None = None
     ) -> mx.array:
-        """Keeps the last `width` inputs of ``[num_seqs, length, dim]``. (Nothing is padded.)"""
+        """Keeps the last `width` inputs of ``[num_seqs, length, dim]``, without padding."""
         self[index] = state = mx.contiguous(source[:, source.shape[1] - width :])
         return state
 
     def update_recurrent(self: Any, index: int, length: int, update: Callable[..., Any]) -> Any:
-        """Replaces a state by what `update(state, None)` makes: ``(output, state, ...)``."""
+        """Replaces a state with the result of `update(state, None)`: ``(output, state, ...)``."""
         output, state = update(self[index], None)[:2]
         self[index] = state
         return output, state
 
 
 class RecurrentCache(WindowedStates, ArraysCache):  # type: ignore[misc]
-    """The states of one recurrent layer, in slots; an ``ArraysCache``, as model code asks for one.
+    """The states of one recurrent layer in slots, as the ``ArraysCache`` that model code expects.
 
-    Model code sees one group of sequences at a time (`grouped`): then this is a list of
-    ``[num_seqs, ...]`` arrays, which it reads and replaces.
+    Model code sees one group of sequences at a time (`grouped`): a list of ``[num_seqs, ...]``
+    arrays, which it reads and replaces.
     """
 
     def __init__(self, spec: StateSpec, *, num_slots: int) -> None:
@@ -166,7 +166,7 @@ class RecurrentCache(WindowedStates, ArraysCache):  # type: ignore[misc]
 
     @contextmanager
     def grouped(self, group: SequenceGroup) -> Iterator[None]:
-        """Shows the states of these sequences, and writes what was replaced to their slots."""
+        """Shows the states of these sequences, and writes replaced ones to their slots."""
         self._group, self._states, self._changed = group, {}, set()
         try:
             yield
@@ -183,7 +183,7 @@ class RecurrentCache(WindowedStates, ArraysCache):  # type: ignore[misc]
     def __getitem__(self, index: int) -> mx.array | None:
         if self._group is None:
             raise RuntimeError("recurrent state was read outside of a group of a step")
-        pool = self.pools[index]  # (an IndexError past the last: some code unpacks its states)
+        pool = self.pools[index]  # An IndexError past the last, as some code unpacks its states.
         if index not in self._states and pool is not None and not self._group.begins:
             self._states[index] = pool.read(self._group.reads)
         return self._states.get(index)
@@ -195,14 +195,14 @@ class RecurrentCache(WindowedStates, ArraysCache):  # type: ignore[misc]
         self._changed.add(index)
 
     def make_mask(self, *args: Any, **kwargs: Any) -> None:
-        """No mask: nothing is padded."""
+        """Returns no mask, because nothing is padded."""
         return None
 
     def advance(self, num_tokens: int) -> None:
         """mlx-lm counts padding down here."""
 
     def empty(self) -> bool:
-        """True if the group's sequences have no state yet, as mlx-lm's own cache says it."""
+        """True if the group's sequences have no state yet, as in mlx-lm's own cache."""
         return self[0] is None
 
 
@@ -240,11 +240,11 @@ def _as_rows(grouped: mx.array) -> mx.array:
 
 
 def _cut(value: Any, group: SequenceGroup, num_rows: int) -> Any:
-    """The rows of a group, as ``[num_seqs, length, ...]``; what has no rows is left alone."""
+    """Returns the rows of a group as ``[num_seqs, length, ...]``; keeps values without rows."""
     if not isinstance(value, mx.array) or value.shape[:1] != (num_rows,):
         return value
     if group.rows is not None:
         value = value[group.rows]
-    if value.ndim == 1:  # positions: a sequence begins at that of its first row
+    if value.ndim == 1:  # Positions: a sequence begins at that of its first row.
         return value[:: group.length]
     return value.reshape(group.num_seqs, group.length, *value.shape[2:])

@@ -1,8 +1,8 @@
-"""Replaces RoPE modules of mlx-lm that turn otherwise than the config says.
+"""Replaces RoPE modules of mlx-lm whose frequencies differ from the config's.
 
-Most modules of mlx-lm take plain RoPE, or ignore some fields of a scaling. `conform_rope` computes
-frequencies as transformers does (`modeling_rope_utils.py`) and replaces modules that differ, layer
-by layer. So every family has every type of scaling.
+Most modules of mlx-lm use plain RoPE, or ignore some fields of a scaling. `conform_rope` computes
+frequencies like transformers (`modeling_rope_utils.py`) and replaces modules that differ, layer by
+layer. So every family supports every type of scaling.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TOLERANCE = 1e-4  # of frequencies, which mlx-lm computes in float32
 
 
 class ScaledRoPE(nn.Module):  # type: ignore[misc]
-    """RoPE by its wavelengths.
+    """RoPE defined by its wavelengths.
 
     Args:
-        dims: of a head that are turned; those behind them stay.
-        wavelengths: ``[dims / 2]``: positions for a turn by one radian.
-        scale: of what is turned.
+        dims: Rotated dims of a head; later ones stay.
+        wavelengths: ``[dims / 2]``: positions for a rotation by one radian.
+        scale: Scale of the rotated dims.
     """
 
     def __init__(self, dims: int, wavelengths: np.ndarray, scale: float, traditional: bool) -> None:
@@ -56,12 +56,12 @@ class ScaledRoPE(nn.Module):  # type: ignore[misc]
 
 
 class LongRoPE(ScaledRoPE):
-    """RoPE by one of two lists of wavelengths; `__call__` takes those of long contexts.
+    """RoPE with one of two lists of wavelengths; `__call__` uses those of long contexts.
 
     Args:
-        long: wavelengths and scale of contexts beyond `original`.
-        short: those of contexts up to it.
-        original: tokens.
+        long: Wavelengths and scale of contexts beyond `original`.
+        short: Those of contexts up to it.
+        original: Tokens.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ def conform_rope(model: nn.Module, config: Mapping[str, Any], *, part: float | N
     """Replaces the modules that differ from a normalized text config; returns their paths.
 
     Args:
-        part: of a head that is turned where the config does not say it, for a model whose modules
-            do not read what it says; None: they do.
+        part: Rotated part of a head if the config has none, for a model whose modules ignore the
+            config; None for others.
 
     Raises:
-        UnsupportedModelError: the config asks for a scaling that is not known.
+        UnsupportedModelError: The config has an unknown scaling.
     """
     given = config.get("rope_parameters")
     if not isinstance(given, Mapping) or "alpha" in given:
-        return []  # (Hunyuan's own scaling is what its module does.)
+        return []  # Its module implements Hunyuan's own scaling.
     nested = any(isinstance(value, Mapping) for value in given.values())
     kinds = config.get("layer_types") or ()
     replaced = []
@@ -187,7 +187,7 @@ def _turns(module: nn.Module) -> tuple[int, np.ndarray, float, bool] | None:
     ):
         scale = getattr(module, "mscale", 1.0)
         return module.dims, np.array(module._freqs, np.float64), scale, module.traditional
-    # Families' own classes, which know one scaling each.
+    # Families' own classes, each with one scaling.
     kind = type(module).__qualname__
     if kind == "DynamicNTKScalingRoPE":
         exponents = np.arange(0, module.dims, 2) / module.dims
@@ -202,7 +202,7 @@ def _turns(module: nn.Module) -> tuple[int, np.ndarray, float, bool] | None:
 def turns_of(
     parameters: Mapping[str, Any], dims: int, config: Mapping[str, Any], *, truncate: bool = True
 ) -> tuple[np.ndarray, float]:
-    """Wavelengths ``[dims / 2]`` in float64, and the scale of what is turned."""
+    """Returns the wavelengths ``[dims / 2]`` in float64, and the scale of the rotated dims."""
     base = float(parameters["rope_theta"])
     plain = base ** (np.arange(0, dims, 2) / dims)
     kind = parameters.get("rope_type", "default")
@@ -268,9 +268,9 @@ def _longrope(
     *,
     is_short: bool = False,
 ) -> tuple[np.ndarray, float]:
-    """The factors of contexts beyond the original length, or of those up to it.
+    """Returns the factors of contexts beyond the original length, or of those up to it.
 
-    A model that has no longer contexts takes the latter.
+    A model without longer contexts uses the latter.
     """
     length = parameters["original_max_position_embeddings"]
     longest = config.get("max_position_embeddings") or length
@@ -278,7 +278,7 @@ def _longrope(
     scale = parameters.get("attention_factor")
     kind = "short" if is_short or longest <= length else "long"
     if scale is None:
-        # (Phi-3.5-MoE has one of its own for each)
+        # Phi-3.5-MoE has its own for each.
         scale = parameters.get(f"{kind}_mscale") or (
             1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
         )

@@ -1,8 +1,8 @@
-"""Positions of RoPE in time, height and width, for the whole of a prompt, on the host.
+"""Computes RoPE positions in time, height and width for a whole prompt, on the host.
 
-Qwen2-VL's rule (arXiv:2409.12191, section 2.1): text counts on in all three; the patches of a
-picture have their place in its grid, behind the highest position so far, and what follows goes on
-behind the highest of theirs.
+Qwen2-VL's rule (arXiv:2409.12191, section 2.1): text counts up in all three. Patches of a picture
+have their position in its grid, after the highest position so far, and later tokens continue after
+the highest of theirs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Grid:
 def rope_positions(
     num_tokens: int, grids: Sequence[Grid], *, fractions: bool = False
 ) -> tuple[np.ndarray, int | float]:
-    """The positions of a prompt, and by how much those of generated tokens differ.
+    """Returns the positions of a prompt, and the offset of generated tokens.
 
     Args:
-        num_tokens: of the prompt.
-        grids: in the order of the prompt.
-        fractions: the frames of a video may lie between two positions.
+        num_tokens: Tokens of the prompt.
+        grids: In the order of the prompt.
+        fractions: True if frames of a video may lie between two positions.
 
     Returns:
-        ``[3, num_tokens]`` int32 (with `fractions` float32), and the delta: a token at index
+        ``[3, num_tokens]`` int32 (float32 with `fractions`), and the delta: a token at index
         i >= num_tokens has i + delta.
     """
     number, dtype = (float, np.float32) if fractions else (int, np.int32)

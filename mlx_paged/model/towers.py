@@ -1,7 +1,7 @@
-"""Attention of towers on the CPU.
+"""Attention of encoders on the CPU.
 
-MLX's CPU backend computes an exponential at a time, in one thread. Here attention is the paged
-kernel over blocks that are made of the keys and values, with every position visible to every row.
+MLX's CPU backend computes one exponential at a time, in one thread. Here, attention is the paged
+kernel over blocks made from keys and values, with every position visible to every row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_WIDTH = 256  # of a head; it is filled up with zeros to a multiple of eigh
 
 
 class TowerOps:
-    """Replacements while one tower is built; plans serve all of its layers."""
+    """Replacements while one encoder is built; all its layers share plans."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, int], ops.AttentionPlan] = {}
@@ -29,8 +29,8 @@ class TowerOps:
     def attend(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, more: dict[str, Any]
     ) -> mx.array | None:
-        """``mx.fast.scaled_dot_product_attention`` of ``[batch, heads, rows, width]``; None where
-        it is not of the kind that is served: the same rows everywhere, without a mask."""
+        """Computes ``mx.fast.scaled_dot_product_attention`` of ``[batch, heads, rows, width]``;
+        None if it is not supported: it needs equal numbers of rows, and no mask."""
         if any(value is not None for value in more.values()) or not q.ndim == k.ndim == v.ndim == 4:
             return None
         batch, heads, rows, width = q.shape

@@ -31,12 +31,12 @@ class _Sequence:
 
 
 def difference_from_dense(paged: PagedModel, vocab_size: int) -> float:
-    """Runs a chunked prompt, decodes and a prefill together, and the same densely.
+    """Runs a chunked prompt, decodes and a prefill together, and the same with the dense cache.
 
-    New pools are made for it; what the old ones held is lost.
+    It allocates new pools; the contents of the old ones are lost.
 
     Args:
-        vocab_size: token ids are below this.
+        vocab_size: Token ids are below this.
 
     Returns:
         The largest RMS difference of a sequence's logits, relative to the RMS of the logits.
@@ -58,9 +58,10 @@ def difference_from_dense(paged: PagedModel, vocab_size: int) -> float:
 
 
 def difference_where_cut(paged: PagedModel, vocab_size: int) -> float:
-    """Runs one prompt densely: as a whole, in two chunks, and with a decode behind the rest.
+    """Runs one prompt with the dense cache: whole, in two chunks, and with its end as a decode.
 
-    These are one answer, or a family has none: what else is in a step decides where chunks end.
+    All must agree, or the family has no right answer, because the rest of a step decides where
+    chunks end.
 
     Returns:
         The largest RMS difference from the logits of the whole, relative to their RMS.
@@ -72,13 +73,13 @@ def difference_where_cut(paged: PagedModel, vocab_size: int) -> float:
 
 
 def _length(paged: PagedModel) -> int:
-    """Tokens of a prompt in which every window and chunk is seen to end."""
+    """Returns tokens of a prompt long enough to pass the end of every window and chunk."""
     reaches = [r.window or r.chunk or 0 for r in paged.layout.reaches]
     return max([*reaches, _BEYOND]) + _BEYOND
 
 
 def tolerance_of(paged: PagedModel) -> float:
-    """How large that difference may be."""
+    """Returns the maximum allowed difference."""
     return max((_TOLERANCE[spec.dtype] for spec in paged.layout.attention), default=5e-3)
 
 
@@ -120,7 +121,7 @@ class _Run:
 
 
 def _dense(model: nn.Module, chunks: list[list[int]]) -> np.ndarray:
-    cache = unwrap(make_prompt_cache)(model)  # not those of the drop-in
+    cache = unwrap(make_prompt_cache)(model)  # not the drop-in's caches
     for chunk in chunks:
         logits = model(mx.array([chunk]), cache=cache)
         mx.eval(logits)

@@ -1,7 +1,7 @@
-"""Embeddings that are looked up in float32 where the checkpoint has them in fewer bits.
+"""Embeddings that are looked up in float32 although the checkpoint stores them in fewer bits.
 
-On the CPU activations are float32, and a model's weights stay as the checkpoint has them. A linear
-layer takes the dtype of its input, but what an embedding gives decides on the whole model's.
+On the CPU, activations are float32 and weights keep the checkpoint's dtype. A linear layer adopts
+the dtype of its input, so the dtype of embeddings decides on that of the whole model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WideEmbedding(nn.Embedding):  # type: ignore[misc]
 
 
 class WideQuantizedEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
-    """An `nn.QuantizedEmbedding`, of which no value is rounded to the dtype of its scales."""
+    """An `nn.QuantizedEmbedding` that does not round values to the dtype of its scales."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """The rows of token ids `x`: ``[*x.shape, dims]`` float32."""

@@ -14,10 +14,10 @@ from mlx_paged.model.patches import overridden
 
 
 def install_windows(model: nn.Module, windows: Sequence[int | None]) -> None:
-    """Makes each layer see a window of tokens, itself included; None: all of them.
+    """Makes each layer see a window of tokens, including its own; None means all tokens.
 
-    The model's caches tell the windows, as those of mlx-lm's own models with windows do, and each
-    layer has a mask of its own.
+    The model's caches report the windows, like those of mlx-lm's own models with windows, and each
+    layer has its own mask.
     """
     assert len(windows) == len(model.layers)
 
@@ -33,7 +33,7 @@ def _masked(kind: type, window: int | None) -> Any:
     forward: Any = kind.__call__  # type: ignore[operator]
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
-        # (Some modules add masks to scores, and want an array always.)
+        # Some modules add masks to scores, and always need an array.
         is_array = isinstance(mask, mx.array)
         mask = create_attention_mask(x, cache, window_size=window, return_array=is_array)
         return forward(self, x, mask, cache)

@@ -1,8 +1,8 @@
-"""From a loaded model to one that runs on paged caches, or to the reason why it does not.
+"""Converts a loaded model to paged caches, or explains why that is impossible.
 
-`observe` reads the layout of the caches off a dense forward. `convert_to_paged` chooses how the
-model's forward is run by trying it on a graph that is never evaluated. `build_paged_model` does so
-for a family's modes and compares the result with the dense cache where the family is not proven.
+`observe` reads the layout of the caches from a dense forward pass. `convert_to_paged` chooses how
+to run the model's forward by trying it on a graph that is never evaluated. `build_paged_model` does
+so for a family's modes, and compares the result with the dense cache if the family is unverified.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 # Sequences and tokens of the forward. A state that grows with its first tokens (n-gram contexts)
 # has its full size after this many.
 _SEQUENCES, _TOKENS = 2, 8
-# Errors of model code that is given handles instead of arrays, or positions instead of a number.
+# Errors of model code that gets handles instead of arrays, or positions instead of a number.
 _MISFITS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError)
 
 
@@ -68,17 +68,17 @@ def build_paged_model(
     block_size: int,
     platform: Platform | None = None,
 ) -> PagedModel:
-    """Makes a model of a proven or registered family run on paged caches.
+    """Makes a model of a verified or registered family run on paged caches.
 
     Args:
-        model: its modules are changed in place.
-        config: its ``config.json``.
-        block_size: tokens of a KV block.
-        platform: the device that it runs on; None: MLX's default device now.
+        model: Its modules are changed in place.
+        config: Its ``config.json``.
+        block_size: Tokens of a KV block.
+        platform: The device; None means MLX's default device.
 
     Raises:
-        UnsupportedModelError: for a family that is neither, a model that runs in none of the
-            family's modes, and one whose logits are not those of the dense cache.
+        UnsupportedModelError: The family is neither, the model runs in none of the family's modes,
+            or its logits differ from those with the dense cache.
     """
     family = model.paged_family if isinstance(model, MultiModalModel) else require_family(config)
     model_type = str(config.get("model_type", family.name))
@@ -121,14 +121,14 @@ def convert_to_paged(
     block_size: int,
     platform: Platform | None = None,
 ) -> PagedModel:
-    """Makes a model run on paged caches, in the first of these modes in which it can be.
+    """Makes a model run on paged caches, in the first possible one of these modes.
 
     Args:
-        model: its modules are changed in place.
-        model_type: names it in errors.
+        model: Its modules are changed in place.
+        model_type: Its name in errors.
 
     Raises:
-        UnsupportedModelError: if none works; it says why not.
+        UnsupportedModelError: None works; it gives the reasons.
     """
     patches.install()
     observed = observe(model, model_type)
@@ -160,8 +160,8 @@ def convert_to_paged(
 def _require_one_answer(observed: Observed, model_type: str) -> None:
     """Refuses masks that are wider than a rotating cache.
 
-    Behind it mlx-lm's prompts see tokens that its decodes do not, and the first row of a chunk sees
-    fewer than the next one. So there is no answer that others could be compared with.
+    With those, mlx-lm's prompts see tokens that its decodes do not, and the first row of a chunk
+    sees fewer than the next one. So there is no reference to compare with.
     """
     for i, (spec, window) in enumerate(zip(observed.specs, observed.mask_windows)):
         kept = spec.window if isinstance(spec, LayerSpec) else None
@@ -181,7 +181,7 @@ def _page_flat(
     context: StepContext,
     overrides: Overrides,
 ) -> PagedModel:
-    """Pages a model that takes every token as a row; errors of one that cannot are passed on."""
+    """Pages a model that takes every token as a row; raises the errors of one that cannot."""
     if bool(observed.recurrent) != (mode is Mode.REGROUPED):
         raise TypeError("it has recurrent state" if observed.recurrent else "it has no state")
     for i, (spec, window) in enumerate(zip(observed.specs, observed.mask_windows)):
@@ -236,16 +236,16 @@ def _tried(paged: PagedModel) -> PagedModel:
 
 @dataclass
 class Observed:
-    """The observations of one dense forward of a model.
+    """The observations of one dense forward pass.
 
     Attributes:
-        specs: What each leaf of the cache tree holds; of latent attention the two halves as mlx-lm
-            keeps them.
-        tree: How the leaves are put together.
-        mask_windows: Window of the mask that was asked of each leaf; None: none was.
-        recurrent: Modules that were given a cache of recurrent state and passed it to no other,
-            and whether they were given a cache of attention too.
-        projection: What made the logits; None if no module did.
+        specs: Contents of each leaf of the cache tree; for latent attention, the two halves that
+            mlx-lm stores.
+        tree: Structure of the leaves.
+        mask_windows: Window of the mask requested from each leaf, or None.
+        recurrent: Modules that got a cache of recurrent state and passed it to no other, and True
+            for those that also got a cache of attention.
+        projection: The module that made the logits; None if none did.
     """
 
     specs: list[CacheSpec]
@@ -256,13 +256,13 @@ class Observed:
 
 
 def observe(model: nn.Module, model_type: str) -> Observed:
-    """Runs one lazy dense forward of a model with mlx-lm's own caches; nothing of it is evaluated.
+    """Runs one lazy dense forward pass with mlx-lm's own caches, without evaluating it.
 
-    It shows what each cache is given, which modules hold recurrent state, and which one makes the
-    logits, without knowing the family.
+    It shows the contents of each cache, the modules with recurrent state, and the module that makes
+    the logits, without knowledge of the family.
 
     Raises:
-        UnsupportedModelError: for a cache of a kind that is not served.
+        UnsupportedModelError: A cache of an unsupported kind.
     """
     # Unwrapped: the drop-in would give paged caches instead of the model's own.
     leaves, tree = _flatten(unwrap(make_prompt_cache)(model))
@@ -345,14 +345,14 @@ def _spec(cache: Any) -> CacheSpec:
     )
 
 
-# The classes are wrapped by one thread at a time, which therefore restores what it found.
+# One thread at a time wraps the classes, so it restores what it found.
 _wrapping = threading.Lock()
 
 
 class _Calls:
-    """Records this thread's calls of a model's modules, by wrapping their classes for a while.
+    """Records this thread's calls of a model's modules, by wrapping their classes temporarily.
 
-    (Other threads may run models of the same classes in the meantime.)
+    Other threads may run models of the same classes meanwhile.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -413,7 +413,7 @@ class _Calls:
         return list(self._holders.values())
 
     def projection(self, logits: mx.array) -> OutputProjection | None:
-        """The last, so outermost, module that made as many outputs as there are logits."""
+        """Returns the last, so outermost, module that made as many outputs as there are logits."""
         for projection, width in reversed(self._projections):
             if width == logits.shape[-1]:
                 return projection
@@ -421,7 +421,7 @@ class _Calls:
 
 
 def _is_projection(given: tuple[Any, ...], result: Any) -> bool:
-    """True if a call mapped the last axis of one floating-point array, and did nothing else."""
+    """Returns True if a call mapped the last axis of one floating-point array, and nothing else."""
     if len(given) != 1 or not isinstance(given[0], mx.array) or not isinstance(result, mx.array):
         return False
     [x] = given
