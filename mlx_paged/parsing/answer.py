@@ -24,14 +24,14 @@ NewId = Callable[[str, int], str]
 
 
 class ToolCall:
-    """A call of an answer.
+    """A call in an answer.
 
     Attributes:
-        id: Its id: the model's, or one made up; it never changes.
-        name: Of the tool, as the model wrote it.
-        tool: The tool of the request that it names.
-        is_complete: False while it is being written, and where the answer ended within it.
-        is_custom: Whether its arguments are the input of a custom tool.
+        id: The model's id, or a new one; it never changes.
+        name: Name of the tool, as the model wrote it.
+        tool: The request's tool of that name.
+        is_complete: False while it is being written, and if the answer ended within it.
+        is_custom: True if its arguments are the input of a custom tool.
     """
 
     def __init__(self, id: str, name: str, tool: Tool | None = None, arguments: str = "") -> None:
@@ -142,16 +142,16 @@ class AnswerReader:
     """Reads one answer as it is generated.
 
     Args:
-        lexer: cuts it.
-        parser: gives it a meaning.
-        tools: of the request.
-        ends: texts of the model's end tokens. They are never text, markers or not.
-        new_id: makes the id of a call that the model gave none, from its name and its place.
-        is_calls: whether a grammar leaves nothing but calls, and reasoning.
+        lexer: Splits it into lexemes.
+        parser: Interprets them.
+        tools: Tools of the request.
+        ends: Texts of the model's end tokens. They are never text, whether markers or not.
+        new_id: Makes the id of a call without one, from its name and its index.
+        is_calls: True if a grammar allows only calls and reasoning.
 
     Attributes:
-        answer: What was read so far.
-        num_reasoning_tokens: Tokens that belong to its reasoning, the end marker included.
+        answer: The answer so far.
+        num_reasoning_tokens: Tokens of its reasoning, including the end marker.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class AnswerReader:
         self._ends = frozenset(ends)
         self._new_id = new_id or new_call_id
         self._num_calls = 0
-        self._end = ""  # the end token that was read last; "": something else was
+        self._end = ""  # the end token, if it was the last lexeme
         self._parser = parser
         self._tools = tools
         self._trimmer = ContentTrimmer() if tools else None
@@ -180,9 +180,9 @@ class AnswerReader:
         self.num_reasoning_tokens = 0
 
     def feed(self, token: int | None, text: str) -> Sequence[Event]:
-        """Takes an update of the sequence; returns what became certain.
+        """Reads an update of the sequence; returns the events that became certain.
 
-        Every call has an id. The arguments of a custom tool are its input.
+        Every call gets an id. The arguments of a custom tool become its input.
         """
         if (
             self._lexer.passes(token, text)
@@ -204,12 +204,12 @@ class AnswerReader:
         return found
 
     def finish(self, *, is_cut: bool = False) -> Iterator[Event]:
-        """The answer has ended.
+        """Ends the answer.
 
         Args:
-            is_cut: whether something else than the model ended it, such as ``max_tokens``.
+            is_cut: True if the model did not end it, but for example ``max_tokens``.
         """
-        # (Where there is nothing to call, no text is the beginning of a call.)
+        # Without tools, no text is the beginning of a call.
         for event in self._rest(is_cut=is_cut and bool(self._tools)):
             if isinstance(event, ContentText) and self._is_calls and is_cut:
                 continue  # the beginning of a call that nobody can make
@@ -233,15 +233,15 @@ class AnswerReader:
             yield event
 
     def _count(self, is_reasoning: bool | None) -> None:
-        """Counts the tokens that were undecided, once it is known what they are."""
+        """Counts tokens that were undecided, once their meaning is known."""
         if is_reasoning is not None:
             self.num_reasoning_tokens += self._num_undecided if is_reasoning else 0
             self._num_undecided = 0
 
     def _parsed(self, lexeme: Lexeme) -> Iterator[Event]:
-        """The events of a lexeme.
+        """Returns the events of a lexeme.
 
-        A parser gives a marker that means nothing to it back as text. An end token is none.
+        A parser returns a marker without meaning as text, but an end token never is text.
         """
         is_end = isinstance(lexeme, Unseen) or (lexeme.is_marker and lexeme.text in self._ends)
         self._end = lexeme.text if is_end else ""
@@ -301,10 +301,10 @@ def answer_reader(
     """Returns a reader for an answer to a prompt.
 
     Args:
-        tool_format, reasoning: how the model writes; None: that is text.
-        tools: what it may call.
-        added_tokens, skipped, decode: of the `Lexer`.
-        ends, new_id, is_calls: of the `AnswerReader`.
+        tool_format, reasoning: Formats of the model; None treats these parts as text.
+        tools: Tools that the model may call.
+        added_tokens, skipped, decode: See `Lexer`.
+        ends, new_id, is_calls: See `AnswerReader`.
     """
     markers: list[str] = []
     if tool_format is not None and tool_format.reads(tools):
@@ -341,7 +341,7 @@ def answer_parser(
         return inner()
     begins_call: list[str] = []
     if tool_format is not None and takes_calls:
-        # (A marker that is a word may be one of the reasoning.)
+        # A marker that is a plain word may occur in the reasoning.
         begins_call = [marker for marker in tool_format.begins_call if not marker.isalnum()]
     return ReasoningParser(
         reasoning_format,

@@ -49,11 +49,11 @@ class KeyedCalls:
     """Reads ``[{name: arguments}, ...]``; see `CallsReader`.
 
     Args:
-        known: names of the tools that may be called. A call of another ends the calls.
+        known: Names of the tools that may be called. A call of another one ends the calls.
 
     Attributes:
-        num_calls: Calls that have begun.
-        has_failed: True if the text that was read last is no call.
+        num_calls: Number of calls that have begun.
+        has_failed: True if the last text was no call.
     """
 
     def __init__(self, known: Collection[str]) -> None:
@@ -64,7 +64,7 @@ class KeyedCalls:
         self._value = JsonValue()
         self._in_call = False
         self._has_ended = False
-        self._raw: list[str] = []  # before the first call, in case there is none
+        self._raw: list[str] = []  # text before the first call, in case there is none
         self.num_calls = 0
         self.has_failed = False
 
@@ -75,7 +75,7 @@ class KeyedCalls:
         return value.in_string and not self._has_ended and not self.has_failed
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
-        """Reads on from an index; adds events to `out`, returns the index where it stopped."""
+        """Continues from an index; adds events to `out`, returns the index where it stopped."""
         start = at
         while at < len(text) and not self._has_ended and not self.has_failed:
             at = self._state(text, at, out)
@@ -84,7 +84,7 @@ class KeyedCalls:
         return at
 
     def finish(self, out: list[Event]) -> None:
-        """The block ends here: an open call does too."""
+        """Ends the block, and with it an open call."""
         if self._in_call:
             self._in_call = False
             if rest := self._value.rest():
@@ -97,7 +97,7 @@ class KeyedCalls:
         raw, self._raw = "".join(self._raw), []
         return raw
 
-    # States: each reads on from an index and returns where it stopped.
+    # States: each continues from an index and returns where it stopped.
 
     def _before_object(self, text: str, at: int, out: list[Event]) -> int:
         c = text[at]

@@ -21,16 +21,15 @@ _LONGEST_OPENING = 200  # characters
 
 
 class BareCallsParser:
-    """Text, and calls without markers that begin on a line of their own.
+    """Text, and calls without markers that begin on a new line.
 
     Args:
-        reader: makes a reader of calls; where that finds none, there is text.
-        first: characters with which calls begin.
-        begin: markers after which a call may begin as well.
-        end: markers that may follow a call.
-        within: a character with which calls begin anywhere in a line, too, and what makes a reader
-            of those.
-        behind: texts behind which a line begins, as far as calls are concerned.
+        reader: Makes a reader of calls. Without calls, it is text.
+        first: First characters of calls.
+        begin: Markers after which a call may also begin.
+        end: Markers that may follow a call.
+        within: A first character of calls anywhere in a line, and a factory of readers for those.
+        behind: Texts after which a line begins, as far as calls are concerned.
     """
 
     def __init__(
@@ -50,8 +49,8 @@ class BareCallsParser:
         self._end = end
         self._calls: CallsReader | None = None
         self._before = ""  # the opening of the calls that are read
-        self._held = ""  # what may be an opening
-        self._marker = ""  # which is before it
+        self._held = ""  # possible opening
+        self._marker = ""  # marker before it
         self._at_line_start = True
         self._follows_call = False
 
@@ -61,7 +60,7 @@ class BareCallsParser:
         if is_marker and (self._calls is None or not self._calls.in_string):
             if text in self._begin:
                 self._close(out)
-                # (Twice, or behind a call, it has no meaning.)
+                # Repeated, or after a call, it has no meaning.
                 self._marker = self._marker + text if self._marker else text
                 self._at_line_start = True
                 return out
@@ -164,14 +163,14 @@ class BareCallsParser:
 
 
 class BareJsonFormat(ToolFormat):
-    """Call objects on lines of their own, or an array of them.
+    """Call objects on separate lines, or an array of them.
 
-    An object is a call if its name is a tool's. Anything else is text: an answer in JSON, for one.
+    An object is a call if its name is a tool's. Anything else is text, such as an answer in JSON.
 
     Attributes:
-        is_array: Whether templates render calls as an array.
-        arguments_key: What the arguments are called.
-        within: A character with which calls with arguments begin anywhere in a line; "" for none.
+        is_array: True if templates render calls as an array.
+        arguments_key: Key of the arguments.
+        within: First character of calls with arguments anywhere in a line; "" for none.
         behind: See `BareCallsParser`.
     """
 
@@ -185,7 +184,7 @@ class BareJsonFormat(ToolFormat):
         ends = [marker for marker in self.markers if marker not in others]
         known = {tool.name for tool in tools}
 
-        def within() -> JsonCalls:  # (where a name alone is a mention)
+        def within() -> JsonCalls:  # Here, a name alone is only mentioned.
             return JsonCalls(known, is_bare=True, needs_arguments=True)
 
         return BareCallsParser(

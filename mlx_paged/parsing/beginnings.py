@@ -1,4 +1,4 @@
-"""Tells whether a text may still become one of several, when more of it comes."""
+"""Recognizes texts that may still become one of several, when more arrives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class _Step(NamedTuple):
-    """A part of an expression: characters, at least so many of them, at most one or any number."""
+    """A part of an expression: characters, their minimum number, and whether the maximum is 1."""
 
     characters: re.Pattern[str]
     is_optional: bool
@@ -18,16 +18,16 @@ class _Step(NamedTuple):
 class Beginnings:
     """Beginnings of texts that are given as sequences of regular expressions.
 
-    An expression is one character, a class of them, an optional one, ``\\s*``, or a group of a
-    class that is repeated. All ways to match are followed at once, so long texts take no deep
-    recursion, as one expression for all of their beginnings would.
+    An expression is a character, a class, an optional one, ``\\s*``, or a group with a repeated
+    class. All possible matches are tracked together, so long texts need no deep recursion, unlike
+    one expression for all beginnings.
     """
 
     def __init__(self, texts: Iterable[Sequence[str]]) -> None:
         self._texts = [[_step(unit) for unit in text] for text in texts]
 
     def has(self, text: str) -> bool:
-        """True if a text is a beginning of one, or all of it."""
+        """Returns True if a text is a beginning of one, or a whole one."""
         return any(_begins(steps, text) for steps in self._texts)
 
 
@@ -43,7 +43,7 @@ def _step(unit: str) -> _Step:
 
 
 def _begins(steps: Sequence[_Step], text: str) -> bool:
-    # Places in `steps` that may come next; True: one that is repeated has begun.
+    # Indices into `steps` that may come next; True: a repeated one has begun.
     places = _with_skipped(steps, {(0, False)})
     for c in text:
         following: set[tuple[int, bool]] = set()

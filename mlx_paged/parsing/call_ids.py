@@ -22,18 +22,18 @@ def _nine(id: str, name: str, index: int) -> str:
 #: Forms of ids, by name: a function of another id, the tool's name, and the number of calls before.
 ID_FORMS: dict[str, Callable[[str, str, int], str]] = {
     "usual": _usual,
-    "nine": _nine,  # (Mistral)
-    "named": lambda id, name, index: f"functions.{name}:{index}",  # (Kimi)
-    "number": lambda id, name, index: str(index),  # (Cohere)
+    "nine": _nine,  # Mistral
+    "named": lambda id, name, index: f"functions.{name}:{index}",  # Kimi
+    "number": lambda id, name, index: str(index),  # Cohere
 }
 
 
 def new_call_id(name: str, index: int, form: str = "usual") -> str:
-    """An id for a call that the model has given none.
+    """Returns an id for a call without one.
 
     Args:
-        name: of the tool.
-        index: number of calls that the conversation has before it.
-        form: a key of `ID_FORMS`.
+        name: Name of the tool.
+        index: Number of calls in the conversation before it.
+        form: A key of `ID_FORMS`.
     """
     return ID_FORMS[form](uuid.uuid4().hex, name, index)

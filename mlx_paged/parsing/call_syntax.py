@@ -1,6 +1,7 @@
-"""Derives how a model writes calls from what its chat template renders with and without them.
+"""Derives a model's syntax of calls from its chat template.
 
-Calls of made-up names, ids and arguments are rendered; what stands around them is the syntax.
+The template renders turns with and without calls of made-up names, ids and arguments. The text
+around these is the syntax.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Piece = str | Hole
 
 @dataclass(frozen=True)
 class JsonKeys:
-    """Keys of a call that is a JSON object; `outer` are those of objects around them."""
+    """Keys of a call that is a JSON object; `outer` are those of enclosing objects."""
 
     name: str
     arguments: str
@@ -49,13 +50,13 @@ class JsonKeys:
     outer: tuple[str, ...] = ()
 
 
-#: Stand for the name, the id and a key in texts. (Private characters: no template has them itself.)
+#: Placeholders for name, id and key. They are private characters, which no template contains.
 NAME, ID, KEY = "\ue0e1", "\ue0e2", "\ue0e3"
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """A call whose parameters are written one by one, as texts that may have `NAME`, `ID`, `KEY`.
+    """A call with separate parameters. Its texts may contain `NAME`, `ID` and `KEY`.
 
     Attributes:
         head: From the name or the id to the first parameter.
@@ -63,9 +64,9 @@ class Parameters:
         before_value: Between a key and its value, by the JSON type of the value.
         value_end: After a value.
         between: Between that and the next parameter.
-        tail: After the last value's end, up to the call's end.
+        tail: From the last value's end to the call's end.
         empty: All of a call without parameters.
-        are_json: Whether strings are written as JSON, too.
+        are_json: True if strings are also written as JSON.
     """
 
     head: str
@@ -79,7 +80,7 @@ class Parameters:
 
     @property
     def are_fixed(self) -> bool:
-        """True if the texts are tags that are the same in every call, after the name."""
+        """True if the texts after the name are tags that are the same in every call."""
         rest = self.head[1:] + self.key + self.value_end + self.tail
         tags = (self.key.strip(), self.value_end.strip())
         is_fixed = self.head.startswith(NAME) and not any(hole in rest for hole in (NAME, ID, KEY))
@@ -88,22 +89,21 @@ class Parameters:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How calls are written.
+    """The syntax of calls.
 
     Attributes:
-        kind: "json": an object with name and arguments. "named": the arguments are JSON, the name
-            stands outside. "tagged": parameters one by one, in tags. "python": as Python writes
-            calls.
+        kind: "json": an object with name and arguments. "named": JSON arguments, with the name
+            outside. "tagged": separate parameters in tags. "python": Python's syntax of calls.
         section_start, section_end: Around all calls of an answer.
         call_start, call_end: Around each.
         separator: Between two.
         pieces: A call between `call_start` and `call_end`: texts and holes ("json", "named").
-        are_text: Whether arguments are a JSON string that contains the object.
-        separators: Of items and of keys in JSON; None: space varies.
-        keys: Of "json".
-        parameters: Of "tagged".
-        has_json_words: Whether "python" has ``true`` and ``null`` in it.
-        has_parallel: Whether an answer may have more than one call.
+        are_text: True if arguments are a JSON string that contains the object.
+        separators: Item and key separators in JSON; None: whitespace varies.
+        keys: For "json".
+        parameters: For "tagged".
+        has_json_words: True if "python" contains ``true`` and ``null``.
+        has_parallel: True if an answer may have several calls.
         text_begins, text_ends: Markers around the text of answers.
     """
 
@@ -129,7 +129,7 @@ class NotDerived(Exception):
 
 
 class _TakesText(NotDerived):
-    """The template shows arguments as Python does: it is made for their text."""
+    """The template renders arguments like Python does, so it expects their text."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Call:
     arguments: Mapping[str, Any]
 
 
-# (Ids of nine letters and digits are those that the strictest templates take.)
+# Nine letters and digits, which the strictest templates require.
 _FIRST = _Call("probe_first", "qidxone01", {"key_one": "value one", "key_two": "value two"})
 _SECOND = _Call("probe_second", "qidxtwo02", {"key_red": "value red", "key_blue": "value blue"})
 _MARKUP = _Call("probe_first", "qidxone01", {"key_one": "a<b>&'c", "key_two": "value two"})
@@ -202,16 +202,16 @@ class _Writer:
             Refused: the template does not take them.
         """
         text, end = self._with_end(calls, self._content)
-        if len(end.strip()) > 2:  # (Some render more turns after it.)
+        if len(end.strip()) > 2:  # Some render more turns after it.
             at = text.find(end.strip(), text.rfind(calls[-1].name))
             text = text[:at] if at >= 0 else text
         return text
 
     def around_text(self, begin: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The markers with which the text of an answer begins and ends.
+        """Returns the markers around the text of answers.
 
         Args:
-            begin: what is before a call's own parts.
+            begin: Text before a call's own parts.
         """
         _, end = self._with_end((_FIRST,), self._content)
         begins, ends = [self._before_text], [self._after_text.removesuffix(end)]
@@ -224,7 +224,7 @@ class _Writer:
         return _marks(begins), _marks(ends)
 
     def _with_end(self, calls: Sequence[_Call], content: str | None) -> tuple[str, str]:
-        """A turn with calls, and what ends such turns."""
+        """Returns a turn with calls, and the end of such turns."""
         message: Message = {"role": "assistant", "content": content}
         message["tool_calls"] = [self._rendered(call) for call in calls]
         text = self._answered(self._probe.render([user_turn(), message], _TOOLS))
@@ -284,11 +284,11 @@ class _Located:
     """A call within a rendered text.
 
     Attributes:
-        kind: As in `CallSyntax`.
-        span: Where it is.
-        arguments: Where its arguments are ("json", "named").
+        kind: See `CallSyntax`.
+        span: Its position.
+        arguments: Position of its arguments ("json", "named").
         are_text: See `CallSyntax`.
-        value: Of the object ("json").
+        value: The object ("json").
     """
 
     kind: Literal["json", "named", "tagged", "python"]
@@ -317,7 +317,7 @@ class _Analysis:
             are_text=found.are_text,
         )
         second = None
-        with suppress(NotDerived):  # (otherwise it is known how one call is written)
+        with suppress(NotDerived):  # At least the syntax of a single call is known.
             base, second = self._with_sections(base, found)
         if found.kind == "python":
             with suppress(Refused):
@@ -333,7 +333,7 @@ class _Analysis:
     def _with_sections(
         self, base: CallSyntax, found: _Located
     ) -> tuple[CallSyntax, tuple[str, _Located] | None]:
-        """Tells what is around all calls from what is around each, by two calls."""
+        """Separates text around all calls from text around each, by comparing two calls."""
         try:
             body = self._writer.body(_FIRST, _SECOND)
         except Refused:
@@ -358,7 +358,7 @@ class _Analysis:
             between = between.removesuffix(numbers[1] + start)
             start = self._probe.common_suffix(before, between)
         end = self._probe.common_prefix(after, between)
-        # Both may claim what is between: the beginning of a call has the first claim.
+        # Both may claim the text in between; the beginning of a call has priority.
         end = end[: max(0, len(between) - len(start))]
         separator = between[len(end) : len(between) - len(start)]
         section_start = before.removesuffix(start)
@@ -367,7 +367,7 @@ class _Analysis:
             section_start=section_start,
             call_start=start,
             call_end=end,
-            # (What nothing opened is no part of the calls: it ends the turn.)
+            # A marker without a counterpart is no part of the calls: it ends the turn.
             section_end=after[len(end) :] if section_start else "",
             separator=separator,
             pieces=pieces,
@@ -459,7 +459,7 @@ class _Analysis:
         return next((text.removesuffix(t) for t in texts if text.endswith(t)), None)
 
     def _holed(self, base: CallSyntax, body: str, call: _Call) -> str:
-        """A call, with its end, where names, ids and keys are holes."""
+        """Returns a call and its end, with holes for names, ids and keys."""
         text = body.removesuffix(base.section_end)[len(base.section_start + base.call_start) :]
         for hole, sentinels in ((NAME, [call.name]), (ID, [call.id]), (KEY, call.arguments)):
             for sentinel in sentinels:
@@ -471,7 +471,7 @@ def _locate(body: str, call: _Call) -> _Located:
     """Finds a call and its parts.
 
     Raises:
-        NotDerived: it is not written in any way that is known.
+        NotDerived: Its syntax is unknown.
     """
     at = body.find(call.name)
     for begin, end, value in _values(body):
@@ -506,7 +506,7 @@ def _locate(body: str, call: _Call) -> _Located:
 
 
 def _values(text: str) -> Iterator[tuple[int, int, Any]]:
-    """Every JSON object and string in a text, the outer ones first."""
+    """Yields every JSON object and string in a text, outer ones first."""
     decoder = json.JSONDecoder()
     for found in re.finditer(r'[{"]', text):
         try:
@@ -590,7 +590,7 @@ def _pieces(body: str, found: _Located, call: _Call) -> tuple[Piece, ...]:
 
 
 def _with_index(first: tuple[Piece, ...], second: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """The pieces of both of two calls, where a number that counts them is a hole."""
+    """Returns the common pieces of two calls, with a hole for a number that counts them."""
     pieces: list[Piece] = []
     if len(first) != len(second):
         raise NotDerived("it renders two calls in different ways")

@@ -1,4 +1,4 @@
-"""Answers that are messages, each with a header that says what it is: reasoning, text, or calls."""
+"""Answers made of messages, whose headers mark them as reasoning, text, or calls."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Body(Enum):
 def message_rules(
     lark: Lark, markers: Collection[str], end: str, again: str
 ) -> Callable[[str], str]:
-    """Makes rules of messages that another one follows.
+    """Makes rules for messages that another one follows.
 
     Args:
-        lark: where the rules go.
-        markers: of the format: no message has them in its text.
-        end: the marker that ends a message.
-        again: how the next one begins.
+        lark: Destination of the rules.
+        markers: The format's markers, which no message's text contains.
+        end: Marker that ends a message.
+        again: Beginning of the next one.
 
     Returns:
         A function from the text that opens a message to its rule.
@@ -46,14 +46,14 @@ def message_rules(
 def channel_answer(
     lark: Lark, markers: Collection[str], *, thoughts: str, texts: str, last: str, calls: str
 ) -> str:
-    """The grammar of an answer in messages: reasoning and texts, then calls or a text.
+    """Returns the grammar of an answer in messages: reasoning and texts, then calls or a text.
 
     Args:
-        lark: where the rules go.
-        markers: of the format.
-        thoughts, texts: the rules of messages that others follow.
-        last: the text that opens the last message; "": only calls may be last.
-        calls: the rule of calls.
+        lark: Destination of the rules.
+        markers: The format's markers.
+        thoughts, texts: Rules of messages that others follow.
+        last: Text that opens the last message; "": only calls may be last.
+        calls: Rule of calls.
     """
     if not last:
         lark.rule(f"{thoughts}* {calls}", "start")
@@ -67,18 +67,17 @@ def channel_answer(
 class ChannelParser:
     """Reads messages: a header, a marker that opens the body, the body, and a marker that ends it.
 
-    Text that can be no header is the answer's text. Two texts, and two parts of the reasoning, are
+    Text that cannot be a header is the answer's text. Two texts, or two parts of the reasoning, are
     joined by a newline.
 
     Args:
-        opens: markers that open a body.
-        ends: markers that end one. One that comes where no body is open begins a new header.
-        header: matches every header, and every beginning of one.
-        body_of: the kind of a body, by its header and the marker that opens it.
-        calls: reads bodies of calls. It gets the marker that opens them too, if that is one of
-            `begins_call`.
-        begins_call: markers with which a call begins, whether a body is open or not.
-        begins_with: the body that the prompt has opened; None: the prompt ends within a header.
+        opens: Markers that open a body.
+        ends: Markers that end a body. Without an open body, one begins a new header.
+        header: Matches every header, and every beginning of one.
+        body_of: Returns the kind of a body from its header and its opening marker.
+        calls: Reads bodies of calls, including their opening marker if that is in `begins_call`.
+        begins_call: Markers that begin a call, whether a body is open or not.
+        begins_with: The body that the prompt has opened; None: the prompt ends within a header.
     """
 
     def __init__(
@@ -100,13 +99,13 @@ class ChannelParser:
         self._begins_call = frozenset(begins_call)
         self._body = begins_with
         self._header = ""
-        self._is_first = True  # whether no marker came yet
+        self._is_first = True  # until the first marker
         self._made: Mapping[Body, Callable[[str], Event]] = {
             Body.REASONING: ReasoningText,
             Body.TEXT: ContentText,
         }
-        self._has_written: set[Body] = set()  # kinds of which there was text
-        self._separates = False  # whether a newline comes before the next text of this kind
+        self._has_written: set[Body] = set()  # kinds with text so far
+        self._separates = False  # True if a newline must precede the next text of this kind
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         out: list[Event] = []

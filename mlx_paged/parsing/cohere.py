@@ -25,7 +25,7 @@ _AROUND_TEXT = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|E
 
 
 class CohereFormat(ToolFormat):
-    """Actions. Their ids count within a conversation, which its template does by itself."""
+    """Actions. Their ids count within a conversation, as its template does."""
 
     names = ("cohere_command3", "cohere_command4")
     models = "Command R7B, Command A"
@@ -55,7 +55,7 @@ class CohereFormat(ToolFormat):
         if required or not lark.has_token(_BEGIN):
             others = _AROUND_TEXT
             return lark.answer(_BEGIN, rest, required=required, parallel=False, others=others)
-        # (The text is between tokens that a rule has to name, or it could not have them.)
+        # Text is between tokens, which a rule must name because text cannot contain them.
         marks = [lark.literal(marker) for marker in _AROUND_TEXT]
         text = lark.terminal(lark.without(self.markers))
         texts = lark.rule(" | ".join([text, *marks]))

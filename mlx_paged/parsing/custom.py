@@ -23,10 +23,10 @@ _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 def custom_tool(
     name: str, description: str | None, field: str, grammar: InputGrammar | None = None
 ) -> Tool:
-    """A custom tool, as a function with the parameter `INPUT`.
+    """Returns a custom tool as a function with the parameter `INPUT`.
 
     Args:
-        field: what the request calls the grammar's definition, or the tool.
+        field: The request's path of the grammar's definition, or of the tool.
     """
     about = "The whole input, as plain text."
     if grammar is not None:
@@ -44,10 +44,10 @@ def custom_tool(
 
 
 def with_pattern(tool: Tool) -> Tool:
-    """A custom tool whose schema has the grammar of its input. (It may take a while.)
+    """Returns a custom tool whose schema contains the grammar of its input. It may take a while.
 
     Raises:
-        InvalidParameterError: a grammar that is none, or that cannot be enforced in calls.
+        InvalidParameterError: An invalid grammar, or one that cannot be enforced in calls.
     """
     if tool.grammar is None:
         return tool
@@ -79,9 +79,9 @@ def arguments_of(text: str) -> str:
 
 
 class InputReader:
-    """Reads the input out of arguments while they are written.
+    """Extracts the input from arguments while they are written.
 
-    Arguments that are not those of the function are read when they are whole: the only string in
+    Arguments that do not match the function are read when they are complete: the only string in
     them, or all their text.
     """
 

@@ -36,7 +36,7 @@ class DeepseekV31Format(ToolFormat):
     models = "DeepSeek V3.1"
     markers = _MARKS.all
     begins_call = (_MARKS.block[0], _MARKS.call)
-    #: What is around the name and the arguments, and between two calls.
+    #: Text around the name and the arguments, and between two calls.
     written: ClassVar[tuple[str, str, str, str]] = ("", _MARKS.arguments, "", "")
 
     @classmethod

@@ -22,7 +22,7 @@ _D = "｜DSML｜"
 
 
 class DeepseekV32Format(TaggedFormat):
-    """DSML. Each parameter says whether it is a string; others are JSON."""
+    """DSML. Each parameter says if it is a string; others are JSON."""
 
     names = ("deepseek_v32",)
     models = "DeepSeek V3.2"

@@ -1,4 +1,4 @@
-"""Tools as a request offers them, and which of them an answer may or must call."""
+"""Tools of a request, and the calls that an answer may or must contain."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        name: What the model calls it: unique among the tools of a request.
+        name: Its name for the model, unique among the tools of a request.
         description: For the model.
         parameters: JSON Schema of its arguments, an object.
-        strict: Whether calls must be valid for that schema, or the request refused.
-        namespace: A group that the client put it in (the Responses API). The model sees
-            `namespace` and `name` joined by `__`, which is `name` here.
-        local_name: Its name within that group; the same as `name` where there is none.
-        field: Where the request has `parameters`, for errors.
-        is_custom: Whether its input is a text: the only parameter (`tools.custom`).
-        grammar: Of the input of a custom tool; None: any text.
+        strict: True if calls must be valid for that schema, or the request is refused.
+        namespace: The client's group for it (Responses API). The model sees `namespace` and the
+            local name joined by `__`, which is `name` here.
+        local_name: Its name within that group; without one, the same as `name`.
+        field: The request's path of `parameters`, for errors.
+        is_custom: True if its input is a text: its only parameter (`parsing.custom`).
+        grammar: Grammar of a custom tool's input; None allows any text.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Tool:
             object.__setattr__(self, "local_name", self.name)
 
     def for_template(self) -> dict[str, Any]:
-        """The form that chat templates take, which is OpenAI's."""
+        """Returns OpenAI's format, which chat templates expect."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -61,9 +61,9 @@ class ToolChoice:
 
     Attributes:
         mode: "auto": text, calls or both; "none": no call; "required": at least one call;
-            "named": a call of the function `names` has.
-        names: Tools that may be called, where not all may (`allowed_tools`, or the named one).
-        parallel: Whether there may be more than one call.
+            "named": a call of the function in `names`.
+        names: The tools that may be called, if not all (`allowed_tools`, or the named one).
+        parallel: True if there may be several calls.
     """
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
@@ -76,7 +76,7 @@ class ToolChoice:
         return self.mode in ("required", "named")
 
     def of(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-        """Those of `tools` that may be called."""
+        """Returns those of `tools` that may be called."""
         if self.mode == "none":
             return ()
         if self.names is None:

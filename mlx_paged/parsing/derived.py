@@ -1,4 +1,4 @@
-"""Formats of models that no listed family claims: derived from what their chat template renders."""
+"""Formats for models of no listed family, derived from their chat template."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _NUMBER = "/[0-9]{1,12}/"
 
 @dataclass(frozen=True)
 class Layout:
-    """The markers of a syntax, and the texts beside them.
+    """The markers of a syntax, and the texts next to them.
 
     Attributes:
-        section, call: With which a section, and a call, begins; "" where there is none.
-        section_rest, call_rest: What follows them.
+        section, call: Beginning of a section, and of a call; "" if there is none.
+        section_rest, call_rest: Text after them.
         ends: Markers that may follow a call.
     """
 
@@ -66,10 +66,10 @@ class Layout:
 
     @classmethod
     def of(cls, syntax: CallSyntax, vocabulary: Iterable[str]) -> Layout:
-        """The layout of a syntax.
+        """Returns the layout of a syntax.
 
         Raises:
-            NotDerived: nothing tells calls from text.
+            NotDerived: Nothing distinguishes calls from text.
         """
         tokens = sorted((t for t in vocabulary if len(t.strip()) > 1), key=len, reverse=True)
         tag = re.compile("|".join([*map(re.escape, tokens), _TAG.pattern]))
@@ -87,14 +87,14 @@ class Layout:
 
     @classmethod
     def of_tags(cls, tags: Tags) -> Layout:
-        """The layout of a syntax of tags: all of them are markers."""
+        """Returns the layout of a syntax of tags, all of which are markers."""
         begin, _ = tags.blocks[0] if tags.blocks else ("", "")
         ends = [mark for mark in tags.markers if mark not in (begin, tags.call)]
         return cls(begin, "", tags.call, "", tuple(ends))
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The markers with which calls begin."""
+        """The markers that begin calls."""
         return tuple(dict.fromkeys(mark for mark in (self.section, self.call) if mark))
 
 
@@ -117,7 +117,7 @@ class DerivedFormat(ToolFormat):
     layout: ClassVar[Layout]
 
     def __str__(self) -> str:
-        """A call as it is written, for people."""
+        """Returns an example of a call, for people."""
         syntax = self.syntax
         inner = "".join(f"{{{p.value}}}" if isinstance(p, Hole) else p for p in syntax.pieces)
         if syntax.parameters is not None:
@@ -176,7 +176,7 @@ class DerivedFormat(ToolFormat):
         return FramedParser(parser, begin=begin, end=end) if begin or end else parser
 
     def _with_text_marks(self, lark: Lark, call: str, parallel: bool) -> str:
-        """An answer whose text stands between tokens: a rule has to name them."""
+        """An answer whose text is between tokens, which a rule must name."""
         marks = [lark.literal(m) for m in (*self.syntax.text_begins, *self.syntax.text_ends)]
         text = lark.terminal(lark.without(self.layout.begins))
         texts = lark.rule(" | ".join([text, *marks]))
@@ -234,14 +234,14 @@ def _call_kind(keys: JsonKeys) -> type[JsonCall]:
 
 
 class _NamedFormat(DerivedFormat):
-    """Calls whose name stands outside of the JSON."""
+    """Calls whose name is outside of the JSON."""
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         syntax, layout = self.syntax, self.layout
         at = syntax.pieces.index(Hole.ARGUMENTS)
         lead = "" if layout.call else layout.section_rest
         head = Head([layout.call_rest, *syntax.pieces[:at]], lead)
-        # (A tag after the call is a marker of its own.)
+        # A tag after the call is a marker of its own.
         end = re.split("|".join(map(re.escape, layout.ends)) or r"\Z", syntax.call_end)[0]
         tail: list[Piece] = [*syntax.pieces[at + 1 :], end]
         names = {tool.name for tool in tools}
@@ -274,7 +274,7 @@ class _PythonFormat(DerivedFormat):
 
 
 class _TaggedFormat(DerivedFormat):
-    """Calls whose parameters are written one by one."""
+    """Calls with separate parameters."""
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         parts, layout = self._parts, self.layout
@@ -333,7 +333,7 @@ class _TaggedFormat(DerivedFormat):
         return lark.rule(" | ".join(values))
 
     def _parameters(self, lark: Lark, tool: Tool, rules: Sequence[tuple[str, bool]]) -> str:
-        """The parameters of a call in their order; those that are not required may be missing."""
+        """Returns the parameters of a call in order, of which optional ones may be missing."""
         parts = self._parts
         head, tail = _filled(lark, parts.head, tool), _filled(lark, parts.tail, tool)
         between = _literal(lark, parts.between)
@@ -370,7 +370,7 @@ def derived_format(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFor
         syntax = derive_syntax(TemplateProbe(chat_template, vocabulary))
         return format_of_syntax(syntax, vocabulary, chat_template)
     except (ArithmeticError, LookupError, RecursionError, ValueError, re.error) as error:
-        # (What a template renders may be anything. A server without tools is better than none.)
+        # A template may render anything. A server without tools is better than none.
         logger.exception("deriving the syntax of tool calls failed")
         raise NotDerived(f"it renders what is not understood ({error})") from error
 
@@ -394,13 +394,13 @@ def format_of_syntax(
         layout = replace(layout, ends=(end,) if is_marker(end) else ())
     beside = layout.section_rest + layout.call_rest
     if syntax.kind == "json" and (syntax.pieces[0] is Hole.INDEX or beside.strip(" \t\r\n[")):
-        base = _NamedFormat  # (something else than a marker is before the object)
+        base = _NamedFormat  # Something other than a marker precedes the object.
     texts = [syntax.section_start, syntax.call_start, syntax.call_end, syntax.section_end]
     texts += [piece for piece in syntax.pieces if isinstance(piece, str)]
     if syntax.parameters is not None:
         parts = syntax.parameters
         texts += [parts.head, parts.key, *parts.before_value.values(), parts.value_end, parts.tail]
-    # (The lexer would leave out special tokens that are no markers.)
+    # The lexer would omit special tokens that are no markers.
     inside = [t for t in vocabulary if len(t.strip()) > 1 and any(t in x for x in texts)]
     return _format(base, syntax, layout, inside)(vocabulary, chat_template)
 
@@ -421,7 +421,7 @@ def _format(
 
 
 def _has_fixed_tags(syntax: CallSyntax) -> bool:
-    """True if calls are parameters in tags that are the same in every call."""
+    """Returns True if calls are parameters in tags that are the same in every call."""
     parts = syntax.parameters
     if parts is None or not parts.are_fixed:
         return False
@@ -436,7 +436,7 @@ def _tags(syntax: CallSyntax) -> Tags:
     blocks: tuple[tuple[str, str], ...] = ()
     if syntax.section_start.strip():
         blocks = ((syntax.section_start.strip(), syntax.section_end.strip()),)
-    # A call may have a block of its own around the tag with its name.
+    # A call may have its own block around the tag with its name.
     outer = re.match(r"(<[^<>\s]+>)\s*(?=<)", call)
     closing = re.search(r"(?<=>)\s*(</?[^<>\s]+>)$", call_end)
     if not blocks and outer is not None and closing is not None:
@@ -500,17 +500,17 @@ def _sections(format: DerivedFormat, reader: Callable[[], CallsReader]) -> Parse
 
 
 class SectionParser:
-    """Leaves out what is around all calls of an answer, and between two of them.
+    """Omits text around all calls of an answer, and between two of them.
 
-    A section without a call is text, and so is a separator that no call follows.
+    A section without a call is text, and so is a separator without a following call.
 
     Args:
-        inner: reads what is within.
-        begin, end: markers of a section; "" where there is none.
-        lead: between the section's marker and the first call.
-        between: texts between two calls, or a call and the section's end.
-        begins: markers with which calls begin.
-        ends: markers after which these texts may come; without any, they come after the call.
+        inner: Reads the rest.
+        begin, end: Markers of a section; "" if there are none.
+        lead: Text between the section's marker and the first call.
+        between: Texts between two calls, or between a call and the section's end.
+        begins: Markers that begin calls.
+        ends: Markers before these texts; if empty, the texts follow the call.
     """
 
     def __init__(
@@ -531,15 +531,15 @@ class SectionParser:
         self._between = [bare for text in between if (bare := "".join(text.split()))]
         self._begins = begins
         self._ends = ends
-        self._held: list[str] = []  # of a section in which no call has begun
-        self._gap: str | None = None  # what may be a separator; None: none can be here
+        self._held: list[str] = []  # of a section without a call so far
+        self._gap: str | None = None  # a possible separator; None: there can be none here
         self._is_open = False
         self._in_call = False
         self._follows_call = False
 
     @property
     def in_string(self) -> bool:
-        """True if a marker may be a part of a call."""
+        """Returns True if a marker may be a part of a call."""
         return self._in_call or bool(getattr(self._inner, "in_string", False))
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
@@ -642,7 +642,7 @@ class _UnlistedCalls:
 
 
 def why_not_derived(chat_template: str, vocabulary: Mapping[str, int]) -> str:
-    """Why no format can be derived from a template, as a part of a sentence; "" where one can."""
+    """Returns why no format can be derived, as a part of a sentence; "" if one can."""
     try:
         derived_format(chat_template, vocabulary)
     except NotDerived as reason:

@@ -1,4 +1,4 @@
-"""Derives where reasoning begins and ends from what a chat template renders."""
+"""Derives the markers of reasoning from a chat template."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def derive_reasoning(chat_template: str, vocabulary: Iterable[str] = ()) -> Reas
 
 
 def reasoning_of(probe: TemplateProbe) -> ReasoningMarkers | None:
-    """The same for a template that is compiled already."""
+    """The same for a compiled template."""
     switches = ({each.name: each.on} for each in possible_switches(probe.source) if each.on)
     for variables in ({}, *switches):
         prompt = prompt_of(probe, variables=variables)
@@ -57,7 +57,7 @@ def reasoning_of(probe: TemplateProbe) -> ReasoningMarkers | None:
             plain = probe.render([user_turn(), _answer()], variables=variables)
         except Refused:
             continue
-        # (Some keep reasoning only beside calls, or only in a turn that goes on.)
+        # Some keep reasoning only next to calls, or only in a turn that continues.
         for message in (_answer(), {**_answer(), "tool_calls": [_CALL]}):
             try:
                 text = probe.render([user_turn(), with_reasoning(message)], variables=variables)
@@ -71,7 +71,7 @@ def reasoning_of(probe: TemplateProbe) -> ReasoningMarkers | None:
 
 
 def _of_prompt(probe: TemplateProbe, prompt: str, plain: str) -> ReasoningMarkers | None:
-    """Markers of a template whose prompts open reasoning, and which leaves it out of history."""
+    """Returns the markers of a template whose prompts open reasoning and whose history omits it."""
     start = _last(probe, prompt)
     if not _is_tag(start) or start in _before(plain, CONTENT):
         return None
@@ -95,7 +95,7 @@ def _markers(probe: TemplateProbe, prompt: str, plain: str, text: str) -> Reason
     if at < 0 or content_at < at + len(REASONING):
         return None
     between = text[at + len(REASONING) : content_at]
-    # (What templates put before the content of every answer is no end of reasoning.)
+    # A prefix of every answer's content does not end reasoning.
     before_content = _before(plain, CONTENT)
     end = _first(probe, between)
     if not end:
@@ -110,7 +110,7 @@ def _markers(probe: TemplateProbe, prompt: str, plain: str, text: str) -> Reason
     if not start:  # The prompt ends with it, or there is none.
         start = _last(probe, _before(text, REASONING))
         if not _pairs(start, end) and start in before_content:
-            return None  # (the header of a turn)
+            return None  # the header of a turn
     elif len(probe.atoms(start)) > 1 and _pairs(last := _last(probe, start), end):
         start = last
     if not is_marker(start) or not is_marker(end) or start == end:
@@ -129,7 +129,7 @@ def _header(prompt: str) -> str:
 
 
 def _first(probe: TemplateProbe, text: str) -> str:
-    """The marker that a text begins with: a tag, or all of its first line."""
+    """Returns the marker that begins a text: a tag, or its whole first line."""
     text = text.strip()
     first = next(iter(probe.atoms(text)), "")
     return first if _is_tag(first) else text.split("\n", 1)[0].strip()

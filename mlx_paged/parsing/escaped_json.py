@@ -17,7 +17,7 @@ _NUMBER = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?/"
 # A backslash of the inner JSON is two, and a quote that it escapes is escaped once more.
 _STRING = r'/\\"([^"\\\x00-\x1f\x7f]|\\\\(\\"|\\\\|[bfnrt]|u[0-9a-fA-F]{4}))*\\"/'
 
-#: Keywords that are enforced, or that say nothing of a value.
+#: Keywords that are enforced, or that do not constrain values.
 _KNOWN = frozenset(
     {
         *("$anchor", "$comment", "$defs", "$id", "$ref", "$schema", "additionalProperties"),
@@ -52,19 +52,19 @@ def left_out(schema: Any, path: str, depth: int = 0) -> Iterator[tuple[str, obje
 
 
 class _Escaped:
-    """Makes the rules for one tool.
+    """Makes the rules of one tool.
 
     Args:
-        lark: where they go.
-        root: the document that references (``$ref``) point into.
-        separators: of items and of keys.
+        lark: Destination of the rules.
+        root: The document that references (``$ref``) point into.
+        separators: Item and key separators.
     """
 
     def __init__(self, lark: Lark, root: Mapping[str, Any], separators: tuple[str, str]) -> None:
         self._lark = lark
         self._root = root
         self._item, self._key = (self._literal(text) for text in separators)
-        self._rules: dict[str, str] = {}  # by schema: they may contain themselves
+        self._rules: dict[str, str] = {}  # by schema, which may contain itself
 
     def arguments(self) -> str:
         return self._object(arguments_schema(self._root))

@@ -1,7 +1,7 @@
-"""Events of an answer as it is written: reasoning, text, tool calls.
+"""Events of an answer while it is written: reasoning, text, tool calls.
 
-Nothing changes them. (Those that come with each token are not frozen: it takes thrice as long to
-make one.)
+They are never modified. Those for each token are not frozen, because creating a frozen one takes
+three times as long.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class ReasoningText:
 
 @dataclass(slots=True)
 class ContentText:
-    """More of the text that is for the reader.
+    """More text for the reader.
 
     Attributes:
-        separator: What stands before it where all texts of the answer are one: a call, or
-            reasoning, separates it from the text before.
+        separator: Its separator if all texts of the answer are joined; a call, or reasoning,
+            separates it from the text before.
     """
 
     text: str
@@ -35,8 +35,8 @@ class CallBegin:
     """A tool call begins; its name is known.
 
     Attributes:
-        name: Of the tool, as the model wrote it.
-        id: The id that the model gave it; None in nearly all families.
+        name: Name of the tool, as the model wrote it.
+        id: The model's id; None in nearly all families.
     """
 
     name: str
@@ -52,12 +52,12 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call that began last has ended.
+    """The open call has ended.
 
     Attributes:
-        is_complete: False where the answer ended within it, or its arguments are not JSON.
-        lacks_end: Whether the answer ended where more arguments could have followed: if something
-            cut the answer, then nothing shows that these are all.
+        is_complete: False if the answer ended within it, or its arguments are not JSON.
+        lacks_end: True if the answer ended where more arguments could have followed. If the answer
+            was cut, the arguments may be incomplete.
     """
 
     is_complete: bool = True

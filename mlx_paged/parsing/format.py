@@ -16,20 +16,20 @@ from mlx_paged.parsing.lexer import Lexeme
 class Parser(Protocol):
     """Turns lexemes into events. One parser reads one answer.
 
-    One that tells reasoning from the rest has an attribute `in_reasoning` as well: whether what was
-    read last is reasoning, None while that is not known.
+    A parser that recognizes reasoning also has an attribute `in_reasoning`: True if the last text
+    was reasoning, None while that is unknown.
     """
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
-        """Takes the next lexeme. A marker that means nothing where it stands is text."""
+        """Reads the next lexeme. A marker without meaning at its position is text."""
 
     def finish(self) -> Iterable[Event]:
-        """The answer has ended: what is held comes out, and an open call ends."""
+        """Ends the answer: releases held text, and ends an open call."""
 
     def passes(self, text: str) -> bool:
-        """True if a text without markers is the answer's text as it is, and changes nothing here.
+        """Returns True if a text without markers is the answer's text and changes no state here.
 
-        (Most tokens do, and need not be fed.)
+        Most tokens are of this kind, and need not be fed.
         """
 
 
@@ -47,24 +47,23 @@ class PlainText:
 
 
 class ToolFormat(ABC):
-    """How the models of a family write tool calls.
+    """A family's syntax of tool calls.
 
     Args:
-        vocabulary: the tokenizer's added tokens, by text. (A marker may be one, or several
-            ordinary tokens.)
-        chat_template: the model's, where a family has several ways to render calls.
+        vocabulary: The tokenizer's added tokens, by text. A marker may be one of these, or several
+            ordinary tokens.
+        chat_template: The model's template, for families with several ways to render calls.
 
     Attributes:
         names: vLLM's names of the format, for ``--tool-call-parser``.
-        models: Whose it is, for the documentation.
-        markers: Texts that mean something to its parser, for the `Lexer`.
-        begins_call: Those of them with which a call begins, also within a reasoning that the model
-            forgot to end.
-        begins_text: Those that end a reasoning, too: a text begins with them.
-        reads_everything: Whether its parser tells reasoning, text and calls apart by itself, with
-            tools or without (channels).
-        frames_text: Whether text stands between markers as well, so that its parser reads answers
-            without tools too. (It does wherever it reads everything.)
+        models: Its models, for the documentation.
+        markers: Texts that its parser interprets, for the `Lexer`.
+        begins_call: Markers that begin a call, even within reasoning that the model forgot to end.
+        begins_text: Markers that begin a text, and so also end reasoning.
+        reads_everything: True if its parser separates reasoning, text and calls itself, with or
+            without tools (channels).
+        frames_text: True if text is also between markers, so that its parser reads answers even
+            without tools. Always true with `reads_everything`.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -85,27 +84,27 @@ class ToolFormat(ABC):
         return False
 
     def reads(self, tools: Sequence[Tool]) -> bool:
-        """True if its parser must read an answer that may call `tools`."""
+        """Returns True if its parser must read an answer that may call `tools`."""
         return bool(tools) or self.reads_everything or self.frames_text
 
     @abstractmethod
     def parser(self, tools: Sequence[Tool]) -> Parser:
-        """A parser for one answer.
+        """Returns a parser for one answer.
 
         Args:
-            tools: those of the request; where the syntax has no types, the types of arguments
-                come from them.
+            tools: Tools of the request. If the syntax has no types, they provide those of the
+                arguments.
         """
 
     @abstractmethod
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
-        """A grammar, in llguidance's Lark, of an answer in which every call is valid.
+        """Returns a grammar, in llguidance's Lark, of an answer in which every call is valid.
 
         Args:
-            tools: those that may be called; at least one.
-            required: the answer is calls only; otherwise text in which calls may begin, and a
-                call must be valid from its first marker on.
-            parallel: whether there may be more than one call.
+            tools: Tools that may be called; at least one.
+            required: The answer consists of calls only. Otherwise it is text in which calls may
+                begin, and a call must be valid from its first marker on.
+            parallel: There may be several calls.
         """
 
     def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
@@ -122,7 +121,7 @@ class ToolFormat(ABC):
         return ()
 
     def literal(self, text: str) -> str:
-        """A text in Lark, where the added tokens in it are tokens."""
+        """Returns a text in Lark, with its added tokens as tokens."""
         return lark_literal(text, self.vocabulary)
 
 
@@ -152,15 +151,15 @@ def lark_json(
     strict: bool = False,
     separators: tuple[str, str] | None = (", ", ": "),
 ) -> str:
-    """A JSON value that is valid for a schema, in Lark.
+    """Returns a JSON value that is valid for a schema, in Lark.
 
-    It is written as chat templates render the calls of history (Python's ``json.dumps``): with one
-    space after commas and colons, so it cannot go on with space for ever.
+    It is written like chat templates render earlier calls (Python's ``json.dumps``), with one space
+    after commas and colons, so it cannot continue with whitespace forever.
 
     Args:
-        strict: refuse what the grammar cannot enforce, when it is compiled. Otherwise unsupported
-            keywords are left out.
-        separators: of items and of keys; None: any space.
+        strict: Refuse keywords that the grammar cannot enforce, when it is compiled. Otherwise they
+            are dropped.
+        separators: Item and key separators; None allows any whitespace.
     """
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
@@ -173,7 +172,7 @@ def lark_json(
 
 
 def lark_arguments(tool: Tool, separators: tuple[str, str] | None = (", ", ": ")) -> str:
-    """The arguments of a tool as a JSON object, in Lark. (See `lark_json`.)"""
+    """Returns the arguments of a tool as a JSON object, in Lark. See `lark_json`."""
     schema = arguments_schema(tool.parameters)
     return lark_json(schema, strict=tool.strict, separators=separators)
 

@@ -10,12 +10,12 @@ from mlx_paged.parsing.lexer import Lexeme
 
 
 class FramedParser:
-    """Leaves out markers around text, and newlines beside them.
+    """Omits markers around text, and newlines next to them.
 
     Args:
-        inner: reads everything else.
-        begin, end: the markers.
-        leads: markers that are left out only where no text is before them.
+        inner: Reads everything else.
+        begin, end: The markers.
+        leads: Markers that are omitted only before any text.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def _name_of(head: str, tail: str) -> tuple[str, None] | None:
 
 
 class FunctionaryV32Format(ToolFormat):
-    """A recipient on a line of its own, then text or JSON."""
+    """A recipient on its own line, then text or JSON."""
 
     names = ("functionary_v3_2",)
     models = "Functionary 3.2"

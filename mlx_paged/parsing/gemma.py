@@ -30,12 +30,12 @@ from mlx_paged.parsing.schemas import (
     types_of,
 )
 
-# (Models forget "call", or write a colon too many.)
+# Models forget "call", or write a colon too many.
 _HEAD = re.compile(r"\s*:?\s*(?:call\s*:+)?\s*([^\s{}<>:]{1,256})\s*")
-_BARE = "call:"  # how a call begins whose marker is missing
+_BARE = "call:"  # beginning of a call without its marker
 _LONGEST_HEAD = 512  # characters
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.$-]+")
-_LITERAL = re.compile(r"|null|true|false|[-+.0-9eE]+")  # no string goes on behind it
+_LITERAL = re.compile(r"|null|true|false|[-+.0-9eE]+")  # no string continues after it
 _ANY = Parameter(ALL_TYPES)
 
 
@@ -58,14 +58,14 @@ class Gemma4Format(NestedFormat):
         return GemmaParser(self.begin, self.end, self.quote, tools)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
-        """See the base. Keys are in the order in which the chat template sorts them."""
+        """See the base. Keys have the chat template's sorting order."""
         lark = Lark(self.vocabulary)
         calls = []
         for tool in tools:
             values = _Values(lark, self.quote, tool)
             calls.append(f"{lark.literal(f'call:{tool.name}')} {values.arguments()}")
         call = f"({' | '.join(calls)}) {lark.literal(self.end)}"
-        bare = [f"{_BARE}{tool.name}{{" for tool in tools]  # (is read as a call, too)
+        bare = [f"{_BARE}{tool.name}{{" for tool in tools]  # also read as a call
         return lark.answer(
             self.begin,
             call,
@@ -91,28 +91,28 @@ class FunctionGemmaFormat(Gemma4Format):
 class GemmaParser:
     """Reads calls in this notation and writes their arguments as JSON, piece by piece.
 
-    A string without quotes ends at a comma only if a key follows. Text where the notation has no
-    place for any comes out behind the call.
+    A string without quotes ends at a comma only if a key follows. Text in a position where the
+    notation has none is returned after the call.
 
     Args:
-        begin, end: markers around a call. A line may begin with a call without its marker.
-        quote: the marker on both sides of a string.
-        tools: that may be called; the types of their parameters are kept to.
+        begin, end: Markers around a call. A line may begin with a call without its marker.
+        quote: Marker on both sides of a string.
+        tools: Tools that may be called; values follow the types of their parameters.
     """
 
     def __init__(self, begin: str, end: str, quote: str, tools: Sequence[Tool]) -> None:
         self._begin, self._end, self._quote = begin, end, quote
         self._tools = {tool.name: tool for tool in tools}
         self._state: Callable[[Lexeme, list[Event]], None] = self._outside
-        self._marker = ""  # of the open call; "" where it is missing
+        self._marker = ""  # of the open call; "" if it is missing
         self._head = ""
         self._at_line_start = True
         self._follows_call = False
         self._parameters: Mapping[str, Any] = {}
         self._open: list[str] = []  # brackets
-        self._is_first: list[bool] = []  # whether the open container is still empty
+        self._is_first: list[bool] = []  # True if the open container is still empty
         self._text: list[str] = []  # of a key or a value without quotes
-        self._is_blank = True  # whether that is space
+        self._is_blank = True  # True if that is whitespace
         self._key = ""
         self._quoted_key: str | None = None
         self._properties: Mapping[str, Schema] = {}
@@ -120,9 +120,9 @@ class GemmaParser:
         self._is_quoted = False
         self._has_value = False  # after a value: a comma or a bracket follows
         self._is_empty = False  # the open string
-        self._space: str | None = None  # behind an empty string, if its quotes may be one, doubled
-        self._stray: list[str] = []  # text in the call where there is no place for it
-        self._pending: str | None = None  # a value without quotes that may go on
+        self._space: str | None = None  # after an empty string, whose quotes may be one, doubled
+        self._stray: list[str] = []  # text in the call at a position without text
+        self._pending: str | None = None  # an unquoted value that may continue
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         out: list[Event] = []
@@ -180,7 +180,7 @@ class GemmaParser:
 
     @staticmethod
     def _may_be_bare(text: str) -> bool:
-        """True if a line may begin with a call without its marker."""
+        """Returns True if a line may begin with a call without its marker."""
         begun = text.lstrip()
         return begun.startswith(_BARE) or (begun != "" and _BARE.startswith(begun))
 
@@ -242,7 +242,7 @@ class GemmaParser:
         elif self._is_quoted:
             self._add_quoted(lexeme.text, pieces)
         elif lexeme == (self._end, True):
-            # Brackets are missing: what is there is given out as far as it goes.
+            # Brackets are missing; return everything there is.
             self._state = self._outside
             self._follows_call = True
             self._end_value(pieces)
@@ -272,7 +272,7 @@ class GemmaParser:
             out.append(ContentText(stray + "\n"))
 
     def _settle(self, lexeme: Lexeme, pieces: list[str]) -> None:
-        """Decides by the next text whether a string is empty or its quote was written twice."""
+        """Decides by the next text if a string is empty or its quote was doubled."""
         space, self._space = self._space, None
         if space is None:
             return
@@ -314,7 +314,7 @@ class GemmaParser:
             pieces.append(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _read(self, text: str, pieces: list[str]) -> str:
-        """Reads text without quotes; returns what follows the last bracket."""
+        """Reads unquoted text; returns the text after the last bracket."""
         at = 0
         while at < len(text) and self._open:
             found = _SYNTAX.search(text, at)
@@ -426,7 +426,7 @@ class GemmaParser:
         text = text.strip()
         if text or self._open[-1] == "{":
             self._separate(pieces)
-            with suppress(ValueError):  # (quotes of JSON)
+            with suppress(ValueError):  # JSON's quotes
                 text = found if isinstance(found := json.loads(text), str) else text
             parameter = _ANY
             if len(self._open) == 1 and self._key in self._properties:
@@ -455,7 +455,7 @@ class _Values(SchemaRules):
         self._quote = quote
 
     def arguments(self) -> str:
-        """The rule of all arguments."""
+        """Returns the rule of all arguments."""
         return self._rule({"type": "object", **self._root})
 
     def _value(self, schema: Schema, tag: str = "") -> str:
@@ -495,7 +495,7 @@ class _Values(SchemaRules):
         alternatives = []
         for parameters, _ in parameter_lists({**schema, "$defs": self._root.get("$defs", {})}):
             if not parameters:
-                # As many as it likes, of any name.
+                # Any number, with any name.
                 key = lark.terminal(r"/[A-Za-z_][A-Za-z0-9_]{0,30}:/")
                 if others is not False and ("properties" not in schema or others is not True):
                     one = f"{key} {self._rule(others)}"

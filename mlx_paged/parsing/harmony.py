@@ -35,11 +35,11 @@ CHANNEL, CONSTRAIN = "<|channel|>", "<|constrain|>"
 CALL, RETURN = "<|call|>", "<|return|>"
 
 _ENDS = (END, CALL, RETURN)
-_LONGEST_HEADER = 512  # characters; what is longer is no header
+_LONGEST_HEADER = 512  # characters; a longer text is no header
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _CHANNELS = ("analysis", "commentary", "final")
-# A header: role, recipient, channel and constraint, all of which may be missing.
+# A header: role, recipient, channel and constraint, all optional.
 _HEADER = re.compile(
     rf"\s*(?:{re.escape(START)}\s*(?:assistant|functions\.[^\s<]+)?)?(?:\s*to=[^\s<]+)?"
     rf"(?:\s*{re.escape(CHANNEL)}\s*(?:{'|'.join(_CHANNELS)})?(?:\s*to=[^\s<]+)?"
@@ -71,10 +71,10 @@ class HarmonyFormat(ToolFormat):
         return HarmonyParser(tools)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
-        """See the base. It begins at the answer's first token: the reasoning is a part of it.
+        """See the base. It begins at the answer's first token and includes the reasoning.
 
-        A call ends the turn, so there is never more than one. Its end is not in the grammar: the
-        token may be one that ends answers.
+        A call ends the turn, so there is never more than one. The grammar excludes its end, which
+        may be a token that ends answers.
         """
         lark = Lark(self.vocabulary)
         message = message_rules(lark, self.markers, END, f"{START}assistant")
@@ -98,10 +98,10 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyParser:
-    """Reads an answer that begins behind ``<|start|>assistant``, within a message's header.
+    """Reads an answer that begins after ``<|start|>assistant``, within a message's header.
 
-    Messages of a kind that follow each other are joined by a newline. Where a header lacks its
-    ``<|message|>``, the text begins where the header cannot go on.
+    Adjacent messages of one kind are joined by a newline. If a header lacks its ``<|message|>``,
+    the text begins where the header cannot continue.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -109,8 +109,8 @@ class HarmonyParser:
         self._state: Callable[[Lexeme, list[Event]], None] = self._in_header
         self._header: list[str] = []
         self._make: _Text = ContentText  # of a message that is no call
-        self._written: set[_Text] = set()  # kinds of which there is text
-        self._is_new = False  # whether the open message has no text yet
+        self._written: set[_Text] = set()  # kinds with text so far
+        self._is_new = False  # True if the open message has no text yet
         self._name = ""
         self._arguments = JsonArguments()
         self._has_begun = False  # the open call
@@ -164,11 +164,11 @@ class HarmonyParser:
             self._end_header(out)
 
     def _end_header(self, out: list[Event]) -> None:
-        """The header lacks ``<|message|>``: what it cannot be is the message's text."""
+        """The header lacks ``<|message|>``: the part that does not fit is the message's text."""
         header, text = _split("".join(self._header))
         self._header = []
         if header.rstrip().endswith(CHANNEL) and any(c.startswith(text) for c in _CHANNELS):
-            text = ""  # (a header that is cut)
+            text = ""  # a cut header
         self._begin_message(header)
         if text:
             self._state(Lexeme(_JSON_FOLLOWS.sub("", text, count=1)), out)
@@ -184,7 +184,7 @@ class HarmonyParser:
         self._is_new = True
         self._state = self._in_text
         name = recipient.removeprefix("functions.")
-        is_ours = "functions." not in role.split("to=")[0]  # (and no answer of a tool)
+        is_ours = "functions." not in role.split("to=")[0]  # not a tool's answer
         if is_ours and name in self._known:
             self._name = name
             self._arguments, self._has_begun, self._space = JsonArguments(), False, []
@@ -208,7 +208,7 @@ class HarmonyParser:
             self._write(lexeme.text, out)
 
     def _write(self, text: str, out: list[Event]) -> None:
-        """More of the open message, which begins on a line of its own."""
+        """Continues the open message, which begins on a new line."""
         if self._is_new and self._make in self._written:
             text = "\n" + text
         self._is_new = False
@@ -230,7 +230,7 @@ class HarmonyParser:
             self._space = [text]
             return
         at, piece = arguments.take(text)
-        if arguments.has_failed:  # it calls nothing that we know
+        if arguments.has_failed:  # It calls nothing that we know.
             self._state = self._in_text
             self._write("".join(arguments.raw) + text[at:], out)
             return
@@ -274,14 +274,14 @@ def _channel(header: str) -> str:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """A header, and what is none."""
+    """Returns a header, and the text after it."""
     found = _HEADER.match(text)
-    assert found is not None  # (it may be empty)
+    assert found is not None  # It may be empty.
     return found[0], text[found.end() :]
 
 
 def _may_be_header(text: str) -> bool:
-    """True if a text is the beginning of a header, as far as it goes."""
+    """Returns True if a text is the beginning of a header."""
     header, rest = _split(text)
     if not rest or len(text) > _LONGEST_HEADER:
         return not rest

@@ -22,14 +22,14 @@ _SPACE = re.compile(_SPACES)
 class Head:
     """The head of a call, before its arguments: texts, its name, its id, a number.
 
-    Space between the texts may be more or less than it should.
+    Whitespace between the texts may vary.
 
     Args:
-        pieces: in their order.
-        lead: before the first of several heads.
+        pieces: In order.
+        lead: Text before the first of several heads.
 
     Attributes:
-        text: All texts of it.
+        text: All its texts.
     """
 
     def __init__(self, pieces: Sequence[Piece], lead: str = "") -> None:
@@ -51,11 +51,11 @@ class Head:
         return self._whole.match(text)
 
     def without_arguments(self, text: str) -> re.Match[str] | None:
-        """The head that is all of a text."""
+        """Matches a whole text as a head."""
         return self._named.fullmatch(text)
 
     def may_begin(self, text: str) -> bool:
-        """True if a text may become a head."""
+        """Returns True if a text may become a head."""
         return len(text) < _LONGEST_HEAD and self._beginnings.has(text)
 
 
@@ -68,18 +68,18 @@ def _units(text: str) -> list[str]:
 
 
 class HeadedCalls:
-    """Reads such calls: one, or several that follow each other.
+    """Reads such calls: one, or several in sequence.
 
     Args:
-        head: of a call.
-        tail: after the arguments: texts and holes.
-        tools: names of the request's tools; other names are no calls.
-        separator: between two calls.
-        marks: the format's markers. (One may be a part of the head, or of the tail.)
+        head: Head of a call.
+        tail: After the arguments: texts and holes.
+        tools: Names of the request's tools; other names are no calls.
+        separator: Text between two calls.
+        marks: Markers of the format, of which one may be a part of the head or tail.
 
     Attributes:
-        num_calls: Calls that have begun.
-        has_failed: Whether what was read last is no call.
+        num_calls: Number of calls that have begun.
+        has_failed: True if the last text is no call.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class HeadedCalls:
         self._tools = tools
         self._between = re.compile(rf"[\s,;]*(?:{re.escape(separator.strip())})?\s*")
         self._has_ended = False
-        self._held: list[str] = []  # what may be a head, or a tail
+        self._held: list[str] = []  # possible head or tail
         self._expected = ""  # the rest of the tail
         self._value: JsonValue | None = None  # the arguments
         self._text: list[str] | None = None  # of arguments that are a string
@@ -130,7 +130,7 @@ class HeadedCalls:
             if self._text is None and (rest := self._value.rest()):
                 out.append(CallArguments(rest))
             self._end(out, is_complete=False)
-        elif self._expected:  # (only the end of the call is missing)
+        elif self._expected:  # Only the end of the call is missing.
             self._held = []
         elif not self.has_failed:
             found = self._head.without_arguments("".join(self._held).strip())
@@ -142,7 +142,7 @@ class HeadedCalls:
     def unread(self) -> str:
         """See `CallsReader`."""
         held, self._held = "".join(self._held), []
-        # (Before another call's marker this was a separator.)
+        # Before another call's marker, this was a separator.
         return "" if self.num_calls and self._between.fullmatch(held) else held
 
     def _in_head(self, text: str, at: int, out: list[Event]) -> int:
@@ -159,7 +159,7 @@ class HeadedCalls:
         if found is None and self._head.may_begin(held[skipped:]):
             self._held = [held]
             return len(text)
-        # (What follows calls that were read is for the block's parser.)
+        # The block's parser reads the text after the calls.
         if self.num_calls:
             before = before.lstrip(CLOSERS)
             self._held = [before]
@@ -193,7 +193,7 @@ class HeadedCalls:
         self._held = []
 
     def _in_tail(self, text: str, at: int) -> int:
-        """Drops what ends the call; anything else ends it as well, and is text."""
+        """Drops the end of the call. Anything else also ends it, and is text."""
         c = text[at]
         if c.isspace():
             self._held.append(c)

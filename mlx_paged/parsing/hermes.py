@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from mlx_paged.parsing.json_blocks import JsonBlockFormat
 
-# JSON in the tags, or dots that stand for it. (Other families have tags of this name, too.)
+# JSON in the tags, or an ellipsis for it. Other families have tags of this name, too.
 _CALL = re.compile(r"<tool_call>(?:\s|\\n)*(?:[\[{]|\.\.\.)")
 
 

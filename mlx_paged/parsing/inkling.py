@@ -25,7 +25,7 @@ _AGAIN, _END, _END_OF_ALL = "<|message_model|>", "<|end_message|>", "<|content_m
 
 
 class InklingFormat(ToolFormat):
-    """One call in each message. Its JSON has no space, and its keys are sorted.
+    """One call in each message. Its JSON has no whitespace, and sorted keys.
 
     The prompt may leave the first header to the model.
     """
@@ -84,7 +84,7 @@ def _arguments(tool: Tool) -> str:
 
 
 def _with_sorted_keys(schema: Any) -> Any:
-    """A schema whose properties are in the order in which the chat template writes them."""
+    """Returns a schema whose properties are in the chat template's order."""
     if isinstance(schema, list):
         return [_with_sorted_keys(part) for part in schema]
     if not isinstance(schema, Mapping):

@@ -14,7 +14,7 @@ _BEGIN, _END = "<|action_start|><|plugin|>", "<|action_end|>"
 
 
 class Internlm2Format(JsonBlockFormat):
-    """A call in each block. The template says what the arguments are called."""
+    """A call in each block. The key of the arguments comes from the template."""
 
     names = ("internlm", "internlm2")
     models = "InternLM 2, 2.5"

@@ -1,4 +1,4 @@
-"""Calls as JSON objects between markers: what the families of this kind share."""
+"""Calls as JSON objects between markers: the common code of such families."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mlx_paged.parsing.json_calls import CallsReader, JsonCalls
 from mlx_paged.parsing.lark import MORE_CALLS, Lark
 from mlx_paged.parsing.lexer import Lexeme
 
-CLOSERS = " \t\r\n,;}]"  #: What may be left over after a call.
+CLOSERS = " \t\r\n,;}]"  #: Characters that may be left over after a call.
 
 
 class CallBlockParser:
     """Text, and blocks of calls.
 
-    A block begins with a marker and holds calls: objects of JSON, or an array of them. It ends with
-    another marker or with what is no call any more; where there is no such marker, with the array
-    or the object. A block without a call is text. Markers that models write twice are not.
+    A block begins with a marker and contains calls: JSON objects, or an array of them. It ends with
+    another marker or with text that is no call; without an end marker, it ends with the array or
+    the object. A block without a call is text, but repeated markers are not.
 
     Args:
-        begin: markers with which a block begins.
-        end: markers with which it ends.
-        reader: makes a reader of the calls in a block.
+        begin: Markers that begin a block.
+        end: Markers that end it.
+        reader: Makes a reader of the calls in a block.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class CallBlockParser:
         self._end = end
         self._reader = reader
         self._calls: CallsReader | None = None  # of the open block
-        self._marker = ""  # with which it began
+        self._marker = ""  # its begin marker
         self._follows_call = False
         self._awaits_end = False  # text came before the end of a block with calls
 
     @property
     def in_string(self) -> bool:
-        """True if the text so far ends within a string of a call: a marker there is text."""
+        """True if the text so far ends within a string of a call, where a marker is text."""
         return self._calls is not None and self._calls.in_string
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
@@ -65,7 +65,7 @@ class CallBlockParser:
             at = self._read(calls, text, out)
         if at < len(text):
             out.append(ContentText(text[at:]))
-            # (Another marker may end the calls after space.)
+            # Another marker may end the calls after whitespace.
             self._follows_call = self._follows_call and not text[at:].strip()
         return out
 
@@ -76,14 +76,14 @@ class CallBlockParser:
             read = calls.unread()
             if read.strip():
                 out.append(ContentText(self._marker + read))
-            else:  # the marker comes twice
+            else:  # a repeated marker
                 before = self._marker + read
         else:
             self._close(out)
         self._calls, self._marker = self._reader(), before + marker
 
     def _read(self, calls: CallsReader, text: str, out: list[Event]) -> int:
-        """Reads a text within a block; returns where the block ended."""
+        """Reads a text within a block; returns the end of the block."""
         at = calls.feed(text, 0, out)
         if at == len(text) and not calls.has_failed:
             return at
@@ -115,7 +115,7 @@ class CallBlockParser:
             return
         calls.finish(out)
         unread = calls.unread()
-        # (A marker that nothing follows is one too many.)
+        # A marker without anything after it is redundant.
         is_stray = self._follows_call and not (unread + rest).strip()
         if not calls.num_calls and not is_stray:
             unread = self._marker + unread + marker
@@ -129,10 +129,10 @@ class JsonBlockFormat(ToolFormat):
     """Blocks of JSON objects.
 
     Attributes:
-        begin, end: The markers of a block, with the space that chat templates put there.
-        between: What they put between two blocks.
-        is_array: Whether a block holds an array of calls; otherwise it holds one call.
-        arguments_key: What the arguments are called.
+        begin, end: Markers of a block, with the whitespace of chat templates.
+        between: Text of chat templates between two blocks.
+        is_array: True if a block contains an array of calls; otherwise it contains one call.
+        arguments_key: Key of the arguments.
         frames: Markers around text.
     """
 
@@ -178,5 +178,5 @@ def json_call(lark: Lark, tools: Sequence[Tool], arguments_key: str = "arguments
 
 
 def json_array(call: str, *, parallel: bool) -> str:
-    """An array of calls in Lark; of one, if there may be no more."""
+    """Returns an array of calls in Lark, with one element unless `parallel`."""
     return f'"[" {call} (", " {call}){MORE_CALLS} "]"' if parallel else f'"[" {call} "]"'

@@ -20,8 +20,8 @@ class JsonArguments:
     """Reads the arguments of a call, a JSON object; holds them until they prove to be JSON.
 
     Attributes:
-        has_failed: Whether they are no JSON object: nothing of them was given out.
-        raw: Their text as written, while nothing of them was given out.
+        has_failed: True if they are no JSON object; then nothing of them was returned.
+        raw: Their text as written, until a part of them was returned.
     """
 
     def __init__(self) -> None:
@@ -42,16 +42,16 @@ class JsonArguments:
 
     @property
     def is_complete(self) -> bool:
-        """True if all of them were read, and are JSON."""
+        """True if all of them were read and are JSON."""
         return self._value.has_ended and not self._value.is_broken
 
     @property
     def in_string(self) -> bool:
-        """True if the text so far ends within a string: a marker there is text."""
+        """True if the text so far ends within a string, where a marker is text."""
         return self._value.in_string
 
     def take(self, text: str, at: int = 0) -> tuple[int, str]:
-        """Reads on from an index: where it stopped, and the JSON that became certain."""
+        """Continues from an index; returns where it stopped, and the JSON that became certain."""
         start = at
         at, piece = self._value.take(text, at, stops_if_broken=True)
         value = self._value
@@ -65,7 +65,7 @@ class JsonArguments:
         return at, self._take_held()
 
     def rest(self) -> str:
-        """The part that is held: where the answer ends within them, it is all there is."""
+        """Returns the held part; if the answer ends within them, it is all there is."""
         self._held.append(self._value.rest())
         return self._take_held()
 
@@ -80,26 +80,25 @@ _State = Callable[[str, int], int]
 
 
 class JsonCall:
-    """Reads one call object; name and pieces of arguments come as soon as they are certain.
+    """Reads one call object; returns name and pieces of arguments as soon as they are certain.
 
-    That is when the name is one of a tool and the arguments have proven to be JSON. Arguments that
-    are written before the name are held until it is known. Some models write them as a JSON string:
-    it is unpacked when it is whole. Some put name and arguments into another object, as OpenAI's
-    API has it (``{"type": "function", "function": {...}}``): it is entered.
+    They are certain when the name is a tool's and the arguments have proven to be JSON. Arguments
+    before the name are held until it is known. Some models write them as a JSON string, which is
+    unpacked when it is complete. Some wrap name and arguments in another object, as in OpenAI's API
+    (``{"type": "function", "function": {...}}``), which is entered.
 
     Args:
-        known: names of the tools that may be called.
-        is_bare: whether any JSON may stand here, not only a call: an object with keys that no call
-            has is none as soon as one of them comes.
-        skips: whether a call of no tool is read to its end, because others may follow it. Otherwise
-            it has failed as soon as its name is known.
-        needs_arguments: whether an object without arguments is no call.
+        known: Names of the tools that may be called.
+        is_bare: True if any JSON may occur here, so an object with keys that no call has is none.
+        skips: True reads a call of an unknown tool to its end, because others may follow it.
+            Otherwise it has failed as soon as its name is known.
+        needs_arguments: True if an object without arguments is no call.
 
     Attributes:
-        has_begun: Whether its name was given out: until then it may turn out to be no call.
-        has_ended: Whether its last bracket was read.
-        has_failed: Whether it is no call.
-        is_skipped: Whether it is a call of no tool that is read to its end.
+        has_begun: True if its name was returned; before, it may turn out to be no call.
+        has_ended: True if its last bracket was read.
+        has_failed: True if it is no call.
+        is_skipped: True for a call of an unknown tool that is read to its end.
         raw: Its text as written, while it may turn out to be no call.
     """
 
@@ -138,7 +137,7 @@ class JsonCall:
         self._name: str | None = None
         self._id: str | None = None
         self._arguments: JsonArguments | None = None
-        self._pieces: list[str] = []  # of the arguments, read and not given out
+        self._pieces: list[str] = []  # of the arguments, read but not returned
         self._gave_arguments = False
         self.has_begun = False
         self.has_ended = False
@@ -148,14 +147,14 @@ class JsonCall:
 
     @property
     def in_string(self) -> bool:
-        """True if the text so far ends within a string: a marker there is text."""
+        """True if the text so far ends within a string, where a marker is text."""
         if self.has_ended or self.has_failed:
             return False
         arguments = self._arguments
         return self._value.in_string or (arguments is not None and arguments.in_string)
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
-        """Reads on from an index; adds events to `out`, returns the index where it stopped."""
+        """Continues from an index; adds events to `out`, returns the index where it stopped."""
         start = at
         while at < len(text) and not self.has_ended and not self.has_failed:
             at = self._state(text, at)
@@ -191,7 +190,7 @@ class JsonCall:
         out.append(CallBegin(self._name, self._id))
 
     def _give(self, out: list[Event]) -> None:
-        """Gives out what is certain by now."""
+        """Returns everything that has become certain."""
         if not self.has_begun:
             if self._name is None or self.has_failed or self.is_skipped:
                 return
@@ -219,7 +218,7 @@ class JsonCall:
             self._gave_arguments = True
             out.append(CallArguments(piece))
 
-    # States: each reads on from an index and returns where it stopped.
+    # States: each continues from an index and returns where it stopped.
 
     def _open(self, text: str, at: int) -> int:
         at = _after_space(text, at)
@@ -296,13 +295,13 @@ class JsonCall:
         return at
 
     def _in_other_arguments(self, text: str, at: int) -> int:
-        """Arguments that are no object: one may be within a string."""
+        """Reads arguments that are no object; a string may contain one."""
         at = self._read_value(text, at)
         if self._value.has_ended:
             self._arguments = JsonArguments()
             inner = unpacked("".join(self._value_text))
             self._pieces.append(self._arguments.take(inner)[1])
-            # (Text of a skipped call's means nothing.)
+            # Text of a skipped call has no meaning.
             self.has_failed = self._arguments.has_failed or not self._arguments.has_ended
             self._state = self._before_key
         return at
@@ -339,12 +338,12 @@ class JsonCall:
 
 
 class CallsReader(Protocol):
-    """Reads calls that need no markers to be told apart from text.
+    """Reads calls that can be recognized without markers.
 
     Attributes:
-        num_calls: Calls that have begun.
-        has_failed: Whether what was read last is no call.
-        in_string: Whether the text so far ends within a string: a marker there is text.
+        num_calls: Number of calls that have begun.
+        has_failed: True if the last text is no call.
+        in_string: True if the text so far ends within a string, where a marker is text.
     """
 
     @property
@@ -357,34 +356,34 @@ class CallsReader(Protocol):
     def in_string(self) -> bool: ...
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
-        """Reads on from an index; adds events to `out`, returns the index where it stopped.
+        """Continues from an index; adds events to `out`, returns the index where it stopped.
 
-        That is the end of the text, or behind the calls, or where it turned out that there is none:
-        what it has read then is left for `unread`.
+        It stops at the end of the text, after the calls, or where it recognizes that there is none;
+        then `unread` returns what it has read.
         """
 
     def finish(self, out: list[Event]) -> None:
-        """The answer, or the block of the calls, ends here: an open call does too."""
+        """Ends the answer, or the block of the calls, and with it an open call."""
 
     def unread(self) -> str:
         """Takes the text that was read and is no call."""
 
 
 class JsonCalls:
-    """Reads call objects that follow each other, or an array of them.
+    """Reads a sequence of call objects, or an array of them.
 
-    A call of no tool is text; others of the same array are calls all the same.
+    A call of an unknown tool is text; other calls in the same array are still calls.
 
     Args:
-        known: names of the tools that may be called.
-        is_bare, needs_arguments: see `JsonCall`.
-        one: whether it ends with an object that is in no array.
-        kind: reads an object.
+        known: Names of the tools that may be called.
+        is_bare, needs_arguments: See `JsonCall`.
+        one: True ends with an object that is in no array.
+        kind: Reads an object.
 
     Attributes:
-        is_array: Whether an array is open.
-        has_ended: Whether nothing more is read: an array was closed.
-        num_calls: Calls that have begun.
+        is_array: True if an array is open.
+        has_ended: True after the end of an array; nothing more is read.
+        num_calls: Number of calls that have begun.
     """
 
     def __init__(
@@ -402,7 +401,7 @@ class JsonCalls:
         self._one = one
         self._kind = kind
         self._call: JsonCall | None = None
-        self._skipped: list[str] = []  # calls of no tool, and what is before them
+        self._skipped: list[str] = []  # calls of unknown tools, and the text before them
         self._space: list[str] = []  # between calls, in case none follows
         self.is_array = False
         self.has_ended = False
@@ -419,10 +418,10 @@ class JsonCalls:
         return self._call is not None and self._call.has_failed
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
-        """Reads on from an index; adds events to `out`, returns the index where it stopped.
+        """Continues from an index; adds events to `out`, returns the index where it stopped.
 
-        That is the end of the text, behind the array's bracket, or a character that begins no call.
-        Where an object turned out to be no call (`has_failed`), it is left for `unread`.
+        It stops at the end of the text, after the array's bracket, or at a character that begins no
+        call. An object that turned out to be no call (`has_failed`) is left for `unread`.
         """
         while at < len(text) and not self.has_ended:
             if self._call is None:
@@ -436,7 +435,7 @@ class JsonCalls:
                         needs_arguments=self._needs_arguments,
                     )
                     continue
-                # (A bracket too many, behind a call.)
+                # A bracket too many, after a call.
                 is_stray = c in "}]"[: 1 if self.is_array else 2] and self.num_calls > 0
                 if c not in " \t\r\n,;" and (c != "[" or self.is_array) and not is_stray:
                     if c != "]" or not self.is_array:
@@ -471,9 +470,9 @@ class JsonCalls:
         return at
 
     def finish(self, out: list[Event]) -> None:
-        """The answer, or the block of the calls, ends here: an open call does too.
+        """Ends the answer, or the block of the calls, and with it an open call.
 
-        What turned out to be no call is left for `unread`, as are brackets without calls.
+        Text that turned out to be no call, and brackets without calls, are left for `unread`.
         """
         if self._call is not None:
             begun, before = self._call.has_begun, len(out)
@@ -508,7 +507,7 @@ def _string(text: str) -> str:
 
 
 def unpacked(text: str) -> str:
-    """Arguments that were written as no object: those in a string, or none at all."""
+    """Converts arguments that are no object: those in a string, or missing ones."""
     if text in ("null", "", "[]"):
         return "{}"
     inner = _string(text) if text.startswith('"') else ""

@@ -12,7 +12,7 @@ _INSIDE = re.compile(r'[^"\\\x00-\x1f]+')  # a part of a string that needs no ch
 _HEX = frozenset("0123456789abcdefABCDEF")
 _JSON_LITERAL = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
 _STARTS_LITERAL = frozenset("-0123456789tfn")
-#: What models write for words of JSON.
+#: Words that models write for those of JSON.
 _WORDS = {"True": "true", "False": "false", "None": "null", "NaN": "null", "undefined": "null"}
 _CLOSER = {"{": "}", "[": "]"}
 
@@ -29,23 +29,22 @@ class _Expected(Enum):
 
 
 class JsonValue:
-    """One JSON value in text that comes in pieces: where it ends, and its text made valid.
+    """One JSON value in text that arrives in pieces: finds its end, and makes its text valid.
 
-    What models write wrong within strings is mended: raw control characters are escaped, and a
-    backslash that begins no escape is doubled. So are Python's words (``True``). Once the value is
-    proven to be JSON, commas, colons, brackets and quotes of keys are mended as well: what is
-    missing is added, and what is too much is left out. Anything else that is wrong is passed on as
-    it is, by following strings and brackets only.
+    Typical errors of models in strings are repaired: raw control characters are escaped, and a
+    backslash that begins no escape is doubled. Python's words (``True``) are converted. Once the
+    value is proven to be JSON, commas, colons, brackets and quotes of keys are repaired, too:
+    missing ones are added, and redundant ones dropped. Other errors are passed on unchanged; then
+    only strings and brackets are followed.
 
     Attributes:
-        has_begun: Whether its first character came.
-        has_ended: Whether its last one did. A number ends with what follows it.
-        in_string: Whether the text so far ends within a string.
+        has_begun: True after its first character.
+        has_ended: True after its last character. A number ends with the character after it.
+        in_string: True if the text so far ends within a string.
         first: Its first character.
-        is_broken: Whether it is not JSON, and was not mended.
-        is_proven: Whether a part of it that has a value of its own (a string, a number, a word, or
-            all of an object or array) came before anything that is not JSON. Text in braces that is
-            no JSON at all never gets there.
+        is_broken: True if it is not JSON, and was not repaired.
+        is_proven: True if a complete part (a string, a number, a word, an object or an array) came
+            before anything that is not JSON. Text in braces that is no JSON never gets there.
     """
 
     __slots__ = (
@@ -66,13 +65,13 @@ class JsonValue:
     def __init__(self) -> None:
         self._open: list[str] = []  # brackets
         self._expected = _Expected.VALUE
-        self._in_key = False  # whether the open string is one
-        self._literal = ""  # a number or word that may go on
-        self._is_held = False  # whether it is none of JSON's
+        self._in_key = False  # True if the open string is one
+        self._literal = ""  # a number or word that may continue
+        self._is_held = False  # True if it is none of JSON's
         self._word = ""  # it, if it is held
         self._key: str | None = None  # a key without quotes, and space behind it
         self._comma = ""  # a comma and space behind it, if something follows
-        self._escape = ""  # a backslash and what is known of its escape
+        self._escape = ""  # a backslash and the known part of its escape
         self.first = ""
         self.has_begun = False
         self.has_ended = False
@@ -86,13 +85,13 @@ class JsonValue:
         return self.has_begun and self.first not in '"{['
 
     def take(self, text: str, at: int = 0, *, stops_if_broken: bool = False) -> tuple[int, str]:
-        """Reads on from an index: where it stopped, and the value's text up to there.
+        """Continues from an index; returns where it stopped, and the value's text up to there.
 
-        Space before the value is dropped. It stops at the end of the value, or of the text.
+        Whitespace before the value is dropped. It stops at the end of the value, or of the text.
 
         Args:
-            stops_if_broken: stop also behind the character that shows that it is not JSON, unless
-                it is proven.
+            stops_if_broken: Also stop after the character that proves it is not JSON, unless
+                `is_proven`.
         """
         out: list[str] = []
         if not self.has_begun:
@@ -131,7 +130,7 @@ class JsonValue:
                     self._end_literal(out)
                     if self.has_ended:
                         break
-                if self.has_literal:  # (it began with what begins no value)
+                if self.has_literal:  # Its first character begins no value.
                     self.is_broken = self.has_ended = True
                     break
                 at += 1
@@ -173,7 +172,7 @@ class JsonValue:
                 out.append(": ")
                 self._expected = _Expected.VALUE
             takes_value = self._expected in (_Expected.VALUE, _Expected.VALUE_OR_END)
-            # (The first character shows whether it may be one of JSON's.)
+            # The first character shows if it may be one of JSON's.
             is_possible = takes_value and run[0] in _STARTS_LITERAL
             self._is_held = not (is_possible or self.is_broken) and self._open != []
         self._literal += run
@@ -200,7 +199,7 @@ class JsonValue:
         self._end_value()
 
     def _end_key(self, c: str, out: list[str]) -> None:
-        """A word where a key belongs is one if a colon follows."""
+        """A word in the place of a key is one if a colon follows."""
         key, self._key = self._key, None
         if key is None:
             return
@@ -220,7 +219,7 @@ class JsonValue:
     # Brackets, commas, colons and quotes.
 
     def _begin_value(self, out: list[str]) -> None:
-        """A string, an object or an array begins: what must be before it is added."""
+        """Begins a string, an object or an array; adds missing text before it."""
         if self._mends and self._expected is _Expected.COLON:
             out.append(": ")
             self._expected = _Expected.VALUE
@@ -284,12 +283,12 @@ class JsonValue:
             is_object = self._open[-1] == "{"
             self._expected = _Expected.KEY if is_object else _Expected.VALUE
             self._comma = ","
-        elif not (self._mends and self._comma):  # (one too many is left out)
+        elif not (self._mends and self._comma):  # A redundant one is dropped.
             self.is_broken = True
             out.append(",")
 
     def _close(self, c: str, out: list[str]) -> None:
-        """A closing bracket. Where it does not fit, those that are missing are added."""
+        """Reads a closing bracket. If it does not fit, missing ones are added."""
         opener = "{" if c == "}" else "["
         if self._mends:
             if opener not in self._open:

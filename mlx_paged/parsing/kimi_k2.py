@@ -76,7 +76,7 @@ def _name_and_id(head: str, tail: str, known: Collection[str]) -> tuple[str, str
     if found is None or tail.strip():
         return None
     if found["name"] not in known:
-        # (Names may end in digits, too, so the tools say where the name begins and ends.)
+        # Names may end in digits, too, so only the tools tell where the name begins and ends.
         start = _PREFIX.match(call_id).end()  # type: ignore[union-attr]
         end = _INDEX.search(call_id).start()  # type: ignore[union-attr]
         candidates = (call_id[start:end], call_id[start:], call_id[:end], call_id)

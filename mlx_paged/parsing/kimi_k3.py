@@ -36,7 +36,7 @@ def _key_end(name: str) -> str:
 
 
 class KimiK3Format(TaggedFormat):
-    """Every argument says its type. Text is in a tag as well, which is left out."""
+    """Every argument has its type. Text is in a tag as well, which is dropped."""
 
     names = ("kimi_k3",)
     models = "Kimi K3"
@@ -77,7 +77,7 @@ class KimiK3Format(TaggedFormat):
         )
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
-        """See the base. The prompt may have opened the text: then it only ends."""
+        """See the base. If the prompt has opened the text, it only ends."""
         lark = Lark(self.vocabulary)
         call = lark.rule(
             " | ".join(f"{lark.literal(self.tags.call)} {self._call(lark, tool)}" for tool in tools)

@@ -11,7 +11,7 @@ from mlx_paged.parsing.format import lark_escape, lark_json, lark_literal
 from mlx_paged.parsing.schemas import Budget, Schema, resolved, types_of
 
 _ANY_TEXT = "/(?s:.*)/"
-# Texts that a parameter which may be more than a string would have as something else.
+# Texts that a parameter of several types would read as something other than a string.
 _NULL = r"/\s*(null|None)\s*/"
 _NO_STRING = r"/\s*([-+.0-9\[{(\"]|null|None|true|True|false|False)(?s:.*)/"
 
@@ -36,7 +36,7 @@ _FORMATS = {
 }
 
 
-# A forced answer has an end, whatever the model would like: at most 32 calls.
+# A forced answer ends after at most 32 calls, whatever the model prefers.
 MORE_CALLS = "{0,31}"  # after the first
 ONE_TO_MOST_CALLS = "{1,32}"
 
@@ -62,7 +62,7 @@ class Lark:
         return "".join(rules + [f"{name}: {body}\n" for name, body in self._defined.items()])
 
     def reserve(self) -> str:
-        """The name of a rule that is defined later: rules may contain themselves."""
+        """Reserves the name of a rule defined later, because rules may contain themselves."""
         name = f"d{len(self._defined)}"
         self._defined[name] = None
         return name
@@ -76,7 +76,7 @@ class Lark:
         return self._rules.setdefault(body, name or f"r{len(self._rules)}")
 
     def terminal(self, body: str) -> str:
-        """Adds a terminal, which is a regular expression as a whole; returns its name."""
+        """Adds a terminal, which is one regular expression; returns its name."""
         return self._rules.setdefault(body, f"T{len(self._rules)}")
 
     def literal(self, text: str) -> str:
@@ -88,15 +88,15 @@ class Lark:
         return any(token and token in marker for token in self._vocabulary)
 
     def until(self, marker: str, *, allowed: str = _ANY_TEXT, others: Iterable[str] = ()) -> str:
-        """Text up to a marker, and the marker.
+        """Returns text up to a marker, and the marker.
 
         Args:
-            allowed: what the text may be: a terminal's expression.
-            others: markers that must not be in the text.
+            allowed: Expression of the text's terminal.
+            others: Markers that must not occur in the text.
         """
         if not self.has_token(marker):
-            # (Both are one terminal: text ends where the marker begins, and the lexer does not go
-            # back. Readers take it for the marker without the newline before it, too.)
+            # Both are one terminal, because text ends where the marker begins and the lexer does
+            # not go back. Readers accept the marker without the newline before it, too.
             text = self.without([marker.lstrip("\n"), *others], allowed=allowed)
             return self.terminal(f"{text} {_string(marker)}")
         begin = min(at for token in self._vocabulary if token and (at := marker.find(token)) >= 0)
@@ -106,9 +106,9 @@ class Lark:
         return f"{self.terminal(text)} {self.literal(marker[begin:])}"
 
     def without(self, markers: Iterable[str], *, allowed: str = _ANY_TEXT) -> str:
-        """A terminal's expression: text in which no marker is spelled."""
+        """Returns an expression for text that contains no marker."""
         spelled = [lark_escape(m) for m in dict.fromkeys(markers) if not self.has_token(m)]
-        # (One expression for all: the lexer gives up on many.)
+        # One expression for all, because the lexer gives up on many.
         return f"({allowed} & ~/(?s:.*)({'|'.join(spelled)})(?s:.*)/)" if spelled else allowed
 
     def json(self, schema: Schema, root: Schema | None = None, *, strict: bool = False) -> str:
@@ -124,11 +124,11 @@ class Lark:
         return self.rule(lark_json(schema, strict=strict))
 
     def value(self, schema: Schema, root: Schema, end: str, *, strict: bool = False) -> str:
-        """A value as text, up to a marker, and the marker: a string as it is, others as JSON.
+        """Returns a value as text up to a marker, and the marker: strings as is, others as JSON.
 
         Args:
-            root: the document that references (``$ref``) point into.
-            strict: see `lark_json`.
+            root: The document that references (``$ref``) point into.
+            strict: See `lark_json`.
         """
         types = types_of(schema, root if isinstance(root, Mapping) else {})
         others = types - {"string"}
@@ -158,19 +158,19 @@ class Lark:
         others: Iterable[str] = (),
         frames: Iterable[str] = (),
     ) -> str:
-        """The whole grammar of an answer: calls only, or text in which there may be calls.
+        """Returns the whole grammar of an answer: calls only, or text in which calls may occur.
 
         Args:
-            begin: the marker that begins a call, or a block of calls.
-            call: what follows it, to the end of the call.
-            required: no text.
-            parallel: more than one.
-            between: text between two calls that follow each other.
-            others: more markers that the parser would take for the beginning of a call, so that
-                they must not be in the text.
-            frames: markers that may stand around text.
+            begin: Marker that begins a call, or a block of calls.
+            call: The rest, to the end of the call.
+            required: Allow no text.
+            parallel: Allow several calls.
+            between: Text between two calls in sequence.
+            others: Other markers that the parser would read as the beginning of a call, and which
+                the text must not contain.
+            frames: Markers that may surround text.
         """
-        # (A text cannot have tokens, so they are named.)
+        # Text cannot contain tokens, so they are named.
         frames = [marker for marker in frames if self.has_token(marker)]
         if required:
             one = f"{self.literal(begin)} {call}"
@@ -197,15 +197,15 @@ class Lark:
         others: Iterable[str] = (),
         within: str = "",
     ) -> str:
-        """The whole grammar of an answer where calls have no markers, but a line of their own.
+        """Returns the whole grammar of an answer whose calls have a line of their own, unmarked.
 
         Args:
-            calls: all calls.
-            first: characters with which calls begin, for a class of a regular expression: no line
-                of the text begins with one.
-            required, others: see `answer`.
-            within: a character with which calls may begin anywhere in a line: none of the text has
-                it before a string.
+            calls: All calls.
+            first: First characters of calls, as a class of a regular expression; no line of the
+                text begins with one.
+            required, others: See `answer`.
+            within: First character of calls anywhere in a line; the text never has it before a
+                string.
         """
         if required:
             lead = self.terminal(r"/\n{1,2}/")
@@ -223,12 +223,12 @@ class Lark:
 
 
 def strings(schema: Schema, root: Schema, depth: int = 0, budget: Budget | None = None) -> str:
-    """The strings that a schema allows, as a terminal's expression.
+    """Returns the strings that a schema allows, as a terminal's expression.
 
-    Patterns for which there is no `as_text_pattern` are left out.
+    Patterns without an `as_text_pattern` are dropped.
 
     Raises:
-        InvalidParameterError: references let it stand for too much.
+        InvalidParameterError: References make it too large.
     """
     budget = budget or Budget()
     if not budget.spend():
@@ -262,14 +262,14 @@ def strings(schema: Schema, root: Schema, depth: int = 0, budget: Budget | None 
             ]
             parts.append("(" + " | ".join(dict.fromkeys(texts)) + ")")
     parts = [part for part in dict.fromkeys(parts) if part != _ANY_TEXT]
-    # (A pattern alone could match bytes that are no text.)
+    # A pattern alone could match bytes that are no text.
     return "(" + " & ".join(parts) + ")" if parts else _ANY_TEXT
 
 
 def as_text_pattern(pattern: str) -> str | None:
-    """A JSON Schema's pattern, which is found anywhere in a string, as one of the whole string.
+    """Converts a JSON Schema's pattern, which may match anywhere, to one of the whole string.
 
-    None where there is none: it looks around, refers to groups, or has anchors within.
+    Returns None if it uses lookaround, backreferences, or anchors inside.
     """
     body, begin, end = pattern, "(?s:.*)", "(?s:.*)"
     if body.startswith("^"):
@@ -289,7 +289,7 @@ def as_text_pattern(pattern: str) -> str | None:
             depth += (c == "(") - (c == ")")
         if not escaped:
             in_class = c == "[" or (in_class and c != "]")
-        if escaped and c in "dDwW":  # (of ASCII, as in JavaScript)
+        if escaped and c in "dDwW":  # ASCII only, as in JavaScript
             digits, word = "0-9", "0-9A-Za-z_"
             out.pop()
             if c.isupper() and in_class:
@@ -303,7 +303,7 @@ def as_text_pattern(pattern: str) -> str | None:
 
 
 def _rebased(schema: Any) -> Any:
-    """A schema whose references point into ``$defs/root``."""
+    """Returns a schema whose references point into ``$defs/root``."""
     if isinstance(schema, Mapping):
         return {
             key: f"#/$defs/root{value[1:]}"

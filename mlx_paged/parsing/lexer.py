@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-# An object or an array that may be a call, also in a block of code or behind another call.
+# An object or an array that may be a call, also in a code block or after another call.
 _BRACKET = re.compile(r"[\s,;]*(?:```\w*\s*)?[\[{]")
 _PROSE = re.compile(r"\s*[^\W\d_][\w'-]*[,.;:!?]?\s+[^\W\d_]")  # two words
 
@@ -15,7 +15,7 @@ _PROSE = re.compile(r"\s*[^\W\d_][\w'-]*[,.;:!?]?\s+[^\W\d_]")  # two words
 class Lexeme(NamedTuple):
     """A marker, or a piece of text without any.
 
-    A text may come in any number of pieces. Markers come whole.
+    Text may arrive in any number of pieces. Markers are always whole.
     """
 
     text: str
@@ -23,34 +23,34 @@ class Lexeme(NamedTuple):
 
 
 class Unseen(Lexeme):
-    """A marker whose token ended the answer: its text is no part of it."""
+    """A marker whose token ended the answer, so its text is no part of it."""
 
 
 class _Awaited(NamedTuple):
-    """A token whose text has not come yet: stop strings and broken characters delay text."""
+    """A token whose text is pending: stop strings and broken characters delay text."""
 
     text: str
     is_marker: bool
-    num_before: int  # how often ordinary tokens before it may have spelled its text
+    num_before: int  # how often earlier ordinary tokens may have spelled its text
 
 
 class Lexer:
     """Finds markers in an answer as it grows.
 
-    A marker that is a token of the vocabulary is found by that token alone: the same characters
-    spelled by other tokens are text. Any other marker is found in the text; an end of the text
-    that may begin one is held back.
+    A marker that is a token of the vocabulary is found by that token alone; the same characters
+    from other tokens are text. Any other marker is found in the text, and an end of the text that
+    may begin one is held back.
 
-    The text must have the text of the markers' tokens (``skip_special_tokens=False``). A token that
-    ended the answer may be missing from it.
+    The text must include the text of the markers' tokens (``skip_special_tokens=False``). A token
+    that ended the answer may be missing from it.
 
     Args:
-        markers: texts that mean something to the parser.
-        vocabulary: the tokenizer's added tokens, by text.
-        skipped: tokens whose text is left out, and that text: special ones that are no markers.
-            (One that is a part of a marker is read.)
-        decode: the text of tokens. It is asked where tokens come many at once and the text has a
-            marker's characters more often than its token; without it the first ones count.
+        markers: Texts that the parser interprets.
+        vocabulary: The tokenizer's added tokens, by text.
+        skipped: Tokens whose text is dropped, with that text: special ones that are no markers. One
+            that is a part of a marker is kept.
+        decode: Returns the text of tokens. It is used if many tokens arrive together and the text
+            has a marker's characters more often than its token; without it, the first ones count.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Lexer:
         self._decode = decode
         self._held = ""
         self._awaited: deque[_Awaited] = deque()
-        self._unseen: list[int] = []  # ordinary tokens whose text has not come, as far as we know
+        self._unseen: list[int] = []  # ordinary tokens whose text is pending, as far as we know
 
-        # (Longest first, so that of two that begin alike the longer one is found.)
+        # Longest first, so that the longer one of two with the same beginning is found.
         self._spelled = re.compile("|".join(map(re.escape, spelled))) if spelled else None
         self._beginnings = {m[:length] for m in spelled for length in range(1, len(m))}
         self._longest_beginning = max(map(len, self._beginnings), default=0)
         self._first_letters = frozenset(marker[0] for marker in spelled)
 
     def passes(self, token: int | None, text: str) -> bool:
-        """True if an update is one text, as it is: then it need not be fed."""
+        """Returns True if an update is one plain text, which need not be fed."""
         return (
             text != ""
             and token not in self._tokens
@@ -90,9 +90,9 @@ class Lexer:
         )
 
     def feed(self, token: int | None, text: str) -> Iterator[Lexeme]:
-        """Takes one update of a sequence: its token, and the text that became certain with it.
+        """Reads one update of a sequence: its token, and the text that became certain with it.
 
-        Many tokens whose text comes at once are fed one by one, the text with the last.
+        Many tokens whose text arrives together are fed one by one, the text with the last.
         """
         if token is not None:
             known = self._tokens.get(token)
@@ -106,13 +106,13 @@ class Lexer:
         return self._cut()
 
     def finish(self, *, is_cut: bool = False) -> Iterator[Lexeme]:
-        """The answer has ended: what was held back is text.
+        """Ends the answer: held text is text.
 
         A marker whose text never came is the token that ended the answer.
 
         Args:
-            is_cut: the model would have gone on, so the beginning of a marker is no text. (A single
-                character, or a word, is.)
+            is_cut: The model would have continued, so the beginning of a marker is no text, unless
+                it is a single character or a word.
         """
         while self._awaited:
             awaited = self._awaited.popleft()
@@ -157,7 +157,7 @@ class Lexer:
             if at < 0:
                 certain = len(self._held) - _overlap(self._held, awaited.text)
                 if awaited.num_before:
-                    certain = 0  # (what was counted must not go)
+                    certain = 0  # Counted text must not be released.
                 before, self._held = self._held[:certain], self._held[certain:]
                 yield from self._text(before, is_whole=False)
                 return
@@ -171,11 +171,11 @@ class Lexer:
         yield from self._text(before, is_whole=False)
 
     def _text(self, text: str, *, is_whole: bool) -> Iterator[Lexeme]:
-        """Text, and the markers spelled in it.
+        """Yields text, and the markers spelled in it.
 
         Args:
-            is_whole: whether nothing that follows can complete a marker; otherwise an end that may
-                begin one is put before what is held.
+            is_whole: True if nothing that follows can complete a marker. Otherwise, an end that may
+                begin one goes in front of the held text.
         """
         if self._spelled is None:
             if text:
@@ -185,7 +185,7 @@ class Lexer:
         for found in self._spelled.finditer(text):
             begin, end = found.span()
             if not is_whole and self._begun(text, at) <= begin:
-                break  # it may become a longer one, or be a part of one that began before it
+                break  # It may become a longer one, or be a part of an earlier one.
             if begin > at:
                 yield Lexeme(text[at:begin])
             yield Lexeme(found[0], True)
@@ -197,7 +197,7 @@ class Lexer:
             self._held = text[begun:] + self._held
 
     def _begun(self, text: str, start: int) -> int:
-        """Where the longest end of a text begins that may begin a marker."""
+        """Returns the start of the longest end of a text that may begin a marker."""
         for at in range(max(start, len(text) - self._longest_beginning), len(text)):
             if text[at:] in self._beginnings:
                 return at
@@ -209,7 +209,7 @@ def _is_words(text: str) -> bool:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of a text that begins a marker, but is not all of it."""
+    """Returns the length of the longest end of a text that is a proper beginning of a marker."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -34,7 +34,7 @@ class Lfm2Format(PythonicFormat):
         return (
             _BEGIN in chat_template
             or "<|tool_list_start|>" in chat_template
-            # (The templates of some do not name them.)
+            # Some templates do not name them.
             or {_BEGIN, _END} <= vocabulary.keys()
         )
 
@@ -44,7 +44,7 @@ class Lfm2Format(PythonicFormat):
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         calls = lark.rule(python_calls(lark, tools, parallel=parallel))
-        # (All calls are in one block.)
+        # All calls are in one block.
         return lark.answer(
             _BEGIN, f"{calls} {lark.literal(_END)}", required=required, parallel=False
         )

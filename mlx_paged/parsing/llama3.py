@@ -11,7 +11,7 @@ from mlx_paged.parsing.bare_json import BareJsonFormat
 
 
 class Llama3JsonFormat(BareJsonFormat):
-    """A call object, which may follow text on its line; several are separated by semicolons."""
+    """A call object, which may follow text on its line; semicolons separate several."""
 
     names = ("llama3_json", "llama4_json")
     models = "Llama 3.1, 3.2 and 3.3; Llama 4 with its own template"

@@ -22,7 +22,7 @@ from mlx_paged.parsing.tags import paired_tags
 
 
 class LongcatFormat(TaggedFormat):
-    """Reads both; the chat template says which one is forced."""
+    """Reads both; the chat template determines the forced one."""
 
     names = ("longcat",)
     models = "LongCat Flash"

@@ -64,9 +64,9 @@ class MiniCpm5Format(TaggedFormat):
 class MiniCpm5Parser(TaggedParser):
     """Reads values in quotes, too."""
 
-    _quoted = False  # whether the value is in quotes
-    _has_text = False  # whether the value has begun
-    _closing: list[str] | None = None  # an end of quotes, if nothing but the value's end follows
+    _quoted = False  # True if the value is in quotes
+    _has_text = False  # True if the value has begun
+    _closing: list[str] | None = None  # a closing quote, if only the value's end follows
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         if lexeme.is_marker:

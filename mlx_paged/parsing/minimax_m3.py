@@ -76,10 +76,10 @@ class _Value:
         schema: Its part of the tool's schema.
         closes: The bracket that closes it, if it is a container; "" until that is known.
         text: Its text so far, unless it is a container or is streamed.
-        streams: True for a string, which is given out as it comes.
+        streams: True for a string, which is returned as it arrives.
         is_first: True while a container is empty.
-        children: Values of an object whose keys no schema lists, by key. A key that comes twice
-            makes an array, so they are given out together at the end. None for other values.
+        children: Values of an object whose keys no schema lists, by key. A repeated key makes an
+            array, so they are returned together at the end. None for other values.
         out: JSON so far, for a child of such an object.
     """
 
@@ -96,20 +96,20 @@ class _Value:
 class MinimaxM3Parser:
     """Reads tags, and writes their values as JSON, piece by piece.
 
-    A tag counts where the syntax has a place for it; anywhere else it is text. One that closes an
-    outer value closes those within it, too. Text where no value is comes out behind the call.
+    A tag counts only at a valid position; elsewhere it is text. A tag that closes an outer value
+    also closes those within it. Text outside of values is returned after the call.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._root: Mapping[str, Any] = {}  # the schema of the open call
         self._open: list[_Value] = []  # values, the innermost last; the first one is the call
-        self._tag: str | None = None  # what was read after a token
+        self._tag: str | None = None  # text after a token
         self._in_block = False
         self._raw: list[str] = []  # of a block without a call
         self._follows_block = False
         self._keys: set[str] = set()  # parameters of the open call
-        self._stray: list[str] = []  # text in it where there is no place for any
+        self._stray: list[str] = []  # text in it at a position without text
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         text, is_marker = lexeme
@@ -241,7 +241,7 @@ class MinimaxM3Parser:
         yield from self._begin_value(found[2])
 
     def _takes_key(self, value: _Value) -> bool:
-        """True if another value may begin within this one."""
+        """Returns True if another value may begin within this one."""
         return bool(value.closes) or not (value.streams or "".join(value.text).strip())
 
     def _begin_value(self, key: str) -> Iterator[Event]:
@@ -262,7 +262,7 @@ class MinimaxM3Parser:
         if len(self._open) == 1:
             self._keys.add(key)
         value = _Value(key, self._schema_within(parent, key))
-        # (A parameter that the tool does not have is a string.)
+        # An unknown parameter is a string.
         is_known = value.schema is not True or parent.closes == "]"
         value.streams = not is_known or types_of(value.schema, self._root) == {"string"}
         self._open.append(value)
@@ -270,7 +270,7 @@ class MinimaxM3Parser:
             yield from self._give('"')
 
     def _give(self, text: str) -> Iterator[Event]:
-        """More of the JSON, or of what is held of it."""
+        """Returns more of the JSON, or holds it."""
         for parent, child in reversed(list(zip(self._open, self._open[1:], strict=False))):
             if parent.children is not None:
                 child.out.append(text)
@@ -329,7 +329,7 @@ class _Values(SchemaRules):
     """Rules of a tool's arguments in this notation."""
 
     def arguments(self) -> str:
-        """The rule of all arguments, up to the end of the call."""
+        """Returns the rule of all arguments, up to the end of the call."""
         lark = self._lark
         schema = arguments_schema(self._root)
         end = lark.literal(f"{_TOKEN}{_INVOKE_END}")

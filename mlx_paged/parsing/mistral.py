@@ -37,7 +37,7 @@ def new_id() -> str:
 
 
 class MistralFormat(ToolFormat):
-    """Both forms are read. The vocabulary says which one is forced: only new ones have [ARGS]."""
+    """Reads both forms. The vocabulary determines the forced one: only new ones have [ARGS]."""
 
     names = ("mistral",)
     models = "Mistral, Mixtral, Ministral, Magistral, Devstral"
@@ -70,17 +70,17 @@ class MistralFormat(ToolFormat):
 
 
 class MistralParser:
-    """Text, then calls. What follows ``[TOOL_CALLS]`` shows which form it is.
+    """Text, then calls. The text after ``[TOOL_CALLS]`` shows their form.
 
     Args:
-        tools: that may be called: a call of any other is text.
+        tools: Tools that may be called; a call of another one is text.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._known = {tool.name for tool in tools}
         self._array: CallBlockParser | None = None  # reads the old form
         self._state: Callable[[Lexeme, list[Event]], None] = self._in_text
-        self._raw: list[str] = []  # of a call that may be none
+        self._raw: list[str] = []  # of a possible call
         self._name = ""
         self._id = ""
         self._arguments = JsonArguments()
@@ -140,7 +140,7 @@ class MistralParser:
         out.append(ContentText(lexeme.text))
 
     def _as_text(self, out: list[Event]) -> None:
-        """Turns the text that was read, which is no call, back into text."""
+        """Returns text that turned out to be no call."""
         out.append(ContentText("".join(self._raw)))
         self._raw = []
         self._follows_call = False
@@ -186,7 +186,7 @@ class MistralParser:
         self._name += before
         self._raw.append(before)
         name = self._name.strip()
-        if bracket >= 0 and name in self._known:  # (without [ARGS])
+        if bracket >= 0 and name in self._known:  # without [ARGS]
             self._begin_arguments()
             self._in_arguments(Lexeme(text[bracket:]), out)
         elif bracket >= 0 or len(name.split(maxsplit=1)) > 1 or len(self._name) > _LONGEST_NAME:
@@ -202,7 +202,7 @@ class MistralParser:
         before, bracket, rest = lexeme.text.partition("{")
         self._raw.append(before)
         self._id += before
-        if bracket:  # (without [ARGS])
+        if bracket:  # without [ARGS]
             self._begin_arguments()
             self._in_arguments(Lexeme(bracket + rest), out)
         elif len(self._id) > _LONGEST_NAME:
@@ -213,7 +213,7 @@ class MistralParser:
         self._state = self._in_arguments
 
     def _begin(self, out: list[Event]) -> None:
-        # (Of several words one is the id, and the others are text.)
+        # One of several words is the id; the others are text.
         words = self._id.split()
         call_id = next((word for word in words if _CALL_ID.fullmatch(word)), "")
         call_id = call_id or (words[0] if len(words) == 1 else "")

@@ -1,4 +1,4 @@
-"""Calls as a name and a JSON object, with markers around each: what these families share."""
+"""Calls as a name and a JSON object, with markers around each: common code of such families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_paged.parsing.schemas import properties_of
 
 _LONGEST_HEAD = 512  # characters between a call's marker and its arguments
 
-_AFTER = CLOSERS + "`"  # what may be left over after arguments
+_AFTER = CLOSERS + "`"  # characters that may be left over after arguments
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,11 @@ class Marks:
 
     Attributes:
         call: Before a call.
-        arguments: Between what identifies it and its arguments; "": the arguments' bracket is.
+        arguments: Between its identification and its arguments; "": the arguments' bracket is.
         call_end: After it.
-        block: Around all calls; "" for nothing.
-        others: Markers without a meaning of their own: in a head they are a part of it, between
-            calls they are left out.
-        hides_text: Whether text between the block's marker and a call's is left out.
+        block: Around all calls; "" for none.
+        others: Markers without a meaning of their own: kept in a head, dropped between calls.
+        hides_text: True drops text between the block's marker and a call's.
     """
 
     call: str
@@ -41,7 +40,7 @@ class Marks:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All of them, for the lexer."""
+        """All markers, for the lexer."""
         found = (*self.block, self.call, self.arguments, self.call_end, *self.others)
         return tuple(filter(None, found))
 
@@ -49,16 +48,16 @@ class Marks:
 class NamedJsonParser:
     """Reads calls whose arguments are JSON objects.
 
-    What is between the markers of a call but is no tool's name and no object is text, and so is
-    text between calls. Markers that models write twice, or once too often behind a call, are not.
+    Text between the markers of a call that is no tool's name and no object is text, and so is text
+    between calls. Repeated markers, and redundant ones after a call, are not.
 
     Args:
-        marks: the family's markers.
-        name_of: name and id of a call, from the text before and after the marker `Marks.arguments`,
-            up to the object's bracket; None: it is no call.
-        tools: that may be called.
-        is_nameless: whether a text before the arguments stands for a call without a name: the
-            arguments show which tool it calls, if they fit one only.
+        marks: The family's markers.
+        name_of: Returns name and id of a call from the text before and after the marker
+            `Marks.arguments`, up to the object's bracket; None if it is no call.
+        tools: Tools that may be called.
+        is_nameless: True if a text before the arguments stands for a call without a name, whose
+            tool is the only one that the arguments fit.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class NamedJsonParser:
         self._name_of = name_of
         self._known: Collection[str] = {tool.name for tool in tools}
         self._state: Callable[[Lexeme, list[Event]], None] = self._outside
-        self._raw: list[str] = []  # what was read and may be no call
+        self._raw: list[str] = []  # text that may be no call
         self._noise: list[str] = []  # the text in it that is no part of a call
         self._after = ""  # the text behind the arguments of the open call
         self._held: list[str] = []  # arguments of a call without a name
@@ -128,7 +127,7 @@ class NamedJsonParser:
         if lexeme.is_marker and lexeme.text in (marks.block[0], marks.call):
             self._raw.append(lexeme.text)
             self._state = self._in_block
-            if lexeme.text == marks.call:  # (Some models forget to open the block.)
+            if lexeme.text == marks.call:  # Some models forget to open the block.
                 self._begin_head()
         elif not (self._follows_call and self._is_end(lexeme)):
             self._follows_call = self._follows_call and not lexeme.text.strip()
@@ -168,7 +167,7 @@ class NamedJsonParser:
                 self._no_call(out)
 
     def _is_other(self, lexeme: Lexeme) -> bool:
-        """True for a marker without a meaning of its own."""
+        """Returns True for a marker without a meaning of its own."""
         return lexeme.is_marker and lexeme.text in self._marks.others
 
     def _begin_head(self) -> None:
@@ -222,7 +221,7 @@ class NamedJsonParser:
         if self._marks.hides_text and not self._follows_call:
             self._noise = []
         self._noise_as_text(out)
-        # (An id that was there before would not tell calls apart.)
+        # A repeated id would not distinguish calls.
         out.append(CallBegin(name, call_id if call_id not in self._ids else None))
         if call_id is not None:
             self._ids.add(call_id)
@@ -271,7 +270,7 @@ class NamedJsonParser:
         self._after = lexeme.text[at:]
 
     def _in_nameless(self, lexeme: Lexeme, out: list[Event]) -> None:
-        """Within the arguments of a call without a name, which come out when they are whole."""
+        """Reads the arguments of a call without a name, which are returned when complete."""
         arguments, text = self._arguments, lexeme.text
         if lexeme.is_marker and not arguments.in_string:
             self._no_call(out)
@@ -294,7 +293,7 @@ class NamedJsonParser:
         self._state = self._in_arguments
 
     def _tool_for(self, arguments: str) -> str | None:
-        """The only tool that takes some arguments; None: there is none, or there are several."""
+        """Returns the only tool that takes some arguments; None if there is none, or several."""
         keys = json.loads(arguments).keys()
         fitting = [
             tool.name
@@ -305,7 +304,7 @@ class NamedJsonParser:
         return fitting[0] if len(fitting) == 1 else None
 
     def _end_call(self, out: list[Event]) -> None:
-        """The open call ends; where its arguments have not, they are cut."""
+        """Ends the open call; unfinished arguments are cut."""
         if not self._has_begun:
             self._begin(out)
         if rest := self._arguments.rest():

@@ -28,8 +28,8 @@ class SchemaRules(ABC):
     """Rules of a tool's arguments in such a notation.
 
     Args:
-        lark: where the rules go.
-        tool: whose schema they follow.
+        lark: Destination of the rules.
+        tool: The tool whose schema they follow.
     """
 
     def __init__(self, lark: Lark, tool: Tool) -> None:
@@ -39,10 +39,10 @@ class SchemaRules(ABC):
         self._names: dict[tuple[str, str], str] = {}  # of rules, by tag and schema
 
     def _rule(self, schema: Schema, tag: str = "") -> str:
-        """The rule of a value. (A schema may contain itself.)
+        """Returns the rule of a value. A schema may contain itself.
 
         Args:
-            tag: what ends the value, where the notation repeats its key there.
+            tag: End of the value, if the notation repeats its key there.
         """
         schema = resolved(schema, self._root)
         known = (tag, json.dumps(schema, sort_keys=True))

@@ -21,7 +21,7 @@ _BEGIN, _END = "<function_calls>", "</function_calls>"
 
 
 class Olmo3Format(PythonicFormat):
-    """One block of calls. The template says whether the tags have lines of their own."""
+    """One block of calls. The template decides if the tags have their own lines."""
 
     names = ("olmo3",)
     models = "OLMo 3"

@@ -1,4 +1,4 @@
-"""Calls whose parameters stand one by one between texts that have names, ids or keys in them.
+"""Calls with separate parameters between texts that contain names, ids or keys.
 
 <call id="7"><get_weather><city>Oslo</city></get_weather></call>
 """
@@ -20,7 +20,7 @@ from mlx_paged.parsing.schemas import ArgumentsWriter
 
 _NEVER = "\ue0e5"  # no text has it
 _SPACE = "\ue0e4"  # stands for a text that is any space
-_LONGEST = 512  # characters of a head, or of what is around a key
+_LONGEST = 512  # maximum characters of a head, or of the text around a key
 _HOLES = {
     NAME: r"(?P<name>[^\s{}<>\"'()/]{1,256}?)",
     ID: r"(?P<id>[^\s{}<>\"']{1,128}?)",
@@ -29,11 +29,11 @@ _HOLES = {
 
 
 class Pattern:
-    """A text with holes, found at the beginning of what comes in pieces.
+    """A text with holes, matched at the beginning of text that arrives in pieces.
 
     Args:
-        texts: one of these; each stands for the holes that are filled already.
-        follows: what must follow it.
+        texts: Alternatives, with the values of known holes.
+        follows: Required text after it.
     """
 
     def __init__(self, texts: Iterable[str], follows: Pattern | None = None) -> None:
@@ -51,16 +51,16 @@ class Pattern:
         return self._whole.match(text)
 
     def fullmatch(self, text: str) -> re.Match[str] | None:
-        """Matches all of a text."""
+        """Matches a whole text."""
         return self._whole.fullmatch(text)
 
     def may_begin(self, text: str) -> bool:
-        """True if a text may become one, with what must follow."""
+        """Returns True if a text may become one, with the required text after it."""
         return len(text) < _LONGEST and self._beginnings.has(text)
 
 
 def _units(text: str) -> list[str]:
-    """A text as expressions of single characters; space may be more or less."""
+    """Returns a text as expressions of single characters with flexible whitespace."""
     if text == _SPACE:
         return [r"\s"]
     units = [r"\s*"]
@@ -104,10 +104,10 @@ class ParameterTexts:
     """The texts of a syntax, for the reader.
 
     Attributes:
-        parts: Of the syntax.
-        lead: Before the first call, which models may leave out.
-        rest: Before each call, after its marker.
-        tails: After the last value's end, or after the head of a call without parameters.
+        parts: Parts of the syntax.
+        lead: Text before the first call, which models may omit.
+        rest: Text before each call, after its marker.
+        tails: Text after the last value's end, or after the head of a call without parameters.
     """
 
     parts: Parameters
@@ -129,9 +129,9 @@ class ParameterCalls:
     A value ends at its end tag only if another parameter, or the call's end, follows.
 
     Args:
-        texts: of the syntax.
-        tools: of the request; other names are no calls.
-        separator: between two calls that follow each other.
+        texts: Texts of the syntax.
+        tools: Tools of the request; other names are no calls.
+        separator: Text between two calls in sequence.
     """
 
     def __init__(self, texts: ParameterTexts, tools: Sequence[Tool], separator: str = "") -> None:
@@ -147,7 +147,7 @@ class ParameterCalls:
         self._head_alone = Pattern([head, texts.lead + head])
         self._separator = separator.strip()
         self._state = "head"
-        self._text = ""  # what was not decided yet
+        self._text = ""  # undecided text
         self._raw = ""  # of a head
         self._holes: dict[str, str] = {}
         self._tail = self._follows = self._head
@@ -180,7 +180,7 @@ class ParameterCalls:
             pass
         if not (self.has_failed or self._has_ended):
             return len(text)
-        # (What was held before is for `unread`.)
+        # `unread` returns the text held before.
         rest = len(self._text)
         if rest <= len(text) - at:
             self._text = ""
@@ -191,7 +191,7 @@ class ParameterCalls:
         return at
 
     def _step(self, out: list[Event]) -> bool:
-        """Reads on; returns whether there may be more to read."""
+        """Continues; returns True if there may be more to read."""
         if not self._text or self.has_failed or self._has_ended:
             return False
         if self._state == "head":
@@ -253,7 +253,7 @@ class ParameterCalls:
             return True
         if self._keys.may_begin(self._text) or self._tail.may_begin(self._text):
             return False
-        # The call ends here: nothing marks its end, or that is missing.
+        # The call ends here: its end has no marker, or that is missing.
         self._close(out, is_complete=self._has_required())
         self._has_ended = any(tail.strip() for tail in self._texts.tails)
         return not self._has_ended
@@ -275,7 +275,7 @@ class ParameterCalls:
         is_string = kinds.pop() if len(kinds) == 1 else None
         opening = self._writer.begin(key, is_string=is_string)
         self._state = "value"
-        # (Space at the end of what is before a value is a part of the syntax, exactly.)
+        # Whitespace at the end of the text before a value belongs to the syntax, exactly.
         self._text = self._text[len(found[0].rstrip()) :]
         self._end = self._filled(parts.value_end, key)
         string = parts.before_value["string"]
@@ -321,7 +321,7 @@ class ParameterCalls:
         value = self._json
         assert value is not None
         if not value.has_begun and (first := self._text.lstrip()[:1]) not in '"{[':
-            # A number or a word: nothing else tells where it ends.
+            # A number or a word ends where the next character shows it.
             at = self._text.find(self._end.strip())
             if not first or at < 0:
                 return False
@@ -384,6 +384,6 @@ class ParameterCalls:
     def unread(self) -> str:
         """See `CallsReader`."""
         text, self._text = self._text, ""
-        # (Before another call's marker this was a separator.)
+        # Before another call's marker, this was a separator.
         is_between = self.num_calls and text.strip(CLOSERS) in ("", self._separator)
         return "" if is_between else text

@@ -12,7 +12,7 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.parsing.lark import as_text_pattern
 from mlx_paged.parsing.schemas import Schema, resolved
 
-#: Name, schema, and whether it must be there.
+#: Name, schema, and True if it is required.
 Parameter = tuple[str, Schema, bool]
 
 # Lists of a tool: each is a rule with all its parameters.
@@ -44,7 +44,7 @@ class _Part(NamedTuple):
 
 
 class _Object(NamedTuple):
-    """One of the ways in which an object can be valid: it satisfies all parts."""
+    """One way for an object to be valid: it satisfies all parts."""
 
     parts: list[_Part]
 
@@ -69,7 +69,7 @@ class _Object(NamedTuple):
         return found
 
     def lists(self) -> list[list[Parameter]] | None:
-        """Its properties, as many as there must be and may be; None: that is not possible."""
+        """Returns its properties within the allowed numbers; None if that is impossible."""
         parameters = self.parameters()
         if parameters is None:
             return []
@@ -90,7 +90,7 @@ class _Object(NamedTuple):
             return None
         found = []
         for kept in combinations(optional, most):
-            # (The first ones that are there; of those after them, any.)
+            # The first ones present; any of the later ones.
             for first in combinations(kept, least):
                 last = first[-1] if first else -1
                 found.append(
@@ -104,15 +104,15 @@ class _Object(NamedTuple):
 
 
 def parameter_lists(parameters: Schema) -> list[tuple[list[Parameter], Schema]]:
-    """Possible parameter lists of an object, in order: the object has one of them.
+    """Returns the possible parameter lists of an object, in order; the object has one of them.
 
-    What `unenforced` finds is left out.
+    Keywords from `unenforced` are dropped.
 
     Returns:
         Each list, and the document that its references point into.
 
     Raises:
-        InvalidParameterError: no object is valid, or there are too many lists.
+        InvalidParameterError: No object is valid, or there are too many lists.
     """
     lists: list[list[Parameter]] = []
     for each in _objects(parameters, "tools"):
@@ -124,7 +124,7 @@ def parameter_lists(parameters: Schema) -> list[tuple[list[Parameter], Schema]]:
 
 
 def counts(parameters: Mapping[str, Any]) -> dict[str, int]:
-    """How many properties there may be, as `parameter_lists` counts them, by keyword."""
+    """Returns the allowed numbers of properties, by keyword, as `parameter_lists` counts them."""
     return {
         keyword: parameters[keyword]
         for keyword in ("minProperties", "maxProperties")
@@ -135,15 +135,15 @@ def counts(parameters: Mapping[str, Any]) -> dict[str, int]:
 def unenforced(
     parameters: Schema, field: str, *, nested: bool = False
 ) -> Iterator[tuple[str, object]]:
-    """Where `parameter_lists` and `lark.strings` leave keywords out, and their values.
+    """Returns paths and values of keywords that `parameter_lists` and `lark.strings` drop.
 
     Args:
-        field: what errors call the schema.
-        nested: whether the syntax writes objects and arrays within values, too; otherwise values
-            that are no strings are JSON, which is enforced as such.
+        field: Name of the schema in errors.
+        nested: True if the syntax also writes objects and arrays within values. Otherwise, values
+            other than strings are JSON, which is enforced.
 
     Raises:
-        InvalidParameterError: see `parameter_lists`.
+        InvalidParameterError: See `parameter_lists`.
     """
     budget = _Budget(field, parameters)
     seen: set[str] = set()
@@ -234,7 +234,7 @@ def _objects(
     root: Mapping[str, Any] | None = None,
     budget: _Budget | None = None,
 ) -> list[_Object]:
-    """The ways in which an object can be valid, one for each branch of ``anyOf`` and ``oneOf``."""
+    """Returns the ways to be valid, one for each branch of ``anyOf`` and ``oneOf``."""
     budget = budget or _Budget(field, schema)
     if root is None:
         root = schema if isinstance(schema, Mapping) else {}
@@ -266,14 +266,14 @@ def _objects(
 
 
 def _followed(schema: Schema, path: str, root: Mapping[str, Any]) -> tuple[Schema, str]:
-    """A schema after its references, and the path of what they lead to."""
+    """Resolves a schema's references; returns it with its path."""
     if isinstance(schema, Mapping) and "$ref" in schema:
         path = "".join(f".{part}" for part in str(schema["$ref"]).strip("#/").split("/") if part)
     return resolved(schema, root), path
 
 
 def _matcher(pattern: str) -> Callable[[str], object] | None:
-    """True if a name matches a pattern; None where Python cannot tell."""
+    """Returns True if a name matches a pattern; None if Python cannot tell."""
     try:
         letters = _RUST_LETTER.sub(lambda found: re.escape(chr(int(found[1], 16))), pattern)
         return re.compile(letters).search
@@ -288,10 +288,10 @@ def _number(value: object, default: int) -> int:
 def refuse_or_tell(
     found: Sequence[tuple[str, object]], field: str, *, strict: bool
 ) -> tuple[str, ...]:
-    """The paths of keywords that are left out.
+    """Returns the paths of dropped keywords.
 
     Raises:
-        InvalidParameterError: there are some, and it is strict.
+        InvalidParameterError: There are some, and it is strict.
     """
     if strict and found:
         path, value = found[0]

@@ -24,20 +24,20 @@ TOOL = Tool(
 )
 ARGUMENTS: Mapping[str, Any] = {"town": "Quebrada", "hours": 31}
 _TEXT = "Zyx"  # an answer without a call
-# Templates differ in the ids that they take, or in what they read from them.
+# Templates accept different ids, or read different information from them.
 _IDS = ("a1b2c3d4e", f"functions.{TOOL.name}:0")
-_LONGEST_END = 64  # characters of a turn's end that may belong to a call
+_LONGEST_END = 64  # maximum characters of a turn's end that may belong to a call
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Texts that a template shows.
+    """Texts rendered by a template.
 
     Attributes:
-        text: Its source without comments, and what it renders with tools and with a call.
-        calls: Ways in which it renders a turn that calls `TOOL` with `ARGUMENTS`, from where the
-            turn begins to differ from one without a call. Empty: it cannot render calls.
+        text: Its source without comments, and its renderings with tools and with a call.
+        calls: Renderings of a turn that calls `TOOL` with `ARGUMENTS`, from the first difference to
+            a turn without a call. Empty if it cannot render calls.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Shown:
 
 @lru_cache(maxsize=8)
 def shown(chat_template: str) -> Shown:
-    """Renders a template in several ways; those that it refuses are left out."""
+    """Renders a template in several ways; skips those that it refuses."""
     probe = TemplateProbe(chat_template)
     source = _COMMENT.sub("", chat_template)
     tools = [TOOL.for_template()]

@@ -29,23 +29,23 @@ _State = Callable[[str, int], int]
 
 
 class PythonString:
-    """The value of a string literal that comes in pieces.
+    """The value of a string literal that arrives in pieces.
 
-    A quote that is not escaped, and is followed by neither a comma nor a bracket, is text: models
-    and templates forget to escape.
+    An unescaped quote without a comma or a bracket after it is text, because models and templates
+    forget to escape.
 
     Args:
-        quote: what it began with.
+        quote: Its opening quote.
 
     Attributes:
-        has_ended: Whether its closing quote was read, and what follows.
+        has_ended: True if its closing quote, and the character after it, were read.
     """
 
     def __init__(self, quote: str) -> None:
         self._quote = quote
         self._run = re.compile(f"[^\\\\{quote}]+")
         self._escape = ""
-        self._after = ""  # the quote that may close it, and space
+        self._after = ""  # a possible closing quote, and whitespace
         self._surrogate = 0  # the first half of a character
         self.has_ended = False
 
@@ -55,7 +55,7 @@ class PythonString:
         return self._after != ""
 
     def take(self, text: str, at: int) -> tuple[int, str]:
-        """Reads on from an index: where it stopped, and the characters."""
+        """Continues from an index; returns where it stopped, and the characters."""
         out: list[str] = []
         while at < len(text) and not self.has_ended:
             c = text[at]
@@ -84,7 +84,7 @@ class PythonString:
         return at, self._joined(out)
 
     def _go_on_escape(self, c: str, at: int, out: list[str]) -> int:
-        """Takes the next character after a backslash; returns where to go on."""
+        """Reads the next character after a backslash; returns where to continue."""
         kind = self._escape[1:2]
         if kind:
             if c in _HEX:
@@ -105,7 +105,7 @@ class PythonString:
         return at + 1
 
     def _joined(self, out: list[str]) -> str:
-        """The characters, where two escapes that are one (surrogates) were read as two."""
+        """Returns the characters, with surrogate pairs from two escapes joined."""
         text = "".join(out)
         if self._surrogate:
             text, self._surrogate = chr(self._surrogate) + text, 0
@@ -117,20 +117,20 @@ class PythonString:
 
 
 class PythonCalls:
-    """Reads ``[name(key=value, ...), ...]``, or calls on lines of their own.
+    """Reads ``[name(key=value, ...), ...]``, or calls on separate lines.
 
-    Strings come out as JSON as they are written; other values when they are whole, by the types of
-    the tool's schema, or by what they look like where it has none.
+    Strings are returned as JSON while they are written; other values when they are complete, by the
+    types of the tool's schema, or by their form without one.
 
     Args:
-        tools: that may be called: a call of any other is text, and those beside it are calls all
-            the same.
-        in_list: whether the calls are in a list; otherwise they follow each other.
+        tools: Tools that may be called. A call of another one is text; calls next to it are still
+            calls.
+        in_list: True if the calls are in a list; otherwise they are a sequence.
 
     Attributes:
-        num_calls: Calls that have begun: before the first, it may turn out to be none.
-        has_ended: Whether the list was closed, or is none any more.
-        has_failed: Whether it turned out to be no call.
+        num_calls: Number of calls that have begun; before the first, there may be none.
+        has_ended: True if the list was closed, or is no longer a list.
+        has_failed: True if it turned out to be no call.
     """
 
     def __init__(self, tools: Sequence[Tool], *, in_list: bool = True) -> None:
@@ -151,7 +151,7 @@ class PythonCalls:
         self._bare: list[str] = []  # of a value that is no string
         self._depth = 0
         self._quote = ""  # of a string within it
-        self._raw: list[str] = []  # what was read since the last call of a tool
+        self._raw: list[str] = []  # text since the last call of a tool
         self._skipped: list[str] = []  # calls of no tool
         self._is_skipped = False  # the open call
         self._num_ended = 0  # calls of tools
@@ -161,7 +161,7 @@ class PythonCalls:
 
     @property
     def in_string(self) -> bool:
-        """True if the text so far ends within a string: a marker there is text."""
+        """True if the text so far ends within a string, where a marker is text."""
         if self.has_ended or self.has_failed:
             return False
         return self._state == self._in_string or (
@@ -169,7 +169,7 @@ class PythonCalls:
         )
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
-        """Reads on from an index; adds events to `out`, returns the index where it stopped."""
+        """Continues from an index; adds events to `out`, returns the index where it stopped."""
         self._out = out
         while at < len(text) and not self.has_ended and not self.has_failed:
             num_ended = self._num_ended
@@ -212,7 +212,7 @@ class PythonCalls:
         self.has_ended = True
 
     def _begins_name(self) -> bool:
-        """True if the name that was read last may be the beginning of a tool's."""
+        """True if the last name may be the beginning of a tool's."""
         return any(name.startswith(self._name) for name in self._parameters)
 
     def unread(self) -> str:
@@ -254,7 +254,7 @@ class PythonCalls:
         self._raw, self._skipped = [], []
         self._out.append(CallBegin(self._name))
 
-    # States: each reads on from an index and returns where it stopped.
+    # States: each continues from an index and returns where it stopped.
 
     def _open(self, text: str, at: int) -> int:
         at = _after_space(text, at)

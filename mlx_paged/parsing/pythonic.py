@@ -22,7 +22,7 @@ _BEGIN, _END = "<|python_start|>", "<|python_end|>"
 
 
 class PythonicFormat(ToolFormat):
-    """A list of calls, on a line of its own."""
+    """A list of calls on its own line."""
 
     names = ("pythonic",)
     models = "Llama 3.2 (small ones), ToolACE, with a template that asks for it"
@@ -61,22 +61,22 @@ class Llama4PythonicFormat(PythonicFormat):
 
 
 def python_calls(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """A list of calls in Python's notation, in Lark.
+    """Returns a list of calls in Python's notation, in Lark.
 
     Args:
-        lark: where the rules go.
-        tools: that may be called.
-        parallel: whether there may be more than one call.
+        lark: Destination of the rules.
+        tools: Tools that may be called.
+        parallel: Allow several calls.
     """
     call = lark.rule(" | ".join(python_call(lark, tool) for tool in tools))
     return json_array(call, parallel=parallel)
 
 
 def python_call(lark: Lark, tool: Tool, *, has_json_words: bool = False) -> str:
-    """A call: required parameters, and any of the others, in the order of the schema.
+    """Returns a call: required parameters, and any optional ones, in the order of the schema.
 
     Args:
-        has_json_words: whether words are those of JSON: ``true`` and ``null``.
+        has_json_words: True for JSON's words: ``true`` and ``null``.
     """
     branches = []
     for parameters, root in parameter_lists(tool.parameters):

@@ -63,7 +63,7 @@ class Qwen3CoderFormat(TaggedFormat):
 
 
 class MimoFormat(Qwen3CoderFormat):
-    """The same without any space between tags."""
+    """The same without whitespace between tags."""
 
     names = ("mimo",)
     models = "MiMo V2"

@@ -1,4 +1,4 @@
-"""Reasoning formats: between which markers a model thinks, before its answer begins."""
+"""Reasoning formats: the markers around a model's reasoning before its answer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlx_paged.parsing.derived_reasoning import derive_reasoning
 
 logger = logging.getLogger(__name__)
 
-#: Most characters between the two parts of an end marker.
+#: Maximum characters between the two parts of an end marker.
 _MOST_BETWEEN = 80
 
 
 class Reasoning(Enum):
-    """Where an answer begins, by what is rendered of its prompt."""
+    """The beginning of an answer, given the end of its rendered prompt."""
 
     INSIDE = "inside"  # the prompt ends within the reasoning
     MAY_FOLLOW = "may follow"  # the answer may begin with reasoning, or not
@@ -29,18 +29,18 @@ class Reasoning(Enum):
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Where reasoning begins and ends in what a model writes.
+    """The markers of reasoning in a model's text.
 
     Attributes:
         name: vLLM's name of its reasoning parser.
-        start, end: Texts of the markers. Where one contains an added token of the tokenizer, it is
-            that token: the same characters spelled by others mean nothing.
-        end_part: What comes before `end`, with a few tokens in between (harmony: the channel's
-            name, a constraint, and the message); None: `end` stands alone.
-        forced_end: What ends the reasoning when its budget is spent; None: `end`.
-        is_required: Whether all that comes before `end` is reasoning, whether there is a `start` or
-            not (channels).
-        tokens: What the markers are in a model's tokens; None until `bound_to` makes it.
+        start, end: Texts of the markers. If one contains an added token of the tokenizer, it is
+            that token; the same characters from other tokens mean nothing.
+        end_part: Marker before `end`, with a few tokens in between (harmony: the channel's name, a
+            constraint, and the message); None: `end` is complete.
+        forced_end: Ends the reasoning when its budget is spent; None uses `end`.
+        is_required: True if everything before `end` is reasoning, with or without a `start`
+            (channels).
+        tokens: The markers in a model's tokens; None until `bound_to` makes them.
     """
 
     name: str
@@ -52,9 +52,9 @@ class ReasoningFormat:
     tokens: ReasoningTokens | None = field(default=None, compare=False, repr=False)
 
     def bound_to(self, tokenizer: Any) -> ReasoningFormat:
-        """The same, for the tokens of a tokenizer (mlx-lm's or transformers').
+        """Returns the format for a tokenizer (mlx-lm's or transformers').
 
-        Some models have the tags with a suffix (``<think:opensource>``): then those are the
+        Some models have the tags with a suffix (``<think:opensource>``), which then are the
         markers.
         """
         suffix = _suffix_of(self.start, tokenizer)
@@ -64,13 +64,13 @@ class ReasoningFormat:
         return replace(self, tokens=ReasoningTokens(self, tokenizer))
 
     def begins(self, prompt_token_ids: Sequence[int]) -> Reasoning:
-        """How an answer to a prompt begins.
+        """Returns how an answer to a prompt begins.
 
-        What counts is the prompt's end, after its last special token that is no marker: what comes
-        before are other turns, and what users write there means nothing.
+        Only the prompt's end counts, after its last special token that is no marker. Everything
+        before belongs to other turns, whose text is irrelevant.
 
         Args:
-            prompt_token_ids: as the chat template renders them.
+            prompt_token_ids: As rendered by the chat template.
         """
         assert self.tokens is not None, "bound_to makes a format of a model's"
         return self.tokens.begins(prompt_token_ids)
@@ -132,7 +132,7 @@ class ReasoningTokens:
 
     @cached_property
     def end_pattern(self) -> re.Pattern[str]:
-        """Finds the end marker in what `spelled` makes."""
+        """Finds the end marker in the result of `spelled`."""
         pattern = re.escape(self.spelled_marker(self._format.end))
         if self._format.end_part is not None:
             before = re.escape(self.spelled_marker(self._format.end_part))
@@ -141,12 +141,12 @@ class ReasoningTokens:
 
     @property
     def longest_end(self) -> int:
-        """Most characters of the end marker, as `spelled` makes it."""
+        """Maximum characters of the end marker in the result of `spelled`."""
         parts = (self._format.end_part or "", self._format.end)
         return sum(len(self.spelled_marker(p)) for p in parts) + _MOST_BETWEEN
 
     def spelled(self, tokens: Iterable[int]) -> str:
-        """Tokens as text in which an added token cannot be confused with its characters."""
+        """Returns tokens as text in which an added token differs from its characters."""
         texts, found = self._texts, []
         for token in tokens:
             text = texts.get(token)
@@ -156,7 +156,7 @@ class ReasoningTokens:
         return "".join(found)
 
     def spelled_marker(self, text: str) -> str:
-        """A marker's text in the same way."""
+        """Returns a marker's text in the same form."""
         added = sorted(self._added.items(), key=lambda entry: -len(entry[1]))
         names = [(name, token) for token, name in added if name and name in text]
         if not names:
@@ -171,12 +171,12 @@ class ReasoningTokens:
         [piece] = self._tokenizer.convert_ids_to_tokens([token])
         if piece is None:
             return ""
-        # (A sentence piece's space is not in the text of a token that is decoded alone.)
+        # A token decoded alone lacks the space of its sentence piece.
         return self._tokenizer.decode([token]) if "▁" not in piece else piece.replace("▁", " ")
 
 
 def _sentinel(token: int) -> str:
-    """A token as two characters, of which no text has the first: it is half of a surrogate."""
+    """Returns a token as two characters, the first of which is half a surrogate, so in no text."""
     return "\ud800" + chr(token)
 
 
@@ -249,7 +249,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     )
 }
 
-#: Formats whose markers are plain text, or several tokens: only the template can tell.
+#: Formats whose markers are plain text or several tokens, so only the template shows them.
 _SHOWN: Sequence[tuple[tuple[str, ...], str]] = (
     (("Here is my thought process:",), "granite"),
     (("[BEGIN FINAL RESPONSE]",), "apriel"),
@@ -322,10 +322,10 @@ def _suffix_of(tag: str, tokenizer: Any) -> str:
 
 
 def format_of(name: str, tokenizer: Any) -> ReasoningFormat | None:
-    """The format that `EngineConfig.reasoning_parser` names; "auto" detects it, "none" is none.
+    """Returns the format named by `EngineConfig.reasoning_parser`; "auto" detects it.
 
     Raises:
-        InvalidParameterError: a name that there is not.
+        InvalidParameterError: An unknown name.
     """
     if name == "auto":
         return detect(tokenizer)
@@ -340,7 +340,7 @@ def format_of(name: str, tokenizer: Any) -> ReasoningFormat | None:
 
 def _template_of(tokenizer: Any) -> str:
     template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, Mapping):  # (several, by name)
+    if isinstance(template, Mapping):  # several, by name
         template = "\n".join(str(text) for text in template.values())
     elif isinstance(template, list):
         template = "\n".join(str(entry) for entry in template)

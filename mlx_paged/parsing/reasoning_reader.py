@@ -11,25 +11,25 @@ from mlx_paged.parsing.reasoning import ReasoningFormat
 
 
 class ReasoningParser:
-    """Reasoning up to its end marker; what follows is for another parser.
+    """Reads reasoning up to its end marker; another parser reads the rest.
 
-    It ends once: markers that come later are text, and so are those within a call. A marker that is
-    text, not a token, opens reasoning only where the answer begins: later it is a mention. Newlines
-    that the template puts around reasoning are part of neither.
+    It ends once: later markers are text, and so are those within a call. A marker that is text, not
+    a token, opens reasoning only at the beginning of the answer; later it is a mention. Newlines
+    that the template puts around reasoning belong to neither.
 
-    A call that begins within reasoning ends it, as some models forget to. Whether a marker begins
-    one is for the parser of calls to say: what it finds to be text is reasoning.
+    A call within reasoning ends it, because some models forget to. The parser of calls decides if a
+    marker begins one; if it finds text, that is reasoning.
 
     Args:
-        format: its markers.
-        parser: makes a parser of the answer.
-        begins_inside: whether the prompt ends within the reasoning, as many templates do.
-        begins_call: markers with which a call may begin within reasoning.
-        begins_text: markers of the answer's text, which end reasoning that lacks its own.
+        format: Its markers.
+        parser: Makes a parser of the answer.
+        begins_inside: True if the prompt ends within the reasoning, as in many templates.
+        begins_call: Markers with which a call may begin within reasoning.
+        begins_text: Markers of the answer's text, which end reasoning without its own end marker.
 
     Attributes:
-        in_reasoning: Whether what was read last is reasoning, its end marker included; None while
-            it may be the beginning of a call.
+        in_reasoning: True if the last text is reasoning, including its end marker; None while it
+            may be the beginning of a call.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ReasoningParser:
         self._is_spelled = format.tokens is not None and len(format.tokens.start) > 1
         self._parser = parser
         self._inner = parser()
-        self._trial: Parser | None = None  # reads what may be a call within the reasoning
+        self._trial: Parser | None = None  # reads a possible call within the reasoning
         self._is_inside = begins_inside
         self._begins_call = begins_call
         self._begins_text = begins_text
@@ -146,7 +146,7 @@ class ReasoningParser:
 
 
 class _Trimmed:
-    """A text without the space at its ends, as it grows."""
+    """A growing text without whitespace at its ends."""
 
     def __init__(self) -> None:
         self._space = ""
@@ -164,9 +164,9 @@ class _Trimmed:
 
 
 class ContentTrimmer:
-    """Holds back space at the end of the answer's text until it is known what follows it.
+    """Holds back whitespace at the end of the answer's text until the next event is known.
 
-    Space between a text and a call belongs to the call's syntax.
+    Whitespace between a text and a call belongs to the call's syntax.
     """
 
     def __init__(self) -> None:
@@ -175,11 +175,11 @@ class ContentTrimmer:
         self._has_call = False
 
     def passes(self, text: str) -> bool:
-        """True if a text comes out as it is, and changes nothing here."""
+        """Returns True if a text is passed on unchanged and changes no state here."""
         return not (self._space or self._after_call or text[-1].isspace())
 
     def take(self, event: Event) -> Iterator[Event]:
-        """An event in, those that are certain out."""
+        """Reads an event; returns those that are certain."""
         if not isinstance(event, ContentText):
             if not isinstance(event, ReasoningText):
                 self._space = ""

@@ -1,4 +1,4 @@
-"""The table of tool-call formats, and which of them a model has."""
+"""The table of tool-call formats, and the detection of a model's format."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from mlx_paged.parsing.tool_calls import (
 )
 from mlx_paged.templates.variables import knows_tools
 
-#: Every format. Detection takes the first that fits, so those that are told by less come later.
+#: Every format. Detection takes the first match, so those with weaker evidence come later.
 FORMATS: tuple[type[ToolFormat], ...] = (
     HarmonyFormat,
     SolarOpenFormat,
@@ -116,24 +116,24 @@ def names() -> list[str]:
 
 
 def format_of(name: str, vocabulary: Mapping[str, int], chat_template: str = "") -> ToolFormat:
-    """The format that ``--tool-call-parser`` names: one of `names`.
+    """Returns the format that ``--tool-call-parser`` names: one of `names`.
 
     Args:
-        vocabulary: the tokenizer's added tokens, by text.
-        chat_template: the model's, where a family renders calls in several ways.
+        vocabulary: The tokenizer's added tokens, by text.
+        chat_template: The model's template, for families with several ways to render calls.
     """
     return _BY_NAME[name](vocabulary, shown(chat_template).text)
 
 
 def detect(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | None:
-    """The format that a model's chat template and added tokens show; None: none is known.
+    """Detects the format by a model's chat template and added tokens; None if it is unknown.
 
-    A listed format must have its marks in what the template shows. Where the template renders
-    calls, the format's own parser must also read them: marks alone may be a mention. Where no
-    listed format does, what the template renders shows the syntax.
+    A listed format must have its marks in the template's texts. If the template renders calls, the
+    format's own parser must also read them, because marks alone may be a mention. If no listed
+    format does, the syntax is derived from the template.
     """
     found = shown(chat_template)
-    # Where a template offers tools and renders no calls, all it says counts, comments included.
+    # If a template offers tools and renders no calls, all its source counts, including comments.
     text = found.text if found.calls or not knows_tools(chat_template) else chat_template
     for kind in FORMATS:
         if not kind.matches(text, vocabulary):
@@ -142,10 +142,10 @@ def detect(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | No
         if not found.calls or any(_reads(format, call) for call in found.calls):
             return format
     if not found.calls and knows_tools(chat_template):
-        # It offers tools and renders no calls, but may name the tokens of a format in a comment.
+        # It offers tools and renders no calls, but a comment may name the tokens of a format.
         named = {token for token in vocabulary if token in chat_template}
         kinds = [kind for kind in FORMATS if kind.markers and named.issuperset(kind.markers)]
-        if kinds:  # (variants of a format have its markers: the plainest)
+        if kinds:  # The plainest one, because variants of a format have its markers.
             plainest = min(kinds, key=lambda kind: len(kind.mro()))
             return plainest(vocabulary, found.text)
     return derived_or_none(chat_template, vocabulary)

@@ -1,7 +1,7 @@
-"""Lark grammars without true recursion, as one regular expression.
+"""Converts Lark grammars without true recursion to one regular expression.
 
-Calls have strings in the syntax of the model: quoted, escaped, between tags. Of these, a regular
-expression can be enforced everywhere; a grammar cannot. Most grammars of inputs are regular.
+Calls contain strings in the model's syntax: quoted, escaped, between tags. A regular expression for
+these can be enforced everywhere; a grammar cannot. Most grammars of inputs are regular.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-#: Most characters of the expression: rules that are used often are in it as often.
+#: Maximum characters of the expression, which repeats rules that are used several times.
 MAX_SIZE = 1 << 16
-# Most characters of all expressions of rules and their parts.
+# Maximum characters of all expressions of rules and their parts.
 _MAX_WORK = 1 << 20
 
 _TOKEN = re.compile(
@@ -71,11 +71,11 @@ class _Token:
 
 @dataclass
 class _Item:
-    """A part of an alternative: a name, or an expression, and how often it comes.
+    """A part of an alternative: a name or an expression, and its repetition.
 
     Attributes:
-        atom: An expression that stands for itself; None: `name`, or one of `options`.
-        times: What follows it in a regular expression: "", "?", "{2,3}", ...
+        atom: A literal expression; None for `name`, or one of `options`.
+        times: Repetition in a regular expression: "", "?", "{2,3}", ...
     """
 
     atom: str | None = None
@@ -85,10 +85,10 @@ class _Item:
 
 
 def regular_expression(grammar: str) -> str:
-    """A regular expression of all texts that a Lark grammar accepts from its rule `start`.
+    """Returns a regular expression of all texts that a Lark grammar accepts from its `start`.
 
     Raises:
-        NotRegular: it is not Lark, refers to what there is not, or is recursive.
+        NotRegular: It is not Lark, has an undefined name, or is recursive.
     """
     return _Writer(_Reader(grammar)).written()
 
@@ -97,8 +97,8 @@ class _Reader:
     """Reads definitions.
 
     Attributes:
-        rules: The alternatives of rules and terminals, by name.
-        ignored: Those that may stand between terminals.
+        rules: Alternatives of rules and terminals, by name.
+        ignored: Those that may occur between terminals.
     """
 
     def __init__(self, grammar: str) -> None:
@@ -135,7 +135,7 @@ class _Reader:
             self._directive()
         else:
             name = self._next("name").text.lstrip("!?")
-            if self._takes("."):  # (a priority: no two readings of a text differ here)
+            if self._takes("."):  # a priority, which makes no difference here
                 self._next("number")
             self._next("sign", ":")
             if name in self.rules:
@@ -181,7 +181,7 @@ class _Reader:
         found = [self._sequence()]
         while True:
             begin = self._at
-            while self._peek().kind == "newline":  # (the next line may go on)
+            while self._peek().kind == "newline":  # The next line may continue it.
                 self._at += 1
             if not self._takes("|"):
                 self._at = begin
@@ -231,7 +231,7 @@ class _Reader:
 
 
 class _Writer:
-    """Writes the expression of what was read."""
+    """Writes the expression of the definitions."""
 
     def __init__(self, read: _Reader) -> None:
         self._rules = read.rules
@@ -249,7 +249,7 @@ class _Writer:
         return self._of("start") + self._space
 
     def _of(self, name: str) -> str:
-        """The expression of a rule or a terminal, in a group of its own."""
+        """Returns the expression of a rule or a terminal, as a group."""
         if name in self._found:
             return self._found[name]
         if name not in self._rules:
@@ -268,7 +268,7 @@ class _Writer:
         return written
 
     def _linear(self, name: str, options: list[list[_Item]]) -> str:
-        """A rule; one that contains itself at an end of alternatives repeats what is beside it."""
+        """Returns a rule; one that contains itself at an end of alternatives is a repetition."""
 
         def is_own(item: _Item) -> bool:
             return item.name == name
@@ -355,7 +355,7 @@ def _text(token: _Token) -> str:
     quoted = token.text.removesuffix("i")
     try:
         found = str(ast.literal_eval(quoted.replace("\\/", "/")))
-        found.encode()  # (half of a surrogate pair is no character)
+        found.encode()  # Half of a surrogate pair is no character.
     except (ValueError, SyntaxError) as error:
         raise NotRegular(f"line {token.line}: {quoted} is no string") from error
     return found

@@ -28,7 +28,7 @@ _LONGEST_NULL = 16  # characters, with space around it
 
 
 def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema:
-    """A schema after its references (`$ref`) into the tool's own; True where one leads nowhere."""
+    """Resolves a schema's references (`$ref`) into the tool's own; True for a dangling one."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
@@ -54,13 +54,13 @@ class Budget:
         self._left = _MOST_PARTS
 
     def spend(self) -> bool:
-        """True if one more may be."""
+        """Returns True if another one is allowed."""
         self._left -= 1
         return self._left >= 0
 
 
 def properties_of(parameters: Mapping[str, Any]) -> dict[str, Schema]:
-    """The schema of each parameter, also of those that only a part of the schema names."""
+    """Returns the schema of each parameter, including those named only in parts of the schema."""
     found: dict[str, list[Schema]] = {}
     budget = Budget()
 
@@ -84,7 +84,7 @@ def properties_of(parameters: Mapping[str, Any]) -> dict[str, Schema]:
 def types_of(
     schema: Schema, root: Mapping[str, Any], depth: int = 0, budget: Budget | None = None
 ) -> frozenset[str]:
-    """The JSON types that a value may have. (All, where it takes too long to find out.)"""
+    """Returns the JSON types that a value may have; all of them if that takes too long."""
     budget = budget or Budget()
     schema = resolved(schema, root)
     if schema is False:
@@ -99,7 +99,7 @@ def types_of(
     declared = schema.get("type")
     if declared is not None:
         named = {declared} if isinstance(declared, str) else set(declared)
-        # (Names that JSON Schema does not have are some template's; they say nothing.)
+        # Unknown type names come from some templates, and are ignored.
         named = named | {"integer"} if "number" in named else named
         if named & ALL_TYPES:
             types &= named
@@ -136,7 +136,7 @@ class Parameter:
 
     Attributes:
         types: JSON types that it may have.
-        values: All that it may be, where the schema lists them.
+        values: All allowed values, if the schema lists them.
     """
 
     types: frozenset[str] = frozenset({"string"})
@@ -158,7 +158,7 @@ class Parameter:
         return self.types == {"string"}
 
     def to_json(self, text: str) -> str:
-        """A value as JSON; a string where it is nothing else that the parameter may be."""
+        """Returns a value as JSON; a string unless it has another type of the parameter."""
         if not self.is_string and (converted := self._converted(text)) is not None:
             return converted
         return json.dumps(text, ensure_ascii=False)
@@ -212,7 +212,7 @@ def _container(text: str, types: frozenset[str]) -> str | None:
 
 def _json_container(text: str, types: frozenset[str]) -> str | None:
     try:
-        # (Numbers are not converted: they may have any number of digits.)
+        # Numbers are not converted, because they may have any number of digits.
         read = json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
@@ -224,15 +224,14 @@ def _refuse(constant: str) -> None:
 
 
 class ArgumentsWriter:
-    """Writes the text of a JSON object from parameters whose values come as plain text, in pieces.
+    """Writes the text of a JSON object from parameters whose values arrive as plain text.
 
-    A string is written as its text comes. Any other value is written when it is whole, by the
-    parameter's type; what does not fit its type becomes a string. A parameter that the tool does
-    not have is a string.
+    A string is written as its text arrives. Any other value is written when it is complete, by the
+    parameter's type; a value that does not fit becomes a string. An unknown parameter is a string.
 
     Args:
-        parameters: JSON Schema of the tool's arguments; None: the tool is not known.
-        trims_newlines: leave out a newline at either end of a value, which is the syntax's.
+        parameters: JSON Schema of the tool's arguments; None for an unknown tool.
+        trims_newlines: Drop a newline at either end of a value, which belongs to the syntax.
     """
 
     def __init__(
@@ -245,7 +244,7 @@ class ArgumentsWriter:
         self._parameter = Parameter()
         self._text: list[str] = []  # of a value that is not written yet
         self._streams = False
-        self._wrapper: str | None = None  # a parameter that may hold all arguments
+        self._wrapper: str | None = None  # a parameter that may contain all arguments
         self._at_start = False
         self._newline = ""
 
@@ -255,11 +254,11 @@ class ArgumentsWriter:
         return None if schema is None else types_of(schema, self._parameters)
 
     def begin(self, name: str, *, is_string: bool | None = None) -> str:
-        """A parameter begins. All methods return the piece of JSON that it gave.
+        """Begins a parameter. All methods return the resulting piece of JSON.
 
         Args:
-            name: of the parameter.
-            is_string: what the syntax says of its type; None: nothing.
+            name: Its name.
+            is_string: Its type according to the syntax; None if the syntax has no types.
         """
         self._parameter = self._parameter_of(name, is_string)
         self._text = []
@@ -282,7 +281,7 @@ class ArgumentsWriter:
         return opening + json.dumps(name, ensure_ascii=False) + ": "
 
     def _may_wrap(self, name: str) -> bool:
-        """True if a parameter is none of the tool's, but a name for all of them."""
+        """Returns True if a parameter is none of the tool's, but a name for all of them."""
         return name in WRAPPERS and bool(self._properties) and self._schema(name) is None
 
     @property
@@ -292,7 +291,7 @@ class ArgumentsWriter:
 
     @property
     def held(self) -> str:
-        """The text of a value that is not written yet, as it is not whole."""
+        """The text of an incomplete value that is not written yet."""
         return "".join(self._text) if not self._streams else ""
 
     def restart(self) -> None:
@@ -309,10 +308,10 @@ class ArgumentsWriter:
     def _parameter_of(self, name: str, is_string: bool | None) -> Parameter:
         schema = self._schema(name)
         if schema is None:
-            # (A value that is said to be no string may be anything else.)
+            # A value declared as no string may have any other type.
             return Parameter() if is_string is not False else Parameter(ALL_TYPES - {"string"})
         parameter = Parameter.of(schema, self._parameters)
-        # (The schema knows better than the model what the value is, where they differ.)
+        # If schema and model differ about the type of the value, the schema is right.
         return Parameter() if is_string and "string" in parameter.types else parameter
 
     def add(self, text: str) -> str:
@@ -347,7 +346,7 @@ class ArgumentsWriter:
         self._text = []
         if self._wrapper is not None:
             return self._unwrapped(self._wrapper, text)
-        if self._parameter.is_string:  # (which the model says is none: JSON, if it is right)
+        if self._parameter.is_string:  # The model says it is none: JSON, if it is valid.
             with suppress(ValueError):
                 text = found if isinstance(found := json.loads(text), str) else text
         return self._parameter.to_json(text)
@@ -373,7 +372,7 @@ class ArgumentsWriter:
 
 
 def _may_be_null(text: str) -> bool:
-    """True if the text of a value that is a string or null may still be null."""
+    """Returns True if the text of a string or null may still become null."""
     begun = text.lstrip()
     bare = begun.rstrip()
     if len(text) > _LONGEST_NULL:

@@ -55,9 +55,9 @@ class SolarOpenFormat(ToolFormat):
         )
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
-        """See the base. It begins at the answer's first token: the reasoning is a part of it.
+        """See the base. It begins at the answer's first token and includes the reasoning.
 
-        What ends the calls is not in the grammar: the token ends the answer.
+        The grammar excludes the end of the calls, a token that ends the answer.
         """
         lark = Lark(self.vocabulary)
         message = message_rules(lark, self.markers, _END, f"{_BEGIN}assistant")

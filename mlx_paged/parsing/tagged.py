@@ -1,6 +1,6 @@
 """Calls written as tags around a name, keys and values: one format for all families.
 
-They differ in their tags; what the tags mean is the same.
+Families differ in their tags; the meaning is the same.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mlx_paged.parsing.tags import Tags
 
 
 class TaggedFormat(ToolFormat):
-    """Calls of tags. A family is a subclass with its `tags`.
+    """Calls in tags. A family is a subclass with its `tags`.
 
     Attributes:
-        tags: Of the family.
-        takes_json: Whether a JSON object may stand for the name, keys and values of a call.
+        tags: Tags of the family.
+        takes_json: True if a JSON object may replace the name, keys and values of a call.
     """
 
     tags: ClassVar[Tags]
@@ -52,7 +52,7 @@ class TaggedFormat(ToolFormat):
         rest = (
             f"{call}{ONE_TO_MOST_CALLS if is_repeated else ''} {lark.literal(tags.newline + end)}"
         )
-        # (A call is read without its block, too.)
+        # A call is read without its block, too.
         others = [*self.begins_call, tags.call, *tags.others]
         return lark.answer(
             begin,
@@ -84,7 +84,7 @@ class TaggedFormat(ToolFormat):
         return lark.rule(" | ".join(alternatives))
 
     def _name(self, lark: Lark, tool: Tool) -> str:
-        """A tool's name and what follows it, in Lark."""
+        """Returns a tool's name and the text after it, in Lark."""
         return lark.literal(tool.name + self.tags.name_end)
 
     def _value(
@@ -94,10 +94,10 @@ class TaggedFormat(ToolFormat):
         return lark.value(schema, root, value_end, strict=strict)
 
     def _key_ends(self, schema: Schema, types: frozenset[str]) -> list[tuple[str, Schema]]:
-        """Possible ends of a key, each with the schema of the values that may follow it.
+        """Returns the possible ends of a key, each with the schema of the values after it.
 
         Args:
-            schema, types: of the key's values.
+            schema, types: Those of the key's values.
         """
         strings = [end for end, is_string in self.tags.key_ends if is_string is not False]
         others = [end for end, is_string in self.tags.key_ends if is_string is not True]

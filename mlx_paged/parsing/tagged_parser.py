@@ -19,25 +19,24 @@ from mlx_paged.parsing.lexer import Lexeme
 from mlx_paged.parsing.schemas import ArgumentsWriter, properties_of
 from mlx_paged.parsing.tags import Tags
 
-_LONGEST_NAME = 256  # characters; what is longer is no name
-_LONGEST_KEY = 2 * _LONGEST_NAME  # with what ends it
+_LONGEST_NAME = 256  # characters; a longer text is no name
+_LONGEST_KEY = 2 * _LONGEST_NAME  # with its end
 
 _State = Callable[[Lexeme], Iterator[Event]]
 
 
 class TaggedParser:
-    """Reads calls of tags.
+    """Reads calls in tags.
 
-    A tag counts where the syntax has a place for it; anywhere else it is text. A value ends at its
-    end tag only if another key, or the end of the call, follows, so a value may contain the tag.
-    Where models leave out the end tag, the value ends before the key of another parameter of the
-    tool, or where the call ends. Text where the syntax has no place for any comes out beside the
-    call.
+    A tag counts only at a valid position; elsewhere it is text. A value ends at its end tag only if
+    another key, or the end of the call, follows, so a value may contain the tag. If models omit the
+    end tag, the value ends before the key of another parameter of the tool, or at the call's end.
+    Text at a position without text is returned after the call.
 
     Args:
-        tags: of the family.
-        tools: that may be called: a call of any other is text.
-        takes_json: see `TaggedFormat`.
+        tags: Tags of the family.
+        tools: Tools that may be called; a call of another one is text.
+        takes_json: See `TaggedFormat`.
     """
 
     def __init__(self, tags: Tags, tools: Sequence[Tool], *, takes_json: bool = False) -> None:
@@ -49,19 +48,19 @@ class TaggedParser:
         self._block_end: str | None = None  # of the block that is open
         self._follows_call = False
         self._state: _State = self._outside
-        self._raw: list[str] = []  # what was read of a call that may be none
+        self._raw: list[str] = []  # of a possible call
         self._noise: list[str] = []  # text in a block, before a call
-        self._stray: list[str] = []  # text in a call where there is no place for it
+        self._stray: list[str] = []  # text in a call at a position without text
         self._name = ""
         self._missing: set[str] = set()  # the call's required parameters
-        self._known: set[str] = set()  # those that its tool has
-        self._keys: set[str] = set()  # those that were there
+        self._known: set[str] = set()  # parameters of its tool
+        self._keys: set[str] = set()  # parameters so far
         self._key = ""
         self._value = JsonValue()
         self._lexemes: list[Lexeme] = []  # of a value that is no string
         self._is_late = False  # the answer has ended
         self._space = ""  # at the end of a value, so far
-        self._held: list[Lexeme] = []  # what may end the value, or be a part of it
+        self._held: list[Lexeme] = []  # the possible end of the value, or a part of it
         self._held_text = ""  # a key or a name within it
         self._in_held_name = False
         self._writer = ArgumentsWriter(None)
@@ -118,7 +117,7 @@ class TaggedParser:
                 yield CallArguments(self._writer.close())
             yield CallEnd(is_complete, lacks_end=True)
             if self._tags.attributes and not self._keys:
-                self._stray = []  # (attributes that are cut)
+                self._stray = []  # cut attributes
             yield from self._beside_call()
         else:
             if state in (self._in_held_key, self._in_held_end):
@@ -142,7 +141,7 @@ class TaggedParser:
             self._raw = [lexeme.text]
             self._state = self._in_block
         elif lexeme == (tags.call, True):
-            # (Some models forget to open the block.)
+            # Some models forget to open the block.
             self._raw = [lexeme.text]
             self._begin_name()
         elif self._is_other(lexeme):
@@ -150,12 +149,12 @@ class TaggedParser:
         elif lexeme.is_marker and lexeme.text == self._block_end:
             self._block_end = None
         elif not (self._follows_call and lexeme.is_marker and lexeme.text in self._ends):
-            # (Behind a call an end tag is one too many.)
+            # After a call, an end tag is redundant.
             self._follows_call = self._follows_call and not lexeme.text.strip()
             yield ContentText(lexeme.text)
 
     def _is_other(self, lexeme: Lexeme) -> bool:
-        """True for a tag without a meaning of its own."""
+        """Returns True for a tag without a meaning of its own."""
         return lexeme.is_marker and lexeme.text in self._tags.others
 
     def _in_block(self, lexeme: Lexeme) -> Iterator[Event]:
@@ -193,7 +192,7 @@ class TaggedParser:
         return not (self._raw and self._raw[0] in self._block_ends)
 
     def _end_block(self, tag: str) -> Iterator[Event]:
-        """A block without a call is text, tags included; of another, what is left."""
+        """A block without a call is text, including tags; of another, the rest is."""
         if self._has_call:
             yield from self._noise_as_content()
             return
@@ -202,10 +201,10 @@ class TaggedParser:
         yield from self._as_content()
 
     def _noise_as_content(self, name: str = "") -> Iterator[Event]:
-        """Text between calls.
+        """Reads text between calls.
 
         Args:
-            name: of the call that follows, which some models write beside it, too.
+            name: Name of the next call, which some models also write before it.
         """
         noise, self._raw, self._noise = "".join(self._noise), [], []
         for word in (*self._tags.words, name) if self._tags.words else ():
@@ -224,7 +223,7 @@ class TaggedParser:
             ends = not tags.name_end and lexeme.text in (tags.key, tags.call_end)
             name, rest = self._name.strip(), ""
             if not tags.name_end and name not in self._tools:
-                name, _, rest = name.partition("\n")  # (text behind the name)
+                name, _, rest = name.partition("\n")  # text after the name
             is_named = name.strip() in self._tools
             if lexeme.text == tags.name_end and is_named:
                 yield from self._begin_call(name)
@@ -255,7 +254,7 @@ class TaggedParser:
             yield from self._no_call()
 
     def _leave_block(self) -> None:
-        """A block in which no call was is none: its end will be text."""
+        """Notes that a block had no call, so its end will be text."""
         if not self._has_call:
             self._block_end = None
 
@@ -364,7 +363,7 @@ class TaggedParser:
                 yield from self._in_value(Lexeme(rest))
 
     def _end_of_key(self, text: str) -> tuple[int, str] | None:
-        """Where a key ends that has no marker behind it, and what ends it."""
+        """Returns the end of a key without a marker after it, and what ends it."""
         found = min(
             ((at, -len(end), end) for end, _ in self._tags.key_ends if (at := text.find(end)) >= 0),
             default=None,
@@ -407,7 +406,7 @@ class TaggedParser:
         yield from self._add(lexeme.text)
 
     def _add(self, text: str) -> Iterator[Event]:
-        """More of a value. Space at its end waits, as it may belong to the tags."""
+        """Adds to a value. Whitespace at its end is held, because it may belong to the tags."""
         text = self._space + text
         certain = text.rstrip()
         self._space = text[len(certain) :]
@@ -421,7 +420,7 @@ class TaggedParser:
         """
         space, self._space = self._space, ""
         if is_end_missing and "\n" in space:
-            keeps_newline = self._tags.trims_newlines  # (the writer drops it)
+            keeps_newline = self._tags.trims_newlines  # The writer drops it.
             space = space[: space.rindex("\n") + keeps_newline]
         yield from self._write(space)
 
@@ -434,7 +433,7 @@ class TaggedParser:
             yield CallArguments(piece)
 
     def _after_value(self, lexeme: Lexeme) -> Iterator[Event]:
-        """After a tag that ends the value, if what follows is right."""
+        """After a tag that ends the value if the right text follows."""
         tags = self._tags
         follows = (tags.key, tags.call_end, tags.call, self._block_end)
         if not lexeme.is_marker:
@@ -454,7 +453,7 @@ class TaggedParser:
         yield from self._not_ended(lexeme)
 
     def _in_held_key(self, lexeme: Lexeme) -> Iterator[Event]:
-        """Within what may be the next key: then the value has ended before it."""
+        """Within a possible next key; if it is one, the value has ended before it."""
         tags = self._tags
         self._held.append(lexeme)
         is_end = False
@@ -481,10 +480,10 @@ class TaggedParser:
         return is_known and key not in self._keys
 
     def _in_held_end(self, lexeme: Lexeme) -> Iterator[Event]:
-        """Behind a tag that ends the call, or begins another, if what follows is right.
+        """After a tag that ends the call, or begins another, if the right text follows.
 
-        In a block that is the block's end, or a call of a tool. Where no block is open, and behind
-        a block's end, anything may follow: only the value's end tag shows that the tags were text.
+        In a block, that is the block's end, or a call of a tool. Without an open block, and after a
+        block's end, anything may follow; only the value's end tag proves that the tags were text.
         """
         tags, first = self._tags, self._held[0].text
         is_sure = first == tags.call_end and lexeme.text == self._block_end and lexeme.is_marker
@@ -521,7 +520,7 @@ class TaggedParser:
             yield from self._not_ended(lexeme)
 
     def _end_value(self) -> Iterator[Event]:
-        """The value has ended before what is held."""
+        """Ends the value before the held text."""
         held, self._held = self._held, []
         yield from self._add_space(is_end_missing=True)
         yield CallArguments(self._writer.end())
@@ -566,7 +565,7 @@ class TaggedParser:
         unread, has_calls = self._json.unread(), self._json.num_calls > 0
         self._json = None
         self._follows_call = has_calls
-        if has_calls:  # (others may be of no tool)
+        if has_calls:  # Others may be of unknown tools.
             unread, tag = unread.strip(), ""
         self._raw += [unread, tag]
         yield from self._as_content()
@@ -598,6 +597,6 @@ class TaggedParser:
 
 
 def _is_name(text: str) -> bool:
-    """True for a word, which can be a name."""
+    """Returns True for a word, which can be a name."""
     name = text.strip()
     return 0 < len(name) <= len(text) <= _LONGEST_NAME and not re.search(r"[\s<>{}]", name)

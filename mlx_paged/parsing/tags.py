@@ -12,22 +12,21 @@ class Tags:
 
     Attributes:
         call: Before a name.
-        name_end: After the name; "" where the next tag ends it.
+        name_end: After the name; "" if the next tag ends it.
         call_end: After the last value.
         key: Before a key.
-        key_ends: After it, with what each says of the value: True: it is a string, False: it is
-            none, None: the tool's schema says it. The first one is ours; others are understood.
-        value: Before a value, after the key's end; "" for nothing.
+        key_ends: After it, with the type that each declares for the value: True: a string, False:
+            no string, None: by the tool's schema. We write the first; others are understood.
+        value: Before a value, after the key's end; "" for none.
         value_end: After it.
-        blocks: Around all calls; the first pair is ours. Empty where each call stands by itself.
-        has_shared_block: Whether all calls are in one block; otherwise each has its own.
-        newline: Between tags, as the chat template writes it.
-        trims_newlines: Whether a newline at either end of a value belongs to the tags.
-        others: Tags without a meaning of their own: they are left out around calls and keys.
-        words: Words beside them that have none, either.
-        attributes: A regular expression of what may follow a name and has none, either.
-        before_call, after_call: Text around a call, as the chat template writes it: others of the
-            tags.
+        blocks: Around all calls; we write the first pair. Empty if there is none.
+        has_shared_block: True if all calls are in one block; otherwise each has its own.
+        newline: Between tags, as in the chat template.
+        trims_newlines: True if a newline at either end of a value belongs to the tags.
+        others: Tags without a meaning of their own, dropped around calls and keys.
+        words: Words next to them, also without a meaning.
+        attributes: Regular expression of text after a name, also without a meaning.
+        before_call, after_call: Text around a call in the chat template, from the other tags.
     """
 
     call: str
@@ -49,9 +48,9 @@ class Tags:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Those for the lexer.
+        """Returns the markers for the lexer.
 
-        (What ends a name or a key is looked for only there, unless it is a tag of its own.)
+        The end of a name or a key is searched only there, unless it is a tag of its own.
         """
         tags = [self.call, self.call_end, self.key, self.value, self.value_end, *self.others]
         tags += [self.name_end] if self.name_end.startswith("<") else []
@@ -79,11 +78,11 @@ def attribute_tags(call: str, key: str, **others: Any) -> Tags:
 
 
 def paired_tags(prefix: str = "", suffix: str = "", **others: Any) -> Tags:
-    """GLM's tags: ``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``.
+    """Returns GLM's tags: ``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``.
 
     Args:
-        prefix, suffix: of the names of all tags.
-        others: see `attribute_tags`.
+        prefix, suffix: Around the names of all tags.
+        others: See `attribute_tags`.
     """
     fields: dict[str, Any] = {
         "call": f"<{prefix}tool_call{suffix}>",

@@ -37,7 +37,7 @@ class _ToolCallsFormat(JsonBlockFormat):
 
 
 class HunyuanA13bFormat(_ToolCallsFormat):
-    """After its reasoning, the answer is between tags, too; it may begin with the role's name."""
+    """After its reasoning, the answer is also between tags; it may begin with the role's name."""
 
     names = ("hunyuan_a13b",)
     models = "Hunyuan A13B"
@@ -51,7 +51,7 @@ class HunyuanA13bFormat(_ToolCallsFormat):
 
 
 class AprielFormat(_ToolCallsFormat):
-    """The end of the final response has a marker, too."""
+    """The end of the final response also has a marker."""
 
     names = ("apriel",)
     models = "Apriel 1.5, 1.6"
@@ -68,7 +68,7 @@ class AprielFormat(_ToolCallsFormat):
 
 
 class JambaFormat(_ToolCallsFormat):
-    """Each call is on a line of its own."""
+    """Each call is on its own line."""
 
     names = ("jamba",)
     models = "Jamba 1.5, 1.6, 1.7"
