@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 from support import mcp_server
-from support.page_helpers import answered, in_browser, send, shoot, visiting
+from support.page_helpers import answered, in_browser, send, visiting
+from support.page_quality import WIDTHS, check_look
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, TIMEOUT, RunningServer, running
 
@@ -302,30 +302,20 @@ def test_a_call_that_hangs_is_stopped(server, page, tmp_path) -> None:
 
 
 @in_browser
-@pytest.mark.parametrize("width", (390, 1200))
+@pytest.mark.parametrize("width", WIDTHS)
 def test_axe_finds_nothing_in_tools(browser, server, width) -> None:
     with visiting(browser, server, viewport={"width": width, "height": 780}) as visitor:
         page = visitor.open()
         server.engine.says(say_call("test__add", a=1, b=2), "It is 3.")
-
-        def check(state: str) -> None:
-            for theme in ("light", "dark"):
-                page.emulate_media(color_scheme=theme, reduced_motion="reduce")
-                expect(page.locator("html")).to_have_attribute("data-theme", theme)
-                shoot(page, f"{state}-{width}-{theme}")
-                found = Axe().run(page, options={"resultTypes": ["violations"]})
-                assert found.violations_count == 0, (state, theme, found.generate_report())
-            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-
         page.click("#open-tools")
         expect(page.locator("#tool-list")).to_contain_text("no-such-program")
-        check("tools")
+        check_look(page, "server-tools")
         page.get_by_role("checkbox", name="test__add").check()
         page.keyboard.press("Escape")
         send(page, "1 + 2?")
         expect(page.locator(".question button")).to_have_count(3)
-        check("question")
+        check_look(page, "question")
         page.get_by_role("button", name="Run", exact=True).click()
         answered(page, 2)
         page.locator(".call summary").click()
-        check("result")
+        check_look(page, "result")

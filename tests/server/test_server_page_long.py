@@ -251,7 +251,7 @@ def test_a_hit_far_up_is_scrolled_to_unless_another_chat_is_opened(page: Page) -
     )
     expect(page.locator(".message")).to_have_count(4)
     expect(page.locator("#title")).to_have_text("Question 0 of chat 1")
-    hit.click()
+    hit.press("Enter")
     expect(page.locator("#message-c0-m0")).to_be_in_viewport()
     expect(page.locator("#message-c0-m1 .code")).to_be_visible()
     expect(page.locator(".message")).to_have_count(NUM_MESSAGES)

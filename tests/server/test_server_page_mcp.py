@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from support import mcp_server
 from support.page_helpers import Visitor, answered, in_browser, send, visiting
+from support.page_quality import WIDTHS, check_escape, check_keys, check_look
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, TIMEOUT, RunningServer, running, until
 
@@ -394,22 +394,80 @@ def test_prompts_are_inserted_and_resources_attached(server, visitor, mcp_url) -
 
 
 @in_browser
-@pytest.mark.parametrize("width", (390, 1200))
-def test_axe_finds_nothing(browser, server, mcp_url, width) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_dialog_of_tools_in_all_states(browser, server, mcp_url, refusing, width) -> None:
+    """By axe, by its widths, and by keys alone."""
     with visiting(browser, server, viewport={"width": width, "height": 780}) as visitor:
         page = visitor.open()
-        page.click("#open-tools")
+        opener, dialog = page.locator("#open-tools"), page.locator("#tools")
+
+        def press(name: str) -> None:
+            page.get_by_role("button", name=name, exact=True).press("Enter")
+
+        def check(state: str) -> None:
+            check_look(page, state)
+            check_keys(page, dialog)
+
+        def focused(name: str) -> None:
+            expect(page.get_by_role("button", name=name, exact=True)).to_be_focused()
+
+        expect(opener).to_be_visible()  # once the server has said what it takes
+        opener.press("Enter")
+        check("tools-none")
+        press("Add an MCP server")
+        check("tools-new")
+        press("Cancel")
+        focused("Add an MCP server")
+        add(page, "a__b", mcp_url)
+        expect(page.locator(":focus")).to_have_attribute("aria-invalid", "true")
+        check("tools-wrong")
+        press("Cancel")
+        add(page, "locked", refusing)
+        expect(page.locator("#tool-list")).to_contain_text("requires authorization")
+        focused("Edit locked")
         add(page, "mine", mcp_url)
-        page.get_by_role("button", name="Insert Review code").click()
+        expect(page.get_by_role("checkbox", name="mine__add")).to_be_visible()
+        check("tools")
+        press("Insert Review code")
+        expect(page.get_by_label("code", exact=True)).to_be_focused()
+        check("tools-arguments")
+        press("Cancel")
+        focused("Insert Review code")
+        press("Edit mine")
+        check("tools-edit")
+        page.get_by_label("Name", exact=True).fill("yours")
+        page.keyboard.press("Enter")
+        focused("Edit yours")
+        expect(page.get_by_role("checkbox", name="yours__add")).to_be_visible()
+        focused("Edit yours")
+        press("Turn off yours")
+        focused("Turn on yours")
+        expect(page.locator("#tool-list")).to_contain_text("It is turned off.")
+        check("tools-off")
+        press("Remove yours")
+        focused("Add an MCP server")
+        check_escape(page, dialog, opener)
 
-        def check() -> None:
-            for theme in ("light", "dark"):
-                page.emulate_media(color_scheme=theme, reduced_motion="reduce")
-                expect(page.locator("html")).to_have_attribute("data-theme", theme)
-                found = Axe().run(page, options={"resultTypes": ["violations"]})
-                assert found.violations_count == 0, (theme, found.generate_report())
-            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
-        check()
-        page.get_by_role("button", name="Edit mine").click()
-        check()
+@in_browser
+def test_polls_leave_the_focus_where_it_is(server, visitor, mcp_url) -> None:
+    page = visitor.open()
+    page.click("#open-tools")
+    add(page, "mine", mcp_url)
+    box = page.get_by_role("checkbox", name="mine__add")
+    expect(box).to_be_visible()
+
+    def answer(route: Route) -> None:
+        response = route.fetch()
+        offers = response.json()
+        offers["servers"].append({**offers["servers"][0], "name": "slow", "status": "starting"})
+        offers["servers"][-1] |= {"tools": [], "prompts": [], "resources": []}
+        route.fulfill(response=response, json=offers)
+
+    page.route("**/mcp/tools", answer)
+    page.keyboard.press("Escape")
+    page.click("#open-tools")
+    expect(page.locator("#tool-list")).to_contain_text("It is being started.")
+    box.evaluate("(box) => { window.box = box; box.focus(); }")
+    page.wait_for_function("() => !window.box.isConnected")  # it was drawn anew
+    expect(box).to_be_focused()

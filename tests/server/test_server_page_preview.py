@@ -121,6 +121,17 @@ def test_html_is_shown_without_scripts_network_or_ways_out(
 
 
 @in_browser
+def test_a_preview_is_opened_and_closed_by_keys(page: Page) -> None:
+    block = show(page, "html", "<h1>Sales</h1>")
+    button = block.locator(".preview-code")
+    for is_open in (True, False):
+        button.press("Enter")
+        expect(block.locator("iframe")).to_have_count(int(is_open))
+        expect(button).to_have_attribute("aria-expanded", str(is_open).lower())
+        expect(button).to_be_focused()
+
+
+@in_browser
 def test_svg_is_shown_on_request(page: Page) -> None:
     svg = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="40"><rect width="9"/></svg>'
     block = show(page, "svg", svg)

@@ -77,6 +77,7 @@ export class SettingsDialog {
     $("delete-preset").addEventListener("click", () => {
       settings.setPreset($("preset").value, null);
       this.fillPresets();
+      $("preset").focus(); // the button is disabled now
     });
     $("stop-strings").addEventListener("input", () => this.set("stop", $("stop-strings").value));
     $("parameters").replaceChildren(...PARAMETERS.map((parameter) => this.field(parameter)));

@@ -86,8 +86,17 @@ async function write(onSaved) {
   return chats.length;
 }
 
+let isRunning = false;
+
+// (A button that is disabled would lose the focus.)
+function setRunning(value) {
+  isRunning = value;
+  for (const id of ["export-folder", "change-folder"]) $(id).setAttribute("aria-disabled", String(value));
+}
+
 async function run() {
-  $("export-folder").disabled = true;
+  if (isRunning) return;
+  setRunning(true);
   try {
     if (!folder && !await choose()) return;
     if (!await mayWrite()) {
@@ -100,7 +109,7 @@ async function run() {
     const why = error.name === "NotFoundError" ? "the folder is gone. Choose another one" : error.message;
     say(`Not everything was exported: ${why}.`, true);
   } finally {
-    $("export-folder").disabled = false;
+    setRunning(false);
   }
 }
 
@@ -110,7 +119,7 @@ if (missing) say(missing);
 else {
   $("export-folder").addEventListener("click", run);
   $("change-folder").addEventListener("click", async () => {
-    if (await choose()) await run();
+    if (!isRunning && await choose()) await run();
   });
   known().then((handle) => {
     folder ??= handle;

@@ -33,6 +33,9 @@ export class TokensDialog {
         this.about, this.list,
       ),
     );
+    this.dialog.addEventListener("click", (event) => { // on what is around it
+      if (event.target === this.dialog) this.dialog.close();
+    });
     this.dialog.addEventListener("keydown", (event) => {
       if (event.key === "Escape") event.stopPropagation(); // it closes the dialog, and stops nothing
     });

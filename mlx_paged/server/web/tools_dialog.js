@@ -17,6 +17,7 @@ export class ToolsDialog {
     this.dialog = $("tools");
     this.edited = null; // name of the server that is edited; "": a new one; null: none
     this.asked = null; // { server, prompt } whose arguments are asked for
+    this.opener = null; // key of the button that opened a form
     $("open-tools").addEventListener("click", () => this.open());
     $("close-tools").addEventListener("click", () => this.dialog.close());
     this.dialog.addEventListener("click", (event) => {
@@ -62,7 +63,21 @@ export class ToolsDialog {
     $("tools-state").textContent = text;
   }
 
+  // (Polls draw anew, too: the focus stays where it is.)
   draw() {
+    const list = $("tool-list");
+    const focused = list.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+    this.drawList();
+    if (focused) this.focus(focused);
+  }
+
+  // Moves the focus to the control that has a key, or to one that is always there.
+  focus(key) {
+    const found = [...$("tool-list").querySelectorAll("[data-key]")].find((each) => each.dataset.key === key);
+    (found ?? ($("add-server").hidden ? $("close-tools") : $("add-server"))).focus();
+  }
+
+  drawList() {
     const chosen = this.act.chosen();
     const running = new Map(this.tools.servers.map((server) => [server.name, server]));
     const off = this.tools.own.all.filter(({ name }) => !running.has(name)).map(({ name, isOff }) => ({
@@ -87,25 +102,26 @@ export class ToolsDialog {
       const about = element("p", { className: "muted about", id: `about-${i}-${j}`, textContent: tool.description ?? "" });
       const box = element("input", {
         type: "checkbox", className: "tool", value: tool.name, checked: chosen.includes(tool.name),
-        "aria-describedby": about.id,
+        "aria-describedby": about.id, "data-key": `tool ${tool.name}`,
       });
       section.append(element("label", { className: "check" }, box, tool.title || tool.name), about);
     }
     section.append(
-      ...offers("Prompts", prompts.map((prompt) => this.offer(prompt, "Insert", () => this.insert(server, prompt)))),
-      ...offers("Resources", resources.map((one) => this.offer(one, "Attach", () => this.attach(server, one)))),
+      ...offers("Prompts", prompts.map((prompt) => this.offer(name, prompt, "Insert", () => this.insert(server, prompt)))),
+      ...offers("Resources", resources.map((one) => this.offer(name, one, "Attach", () => this.attach(server, one)))),
     );
     if (this.asked?.server.name === name) section.append(this.argumentsForm(server, this.asked.prompt));
     if (server.is_own) section.append(...this.ownParts(server));
     return section;
   }
 
-  offer({ name, title, description }, does, onclick) {
+  offer(server, { name, uri, title, description }, does, onclick) {
     const label = title || name;
+    const key = `${does} ${server} ${uri ?? name}`;
     return element(
       "li", {},
       element("span", {}, label, element("span", { className: "muted", textContent: description ? ` ${description}` : "" })),
-      element("button", { type: "button", textContent: does, "aria-label": `${does} ${label}`, onclick }),
+      element("button", { type: "button", textContent: does, "aria-label": `${does} ${label}`, "data-key": key, onclick }),
     );
   }
 
@@ -114,6 +130,8 @@ export class ToolsDialog {
   insert(server, prompt) {
     if (prompt.arguments.length) {
       this.asked = { server, prompt };
+      this.edited = null;
+      this.opener = `Insert ${server.name} ${prompt.name}`;
       this.draw();
       $("tool-list").querySelector(".arguments input").focus();
     } else this.insertWith(server, prompt, {});
@@ -173,23 +191,25 @@ export class ToolsDialog {
 
   ownParts({ name, isOff }) {
     if (this.edited === name) return [this.form(this.tools.own.all.find((server) => server.name === name))];
-    const button = (textContent, onclick) => element("button", {
-      type: "button", textContent, "aria-label": `${textContent} ${name}`, onclick,
+    const button = (kind, textContent, onclick) => element("button", {
+      type: "button", textContent, "aria-label": `${textContent} ${name}`, "data-key": `${kind} ${name}`, onclick,
     });
     return [element(
       "div", { className: "buttons" },
-      button("Edit", () => this.edit(name)),
-      button(isOff ? "Turn on" : "Turn off", () => this.change(() => {
+      button("edit", "Edit", () => this.edit(name)),
+      button("switch", isOff ? "Turn on" : "Turn off", () => this.change(() => {
+        this.opener = `switch ${name}`;
         const server = this.tools.own.all.find((one) => one.name === name);
         this.tools.own.put({ ...server, isOff: !isOff }, name);
       })),
-      button("Remove", () => this.change(() => this.tools.own.remove(name))),
+      button("remove", "Remove", () => this.change(() => this.tools.own.remove(name))),
     )];
   }
 
   edit(name) {
     this.edited = name;
     this.asked = null;
+    this.opener = `edit ${name}`;
     this.draw();
     $("tool-list").querySelector(".own-server input").focus();
   }
@@ -197,7 +217,7 @@ export class ToolsDialog {
   leave() {
     this.edited = this.asked = null;
     this.draw();
-    $("add-server").focus();
+    this.focus(this.opener);
   }
 
   async change(does) {
@@ -243,6 +263,7 @@ export class ToolsDialog {
       if (wrong) form.elements[wrong.field].focus();
       else {
         const fresh = { name: values.name, url: values.url, headers: headersOf(values.headers), isOff: server.isOff };
+        this.opener = `edit ${fresh.name}`;
         this.change(() => this.tools.own.put(fresh, server.name || null));
       }
     });
