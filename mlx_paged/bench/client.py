@@ -1,4 +1,4 @@
-"""Load for any OpenAI endpoint: arrivals, and what each request saw."""
+"""Load for any OpenAI endpoint: arrivals, and the measurements of each request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import aiohttp
 from mlx_paged.bench.datasets import Prompt
 from mlx_paged.bench.figures import time_per_token
 
-# Reading is part of what is measured: lines of a stream may be long (log-probabilities).
+# Reading is part of the measurement. Lines of a stream may be long (log-probabilities).
 _READ_BUFFER = 1 << 20
 
 
@@ -43,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go, and their fields besides prompt and limit."""
+    """The endpoint, and fields of requests besides prompt and limit."""
 
     url: str
     model: str
@@ -55,7 +55,7 @@ class Target:
 async def arrivals(
     prompts: Sequence[Prompt], rate: float, burstiness: float, seed: int
 ) -> AsyncIterator[Prompt]:
-    """Prompts at a mean rate (requests a second; inf: all at once), gaps gamma-distributed."""
+    """Yields prompts at a mean rate (requests a second; inf: all at once) with gamma gaps."""
     rng = random.Random(seed)
     due = time.perf_counter()
     for prompt in prompts:
@@ -66,7 +66,7 @@ async def arrivals(
 
 
 def hint_of(status: int) -> str:
-    """Returns a hint for an HTTP status, where the command line has an option for it."""
+    """Returns a hint for an HTTP status, if a command-line option affects it."""
     return " (give --api-key)" if status == 401 else ""
 
 
@@ -178,12 +178,12 @@ async def run(
     """Runs a workload.
 
     Args:
-        rate: mean requests a second.
+        rate: Mean requests a second.
         burstiness: 1 is a Poisson process; less is burstier.
-        concurrency: most requests at once; None: no limit.
+        concurrency: Maximum concurrent requests; None means no limit.
 
     Returns:
-        Results in the order of the prompts, and the seconds that all took.
+        Results in the order of the prompts, and the seconds for all of them.
     """
     gate = asyncio.Semaphore(concurrency or len(prompts) or 1)
     timeout = aiohttp.ClientTimeout(total=6 * 3600)

@@ -24,7 +24,7 @@ _LEAST_TOKENS, _MOST_PROMPT_TOKENS, _MOST_TOKENS = 4, 1024, 2048
 
 
 class Dataset(StrEnum):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     RANDOM = "random"
     PREFIX_REPETITION = "prefix_repetition"
@@ -37,10 +37,10 @@ class Prompt:
     """One request.
 
     Attributes:
-        token_ids: of the prompt.
-        max_tokens: of the answer.
-        text: of the tokens.
-        messages: the prompt as a conversation, where it is one.
+        token_ids: Tokens of the prompt.
+        max_tokens: Maximum tokens of the answer.
+        text: Text of the tokens.
+        messages: The prompt as a conversation, if it is one.
     """
 
     token_ids: tuple[int, ...]
@@ -63,13 +63,13 @@ def _option(help: str, *names: str, **more: Any) -> Any:
 
 
 def _own(help: str, default: str, *names: str, min: float = 1) -> Any:
-    """A number that a data set has a default of its own for."""
+    """A number whose default depends on the data set."""
     return _option(help, *names, min=min, show_default=default)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A data set and how much of it; None where the default of the data set holds.
+    """A data set and its options; None means the data set's default.
 
     It is a group of options (see `with_options`).
     """
@@ -136,11 +136,11 @@ class Workload:
     ] = None  # fmt: skip
 
     def sample(self, tokenizer: Any, seed: int) -> list[Prompt]:
-        """The prompts; the same ones for the same seed.
+        """Returns the prompts, which are the same for the same seed.
 
         Raises:
-            InvalidParameterError: an option that this data set does not have, a file that holds
-                something else, or more prompts than there are.
+            InvalidParameterError: An option that this data set does not have, a file with other
+                contents, or more prompts than there are.
         """
         for field in fields(self):
             owners = _OWNERS.get(field.name, tuple(Dataset))
@@ -153,7 +153,7 @@ class Workload:
         return _SAMPLERS[self.dataset_name](self, tokenizer, rng)
 
 
-# Data sets that have the option, where not all do, and its name where that differs.
+# Data sets with the option, if not all have it, and its name if that differs.
 _OWNERS = {
     "dataset_path": (Dataset.SHAREGPT,),
     "input_len": (Dataset.RANDOM,),
@@ -182,7 +182,7 @@ def random_prompts(
     range_ratio: float = 0.0,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Random tokens; the first `prefix_len` are the same in all, and `input_len` come after."""
+    """Random tokens: `prefix_len` shared ones first, then `input_len` more."""
     workload = Workload(Dataset.RANDOM, count, None, input_len, output_len, prefix_len, range_ratio)
     return workload.sample(tokenizer, seed)
 
@@ -305,10 +305,10 @@ _SAMPLERS = {
 
 
 def tokenizer_of(model: str | None) -> Any:
-    """mlx-lm's tokenizer of a model directory or hub id; None: of the embedded model.
+    """Returns mlx-lm's tokenizer of a model directory or hub id; None means the embedded model.
 
     Raises:
-        ModelLoadError: there is none.
+        ModelLoadError: There is none.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
     from mlx_lm.utils import load_tokenizer
@@ -325,9 +325,9 @@ def tokenizer_of(model: str | None) -> Any:
 
 
 def ordinary_tokens(tokenizer: Any) -> list[int]:
-    """Tokens to draw from: words that begin with a space, where the vocabulary has them.
+    """Returns tokens to draw from: words that begin with a space, if the vocabulary has them.
 
-    Texts of those encode to nearly the same tokens again.
+    Their texts encode to nearly the same tokens again.
     """
     vocabulary = tokenizer.get_vocab()
     words = sorted(i for t, i in vocabulary.items() if t[:1] in "Ġ▁" and t[1:].isalpha())

@@ -1,9 +1,9 @@
-"""Two engines that do the same work, in turns: this package's, and mlx-lm's `BatchGenerator`.
+"""Runs two engines with the same work, in turns: this package's, and mlx-lm's `BatchGenerator`.
 
-Both get the same weights in the same type, the same BLAS, the same token ids, all at once, and the
-same ends: with `ignore_eos` every answer has `max_tokens` tokens; without it an answer ends with
-the first of the model's end tokens, which counts as one of its tokens. Both read every token on the
-host as it comes, and make the text of all answers at the end.
+Both get the same weights in the same dtype, the same BLAS and the same token ids, all at once. With
+`ignore_eos`, every answer has `max_tokens` tokens; without it, an answer ends with the first of the
+model's end tokens, which counts as one of its tokens. Both read every token on the host as it
+arrives, and make the text of all answers at the end.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Settings:
     """Settings of both engines.
 
     Attributes:
-        model: directory or hub id; None: the embedded model.
-        dtype: see `mlx_paged.load`.
-        num_answers: for each prompt.
+        model: Directory or hub id; None means the embedded model.
+        dtype: See `mlx_paged.load`.
+        num_answers: Answers to each prompt.
         temperature: 0 is greedy.
-        ignore_eos: answers have their full length.
-        detokenize: the text of the answers is made, and its time counts.
-        max_num_seqs: most sequences that run at once.
-        seed: of sampled answers.
-        engine_options: further fields of `EngineConfig`, for this package's engine alone.
+        ignore_eos: Answers have their full length.
+        detokenize: Make the text of the answers, and count its time.
+        max_num_seqs: Maximum running sequences.
+        seed: Seed of sampled answers.
+        engine_options: Other fields of `EngineConfig`, for this package's engine.
     """
 
     model: str | None = None
@@ -68,7 +68,7 @@ class Runner:
         """Runs all requests, which arrive at once.
 
         Args:
-            cold: forget cached prefixes first.
+            cold: Forget cached prefixes first.
         """
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class Runner:
         return measure_footprint()
 
     def close(self) -> None:
-        """Releases what the garbage collector does not."""
+        """Releases resources that the garbage collector does not."""
 
 
 def open_runner(name: EngineName, settings: Settings) -> Runner:
@@ -163,7 +163,7 @@ class MlxLmRunner(Runner):
         self._settings = settings
 
     def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
-        """See `Runner`; it keeps nothing between runs, so that all are cold."""
+        """See `Runner`. It keeps nothing between runs, so all are cold."""
         from mlx_lm.generate import BatchGenerator  # here: mlx-lm's own, once it is unpatched
         from mlx_lm.sample_utils import make_sampler
 
@@ -209,15 +209,14 @@ class Footprint:
     """Memory in bytes.
 
     Attributes:
-        process_peak: most that was resident of this process, loading included.
-        mlx_peak: most that MLX's arrays had since `mx.reset_peak_memory`: weights, activations, and
-            a pool in full, touched or not.
-        mlx_cache: freed buffers that MLX keeps.
-        pool: of the KV pool; None for an engine without one.
-        pool_used: most of it that held tokens at once, by the blocks of full attention; None
-            likewise.
-        system_used: of the machine's memory, all processes together.
-        system_total: of the machine.
+        process_peak: Maximum resident memory of this process, including loading.
+        mlx_peak: Maximum of MLX's arrays since `mx.reset_peak_memory`: weights, activations, and a
+            whole pool, touched or not.
+        mlx_cache: Freed buffers that MLX keeps.
+        pool: The KV pool; None for an engine without one.
+        pool_used: Maximum of it that held tokens, by the blocks of full attention; None likewise.
+        system_used: Memory of the machine in use by all processes.
+        system_total: Memory of the machine.
     """
 
     process_peak: int
@@ -244,9 +243,9 @@ def measure_footprint(pool: int | None = None, pool_used: int | None = None) -> 
 
 
 def peak_resident_bytes() -> int:
-    """Most memory that was resident of this process."""
+    """Returns the maximum resident memory of this process."""
     try:
-        # (`getrusage` would return the parent's peak if that is higher: it survives `exec`.)
+        # `getrusage` returns the parent's peak if that is higher, because it survives `exec`.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Latencies and rates of what a benchmark ran, under vLLM's names."""
+"""Latencies and rates of a benchmark, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse_percentiles(given: str) -> list[float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """With linear interpolation, as NumPy does it; 0 of nothing."""
+    """Returns a percentile with linear interpolation, like NumPy; 0 without values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -45,11 +45,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 def latency_figures(
     kinds: Mapping[str, Sequence[float]], shares: Sequence[float]
 ) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles in milliseconds, under vLLM's keys.
+    """Returns mean, median, standard deviation and percentiles in milliseconds, with vLLM's keys.
 
     Args:
-        kinds: seconds by ``ttft``, ``tpot``, ``itl`` and ``e2el``.
-        shares: which percentiles.
+        kinds: Seconds by ``ttft``, ``tpot``, ``itl`` and ``e2el``.
+        shares: The percentiles.
     """
     made = {}
     for name, seconds in kinds.items():
@@ -63,12 +63,12 @@ def latency_figures(
 
 
 def time_per_token(ttft: float, latency: float, num_tokens: int) -> float | None:
-    """Mean seconds of the tokens after the first; None where there are none."""
+    """Returns the mean seconds per token after the first; None if there are none."""
     return (latency - ttft) / (num_tokens - 1) if num_tokens > 1 else None
 
 
 def answer_latencies(answers: Sequence[Any], shares: Sequence[float]) -> dict[str, float]:
-    """`latency_figures` of what has the attributes ``ttft``, ``tpot``, ``itl`` and ``latency``."""
+    """`latency_figures` of objects with ``ttft``, ``tpot``, ``itl`` and ``latency``."""
     return latency_figures(
         {
             "ttft": [answer.ttft for answer in answers],
@@ -114,9 +114,9 @@ class Answer:
     """One answer.
 
     Attributes:
-        token_ids: its tokens, with the end token if the model sampled one.
-        times: seconds from the start of the run, when all requests came, to each of the tokens.
-        num_cached_tokens: of the prompt, that were not computed.
+        token_ids: Its tokens, with the end token if the model sampled one.
+        times: Seconds of each token since the start of the run, when all requests arrived.
+        num_cached_tokens: Prompt tokens from the prefix cache.
     """
 
     token_ids: list[int]
@@ -149,9 +149,9 @@ class Run:
     """All requests of a benchmark, run once.
 
     Attributes:
-        seconds: from the first request to the last answer, its text included.
-        prompt_lens: tokens of each prompt.
-        answers: those of the first prompt, then those of the next.
+        seconds: From the first request to the last answer, including its text.
+        prompt_lens: Tokens of each prompt.
+        answers: Those of the first prompt, then those of the next.
     """
 
     seconds: float
@@ -176,7 +176,7 @@ class Run:
 
 
 def median_run(runs: Sequence[Run]) -> Run:
-    """The one whose time is in the middle (of two, the slower one)."""
+    """Returns the run with the median time (of two, the slower one)."""
     return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
 

@@ -1,4 +1,4 @@
-"""The same load on mlx-lm's dense caches and on the paged engine: KV memory, read as it runs."""
+"""The same load on mlx-lm's dense caches and on the paged engine, with measured KV memory."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Load:
     """Users who all have an answer in progress at once.
 
     Attributes:
-        users: how many.
-        system_len: tokens of the prompt that all share.
-        user_len: mean tokens that each adds; from half to one and a half times that.
-        answer_len: mean tokens of the answers, likewise.
+        users: Number of users.
+        system_len: Tokens of the shared prompt.
+        user_len: Mean tokens that each adds, from half to one and a half times that.
+        answer_len: Mean tokens of the answers, likewise.
     """
 
     users: int
@@ -60,15 +60,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Held:
-    """KV memory at its highest.
+    """Peak KV memory.
 
     Attributes:
-        live_bytes: of cache arrays, or of the blocks that sequences hold.
-        allocated_bytes: MLX's active memory above what it was before, for dense caches; for the
-            paged engine the pools' arrays in a second run whose pool is as small as the first run
-            says (None if something was preempted there).
-        blocks: that sequences hold; None for dense caches.
-        answer_tokens: generated in all, which must be the same for all four.
+        live_bytes: Bytes of cache arrays, or of the blocks that sequences hold.
+        allocated_bytes: Increase of MLX's active memory, for dense caches; for the paged engine,
+            the pools' arrays in a second run whose pool has the size found by the first (None if
+            it preempted something).
+        blocks: Blocks that sequences hold; None for dense caches.
+        answer_tokens: Number of generated tokens, which must be the same for all four.
     """
 
     live_bytes: int
@@ -80,14 +80,14 @@ class Held:
 def measure(
     model: LoadedModel, load: Load, block_size: int, seed: int, formats: Sequence[str] = ()
 ) -> dict[str, Held]:
-    """One load on all four, and paged in other formats, without sharing: ``paged_<format>``.
+    """Runs one load on all four, and paged in other formats without sharing: ``paged_<format>``.
 
     Raises:
-        UnsupportedModelError: layers have windows or recurrent state, whose memory is not blocks of
+        UnsupportedModelError: Layers have windows or recurrent state, whose memory is not blocks of
             one kind.
     """
     requests = load.requests(model.vocab_size, seed)
-    # (The engine first: it may refuse the model.)
+    # The engine first, because it may refuse the model.
     held = {
         SHARED: _paged(model, requests, block_size, sharing=True),
         PAGED: _paged(model, requests, block_size, sharing=False),
@@ -136,7 +136,7 @@ def _dense(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
 
 
 def _batch(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
-    """The most after any of its steps."""
+    """Returns the maximum after any of its steps."""
     from mlx_lm.generate import BatchGenerator
 
     before = _baseline()
@@ -206,13 +206,13 @@ def _generate(
 # --- Report ---------------------------------------------------------------------------------------
 
 
-# The common claim on paged KV caches: this many times less memory than dense ones.
+# The common claim about paged KV caches: this many times less memory than dense ones.
 CLAIM = (2.0, 4.0)
 
 
 def row(load: Mapping[str, int], held: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One load's results, how many times as much dense caches hold as paged ones, and how many
-    tokens a format holds in the memory of one as the model computes."""
+    """Returns the results of one load, the ratio of dense to paged memory, and the tokens that each
+    format holds in the memory of one token in the model's dtype."""
     ratios = {
         f"{dense}_over_{paged}": held[dense]["live_bytes"] / held[paged]["live_bytes"]
         for dense in ("dense", "batch_generator")
@@ -228,7 +228,7 @@ def row(load: Mapping[str, int], held: Mapping[str, Mapping[str, Any]]) -> dict[
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """How many loads are below, within and above the claim, for each comparison."""
+    """Returns the numbers of loads below, within and above the claim, for each comparison."""
     low, high = CLAIM
     found = {}
     for name in rows[0]["ratios"]:
@@ -239,7 +239,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Tables: memory of all four, the claim, and tokens in other formats."""
+    """Prints tables: memory of all four, the claim, and tokens in other formats."""
     loads = ("users", "system_len", "user_len", "answer_len")
     header = ["users", "system", "user", "answer"]
     body = [

@@ -17,16 +17,16 @@ class Remote:
     """An object that a new process makes and keeps.
 
     Args:
-        name: of the process, for errors.
-        make: makes the object there, of `arguments`; both must be picklable.
+        name: Name of the process, for errors.
+        make: Makes the object there, from `arguments`; both must be picklable.
 
     Raises:
-        MlxPagedError: the other process raised an error, or ended.
+        MlxPagedError: The other process raised an error, or ended.
     """
 
     def __init__(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
         self._name = name
-        # (A fork of a process whose threads compute would hang.)
+        # A fork of a process with computing threads would hang.
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, make, arguments), daemon=True)
@@ -36,7 +36,7 @@ class Remote:
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
         """Calls a method of the object."""
-        with contextlib.suppress(BrokenPipeError):  # the process ended; `_receive` raises how
+        with contextlib.suppress(BrokenPipeError):  # The process ended; `_receive` raises how.
             self._ours.send((method, args, options))
         return self._receive()
 

@@ -23,12 +23,12 @@ _LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def environment() -> dict[str, Any]:
-    """Fields of every JSON file of results.
+    """Returns the common fields of every JSON file of results.
 
     Returns:
-        ``date`` (UTC), ``command``, ``commit`` and ``dirty`` (None where the package does not lie
-        in its own checkout), ``machine`` (``processor``, ``cores``, ``memory_bytes``,
-        ``load_average``, ``system``, ``python``, ``device``) and ``build`` (`build_info`).
+        ``date`` (UTC), ``command``, ``commit`` and ``dirty`` (None if the package is not in its own
+        checkout), ``machine`` (``processor``, ``cores``, ``memory_bytes``, ``load_average``,
+        ``system``, ``python``, ``device``) and ``build`` (`build_info`).
     """
     from mlx_paged import extension
 

@@ -1,7 +1,7 @@
-"""`mlx-paged generate --input`: answers a batch of requests, many at once.
+"""`mlx-paged generate --input`: answers a batch of requests concurrently.
 
-The requests are answered by the server's own application, called in this process: a body means
-what it means to `mlx-paged serve`.
+The server's own application answers the requests in this process, so a body means the same as for
+`mlx-paged serve`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Batch:
     """The requests to run.
 
     Attributes:
-        input: JSONL; None: stdin.
-        output: None: stdout.
+        input: JSONL; None means stdin.
+        output: None means stdout.
         overwrite: Empty the output first.
-        model: As for `mlx_paged.load`.
-        model_names: Names that a body may give as `model`; empty: the model's own name.
-        progress: Whether to show a bar; None: on a terminal.
+        model: See `mlx_paged.load`.
+        model_names: Names that a body may give as `model`; empty means the model's own name.
+        progress: Show a progress bar; None: on a terminal.
         engine_options: Fields of `EngineConfig`.
     """
 
@@ -52,13 +52,13 @@ class Batch:
 
 
 def run(batch: Batch) -> int:
-    """Answers the lines that have no answer yet.
+    """Answers the lines without an answer.
 
     Returns:
-        How many lines of this run failed; their reasons are in the output.
+        The number of lines of this run that failed; the output has their reasons.
 
     Raises:
-        MlxPagedError: the input was changed since the output was begun, the output cannot be
+        MlxPagedError: The input was changed since the output was begun, the output cannot be
             written, the model cannot be loaded, or no line of this run could be answered.
     """
     EngineConfig(**batch.engine_options)  # refuses wrong options before anything is opened
@@ -122,7 +122,7 @@ async def _answer(
 
 
 def _open(path: Path | None) -> BinaryIO:
-    """The input, which is read twice: a pipe is copied to a file first."""
+    """Opens the input, which is read twice, so a pipe is copied to a file first."""
     try:
         if path is not None and path.is_file():
             return path.open("rb")

@@ -1,4 +1,4 @@
-"""`mlx-paged demo`: eight chats at once, checked and timed against mlx-lm."""
+"""`mlx-paged demo`: eight concurrent chats, checked and timed against mlx-lm."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def demo(
         begin("engine")
         on_kernel = partial(begin, "kernels")
         llm = LLM(loaded, async_scheduling=async_scheduling, on_kernel=on_kernel)
-        begin("kernels")  # a first step, so that what is timed later is not the first
+        begin("kernels")  # A first step, so that the timed one is not the first.
         llm.generate([[0, 0]], SamplingParams(temperature=0, max_tokens=2))
         llm.engine.reset_prefix_cache()
     info = extension.build_info()
@@ -110,7 +110,7 @@ def _generate(
     console: Console,
 ) -> tuple[list[RequestOutput], float]:
     """Runs the chats with a bar for each."""
-    # (What stands beside the chat takes 36 columns without a bar; lines that are too long are cut.)
+    # The rest of a line takes 36 columns without a bar; longer lines are cut.
     bar_width = 24 if console.width >= 100 else 0
     width = max(12, min(46, console.width - 37 - bar_width))
     progress = Progress(
@@ -205,7 +205,7 @@ def _compare(
     seconds: float,
     max_tokens: int,
 ) -> bool:
-    """Runs the same with mlx-lm. Returns whether every greedy token agrees with its dense path."""
+    """Runs the same with mlx-lm. Returns True if all greedy tokens agree with its dense path."""
     console.print("\nThe same work by mlx-lm, same weights, same process, same BLAS ...")
     eos = set(llm.tokenizer.eos_token_ids)
     ours = [[t for t in o.outputs[0].token_ids if t not in eos] for o in outputs]
@@ -227,18 +227,18 @@ def _compare(
 
 
 def _shared_prefix(prompts: list[list[int]]) -> int:
-    """How many first tokens all prompts have in common."""
+    """Returns the number of leading tokens that all prompts share."""
     columns = zip(*prompts)
     return sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
 
 
-# --- mlx-lm on the same weights, in the same process ----------------------------------------------
+# --- mlx-lm with the same weights, in the same process --------------------------------------------
 
 
 def one_by_one(
     model: LoadedModel, prompts: list[list[int]], max_tokens: int
 ) -> tuple[list[list[int]], float]:
-    """mlx-lm's `generate_step`, a prompt at a time: its dense path.
+    """Runs mlx-lm's `generate_step`, its dense path, one prompt at a time.
 
     Returns:
         The greedy tokens of each prompt, without the end token, and the seconds of all prompts.
@@ -261,7 +261,7 @@ def one_by_one(
 def batched(
     model: LoadedModel, prompts: list[list[int]], max_tokens: int
 ) -> tuple[list[list[int]], float]:
-    """mlx-lm's `BatchGenerator`, all prompts at once; otherwise like `one_by_one`."""
+    """Runs mlx-lm's `BatchGenerator` with all prompts; otherwise like `one_by_one`."""
     from mlx_lm.generate import batch_generate
 
     start = time.perf_counter()

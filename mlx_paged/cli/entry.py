@@ -43,8 +43,8 @@ class _Debug:
 def run(app: typer.Typer) -> None:
     """Runs the command line and ends the process.
 
-    Ctrl-C is an exception only while the verb runs: before and after, where it could only become a
-    traceback, it ends the process at once (`mlx_paged._exit_interrupted`).
+    Ctrl-C is an exception only while the verb runs. Before and after, where it could only become a
+    traceback, it ends the process immediately (`mlx_paged._exit_interrupted`).
     """
     status: int = ExitCode.INTERRUPTED
     if signal.getsignal(signal.SIGINT) in (_exit_interrupted, signal.default_int_handler):
@@ -54,7 +54,7 @@ def run(app: typer.Typer) -> None:
                 status = status_of(app)
             finally:
                 signal.signal(signal.SIGINT, _exit_interrupted)
-        except KeyboardInterrupt:  # another one, while the first was being told
+        except KeyboardInterrupt:  # another one, while the first was being reported
             signal.signal(signal.SIGINT, _exit_interrupted)
     else:  # ignored, in the background of a shell
         status = status_of(app)
@@ -130,7 +130,7 @@ def print_line(message: str) -> None:
 
 
 def _follows_interrupt(error: BaseException) -> bool:
-    """True if Ctrl-C came first: the interrupted code may raise other errors while it ends."""
+    """Returns True if Ctrl-C came first: interrupted code may raise other errors at its end."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, KeyboardInterrupt):
         seen = seen.__context__
@@ -178,7 +178,7 @@ def _with_debug(command: Any) -> Any:
 
 
 def _name_options(command: Any) -> None:
-    """A wrong value of an option is wrong usage, also where the engine finds it."""
+    """Makes a wrong value of an option a usage error, even if the engine finds it."""
     for each in getattr(command, "commands", {}).values():
         _name_options(each)
     if getattr(command, "commands", None):
@@ -195,8 +195,8 @@ def _name_options(command: Any) -> None:
 
 
 def _misuse(context: typer.Context, error: InvalidParameterError) -> Exception:
-    """An error about a parameter, as one about the option that was given for it."""
-    if isinstance(error, StepError):  # (it is about an answer)
+    """Converts an error about a parameter to one about its option."""
+    if isinstance(error, StepError):  # It is about an answer.
         return error
     name, *rest = re.split(r"[.\[]", error.field)
     names = {name}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _BATCH = "Batch"
 _STRUCTURED = "Structured outputs"
-# Options that apply to a batch; everything else is in its lines.
+# Options that apply to a batch; its lines have everything else.
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "runner", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
@@ -196,7 +196,7 @@ def generate(
 def _prompts(
     context: typer.Context, prompts: list[str], files: list[Path], *, keep_breaks: bool
 ) -> list[str]:
-    """The prompts of the command line, then the files', or else stdin's."""
+    """Returns the prompts of the command line, then the files', or else stdin's."""
     if not prompts and not files:
         if sys.stdin is None or sys.stdin.isatty():
             context.fail("there is no prompt: give a text, --file or --input, or pipe a text in")
@@ -205,7 +205,7 @@ def _prompts(
 
 
 def _structured_outputs(options: StructuredOptions) -> dict[str, Any] | None:
-    """The fields of `StructuredOutputs` that are given; it says what cannot be."""
+    """Returns the given fields of `StructuredOutputs`, which reports invalid ones."""
     return (
         given(
             json=None if options.json_schema is None else _read(options.json_schema, True),
@@ -245,7 +245,7 @@ def _answer(
     chat: bool,
     progress: bool | None,
 ) -> None:
-    """Prints answers: one as it comes, several when they are done, in order."""
+    """Prints answers: one as it arrives, several when they are done, in order."""
     from rich.console import Console
     from rich.rule import Rule
 
@@ -277,7 +277,7 @@ def _answer(
 def _stream(
     llm: LLM, inputs: list[str] | list[list[int]], params: SamplingParams
 ) -> Iterator[SequenceUpdate]:
-    """`LLM.stream`, which Ctrl-C ends between two steps."""
+    """Runs `LLM.stream`, which Ctrl-C ends between two steps."""
     with deferred_interrupt() as interrupted:
         for update in llm.stream(inputs, params):
             yield update

@@ -1,4 +1,4 @@
-"""Options of the verbs: groups of them, the ones that several verbs share, and files of them."""
+"""Options of the verbs: groups, options shared by several verbs, and files of options."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def option(panel: str | None, help: str, *names: str, **more: Any) -> Any:
 def with_options(*, environment: bool = False) -> Callable[[Callable[..., None]], Any]:
     """Lets a verb take groups of options, each as one parameter.
 
-    A group is a dataclass whose fields are annotated as parameters of a verb are. Typer sees its
-    fields in the place of the parameter. The parameter's default is the group with the defaults of
-    this verb; without one, the defaults of the fields hold.
+    A group is a dataclass whose fields are annotated like parameters of a verb. Typer sees its
+    fields in place of the parameter. The parameter's default is the group with the defaults of this
+    verb; without one, the defaults of the fields apply.
 
     Args:
-        environment: each option of a group can be set in the environment, by a variable that
+        environment: Each option of a group can be set by an environment variable, whose name
             follows from its flag.
     """
 
@@ -65,7 +65,7 @@ def with_options(*, environment: bool = False) -> Callable[[Callable[..., None]]
 
 
 def _parameters(group: Any, environment: bool) -> list[inspect.Parameter]:
-    """A verb's parameters for the fields of a group, whose values are the defaults."""
+    """Returns a verb's parameters for the fields of a group, whose values are the defaults."""
     made = []
     for name, hint in get_type_hints(type(group), include_extras=True).items():
         kind, info = hint.__origin__, copy(hint.__metadata__[0])
@@ -86,7 +86,7 @@ def _parameters(group: Any, environment: bool) -> list[inspect.Parameter]:
 
 
 def fields_of(kind: type, options: Any) -> dict[str, Any]:
-    """The fields of a dataclass that a group of options has too, with the group's values."""
+    """Returns the fields that a dataclass shares with a group of options, with their values."""
     names = [f.name for f in fields(kind) if hasattr(options, f.name)]
     return {name: getattr(options, name) for name in names}
 
@@ -209,7 +209,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
                 raise typer.BadParameter(f"{path}: {key} must be true or false but is {value!r}")
             defaults[found.name] = not value
         elif isinstance(value, dict):
-            defaults[found.name] = json.dumps(value)  # what the command line takes as JSON
+            defaults[found.name] = json.dumps(value)  # The command line takes it as JSON.
         elif isinstance(value, (list, tuple)):
             defaults[found.name] = [str(v) for v in value]
         else:
@@ -220,7 +220,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _by_name(command: Any) -> dict[str, tuple[Any, bool]]:
-    """A command's parameters by each of their names, and whether that name turns them off."""
+    """Returns a command's parameters by each name, and True for names that turn them off."""
     found: dict[str, tuple[Any, bool]] = {}
     for parameter in command.params:
         for names, is_negated in ((parameter.opts, False), (parameter.secondary_opts, True)):

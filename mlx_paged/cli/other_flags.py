@@ -111,6 +111,6 @@ _HINTS: dict[str, str] = {
 
 
 def with_hint(message: str, option: str | None) -> str:
-    """An error about an option that there is not, with what to use instead."""
+    """Returns an error about an unknown option, with a replacement."""
     hint = _HINTS.get(option or "")
     return f"No such option: {option}: {hint}" if hint is not None else message

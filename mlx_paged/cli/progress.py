@@ -1,4 +1,4 @@
-"""Progress bars on stderr: none where stderr is not a terminal."""
+"""Progress bars on stderr, if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def progress_bar(
     """Yields ``advance(steps=1, name=...)``. Log lines are printed above the bar.
 
     Args:
-        done: how many of `total` were done before.
+        done: Steps of `total` done before.
         shown: None: on a terminal.
-        passive: draw only when it advances, without a thread that would slow what is
-            measured, and remove the bar in the end.
+        passive: Draw only in `advance`, without a thread that would disturb measurements, and
+            remove the bar at the end.
     """
     console = Console(stderr=True, highlight=False)
     if shown is None:
@@ -64,13 +64,14 @@ def progress_bar(
 def loading_bar(
     num_stages: int, *, shown: bool | None = None, console: Console | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Yields ``begin(stage)``, to be called before each stage of a start. In the end the bar goes.
+    """Yields ``begin(stage)``, to be called before each stage of a start. At the end, removes the
+    bar.
 
-    Before each step of a stage that has steps, ``begin(step, done, total)`` may be called.
+    Before each step of a stage with steps, ``begin(step, done, total)`` may be called.
 
     Args:
         shown: None: on a terminal.
-        console: where to draw; None: stderr.
+        console: Where to draw; None means stderr.
     """
     console = console or Console(stderr=True, highlight=False)
     progress = Progress(

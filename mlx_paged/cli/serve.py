@@ -31,7 +31,7 @@ _JSON_OBJECTS = (
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Fields of `EngineConfig` and `ServerConfig` under their names, and what only `serve` has."""
+    """Fields of `EngineConfig` and `ServerConfig` with the same names, and options of `serve`."""
 
     served_model_names: Annotated[
         list[str] | None,
@@ -666,7 +666,7 @@ def _check_mcp(options: ServeOptions) -> None:
 
 
 def _page_mcp(options: ServeOptions) -> Literal["off", "public", "private"]:
-    """The MCP servers that users may add on the page."""
+    """Returns the MCP servers that users may add on the page."""
     # Each of these options is a sign of a proxy, which lets users of other machines in.
     has_proxy = bool(options.uds or options.root_path or options.allowed_hosts)
     is_local = _is_loopback(options) and not has_proxy
@@ -693,7 +693,7 @@ def _is_loopback(options: ServeOptions) -> bool:
 
 
 def _pooler_config(options: ServeOptions) -> dict[str, Any] | None:
-    """Combines the options for pooling; None where there are none."""
+    """Combines the options for pooling; None if there are none."""
     found = _json_object("pooler_config", options.pooler_config) or {}
     if options.pooling_type is not None:
         found["pooling_type"] = options.pooling_type

@@ -1,8 +1,8 @@
 """Imports transformers in little more than half the time, for the command line.
 
-transformers reads every file of its `models` folder (some 1,600) to learn what it could import, and
+transformers reads every file of its `models` folder (some 1,600) to learn its possible imports, and
 does so twice: the function is cached, but its `lru_cache` holds 128 folders and there are 550. Here
-the cache has no limit. If transformers has changed, nothing is done.
+the cache has no limit. With another version of transformers, this does nothing.
 """
 
 from __future__ import annotations

@@ -36,11 +36,11 @@ class Finding:
     """The outcome of one check.
 
     Attributes:
-        check: What was checked; stable, for scripts.
-        remedy: One line; empty where there is nothing to do.
+        check: Name of the check; stable, for scripts.
+        remedy: One line; empty if there is nothing to do.
 
     Raises:
-        ValueError: A warning without a remedy, or one of several lines.
+        ValueError: A warning without a remedy, or with several lines.
     """
 
     check: str
@@ -65,11 +65,11 @@ def verdict(findings: Iterable[Finding]) -> Status:
 def check(
     machine: Machine, software: Software, outcomes: Mapping[str, Outcome], fits: Sequence[Fit]
 ) -> Iterator[Finding]:
-    """All findings, problems or not.
+    """Returns all findings, problems or not.
 
     Args:
-        outcomes: Of the jobs that ran.
-        fits: Empty where the memory is unknown.
+        outcomes: Outcomes of the jobs that ran.
+        fits: Empty if the memory is unknown.
     """
     yield from _packages(software)
     yield from _backend_package(software, machine)
@@ -110,12 +110,12 @@ def _judged(
     return Finding(name, otherwise, expected, found, remedy)
 
 
-# --- What is installed ----------------------------------------------------------------------------
+# --- Installation ---------------------------------------------------------------------------------
 
 
 def _packages(software: Software) -> Iterator[Finding]:
     for r in software.requirements:
-        # Another MLX crashes, as it has no stable ABI; another mlx-lm may work, untested.
+        # Another MLX crashes, because it has no stable ABI; another mlx-lm may work, untested.
         is_fatal = r.installed is None or r.name == "mlx"
         expected = f"{r.name} {r.specifier}".strip()
         found = f"{r.name} {r.installed}" if r.installed else "not installed"
@@ -127,7 +127,7 @@ def _packages(software: Software) -> Iterator[Finding]:
 
 
 def _backend_package(software: Software, machine: Machine) -> Iterator[Finding]:
-    """MLX's compiled half is a package of its own, which an extra chooses."""
+    """Checks MLX's compiled half, a separate package that an extra chooses."""
     mlx = software.packages.get("mlx")
     if mlx is None:
         return
@@ -148,7 +148,7 @@ def _backend_package(software: Software, machine: Machine) -> Iterator[Finding]:
     yield _judged(is_well, "MLX's backend", expected, found, remedy, status)
 
 
-# --- What ran -------------------------------------------------------------------------------------
+# --- Results of jobs ------------------------------------------------------------------------------
 
 
 def _loading(outcomes: Mapping[str, Outcome], software: Software) -> Iterator[Finding]:
@@ -169,7 +169,7 @@ def _loading(outcomes: Mapping[str, Outcome], software: Software) -> Iterator[Fi
     name = "extension loads"
     yield _judged(extension is None, name, none, extension or none, rebuild, Status.BROKEN)
     if extension is None:
-        # In a checkout Python sources take effect at once, the extension only when it is built.
+        # In a checkout, Python sources take effect immediately, the extension only after a build.
         missing = outcomes[EXTENSION].value["missing"]
         found = f"it lacks {', '.join(missing)}" if missing else "all are there"
         name, expected = "extension is up to date", "every function that the package calls"
@@ -177,7 +177,7 @@ def _loading(outcomes: Mapping[str, Outcome], software: Software) -> Iterator[Fi
 
 
 def _backend(machine: Machine, build: Mapping[str, str], device: str) -> Iterator[Finding]:
-    """True if MLX computes where this build has kernels, and on the GPU if there is one."""
+    """Returns True if MLX computes where this build has kernels, and on the GPU if there is one."""
     built = build["backends"].split()
     has_kernels = bool({"metal", "cuda"} & set(built))
     gpus = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus)) or "no GPU"
@@ -232,7 +232,7 @@ def _self_test(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
 
 
 def _threads(machine: Machine, threads: int) -> Finding:
-    """More threads than CPU time: all of them wait while the quota is used up."""
+    """Warns of more threads than CPU time, because all of them wait when the quota is used up."""
     found, most, cpus = f"{threads} threads", threads, machine.usable_cpus
     if cpus is not None:
         found, most = f"{found} on {cpus:g} CPUs", max(1, math.ceil(cpus))

@@ -23,12 +23,12 @@ PRECISIONS = _GPU_PRECISIONS | {"float32": 32.0}
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder with grouped attention and gated MLPs, dense or of experts.
+    """A decoder with grouped attention and gated MLPs, dense or with experts.
 
     Attributes:
-        parameters: All weights.
-        intermediate: Of one expert.
-        active_experts: Experts that a token visits; 1: one dense MLP.
+        parameters: Number of all weights.
+        intermediate: Size of one expert.
+        active_experts: Experts per token; 1 for a dense MLP.
     """
 
     name: str
@@ -56,14 +56,14 @@ class Shape:
         return self.layers * self.kv_heads * row
 
     def activation_bytes(self, rows: int, sampled_rows: int, precision: str) -> int:
-        """An estimate of what the largest step needs.
+        """Estimates the bytes of the largest step.
 
-        The factors are fitted to what the engine measured on the CPU for Llamas of eight shapes:
-        it was between the estimate and two thirds of it.
+        The factors are fitted to the engine's measurements on the CPU for Llamas of eight shapes,
+        which were between two thirds of the estimate and the estimate.
 
         Args:
             rows: Tokens of the step.
-            sampled_rows: Sequences of which a token is drawn, from float32 logits.
+            sampled_rows: Sequences that sample a token from float32 logits.
         """
         mlp = 7 * self.intermediate * self.active_experts
         row = mlp + 8 * self.heads * self.head_dim + 12 * self.hidden
@@ -95,13 +95,13 @@ MODELS: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class Fit:
-    """True if a model fits in a precision.
+    """Says if a model fits in a precision.
 
     Attributes:
-        num_blocks: Blocks of the pool that the engine would have; 0: it does not fit.
+        num_blocks: Blocks of the engine's pool; 0 if it does not fit.
         num_tokens: Tokens of keys and values in them.
         quantised_tokens: The same with the formats of `--kv-cache-dtype`, by name.
-        reason: Why it does not fit; empty where it does.
+        reason: Why it does not fit; empty if it does.
     """
 
     model: str
@@ -142,8 +142,8 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
     else:
 
         def blocks_of(per_token: int) -> int:
-            # On the CPU the engine does not count the weights, as blocks that are never used cost
-            # nothing. Here a model fits only if all of it can be used.
+            # On the CPU, the engine does not count the weights, because unused blocks cost nothing.
+            # Here, a model fits only if all of it can be used.
             try:
                 most = config.num_blocks([per_token], shape.max_len, left if on_gpu else None)
             except InvalidParameterError:

@@ -22,7 +22,7 @@ from typing import Any, TypedDict
 # The first kernels on a GPU are compiled when they are first used: up to ten seconds of NVRTC.
 SECONDS_PER_JOB = 60.0
 MLX, EXTENSION, MEMORY = "mlx", "extension", "memory"
-# Begins the child's lines: code run at interpreter start may print too (sitecustomize).
+# Prefix of the child's lines; code that runs at interpreter start may print, too (sitecustomize).
 _MARK = "mlx-paged-doctor:"
 
 
@@ -44,8 +44,8 @@ class Extension(TypedDict):
 class Memory(TypedDict):
     """The answer of `MEMORY`: bytes as the engine counts them.
 
-    `device_bytes` is what the default device may use, `utilization` the share of it that the engine
-    takes on a GPU.
+    `device_bytes` is the memory of the default device, `utilization` the engine's share of it on a
+    GPU.
     """
 
     on_gpu: bool
@@ -55,11 +55,11 @@ class Memory(TypedDict):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer of a job.
+    """The outcome of a job.
 
     Attributes:
-        value: Its answer; None where it failed.
-        error: "<type>: <message>", "Crash: <how>"; None where it did not fail.
+        value: Its answer; None if it failed.
+        error: "<type>: <message>", "Crash: <how>"; None if it did not fail.
     """
 
     value: Any = None
@@ -72,7 +72,7 @@ class Outcome:
 def run_in_child(
     names: Sequence[str], *, seconds_per_job: float = SECONDS_PER_JOB
 ) -> dict[str, Outcome]:
-    """Runs jobs in a child process, and those left after a crash in another one."""
+    """Runs jobs in a child process, and the rest after a crash in another one."""
     outcomes: dict[str, Outcome] = {}
     while rest := [name for name in names if name not in outcomes]:
         outcomes |= _one_child(rest, seconds_per_job)
@@ -80,9 +80,9 @@ def run_in_child(
 
 
 def _one_child(names: Sequence[str], seconds: float) -> dict[str, Outcome]:
-    """Outcomes of the jobs up to the first that ends the child; of one at least."""
+    """Returns outcomes up to the job that ends the child, at least one."""
     command = [sys.executable, "-m", "mlx_paged.doctor.jobs", str(seconds), *names]
-    most = seconds * (len(names) + 1)  # the child ends itself after a job's time, if it can
+    most = seconds * (len(names) + 1)  # The child ends itself after a job's time, if it can.
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=most
@@ -93,7 +93,7 @@ def _one_child(names: Sequence[str], seconds: float) -> dict[str, Outcome]:
     outcomes = {}
     for line in output.decode(errors="replace").splitlines():
         _, mark, text = line.partition(_MARK)
-        if mark and text.endswith("]"):  # a crash may cut a line short
+        if mark and text.endswith("]"):  # A crash may cut a line short.
             name, value, error_text = json.loads(text)
             outcomes[name] = Outcome(value, error_text)
     if len(outcomes) < len(names):
@@ -117,7 +117,7 @@ def _ending(done: subprocess.CompletedProcess[bytes], seconds: float) -> str:
 
 
 def main(seconds: str, *names: str) -> None:
-    """Runs jobs and writes a line for each; whatever else is printed goes to standard error."""
+    """Runs jobs and writes a line for each; all other output goes to standard error."""
     outcomes = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for name in names:
@@ -128,7 +128,7 @@ def main(seconds: str, *names: str) -> None:
 
 
 def attempt(name: str) -> Outcome:
-    """Runs a job in this process; what it raises becomes the outcome's error."""
+    """Runs a job in this process; its exception becomes the outcome's error."""
     try:
         return Outcome(run(name))
     except Exception as error:
@@ -142,14 +142,14 @@ def run(name: str) -> Any:
         name: A job's name, with arguments after slashes.
 
     Raises:
-        Exception: Whatever goes wrong.
+        Exception: Any error of the job.
     """
     job, *arguments = name.split("/")
     return _JOBS[job](*arguments)
 
 
 def _mlx() -> Mlx:
-    """MLX alone: does it import, and which device is its default?"""
+    """Imports MLX alone, and returns its default device."""
     import mlx.core as mx
 
     device = mx.default_device().type.name  # "cpu" or "gpu"
@@ -170,14 +170,14 @@ def _extension() -> Extension:
     files = Path(__file__).parent.parent.rglob("*.py")
     called = {name for file in files for name in calls.findall(file.read_text())}
     return {
-        # (Not `extension.build_info`: it reads mlx-lm's version, and mlx-lm may be missing.)
+        # `extension.build_info` reads mlx-lm's version, and mlx-lm may be missing.
         "build_info": {**extension.ext.build_info(), "blas": blas.status()},
         "missing": sorted(called - set(dir(extension.ext))),
     }
 
 
 def _memory() -> Memory:
-    """Memory as the engine sees it, and the rule by which it sizes its pool."""
+    """Returns the memory as the engine sees it, and the rule for sizing its pool."""
     from mlx_paged import platform
     from mlx_paged.engine import memory
 

@@ -36,7 +36,7 @@ _SECONDS = 20.0  # a driver that hangs
 
 @dataclass(frozen=True)
 class Disk:
-    """Where models are downloaded to: Hugging Face's cache."""
+    """Returns the folder of downloaded models, Hugging Face's cache."""
 
     folder: str
     free_bytes: int
@@ -44,12 +44,12 @@ class Disk:
 
 @dataclass(frozen=True)
 class Captures:
-    """Outputs of commands and contents of files; those that could not be read are absent.
+    """Outputs of commands and contents of files, without those that could not be read.
 
     Attributes:
         system: `sys.platform`: "linux" or "darwin".
         architecture: `platform.machine()`.
-        affinity: CPUs that this process may run on; None: unknown.
+        affinity: CPUs that this process may run on; None if unknown.
     """
 
     system: str
@@ -62,10 +62,10 @@ class Captures:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by Apple or NVIDIA; None is what the machine does not report.
+    """A GPU by Apple or NVIDIA; None for values that the machine does not report.
 
     Attributes:
-        memory_bytes: Its own memory; None where it shares the main memory.
+        memory_bytes: Its own memory; None if it shares the main memory.
         compute_capability: NVIDIA's, "9.0".
     """
 
@@ -77,12 +77,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware and operating system; None is what the machine does not report.
+    """Hardware and operating system; None for values that the machine does not report.
 
     Attributes:
         system: "macOS 15.1" or a Linux distribution.
-        architecture: Of the processor: "arm64", "aarch64", "x86_64".
-        is_translated: Rosetta 2 runs this process: an x86 Python on an Apple chip.
+        architecture: The processor's: "arm64", "aarch64", "x86_64".
+        is_translated: True if Rosetta 2 runs this process, an x86 Python on an Apple chip.
     """
 
     system: str
@@ -110,7 +110,7 @@ class Machine:
 
 
 def take() -> Captures:
-    """Captures what this machine reports."""
+    """Captures the reports of this machine."""
     files = {path: text for path in _FILES if (text := _contents(path))}
     limiting = cgroups.files_of(files.get(cgroups.OWN, ""))
     files |= {path: text for path in limiting if (text := _contents(path))}
@@ -127,7 +127,7 @@ def take() -> Captures:
 
 
 def read(captures: Captures) -> Machine:
-    """Parses captures; what is missing or unknown becomes None, never an exception."""
+    """Parses captures; missing or unknown values become None, never an exception."""
     return _mac(captures) if captures.system == "darwin" else _linux(captures)
 
 
@@ -213,8 +213,8 @@ def _contents(path: str) -> str | None:
 
 
 def _output(command: tuple[str, ...]) -> str | None:
-    """Standard output; None where there is no such program. (sysctl fails for one unknown name,
-    after it answered for all others.)"""
+    """Returns standard output; None if there is no such program. sysctl fails for one unknown name,
+    after it has answered for all others."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_SECONDS

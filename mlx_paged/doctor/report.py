@@ -33,7 +33,7 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class KernelTest:
-    """A case of the self-test. `error` is None where it passed."""
+    """A case of the self-test. `error` is None if it passed."""
 
     device: str
     primitive: str
@@ -43,13 +43,13 @@ class KernelTest:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known. Sizes are in bytes.
+    """The whole report. Sizes are in bytes.
 
     Attributes:
         verdict: The worst finding's status: ok, warning or broken.
-        exit_status: 1 where something is broken, else 0.
-        memory: What the engine can use; None where MLX or the extension does not load.
-        fits: Empty where `memory` is None.
+        exit_status: 1 if something is broken, else 0.
+        memory: Memory for the engine; None if MLX or the extension does not load.
+        fits: Empty if `memory` is None.
     """
 
     schema_version: int
@@ -80,8 +80,8 @@ def examine(
     """Checks this machine and installation. Takes some seconds.
 
     Args:
-        on_phase: Called with what is checked next, for a progress line.
-        capture, installed, run: Where the facts come from; tests replace them.
+        on_phase: Called with the name of the next check, for a progress line.
+        capture, installed, run: Sources of facts, which tests replace.
     """
     on_phase("the machine")
     machine, software = read(capture()), installed()

@@ -32,8 +32,8 @@ class Case:
 
     Attributes:
         run: Raises `WrongResult`.
-        dtypes: Those in which it runs on the CPU.
-        gpu_dtypes: Those in which it has a GPU kernel of ours.
+        dtypes: Dtypes that it supports on the CPU.
+        gpu_dtypes: Dtypes for which it has a GPU kernel of ours.
     """
 
     run: Callable[[Data], None]
@@ -42,7 +42,7 @@ class Case:
 
 
 def jobs(device: str) -> list[str]:
-    """The jobs (`jobs.run`) of all cases that run on "cpu" or "gpu"."""
+    """Returns the jobs (`jobs.run`) of all cases that run on "cpu" or "gpu"."""
     return [
         f"test/{device}/{name}/{dtype}"
         for name, case in CASES.items()
@@ -54,8 +54,8 @@ def run_case(name: str, device: str, dtype: str) -> None:
     """Runs one case.
 
     Raises:
-        WrongResult: The result is not NumPy's.
-        Exception: Whatever the primitive raised.
+        WrongResult: The result differs from NumPy's.
+        Exception: Any error of the primitive.
     """
     with mx.stream(mx.gpu if device == "gpu" else mx.cpu):
         CASES[name].run(Data(dtype))
@@ -299,7 +299,7 @@ def _expert_linear(data: Data) -> None:
 
 
 def _int8_activations(data: Data) -> None:
-    """A matrix of whole numbers up to 127, which are not rounded."""
+    """Returns a matrix of whole numbers up to 127, which are not rounded."""
     codes = np.random.default_rng(2).integers(-127, 128, (30, 128)).astype(np.float32)
     codes[:, ::32] = 127
     x, weight = mx.array(codes).astype(data.dtype), data.normal(9, 128)
@@ -353,9 +353,9 @@ CASES: dict[str, Case] = {
     "greedy_tokens": Case(_greedy_tokens, gpu_dtypes=DTYPES),
     "nucleus_thresholds": Case(_nucleus_thresholds, dtypes=("float32",)),
     "apply_token_bitmask": Case(_apply_token_bitmask, gpu_dtypes=DTYPES),
-    # In float32 it is MLX's own on a GPU, which may round to TF32.
+    # In float32, it is MLX's own on a GPU, which may round to TF32.
     "linear": Case(_linear, gpu_dtypes=("float16", "bfloat16")),
-    # (On a GPU they are MLX's own.)
+    # On a GPU, they are MLX's own.
     "quantized_linear": Case(_quantized_linear),
     "expert_linear": Case(_expert_linear),
     "quantized_linear: int8 activations": Case(_int8_activations),

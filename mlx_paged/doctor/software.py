@@ -15,14 +15,14 @@ _PACKAGES = (
     *("mlx-paged", "mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm"),
     *("nanobind", "numpy", "scipy-openblas32", "transformers", "rich", "typer"),
 )
-# Variables that change what happens here, and those whose values are not shown.
+# Variables that affect this package, and those whose values are not shown.
 _VARIABLES = re.compile(r"(MLX_|OPENBLAS_|OMP_NUM_THREADS$|CUDA_VISIBLE_DEVICES$|LD_PRELOAD$)")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package that has to be there and what is installed; None: nothing is."""
+    """A required package and its installed version, or None."""
 
     name: str
     specifier: str

@@ -9,7 +9,7 @@ from typing import Any
 
 ATTENTION = ("paged_attention",)
 MOVEMENT = ("write_kv", "copy_blocks", "gather_kv")
-# Ops of a layer besides its products: native on the CPU only.
+# Operations of a layer besides its products; native on the CPU only.
 LAYER = ("rope", "rms_norm", "silu_mul", "greedy_tokens", "linear")
 OPS = (*ATTENTION, *MOVEMENT, *LAYER)
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -18,21 +18,21 @@ VOCAB_SIZE = 32768  # of greedy_tokens
 
 @dataclass(frozen=True)
 class Case:
-    """One op at one shape; what it does not depend on is None.
+    """One operation with one shape; fields without effect on it are None.
 
     Attributes:
-        op: of `OPS`.
-        batch: sequences.
+        op: One of `OPS`.
+        batch: Sequences.
         kv_heads: KV heads.
-        head_dim: of keys and of values.
-        dtype: of pools and activations.
-        context: mean tokens of a sequence.
-        rows: query tokens of each sequence: 1 is a decode, up to 8 a draft to verify, more a
-            chunk of a prompt.
-        group: query heads of a KV head.
-        block_size: tokens of a block.
-        window: tokens that a row sees; None: all.
-        skew: an eighth of the sequences, at least one, are `skew` times as long as the others.
+        head_dim: Head size of keys and values.
+        dtype: Dtype of pools and activations.
+        context: Mean tokens of a sequence.
+        rows: Query tokens of each sequence: 1 is a decode, up to 8 a draft to verify, more a chunk
+            of a prompt.
+        group: Query heads per KV head.
+        block_size: Tokens of a block.
+        window: Tokens that a row sees; None means all.
+        skew: An eighth of the sequences, at least one, are `skew` times as long as the others.
     """
 
     op: str
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens whose K and V some row sees, over all sequences."""
+        """Number of tokens whose K and V any row sees, over all sequences."""
         rows = self.rows or 1
         reach = self.window + rows - 1 if self.window else None
         return sum(n if reach is None else min(n, reach) for n in self.lens)
@@ -114,7 +114,7 @@ def defaults(device: str, *, quick: bool) -> Grid:
 
 
 def cases(ops: Sequence[str], grid: Grid) -> list[Case]:
-    """The grid's cases, each once; those on the same data follow each other."""
+    """Yields the grid's cases without duplicates; those with the same data are adjacent."""
     found: dict[Case, None] = {}
     on_pools = [op for op in ops if op not in LAYER]
     for batch, context, heads, dim, block_size, dtype, skew in _product(
@@ -138,12 +138,12 @@ def cases(ops: Sequence[str], grid: Grid) -> list[Case]:
 def refusal(
     case: Case, device: str, gpu_head_dims: Collection[int], memory_limit: int | None
 ) -> str | None:
-    """Why the backend cannot serve a case; None if it can.
+    """Returns why the backend cannot run a case; None if it can.
 
     Args:
         device: "cpu" or "gpu".
-        gpu_head_dims: head dims (of keys and values) with GPU kernels.
-        memory_limit: bytes that inputs may take; None: not known.
+        gpu_head_dims: Head dims (of keys and values) with GPU kernels.
+        memory_limit: Maximum bytes of inputs; None if unknown.
     """
     if case.op in LAYER:
         if device != "cpu":
@@ -171,7 +171,7 @@ def refusal(
 
 
 def needed_bytes(case: Case) -> int:
-    """Pool, dense copy, and one more of what is gathered (padded to the longest context)."""
+    """Returns bytes of pool, dense copy, and gathered copy (padded to the longest context)."""
     lens = case.lens
     return (sum(lens) + 2 * len(lens) * max(lens)) * case.token_bytes
 

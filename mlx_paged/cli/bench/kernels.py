@@ -65,10 +65,10 @@ class GridOptions:
     ] = None
 
     def values(self) -> dict[str, list[Any]]:
-        """The values given for each field.
+        """Returns the values given for each field.
 
         Raises:
-            InvalidParameterError: a value that the field cannot have.
+            InvalidParameterError: An invalid value.
         """
         return {name: parse_list(name, getattr(self, name), *_VALUES[name]) for name in _VALUES}
 
@@ -109,7 +109,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Files:
-    """Where results go."""
+    """Destinations of the results."""
 
     json: Annotated[Path | None, option(_OUT, "Write everything.")] = None
     csv: Annotated[Path | None, option(_OUT, "Write rows.")] = None
@@ -185,7 +185,7 @@ def _measure(given: dict[str, list[Any]], how: RunOptions, files: Files) -> None
     from mlx_paged.bench.kernels.data import COUNTING
     from mlx_paged.bench.results import device_name, processor
 
-    checkout()  # read before measuring: the checkout may change during the run
+    checkout()  # Read before measuring, because the checkout may change during the run.
     where = measure.use_device(how.device)
     ops = given.pop("op") or [name for name in OPS if where == "cpu" or name not in LAYER]
     grid = defaults(where, quick=how.quick) | {name: v for name, v in given.items() if v}
@@ -198,7 +198,7 @@ def _measure(given: dict[str, list[Any]], how: RunOptions, files: Files) -> None
     settings = measure.Settings(
         how.rounds or (5 if how.quick else 9), how.past_cache << 20, how.seed
     )
-    # (A short run needs no bar.)
+    # A short run needs no bar.
     shown = None if len(served) >= _LONG else False
     with progress_bar("", len(served), shown=shown, passive=True) as advance:
 

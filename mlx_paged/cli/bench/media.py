@@ -20,7 +20,7 @@ from mlx_paged.extras import needs_extra
 if TYPE_CHECKING:
     from mlx_paged.bench.remote import Remote
 
-# Questions, answers and templates, beside the rows of the media.
+# Tokens of questions, answers and templates, in addition to the rows of the media.
 _TEXT_TOKENS = 512
 _MOST_ROWS = 16
 
@@ -209,7 +209,7 @@ def _opened(path: str, dtype: str, most_tokens: int, compare: bool) -> Iterator[
     }
     if compare:
         makers[media_runs.VLM] = (media_engines.VlmEngine, path, dtype)
-    # (Most of a start is importing and reading, which can be done at once.)
+    # Most of a start is importing and reading, which can be done concurrently.
     with ThreadPoolExecutor(len(makers)) as pool:
         starts = {name: pool.submit(Remote, name, *make) for name, make in makers.items()}
     try:

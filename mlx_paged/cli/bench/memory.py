@@ -78,7 +78,7 @@ def memory(
     from mlx_paged import unpatch
     from mlx_paged.platform import use_supported_device
 
-    unpatch()  # dense caches are those of unpatched mlx-lm
+    unpatch()  # The dense caches must be those of unpatched mlx-lm.
     checkout()
     use_supported_device()
     from mlx_paged.bench import memory_runs
@@ -114,10 +114,10 @@ def memory(
 
 
 def _formats(names: Sequence[str]) -> list[str]:
-    """Every format that the lists name; "auto" is measured anyway.
+    """Returns every format in the lists; "auto" is always measured.
 
     Raises:
-        InvalidParameterError: for a name that there is not.
+        InvalidParameterError: An unknown name.
     """
     formats = (format_named(name.strip()) for one in names for name in one.split(","))
     return list(dict.fromkeys(f.name for f in formats if f is not None))

@@ -126,13 +126,13 @@ def throughput(
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The settings that differ between the two.
+    """The differences between the two benchmarks.
 
     Attributes:
-        title: of the report.
-        cold: no round finds prefixes that an earlier one left.
-        figures: of the runs of an engine, under vLLM's keys.
-        lines: the figures as vLLM prints them.
+        title: Title of the report.
+        cold: True if no round may find prefixes of an earlier one.
+        figures: Returns figures of an engine's runs, under vLLM's keys.
+        lines: Returns the figures in vLLM's output format.
     """
 
     title: str
@@ -186,7 +186,7 @@ def run(
     for other, found in comparison.items():
         typer.echo(_verdict(first, other, found))
     if report.output_json is not None:
-        # vLLM's keys for readers of vLLM's files, then those of every engine.
+        # First vLLM's keys, for readers of vLLM's files, then those of every engine.
         vllm = benchmark.figures(measured[first])
         options = {**asked, **rounds, **asdict(settings)}
         results = {"engine": first, "options": options, "engines": made}
@@ -218,7 +218,7 @@ def settings_for(
 
 
 def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
-    """Settings whose KV pool is just large enough for all that can run at once.
+    """Returns settings with a KV pool just large enough for everything that can run concurrently.
 
     So the pool leaves memory to the other engine, and its size can be compared.
     """

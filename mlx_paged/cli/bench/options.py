@@ -1,4 +1,4 @@
-"""Options that several benchmarks share, under vLLM's names where it has them."""
+"""Options shared by several benchmarks, with vLLM's names if it has them."""
 
 from __future__ import annotations
 
@@ -115,18 +115,18 @@ BLOCK_SIZES = (8, 16, 32, 64)
 
 
 def list_option(panel: str | None, help: str, default: str) -> Any:
-    """An option that may be repeated and takes commas; `default` is shown in the help."""
+    """Returns an option that may be repeated and takes commas; the help shows `default`."""
     return option(panel, help, show_default=default, metavar="LIST")
 
 
 def parse_list(
     field: str, given: Sequence[str] | None, expected: str, read: Callable[[str], Any]
 ) -> list[Any]:
-    """Values of an option that may be repeated and takes commas, each once.
+    """Returns the values of an option that may be repeated and takes commas, without duplicates.
 
     Args:
-        expected: what the values must be, for the error.
-        read: makes a value of a word, or raises ValueError.
+        expected: Description of valid values, for the error.
+        read: Converts a word to a value, or raises ValueError.
     """
     words = [word.strip() for part in given or () for word in part.split(",")]
     values = []
@@ -139,7 +139,7 @@ def parse_list(
 
 
 def at_least(least: int) -> Values:
-    """Integers of at least this."""
+    """Returns integers of at least this value."""
     return f"integers of at least {least}", lambda word: _require(int(word), lambda v: v >= least)
 
 

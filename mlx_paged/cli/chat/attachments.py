@@ -1,7 +1,7 @@
-"""Files that go with a message: pictures, clips and sounds, as parts of OpenAI's API.
+"""Files attached to a message: pictures, clips and sounds, as parts of OpenAI's API.
 
 A message with files has a list of parts as its content: those of the files, each with the `name` of
-its file, and the text. The bytes are in the parts, so that a saved chat is whole.
+its file, and the text. The parts contain the bytes, so a saved chat is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AUDIO_FORMATS = {
     **{name: name for name in ("mp3", "flac", "opus", "m4a", "aac", "webm")},
 }
 _URL_PARTS: dict[str, Kind] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
-# Where an error says that a part is wrong: ours in this process, and those of servers.
+# Paths of parts in errors: ours in this process, and those of servers.
 _PLACE = re.compile(
     r"messages(?:\[(\d+)\]|\.(\d+))\.content(?:\[(\d+)\]|\.(\d+))(?:\.\w+)*(?=: )", re.ASCII
 )
@@ -50,12 +50,12 @@ def paths_of(entered: str) -> list[Path]:
         return [whole]
     try:
         paths = [_path(text) for text in shlex.split(entered)]
-    except ValueError:  # (a quotation mark without another)
+    except ValueError:  # an unpaired quotation mark
         paths = [whole]
     for path in paths:
         if not path.exists():
             raise MlxPagedError(f"cannot read {path}: No such file or directory")
-        if not path.is_file():  # (a device may have no end)
+        if not path.is_file():  # A device may have no end.
             raise MlxPagedError(f"cannot read {path}: it is no file")
     return paths
 
@@ -63,7 +63,7 @@ def paths_of(entered: str) -> list[Path]:
 def _path(text: str) -> Path:
     try:
         return Path(text).expanduser()
-    except RuntimeError:  # (a user that there is not)
+    except RuntimeError:  # an unknown user
         return Path(text)
 
 
@@ -82,7 +82,7 @@ def part_of(path: Path, kind: Kind) -> dict[str, Any]:
         sound = {"data": data, "format": _AUDIO_FORMATS[ending]}
         return {"type": "input_audio", "input_audio": sound, "name": path.name}
     guessed = mimetypes.guess_type(path.name)[0] or ""
-    # (What the bytes say counts.)
+    # The bytes decide.
     declared = guessed if guessed.startswith(f"{kind}/") else "application/octet-stream"
     name = f"{kind}_url"
     return {"type": name, name: {"url": f"data:{declared};base64,{data}"}, "name": path.name}
@@ -101,7 +101,7 @@ def size_of(part: dict[str, Any]) -> int:
 
 
 def with_files(files: Sequence[dict[str, Any]], text: str) -> Content:
-    """The content of a message: what is asked comes after what it is about."""
+    """Returns the content of a message: the question follows its subject."""
     return [*files, {"type": "text", "text": text}] if files else text
 
 
@@ -120,7 +120,7 @@ def text_of(content: Content) -> str:
 
 
 def is_content(content: Any) -> bool:
-    """True if it is one that a saved chat may have. (A URL of a saved chat is not fetched.)"""
+    """Returns True if a saved chat may contain it. URLs of saved chats are not fetched."""
     return isinstance(content, str) or (
         isinstance(content, list) and bool(content) and all(map(_is_part, content))
     )
@@ -166,11 +166,11 @@ def named(error: str, messages: Sequence[dict[str, Any]]) -> str:
 def refusal(
     kind: Kind, taken: Collection[str], model: str, reason: str | None = None
 ) -> str | None:
-    """Why a model takes no file of a kind; None: it does.
+    """Returns why a model takes no file of a kind; None if it does.
 
     Args:
-        taken: kinds that it takes.
-        reason: why it takes none, where that is no matter of course.
+        taken: Kinds that it takes.
+        reason: Why it takes none, if that is not obvious.
     """
     if kind in taken:
         return None

@@ -1,4 +1,4 @@
-"""A conversation (what ``/save`` writes), and the protocol of backends that answer it."""
+"""A conversation, the format of ``/save``, and the protocol of backends that answer it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mlx_paged.model.media_kinds import Kind
 if TYPE_CHECKING:
     from mlx_paged.parsing.definitions import Tool
 
-#: `role`, `content`, and of calls and results more, as in OpenAI's API. (`attachments` says what
-#: the content of a message with files is.)
+#: `role`, `content`, and further fields of calls and results, as in OpenAI's API. `attachments`
+#: describes the content of a message with files.
 Message = dict[str, Any]
 
 _FORMAT = "mlx-paged chat"
 _VERSION = 3  # 1 had no calls, 2 no files
-#: What ``/params`` may set. (One answer is shown, and no log-probabilities.)
+#: Parameters that ``/params`` may set. Only one answer is shown, without log-probabilities.
 PARAMS = tuple(
     f.name for f in fields(SamplingParams) if f.name not in ("n", "logprobs", "prompt_logprobs")
 )
@@ -36,10 +36,10 @@ class Conversation:
     """A system message, turns of user and assistant, and sampling parameters.
 
     Attributes:
-        messages: Users' and answers, by turns, beginning with a user's. Before an answer there may
-            be calls of tools, each followed by its results.
+        messages: The user's messages and the answers in turn, beginning with the user's. Calls of
+            tools, each followed by its results, may precede an answer.
         params: Fields of `SamplingParams` that were set.
-        unanswered: A message that got no answer, for ``/retry``.
+        unanswered: A message without an answer, for ``/retry``.
     """
 
     system: str | None = None
@@ -74,10 +74,10 @@ class Conversation:
         return sum(message["role"] == "user" for message in self.messages)
 
     def set_param(self, name: str, value: Any) -> None:
-        """Sets a parameter, or with None its default.
+        """Sets a parameter; None resets it to its default.
 
         Raises:
-            InvalidParameterError: there is none of that name, or it cannot have that value.
+            InvalidParameterError: An unknown name, or an invalid value.
         """
         if name not in PARAMS:
             raise InvalidParameterError("the parameter", f"one of {', '.join(PARAMS)}", name)
@@ -88,10 +88,10 @@ class Conversation:
         self.params = params
 
     def save(self, path: Path, model: str) -> None:
-        """Writes a file that `load` reads; one that is no conversation is left alone.
+        """Writes a file that `load` reads. It does not overwrite files that are no conversations.
 
         Raises:
-            MlxPagedError: it cannot be written.
+            MlxPagedError: It cannot be written.
         """
         if path.exists():
             try:
@@ -119,10 +119,10 @@ class Conversation:
 
     @classmethod
     def load(cls, path: Path) -> Conversation:
-        """Reads what `save` wrote.
+        """Reads a file written by `save`.
 
         Raises:
-            MlxPagedError: it is something else.
+            MlxPagedError: It is something else.
         """
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -157,7 +157,7 @@ def _by_turns(messages: list[Any]) -> bool:
 
 
 def _kind(message: Any) -> str:
-    """u: a user's, a: an answer, c: calls, t: a result, x: something else."""
+    """Returns u: user's, a: answer, c: calls, t: result, x: something else."""
     if not isinstance(message, dict):
         return "x"
     content = message.get("content")
@@ -186,7 +186,7 @@ def _check(params: dict[str, Any]) -> None:
     SamplingParams(**{"max_tokens": None, **params})
 
 
-# --- What answers it ------------------------------------------------------------------------------
+# --- Backends -------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
@@ -204,17 +204,17 @@ class Call(NamedTuple):
 
 @dataclass
 class Turn:
-    """Numbers of one answer, and what it has besides its text.
+    """Numbers of one answer, and its parts besides the text.
 
     Attributes:
-        prompt_tokens: Of the whole conversation; None where a server does not report it.
-        cached_tokens: Those of them that were not computed again.
-        completion_tokens: Of the answer.
+        prompt_tokens: Tokens of the whole conversation; None if a server does not report them.
+        cached_tokens: Those from the prefix cache.
+        completion_tokens: Tokens of the answer.
         ttft: Seconds until its first token.
-        seconds: Until its end.
+        seconds: Seconds until its end.
         finish_reason: "stop", "tool_calls", "length", "stopped" by the user, or "error".
-        calls: Of tools. (Those that were cut are left out.)
-        reasoning: Where it is told apart from the text.
+        calls: Calls of tools, without cut ones.
+        reasoning: The reasoning, if it is separated from the text.
     """
 
     prompt_tokens: int | None = None
@@ -238,10 +238,10 @@ class Backend(Protocol):
     """Answers conversations, one at a time.
 
     Attributes:
-        model: Its name.
-        turn: Of the last answer; complete when its generator has ended or was closed.
-        defaults: Values of parameters that are not set, as far as known.
-        tools: What the model may call.
+        model: Name of the model.
+        turn: Numbers of the last answer; complete when its generator has ended or was closed.
+        defaults: Known values of parameters that are not set.
+        tools: Tools that the model may call.
     """
 
     model: str
@@ -250,15 +250,15 @@ class Backend(Protocol):
     tools: tuple[Tool, ...]
 
     def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
-        """Pieces of the answer as they come. Closing the generator stops it.
+        """Yields pieces of the answer as they arrive. Closing the generator stops it.
 
         Args:
-            messages: the conversation; the last one is the user's, or has the result of a call.
+            messages: The conversation. The last message is the user's, or the result of a call.
                 Parts that are files have the `name` of the file.
-            params: fields of `SamplingParams`.
+            params: Fields of `SamplingParams`.
 
         Raises:
-            MlxPagedError: it could not be answered; the next one may.
+            MlxPagedError: It could not be answered; the next one may succeed.
             KeyboardInterrupt: Ctrl-C, raised between two steps.
         """
         ...
@@ -268,7 +268,7 @@ class Backend(Protocol):
         ...
 
     def facts(self) -> list[tuple[str, str]]:
-        """(what, value) for ``/stats``, besides the turns."""
+        """Yields (label, value) for ``/stats``, besides the turns."""
         ...
 
     def close(self) -> None:

@@ -38,9 +38,9 @@ class LocalBackend:
     """See `Backend`.
 
     Args:
-        model: as for `mlx_paged.load`.
-        name: what to call it.
-        engine_options: fields of `EngineConfig`.
+        model: See `mlx_paged.load`.
+        name: Its name on the screen.
+        engine_options: Fields of `EngineConfig`.
     """
 
     def __init__(self, model: str | None, name: str, **engine_options: Any) -> None:
@@ -68,7 +68,7 @@ class LocalBackend:
         reader = self._reader(prompt) if self.tools else None
         values = {**self.defaults, **params}
         if reader is not None:
-            values["skip_special_tokens"] = False  # (markers of calls are special in many models)
+            values["skip_special_tokens"] = False  # Call markers are special tokens in many models.
         output = engine.add_request(_ID, prompt, SamplingParams(**values), media=media)
         self.turn = Turn(prompt_tokens=len(prompt))
         try:
@@ -91,7 +91,7 @@ class LocalBackend:
                 self._note_calls(reader)
 
     def _prompt(self, messages: list[Message]) -> tuple[list[int], PreparedMedia | None]:
-        """Tokens of a conversation, and its files where it has some."""
+        """Returns the tokens of a conversation, and its files, if any."""
         plain = messages_of(messages, "messages", self._llm.engine.config.media_options.io)
         offered = [tool.for_template() for tool in self.tools]
         has_tools = bool(offered) or any("tool_calls" in message for message in messages)
@@ -123,8 +123,8 @@ class LocalBackend:
 
     @cached_property
     def describes_tools(self) -> bool:
-        """True if tools are described in a system message: the model's template has no place for
-        them, or it is not known how the model calls (as with ``serve --tool-template``)."""
+        """True if a system message describes the tools, because the model's template has no place
+        for them or its syntax of calls is unknown (as with ``serve --tool-template``)."""
         return self._own_format is None
 
     @cached_property

@@ -26,12 +26,12 @@ class RemoteBackend:
     """See `Backend`.
 
     Args:
-        url: of the server, with or without ``/v1``.
-        model: its name on the server; None: the first that the server lists.
-        api_key: sent as ``Authorization: Bearer``.
+        url: URL of the server, with or without ``/v1``.
+        model: Its name on the server; None takes the first that the server lists.
+        api_key: Sent as ``Authorization: Bearer``.
 
     Raises:
-        MlxPagedError: it cannot be reached, or names no model.
+        MlxPagedError: It cannot be reached, or names no model.
     """
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
@@ -65,7 +65,7 @@ class RemoteBackend:
         return self._listed
 
     def refusal(self, kind: Kind) -> str | None:
-        """See `Backend`. (Few servers list what they take; others say it when they are asked.)"""
+        """See `Backend`. Few servers list their media; others report it in an error."""
         try:
             models = self._models()
         except MlxPagedError:
@@ -152,11 +152,11 @@ class _Calls:
         self._calls: dict[int, dict[str, str]] = {}
 
     def take(self, pieces: Iterable[Any]) -> None:
-        """Takes the next ones."""
+        """Adds the next deltas."""
         for piece in pieces:
             if not isinstance(piece, dict):
                 continue
-            # (Some servers send whole calls, without an index.)
+            # Some servers send whole calls, without an index.
             index = piece.get("index")
             call = self._calls.setdefault(
                 index if isinstance(index, int) else len(self._calls),
@@ -171,7 +171,7 @@ class _Calls:
             call["arguments"] += arguments
 
     def whole(self, finish_reason: str | None) -> list[Call]:
-        """Those that have ended: of an answer that was cut, not the last one."""
+        """Returns complete calls; if the answer was cut, without the last one."""
         found = [
             Call(call["id"] or f"call_{index}", call["name"], call["arguments"] or "{}")
             for index, call in sorted(self._calls.items())
@@ -206,7 +206,7 @@ def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """
     rest = b""
     for chunk in chunks:
-        # (`iter_lines` would break lines at U+2028, too, which JSON strings may contain.)
+        # `iter_lines` would also break lines at U+2028, which JSON strings may contain.
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):

@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 
 def parser() -> MarkdownIt:
-    """Markdown whose HTML is text: a model's ``<think>`` is part of its answer."""
+    """Markdown with HTML as text, because a model's ``<think>`` is part of its answer."""
     return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
@@ -54,7 +54,7 @@ def finished_part(text: str, markup: Markup) -> int:
     if markup == "plain":
         return text.rfind("\n") + 1
     if markup == "code":
-        return 0  # the highlighting of a line may depend on all before it
+        return 0  # The highlighting of a line may depend on everything before it.
     blocks = [token.map for token in parser().parse(text) if token.level == 0 and token.map]
     if len(blocks) < 2:
         return 0
@@ -66,8 +66,8 @@ class LiveAnswer:
     """An answer on a terminal; a context manager.
 
     Args:
-        console: of the terminal.
-        markup: not "auto".
+        console: Console of the terminal.
+        markup: Not "auto".
     """
 
     def __init__(self, console: Console, markup: Markup) -> None:
@@ -153,7 +153,7 @@ class TerminalView:
 
 
 class PlainView:
-    """Answers on stdout as they are, everything else on stderr."""
+    """Prints answers to stdout unchanged, everything else to stderr."""
 
     def __init__(self) -> None:
         self._notes = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -33,17 +33,17 @@ from mlx_paged.model.media_kinds import Kind
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.tools import ChatTools
 
-#: Answers with calls that one message of the user may lead to.
+#: Maximum answers with calls for one message of the user.
 MAX_TOOL_ROUNDS = 10
 
 _ASSIGNMENT = re.compile(r"(\w+)(?:\s*=\s*|\s+)(\S.*)", re.DOTALL)
 
 
 class View(Protocol):
-    """Where a chat is shown."""
+    """The display of a chat."""
 
     def answer(self, pieces: Iterator[str]) -> None:
-        """Shows an answer as it comes."""
+        """Shows an answer as it arrives."""
         ...
 
     def note(self, what: RenderableType) -> None:
@@ -51,7 +51,7 @@ class View(Protocol):
         ...
 
     def error(self, message: str) -> None:
-        """Shows in a line what went wrong; the chat continues."""
+        """Shows an error in a line; the chat continues."""
         ...
 
 
@@ -59,13 +59,13 @@ class ChatSession:
     """One conversation with one backend.
 
     Args:
-        tools: what the model may call; None: nothing.
-        max_tool_rounds: answers with calls that one message of the user may lead to.
+        tools: Tools that the model may call, or None.
+        max_tool_rounds: Maximum answers with calls for one message of the user.
 
     Attributes:
-        attached: Files that go with the next message, as parts.
-        turns: Numbers of each answer, since the program began.
-        failed: Whether something went wrong so far.
+        attached: Files of the next message, as parts.
+        turns: Numbers of each answer since the program began.
+        failed: True if anything has failed so far.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class ChatSession:
         self.say(content)
 
     def say(self, text: Content) -> None:
-        """Sends a message of the user; shows the answer, and runs the calls that lead to it.
+        """Sends a message of the user, shows the answer, and runs its calls.
 
-        The text of a stopped answer is kept. Without an answer the message is not part of the
-        conversation; ``/retry`` sends it again.
+        The text of a stopped answer is kept. A message without an answer does not become part of
+        the conversation; ``/retry`` sends it again.
         """
         conversation = self.conversation
         conversation.unanswered = text
@@ -126,7 +126,7 @@ class ChatSession:
             self.view.note("(stopped)")
 
     def _show_answer(self, pieces: list[str], messages: list[Message]) -> bool:
-        """Asks the model, shows and keeps what comes; returns whether the user stopped it."""
+        """Asks the model, shows and keeps the answer; returns True if the user stopped it."""
         answer = self._kept(pieces, messages)
         try:
             self.view.answer(answer)
@@ -167,7 +167,7 @@ def _calling(content: str, turn: Turn) -> Message:
     return message
 
 
-# --- What the user enters -------------------------------------------------------------------------
+# --- User input -----------------------------------------------------------------------------------
 
 
 class EndOfChat(Exception):
@@ -187,10 +187,10 @@ class Command(NamedTuple):
 
 
 def handle(session: ChatSession, entered: str) -> None:
-    """Runs a line: a command, or a message ("//" begins one that begins with a slash).
+    """Runs a line: a command, or a message. "//" begins a message that begins with a slash.
 
     Raises:
-        EndOfChat: the user wants to leave.
+        EndOfChat: The user wants to leave.
     """
     text = entered.strip()
     if text.startswith("/") and not text.startswith("//"):
@@ -242,7 +242,7 @@ def _params(session: ChatSession, rest: str) -> None:
 
 
 def _value(text: str) -> object:
-    """A JSON value, or else the text itself."""
+    """Returns a JSON value, or else the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -407,7 +407,7 @@ def converse_lines(session: ChatSession, lines: Iterable[str]) -> None:
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
-    """Lines; one that ends with a backslash continues in the next."""
+    """Yields lines; a backslash at the end continues a line."""
     begun: list[str] = []
     for line in lines:
         line = line.rstrip("\r\n")

@@ -31,7 +31,7 @@ _HINT = (
 
 
 def history_path() -> Path:
-    """Where the history is, unless an option says otherwise."""
+    """Returns the default path of the history."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "mlx-paged" / "chat-history"
 
@@ -67,7 +67,7 @@ def _asking(session: ChatSession) -> Callable[[str], Consent]:
 
     def ask(what: str) -> Consent:
         session.view.note(what)
-        # (What was typed before the question is no answer to it.)
+        # Text typed before the question is no answer to it.
         clear_typeahead(prompts.input)
         termios.tcflush(prompts.input.fileno(), termios.TCIFLUSH)
         while True:

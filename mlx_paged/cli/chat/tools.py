@@ -1,4 +1,4 @@
-"""Tools of MCP servers in a chat: which there are, and whether a call may run."""
+"""Tools of MCP servers in a chat, and the user's consent to calls."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _REFUSED = "The user refused this call."
 
 
 def escaped(text: str) -> str:
-    """A text in which everything that cannot be seen, but for spaces and line ends, is an escape.
+    """Returns a text with escapes for invisible characters other than spaces and line ends.
 
-    Neither control characters nor those that turn the direction of text can hide a part of it.
+    So neither control characters nor those for text direction can hide a part of it.
     """
     return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
 

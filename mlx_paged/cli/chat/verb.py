@@ -1,4 +1,4 @@
-"""The options of `mlx-paged chat`, and what they put together."""
+"""The options of `mlx-paged chat`, and the chat that they configure."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _conversation(
 
 
 def _tools(config: Path, allowed: list[str]) -> ChatTools:
-    """Those of a file; their servers are not started yet."""
+    """Returns the tools of a file, whose servers are not started yet."""
     with needs_extra("mcp", "--mcp"):
         from mlx_paged.cli.chat.tools import ChatTools
         from mlx_paged.mcp import read_config
@@ -170,7 +170,7 @@ def _local(model: str | None, **engine_options: object) -> Backend:
 def _remote(url: str, model: str | None, api_key: str | None) -> Backend:
     with needs_extra("chat", "--server"):
         from mlx_paged.cli.chat.remote import RemoteBackend
-    keys = (api_key or "").split()  # (the variable may hold several, for a server)
+    keys = (api_key or "").split()  # The variable may contain several, for a server.
     return RemoteBackend(url, model, keys[0] if keys else None)
 
 
@@ -182,7 +182,7 @@ def _converse(
     at_terminal: bool,
     **options: Any,
 ) -> None:
-    """Runs a chat; `options` are those of a `ChatSession`."""
+    """Runs a chat; `options` are those of `ChatSession`."""
     from rich.console import Console
 
     from mlx_paged.cli.chat import render
@@ -207,7 +207,7 @@ def _converse(
 
 
 def _note_tools(session: ChatSession) -> None:
-    """Says which tools there are, and what is missing."""
+    """Prints the available tools, and missing ones."""
     tools = session.tools
     if tools is None:
         return
@@ -222,9 +222,10 @@ def _note_tools(session: ChatSession) -> None:
 
 @contextlib.contextmanager
 def typed_ahead() -> Iterator[None]:
-    """Keeps keys typed before a prompt unchanged for it, and does not echo them into the output.
+    """Keeps keys typed before a prompt unchanged for it, without echo.
 
-    A terminal would echo them, and make a line feed of Enter, which at the prompt is another key.
+    A terminal would echo them into the output, and turn Enter into a line feed, which is another
+    key at the prompt.
     """
     import termios
 
