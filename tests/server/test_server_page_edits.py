@@ -20,7 +20,9 @@ from support.page_helpers import (
 
 @pytest.fixture
 def page(visitor: Visitor) -> Page:
-    return visitor.open(fakes=True)
+    page = visitor.open(fakes=True)
+    expect(page.locator("#model")).to_have_value("demo")  # answers are marked with it
+    return page
 
 
 def exchange(page: Page, question: str, answer: str) -> None:

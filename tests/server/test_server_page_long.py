@@ -174,6 +174,17 @@ new MutationObserver((changes) => {
 }).observe(document, {
   childList: true, subtree: true, attributeFilter: ["class"], attributeOldValue: true,
 });
+// Messages that are read from the database at once.
+window.mostRead = 0;
+const getAll = IDBObjectStore.prototype.getAll;
+IDBObjectStore.prototype.getAll = function (...given) {
+  const request = getAll.apply(this, given);
+  request.addEventListener("success", () => {
+    const { length } = request.result;
+    if (this.name === "messages") window.mostRead = Math.max(window.mostRead, length);
+  });
+  return request;
+};
 window.settle = async () => {
   for (let i = 0; i < 100; i += 1) await new Promise((done) => { requestIdleCallback(done); });
 };
@@ -202,6 +213,7 @@ def test_only_messages_near_the_view_are_drawn(page: Page, visitor: Visitor) -> 
     expect(page.locator("#message-c0-m1 .code")).to_be_visible()
     page.evaluate("() => window.settle()")
     assert page.evaluate(FILLED) < 80
+    assert 0 < page.evaluate("() => window.mostRead") <= 250
     assert 0 < page.evaluate("() => window.mostPlaced") <= 60
     assert 0 < page.evaluate("() => window.mostFilled") <= 12
     order = page.locator(".message").evaluate_all("(all) => all.map((item) => item.id)")
@@ -224,6 +236,27 @@ def test_the_browser_has_texts_that_are_not_drawn(page: Page) -> None:
     page.locator("#scroll").evaluate("() => document.activeElement.blur()")
     page.keyboard.press("Control+a")
     expect(page.locator(".message.filled")).to_have_count(NUM_MESSAGES)
+
+
+@in_browser
+def test_a_chat_that_goes_while_chats_are_read_stays_away(page: Page) -> None:
+    import_chats(page, exported(2, NUM_MESSAGES))
+    # Another tab deletes one for good after the first read.
+    page.add_init_script(
+        """
+        const getAll = IDBObjectStore.prototype.getAll;
+        IDBObjectStore.prototype.getAll = function (...given) {
+          if (this.name === "messages" && given[0]) {
+            new BroadcastChannel("mlx-paged").postMessage({ gone: ["c0"] });
+          }
+          return getAll.apply(this, given);
+        };
+        """
+    )
+    page.reload()
+    expect(page.locator("#chats .title")).to_have_text(["Question 0 of chat 1"])
+    page.evaluate("() => new Promise((done) => { requestIdleCallback(done); })")
+    expect(page.locator("#chats .title")).to_have_text(["Question 0 of chat 1"])
 
 
 @in_browser

@@ -248,7 +248,8 @@ class MessageView {
     if (this.isFilled) return;
     this.isFilled = true;
     const { message, list } = this;
-    this.list.near.delete(this);
+    list.near.delete(this);
+    list.sight.unobserve(this.item);
     this.text.classList.remove("plain");
     this.below = element("div", { className: "below" });
     this.note = element("div", { className: "note", hidden: true });

@@ -13,6 +13,7 @@ const UNSAVED = "mlx-paged.unsaved"; // of localStorage, before the database's n
 const LIFE_SIGN_MILLISECONDS = 1500;
 const CHECK_MILLISECONDS = 15_000;
 const UNDO_MILLISECONDS = 10 * 60_000;
+const READ_AT_ONCE = 250; // messages; the page draws between two reads
 
 // Servers under several paths of one host share its storage.
 function databaseName() {
@@ -38,6 +39,7 @@ export class Store extends EventTarget {
     this.owned = new Set(); // ids of answers that come in this tab
     this.unsaved = new Set(); // lists of changes that the database does not have yet
     this.media = []; // records that the database did not take
+    this.gone = new Set(); // ids of chats that were deleted for good
   }
 
   async open() {
@@ -85,16 +87,24 @@ export class Store extends EventTarget {
   async load() {
     const tx = this.db.transaction(["chats", "messages"]);
     const chats = await tx.objectStore("chats").getAll();
-    const messages = await tx.objectStore("messages").getAll();
-    for (const [kind, records] of [["chats", chats], ["messages", messages]]) {
+    const ids = new Set(chats.map(({ id }) => id));
+    const takeAll = (kind, records) => {
       for (const record of records) {
         const known = this.get(kind, record.id);
         if (known?.updated >= record.updated) continue; // heard of it meanwhile
-        if (kind === "messages" && !this.chats.has(record.chat)) continue;
+        const chat = kind === "chats" ? record.id : record.chat;
+        if (!ids.has(chat) || this.gone.has(chat)) continue;
         this.take(kind, record);
         this.dispatchEvent(new CustomEvent("change", { detail: { kind, record, remote: true } }));
       }
-    }
+    };
+    let messages = [];
+    do {
+      const after = messages.length ? IDBKeyRange.lowerBound(messages.at(-1).id, true) : null;
+      messages = await tx.objectStore("messages").getAll(after, READ_AT_ONCE);
+      takeAll("messages", messages);
+    } while (messages.length === READ_AT_ONCE);
+    takeAll("chats", chats); // last, so that none is listed without its messages
   }
 
   // Reading.
@@ -245,6 +255,7 @@ export class Store extends EventTarget {
   async forget(ids, remote = false) {
     if (!ids.length) return;
     for (const id of ids) {
+      this.gone.add(id);
       this.chats.delete(id);
       for (const message of this.messagesOf(id).keys()) {
         this.chatOf.delete(message);
@@ -346,6 +357,7 @@ export class Store extends EventTarget {
 
   take(kind, record) {
     if (kind === "chats") {
+      this.gone.delete(record.id); // a file brought it back
       this.chats.set(record.id, record);
       return;
     }
