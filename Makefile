@@ -29,7 +29,7 @@ INSTALLED := $(BIN)/.installed
 INSTALLED_DEV := $(INSTALLED)-dev
 INSTALLED_TESTS := $(INSTALLED_DEV)$(if $(filter ON,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
 
-.PHONY: demo test test-long test-mlx-lm soak hostile load lint bench mac-report wheel clean
+.PHONY: demo test test-long test-browsers test-mlx-lm soak hostile load lint bench mac-report wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/mlx-paged demo
@@ -46,6 +46,11 @@ test-long: $(INSTALLED_TESTS)
 	MLX_PAGED_STATE_OPS=100000 MLX_PAGED_FUZZ=2000 $(BIN)/python -m pytest --numprocesses $(WORKERS) \
 		tests/core/test_state_machine.py tests/engine/test_grammar_fuzz.py tests/parsing/test_tools_fuzz.py
 	$(MAKE) soak hostile load
+
+# The chat page in Firefox and WebKitGTK, which `scripts/install_apt.sh --browsers` installs.
+test-browsers: $(INSTALLED_TESTS)
+	$(BIN)/python -m pytest -rs tests/server/test_server_page_firefox.py \
+		tests/server/test_server_page_webkit.py
 
 # mlx-lm's own tests, fetched from PyPI, without and with `import mlx_paged`. Takes some minutes.
 test-mlx-lm: $(INSTALLED_TESTS)

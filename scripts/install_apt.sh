@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything the build needs from Debian or Ubuntu: a C++20 compiler, make and Python with venv; CMake,
 # ninja, MLX and nanobind come with pip. And tmux for the tests of the command line, and a browser for
-# those of the chat page: they are skipped, and say so, where there is none.
+# those of the chat page: they are skipped, and say so, where there is none. With --browsers, also what
+# `make test-browsers` needs.
 set -euo pipefail
 sudo=$([ "$(id -u)" = 0 ] || echo sudo)
 $sudo apt-get update
@@ -14,4 +15,7 @@ if ! command -v chromium chromium-browser google-chrome > /dev/null; then
   else
     $sudo apt-get install --yes --no-install-recommends chromium
   fi
+fi
+if [ "${1:-}" = --browsers ]; then
+  $sudo apt-get install --yes --no-install-recommends firefox-esr webkit2gtk-driver xvfb
 fi

@@ -21,8 +21,10 @@ from support.server_helpers import RunningServer
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
+FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
 SCREENSHOTS = os.environ.get("MLX_PAGED_SCREENSHOTS")
 in_browser = needs("Chromium", found=CHROMIUM is not None)
+in_firefox = needs("Firefox", found=FIREFOX is not None, option="--browsers")
 PROMPT = "Return the n-th Fibonacci number"
 PATIENCE = 300_000  # milliseconds until a test that waits gives up
 # A name that is not loopback: over plain HTTP, browsers give its pages no clipboard.
@@ -89,6 +91,19 @@ def chromium() -> Iterator[Browser]:
                 f"--host-resolver-rules=MAP {FOREIGN_HOST} 127.0.0.1",
             ],
         )  # fmt: skip
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def firefox() -> Iterator[Browser]:
+    """Like `chromium`: Debian's Firefox, driven by WebDriver BiDi instead of Playwright's patches.
+
+    BiDi has no bodies of requests, no downloads and no color schemes, among others.
+    """
+    expect.set_options(timeout=PATIENCE)
+    with sync_playwright() as playwright:
+        browser = playwright.firefox.launch(channel="moz-firefox", executable_path=FIREFOX)
         yield browser
         browser.close()
 

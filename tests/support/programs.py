@@ -12,9 +12,14 @@ _REASON = "{} is not installed: run scripts/install_apt.sh"
 _SKIPPED = re.compile(r"(?:Skipped: )?" + re.escape(_REASON).replace(r"\{\}", "(.+)"))
 
 
-def needs(program: str, *, found: bool) -> pytest.MarkDecorator:
-    """Skips a test on machines that lack a program."""
-    return pytest.mark.skipif(not found, reason=_REASON.format(program))
+def needs(program: str, *, found: bool, option: str = "") -> pytest.MarkDecorator:
+    """Skips a test on machines that lack a program.
+
+    Args:
+        option: Option of scripts/install_apt.sh that installs it, if the script alone does not.
+    """
+    reason = f"{_REASON.format(program)} {option}".rstrip()
+    return pytest.mark.skipif(not found, reason=reason)
 
 
 def summary(reasons: Iterable[str]) -> str:
