@@ -143,7 +143,7 @@ class PagedStore:
         self.kv = KVManager(
             num_blocks,
             BLOCK_SIZE,
-            windows=[_window_group(reach, num_blocks) for reach in self.flat.windows],
+            windows=[_window_group(group_spec, num_blocks) for group_spec in self.flat.windows],
         )
         self.kv.launch_step(1)
         self.num_prompt_tokens = 0
@@ -352,9 +352,9 @@ class PagedStore:
     def can_trim(self, leases: Sequence[SequenceHandle], layer: int, num_tokens: int) -> bool:
         """True if sequences still hold all that a layer reads after the first `num_tokens`
         tokens."""
-        reach = self.flat.spec(layer).reach
-        number = self.flat.group_of(reach)
-        needed = reach.first_visible(num_tokens) if num_tokens else self.block_size << 32
+        group_spec = self.flat.spec(layer).group_spec
+        number = self.flat.group_of(group_spec)
+        needed = group_spec.first_visible(num_tokens) if num_tokens else self.block_size << 32
         firsts = (lease.tables.attention[number].first for lease in leases)
         return all(first * self.block_size <= needed for first in firsts)
 
@@ -448,7 +448,7 @@ class PagedStore:
     ) -> tuple[mx.array, mx.array]:
         """Dense ``[batch, num_kv_heads, end - start, head_dim]`` keys and values of one layer."""
         self._begin()
-        number = self.flat.group_of(self.flat.spec(layer).reach)
+        number = self.flat.group_of(self.flat.spec(layer).group_spec)
         tables = [lease.tables.attention[number].blocks for lease in leases]
         keys, values = self.flat.read(layer, tables, start, end)
         self._schedule(keys, values)
@@ -563,10 +563,10 @@ class PagedStore:
         self.kv.check_integrity()
 
 
-def _window_group(reach: KVCacheGroupSpec, num_blocks: int) -> WindowGroupSpec:
-    assert reach.window is not None
+def _window_group(group_spec: KVCacheGroupSpec, num_blocks: int) -> WindowGroupSpec:
+    assert group_spec.window is not None
     return WindowGroupSpec(
         num_blocks,
-        span=reach.window + WINDOW_SLACK,
-        first_visible=lambda position: max(0, reach.first_visible(position) - WINDOW_SLACK),
+        span=group_spec.window + WINDOW_SLACK,
+        first_visible=lambda position: max(0, group_spec.first_visible(position) - WINDOW_SLACK),
     )

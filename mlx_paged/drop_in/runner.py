@@ -79,8 +79,8 @@ class DropInRunner:
         self.block_size = block_size
         self._model = weakref.ref(model)
         self._paged = paged
-        self.windows = tuple(r for r in paged.layout.reaches if r.window is not None)
-        self._numbers = {reach: number for number, reach in enumerate(self.windows, 1)}
+        self.windows = tuple(r for r in paged.layout.group_specs if r.window is not None)
+        self._numbers = {group_spec: number for number, group_spec in enumerate(self.windows, 1)}
         # The index of each cache with recurrent state among its kind.
         self.state_numbers = {
             layer: number
@@ -119,17 +119,23 @@ class DropInRunner:
         """Number of layer groups with their own block tables."""
         return 1 + len(self.windows)
 
-    def group_of(self, reach: KVCacheGroupSpec) -> int:
-        """Returns the group number of layers with this reach."""
-        return self._numbers.get(reach, 0)
+    def group_of(self, group_spec: KVCacheGroupSpec) -> int:
+        """Returns the number of the group of these layers."""
+        return self._numbers.get(group_spec, 0)
 
     def block_bytes(self, number: int) -> int:
         """Bytes of one block's keys and values in the layers of a group."""
-        reaches = self._reaches(number)
-        return self.block_size * sum(self.layout.bytes_per_token(reach) for reach in reaches)
+        group_specs = self._group_specs(number)
+        return self.block_size * sum(
+            self.layout.bytes_per_token(group_spec) for group_spec in group_specs
+        )
 
-    def _reaches(self, number: int) -> list[KVCacheGroupSpec]:
-        return [reach for reach in self.layout.reaches if self.group_of(reach) == number]
+    def _group_specs(self, number: int) -> list[KVCacheGroupSpec]:
+        return [
+            group_spec
+            for group_spec in self.layout.group_specs
+            if self.group_of(group_spec) == number
+        ]
 
     def is_of(self, model: object) -> bool:
         """True if this runs `model`."""
@@ -170,7 +176,7 @@ class DropInRunner:
         inputs = StepInputs(
             np.array(context_lens, dtype=np.int64),
             np.array(query_lens, dtype=np.int64),
-            self._by_reach(tables),
+            self._by_group(tables),
             logit_rows,
             slots,
         )
@@ -198,10 +204,12 @@ class DropInRunner:
             logits = logits[mx.array(logit_rows)]
         return logits, made
 
-    def _by_reach(self, tables: Sequence[Tables]) -> Tables | Mapping[KVCacheGroupSpec, Tables]:
+    def _by_group(self, tables: Sequence[Tables]) -> Tables | Mapping[KVCacheGroupSpec, Tables]:
         if not self.windows:
             return tables[0]
-        return {reach: tables[self.group_of(reach)] for reach in self.layout.reaches}
+        return {
+            group_spec: tables[self.group_of(group_spec)] for group_spec in self.layout.group_specs
+        }
 
     # Single layers: dense reads and writes.
 
@@ -330,12 +338,12 @@ class DropInRunner:
     def copy_blocks(self, pairs: Iterable[tuple[int, int]], number: int = 0) -> None:
         """Copies blocks (src, dst) in every layer of a group."""
         copies = mx.array(list(pairs), dtype=mx.int32)
-        for reach in self._reaches(number):
-            self._paged.copy_blocks(copies, reach)
+        for group_spec in self._group_specs(number):
+            self._paged.copy_blocks(copies, group_spec)
 
     def _caches_of(self, number: int) -> list[Any]:
         caches = self._paged.attention_caches
-        return [cache for cache in caches if self.group_of(cache.spec.reach) == number]
+        return [cache for cache in caches if self.group_of(cache.spec.group_spec) == number]
 
     def cut(self, num_blocks: int, number: int = 0) -> None:
         """Frees the memory of a group's blocks from `num_blocks` on."""

@@ -167,7 +167,7 @@ class PagedSequence:
             self._become(batch)
             del self.tokens[start:]
             self.before_write(start, start + length)
-        number = flat.group_of(flat.spec(layer).reach)
+        number = flat.group_of(flat.spec(layer).group_spec)
         if number not in self._plans:
             least = min(
                 o for o, spec in zip(self.offsets, flat.specs) if isinstance(spec, LayerSpec)
@@ -300,7 +300,7 @@ class PagedSequence:
 
     def is_trimmable(self, layer: int) -> bool:
         """True if a layer can be trimmed to any length, because nothing slid out of its window."""
-        number = self.store.flat.group_of(self.store.flat.spec(layer).reach)
+        number = self.store.flat.group_of(self.store.flat.spec(layer).group_spec)
         return all(lease.tables.attention[number].first == 0 for lease in self.leases)
 
     def can_trim_all(self, num_tokens: int) -> bool:
@@ -464,6 +464,6 @@ class PagedSequence:
             return sum(lease.state is not None for lease in self.leases) * spec.bytes_per_slot
         if not isinstance(spec, LayerSpec):
             return 0
-        number = self.store.flat.group_of(spec.reach)
+        number = self.store.flat.group_of(spec.group_spec)
         num_blocks = sum(len(lease.tables.attention[number].live) for lease in self.leases)
         return num_blocks * self.store.block_size * spec.bytes_per_token

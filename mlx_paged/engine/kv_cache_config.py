@@ -32,7 +32,7 @@ class PoolSizes:
 class KVCacheConfig:
     """The groups of a model's layers.
 
-    Layers that see everything are the *full group*. Layers of each shorter reach are a *window
+    Layers that see everything are the *full group*. Layers with one shorter span are a *window
     group* with tables of their own, unless the window is as long as any sequence. Recurrent layers
     have state slots. The pools are sized for sequences of `typical_context_len` tokens: each
     group can hold equally many such sequences.
@@ -44,20 +44,20 @@ class KVCacheConfig:
         self._block_size = config.block_size
         # Dense copies are made of whole tables.
         is_one = layout.mode.is_gathered or config.disable_hybrid_kv_cache_manager
-        reaches = () if is_one else layout.reaches
+        group_specs = () if is_one else layout.group_specs
         self.windows = tuple(
-            reach
-            for reach in reaches
-            if (span := _span(reach)) is not None and (model_len is None or span < model_len)
+            group_spec
+            for group_spec in group_specs
+            if (span := _span(group_spec)) is not None and (model_len is None or span < model_len)
         )
         typical = config.typical_context_len
         if typical is None:
-            longest = max((_span(reach) or 0 for reach in self.windows), default=0)
+            longest = max((_span(group_spec) or 0 for group_spec in self.windows), default=0)
             typical = max(_TYPICAL_CONTEXT_LEN, _TYPICAL_WINDOWS * longest)
             typical = typical if model_len is None else min(typical, model_len)
         self._typical_blocks = self._blocks_for(typical)
         self._most_blocks = _MOST_BLOCKS
-        if set(layout.reaches) <= set(self.windows):
+        if set(layout.group_specs) <= set(self.windows):
             whole = 0 if model_len is None else self._blocks_for(model_len)
             self._most_blocks = 1 + max(_MOST_BLOCKS_WITHOUT_LAYERS, whole)
 
@@ -67,7 +67,7 @@ class KVCacheConfig:
             return PoolSizes(num_blocks)
         num_sequences = -(-num_blocks // self._typical_blocks)
         step = self._blocks_for(self._config.step_tokens)  # at least those of one prompt
-        views = [self._view_blocks(reach) for reach in self.windows]
+        views = [self._view_blocks(group_spec) for group_spec in self.windows]
         windows = tuple(
             min(num_blocks, 1 + max(view, step + self._typical_share(num_blocks, view)))
             for view in views
@@ -81,8 +81,10 @@ class KVCacheConfig:
     def num_bytes(self, num_blocks: int) -> int:
         """Returns the bytes of all pools that go with a full group of `num_blocks` blocks."""
         sizes = self.sizes(num_blocks)
-        blocks = self.blocks_by_reach(sizes)
-        of_blocks = sum(n * self._layout.bytes_per_token(reach) for reach, n in blocks.items())
+        blocks = self.blocks_by_group(sizes)
+        of_blocks = sum(
+            n * self._layout.bytes_per_token(group_spec) for group_spec, n in blocks.items()
+        )
         of_slots = sizes.num_state_slots * self._layout.bytes_per_slot
         return of_blocks * self._block_size + of_slots
 
@@ -90,17 +92,17 @@ class KVCacheConfig:
         """Returns the blocks of the full group so that all pools take at most `num_bytes` bytes."""
         return bisect_right(range(1 + self._most_blocks), num_bytes, key=self.num_bytes) - 1
 
-    def blocks_by_reach(self, sizes: PoolSizes) -> dict[KVCacheGroupSpec, int]:
-        """Blocks of the pools of the layers of each reach."""
-        blocks = dict.fromkeys(self._layout.reaches, sizes.num_blocks)
+    def blocks_by_group(self, sizes: PoolSizes) -> dict[KVCacheGroupSpec, int]:
+        """Returns the blocks of the pools of each group."""
+        blocks = dict.fromkeys(self._layout.group_specs, sizes.num_blocks)
         blocks.update(zip(self.windows, sizes.window_blocks, strict=True))
         return blocks
 
     def window_specs(self, sizes: PoolSizes) -> list[WindowGroupSpec]:
         """The window groups, as the KV manager takes them."""
         return [
-            WindowGroupSpec(num_blocks, _span(reach) or 0, reach.first_visible)
-            for reach, num_blocks in zip(self.windows, sizes.window_blocks, strict=True)
+            WindowGroupSpec(num_blocks, _span(group_spec) or 0, group_spec.first_visible)
+            for group_spec, num_blocks in zip(self.windows, sizes.window_blocks, strict=True)
         ]
 
     def state_spec(self, sizes: PoolSizes) -> StateGroupSpec | None:
@@ -110,15 +112,15 @@ class KVCacheConfig:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _view_blocks(self, reach: KVCacheGroupSpec) -> int:
+    def _view_blocks(self, group_spec: KVCacheGroupSpec) -> int:
         """Maximum blocks that a row sees."""
-        return self._blocks_for((_span(reach) or 0) - 1) + 1
+        return self._blocks_for((_span(group_spec) or 0) - 1) + 1
 
     def _typical_share(self, num_blocks: int, per_sequence: int) -> int:
         per_sequence = min(per_sequence, self._typical_blocks)
         return -(-num_blocks * per_sequence // self._typical_blocks)
 
 
-def _span(reach: KVCacheGroupSpec) -> int | None:
+def _span(group_spec: KVCacheGroupSpec) -> int | None:
     """Returns the maximum tokens that a row sees; None means all."""
-    return reach.window if reach.window is not None else reach.chunk
+    return group_spec.window if group_spec.window is not None else group_spec.chunk

@@ -132,7 +132,7 @@ def allocate_pools(
 
     def allocate(num_blocks: int) -> None:
         sizes = kv_config.sizes(num_blocks)
-        runner.allocate(kv_config.blocks_by_reach(sizes), sizes.num_state_slots)
+        runner.allocate(kv_config.blocks_by_group(sizes), sizes.num_state_slots)
 
     def measure() -> int:
         activations = measure_activations(runner, config)
@@ -217,7 +217,7 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     """
     batch = largest_step(config, len(runner.windows), has_states=runner.model.layout.has_states)
     num_blocks = 1 + max(max(table.blocks) for tables in batch.tables for table in tables)
-    blocks = dict.fromkeys(runner.model.layout.reaches, num_blocks)
+    blocks = dict.fromkeys(runner.model.layout.group_specs, num_blocks)
     runner.allocate(blocks, 1 + batch.num_seqs)
     mx.synchronize()
     gc.collect()  # Otherwise, a collection during the step would distort the measurement.

@@ -147,7 +147,7 @@ class ModelRunner:
         self.media = media
         self._masks = masks
         self._tables = BlockTableCache()
-        self._windows = {reach: BlockTableCache() for reach in windows}
+        self._windows = {group_spec: BlockTableCache() for group_spec in windows}
         self._mask_worker = MaskWorker[GrammarMasks]()
         if num_blocks is not None:
             self.allocate(num_blocks)
@@ -259,7 +259,7 @@ class ModelRunner:
         """Clears caches between steps, because an exception may have interrupted an update."""
         self._mask_worker.wait()
         self._tables = BlockTableCache()
-        self._windows = {reach: BlockTableCache() for reach in self._windows}
+        self._windows = {group_spec: BlockTableCache() for group_spec in self._windows}
 
     def _launch(
         self,
@@ -376,23 +376,23 @@ class ModelRunner:
         shared = self._tables.update(seq_ids, full)
         if not windows:
             return shared
-        by_reach = dict.fromkeys(self.model.layout.reaches, shared)
-        for (reach, cache), own in zip(self._windows.items(), windows):
-            by_reach[reach] = cache.update(seq_ids, own)
-        return by_reach
+        by_group = dict.fromkeys(self.model.layout.group_specs, shared)
+        for (group_spec, cache), own in zip(self._windows.items(), windows):
+            by_group[group_spec] = cache.update(seq_ids, own)
+        return by_group
 
     def _copy_blocks(self, batch: StepBatch) -> None:
         """Copy-on-write, in the layers of each group."""
         full, *windows = batch.block_copies
         if full:
             [pairs] = ops.upload(np.array(full, dtype=np.int32))
-            for reach in self.model.layout.reaches:
-                if reach not in self._windows:
-                    self.model.copy_blocks(pairs, reach)
-        for reach, copies in zip(self._windows, windows):
+            for group_spec in self.model.layout.group_specs:
+                if group_spec not in self._windows:
+                    self.model.copy_blocks(pairs, group_spec)
+        for group_spec, copies in zip(self._windows, windows):
             if copies:
                 [pairs] = ops.upload(np.array(copies, dtype=np.int32))
-                self.model.copy_blocks(pairs, reach)
+                self.model.copy_blocks(pairs, group_spec)
 
 
 def _newest(

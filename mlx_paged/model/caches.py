@@ -137,9 +137,9 @@ class Step:
     media: MediaRows | None = None
     selected: LastLayerPruning | None = None
 
-    def plan_for(self, reach: KVCacheGroupSpec) -> AttentionPlan:
-        """The plan that layers of this reach read and write through."""
-        return self.plans.get(reach, self.plan)
+    def plan_for(self, group_spec: KVCacheGroupSpec) -> AttentionPlan:
+        """Returns the plan that layers of this group read and write through."""
+        return self.plans.get(group_spec, self.plan)
 
     def select(self, x: mx.array) -> mx.array:
         """Gathers the needed rows: ``[num_rows, ...]`` -> ``[num_samples, ...]``."""
@@ -296,7 +296,7 @@ class KVPools:
     ) -> None:
         self.spec = spec
         self._context = context
-        self._reach = spec.reach
+        self._group_spec = spec.group_spec
         self.key_pool, self.value_pool = (
             ops.allocate_pool(num_blocks, block_size, spec.num_kv_heads, dim, dtype)
             for dim, dtype in zip(spec.pool_dims, spec.pool_dtypes)
@@ -304,7 +304,7 @@ class KVPools:
         self._dims = spec.pool_dims
 
     def maybe_trim_front(self) -> None:
-        """mlx-lm's chunked cache drops tokens here; the reach of the layer does."""
+        """mlx-lm's chunked cache drops tokens here; here, the layer's spec hides them."""
 
     def _write(self, keys: mx.array, values: mx.array, slot_mapping: mx.array) -> None:
         """Writes ``[num_tokens, num_kv_heads, dim]`` keys and values."""
@@ -352,7 +352,7 @@ class PagedLayerCache(KVPools):
 
     @property
     def _slots(self) -> mx.array:
-        return self._context.step.plan_for(self._reach).slot_mapping
+        return self._context.step.plan_for(self._group_spec).slot_mapping
 
     def attend(
         self,
@@ -398,7 +398,7 @@ class PagedLayerCache(KVPools):
         written, self._written = self._written, None
         if (
             step.prefill is not None
-            and self._reach == FULL
+            and self._group_spec == FULL
             and dense_prefill.serves(self.spec, sinks=sinks, softcap=softcap)
         ):
             own = None
@@ -408,7 +408,7 @@ class PagedLayerCache(KVPools):
             if step.layerwise is not None:
                 step.layerwise.attention_built(self.layer, out)
         else:
-            out = attend(rows, step.plan_for(self._reach))
+            out = attend(rows, step.plan_for(self._group_spec))
         if step.selected is not None:
             step.selected.attention_built(self.layer, rows, out, attend)
         return mx.expand_dims(out, 2).astype(queries.dtype)
@@ -440,7 +440,7 @@ class LatentLayerCache(PagedLayerCache):
         """Attends with ``[T, num_q_heads, 1, latent_dim]`` queries; returns the same shape."""
         if scores is None:
             raise TypeError("[paged_attention] latent attention came without its rotary scores")
-        if self._context.step.plan_for(self._reach).bounds is not None:
+        if self._context.step.plan_for(self._group_spec).bounds is not None:
             raise ValueError("[paged_attention] bounds must be None for latent attention")
         whole = mx.concatenate([queries * scale, scores.queries], axis=-1).squeeze(2)
         return self._attend(whole, self.key_pool, scale=1.0, sinks=sinks, softcap=softcap)

@@ -41,7 +41,7 @@ class GatheredGroup:
         cls,
         inputs: StepInputs,
         members: np.ndarray,
-        reaches: Sequence[KVCacheGroupSpec],
+        group_specs: Sequence[KVCacheGroupSpec],
         *,
         block_size: int,
         uniform: bool,
@@ -52,14 +52,14 @@ class GatheredGroup:
         positions = (lens - length)[:, None] + np.arange(length)
         tables: dict[KVCacheGroupSpec, mx.array] = {}
         slots: dict[KVCacheGroupSpec, mx.array] = {}
-        for reach in reaches:
-            padded = inputs.tables_of(reach)
+        for group_spec in group_specs:
+            padded = inputs.tables_of(group_spec)
             if not isinstance(padded, PaddedTables):
                 padded = PaddedTables.of(padded)
             blocks = padded.blocks[members]
             at = np.take_along_axis(blocks, positions // block_size, axis=1)
-            tables[reach] = int32(blocks)
-            slots[reach] = int32((at * block_size + positions % block_size).reshape(-1))
+            tables[group_spec] = int32(blocks)
+            slots[group_spec] = int32((at * block_size + positions % block_size).reshape(-1))
         return cls(
             length=length,
             starts=int32(lens - length),
@@ -124,17 +124,17 @@ class GatheredLayerCache(KVPools):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Writes ``[num_seqs, num_kv_heads, length, head_dim]``; returns all that can be seen."""
-        group, reach = self.group, self._reach
+        group, group_spec = self.group, self._group_spec
 
         def rows(x: mx.array) -> mx.array:
             num_seqs, heads, length, dim = x.shape
             return x.transpose(0, 2, 1, 3).reshape(num_seqs * length, heads, dim)
 
-        self._write(rows(keys), rows(values), group.slots[reach])
+        self._write(rows(keys), rows(values), group.slots[group_spec])
         dense_keys, dense_values = ops.gather_kv(
             self.key_pool,
             self.value_pool,
-            group.block_tables[reach],
+            group.block_tables[group_spec],
             group.context_lens,
             group.max_context_len,
             dtype=self.spec.dtype,

@@ -169,14 +169,14 @@ class GraphRunner:
     def _compile(
         self, shape: object, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat
     ) -> tuple[mx.array, Pools]:
-        reaches, has_rope = tuple(step.plans), _has_rope_positions(step)
+        group_specs, has_rope = tuple(step.plans), _has_rope_positions(step)
         arrays = _arrays_of(step)
         graph: _Graph
 
         def forward(
             tokens: mx.array, arrays: list[mx.array], pools: Pools
         ) -> tuple[mx.array, Pools]:
-            return self._forward(tokens, _step_of(arrays, reaches, has_rope), pools)
+            return self._forward(tokens, _step_of(arrays, group_specs, has_rope), pools)
 
         if self.uses_device_programs and self._fits_device_program(tokens.shape[0]):
             try:
@@ -304,7 +304,7 @@ def _has_rope_positions(step: Step) -> bool:
     return step.media is not None and step.media.rope_positions is not None
 
 
-def _step_of(arrays: list[mx.array], reaches: tuple[object, ...], has_rope: bool) -> Step:
+def _step_of(arrays: list[mx.array], group_specs: tuple[object, ...], has_rope: bool) -> Step:
     media = None
     if has_rope:
         *arrays, positions = arrays
@@ -312,11 +312,11 @@ def _step_of(arrays: list[mx.array], reaches: tuple[object, ...], has_rope: bool
     count = len(_PLAN_FIELDS)
     plans = [
         AttentionPlan(*arrays[i : i + count])
-        for i in range(1, 1 + count * (1 + len(reaches)), count)
+        for i in range(1, 1 + count * (1 + len(group_specs)), count)
     ]
     return Step(
         plans[0],
         arrays[0],
-        dict(zip(reaches, plans[1:])),  # type: ignore[arg-type]
+        dict(zip(group_specs, plans[1:])),  # type: ignore[arg-type]
         media=media,
     )

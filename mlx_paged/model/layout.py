@@ -64,7 +64,7 @@ class LayerSpec:
     kv_format: KVFormat | None = None  # None: both pools are of `dtype`
 
     @property
-    def reach(self) -> KVCacheGroupSpec:
+    def group_spec(self) -> KVCacheGroupSpec:
         """The group whose block tables this layer shares."""
         return KVCacheGroupSpec(self.window, self.chunk)
 
@@ -154,9 +154,9 @@ class CacheLayout:
         return tuple(s for s in self.specs if isinstance(s, StateSpec))
 
     @cached_property
-    def reaches(self) -> tuple[KVCacheGroupSpec, ...]:
+    def group_specs(self) -> tuple[KVCacheGroupSpec, ...]:
         """The groups of the layers. Each needs its own block tables once blocks are freed."""
-        return tuple(dict.fromkeys(spec.reach for spec in self.attention))
+        return tuple(dict.fromkeys(spec.group_spec for spec in self.attention))
 
     @cached_property
     def has_states(self) -> bool:
@@ -168,9 +168,9 @@ class CacheLayout:
         """True if any attention layer keeps rounded keys and values."""
         return any(spec.kv_format is not None for spec in self.attention)
 
-    def bytes_per_token(self, reach: KVCacheGroupSpec | None = None) -> int:
+    def bytes_per_token(self, group_spec: KVCacheGroupSpec | None = None) -> int:
         """Returns the bytes of one token's K and V in all attention layers, or in one group's."""
-        return sum(s.bytes_per_token for s in self.attention if reach in (None, s.reach))
+        return sum(s.bytes_per_token for s in self.attention if group_spec in (None, s.group_spec))
 
     def with_kv_format(self, kv_format: KVFormat, skip: Sequence[int | str] = ()) -> CacheLayout:
         """Returns the layout with another format of the attention layers' pools.

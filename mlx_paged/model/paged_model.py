@@ -159,7 +159,7 @@ class PagedModel:
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
-                count = num_blocks if isinstance(num_blocks, int) else num_blocks[spec.reach]
+                count = num_blocks if isinstance(num_blocks, int) else num_blocks[spec.group_spec]
                 cache = self._cache_type(spec)(
                     self._context, spec, num_blocks=count, block_size=self.block_size
                 )
@@ -182,7 +182,8 @@ class PagedModel:
         self.caches = assemble(self.layout.tree, leaves)
         self._allocated = self.pools()
         self._least_gathered = dense_prefill.least_gathered_rows(
-            [cache.spec for cache in self._attention if cache.spec.reach == FULL], self.block_size
+            [cache.spec for cache in self._attention if cache.spec.group_spec == FULL],
+            self.block_size,
         )
 
     def release(self) -> None:
@@ -243,13 +244,17 @@ class PagedModel:
         for state in (p for c in self._states for p in c.pools if p is not None):
             state.reset()
 
-    def copy_blocks(self, block_pairs: mx.array, reach: KVCacheGroupSpec | None = None) -> None:
+    def copy_blocks(
+        self, block_pairs: mx.array, group_spec: KVCacheGroupSpec | None = None
+    ) -> None:
         """Copies blocks in the pools of all layers, or of one group's.
 
         Args:
             block_pairs: ``[num_pairs, 2]`` int32 of (src, dst).
         """
-        copy_blocks([c for c in self._attention if reach in (None, c.spec.reach)], block_pairs)
+        copy_blocks(
+            [c for c in self._attention if group_spec in (None, c.spec.group_spec)], block_pairs
+        )
 
     # Steps.
 
@@ -319,7 +324,7 @@ class PagedModel:
         """Returns the number of tokens to pad a step with prompts to, so that it repeats an earlier
         one. The padding belongs to no sequence.
         """
-        has_chunks = any(reach.chunk is not None for reach in self.layout.reaches)
+        has_chunks = any(group_spec.chunk is not None for group_spec in self.layout.group_specs)
         if self._is_gathered or self.layout.has_states or has_chunks:
             return num_rows
         return self._compiled.rows_with_prompts(num_rows)
@@ -349,11 +354,11 @@ class PagedModel:
         states = None
         if self.layout.has_states:
             states = build_state_plan(inputs.query_lens, _slots(inputs))
-        reaches = self.layout.reaches
+        group_specs = self.layout.group_specs
         # Positions count in the whole sequence, whichever part of it a layer sees.
-        some = inputs.tables_of(reaches[0]) if reaches else self._no_blocks(inputs)
-        tables = inputs.tables_of(FULL) if FULL in reaches else some
-        alone = len(reaches) == 1 and reaches[0].chunk is None
+        some = inputs.tables_of(group_specs[0]) if group_specs else self._no_blocks(inputs)
+        tables = inputs.tables_of(FULL) if FULL in group_specs else some
+        alone = len(group_specs) == 1 and group_specs[0].chunk is None
         longest = int(inputs.query_lens.max(initial=0))
         num_rows = wanted_rows if repeat is Repeat.WITH_PROMPTS else None
         # A step without samples is no program.
@@ -363,16 +368,18 @@ class PagedModel:
             and len(inputs.logit_rows) > 0
             and self._compiled.reads_once(wanted_rows)
         )
-        plan = self._plan(inputs, tables, reaches[0] if alone else FULL, num_rows, stays)
+        plan = self._plan(inputs, tables, group_specs[0] if alone else FULL, num_rows, stays)
         plans = {
-            reach: self._plan(inputs, inputs.tables_of(reach), reach, num_rows, stays)
-            for reach in reaches
-            if reach.chunk is not None
-            or inputs.tables_of(reach) is not tables
-            or self._bounds(inputs, reach) is not self._bounds(inputs, FULL)
+            group_spec: self._plan(
+                inputs, inputs.tables_of(group_spec), group_spec, num_rows, stays
+            )
+            for group_spec in group_specs
+            if group_spec.chunk is not None
+            or inputs.tables_of(group_spec) is not tables
+            or self._bounds(inputs, group_spec) is not self._bounds(inputs, FULL)
         }
         prefill = None
-        if repeat is Repeat.NOT and FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
+        if repeat is Repeat.NOT and FULL in group_specs and longest >= dense_prefill.LEAST_ROWS:
             prefill = dense_prefill.plan_dense_prefill(
                 tables,
                 inputs.context_lens,
@@ -403,14 +410,14 @@ class PagedModel:
             return None
         ends = np.cumsum(lens)
         sequences = np.searchsorted(ends, wanted, side="right")
-        reach = self._attention[-1].spec.reach
+        group_spec = self._attention[-1].spec.group_spec
         if (
-            reach.chunk is not None
-            or self._bounds(inputs, reach) is not None
+            group_spec.chunk is not None
+            or self._bounds(inputs, group_spec) is not None
             or not np.array_equal(ends[sequences] - 1, wanted)
         ):
             return None
-        tables = inputs.tables_of(reach)
+        tables = inputs.tables_of(group_spec)
         if not isinstance(tables, PaddedTables):
             tables = PaddedTables.of(tables)
         plan = build_plan(
@@ -418,7 +425,7 @@ class PagedModel:
             inputs.context_lens[sequences],
             np.ones(len(sequences), dtype=np.int64),
             block_size=self.block_size,
-            window=reach.window,
+            window=group_spec.window,
             platform=self.platform,
         )
         return LastLayerPruning(logit_rows, plan, len(self._attention) - 1, self.pools)
@@ -443,19 +450,19 @@ class PagedModel:
         self,
         inputs: StepInputs,
         tables: Tables,
-        reach: KVCacheGroupSpec,
+        group_spec: KVCacheGroupSpec,
         num_rows: int | None,
         stays: bool,
     ) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
-        bounds = self._bounds(inputs, reach)
-        if reach.chunk is not None:
+        bounds = self._bounds(inputs, group_spec)
+        if group_spec.chunk is not None:
             if bounds is not None:
                 raise ValueError("[step media] bounds must be None for layers with chunks")
             return build_chunk_plan(
                 tables,
                 *rows,
-                chunk=reach.chunk,
+                chunk=group_spec.chunk,
                 block_size=self.block_size,
                 platform=self.platform,
             )
@@ -463,21 +470,21 @@ class PagedModel:
             tables,
             *rows,
             block_size=self.block_size,
-            window=reach.window,
+            window=group_spec.window,
             bounds=bounds,
             stays_on_host=stays,
             num_rows=num_rows,
             platform=self.platform,
         )
 
-    def _bounds(self, inputs: StepInputs, reach: KVCacheGroupSpec) -> np.ndarray | None:
+    def _bounds(self, inputs: StepInputs, group_spec: KVCacheGroupSpec) -> np.ndarray | None:
         """Returns the first and last position that each row sees as a whole; see `build_plan`."""
         if inputs.media is None or inputs.media.bounds is None:
             return None
         bounds = inputs.media.bounds
         if not self._sees_within_windows:
             return bounds
-        if reach.window is None:
+        if group_spec.window is None:
             return None
         lens = inputs.query_lens
         own = np.arange(lens.sum()) + np.repeat(inputs.context_lens - np.cumsum(lens), lens)
@@ -500,7 +507,11 @@ class PagedModel:
         uniform = self.layout.mode is Mode.UNIFORM
         for members in groups_of(inputs, uniform=uniform):
             group = GatheredGroup.of(
-                inputs, members, self.layout.reaches, block_size=self.block_size, uniform=uniform
+                inputs,
+                members,
+                self.layout.group_specs,
+                block_size=self.block_size,
+                uniform=uniform,
             )
             rows = (first_rows[members][:, None] + np.arange(group.length)).reshape(-1)
             mine = np.flatnonzero(np.isin(inputs.logit_rows, rows))

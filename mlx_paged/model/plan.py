@@ -182,9 +182,9 @@ class StepInputs:
     state_slots: StateSlots | None = None
     media: StepMedia | None = None
 
-    def tables_of(self, reach: KVCacheGroupSpec) -> Tables:
-        """The block tables that layers of this reach use."""
-        return self.tables[reach] if isinstance(self.tables, Mapping) else self.tables
+    def tables_of(self, group_spec: KVCacheGroupSpec) -> Tables:
+        """Returns the block tables of these layers."""
+        return self.tables[group_spec] if isinstance(self.tables, Mapping) else self.tables
 
 
 # --- Attention ------------------------------------------------------------------------------------

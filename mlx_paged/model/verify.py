@@ -74,8 +74,8 @@ def difference_where_cut(paged: PagedModel, vocab_size: int) -> float:
 
 def _length(paged: PagedModel) -> int:
     """Returns tokens of a prompt long enough to pass the end of every window and chunk."""
-    reaches = [r.window or r.chunk or 0 for r in paged.layout.reaches]
-    return max([*reaches, _BEYOND]) + _BEYOND
+    group_specs = [r.window or r.chunk or 0 for r in paged.layout.group_specs]
+    return max([*group_specs, _BEYOND]) + _BEYOND
 
 
 def tolerance_of(paged: PagedModel) -> float:

@@ -39,7 +39,7 @@ def test_windows_get_what_sequences_of_typical_length_need() -> None:
     assert some.windows == (KVCacheGroupSpec(window=1024),)
     sizes = some.sizes(1280)  # ten sequences of 4096 tokens, each of which sees 33 blocks
     assert sizes.window_blocks == (1 + 16 + 330,)
-    blocks = some.blocks_by_reach(sizes)
+    blocks = some.blocks_by_group(sizes)
     assert blocks == {FULL: 1280, KVCacheGroupSpec(window=1024): 347}
     assert some.num_bytes(1280) == 32 * 512 * (1280 + 5 * 347)
     most = some.most_blocks(100 * MIB)
@@ -71,7 +71,7 @@ def test_states_have_three_slots_a_sequence_and_some_for_snapshots() -> None:
 
 def test_states_alone_decide_where_nothing_else_takes_memory() -> None:
     recurrent = groups(STATE_LAYER, mode=Mode.REGROUPED, max_num_seqs=4)
-    assert recurrent.windows == () and recurrent.blocks_by_reach(recurrent.sizes(9)) == {}
+    assert recurrent.windows == () and recurrent.blocks_by_group(recurrent.sizes(9)) == {}
     config = EngineConfig(kv_cache_memory=40 * MIB, max_num_seqs=4)
     # The full group keeps books only: as much of it as all sequences could ever use.
     assert config.num_blocks([], 4096, most_blocks=recurrent.most_blocks) == 4 * 128 + 1

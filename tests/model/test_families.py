@@ -210,7 +210,7 @@ def test_the_layout_is_read_off_the_model() -> None:
         LayerSpec(1, 24, 24, mx.float32, window=WINDOW),
         LayerSpec(1, 24, 24, mx.float32),
     )
-    assert layout.reaches == (KVCacheGroupSpec(window=WINDOW), FULL)
+    assert layout.group_specs == (KVCacheGroupSpec(window=WINDOW), FULL)
     assert layout.bytes_per_token() == 4 * (24 + 24) * 4
     assert layout.bytes_per_token(FULL) == 2 * (24 + 24) * 4
     assert not layout.has_states and layout.bytes_per_slot == 0
@@ -227,7 +227,7 @@ def test_the_layout_of_a_hybrid_has_states() -> None:
     states = StateSpec(((2, 64 + 2 * 2 * 16), (4, 16, 16)), (mx.float32, mx.float32))
     assert layout.specs == 4 * (states, LayerSpec(2, 16, 16, mx.float32))
     assert layout.bytes_per_slot == 4 * (conv + ssm) * 4
-    assert layout.reaches == (FULL,)
+    assert layout.group_specs == (FULL,)
 
 
 def test_the_layout_of_latent_attention() -> None:
