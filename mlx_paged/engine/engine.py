@@ -73,8 +73,7 @@ class Engine:
         self.generation_config = model.generation_config
         self.reasoning_format = parts.reasoning_format
         self.media, self.media_reason = parts.media, model.media_reason
-        self.hidden_size, self.labels = parts.hidden_size, parts.labels
-        self.prompts = parts.prompts
+        self.hidden_size, self.labels, self.prompts = parts.hidden_size, parts.labels, parts.prompts
         self._runner = parts.runner
         self._make_kv = parts.make_kv
         self._kv = self._make_kv()
@@ -87,9 +86,7 @@ class Engine:
         self._in_flight: SchedulerOutput | None = None
         self.on_launch: Callable[[int], None] | None = None
         self._cache_limit = parts.cache_limit
-        self._num_steps = 0
-        self._max_used_blocks = 0
-        self._max_shared_blocks = 0
+        self._num_steps = self._max_used_blocks = self._max_shared_blocks = 0
         self._left: deque[str] = deque()  # requests that were aborted in the middle of a call
 
     @property
