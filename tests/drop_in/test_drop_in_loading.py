@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm import load as load_by_mlx_lm
+from mlx_lm import utils as mlx_lm_utils
 from support.models import embedded, save_tiny, tiny_config, tiny_model
 
 from mlx_paged import drop_in
@@ -41,6 +43,28 @@ def test_rope_parameters_are_read(model_type: str, scaling: dict[str, Any], tmp_
     model, _ = load_by_mlx_lm(str(path))
     expected = logits(load(path).model)
     np.testing.assert_allclose(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_class_of_the_caller_is_left_alone(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        """Neither `model` nor `layers`, as mlx-lm's have them."""
+
+        def __init__(self, args: Any) -> None:
+            super().__init__()
+            self.args = args
+
+        def load_weights(self, weights: Any, **_: Any) -> Any:
+            self.names = [name for name, _ in weights]
+            return self
+
+    class Args:
+        @classmethod
+        def from_dict(cls, config: dict[str, Any]) -> dict[str, Any]:
+            return config
+
+    path = checkpoint(tmp_path / "model", "llama", {"rope_theta": 77.0, "rope_type": "default"})
+    model, _ = mlx_lm_utils.load_model(path, get_model_classes=lambda config: (Own, Args))
+    assert isinstance(model, Own) and model.names and model.args["rope_theta"] == 77.0
 
 
 def test_without_the_drop_in_mlx_lm_takes_its_own_base(tmp_path: Path) -> None:
