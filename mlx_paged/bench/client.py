@@ -1,4 +1,4 @@
-"""Load for any OpenAI endpoint: arrivals, and the measurements of each request."""
+"""Load generator for OpenAI-compatible endpoints: request arrivals and per-request timings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import aiohttp
 from mlx_paged.bench.datasets import Prompt
 from mlx_paged.bench.figures import time_per_token
 
-# Reading is part of the measurement. Lines of a stream may be long (log-probabilities).
+# Reading is part of the measurement. Log-probabilities make stream lines long.
 _READ_BUFFER = 1 << 20
 
 
@@ -30,7 +30,7 @@ class Result:
     ttft: float = 0.0
     itl: list[float] = field(default_factory=list)
     num_output_tokens: int = 0
-    num_prompt_tokens: int | None = None  # as the server counts
+    num_prompt_tokens: int | None = None  # as the server counted
     num_cached_tokens: int = 0
     text: str = ""
     error: str = ""
@@ -43,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Target:
-    """The endpoint, and fields of requests besides prompt and limit."""
+    """The endpoint, and request fields other than the prompt and its limit."""
 
     url: str
     model: str
@@ -55,7 +55,7 @@ class Target:
 async def arrivals(
     prompts: Sequence[Prompt], rate: float, burstiness: float, seed: int
 ) -> AsyncIterator[Prompt]:
-    """Yields prompts at a mean rate (requests a second; inf: all at once) with gamma gaps."""
+    """Yields prompts at a mean rate (requests per second; inf: all at once), with gamma gaps."""
     rng = random.Random(seed)
     due = time.perf_counter()
     for prompt in prompts:
@@ -101,10 +101,10 @@ async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Pr
 
 @dataclass
 class Arrivals:
-    """The bytes of a stream and when they came; they are parsed when the benchmark has ended.
+    """The bytes of a stream with their arrival times, parsed after the benchmark has ended.
 
-    The client shares the machine with the server that it measures; reading JSON in between took
-    longer than receiving it.
+    The client shares the machine with the server it measures, and parsing JSON while receiving took
+    longer than receiving itself.
     """
 
     prompt: Prompt
@@ -123,7 +123,7 @@ class Arrivals:
         return result
 
     def _lines(self) -> Iterator[tuple[float, bytes]]:
-        """Whole lines, each with the time when its end came."""
+        """Yields whole lines, each with the arrival time of its end."""
         rest = b""
         for moment, data in self.pieces:
             *lines, rest = (rest + data).split(b"\n")

@@ -1,4 +1,4 @@
-"""Prompts: random tokens, repeated prefixes, a file of conversations, the embedded chats."""
+"""Prompts: random tokens, repeated prefixes, a file of conversations, or the embedded chats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 DATA = "Data set"  # heading of these options in ``--help``
 
-# vLLM's limits for a file of conversations, so that both measure the same requests.
+# vLLM's limits for a conversation file, so that both measure the same requests.
 _LEAST_TOKENS, _MOST_PROMPT_TOKENS, _MOST_TOKENS = 4, 1024, 2048
 
 
@@ -40,7 +40,7 @@ class Prompt:
         token_ids: Tokens of the prompt.
         max_tokens: Maximum tokens of the answer.
         text: Text of the tokens.
-        messages: The prompt as a conversation, if it is one.
+        messages: The prompt as a conversation; None if it is plain text.
     """
 
     token_ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class Prompt:
         return len(self.token_ids)
 
     def as_text(self, tokenizer: Any) -> Prompt:
-        """The prompt with the token ids that a server gets from its text: a few more or less."""
+        """The prompt with the token ids that a server gets from its text, a few more or fewer."""
         return replace(self, token_ids=tuple(tokenizer.encode(self.text)))
 
 
@@ -63,7 +63,7 @@ def _option(help: str, *names: str, **more: Any) -> Any:
 
 
 def _own(help: str, default: str, *names: str, min: float = 1) -> Any:
-    """A number whose default depends on the data set."""
+    """Marks a number whose default depends on the data set."""
     return _option(help, *names, min=min, show_default=default)
 
 
@@ -71,7 +71,7 @@ def _own(help: str, default: str, *names: str, min: float = 1) -> Any:
 class Workload:
     """A data set and its options; None means the data set's default.
 
-    It is a group of options (see `with_options`).
+    Used as an option group (see `with_options`).
     """
 
     dataset_name: Annotated[
@@ -136,11 +136,11 @@ class Workload:
     ] = None  # fmt: skip
 
     def sample(self, tokenizer: Any, seed: int) -> list[Prompt]:
-        """Returns the prompts, which are the same for the same seed.
+        """Returns the prompts, always the same for the same seed.
 
         Raises:
-            InvalidParameterError: An option that this data set does not have, a file with other
-                contents, or more prompts than there are.
+            InvalidParameterError: An option that this data set does not have, an unreadable file,
+                or more prompts than the data set has.
         """
         for field in fields(self):
             owners = _OWNERS.get(field.name, tuple(Dataset))
@@ -153,7 +153,7 @@ class Workload:
         return _SAMPLERS[self.dataset_name](self, tokenizer, rng)
 
 
-# Data sets with the option, if not all have it, and its name if that differs.
+# Data sets that have the option, and its name there; options that all of them have are not listed.
 _OWNERS = {
     "dataset_path": (Dataset.SHAREGPT,),
     "input_len": (Dataset.RANDOM,),
@@ -182,7 +182,7 @@ def random_prompts(
     range_ratio: float = 0.0,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Random tokens: `prefix_len` shared ones first, then `input_len` more."""
+    """Random tokens: `prefix_len` shared ones, then `input_len` more."""
     workload = Workload(Dataset.RANDOM, count, None, input_len, output_len, prefix_len, range_ratio)
     return workload.sample(tokenizer, seed)
 
@@ -244,7 +244,7 @@ def _sharegpt(workload: Workload, tokenizer: Any, rng: random.Random) -> list[Pr
 
 
 def _read_conversations(path: Path) -> list[tuple[str, str]]:
-    """The first two turns of each; conversations of fewer are left out."""
+    """Returns the first two turns of each conversation; skips conversations with fewer."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -286,7 +286,7 @@ def _embedded(workload: Workload, tokenizer: Any, rng: random.Random) -> list[Pr
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, tuple[int, ...]]:
-    """A conversation by the chat template; without one, its texts joined."""
+    """Renders a conversation with the chat template; without one, joins its texts."""
     if not tokenizer.has_chat_template:
         text = "\n\n".join(message["content"] for message in messages)
         return text, tuple(tokenizer.encode(text))
@@ -308,7 +308,7 @@ def tokenizer_of(model: str | None) -> Any:
     """Returns mlx-lm's tokenizer of a model directory or hub id; None means the embedded model.
 
     Raises:
-        ModelLoadError: There is none.
+        ModelLoadError: The tokenizer could not be loaded.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
     from mlx_lm.utils import load_tokenizer
@@ -325,9 +325,9 @@ def tokenizer_of(model: str | None) -> Any:
 
 
 def ordinary_tokens(tokenizer: Any) -> list[int]:
-    """Returns tokens to draw from: words that begin with a space, if the vocabulary has them.
+    """Returns tokens to draw from: words with a leading space, if the vocabulary has them.
 
-    Their texts encode to nearly the same tokens again.
+    Their texts encode back to nearly the same tokens.
     """
     vocabulary = tokenizer.get_vocab()
     words = sorted(i for t, i in vocabulary.items() if t[:1] in "Ġ▁" and t[1:].isalpha())

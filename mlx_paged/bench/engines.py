@@ -1,9 +1,9 @@
-"""Runs two engines with the same work, in turns: this package's, and mlx-lm's `BatchGenerator`.
+"""Runs two engines on the same work in turns: this package's and mlx-lm's `BatchGenerator`.
 
 Both get the same weights in the same dtype, the same BLAS and the same token ids, all at once. With
-`ignore_eos`, every answer has `max_tokens` tokens; without it, an answer ends with the first of the
-model's end tokens, which counts as one of its tokens. Both read every token on the host as it
-arrives, and make the text of all answers at the end.
+`ignore_eos`, every answer has `max_tokens` tokens; without it, an answer ends at the model's first
+end token, which counts as one of its tokens. Both read every token on the host as it arrives, and
+detokenize all answers at the end.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Settings:
     Attributes:
         model: Directory or hub id; None means the embedded model.
         dtype: See `mlx_paged.load`.
-        num_answers: Answers to each prompt.
+        num_answers: Answers per prompt.
         temperature: 0 is greedy.
-        ignore_eos: Answers have their full length.
+        ignore_eos: Generate answers of full length.
         detokenize: Make the text of the answers, and count its time.
         max_num_seqs: Maximum running sequences.
         seed: Seed of sampled answers.
@@ -62,7 +62,7 @@ class Settings:
 
 
 class Runner:
-    """An engine with a model, ready to work. The peak of memory is counted from `reset_peak`."""
+    """An engine with a loaded model. Peak memory is counted from `reset_peak`."""
 
     def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
         """Runs all requests, which arrive at once.
@@ -83,10 +83,10 @@ class Runner:
 
 
 def open_runner(name: EngineName, settings: Settings) -> Runner:
-    """Loads the model and makes the engine, in this process.
+    """Loads the model and makes the engine in this process.
 
     Raises:
-        ModelLoadError, UnsupportedModelError, InvalidParameterError: see `LLM`.
+        ModelLoadError, UnsupportedModelError, InvalidParameterError: See `LLM`.
     """
     model = load(settings.model, dtype=settings.dtype)
     if name is EngineName.MLX_LM:
@@ -139,7 +139,7 @@ class PagedRunner(Runner):
         return Run(seconds, [prompt.num_tokens for prompt in prompts], answers)
 
     def footprint(self) -> Footprint:
-        """Memory, with the engine's pool."""
+        """Memory, including the engine's pool."""
         stats, size = self._engine.stats(), self._engine.pool_bytes
         share = stats.max_used_blocks / stats.usage.num_usable_blocks
         return measure_footprint(size, int(size * share))
@@ -163,8 +163,8 @@ class MlxLmRunner(Runner):
         self._settings = settings
 
     def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
-        """See `Runner`. It keeps nothing between runs, so all are cold."""
-        from mlx_lm.generate import BatchGenerator  # here: mlx-lm's own, once it is unpatched
+        """See `Runner`. The engine caches nothing between runs, so every run is cold."""
+        from mlx_lm.generate import BatchGenerator  # here, because it must be unpatched first
         from mlx_lm.sample_utils import make_sampler
 
         settings, tokenizer = self._settings, self._model.tokenizer
@@ -209,12 +209,13 @@ class Footprint:
     """Memory in bytes.
 
     Attributes:
-        process_peak: Maximum resident memory of this process, including loading.
-        mlx_peak: Maximum of MLX's arrays since `mx.reset_peak_memory`: weights, activations, and a
+        process_peak: Peak resident memory of this process, including loading.
+        mlx_peak: Peak of MLX's arrays since `mx.reset_peak_memory`: weights, activations, and the
             whole pool, touched or not.
         mlx_cache: Freed buffers that MLX keeps.
         pool: The KV pool; None for an engine without one.
-        pool_used: Maximum of it that held tokens, by the blocks of full attention; None likewise.
+        pool_used: Peak of the pool's bytes that held tokens, by the blocks of full attention; None
+            likewise.
         system_used: Memory of the machine in use by all processes.
         system_total: Memory of the machine.
     """
@@ -229,7 +230,7 @@ class Footprint:
 
 
 def measure_footprint(pool: int | None = None, pool_used: int | None = None) -> Footprint:
-    """The footprint of this process now."""
+    """Returns the memory in use by this process now."""
     system = psutil.virtual_memory()
     return Footprint(
         process_peak=peak_resident_bytes(),
@@ -243,7 +244,7 @@ def measure_footprint(pool: int | None = None, pool_used: int | None = None) -> 
 
 
 def peak_resident_bytes() -> int:
-    """Returns the maximum resident memory of this process."""
+    """Returns the peak resident memory of this process."""
     try:
         # `getrusage` returns the parent's peak if that is higher, because it survives `exec`.
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -260,7 +261,7 @@ def peak_resident_bytes() -> int:
 
 @contextlib.contextmanager
 def opened(names: Sequence[EngineName], settings: Settings) -> Iterator[dict[str, Runner]]:
-    """Runners by the names of their engines, for the time of a ``with`` block."""
+    """Yields the runners by engine name and closes them at the end."""
     runners: dict[str, Runner] = {}
     try:
         for name in names:
@@ -280,7 +281,7 @@ def take_turns(
     cold: bool = False,
     on_done: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Run]]:
-    """Each engine runs all prompts, `num_iters` times; every other round in reverse order."""
+    """Each engine runs all prompts `num_iters` times; every other round in reverse order."""
     runs: dict[str, list[Run]] = {name: [] for name in runners}
     for number in range(num_iters):
         order = list(runners.items())
@@ -294,7 +295,7 @@ class RemoteRunner(Runner):
     """A runner in another process.
 
     Raises:
-        MlxPagedError: the other process raised an error, or ended.
+        MlxPagedError: The other process raised an error, or ended.
     """
 
     def __init__(self, name: EngineName, settings: Settings) -> None:

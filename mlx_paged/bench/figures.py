@@ -21,7 +21,7 @@ _TITLES = {
 
 
 def parse_percentiles(given: str) -> list[float]:
-    """Percentiles by commas, as `--metric-percentiles` has them."""
+    """Parses comma-separated percentiles, the value of `--metric-percentiles`."""
     try:
         shares = [float(part) for part in given.split(",")]
     except ValueError:
@@ -48,7 +48,7 @@ def latency_figures(
     """Returns mean, median, standard deviation and percentiles in milliseconds, with vLLM's keys.
 
     Args:
-        kinds: Seconds by ``ttft``, ``tpot``, ``itl`` and ``e2el``.
+        kinds: Seconds under ``ttft``, ``tpot``, ``itl`` and ``e2el``.
         shares: The percentiles.
     """
     made = {}
@@ -63,12 +63,12 @@ def latency_figures(
 
 
 def time_per_token(ttft: float, latency: float, num_tokens: int) -> float | None:
-    """Returns the mean seconds per token after the first; None if there are none."""
+    """Returns the mean seconds per token after the first; None for a single token."""
     return (latency - ttft) / (num_tokens - 1) if num_tokens > 1 else None
 
 
 def answer_latencies(answers: Sequence[Any], shares: Sequence[float]) -> dict[str, float]:
-    """`latency_figures` of objects with ``ttft``, ``tpot``, ``itl`` and ``latency``."""
+    """`latency_figures` of objects that have ``ttft``, ``tpot``, ``itl`` and ``latency``."""
     return latency_figures(
         {
             "ttft": [answer.ttft for answer in answers],
@@ -81,13 +81,13 @@ def answer_latencies(answers: Sequence[Any], shares: Sequence[float]) -> dict[st
 
 
 def line(name: str, value: float | int | str) -> str:
-    """A line of a table of figures, as vLLM prints it."""
+    """A line of a table, in the format of vLLM."""
     shown = f"{value:.2f}" if isinstance(value, float) else str(value)
     return f"{name:<40} {shown:<10}".rstrip()
 
 
 def latency_lines(made: Mapping[str, Any], shares: Sequence[float]) -> list[str]:
-    """Formats the result of `latency_figures` as vLLM prints it."""
+    """Formats the result of `latency_figures` like vLLM."""
     lines = []
     for name, (title, short) in _TITLES.items():
         lines.append(f"{title:-^{WIDTH}}")
@@ -103,7 +103,7 @@ def latency_lines(made: Mapping[str, Any], shares: Sequence[float]) -> list[str]
 
 
 class EngineName(StrEnum):
-    """The engine that generates."""
+    """The engine that generated the answers."""
 
     MLX_PAGED = "mlx-paged"
     MLX_LM = "mlx-lm"
@@ -114,7 +114,7 @@ class Answer:
     """One answer.
 
     Attributes:
-        token_ids: Its tokens, with the end token if the model sampled one.
+        token_ids: Its tokens, including the end token if the model sampled one.
         times: Seconds of each token since the start of the run, when all requests arrived.
         num_cached_tokens: Prompt tokens from the prefix cache.
     """
@@ -135,7 +135,7 @@ class Answer:
 
     @property
     def itl(self) -> list[float]:
-        """Seconds between a token and the next."""
+        """Seconds between consecutive tokens."""
         return [after - before for before, after in itertools.pairwise(self.times)]
 
     @property
@@ -146,12 +146,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """All requests of a benchmark, run once.
+    """One run of all requests of a benchmark.
 
     Attributes:
         seconds: From the first request to the last answer, including its text.
         prompt_lens: Tokens of each prompt.
-        answers: Those of the first prompt, then those of the next.
+        answers: Answers in the order of their prompts.
     """
 
     seconds: float
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counts once, however many answers it has."""
+        """Prompt tokens; a prompt counts once, however many answers it has."""
         return sum(self.prompt_lens)
 
     @property
@@ -176,12 +176,12 @@ class Run:
 
 
 def median_run(runs: Sequence[Run]) -> Run:
-    """Returns the run with the median time (of two, the slower one)."""
+    """Returns the run with the median time (the slower of two)."""
     return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
 
 def rates(run: Run) -> dict[str, Any]:
-    """Throughput, under the keys of ``vllm bench throughput``, and some more."""
+    """Throughput under the keys of ``vllm bench throughput``, with a few more figures."""
     total = run.num_prompt_tokens + run.num_output_tokens
     return {
         "elapsed_time": run.seconds,
@@ -197,7 +197,7 @@ def rates(run: Run) -> dict[str, Any]:
 
 
 def token_latencies(runs: Sequence[Run], shares: Sequence[float]) -> dict[str, float]:
-    """TTFT, TPOT, ITL and end-to-end latency over all answers of some runs."""
+    """TTFT, TPOT, ITL and end-to-end latency over all answers of the runs."""
     return answer_latencies([answer for run in runs for answer in run.answers], shares)
 
 
@@ -205,8 +205,8 @@ def compare(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
     """Compares two engines, turn by turn.
 
     Returns:
-        ``ratios`` (their seconds over ours, of each turn), ``speedup`` (the median of those),
-        ``same_answers`` and ``num_answers`` (of the first turn).
+        ``ratios`` (their seconds over ours, for each turn), ``speedup`` (the median ratio),
+        ``same_answers`` and ``num_answers`` (both of the first turn).
     """
     ratios = [their.seconds / our.seconds for our, their in zip(ours, theirs)]
     pairs = list(zip(ours[0].answers, theirs[0].answers))

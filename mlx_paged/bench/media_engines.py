@@ -1,7 +1,7 @@
-"""Engines that answer prompts with pictures: this package's, mlx-vlm's own, and both's servers.
+"""Engines that answer prompts with images: this package's, mlx-vlm's own, and both servers.
 
-All get the same text (that of the checkpoint's chat template), the same files or frames, the same
-weights in the same type and the same BLAS. A request's clock starts before its pictures are read.
+All get the same text (from the checkpoint's chat template), the same files or frames, the same
+weights in the same dtype and the same BLAS. A request's clock starts before its images are read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.loader import load
 
-#: Options of the paged engine by what it may keep between requests.
+#: Options of the paged engine, by the name of what it may cache between requests.
 CACHES: dict[str, dict[str, Any]] = {
     "all": {},
     "encoder": {"enable_prefix_caching": False},
-    # (One item that is larger than the cache goes through it, and is not kept.)
+    # An item larger than the cache passes through it and is not cached.
     "none": {
         "enable_prefix_caching": False,
         "mm_encoder_cache_bytes": 1,
@@ -51,13 +51,13 @@ _SECONDS_TO_START = 300.0
 
 @dataclass(frozen=True)
 class Ask:
-    """A conversation about pictures or frames, as a request.
+    """A conversation about images or frames, as a request.
 
     Attributes:
-        texts: What user and assistant say in turn; the first message has the media before it.
-        images: Files.
+        texts: Messages of user and assistant in turn; media come before the first text.
+        images: Image files.
         video: A file of frames (`numpy.save`, ``[num_frames, height, width, 3]`` uint8), or None.
-        prompt: The text of the chat template, once it is known.
+        prompt: The rendered chat template; empty until it is known.
     """
 
     texts: tuple[str, ...]
@@ -66,7 +66,7 @@ class Ask:
     prompt: str = ""
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as `LLM.chat` takes it."""
+        """The conversation in the form that `LLM.chat` takes."""
         media: list[Any] = [{"type": "image", "image": Path(path)} for path in self.images]
         if self.video is not None:
             media.append({"type": "video", "video": (np.load(self.video), {"fps": FPS})})
@@ -79,7 +79,7 @@ class Ask:
         ]
 
 
-#: Frames a second of what is given as a video.
+#: Frame rate of videos.
 FPS = 2.0
 
 
@@ -88,12 +88,12 @@ class Reply:
     """The timings of an answer, in seconds since the request.
 
     Attributes:
-        times: When each token came.
-        token_ids: Empty where an engine gives text only.
+        times: Arrival time of each token.
+        token_ids: Empty if an engine returns only text.
         num_prompt_tokens: As the engine counts them; 0: unknown.
-        num_encoded: Items that towers were run for; None: unknown.
-        peak_bytes: Most memory of MLX's arrays meanwhile, weights and pools included; 0: unknown.
-        pool_bytes: Of the KV pools, used or not.
+        num_encoded: Items that the towers encoded; None: unknown.
+        peak_bytes: Peak memory of MLX's arrays meanwhile, including weights and pools; 0: unknown.
+        pool_bytes: Bytes of the KV pools, used or not.
     """
 
     times: list[float] = field(default_factory=list)
@@ -111,19 +111,19 @@ class Reply:
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second after the first."""
+        """Tokens per second after the first."""
         if len(self.times) < 2:
             return None
         return (len(self.times) - 1) / (self.times[-1] - self.times[0])
 
 
 class PagedEngines:
-    """This package's engine over one model, with each choice of caches.
+    """This package's engine on one model, with any choice of caches.
 
     Args:
-        model: directory or hub id.
-        max_tokens: of prompt and answer, together, of the longest request; it sizes the pool.
-        max_num_seqs: that run at once, with all caches; with fewer, one.
+        model: Directory or hub id.
+        max_tokens: Tokens of prompt and answer of the longest request, which sizes the pool.
+        max_num_seqs: Maximum running sequences with all caches; with fewer caches, it is one.
     """
 
     def __init__(self, model: str, dtype: str, max_tokens: int, max_num_seqs: int) -> None:
@@ -131,7 +131,7 @@ class PagedEngines:
         if self.model.media is None:
             reason = self.model.media_reason or "it reads text only"
             raise MlxPagedError(f"{model} takes no pictures: {reason}")
-        self._num_blocks = 1 + -(-max_tokens // 32)  # of a request
+        self._num_blocks = 1 + -(-max_tokens // 32)  # per request
         self._max_num_seqs = max_num_seqs
         self._llms: dict[str, LLM] = {}
 
@@ -141,7 +141,7 @@ class PagedEngines:
         return self.model.media.kinds
 
     def llm(self, caches: str = "all") -> LLM:
-        """The engine with some of `CACHES`."""
+        """Returns the engine that has some of `CACHES`."""
         if caches not in self._llms:
             most = self._max_num_seqs if caches == "all" else 1
             self._llms[caches] = LLM(
@@ -153,12 +153,12 @@ class PagedEngines:
         return self._llms[caches]
 
     def prompt_of(self, ask: Ask) -> str:
-        """The text of a request. No file is read."""
+        """Renders the text of a request; reads no file."""
         [prompt] = self.llm().chat_prompts(ask.messages())
         return prompt.text if isinstance(prompt, TextWithMedia) else ""
 
     def num_tokens(self, ask: Ask) -> int:
-        """Prompt tokens of a request, media included."""
+        """Number of prompt tokens of a request, including media."""
         [tokens] = self.llm().render_chats(ask.messages())
         return len(tokens)
 
@@ -168,7 +168,7 @@ class PagedEngines:
         return reply
 
     def answer_all(self, asks: Sequence[Ask], max_tokens: int, caches: str = "all") -> list[Reply]:
-        """Answers requests that arrive at once; their tower runs are counted in the first."""
+        """Answers requests that arrive at once; the first result counts all encoded items."""
         llm = self.llm(caches)
         replies = [Reply() for _ in asks]
         before = self._num_encoded(llm)
@@ -190,7 +190,7 @@ class PagedEngines:
         return replies
 
     def encoder_cache_bytes(self) -> int:
-        """Held now by the engine with all caches."""
+        """Bytes that the caches hold in the engine that has all of them."""
         stats = self.llm().stats().encoder_cache
         return 0 if stats is None else stats.num_bytes
 
@@ -219,7 +219,7 @@ def _greedy(max_tokens: int) -> SamplingParams:
 
 
 class VlmEngine:
-    """mlx-vlm's own `stream_generate`, unchanged, one request after another."""
+    """mlx-vlm's own `stream_generate`, unchanged; runs one request after another."""
 
     def __init__(self, model: str, dtype: str) -> None:
         from mlx_vlm.utils import load as load_vlm
@@ -235,7 +235,7 @@ class VlmEngine:
         self._features: Any = None
 
     def caches(self) -> tuple[str, ...]:
-        """Sets the engine's cache: off, or its tower's features, where the family allows it."""
+        """Selects the engine's cache: none, or its tower features if the model family allows it."""
         encodes = any(hasattr(self._model, name) for name in ("encode_image", "encode_images"))
         return ("none", "encoder") if encodes else ("none",)
 
@@ -243,7 +243,7 @@ class VlmEngine:
         """Answers one request, whose `prompt` is known.
 
         Args:
-            caches: of `caches`.
+            caches: One of `caches`.
         """
         from mlx_vlm.generate import stream_generate
         from mlx_vlm.vision_cache import VisionFeatureCache
@@ -253,7 +253,7 @@ class VlmEngine:
             self._features = self._features or VisionFeatureCache()
             more["vision_cache"] = self._features
         if ask.video is not None:
-            # [num_frames, 3, height, width], as it loads a video.
+            # [num_frames, 3, height, width], the layout in which mlx-vlm loads videos.
             more["video"] = [np.ascontiguousarray(np.load(ask.video).transpose(0, 3, 1, 2))]
             more["fps"] = FPS
         reply = Reply()
@@ -268,7 +268,7 @@ class VlmEngine:
             temperature=0.0,
             **more,
         ):
-            if found.finish_reason is None:  # (the last one says only why it ended)
+            if found.finish_reason is None:  # The last one carries only the finish reason.
                 reply.times.append(time.perf_counter() - start)
                 reply.token_ids.append(int(found.token))  # type: ignore[arg-type]
                 reply.text += found.text
@@ -277,7 +277,7 @@ class VlmEngine:
         return reply
 
     def answer_all(self, asks: Sequence[Ask], max_tokens: int, caches: str = "none") -> list[Reply]:
-        """Answers requests one by one; times are since the first began."""
+        """Answers requests one by one; times count from the start of the first."""
         start = time.perf_counter()
         replies = []
         for ask in asks:
@@ -292,10 +292,10 @@ class VlmEngine:
 
 
 def check_server_packages() -> None:
-    """Names what mlx-vlm's server needs and is not installed.
+    """Raises if mlx-vlm's server needs a package that is not installed.
 
     Raises:
-        MlxPagedError: something is missing.
+        MlxPagedError: A package is missing.
     """
     needed = {"fastapi": "fastapi", "uvicorn": "uvicorn", "mlx_audio": "mlx-audio"}
     missing = [p for name, p in needed.items() if importlib.util.find_spec(name) is None]
@@ -306,11 +306,11 @@ def check_server_packages() -> None:
 
 
 class Server:
-    """A server in a process of its own, asked through chat completions that stream.
+    """A server in its own process, called through streaming chat completions.
 
     Args:
-        name: for errors.
-        command: starts it; ``{port}`` stands for the port.
+        name: Name for errors.
+        command: Starts the server; ``{port}`` stands for the port.
     """
 
     def __init__(self, name: str, command: Sequence[str], model: str) -> None:
@@ -339,7 +339,7 @@ class Server:
             time.sleep(0.2)
 
     def answer(self, ask: Ask, max_tokens: int) -> Reply:
-        """Answers one request; times are those of its chunks of text."""
+        """Answers one request; times are the arrival times of text chunks."""
         content: list[Any] = []
         for path in ask.images:
             data = base64.b64encode(Path(path).read_bytes()).decode()
@@ -401,7 +401,7 @@ def _chunks(response: Any, start: float) -> Iterator[tuple[float, dict[str, Any]
 
 
 def open_server(name: str, model: str) -> Server:
-    """A server by the name of its engine: "mlx-paged" or "mlx-vlm"."""
+    """Starts a server by engine name: "mlx-paged" or "mlx-vlm"."""
     where = ["--host", "127.0.0.1", "--port", "{port}"]
     if name == "mlx-paged":
         command = [sys.executable, "-m", "mlx_paged.cli.main", "serve", model, *where]

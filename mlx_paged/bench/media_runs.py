@@ -1,4 +1,4 @@
-"""Measurements of `mlx-paged bench media`: tables of pictures and videos, and the figures."""
+"""Measurements of `mlx-paged bench media`: tables of images and videos, and summary figures."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ TARGETS = {"eight_questions": 4.0, "second_turn": 0.15, "text": 0.95, "first_tur
 
 
 class Engine(Protocol):
-    """An engine, perhaps in another process: calls a method of it."""
+    """An engine, in this process or another, called by method name."""
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
         """See `Remote.ask`."""
 
 
-# --- Pictures -------------------------------------------------------------------------------------
+# --- Images ---------------------------------------------------------------------------------------
 
 
 class Pictures:
-    """New pictures, and videos of them, in files. No two are equal.
+    """Writes new images, and videos of them, to files. No two are equal.
 
     Args:
-        folder: where they are written.
+        folder: Directory for the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,13 +49,13 @@ class Pictures:
         self._count = 0
 
     def image(self, size: int) -> str:
-        """A PNG of ``size x size``: coloured shapes, as the embedded model knows them."""
+        """Writes a ``size x size`` PNG of colored shapes, which the embedded model knows."""
         path = self._next("png")
         self._draw(size).save(path)
         return path
 
     def video(self, size: int, num_frames: int) -> str:
-        """Frames, as an array in a file."""
+        """Writes frames as an array to a file."""
         path = self._next("npy")
         np.save(path, np.stack([np.asarray(self._draw(size)) for _ in range(num_frames)]))
         return path
@@ -83,20 +83,20 @@ class Pictures:
             for i in range(int(rng.integers(1, 5)))
         )
         picture = draw(shapes).resize((size, size), Image.Resampling.NEAREST)
-        # (A dot that tells pictures with the same shapes apart.)
+        # A dot distinguishes images with the same shapes.
         picture.putpixel((0, 0), tuple(int(v) for v in rng.integers(0, 256, 3)))
         return picture
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The questions, and how often they are asked.
+    """The questions and the number of rounds.
 
     Attributes:
-        output_len: tokens of an answer.
-        rounds: of each measurement; one more comes before, which is not counted.
-        answer: of the first turn of a chat, instead of what the model says. (What random weights
-            say is not encoded to the tokens that it was.)
+        output_len: Tokens per answer.
+        rounds: Counted rounds of each measurement; one warm-up round comes first.
+        answer: The answer of a chat's first turn, in place of the model's: texts from random
+            weights do not encode back to the same tokens.
     """
 
     output_len: int
@@ -110,7 +110,7 @@ class Settings:
 def picture_rows(
     engines: Mapping[str, Engine], pictures: Pictures, sizes: Sequence[int], settings: Settings
 ) -> list[dict[str, Any]]:
-    """A row for each size, engine, and what it keeps between requests."""
+    """One row for each image size, engine, and choice of caches."""
     found = []
     for size in sizes:
 
@@ -130,10 +130,10 @@ def video_rows(
     *,
     takes_videos: bool,
 ) -> list[dict[str, Any]]:
-    """A row for each number of frames, engine, and what it keeps between requests.
+    """One row for each number of frames, engine, and choice of caches.
 
     Args:
-        takes_videos: the model does; otherwise it is given the frames as pictures.
+        takes_videos: True if the model takes videos; otherwise it gets the frames as images.
     """
     found = []
     for count in frames:
@@ -155,7 +155,7 @@ def _rows(
     load: Mapping[str, Any],
     settings: Settings,
 ) -> list[dict[str, Any]]:
-    """Each engine is asked about something new, and then another question about the same."""
+    """Asks each engine about new media, then asks another question about the same media."""
     cases = [(PAGED, caches) for caches in CACHES]
     if VLM in engines:
         cases += [(VLM, caches) for caches in engines[VLM].ask("caches")]
@@ -173,7 +173,7 @@ def _rows(
                     engines[name].ask("answer", ask, settings.output_len, caches)
                     for ask in (new, other)
                 ]
-            except Exception as error:  # (mlx-vlm's caches do not take every family)
+            except Exception as error:  # mlx-vlm's caches do not work with every model family.
                 failed[case] = str(error)[:300]
                 continue
             if turn:
@@ -194,7 +194,7 @@ def _with_prompt(engines: Mapping[str, Engine], ask: Ask) -> Ask:
 
 
 def _figures_of(pairs: Sequence[tuple[Reply, Reply]]) -> dict[str, Any]:
-    """Medians."""
+    """Medians over rounds."""
     first, again = zip(*pairs)
     rates = [reply.rate for reply in first + again if reply.rate is not None]
     return {
@@ -216,7 +216,7 @@ def _figures_of(pairs: Sequence[tuple[Reply, Reply]]) -> dict[str, Any]:
 def server_rows(
     servers: Mapping[str, Any], pictures: Pictures, sizes: Sequence[int], settings: Settings
 ) -> list[dict[str, Any]]:
-    """The same of servers, whose clients see chunks of text."""
+    """The same measurement on servers, whose clients see text chunks."""
     found = []
     for size in sizes:
         seen: dict[str, list[tuple[Reply, Reply]]] = {name: [] for name in servers}
@@ -243,10 +243,10 @@ def server_rows(
 def figures(
     engines: Mapping[str, Engine], pictures: Pictures, size: int, settings: Settings, rows: int
 ) -> dict[str, Any]:
-    """Eight questions about one picture, the second turn of a chat, and what texts pay.
+    """Measures eight questions about one image, a second chat turn, and the cost to text requests.
 
     Args:
-        rows: texts that decode at once.
+        rows: Number of texts that decode at once.
     """
     tokens = settings.output_len
     found: dict[str, Any] = {"size": size, "targets": TARGETS}
@@ -308,7 +308,7 @@ def _eight_questions(
 def _second_turn(
     engines: Mapping[str, Engine], pictures: Pictures, size: int, settings: Settings
 ) -> dict[str, Any]:
-    """Time to the first token of both turns of a chat about a new picture."""
+    """Time to first token of both turns of a chat about a new image."""
     names = [name for name in (PAGED, VLM) if name in engines]
     caches = {PAGED: "all", VLM: "none"}
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -345,7 +345,7 @@ def _second_turn(
 
 
 def rows_text(rows: Sequence[Mapping[str, Any]], load: str, title: str) -> str:
-    """A table of pictures or videos."""
+    """Prints a table of images or videos."""
     body = []
     for row in rows:
         cells = [str(row[load]), row["engine"], row["caches"]]
@@ -379,7 +379,7 @@ def rows_text(rows: Sequence[Mapping[str, Any]], load: str, title: str) -> str:
 
 
 def figures_text(found: Mapping[str, Any]) -> str:
-    """One line for each figure, with what it should be."""
+    """Prints one line per figure, with its target."""
     eight, second = found["eight_questions"], found["second_turn"]
     lines = [f"Figures, pictures of {found['size']} x {found['size']}"]
     lines.append(

@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 
 class Shape(StrEnum):
-    """Whose shape a model of random weights has."""
+    """The published model whose shape a random model has."""
 
     SMOLVLM_256M = "smolvlm-256m"
     QWEN2_VL_2B = "qwen2-vl-2b"
@@ -42,7 +42,7 @@ _PIXELS = {
     "do_convert_rgb": True,
     "do_resize": True,
 }
-# CLIP's, which Qwen2-VL's processor has, too.
+# CLIP's values, which Qwen2-VL's processor shares.
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -51,15 +51,16 @@ _CLIP = {
 
 @dataclass(frozen=True)
 class _Recipe:
-    """The figures written for a shape.
+    """The parameters of a shape.
 
     Attributes:
-        package: of mlx-vlm.
-        vocab_size: Tokens of model and tokenizer.
-        special: Special tokens besides those of the chat template.
-        marks: What the template writes for an item of a kind.
-        config: Given the special tokens' ids, and layers (None: all).
-        files: Other files.
+        package: The mlx-vlm package.
+        vocab_size: Vocabulary size of model and tokenizer.
+        special: Special tokens in addition to the chat template's.
+        marks: Text that the template writes for an item, by kind.
+        config: Makes the configuration from the special tokens' ids and the number of layers (None:
+            all).
+        files: Other files of the checkpoint.
     """
 
     package: str
@@ -71,7 +72,7 @@ class _Recipe:
 
 
 def _fewer(all_layers: int, of_tower: int, wanted: int | None) -> tuple[int, int]:
-    """Layers of the language model and of its tower, which keep their proportion."""
+    """Numbers of layers of the language model and of its tower, in the original proportion."""
     if wanted is None:
         return all_layers, of_tower
     return wanted, max(1, round(of_tower * wanted / all_layers))
@@ -157,7 +158,7 @@ _RECIPES = {
             "preprocessor_config.json": {
                 "image_processor_type": "SmolVLMImageProcessor",
                 "processor_class": "SmolVLMProcessor",
-                # One tile of 64 rows, whatever the picture's size.
+                # One tile of 64 rows, regardless of the image size.
                 "do_image_splitting": False,
                 "max_image_size": {"longest_edge": 512},
                 "size": {"longest_edge": 512},
@@ -197,24 +198,24 @@ _RECIPES = {
 def write_checkpoint(
     folder: Path, shape: Shape, *, num_layers: int | None = None, dtype: str = "bfloat16"
 ) -> Path:
-    """Writes a checkpoint; its tokenizer encodes texts as their bytes.
+    """Writes a checkpoint; its tokenizer encodes texts as bytes.
 
     Args:
-        num_layers: of the language model, and in proportion of the tower; None: all.
-        dtype: of the weights.
+        num_layers: Layers of the language model; the tower shrinks in proportion. None: all.
+        dtype: Dtype of the weights.
     """
     recipe = _RECIPES[shape]
     folder.mkdir(parents=True, exist_ok=True)
     config = recipe.config(_write_tokenizer(folder, recipe), num_layers)
     for name, content in {"config.json": config, **recipe.files}.items():
         (folder / name).write_text(json.dumps(content))
-    # (Packages write defaults into what they are given.)
+    # A copy, because packages write defaults into the configuration they get.
     model = _random_model(recipe.package, json.loads(json.dumps(config)))
     kind = getattr(mx, dtype)
     weights = {}
     for name, array in tree_flatten(model.parameters()):
         weights[name] = array.astype(kind)
-        mx.eval(weights[name])  # one at a time: the random numbers are of 32 bits
+        mx.eval(weights[name])  # one at a time, because the random numbers are float32
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 
@@ -230,12 +231,12 @@ def _random_model(package: str, config: dict[str, Any]) -> Any:
 
 
 def _write_tokenizer(folder: Path, recipe: _Recipe) -> dict[str, int]:
-    """Returns the special tokens' ids."""
+    """Writes the tokenizer; returns the ids of the special tokens."""
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|im_start|>", "<|im_end|>", "<pad>", *recipe.special]
-    # (A model with random weights makes any token: all have a text, also where nothing encodes to
-    # them.)
+    # A model with random weights samples any id, so every id needs a text, even ids that no text
+    # encodes to.
     letters = sorted(ByteLevel.alphabet())
     words = [f"w{i}" for i in range(recipe.vocab_size - len(letters) - len(special))]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate([*letters, *words])}, []))

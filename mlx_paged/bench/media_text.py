@@ -1,7 +1,7 @@
 """Measures how much media requests slow down text-only requests.
 
-Two questions: whether an engine whose model takes pictures is slower with texts than one whose
-model takes none, and what requests with pictures take from the texts beside them.
+Two questions: is a multimodal model slower on texts than its text-only twin, and how much do
+media requests slow down the texts that run beside them?
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from mlx_paged.bench.media_engines import Ask
 
 _PROMPT_TOKENS = 64
-# mlx-lm's family of the same layers, by mlx-vlm's.
+# mlx-lm's family with the same language layers, by mlx-vlm family.
 _TWINS = {"idefics3": "llama", "smolvlm": "llama", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
 
 
 def text_twin(model: LoadedModel) -> LoadedModel | None:
-    """mlx-lm's model of the same language layers, with the same weights (they are shared); None
-    where none is known."""
+    """mlx-lm's model with the same language layers and the same (shared) weights; None if no such
+    model is known."""
     kind = _TWINS.get(model.model_type)
     if kind is None:
         return None
     text = dict(model.config.get("text_config") or model.config)
     text = {k: v for k, v in text.items() if k != "vision_config" and "quantization" not in k}
     text["model_type"] = kind
-    if kind == "qwen2":  # (of text alone, all three positions are one)
+    if kind == "qwen2":  # For text alone, the three positions are equal.
         text.pop("rope_scaling", None)
     text.setdefault("tie_word_embeddings", False)
     model_class, args_class = _get_classes(config=text)
@@ -53,7 +53,7 @@ def text_twin(model: LoadedModel) -> LoadedModel | None:
         is_inner = name.startswith(("model.", "lm_head."))
         weights[name if is_inner else f"model.{name}"] = array
     names = {name for name, _ in tree_flatten(twin.parameters())}
-    if names != weights.keys():  # (biases that one of them has, say)
+    if names != weights.keys():  # One of them has biases, for example.
         return None
     twin.update(tree_unflatten(list(weights.items())))
     twin.eval()
@@ -63,11 +63,11 @@ def text_twin(model: LoadedModel) -> LoadedModel | None:
 def text_speed(
     llm: LLM, model: LoadedModel, rounds: int, rows: int, max_tokens: int
 ) -> dict[str, Any]:
-    """Decode tokens a second of texts, with the multimodal model and with its text twin in turns.
+    """Decode tokens per second of texts, on the multimodal model and on its text twin in turns.
 
     Returns:
-        ``with_media`` and ``text_model`` (medians), their ``ratio`` (of turns, the median) and
-        ``ratios``; ``text_model`` is None where no text model has the same layers.
+        ``with_media`` and ``text_model`` (medians), their ``ratio`` (median over turns) and
+        ``ratios``; ``text_model`` is None if no text model has the same layers.
     """
     engines = {"with_media": llm}
     twin = text_twin(model)
@@ -82,7 +82,7 @@ def text_speed(
     for turn in range(rounds + 1):
         for name in list(engines) if turn % 2 == 0 else list(engines)[::-1]:
             times = _decode(engines[name], _texts(llm, rows, turn), max_tokens)
-            if turn:  # (the first prepares)
+            if turn:  # The first one is a warm-up.
                 found[name].append(_rate(times))
     ratios = [a / b for a, b in zip(found["with_media"], found.get("text_model", []))]
     return {
@@ -97,19 +97,19 @@ def text_speed(
 def beside(
     llm: LLM, asks: Sequence[Ask], num_tokens: int, rounds: int, rows: int, max_tokens: int
 ) -> dict[str, Any]:
-    """Measures how much decoding texts lose to two requests beside them, in turns.
+    """Measures in turns how much two concurrent requests slow down decoding texts.
 
-    The two are texts of `num_tokens` tokens, or requests with a new picture each, which have as
-    many. Each is asked when a quarter and a half of the texts' tokens are made.
+    The two are texts of `num_tokens` tokens, or requests with one new image each and as many
+    tokens. They start when a quarter and a half of the texts' tokens are generated.
 
     Args:
-        asks: with new pictures, two for each round and two more.
+        asks: Requests with new images: two per round, and two more.
 
     Returns:
         For ``alone``, ``beside_texts``, ``beside_pictures`` (new ones), and
         ``beside_known_pictures``: ``tokens_per_second`` of the texts, and the largest gap between
-        two of their tokens in ms; ``ratio``: what is left of the speed beside texts when they are
-        pictures; ``ratio_known`` likewise.
+        two of their tokens in ms; ``ratio``: speed beside new images over speed beside texts;
+        ``ratio_known``: the same for known images.
     """
     kinds = ("alone", "beside_texts", "beside_pictures", "beside_known_pictures")
     speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -117,7 +117,7 @@ def beside(
     for turn in range(rounds + 1):
         pictures = asks[2 * turn : 2 * turn + 2]
         for kind in kinds:
-            llm.engine.reset_prefix_cache()  # (what was computed for a picture is kept elsewhere)
+            llm.engine.reset_prefix_cache()  # Encoder outputs are in a cache of their own.
             others: list[list[int] | PreparedMedia] = []
             if kind == "beside_texts":
                 others = [*_texts(llm, 2, 1000 + turn, num_tokens)]
@@ -149,7 +149,7 @@ def beside(
 
 def _texts(llm: LLM, count: int, seed: int, length: int = _PROMPT_TOKENS) -> list[list[int]]:
     rng = np.random.default_rng((seed, count, length))
-    # (Ids of the first letters: all tokenizers have these, and no placeholder is among them.)
+    # Ids of the first letters: every tokenizer has these, and none is a placeholder.
     most = min(256, llm.engine.vocab_size)
     return rng.integers(16, most, (count, length)).tolist()  # type: ignore[no-any-return]
 
@@ -162,7 +162,7 @@ def _decode(
     *,
     own_tokens: int = 1,
 ) -> list[list[float]]:
-    """When the tokens of each text came; `others` are asked while they decode."""
+    """Arrival times of each text's tokens; `others` start while they decode."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     few = replace(params, max_tokens=max(1, own_tokens))
@@ -191,7 +191,7 @@ def _decode(
 
 
 def _prepared(llm: LLM, asks: Sequence[Ask]) -> list[list[int] | PreparedMedia]:
-    """Requests whose pictures are read and processed, which a server does on other threads."""
+    """Prepares requests whose images are already read and processed, as on a server's threads."""
     found: list[list[int] | PreparedMedia] = []
     loader = loader_of(llm.engine)
     try:
@@ -205,7 +205,7 @@ def _prepared(llm: LLM, asks: Sequence[Ask]) -> list[list[int] | PreparedMedia]:
 
 
 def _rate(times: Sequence[Sequence[float]]) -> float:
-    """Tokens a second of all, from the moment when all decode."""
+    """Tokens per second of all texts, from the moment when all of them decode."""
     start = max(each[0] for each in times)
     moments = [at for each in times for at in each if at > start]
     return len(moments) / (max(moments) - start)

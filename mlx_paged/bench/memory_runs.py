@@ -35,8 +35,8 @@ class Load:
     Attributes:
         users: Number of users.
         system_len: Tokens of the shared prompt.
-        user_len: Mean tokens that each adds, from half to one and a half times that.
-        answer_len: Mean tokens of the answers, likewise.
+        user_len: Mean tokens that each user adds; actual lengths are 0.5 to 1.5 times the mean.
+        answer_len: Mean tokens of the answers, with the same spread.
     """
 
     users: int
@@ -45,7 +45,7 @@ class Load:
     answer_len: int
 
     def requests(self, vocab_size: int, seed: int) -> list[tuple[list[int], int]]:
-        """Prompt and number of tokens to answer, for each user."""
+        """Prompt and number of answer tokens for each user."""
         rng = random.Random(seed)
 
         def tokens(count: int) -> list[int]:
@@ -83,8 +83,8 @@ def measure(
     """Runs one load on all four, and paged in other formats without sharing: ``paged_<format>``.
 
     Raises:
-        UnsupportedModelError: Layers have windows or recurrent state, whose memory is not blocks of
-            one kind.
+        UnsupportedModelError: A layer has a sliding window or recurrent state, whose memory does
+            not consist of uniform blocks.
     """
     requests = load.requests(model.vocab_size, seed)
     # The engine first, because it may refuse the model.
@@ -118,8 +118,8 @@ def _baseline() -> int:
 
 
 def _dense(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
-    """`mlx_lm.generate` keeps a cache for each conversation; all exist at the end."""
-    from mlx_lm.generate import generate_step  # here: mlx-lm's own, once it is unpatched
+    """Runs `mlx_lm.generate` with one cache per conversation; all caches exist at the end."""
+    from mlx_lm.generate import generate_step  # here, because it must be unpatched first
     from mlx_lm.models.cache import make_prompt_cache
 
     before = _baseline()
@@ -136,7 +136,7 @@ def _dense(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
 
 
 def _batch(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
-    """Returns the maximum after any of its steps."""
+    """Runs mlx-lm's batch generator; returns the maximum over its steps."""
     from mlx_lm.generate import BatchGenerator
 
     before = _baseline()
@@ -165,7 +165,7 @@ def _paged(
     if stats.num_preemptions:
         raise RuntimeError(f"{stats.num_preemptions} preemptions in a pool that holds everything")
     allocated = None
-    # Block 0 is never handed out; a step in flight may keep a block of each sequence a bit longer.
+    # Block 0 is never allocated; a step in flight may hold one extra block per sequence.
     for spare in (1, 1 + len(requests)):
         tight, answer_tokens, size = generate(stats.max_used_blocks + spare)
         if not tight.num_preemptions and answer_tokens == made:
@@ -183,7 +183,7 @@ def _generate(
     kv_format: str,
     num_blocks: int,
 ) -> tuple[Any, int, int]:
-    """Answers the requests; returns statistics, tokens of all answers, bytes of the pools."""
+    """Answers the requests; returns statistics, tokens of all answers, and bytes of the pools."""
     _baseline()
     llm = LLM(
         model,
@@ -206,13 +206,13 @@ def _generate(
 # --- Report ---------------------------------------------------------------------------------------
 
 
-# The common claim about paged KV caches: this many times less memory than dense ones.
+# The common claim about paged KV caches: they use this many times less memory than dense ones.
 CLAIM = (2.0, 4.0)
 
 
 def row(load: Mapping[str, int], held: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the results of one load, the ratio of dense to paged memory, and the tokens that each
-    format holds in the memory of one token in the model's dtype."""
+    """Returns the results of one load, the ratio of dense to paged memory, and the number of tokens
+    that each format stores in the memory of one token in the model's dtype."""
     ratios = {
         f"{dense}_over_{paged}": held[dense]["live_bytes"] / held[paged]["live_bytes"]
         for dense in ("dense", "batch_generator")
@@ -228,7 +228,7 @@ def row(load: Mapping[str, int], held: Mapping[str, Mapping[str, Any]]) -> dict[
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Returns the numbers of loads below, within and above the claim, for each comparison."""
+    """Returns how many loads are below, within and above the claim, for each comparison."""
     low, high = CLAIM
     found = {}
     for name in rows[0]["ratios"]:

@@ -1,4 +1,4 @@
-"""An object in another process, whose methods are called from here."""
+"""Calls the methods of an object that lives in another process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SECONDS_TO_END = 10.0
 
 
 class Remote:
-    """An object that a new process makes and keeps.
+    """An object in a new process.
 
     Args:
         name: Name of the process, for errors.
-        make: Makes the object there, from `arguments`; both must be picklable.
+        make: Makes the object there from `arguments`; both must be picklable.
 
     Raises:
         MlxPagedError: The other process raised an error, or ended.
@@ -26,7 +26,7 @@ class Remote:
 
     def __init__(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
         self._name = name
-        # A fork of a process with computing threads would hang.
+        # Forking a process with running compute threads would hang.
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, make, arguments), daemon=True)
@@ -63,10 +63,10 @@ class Remote:
 
 
 def _work(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """The other process: calls methods of the object until the pipe is closed."""
+    """Runs in the other process: calls methods of the object until the pipe is closed."""
     import mlx_paged
 
-    mlx_paged.unpatch()  # other engines as they are
+    mlx_paged.unpatch()  # Other engines must run unmodified.
     made = None
     try:
         while True:

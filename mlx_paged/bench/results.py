@@ -1,4 +1,4 @@
-"""Results of a benchmark: as a table, as CSV, and as JSON with the environment they come from."""
+"""Benchmark results as a table, as CSV, and as JSON with a description of the environment."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Any
 import mlx_paged
 from mlx_paged.errors import InvalidParameterError
 
-# Load in the minute before the measurement.
+# Load average of the minute before the measurement.
 _LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def environment() -> dict[str, Any]:
-    """Returns the common fields of every JSON file of results.
+    """Returns the fields that every JSON file of results has.
 
     Returns:
         ``date`` (UTC), ``command``, ``commit`` and ``dirty`` (None if the package is not in its own
@@ -53,22 +53,22 @@ def environment() -> dict[str, Any]:
 
 @cache
 def checkout() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that contains the package, and whether files differ from it.
+    """Commit of the checkout that contains the package, and whether its files are modified.
 
-    Both are None for an installed package, unless ``MLX_PAGED_COMMIT`` names the commit. Read
-    once: call it when measuring begins, as the checkout may change during the run.
+    Both are None for an installed package, unless ``MLX_PAGED_COMMIT`` names the commit. The result
+    is cached: call this before measuring, because the checkout may change during the run.
     """
     root = Path(mlx_paged.__file__).resolve().parent.parent
-    # (An environment inside some other project's checkout is not ours.)
+    # An environment may lie inside another project's checkout.
     if not (root / ".git").exists():
-        # (For files that were copied to a machine without their repository.)
+        # Set when the files were copied to a machine without their repository.
         return os.environ.get("MLX_PAGED_COMMIT"), None
     commit = _git(root, "rev-parse", "HEAD")
     return commit, None if commit is None else bool(_git(root, "status", "--porcelain"))
 
 
 def command() -> str:
-    """The command line, without the program's directory."""
+    """The command line, without the path of the program."""
     program, *arguments = sys.argv
     name = Path(program).name
     if Path(program).parts[-3:] == ("mlx_paged", "cli", "main.py"):
@@ -94,7 +94,7 @@ def processor() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Main memory of the machine; None where the system does not report it."""
+    """Main memory of the machine; None if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -102,8 +102,8 @@ def memory_bytes() -> int | None:
 
 
 def device_name() -> str:
-    """The GPU that MLX computes on by default, by name; ``cpu`` without one."""
-    from mlx_paged.platform import is_cpu_default  # (its BLAS has to come before mlx.core)
+    """Name of MLX's default GPU; ``cpu`` if there is none."""
+    from mlx_paged.platform import is_cpu_default  # Sets up BLAS, so it precedes mlx.core.
 
     # isort: split
     import mlx.core as mx
@@ -118,7 +118,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _run(*words: str) -> str | None:
-    """Returns the output of a command; None where it does not exist or fails."""
+    """Returns the output of a command; None if it does not exist or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError:
@@ -130,7 +130,7 @@ def _run(*words: str) -> str | None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """First column left, the rest right."""
+    """Formats rows with the first column left-aligned and the rest right-aligned."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
@@ -149,10 +149,10 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, field: str) -> dict[str, Any]:
-    """An object that `write_json` wrote.
+    """Reads an object that `write_json` wrote.
 
     Args:
-        field: the option or argument that named the file, for the error.
+        field: The option or argument that named the file, for the error.
     """
     try:
         found = json.loads(path.read_text())
@@ -168,10 +168,10 @@ def read_json(path: Path, field: str) -> dict[str, Any]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line an entry under a header of all keys, in the order in which they first occur.
+    """Writes one line per entry under a header of all keys, in order of first occurrence.
 
-    Values that are objects become columns ``key.inner``, and lists ``a/b``; None is empty, and
-    ``samples`` are left out.
+    Objects become columns ``key.inner``, lists become ``a/b``, and None is empty; ``samples`` are
+    omitted.
     """
     flat = [flatten(row) for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))
@@ -197,7 +197,7 @@ def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_writable(field: str, path: Path | None) -> None:
-    """Refuses a file that could not be written, before any measurement."""
+    """Raises before any measurement if a file could not be written."""
     if path is not None and not path.absolute().parent.is_dir():
         raise InvalidParameterError(field, "a file in a directory that exists", str(path))
 

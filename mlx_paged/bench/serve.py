@@ -1,4 +1,4 @@
-"""Figures of an endpoint under load, with the keys and the table of `vllm bench serve`."""
+"""Results of a load test against an endpoint, with the keys and the table of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def root_of(base_url: str) -> str:
-    """A server's address without the /v1 that OpenAI's clients want at its end."""
+    """Returns a server's address without the trailing /v1 that OpenAI clients expect."""
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 async def first_model(base_url: str, key: str | None) -> str:
-    """The name of the server's first model.
+    """Returns the name of the server's first model.
 
     Raises:
-        MlxPagedError: the server does not answer, or names none.
+        MlxPagedError: The server does not answer, or lists no model.
     """
     import aiohttp
 
@@ -42,7 +42,7 @@ async def first_model(base_url: str, key: str | None) -> str:
 def figures(
     results: Sequence[Result], duration: float, percentiles: Sequence[float]
 ) -> dict[str, Any]:
-    """Everything that is measured; times in milliseconds, under vLLM's keys."""
+    """All measurements; times in milliseconds, under vLLM's keys."""
     good = [r for r in results if r.success]
     input_lens = [
         r.prompt.num_tokens if r.num_prompt_tokens is None else r.num_prompt_tokens for r in good
@@ -73,7 +73,7 @@ def figures(
 def text(
     made: dict[str, Any], rate: float, concurrency: int | None, shares: Sequence[float]
 ) -> str:
-    """The table."""
+    """The results as a table."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines.append(line("Successful requests:", made["completed"]))
     lines.append(line("Failed requests:", made["failed"]))
@@ -99,7 +99,7 @@ def text(
 
 
 def _peak(results: Sequence[Result]) -> float:
-    """Most tokens (chunks of text) that came in any one second."""
+    """Maximum number of tokens (text chunks) that arrived in any one second."""
     seconds: dict[int, int] = {}
     for result in results:
         at = result.started + result.ttft

@@ -1,4 +1,4 @@
-"""Pictures for the embedded vision model, drawn by code, with questions and true answers."""
+"""Procedurally drawn pictures for the embedded vision model, with questions and true answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPES = ("circle", "square", "triangle", "star", "heart", "cross", "moon")
 
 
 class Shape(NamedTuple):
-    """A shape or a character; x, y and radius are shares of the picture's width."""
+    """A shape or a character; x, y and radius are fractions of the picture's width."""
 
     kind: str  # one of SHAPES, or a single character
     color: Color
@@ -71,7 +71,7 @@ SAMPLES = (
 
 
 def _corners(kind: str) -> list[tuple[float, float]]:
-    """The polygon of a shape of radius 1, y down."""
+    """Vertices of a shape of radius 1, with y pointing down."""
     turn = 2 * math.pi
     if kind == "circle":
         return [(math.cos(turn * i / 96), math.sin(turn * i / 96)) for i in range(96)]
@@ -98,7 +98,7 @@ def _corners(kind: str) -> list[tuple[float, float]]:
             y = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
             points.append((16 * math.sin(t) ** 3 / 17, -(y + 2.5) / 17))
         return points
-    # A moon: the long arc of one circle, and back along one that cuts it.
+    # A crescent: the long arc of one circle, and back along an arc of another that cuts it.
     shift, inner = 0.48, 0.85
     meet = (1 - inner**2 + shift**2) / (2 * shift)
     outer_end, inner_end = math.acos(meet), math.acos((meet - shift) / inner)
@@ -114,16 +114,17 @@ def draw(
     width: int = 256,
     height: int | None = None,
 ) -> Image:
-    """Returns a picture of the shapes, `width` by `height` pixels (a square without a height).
+    """Returns a picture of the shapes, `width` by `height` pixels (square if `height` is None).
 
-    Raises ValueError for a kind that is neither a shape nor one character, and for a size below 1.
+    Raises:
+        ValueError: A kind that is neither a shape nor one character, or a size below 1.
     """
     from PIL import Image, ImageDraw, ImageFont
 
     height = width if height is None else height
     if width < 1 or height < 1:
         raise ValueError(f"[draw] width and height must be at least 1, got {width} and {height}")
-    finer = 4  # drawn so much larger, then made small: Pillow's polygons have hard edges
+    finer = 4  # Supersampling factor, because Pillow draws polygons with hard edges.
     image = Image.new("RGB", (width * finer, height * finer), background)
     painter = ImageDraw.Draw(image)
     for shape in shapes:

@@ -1,5 +1,5 @@
-"""doctor: finds problems of this machine or installation, and says how to solve them.
+"""doctor: finds problems of this machine or installation, and suggests remedies.
 
-The process that reports imports neither MLX nor the extension. All that needs them runs in a child
-(`jobs`), so a build for another MLX, or a kernel that crashes, becomes a finding.
+The reporting process imports neither MLX nor the extension. Every check that needs them runs in a
+child (`jobs`), so a build for another MLX, or a kernel that crashes, becomes a finding.
 """

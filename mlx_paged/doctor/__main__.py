@@ -1,6 +1,6 @@
-"""``python -m mlx_paged.doctor``: the JSON report, with Python's standard library alone.
+"""``python -m mlx_paged.doctor``: the JSON report, using only Python's standard library.
 
-For an installation in which not even the command line starts.
+For installations whose command line does not start.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The checks: from facts to findings. Pure functions."""
+"""The checks: pure functions from facts to findings."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _REPORT = "report it with the output of `mlx-paged doctor --json`"
 
 
 class Status(StrEnum):
-    """How a check went."""
+    """The outcome of a check."""
 
     OK = "ok"
-    SKIPPED = "skipped"  # could not be checked, because something else is wrong
-    WARNING = "warning"  # works, but slower or with less than it could
+    SKIPPED = "skipped"  # another problem prevented the check
+    WARNING = "warning"  # works, but more slowly or with fewer features than possible
     BROKEN = "broken"  # does not work
 
 
@@ -57,7 +57,7 @@ class Finding:
 
 
 def verdict(findings: Iterable[Finding]) -> Status:
-    """The worst of them: broken, warning or ok."""
+    """The worst status of the findings: broken, warning or ok."""
     statuses = {finding.status for finding in findings}
     return next((s for s in (Status.BROKEN, Status.WARNING) if s in statuses), Status.OK)
 
@@ -115,7 +115,7 @@ def _judged(
 
 def _packages(software: Software) -> Iterator[Finding]:
     for r in software.requirements:
-        # Another MLX crashes, because it has no stable ABI; another mlx-lm may work, untested.
+        # A different MLX crashes, because it has no stable ABI; a different mlx-lm may work.
         is_fatal = r.installed is None or r.name == "mlx"
         expected = f"{r.name} {r.specifier}".strip()
         found = f"{r.name} {r.installed}" if r.installed else "not installed"
@@ -127,7 +127,7 @@ def _packages(software: Software) -> Iterator[Finding]:
 
 
 def _backend_package(software: Software, machine: Machine) -> Iterator[Finding]:
-    """Checks MLX's compiled half, a separate package that an extra chooses."""
+    """Checks MLX's compiled half, a separate package that an extra selects."""
     mlx = software.packages.get("mlx")
     if mlx is None:
         return
@@ -169,7 +169,7 @@ def _loading(outcomes: Mapping[str, Outcome], software: Software) -> Iterator[Fi
     name = "extension loads"
     yield _judged(extension is None, name, none, extension or none, rebuild, Status.BROKEN)
     if extension is None:
-        # In a checkout, Python sources take effect immediately, the extension only after a build.
+        # In a checkout, Python changes take effect immediately; the extension must be rebuilt.
         missing = outcomes[EXTENSION].value["missing"]
         found = f"it lacks {', '.join(missing)}" if missing else "all are there"
         name, expected = "extension is up to date", "every function that the package calls"
@@ -207,7 +207,7 @@ def _blas(status: str) -> Finding:
 
 
 def _self_test(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
-    """One finding for each device; or for each error of failed cases."""
+    """Returns one finding per device, or one per distinct error if cases failed."""
     for device in ("cpu", "gpu"):
         name, listing = f"self-test on the {device.upper()}", outcomes.get(f"cases/{device}")
         if listing is not None and listing.error is not None:
@@ -232,7 +232,7 @@ def _self_test(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
 
 
 def _threads(machine: Machine, threads: int) -> Finding:
-    """Warns of more threads than CPU time, because all of them wait when the quota is used up."""
+    """Warns if there are more threads than CPUs' worth of quota; all stall when it is used up."""
     found, most, cpus = f"{threads} threads", threads, machine.usable_cpus
     if cpus is not None:
         found, most = f"{found} on {cpus:g} CPUs", max(1, math.ceil(cpus))

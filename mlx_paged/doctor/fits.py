@@ -1,9 +1,8 @@
-"""Finds the models that fit, and their KV cache's tokens, by the engine's own rule.
+"""Finds the models that fit and the token capacity of their KV caches, by the engine's own rule.
 
-The rule (`EngineConfig`): on a GPU, 0.9 of the device's memory less weights and the largest step's
-activations; on the CPU 4 GiB, or half of the memory if that is less. Either way no more than
-every sequence could use at full length. The engine measures the activations; here they are
-estimated.
+The rule (`EngineConfig`): on a GPU, 0.9 of the device's memory minus weights and the largest step's
+activations; on the CPU 4 GiB, or half of the memory if that is less. Either way, at most what all
+sequences need at full length. The engine measures the activations; this module estimates them.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.kv_formats import FORMATS, KVFormat
 
-# Bits of a weight by precision. MLX's affine quantisation keeps a 16-bit scale and bias for 64.
+# Bits per weight by precision. In MLX's affine formats, 64 weights share a 16-bit scale and bias.
 _GPU_PRECISIONS = {"16-bit": 16.0, "8-bit": 8.5, "4-bit": 4.5}
-# On the CPU weights stay as the checkpoint has them; keys, values and activations are float32.
+# On the CPU, weights keep the checkpoint's dtype; keys, values and activations are float32.
 PRECISIONS = _GPU_PRECISIONS | {"float32": 32.0}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder with grouped attention and gated MLPs, dense or with experts.
+    """A decoder with grouped-query attention and gated MLPs, dense or with experts.
 
     Attributes:
         parameters: Number of all weights.
-        intermediate: Size of one expert.
+        intermediate: Hidden size of one expert.
         active_experts: Experts per token; 1 for a dense MLP.
     """
 
@@ -48,8 +47,8 @@ class Shape:
         return int(self.parameters * PRECISIONS[precision] / 8)
 
     def kv_bytes_per_token(self, precision: str, kv_format: KVFormat | None = None) -> int:
-        """Bytes of a token's keys and values in all layers; by default in 16 bits, or 32 for
-        float32."""
+        """Bytes of one token's keys and values over all layers; by default 16 bits per number, or
+        32 for float32."""
         if kv_format is None:
             return 2 * self.layers * self.kv_heads * self.head_dim * _value_bytes(precision)
         row = sum(f.row_bytes(self.head_dim) for f in (kv_format.keys, kv_format.values))
@@ -59,7 +58,7 @@ class Shape:
         """Estimates the bytes of the largest step.
 
         The factors are fitted to the engine's measurements on the CPU for Llamas of eight shapes,
-        which were between two thirds of the estimate and the estimate.
+        which reached two thirds of the estimate or more, and never exceeded it.
 
         Args:
             rows: Tokens of the step.
@@ -95,13 +94,13 @@ MODELS: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class Fit:
-    """Says if a model fits in a precision.
+    """The result for one model in one precision.
 
     Attributes:
-        num_blocks: Blocks of the engine's pool; 0 if it does not fit.
-        num_tokens: Tokens of keys and values in them.
+        num_blocks: Blocks of the engine's pool; 0 if the model does not fit.
+        num_tokens: Tokens of keys and values that they hold.
         quantised_tokens: The same with the formats of `--kv-cache-dtype`, by name.
-        reason: Why it does not fit; empty if it does.
+        reason: Why the model does not fit; empty if it does.
     """
 
     model: str
@@ -116,7 +115,7 @@ class Fit:
 
 
 def fits(memory: Memory) -> list[Fit]:
-    """Every model in every precision that makes sense on the device, with the engine's defaults."""
+    """Sizes every model in every precision that makes sense on the device, with engine defaults."""
     config = EngineConfig()
     return [
         fit(shape, precision, memory, config)
@@ -126,7 +125,7 @@ def fits(memory: Memory) -> list[Fit]:
 
 
 def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> Fit:
-    """One shape in one precision."""
+    """Sizes one shape in one precision."""
     on_gpu = memory["on_gpu"]
     values = precision if on_gpu else "float32"
     weights, per_token = shape.weight_bytes(precision), shape.kv_bytes_per_token(values)
@@ -142,8 +141,8 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
     else:
 
         def blocks_of(per_token: int) -> int:
-            # On the CPU, the engine does not count the weights, because unused blocks cost nothing.
-            # Here, a model fits only if all of it can be used.
+            # On the CPU, the engine ignores the weights, because unused blocks cost nothing. A
+            # model fits here only if its whole pool can be used.
             try:
                 most = config.num_blocks([per_token], shape.max_len, left if on_gpu else None)
             except InvalidParameterError:
@@ -170,7 +169,7 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
 
 
 def _tokens(num_blocks: int, config: EngineConfig) -> int:
-    return max(0, num_blocks - 1) * config.block_size  # block 0 is never handed out
+    return max(0, num_blocks - 1) * config.block_size  # block 0 is never allocated
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,7 +1,7 @@
-"""Checks that need MLX, as small jobs, each named by a string: ``test/cpu/rope/float32``.
+"""Checks that need MLX, as small jobs named by strings: ``test/cpu/rope/float32``.
 
-They run in a child process, one after the other. When it crashes or hangs, the job that was running
-has failed, and a new child runs the rest.
+They run in a child process, one after the other. If it crashes or hangs, the running job has
+failed, and a new child runs the rest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-# The first kernels on a GPU are compiled when they are first used: up to ten seconds of NVRTC.
+# GPU kernels are compiled on first use, which takes NVRTC up to ten seconds.
 SECONDS_PER_JOB = 60.0
 MLX, EXTENSION, MEMORY = "mlx", "extension", "memory"
-# Prefix of the child's lines; code that runs at interpreter start may print, too (sitecustomize).
+# Prefix of the child's result lines; code at interpreter start (sitecustomize) may print others.
 _MARK = "mlx-paged-doctor:"
 
 
@@ -35,7 +35,7 @@ class Mlx(TypedDict):
 
 
 class Extension(TypedDict):
-    """The answer of `EXTENSION`. `missing` are functions that the package calls and it lacks."""
+    """The answer of `EXTENSION`. `missing` lists functions that the package calls and it lacks."""
 
     build_info: dict[str, str]
     missing: list[str]
@@ -44,8 +44,8 @@ class Extension(TypedDict):
 class Memory(TypedDict):
     """The answer of `MEMORY`: bytes as the engine counts them.
 
-    `device_bytes` is the memory of the default device, `utilization` the engine's share of it on a
-    GPU.
+    `device_bytes` is the memory of the default device; `utilization` is the engine's share of it on
+    a GPU.
     """
 
     on_gpu: bool
@@ -58,21 +58,21 @@ class Outcome:
     """The outcome of a job.
 
     Attributes:
-        value: Its answer; None if it failed.
-        error: "<type>: <message>", "Crash: <how>"; None if it did not fail.
+        value: The job's answer; None if it failed.
+        error: "<type>: <message>", or "Crash: <cause>"; None if it succeeded.
     """
 
     value: Any = None
     error: str | None = None
 
 
-# --- In the process that reports ------------------------------------------------------------------
+# --- In the reporting process ---------------------------------------------------------------------
 
 
 def run_in_child(
     names: Sequence[str], *, seconds_per_job: float = SECONDS_PER_JOB
 ) -> dict[str, Outcome]:
-    """Runs jobs in a child process, and the rest after a crash in another one."""
+    """Runs jobs in a child process; after a crash, runs the rest in a new one."""
     outcomes: dict[str, Outcome] = {}
     while rest := [name for name in names if name not in outcomes]:
         outcomes |= _one_child(rest, seconds_per_job)
@@ -80,9 +80,9 @@ def run_in_child(
 
 
 def _one_child(names: Sequence[str], seconds: float) -> dict[str, Outcome]:
-    """Returns outcomes up to the job that ends the child, at least one."""
+    """Returns outcomes up to and including the job that ends the child; at least one."""
     command = [sys.executable, "-m", "mlx_paged.doctor.jobs", str(seconds), *names]
-    most = seconds * (len(names) + 1)  # The child ends itself after a job's time, if it can.
+    most = seconds * (len(names) + 1)  # The child enforces each job's own time limit if it can.
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=most
@@ -103,7 +103,7 @@ def _one_child(names: Sequence[str], seconds: float) -> dict[str, Outcome]:
 
 def _ending(done: subprocess.CompletedProcess[bytes], seconds: float) -> str:
     said = done.stderr.decode(errors="replace").strip().splitlines()
-    if any(line.startswith("Timeout (") for line in said):  # of faulthandler
+    if any(line.startswith("Timeout (") for line in said):  # printed by faulthandler
         return f"no answer within {seconds:.0f} s"
     how = f"the process ended with status {done.returncode}"
     if done.returncode < 0:
@@ -117,7 +117,7 @@ def _ending(done: subprocess.CompletedProcess[bytes], seconds: float) -> str:
 
 
 def main(seconds: str, *names: str) -> None:
-    """Runs jobs and writes a line for each; all other output goes to standard error."""
+    """Runs jobs and writes a line for each; redirects all other output to standard error."""
     outcomes = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for name in names:
@@ -128,7 +128,7 @@ def main(seconds: str, *names: str) -> None:
 
 
 def attempt(name: str) -> Outcome:
-    """Runs a job in this process; its exception becomes the outcome's error."""
+    """Runs a job in this process; an exception becomes the outcome's error."""
     try:
         return Outcome(run(name))
     except Exception as error:
@@ -163,7 +163,7 @@ def _mlx() -> Mlx:
 
 
 def _extension() -> Extension:
-    """The extension: does it load with this MLX, and has it all that the package calls?"""
+    """Checks that the extension loads with this MLX and has every function that we call."""
     from mlx_paged import blas, extension
 
     calls = re.compile(r"\b_?ext\.(\w+)\(")
@@ -196,7 +196,7 @@ def _cases(device: str) -> list[str]:
 
 
 def _test(device: str, case: str, dtype: str) -> float:
-    """Seconds that a case of the self-test took."""
+    """Runs a case of the self-test; returns its seconds."""
     from mlx_paged.doctor import self_test
 
     start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""The machine: its own reports, captured as text, and their parser.
+"""The machine: captures its own reports as text, and parses them.
 
-Text is taken by `take` and read by `read`, so that captures of one system can be read on another.
+`take` captures and `read` parses, so captures of one system can be parsed on another.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ COMMANDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 _FILES = ("/proc/cpuinfo", "/proc/meminfo", cgroups.OWN, "/etc/os-release")
-_SECONDS = 20.0  # a driver that hangs
+_SECONDS = 20.0  # timeout of a command, because a driver may hang
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Returns the folder of downloaded models, Hugging Face's cache."""
+    """Returns the directory of downloaded models, Hugging Face's cache."""
 
     folder: str
     free_bytes: int
@@ -44,7 +44,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Captures:
-    """Outputs of commands and contents of files, without those that could not be read.
+    """Outputs of commands and contents of files; unreadable ones are left out.
 
     Attributes:
         system: `sys.platform`: "linux" or "darwin".
@@ -65,8 +65,8 @@ class Gpu:
     """A GPU by Apple or NVIDIA; None for values that the machine does not report.
 
     Attributes:
-        memory_bytes: Its own memory; None if it shares the main memory.
-        compute_capability: NVIDIA's, "9.0".
+        memory_bytes: Dedicated memory; None if it shares the main memory.
+        compute_capability: NVIDIA's compute capability, such as "9.0".
     """
 
     name: str
@@ -81,8 +81,8 @@ class Machine:
 
     Attributes:
         system: "macOS 15.1" or a Linux distribution.
-        architecture: The processor's: "arm64", "aarch64", "x86_64".
-        is_translated: True if Rosetta 2 runs this process, an x86 Python on an Apple chip.
+        architecture: Processor architecture: "arm64", "aarch64", "x86_64".
+        is_translated: True if Rosetta 2 runs this process (an x86 Python on an Apple chip).
     """
 
     system: str
@@ -99,13 +99,13 @@ class Machine:
 
     @property
     def usable_cpus(self) -> float | None:
-        """CPUs' worth of time that this process can get."""
+        """CPU time available to this process, in CPUs."""
         known = [n for n in (self.logical_cores, self.affinity, self.limits.cpus) if n is not None]
         return min(known, default=None)
 
     @property
     def is_mac(self) -> bool:
-        """True if it runs macOS."""
+        """True on macOS."""
         return self.system.startswith("macOS")
 
 
@@ -159,7 +159,7 @@ def _linux(captures: Captures) -> Machine:
     return Machine(
         system=release.get("PRETTY_NAME", "Linux").strip('"'),
         architecture=captures.architecture,
-        chip=_fields(cpuinfo).get("model name"),  # /proc/cpuinfo of an ARM machine has no name
+        chip=_fields(cpuinfo).get("model name"),  # ARM's /proc/cpuinfo has no such field
         logical_cores=len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE)) or None,
         affinity=captures.affinity,
         memory_bytes=sizes.get("MemTotal"),
@@ -171,7 +171,7 @@ def _linux(captures: Captures) -> Machine:
 
 
 def nvidia_gpus(output: str) -> tuple[Gpu, ...]:
-    """GPUs from nvidia-smi's lines of name, MiB of memory, driver and compute capability."""
+    """Parses nvidia-smi's lines of name, MiB of memory, driver and compute capability."""
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
     return tuple(
         Gpu(
@@ -186,7 +186,7 @@ def nvidia_gpus(output: str) -> tuple[Gpu, ...]:
 
 
 def _fields(text: str, separator: str = ":") -> dict[str, str]:
-    """``name: value`` lines; of a repeated name, the first."""
+    """Parses ``name: value`` lines; keeps the first value of a repeated name."""
     pairs = [line.partition(separator) for line in text.splitlines()]
     return {name.strip(): value.strip() for name, found, value in reversed(pairs) if found}
 
@@ -201,7 +201,7 @@ def _disk() -> Disk | None:
         cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
         existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
         return Disk(str(cache), shutil.disk_usage(existing).free)
-    except (OSError, RuntimeError):  # not readable; no home folder
+    except (OSError, RuntimeError):  # unreadable, or no home directory
         return None
 
 
@@ -213,8 +213,8 @@ def _contents(path: str) -> str | None:
 
 
 def _output(command: tuple[str, ...]) -> str | None:
-    """Returns standard output; None if there is no such program. sysctl fails for one unknown name,
-    after it has answered for all others."""
+    """Returns standard output; None if there is no such program. Ignores the exit status: sysctl
+    fails if one name is unknown, after answering for all others."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_SECONDS

@@ -1,4 +1,4 @@
-"""A report: runs all checks, and writes the results as JSON with a schema."""
+"""The report: runs all checks, and writes the results as JSON with a schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlx_paged.doctor.jobs import (
 from mlx_paged.doctor.machine import Captures, Machine, read, take
 from mlx_paged.doctor.software import Software, installed
 
-# Raised when a key is removed or changes its meaning, not when one is added.
+# Incremented when a key is removed or changes its meaning, not when one is added.
 SCHEMA_VERSION = 2
 
 
@@ -66,7 +66,7 @@ class Report:
     findings: tuple[Finding, ...]
 
     def dumps(self) -> str:
-        """As JSON; the home folder is written ``~``, so that a report can be published."""
+        """Returns JSON with ``~`` for the home directory, so that a report can be published."""
         return without_home(json.dumps(asdict(self), indent=2))
 
 
@@ -77,7 +77,7 @@ def examine(
     installed: Callable[[], Software] = installed,
     run: Callable[[Sequence[str]], Mapping[str, Outcome]] = run_in_child,
 ) -> Report:
-    """Checks this machine and installation. Takes some seconds.
+    """Checks this machine and installation. Takes a few seconds.
 
     Args:
         on_phase: Called with the name of the next check, for a progress line.
@@ -123,7 +123,7 @@ def examine(
 
 
 def without_home(text: str) -> str:
-    """Paths below the home folder begin with ``~``."""
+    """Replaces the home directory with ``~`` in paths."""
     home = os.path.expanduser("~")
     return text.replace(home + "/", "~/") if len(home) > 1 else text
 
@@ -132,7 +132,7 @@ _SIMPLE = {str: "string", bool: "boolean", int: "integer", float: "number", type
 
 
 def schema(of: Any = Report) -> dict[str, Any]:
-    """The JSON schema of a report, or of one of the types in it."""
+    """Returns the JSON schema of a report, or of a type used in it."""
     origin, arguments = typing.get_origin(of), typing.get_args(of)
     if of in _SIMPLE:
         return {"type": _SIMPLE[of]}

@@ -1,7 +1,7 @@
-"""Runs every primitive once against `mlx_paged.reference`. Imports MLX: for the child only.
+"""Runs every primitive once against `mlx_paged.reference`. Imports MLX, so only the child does.
 
 The data is random, unused slots hold NaN, and each case takes milliseconds. A case raises
-`WrongResult` with the row that is wrong and by how much.
+`WrongResult` with the wrong row and the size of its error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCALE = 0.125
 
 
 class WrongResult(Exception):
-    """A primitive ran, and its result differs from NumPy's."""
+    """A primitive's result differs from NumPy's."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Case:
 
     Attributes:
         run: Raises `WrongResult`.
-        dtypes: Dtypes that it supports on the CPU.
-        gpu_dtypes: Dtypes for which it has a GPU kernel of ours.
+        dtypes: Dtypes that the primitive supports on the CPU.
+        gpu_dtypes: Dtypes for which we have a GPU kernel.
     """
 
     run: Callable[[Data], None]
@@ -42,7 +42,7 @@ class Case:
 
 
 def jobs(device: str) -> list[str]:
-    """Returns the jobs (`jobs.run`) of all cases that run on "cpu" or "gpu"."""
+    """Returns the jobs (see `jobs.run`) of all cases that run on "cpu" or "gpu"."""
     return [
         f"test/{device}/{name}/{dtype}"
         for name, case in CASES.items()
@@ -62,7 +62,7 @@ def run_case(name: str, device: str, dtype: str) -> None:
 
 
 class Data:
-    """Arrays of one dtype, the same on every run."""
+    """Random arrays of one dtype, the same on every run."""
 
     def __init__(self, dtype: str) -> None:
         self.name = dtype
@@ -86,7 +86,7 @@ class Data:
         return keys, values
 
     def check(self, actual: mx.array, expected: np.ndarray, what: str = "result") -> None:
-        """Raises `WrongResult` for another shape, and for a row beyond the dtype's tolerance."""
+        """Raises `WrongResult` if the shape differs or a row exceeds the dtype's tolerance."""
         found = _exact_of_shape(actual, expected, what)
         relative = reference.relative_errors(found, expected)
         worst = int(np.argmax(relative))
@@ -109,7 +109,7 @@ class Data:
 
 
 def exact(a: mx.array) -> np.ndarray:
-    """A float64 copy; every value of the three dtypes is exact in it."""
+    """Returns a float64 copy, which represents every value of the three dtypes exactly."""
     return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
@@ -193,7 +193,7 @@ def _rope_rotations(data: Data) -> None:
         mx.array(positions, mx.int32), mx.array(freqs.astype(np.float32)), scale=0.5
     )
     angles = 0.5 * positions[:, None] * freqs.astype(np.float32).astype(np.float64)
-    # An angle of 2,000 radians keeps four digits in float32.
+    # In float32, an angle of 2,000 radians is accurate to only four digits.
     difference = np.abs(exact(out) - np.stack([np.cos(angles), np.sin(angles)], axis=1)).max()
     if not difference < 1e-3:
         raise WrongResult(f"a cosine or sine is off by {difference:.1e}, expected at most 1e-03")
@@ -299,7 +299,7 @@ def _expert_linear(data: Data) -> None:
 
 
 def _int8_activations(data: Data) -> None:
-    """Returns a matrix of whole numbers up to 127, which are not rounded."""
+    """Returns a matrix of integers up to 127, which quantization does not round."""
     codes = np.random.default_rng(2).integers(-127, 128, (30, 128)).astype(np.float32)
     codes[:, ::32] = 127
     x, weight = mx.array(codes).astype(data.dtype), data.normal(9, 128)
@@ -353,9 +353,9 @@ CASES: dict[str, Case] = {
     "greedy_tokens": Case(_greedy_tokens, gpu_dtypes=DTYPES),
     "nucleus_thresholds": Case(_nucleus_thresholds, dtypes=("float32",)),
     "apply_token_bitmask": Case(_apply_token_bitmask, gpu_dtypes=DTYPES),
-    # In float32, it is MLX's own on a GPU, which may round to TF32.
+    # Not in float32 on a GPU: MLX's own op runs there, and may round to TF32.
     "linear": Case(_linear, gpu_dtypes=("float16", "bfloat16")),
-    # On a GPU, they are MLX's own.
+    # MLX's own ops on a GPU.
     "quantized_linear": Case(_quantized_linear),
     "expert_linear": Case(_expert_linear),
     "quantized_linear: int8 activations": Case(_int8_activations),

@@ -1,4 +1,4 @@
-"""Installed packages, read from metadata: none of them is imported."""
+"""Installed packages, read from metadata without importing any of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
-# Packages of a bug report.
+# Packages listed in a bug report.
 _PACKAGES = (
     *("mlx-paged", "mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm"),
     *("nanobind", "numpy", "scipy-openblas32", "transformers", "rich", "typer"),
 )
-# Variables that affect this package, and those whose values are not shown.
+# Environment variables that affect this package, and those whose values are hidden.
 _VARIABLES = re.compile(r"(MLX_|OPENBLAS_|OMP_NUM_THREADS$|CUDA_VISIBLE_DEVICES$|LD_PRELOAD$)")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A required package and its installed version, or None."""
+    """A required package and its installed version; None if it is missing."""
 
     name: str
     specifier: str
@@ -36,7 +36,7 @@ class Software:
 
     Attributes:
         packages: Installed version by distribution.
-        requirements: mlx-paged itself and what it needs, without the extras.
+        requirements: mlx-paged itself and its requirements, without the extras.
         environment: MLX_PAGED_*, MLX_* and a few others; values of secrets are hidden.
     """
 
@@ -48,7 +48,7 @@ class Software:
 
 
 def installed() -> Software:
-    """Facts about this interpreter."""
+    """Collects the facts about this interpreter."""
     return Software(
         python=f"{platform.python_version()} ({platform.python_implementation()})",
         executable=sys.executable,
@@ -59,7 +59,7 @@ def installed() -> Software:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change what happens here."""
+    """Returns the environment variables that affect this package."""
     return {
         name: "(set)" if _SECRET.search(name) else value
         for name, value in sorted(variables.items())
@@ -72,7 +72,7 @@ def _requirements() -> Iterator[Requirement]:
     yield Requirement("mlx-paged", "", own, own is not None)
     try:
         from packaging.requirements import Requirement as Parsed
-    except ImportError:  # it comes with mlx-lm's requirements; then those are missing anyway
+    except ImportError:  # mlx-lm requires it, so those packages are missing anyway
         return
     try:
         lines = metadata.requires("mlx-paged") or []

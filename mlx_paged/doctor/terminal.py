@@ -1,4 +1,4 @@
-"""A report on a terminal."""
+"""Prints a report on a terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def _section(console: Console, title: str, rows: Iterable[tuple[str, ...]]) -> None:
-    """A title and a table; the last column is plain text, and the others have markup."""
+    """A title and a table; the last column is plain text, and the others contain markup."""
     console.print(title)
     table = Table.grid(padding=(0, 2))
     for *cells, text in rows:

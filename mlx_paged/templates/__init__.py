@@ -1,1 +1,1 @@
-"""Chat templates as programs: the variables that they read, and probes of their output."""
+"""Analysis of chat templates: the variables that they read, and probes of their output."""

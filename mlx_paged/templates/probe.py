@@ -1,4 +1,4 @@
-"""Renders a chat template with made-up conversations, to learn how its model writes."""
+"""Renders a chat template with made-up conversations, to learn the format its model writes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 Message = dict[str, Any]
 
-# Stand for the tokens around a text. Private characters: no template has them itself.
+# Markers around a text. No template contains these private-use characters.
 _BOS, _EOS = "\ue0f1", "\ue0f2"
 
 USER, CONTENT, REASONING = "question zero", "answer content zero", "reasoning text zero"
 
-# A tag or the beginning of one, a word in brackets, a number, a word, or a single character.
+# A complete or partial tag, a bracketed word, a number, a word, or a single character.
 _ATOM = r"""</?[^\s<>"'=]*>?|\[/?\w+\]|[⟦⟨【〈《«◁⦅]/?\w+[⟧⟩】〉》»▷⦆]|\d+|[^\W\d]+|[\s\S]"""
 
 
 class Refused(Exception):
-    """The template does not take a conversation."""
+    """The template rejects a conversation."""
 
 
 class TemplateProbe:
-    """A chat template and how to render it.
+    """A chat template and the means to render it.
 
     Args:
-        chat_template: its source.
-        vocabulary: the tokenizer's added tokens.
+        chat_template: The template's source.
+        vocabulary: The tokenizer's added tokens.
 
     Attributes:
-        source: The template.
+        source: The template's source.
     """
 
     def __init__(self, chat_template: str, vocabulary: Iterable[str] = ()) -> None:
@@ -45,10 +45,10 @@ class TemplateProbe:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation as text, up to the token that ends the last turn.
+        """Renders a conversation, up to the token that ends the last turn.
 
         Raises:
-            Refused: the template raises, or cannot be compiled.
+            Refused: The template raises an error or cannot be compiled.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -62,18 +62,18 @@ class TemplateProbe:
                 eos_token=_EOS,
                 **(variables or {}),
             )
-        except Exception as error:  # a template may fail in any way that Python can
+        except Exception as error:  # a template can raise any error
             raise Refused(str(error)) from error
         if not add_generation_prompt:
             text = text.rstrip().removesuffix(_EOS) if text.rstrip().endswith(_EOS) else text
         return str(text).replace(_BOS, "")
 
     def atoms(self, text: str) -> list[str]:
-        """The pieces of a text that are not cut: tokens, tags, words, other characters."""
+        """Splits a text into pieces that are never cut: tokens, tags, words, other characters."""
         return self._atom.findall(text)
 
     def common_prefix(self, a: str, b: str) -> str:
-        """The whole atoms with which both texts begin."""
+        """The longest common prefix, in whole atoms."""
         shared = 0
         for x, y in zip(self.atoms(a), self.atoms(b), strict=False):
             if x != y:
@@ -82,7 +82,7 @@ class TemplateProbe:
         return a[:shared]
 
     def common_suffix(self, a: str, b: str) -> str:
-        """The whole atoms with which both texts end."""
+        """The longest common suffix, in whole atoms."""
         shared = 0
         for x, y in zip(reversed(self.atoms(a)), reversed(self.atoms(b)), strict=False):
             if x != y:
@@ -92,12 +92,12 @@ class TemplateProbe:
 
 
 def user_turn() -> Message:
-    """The message that all conversations begin with."""
+    """The first message of all conversations."""
     return {"role": "user", "content": USER}
 
 
 def with_reasoning(message: Message) -> Message:
-    """A message that has reasoning, by every name that templates use."""
+    """A message with reasoning, under every key that templates use."""
     names = ("reasoning_content", "reasoning", "thinking", "thought")
     return {**message, **dict.fromkeys(names, REASONING)}
 
@@ -107,7 +107,7 @@ def prompt_of(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the text rendered when the model's turn begins; "" where the template refuses."""
+    """Returns the text that starts the model's turn; "" if the template rejects it."""
     try:
         return probe.render([user_turn()], tools, add_generation_prompt=True, variables=variables)
     except Refused:
@@ -115,14 +115,14 @@ def prompt_of(
 
 
 def written(probe: TemplateProbe, prompt: str, text: str) -> str:
-    """The part of a rendered conversation that the model wrote: what follows the prompt."""
+    """Returns the part of a rendered conversation that the model wrote, after the prompt."""
     if prompt and text.startswith(prompt):
         return text[len(prompt) :]
     return text[len(probe.common_prefix(text, prompt)) :]
 
 
 def is_marker(text: str) -> bool:
-    """True if a text can be told from others: it is not punctuation of JSON, nor a short word."""
+    """True if a text is distinctive: neither JSON punctuation nor a short word."""
     if len(text) == 2:
         return re.fullmatch(r"""[^\s\w{}\[\]"',:()]{2}""", text) is not None
     return len(text) > 2 and re.search(r"""[^\s{}\[\]"',:()]""", text) is not None

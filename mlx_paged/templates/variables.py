@@ -1,4 +1,4 @@
-"""The variables that a chat template reads, and which of them switch thinking on and off."""
+"""The variables that a chat template reads, and those that switch thinking on and off."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import jinja2
 import jinja2.meta
 from jinja2 import nodes
 
-#: The name under which APIs pass on whether a request wants the model to think.
+#: Name under which APIs pass a request's choice of thinking.
 THINKS = "enable_thinking"
 
-# Tags of transformers for masks of training, which the parser does not know.
+# transformers' tags for training masks, which Jinja's parser does not know.
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 _ABOUT_THINKING = re.compile(r"think|reason", re.IGNORECASE)
-# Names under which requests say whether to think. (Others, as `preserve_thinking`, mean history.)
+# Names of switches for thinking. Similar names, such as `preserve_thinking`, are about history.
 _WISH = re.compile(
     r"((enable|force|use|is|with|add|do|allow|disable|skip|no)_)?(thinking|think|reasoning|reason)"
     r"(_(enabled|disabled|on|off))?"
 )
 _NEGATIVE = re.compile(r"(disable|skip|no|without|hide|suppress|exclude)_|_(disabled|off)$")
-# Values of these names are words or numbers, never true and false.
+# Names whose values are words or numbers, never booleans.
 _GRADED = re.compile(r"effort|level|budget|mode|option|type|style")
-# Values in the order in which they are preferred.
+# Values in order of preference.
 _OFF = ("none", "off", "disabled", "disable", "no_think", "nothink", "no", "never", "chat",
         "non-thinking", "non_thinking", "instruct", "false")  # fmt: skip
 _ON = ("on", "enabled", "enable", "thinking", "think", "yes", "always", "true", "high", "medium",
        "low", "auto", "adaptive")  # fmt: skip
-# Where only the word for thinking is known, the first of these that makes a difference is taken.
+# Values to try if only the value for thinking is known; the first that changes the output is used.
 _OPPOSITES = ("off", "none", "disabled", "chat")
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A variable with which a template lets a model think or not.
+    """A variable that switches a template's thinking on and off.
 
     Attributes:
         name: The variable.
-        on, off: Its values; None: it is not known.
-        values: Texts that the template compares it with.
+        on, off: Its values; None if unknown.
+        values: Strings that the template compares it with.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Switch:
 
 @lru_cache(maxsize=32)
 def variables_of(source: str) -> frozenset[str]:
-    """The variables that a template reads and does not set first.
+    """Returns the variables that a template reads before setting them.
 
     Raises:
-        jinja2.TemplateError: it cannot be parsed.
+        jinja2.TemplateError: The template cannot be parsed.
     """
     return frozenset(jinja2.meta.find_undeclared_variables(_parsed(source)))
 
@@ -68,7 +68,7 @@ def _parsed(source: str) -> nodes.Template:
 
 @lru_cache(maxsize=32)
 def possible_switches(source: str) -> tuple[Switch, ...]:
-    """The variables of a template that may switch thinking, by their names and uses."""
+    """Returns the variables of a template that may switch thinking, judged by name and use."""
     try:
         names, parsed = variables_of(source), _parsed(source)
     except jinja2.TemplateError:
@@ -90,10 +90,10 @@ def possible_switches(source: str) -> tuple[Switch, ...]:
 
 
 def _compared(parsed: nodes.Template, name: str) -> Iterator[Any]:
-    """The constants that a variable, or what it is assigned to, is compared with."""
+    """Returns the constants that a variable, or an alias of it, is compared with."""
     known: set[tuple[str, ...]] = {(name,)}
     size = 0
-    while size != len(known):  # (an alias may be assigned to another one)
+    while size != len(known):  # an alias may have aliases
         size = len(known)
         for assign in parsed.find_all(nodes.Assign):
             if _mentions(assign.node, known):
@@ -129,12 +129,12 @@ def _is(node: nodes.Node, known: Collection[tuple[str, ...]]) -> bool:
     while isinstance(node, nodes.Filter) and node.node is not None:
         node = node.node
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
-        node = node.node.node  # (mode.lower())
+        node = node.node.node  # mode.lower()
     return _key(node) in known
 
 
 def _mentions(node: nodes.Node, known: Collection[tuple[str, ...]]) -> bool:
-    """True if a value is a variable as it is, or a default in its place."""
+    """True if a value is an unmodified variable, possibly with a default."""
     if isinstance(node, nodes.CondExpr):
         return any(_mentions(n, known) for n in (node.expr1, node.expr2) if n is not None)
     if isinstance(node, nodes.Or):
@@ -150,16 +150,16 @@ def _constants(node: nodes.Node) -> Iterator[nodes.Const]:
 
 
 def switches_of(source: str, render: Callable[[Mapping[str, Any]], str]) -> tuple[Switch, ...]:
-    """The switches that a template has.
+    """Returns the switches that a template has.
 
     Args:
-        render: what it makes of a question, with variables; it may raise any error.
+        render: Renders a question with variables; may raise any error.
     """
 
     def text(**values: Any) -> str | None:
         try:
             return render({name: value for name, value in values.items() if value is not None})
-        except Exception:  # (templates raise whatever they like)
+        except Exception:  # a template can raise any error
             return None
 
     found = []
@@ -167,7 +167,7 @@ def switches_of(source: str, render: Callable[[Mapping[str, Any]], str]) -> tupl
         on = text(**{switch.name: switch.on})
         for off in _OPPOSITES if switch.off is None else (switch.off,):
             without = text(**{switch.name: off})
-            # (Others are about the reasoning of earlier answers, or are shown as they are.)
+            # Other variables are about reasoning in earlier answers, or are printed verbatim.
             is_shown = "True" in (on or "") or "False" in (without or "")
             if on != without and not is_shown and (without is not None or on is None):
                 found.append(replace(switch, off=off))
@@ -178,15 +178,15 @@ def switches_of(source: str, render: Callable[[Mapping[str, Any]], str]) -> tupl
 def with_wish(
     given: Mapping[str, Any], names: Collection[str], switches: Collection[Switch]
 ) -> dict[str, Any]:
-    """The variables of a request, with its wish for thinking under the names of the template.
+    """Returns the variables of a request, with its choice of thinking under the template's names.
 
-    Nothing is added where the request has no wish, and nothing that it sets itself is changed,
-    unless it asks for no reasoning in a word that the template does not know.
+    Adds nothing if the request makes no choice. Changes no variable that the request sets, unless
+    it asks for no reasoning with a word that the template does not know.
 
     Args:
-        given: the variables of the request.
-        names: all variables that the template reads.
-        switches: of the template.
+        given: Variables of the request.
+        names: All variables that the template reads.
+        switches: Switches of the template.
     """
     wishes = {
         name: value != (_NEGATIVE.search(name) is not None)
@@ -207,8 +207,8 @@ def with_wish(
 
 
 def knows_tools(chat_template: str) -> bool:
-    """True if a template does anything with tools."""
+    """True if a template uses tools in any way."""
     try:
         return "tools" in variables_of(chat_template)
-    except jinja2.TemplateError:  # with tags that are not known
+    except jinja2.TemplateError:  # unknown tags
         return "tools" in chat_template

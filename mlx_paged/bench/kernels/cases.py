@@ -1,4 +1,4 @@
-"""The grid of cases to measure, and why a case cannot be measured."""
+"""The benchmark grid, and the reasons why a backend cannot run a case."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 
 ATTENTION = ("paged_attention",)
 MOVEMENT = ("write_kv", "copy_blocks", "gather_kv")
-# Operations of a layer besides its products; native on the CPU only.
+# Layer operations other than matrix products; native on the CPU only.
 LAYER = ("rope", "rms_norm", "silu_mul", "greedy_tokens", "linear")
 OPS = (*ATTENTION, *MOVEMENT, *LAYER)
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-VOCAB_SIZE = 32768  # of greedy_tokens
+VOCAB_SIZE = 32768  # for greedy_tokens
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation with one shape; fields without effect on it are None.
+    """One operation with one shape; a field that does not affect the operation is None.
 
     Attributes:
         op: One of `OPS`.
-        batch: Sequences.
-        kv_heads: KV heads.
+        batch: Number of sequences.
+        kv_heads: Number of KV heads.
         head_dim: Head size of keys and values.
         dtype: Dtype of pools and activations.
-        context: Mean tokens of a sequence.
-        rows: Query tokens of each sequence: 1 is a decode, up to 8 a draft to verify, more a chunk
-            of a prompt.
+        context: Mean tokens per sequence.
+        rows: Query tokens per sequence: 1 is a decode, up to 8 a draft to verify, more a chunked
+            prefill.
         group: Query heads per KV head.
-        block_size: Tokens of a block.
-        window: Tokens that a row sees; None means all.
+        block_size: Tokens per block.
+        window: Sliding window in tokens; None means full attention.
         skew: An eighth of the sequences, at least one, are `skew` times as long as the others.
     """
 
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def lens(self) -> list[int]:
-        """Context of each sequence; their sum is ``batch * context``, but for rounding."""
+        """Context length of each sequence; the sum is ``batch * context``, up to rounding."""
         assert self.context is not None
         skew = self.skew or 1
         num_long = max(1, self.batch // 8) if skew > 1 else 0
@@ -63,24 +63,24 @@ class Case:
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token."""
+        """Bytes of K and V per token."""
         return 2 * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def num_q_heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.kv_heads * (self.group or 1)
 
     @property
     def seen_tokens(self) -> int:
-        """Number of tokens whose K and V any row sees, over all sequences."""
+        """Number of tokens, over all sequences, whose K and V at least one row sees."""
         rows = self.rows or 1
         reach = self.window + rows - 1 if self.window else None
         return sum(n if reach is None else min(n, reach) for n in self.lens)
 
     @property
     def scored_tokens(self) -> int:
-        """(row, token) pairs that attention scores."""
+        """Number of (row, token) pairs that attention scores."""
         total = 0
         for n in self.lens:
             for position in range(n - (self.rows or 1), n):
@@ -88,7 +88,7 @@ class Case:
         return total
 
 
-# Values of the options, by their names in `Case`.
+# Values of the command-line options, by field name of `Case`.
 Grid = dict[str, list[Any]]
 
 
@@ -114,7 +114,7 @@ def defaults(device: str, *, quick: bool) -> Grid:
 
 
 def cases(ops: Sequence[str], grid: Grid) -> list[Case]:
-    """Yields the grid's cases without duplicates; those with the same data are adjacent."""
+    """Yields the grid's cases without duplicates; cases that share data are adjacent."""
     found: dict[Case, None] = {}
     on_pools = [op for op in ops if op not in LAYER]
     for batch, context, heads, dim, block_size, dtype, skew in _product(
@@ -143,7 +143,7 @@ def refusal(
     Args:
         device: "cpu" or "gpu".
         gpu_head_dims: Head dims (of keys and values) with GPU kernels.
-        memory_limit: Maximum bytes of inputs; None if unknown.
+        memory_limit: Maximum bytes of the inputs; None if unknown.
     """
     if case.op in LAYER:
         if device != "cpu":
@@ -171,7 +171,7 @@ def refusal(
 
 
 def needed_bytes(case: Case) -> int:
-    """Returns bytes of pool, dense copy, and gathered copy (padded to the longest context)."""
+    """Returns the bytes of the pool, dense copy, and gathered copy (padded to the longest)."""
     lens = case.lens
     return (sum(lens) + 2 * len(lens) * max(lens)) * case.token_bytes
 

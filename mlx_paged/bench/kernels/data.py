@@ -1,4 +1,4 @@
-"""Inputs of the cases: pools of random tokens; and what the work of a case consists of."""
+"""Benchmark inputs (pools of random tokens) and `Work`, one case ready to be checked and timed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mlx_paged.bench.kernels.cases import VOCAB_SIZE, Case
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.plan import build_plan
 
-# Sets of sequences that launches take in turn. More would only be more plans.
+# Launches rotate through at most this many sets of sequences; each needs a plan of its own.
 MOST_SETS = 128
-# Tokens that are written at once while a pool is filled.
+# Tokens written per call while a pool is filled.
 _FILL = 1 << 15
 
 
 @dataclass(frozen=True)
 class PoolKey:
-    """The properties that determine the contents of a pool."""
+    """Everything that determines the contents of a pool."""
 
     lens: tuple[int, ...]
     kv_heads: int
@@ -34,22 +34,22 @@ class PoolKey:
 
 
 def key_of(case: Case, past_cache: int, seed: int) -> PoolKey:
-    """Pools for a case whose launches read `past_cache` bytes before they read the same again."""
+    """Returns the key of pools large enough that launches read `past_cache` bytes before reuse."""
     assert case.block_size is not None
     read = max(1, case.seen_tokens * case.token_bytes)
     lens = tuple(case.lens)
-    # (A window reads little of what is there.)
+    # A window reads only a small part of the context.
     most = min(MOST_SETS, 4 * past_cache // (sum(lens) * case.token_bytes))
     num_sets = max(1, min(most, -(-past_cache // read)))
     return PoolKey(lens, case.kv_heads, case.head_dim, case.block_size, case.dtype, num_sets, seed)
 
 
 class Pools:
-    """A key and a value pool that hold `num_sets` sets of sequences, their blocks in random order.
+    """A key and a value pool with `num_sets` sets of sequences, whose blocks are in random order.
 
     Attributes:
-        key_pool, value_pool: as the last op that wrote to them left them.
-        tables: ``[set][sequence]`` lists of blocks.
+        key_pool, value_pool: The handles that the last op returned.
+        tables: ``[set][sequence]`` block tables.
     """
 
     def __init__(self, key: PoolKey) -> None:
@@ -81,7 +81,7 @@ class Pools:
             mx.eval(self.key_pool, self.value_pool)
 
     def random(self, shape: tuple[int, ...], key: mx.array) -> mx.array:
-        """Normal, in the pool's dtype."""
+        """Normally distributed values in the pool's dtype."""
         return mx.random.normal(shape, key=key).astype(self.dtype)
 
     @property
@@ -90,17 +90,17 @@ class Pools:
         return self.key_pool, self.value_pool
 
     def write(self, keys: mx.array, values: mx.array, slots: mx.array) -> tuple[mx.array, mx.array]:
-        """`ops.write_kv`; the handles from now on are those that it returns."""
+        """Calls `ops.write_kv` and keeps the pool handles that it returns."""
         self.key_pool, self.value_pool = ops.write_kv(*self.both, keys, values, slots)
         return self.both
 
     def copy(self, pairs: mx.array) -> tuple[mx.array, mx.array]:
-        """`ops.copy_blocks`, likewise."""
+        """Calls `ops.copy_blocks` and keeps the pool handles that it returns."""
         self.key_pool, self.value_pool = ops.copy_blocks(self.both, pairs)
         return self.both
 
     def plan(self, set_: int, rows: int, window: int | None) -> ops.AttentionPlan:
-        """The plan of a step in which each sequence of a set has this many query rows."""
+        """The plan of a step that has `rows` query rows for each sequence of a set."""
         lens = list(self.key.lens)
         return build_plan(
             self.tables[set_],
@@ -111,7 +111,7 @@ class Pools:
         )
 
     def slots_of(self, set_: int) -> np.ndarray:
-        """Slots of all tokens of a set, a sequence after the other, in order."""
+        """Slots of all tokens of a set, sequence by sequence, in order."""
         size = self.key.block_size
         return np.concatenate(
             [
@@ -121,18 +121,18 @@ class Pools:
         )
 
     def words(self, pool: mx.array, blocks: Any) -> np.ndarray:
-        """The bits of some blocks, read by MLX alone: ``[num, block_size, heads, dim]``."""
+        """The bits of some blocks, ``[num, block_size, heads, dim]``, read with MLX alone."""
         return to_words(pool[mx.array(np.asarray(blocks, dtype=np.int32))])
 
 
 class PoolCache:
-    """Keeps the last pools: neighbours in a grid are measured on the same."""
+    """Keeps the last pools: adjacent cases of a grid use the same ones."""
 
     def __init__(self) -> None:
         self._last: Pools | None = None
 
     def get(self, key: PoolKey) -> Pools:
-        """Pools for a key; others are freed first."""
+        """Returns the pools for a key, and frees the previous ones first."""
         if self._last is None or self._last.key != key:
             self._last = None
             mx.clear_cache()
@@ -141,12 +141,12 @@ class PoolCache:
 
 
 def to_words(a: mx.array) -> np.ndarray:
-    """The bits, which differ between -0.0 and 0.0, and between NaNs."""
+    """The raw bits, which tell -0.0 from 0.0 and one NaN from another."""
     return np.array(mx.contiguous(a).view(mx.uint32 if a.dtype.size == 4 else mx.uint16))
 
 
 def to_float64(a: mx.array) -> np.ndarray:
-    """Every value of the three dtypes is exact in it."""
+    """As float32, which represents every value of the three dtypes exactly."""
     return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
@@ -154,23 +154,23 @@ def to_float64(a: mx.array) -> np.ndarray:
 
 
 OURS = "ours"
-# A peer may round more coarsely than we do; beyond this its result is wrong.
+# A peer may round more than we do, but a larger error than this means that its result is wrong.
 PEER_TOLERANCE = 0.1
-# Sums over long contexts; the oracle's own is for a few hundred tokens.
+# For sums over long contexts; the reference's own tolerance covers a few hundred tokens.
 TOLERANCE = {**reference.TOLERANCE, "float32": 2e-5}
-# Elements of K (or of rows, or of words) that a check compares: seconds in float64.
+# Maximum elements (of K, rows or words) that a check compares, to stay within seconds in float64.
 MOST_CHECKED = 1 << 25
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do the work.
+    """One implementation of the work.
 
     Attributes:
-        name: in the results.
-        prepare: builds this many launches, and returns a function that runs them.
-        output_bytes: of one launch.
-        warmup: launches before the first sample: kernels are compiled and plans read in them.
+        name: Its name in the results.
+        prepare: Builds a number of launches, and returns a function that runs them.
+        output_bytes: Bytes of the output of one launch.
+        warmup: Launches before the first sample, which compile kernels and read plans.
     """
 
     name: str
@@ -181,13 +181,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of a check.
+    """The result of a check.
 
     Attributes:
-        max_relative_error: of ours, of all rows that were checked; 0 where bits were compared.
-        rows: rows that were checked.
-        of: rows in all.
-        peers: the same error of peers, by name.
+        max_relative_error: Our largest error over the checked rows; 0 if bits were compared.
+        rows: Number of checked rows.
+        of: Number of all rows.
+        peers: The largest error of each peer, by name.
     """
 
     max_relative_error: float
@@ -201,10 +201,10 @@ class Work:
     """One case, ready to be checked and timed.
 
     Attributes:
-        bytes: read and written by one launch (`COUNTING` says which).
-        flops: of one launch; 0: negligible.
-        variants: ours first, then peers that do the same.
-        check: compares all of them with the reference.
+        bytes: Bytes that one launch reads and writes (see `COUNTING`).
+        flops: Floating-point operations of one launch; 0 if negligible.
+        variants: Ours first, then peers that do the same work.
+        check: Compares all of them with the reference.
     """
 
     bytes: int
@@ -228,11 +228,11 @@ COUNTING = {
 
 
 class WrongResultError(MlxPagedError, AssertionError):
-    """An op gave a wrong result: there is nothing to time.
+    """An op returned a wrong result, so its time means nothing.
 
     Attributes:
-        case: op and shape.
-        reason: what differs, and by how much.
+        case: The op and its shape.
+        reason: The difference and its size.
     """
 
     def __init__(self, case: object, reason: str) -> None:
@@ -244,7 +244,7 @@ class WrongResultError(MlxPagedError, AssertionError):
 def require_close(
     case: Case, found: dict[str, np.ndarray], expected: np.ndarray
 ) -> tuple[float, dict[str, float]]:
-    """Error of ours and of peers, each a ``[rows, ...]`` array; wrong results raise."""
+    """Returns our errors and the peers' errors, each ``[rows, ...]``; raises on a wrong result."""
     errors = {name: reference.relative_error(actual, expected) for name, actual in found.items()}
     for name, error in errors.items():
         limit = TOLERANCE[case.dtype] if name == OURS else PEER_TOLERANCE
@@ -257,7 +257,7 @@ def require_close(
 
 
 def require_same(case: Case, what: str, actual: np.ndarray, expected: np.ndarray) -> None:
-    """Words that must be the same, along the first axis."""
+    """Checks that words are equal along the first axis."""
     if actual.shape != expected.shape:
         raise WrongResultError(case, f"{what} are of shape {actual.shape}, not {expected.shape}")
     differ = (actual != expected).reshape(len(expected), -1).any(axis=1)

@@ -1,6 +1,6 @@
-"""Cases are checked and then timed, against their peers and a copy, in turns.
+"""Checks each case, then times it, its peers and a plain copy in turns.
 
-A machine's speed drifts: measuring in turns affects all alike.
+A machine's speed drifts; taking turns spreads the drift over all variants.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from mlx_paged.bench.kernels.data import OURS, Checked, PoolCache, Variant, Work
 from mlx_paged.bench.results import memory_bytes
 from mlx_paged.errors import BackendUnavailableError, MlxPagedError
 
-# Share of available memory that pools and dense copies may take.
+# Share of the available memory that pools and dense copies may use.
 _MOST_MEMORY = 0.6
 
-COPY = "copy"  # the variant that is the roof
-# A sample is as many launches as take about this long: starting and waiting must not count.
+COPY = "copy"  # the variant that sets the roofline
+# A sample runs as many launches as fill about this time, so that start and wait do not count.
 SAMPLE_SECONDS = 0.01
 MOST_LAUNCHES = 256
-# Results of a sample's launches are kept until it ends.
+# The outputs of a sample's launches stay in memory until it ends.
 MOST_OUTPUT_BYTES = {"cpu": 512 << 20, "gpu": 4 << 30}
-# Something slow gets fewer rounds, but at least three.
+# Slow cases get fewer rounds, but at least three.
 SECONDS_PER_VARIANT = 2.0
 FEWEST_SAMPLES = 3
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How cases are measured.
+    """Settings of a measurement.
 
     Attributes:
-        rounds: samples of each variant.
-        past_cache: bytes that launches read before they read the same again.
-        seed: of inputs and block tables.
+        rounds: Samples per variant.
+        past_cache: Bytes that launches read before they read the same data again.
+        seed: Seed of inputs and block tables.
     """
 
     rounds: int = 9
@@ -54,7 +54,7 @@ class Settings:
 
 
 def use_device(name: str | None) -> str:
-    """Makes "cpu" or "gpu" MLX's default device; None: the best with kernels in this build.
+    """Makes "cpu" or "gpu" MLX's default device; None picks the best one that has kernels.
 
     Returns:
         "cpu" or "gpu".
@@ -76,7 +76,7 @@ def use_device(name: str | None) -> str:
 
 
 def gpu_head_dims() -> set[int]:
-    """Head dims, the same for keys and values, that the GPU kernels are made for."""
+    """Head dims (same for keys and values) that have GPU kernels."""
     dims = set()
     for host_name, _, _ in extension.ext.kernel_names():
         if host_name.startswith("paged_decode_") and not host_name.startswith("paged_decode_m"):
@@ -87,17 +87,17 @@ def gpu_head_dims() -> set[int]:
 
 
 def device_memory(device: str) -> int | None:
-    """Bytes of a device's memory; None where it is not known."""
+    """Bytes of a device's memory; None if unknown."""
     if device == "gpu":
         info = mx.device_info()  # type: ignore[attr-defined]
-        for name in ("memory_size", "total_memory"):  # of Metal and of CUDA
+        for name in ("memory_size", "total_memory"):  # Metal's and CUDA's names
             if name in info:
                 return int(info[name])
     return memory_bytes()
 
 
 def divide(cases: Sequence[Case], device: str) -> tuple[list[Case], list[dict[str, Any]]]:
-    """Cases that the backend serves, and the others with their ``reason``."""
+    """Splits cases into those that the backend can run and the rest, each with its ``reason``."""
     dims = gpu_head_dims()
     memory = device_memory(device)
     limit = None if memory is None else int(_MOST_MEMORY * memory)
@@ -117,13 +117,13 @@ def measure(
     settings: Settings,
     on_case: Callable[[Case, bool], None] = lambda case, is_done: None,
 ) -> list[dict[str, Any]]:
-    """Results, one entry for each case.
+    """Measures all cases; returns one entry for each.
 
     Args:
-        on_case: called for each case when it begins, and when it is done.
+        on_case: Called for each case when it starts and when it is done.
 
     Raises:
-        WrongResultError: an op's result is not what it should be.
+        WrongResultError: An op returned a wrong result.
     """
     copy, pools, rows = Copy(device), PoolCache(), []
     for case in cases:
@@ -191,9 +191,9 @@ class Timing:
     """Samples of one variant.
 
     Attributes:
-        samples: seconds of one launch.
-        rounds: that each sample was taken in.
-        launches: of a sample.
+        samples: Seconds per launch.
+        rounds: The round of each sample.
+        launches: Launches per sample.
     """
 
     samples: tuple[float, ...]
@@ -202,21 +202,21 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Seconds of one launch."""
+        """Median seconds per launch."""
         return percentile(self.samples, 50)
 
     @property
     def spread(self) -> float:
-        """Width of the middle half of the samples, as a share of the median."""
+        """Interquartile range of the samples, as a share of the median."""
         return (percentile(self.samples, 75) - percentile(self.samples, 25)) / self.median
 
     def over(self, other: Timing) -> float:
-        """How many times as long as another it took: median over the rounds that had both."""
+        """Median ratio of this time to another's, over the rounds that measured both."""
         mine, theirs = (dict(zip(t.rounds, t.samples)) for t in (self, other))
         return percentile([mine[i] / theirs[i] for i in mine if i in theirs], 50)
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds of one launch."""
+        """Summary for the results; times are seconds per launch."""
         return {
             "median": self.median,
             "p25": percentile(self.samples, 25),
@@ -239,11 +239,11 @@ def interleaved(
     """Times variants in turns; every second round runs in reverse order.
 
     Args:
-        rounds: samples of each.
-        most_output_bytes: that the launches of a sample may leave until it ends.
+        rounds: Samples per variant.
+        most_output_bytes: Maximum bytes of outputs that a sample may keep until it ends.
 
     Returns:
-        By name.
+        Times by variant name.
     """
     launches, counts = {}, {}
     for variant in variants:
@@ -263,7 +263,7 @@ def interleaved(
     for i in range(rounds):
         for variant in reversed(variants) if i % 2 else variants:
             name = variant.name
-            # (Spread over all rounds, where there are fewer samples than rounds.)
+            # A variant with fewer samples than rounds spreads them over all rounds.
             if (
                 len(samples[name]) * rounds <= i * counts[name]
                 and len(samples[name]) < counts[name]
@@ -283,10 +283,10 @@ def _seconds(variant: Variant, launches: int, clock: Callable[[], float]) -> flo
 
 
 class Copy:
-    """The machine's copy bandwidth: the roof over everything that moves bytes.
+    """Measures the machine's copy bandwidth, the roofline of all memory-bound work.
 
-    On the CPU all cores copy, each its part; on a GPU an elementwise operation reads and writes.
-    Bytes read and bytes written are both counted.
+    On the CPU every core copies its share; on a GPU an elementwise operation reads and writes.
+    Both bytes read and bytes written count.
     """
 
     def __init__(self, device: str, megabytes: int = 256) -> None:
@@ -313,5 +313,5 @@ class Copy:
     def _on_gpu(self, launches: int) -> Callable[[], None]:
         array = self._array
         for _ in range(launches):
-            array = array + 1.0  # each waits for the one before, and reuses its memory
+            array = array + 1.0  # depends on the previous one and reuses its memory
         return lambda: mx.eval(array)

@@ -1,6 +1,6 @@
-"""Results as tables and as a picture, and two runs side by side.
+"""Results as tables and as a plot, and the comparison of two runs.
 
-In a table, fields that vary are columns; those that do not are named once.
+In a table, fields that vary are columns; fields that are the same everywhere are named once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PEERS = {
 
 
 def results_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line a case: time, rate, share of the copy's, and what peers take."""
+    """Prints one line per case: time, rate, share of copy bandwidth, and the peers' times."""
     constant, varying = split_fields(rows)
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     header = [
@@ -52,7 +52,7 @@ def results_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def left_out(refused: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each reason why cases are not measured."""
+    """Prints one line for each reason why cases were not measured."""
     by_reason: dict[str, list[Mapping[str, Any]]] = {}
     for row in refused:
         by_reason.setdefault(row["reason"], []).append(row)
@@ -65,7 +65,7 @@ def left_out(refused: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def copy_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The copy's bandwidth, measured with the cases."""
+    """The copy bandwidth that was measured along with the cases."""
     rates = sorted(row["copy_bytes_per_second"] / 1e9 for row in rows)
     middle = rates[len(rates) // 2]
     return (
@@ -75,11 +75,11 @@ def copy_line(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def split_fields(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of `Case` with the value that is the same in all results, and those that vary."""
+    """Fields of `Case` split into those with the same value in all results, and those that vary."""
     constant: dict[str, Any] = {}
     varying = []
     for name in _FIELDS:
-        # (None: the op does not depend on it.)
+        # None means that the op does not depend on the field.
         values = {row[name] for row in rows if row[name] is not None}
         if (
             name == "op"
@@ -93,7 +93,7 @@ def split_fields(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], lis
 
 
 def describe(constant: Mapping[str, Any]) -> str:
-    """The fields that are the same in all results."""
+    """Text for the fields that are the same in all results."""
     return ", ".join(
         f"{_SHORT.get(name, name)} {value}"
         for name, value in constant.items()
@@ -102,19 +102,19 @@ def describe(constant: Mapping[str, Any]) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value of a case; empty where the op does not depend on it."""
+    """Text for a value of a case; empty if the op does not depend on it."""
     return "" if value is None else str(value)
 
 
 def duration(seconds: float) -> str:
-    """With a unit that fits."""
+    """Formats seconds with a suitable unit."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _differs(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """True if attention was measured with this and without."""
+    """True if attention was measured both with and without this field."""
     return len({row[name] for row in rows if row["op"] == "paged_attention"}) > 1
 
 
@@ -122,12 +122,12 @@ def _differs(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 
 FASTER, SLOWER, NOISE = "faster", "slower", "within noise"
-# Medians that are closer than this are the same, however steady the samples.
+# Medians closer than this count as equal, however steady the samples are.
 LEAST_DIFFERENCE = 0.02
 
 
 def load(path: Path, field: str) -> dict[str, Any]:
-    """A file that this benchmark wrote."""
+    """Reads a file that this benchmark wrote."""
     found = read_json(path, field)
     rows = found.get("results")
     complete = isinstance(rows, list) and all(
@@ -146,7 +146,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
         ``results``: for each case ``before`` and ``after`` (median seconds), ``time_ratio``
         (after / before), ``copy_ratio`` (of the machine's copy bandwidth) and ``verdict``;
         ``only_before`` and ``only_after``: numbers of cases without a counterpart; ``remarks``:
-        what else differs.
+        other differences between the runs.
     """
     old, new = ({_key(row): row for row in run["results"]} for run in (before, after))
     both = [key for key in old if key in new]
@@ -172,11 +172,11 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def verdict(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """The comparison of two results of the same case.
+    """Compares two results of the same case.
 
-    A difference counts where the middle halves of the samples do not overlap and the medians are
-    at least `LEAST_DIFFERENCE` apart, in seconds *and* in bytes that the machine would have copied
-    in that time: a slower machine does not make a kernel slower.
+    A difference counts if the interquartile ranges do not overlap and the medians are at least
+    `LEAST_DIFFERENCE` apart, both in seconds and in bytes that the machine could have copied in
+    that time: a slower machine does not make a kernel slower.
     """
     said = set()
     for unit in ("seconds", "copied"):
@@ -196,7 +196,7 @@ def _quartiles(row: Mapping[str, Any], unit: str) -> list[float]:
 
 
 def comparison_table(compared: Mapping[str, Any]) -> str:
-    """The table, and notes on it."""
+    """Prints the comparison as a table, with notes."""
     rows = compared["results"]
     lines = [f"note: {remark}" for remark in compared["remarks"]]
     for which, name in (("only_before", "first"), ("only_after", "second")):
@@ -251,14 +251,14 @@ def _remarks(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return remarks
 
 
-# --- A picture: attention against the copy's roof -------------------------------------------------
+# --- A plot: attention against the copy roofline --------------------------------------------------
 
 
 _AXES = ("op", "context")
 
 
 def check_picture(path: Path) -> None:
-    """Refuses a picture that could not be drawn, before anything is measured."""
+    """Raises before anything is measured if the plot could not be drawn."""
     with needs_extra("plot", "--plot"):
         import matplotlib  # noqa: F401
     if path.suffix not in (".svg", ".png", ".pdf"):
@@ -266,11 +266,11 @@ def check_picture(path: Path) -> None:
 
 
 def draw_picture(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Share of copy bandwidth over context, and rate over bytes under the copy's roof.
+    """Plots share of copy bandwidth over context, and rate over bytes under the copy roofline.
 
     Args:
-        rows: results; only those of `paged_attention` are drawn, a line for each combination of
-            what else varies.
+        rows: Results. Only `paged_attention` is drawn, with one line for each combination of the
+            other fields that vary.
     """
     import matplotlib
 

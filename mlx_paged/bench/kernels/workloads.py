@@ -1,4 +1,4 @@
-"""The work of every op: its launches and its peers', and the check of their results."""
+"""The work of each op: its launches, its peers' launches, and the check of their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlx_paged.bench.kernels.data import (
 
 DENSE, GATHER, MLX = "dense_sdpa", "gather_sdpa", "mlx"
 _BASE, _EPS = 10000.0, 1e-5
-# Angles are computed in float32: at large positions only that error would show.
+# Angles are computed in float32; at large positions only their rounding error would show.
 _MOST_POSITIONS = 64
 
 Op = Callable[[mx.array], mx.array]
@@ -35,7 +35,7 @@ Prepare = Callable[[int], Callable[[], object]]
 
 
 def chained(op: Op, x: mx.array) -> Prepare:
-    """Launches each of which takes the result of the one before, so that they cannot overlap."""
+    """Builds launches that each depend on the previous result, so that they cannot overlap."""
 
     def prepare(launches: int) -> Callable[[], object]:
         out = x
@@ -46,13 +46,13 @@ def chained(op: Op, x: mx.array) -> Prepare:
     return prepare
 
 
-# --- Attention, against MLX's on dense K/V and on K/V gathered first ------------------------------
+# --- Attention, against MLX's on dense K/V and on gathered K/V ------------------------------------
 
 
 def attention(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
-    """The work of a case of `paged_attention`.
+    """The work of a `paged_attention` case.
 
-    Each launch's result is the next one's queries, as a layer follows a layer: launches cannot
+    The result of each launch is the query of the next, as in a model's layers: launches cannot
     overlap.
     """
     made = _Attention(case, pools, past_cache, seed)
@@ -85,14 +85,14 @@ class _Attention:
         self.mask = self._mask()
         for plan in self.plans:
             mx.eval(*vars(plan).values())
-        # Dense K and V are padded, and read whole whatever the window: fewer sets are enough.
+        # Dense K and V are padded and read in full even with a window: fewer sets are enough.
         dense_bytes = case.batch * self.longest * case.token_bytes
         num_dense = max(1, min(len(self.plans), -(-past_cache // dense_bytes)))
         self.dense_kv = [self._gather(plan) for plan in self.plans[:num_dense]]
         mx.eval(self.queries, self.dense_queries, self.dense_kv)
 
     def _mask(self) -> mx.array | str | None:
-        """For padded K and V; none where every row sees all of them."""
+        """The mask for padded K and V; None if every row sees all of them."""
         lens = self.case.lens
         if min(lens) == self.longest and self.case.window is None:
             return "causal" if self.rows > 1 else None
@@ -129,12 +129,12 @@ class _Attention:
         )
 
     def chain(self, attend: Callable[[int, mx.array], mx.array], queries: mx.array) -> Prepare:
-        """Launches over the sets in turn."""
+        """Launches that rotate through the sets."""
         turn = cycle(range(len(self.plans)))
         return chained(lambda queries: attend(next(turn), queries), queries)
 
     def check(self) -> Checked:
-        """Whole sequences, the longest first, as many as `MOST_CHECKED` allows (at least one)."""
+        """Whole sequences, longest first, up to `MOST_CHECKED` elements (at least one sequence)."""
         case = self.case
         lens, batch = case.lens, case.batch
         order = [(0, batch - 1), *((0, i) for i in range(batch - 1))]
@@ -161,7 +161,7 @@ class _Attention:
         return Checked(error, len(chosen) * self.rows, len(order) * self.rows, peers)
 
     def _results(self, set_: int) -> dict[str, np.ndarray]:
-        """``[batch, rows, num_q_heads, dim]`` float64, by variant."""
+        """Results by variant, ``[batch, rows, num_q_heads, dim]`` float64."""
         by_sequence = (self.case.batch, self.rows, self.case.num_q_heads, self.case.head_dim)
         return {
             OURS: to_float64(self.paged(set_, self.queries)).reshape(by_sequence),
@@ -181,11 +181,11 @@ class _Attention:
         return reference.attention(queries, keys, values, scale=self.scale, window=self.case.window)
 
 
-# --- Movement, whose floor is a copy of the same bytes --------------------------------------------
+# --- Data movement, bounded by a copy of the same bytes -------------------------------------------
 
 
 def write_kv(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
-    """Writes all tokens of all contexts, as the prefill of the whole batch would."""
+    """Writes all tokens of all contexts, like the prefill of a whole batch."""
     num_tokens = sum(case.lens)
     shape = (num_tokens, case.kv_heads, case.head_dim)
     keys, values = (pools.random(shape, mx.random.key(seed + i)) for i in (2, 3))
@@ -236,7 +236,7 @@ def copy_blocks(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
 
 
 def gather_kv(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
-    """Makes dense K and V of whole contexts, padded to the longest."""
+    """Gathers whole contexts into dense K and V, padded to the longest."""
     longest = max(case.lens)
     plans = [pools.plan(i, 1, None) for i in range(pools.key.num_sets)]
     for plan in plans:
@@ -275,7 +275,7 @@ def _on_pools(
     check: Callable[[], Checked],
     pools: Pools,
 ) -> Work:
-    """The work of an op that writes to the pools, with its arguments for each set in turn."""
+    """The work of an op that writes to the pools, with its arguments for each set."""
     turn = cycle(arguments)
 
     def prepare(launches: int) -> Callable[[], object]:
@@ -291,7 +291,7 @@ def _tokens(pool: mx.array, slots: np.ndarray) -> mx.array:
 
 
 def _evenly(count: int, most: int) -> np.ndarray:
-    """At most `most` of ``range(count)``, the first and the last among them."""
+    """At most `most` values of ``range(count)``, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, max(1, min(count, most))).round().astype(np.int32))
 
 
@@ -311,13 +311,13 @@ ON_POOLS = {
 }
 
 
-# --- Ops of a layer besides its products, against MLX's own; CPU only -----------------------------
+# --- Layer operations other than products, against MLX's own; CPU only ----------------------------
 
 
 def layer_op(case: Case, past_cache: int, seed: int) -> Work:
     """The work of a case of `cases.LAYER`.
 
-    Rows stay where the caches have them, as in a model; `linear` takes several weights in turn.
+    Rows stay in the CPU's caches, as in a model; `linear` rotates through several weights.
     """
     make = {
         "rope": _rope,
@@ -336,14 +336,14 @@ def _random(case: Case, *shape: int, seed: int) -> mx.array:
 
 
 def _sizes(case: Case) -> tuple[int, int, int]:
-    """Rows, width of a row, bytes of all rows."""
+    """Number of rows, row width, and bytes of all rows."""
     rows, width = case.batch * (case.rows or 1), case.num_q_heads * case.head_dim
     return rows, width, rows * width * DTYPE_BYTES[case.dtype]
 
 
 def _chained(case: Case, x: mx.array, run: dict[str, Op], expected: np.ndarray, moved: int,
              flops: int = 0) -> Work:  # fmt: skip
-    """Ops whose result is as their input: a launch takes the one before."""
+    """Work for ops that preserve their input's shape: each launch takes the previous result."""
 
     def check() -> Checked:
         found = {name: to_float64(op(x)).reshape(expected.shape) for name, op in run.items()}
