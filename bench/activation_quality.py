@@ -1,16 +1,16 @@
-"""What int8 activations (`--cpu-activations int8`) cost in quality: KL and perplexity.
+"""Measures the quality loss of int8 activations (`--cpu-activations int8`): KL and perplexity.
 
 python bench/activation_quality.py          # some minutes; writes
                                             # bench/results/activation_quality-cpu.json
-python bench/activation_quality.py --quick  # a sixteenth of the tokens, nothing is written
+python bench/activation_quality.py --quick  # a sixteenth of the tokens, writes nothing
 
-Models, each with weights of 8 and of 4 bits in groups of 64: the embedded one on source files that
-it was not trained on (this package's own), and one with random weights, sharpened so that it has
-something to say, on texts that it wrote itself; both also with planted outliers. Outliers are four
-channels of what every norm gives that are thirty times as large, with columns of the linear layers
-after it divided by as much: before the weights are quantised the model computes the same. The
-reference are float32 activations with the same quantised weights. What the quantised weights
-themselves cost, against the float32 model, stands beside it.
+Two models, each with 8-bit and 4-bit weights in groups of 64: the embedded one on source files
+outside its training data (this package's own), and a random one with sharpened logits on texts it
+sampled itself. Each also runs with planted outliers: four channels of every norm's output are
+thirty times as large, and the matching columns of the next linear layers are divided by as much, so
+the model is unchanged before its weights are quantized. The reference uses float32 activations and
+the same quantized weights. For comparison, the results include the loss from quantizing the
+weights, relative to the float32 model.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from mlx_paged.model.wrap import build_paged_model
 
 GROUP_SIZE = 64
 BITS = (8, 4)
-OUTLIERS = {3: 30.0, 17: -30.0, 100: 30.0, 130: 30.0}  # channels, and how much larger
+OUTLIERS = {3: 30.0, 17: -30.0, 100: 30.0, 130: 30.0}  # scale by channel
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Of int8 activations, against float32 ones with the same weights.
+    """Quality of int8 activations relative to float32 ones with the same weights.
 
     Attributes:
-        kl: mean of KL(float32 || int8) over all positions, in nats.
-        kl_of_weights: the same of the quantised weights, with float32 activations, against the
+        kl: Mean of KL(float32 || int8) over all positions, in nats.
+        kl_of_weights: The same for the quantized weights with float32 activations, relative to the
             float32 model.
-        perplexity: with int8 activations.
-        perplexity_change: relative.
-        top1: share of positions whose likeliest token is the same.
+        perplexity: With int8 activations.
+        perplexity_change: Relative change.
+        top1: Share of positions with the same most likely token.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Quality:
 
 
 def plant_outliers(model: nn.Module) -> None:
-    """Enlarges channels of what norms give, and makes the layers after them read less of these."""
+    """Scales up channels of the norms' outputs, and scales down the layers that read them."""
 
     def scale(norm: nn.Module, *linears: nn.Module) -> None:
         factors = np.ones(norm.weight.shape[0], np.float32)
@@ -80,7 +80,7 @@ def plant_outliers(model: nn.Module) -> None:
 
 
 def cases(quick: bool) -> Iterator[tuple[str, nn.Module, dict[str, Any], list[np.ndarray]]]:
-    """Names, models in float32, their configurations, and texts."""
+    """Returns names, float32 models, their configurations, and texts."""
     num_texts, length = (2, 256) if quick else (8, 1024)
     loaded = load(dtype="float32")
     random, config = random_model("llama", 64, is_sharpened=True)
@@ -97,7 +97,7 @@ def cases(quick: bool) -> Iterator[tuple[str, nn.Module, dict[str, Any], list[np
 def logits(
     model: nn.Module, config: dict[str, Any], activations: str, tokens: np.ndarray
 ) -> np.ndarray:
-    """``[num_tokens, vocab_size]``, chunk by chunk."""
+    """Computes ``[num_tokens, vocab_size]`` logits, chunk by chunk."""
     served = build_paged_model(model, config, block_size=BLOCK_SIZE)
     served.round_activations(activations)
     num_blocks = -(-len(tokens) // BLOCK_SIZE)
@@ -123,7 +123,7 @@ def kl(references: list[np.ndarray], others: list[np.ndarray]) -> float:
 
 
 def loss(logs: list[np.ndarray], texts: list[np.ndarray]) -> float:
-    """Nats a token."""
+    """Cross-entropy in nats per token."""
     pairs = zip(logs, texts, strict=True)
     return -float(np.mean([x[np.arange(len(t) - 1), t[1:]].mean() for x, t in pairs]))
 

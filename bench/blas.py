@@ -1,4 +1,4 @@
-"""float32 matrix products of MLX with and without the BLAS that mlx_paged puts in front of it.
+"""MLX's float32 matrix products with and without the BLAS that mlx_paged preloads.
 
 python bench/blas.py
 """
@@ -17,7 +17,7 @@ SHAPES = [(1, 1024, 1024), (8, 1024, 1024), (32, 4096, 256), (512, 512, 512)]
 
 
 def measure() -> list[float]:
-    """FLOP/s for each of SHAPES, in this process."""
+    """Measures FLOP/s for each of SHAPES in this process."""
     import mlx_paged.extension  # noqa: F401
 
     # isort: split

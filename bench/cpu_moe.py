@@ -1,10 +1,10 @@
-"""A quantised mixture of experts on a CPU: load time, memory, prompts and decode steps.
+"""A quantized mixture of experts on a CPU: load time, memory, prefill and decode steps.
 
 python bench/cpu_moe.py                                 # this version
 python bench/cpu_moe.py --against OTHER_VENV/bin/python # in turns with another version
 
-The model has random weights in 4 bits: 8 layers, 32 experts of which a token visits 4, hidden size
-1024. Each measurement is a process of its own; the versions alternate.
+The model has random 4-bit weights: 8 layers, 32 experts with 4 active per token, hidden size 1024.
+Each measurement runs in its own process; the versions alternate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LONG_PROMPT = 1024
 
 
 def make(path: Path) -> None:
-    """A directory as mlx-lm writes it; no layer of 16 bits is held but the one that is made."""
+    """Writes a directory in mlx-lm's format; holds only one unquantized layer at a time."""
     import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
     # isort: split
@@ -77,7 +77,7 @@ def rss_mb(field: str) -> float:
 
 
 def measure(path: str, rows: list[int], num_steps: int) -> dict[str, Any]:
-    """In this process, of the version that it imports."""
+    """Measures in this process, with the version that it imports."""
     start = time.perf_counter()
     from mlx_paged.engine.config import EngineConfig
     from mlx_paged.engine.engine import Engine

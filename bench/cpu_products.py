@@ -1,4 +1,4 @@
-"""Products with weights of every format on the CPU: bytes and operations a second.
+"""Products with weights of every format on the CPU: bytes and operations per second.
 
 python bench/cpu_products.py [--k 2048 --n 8192] [--rows 1 4 8 32 512] [--json out.json]
 """
@@ -27,7 +27,7 @@ FORMATS: dict[str, tuple[str, int, int] | mx.Dtype] = {
     "mxfp8": ("mxfp8", 8, 32),
     "nvfp4": ("nvfp4", 4, 16),
 }
-# The same weights with activations that are rounded.
+# The same weights with rounded activations.
 ROUNDED = {
     **{f"{name}, int8": (name, "int8") for name in ("affine 4 bits", "affine 8 bits")},
     **({"bfloat16, rounded": ("bfloat16", "bfloat16")} if "bfloat16" in ops.activations() else {}),
@@ -35,7 +35,7 @@ ROUNDED = {
 
 
 def product(name: str, n: int, k: int, copies: int) -> tuple[list[Callable], int]:
-    """The product with one of several weights, which together do not fit the caches; its bytes."""
+    """A product that rotates through weights too large for the caches together, and its bytes."""
     name, activations = ROUNDED.get(name, (name, "float32"))
     form, multiply = FORMATS[name], []
     for i in range(copies):
@@ -76,7 +76,7 @@ def main() -> None:
         x = mx.random.normal((rows, args.k), key=mx.random.key(99))
         mx.eval(x)
         best = dict.fromkeys(made, float("inf"))
-        for _ in range(args.repeats):  # in turns: what else runs here takes from all alike
+        for _ in range(args.repeats):  # in turns, so that other load affects all alike
             for name, (multiply, _) in made.items():
                 start = time.perf_counter()
                 for one in multiply:

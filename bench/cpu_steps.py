@@ -1,10 +1,10 @@
-"""Decode steps on a CPU: as one operation (`ops.StepProgram`), and as the graph it was read from.
+"""Decode steps on a CPU: as one operation (`ops.StepProgram`), and as the graph it was built from.
 
 python bench/cpu_steps.py                          # SmolLM2-135M's shape, and the embedded model
 python bench/cpu_steps.py --only smollm-135m --rows 1 8
 
-Whole steps of the engine, with random weights of the shape in float32, while all sequences decode
-behind prompts of 128 tokens. The two alternate in one process.
+Measures whole engine steps with random float32 weights, while all sequences decode after prompts of
+128 tokens. The two variants alternate in one process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SMOLLM_135M = {
 
 
 def shaped(config: dict[str, Any]) -> LoadedModel:
-    """A model of random weights; the embedded model's tokenizer, whose texts mean nothing."""
+    """Makes a model with random weights and the embedded tokenizer, whose texts mean nothing."""
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
@@ -58,7 +58,7 @@ MODELS = {"embedded": lambda: load(model_path()), "smollm-135m": lambda: shaped(
 
 
 def steps_ms(engine: Engine, rows: int, num_steps: int) -> float:
-    """Median of steps in which `rows` sequences decode and nothing else happens."""
+    """Median time of steps in which `rows` sequences decode and nothing else happens."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=num_steps + 8, ignore_eos=True)
     for i in range(rows):

@@ -1,7 +1,7 @@
-"""The engine on an NVIDIA GPU against mlx-lm's BatchGenerator, in turn, on random weights.
+"""The engine on an NVIDIA GPU against mlx-lm's BatchGenerator, in turns, on random weights.
 
 python bench/cuda_engine.py                         # everything, ten minutes on an H200
-python bench/cuda_engine.py --only decode prefill   # some parts; the others' results are kept
+python bench/cuda_engine.py --only decode prefill   # some parts; keeps the others' results
 
 Step time is the median while all sequences decode; memory is MLX's peak, engine included.
 """
@@ -48,7 +48,7 @@ DECODE = {
 DECODE_MORE = {"32 x 4096": (4096,) * 32, "256 x 1024": (1024,) * 256}
 OTHER_MODELS = {name: DECODE[name] for name in ("1 x 1024", "8 x 1024", "32 x 1024")}
 PREFILL = {"1 x 8192": (8192,), "16 x 1024": (1024,) * 16}
-# More than there are steps before the last prompt is in.
+# More steps than it takes to admit the last prompt.
 OUTPUT_TOKENS = {"32 x 4096": 160, "256 x 1024": 320}
 Prompts = list[list[int]]
 WHO = ("mlx_paged", "mlx-lm")
@@ -120,14 +120,14 @@ _MODULES = {"llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
 
 
 def random_model(name: str = "Llama-3.2-3B") -> LoadedModel:
-    """A model of `CONFIGS`; with "4 bits" in its name its layers are quantised."""
+    """Makes a model of `CONFIGS`; "4 bits" in its name quantizes its layers."""
     config = CONFIGS[name]
     module = _MODULES[config["model_type"]]
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.random.seed(0)
 
     def filled(module: nn.Module) -> nn.Module:
-        # (One at a time: the random numbers are of 32 bits, and a model may fit in 4 bits only.)
+        # One at a time: the random numbers are float32, and some models fit only in 4 bits.
         weights = [
             (path, (0.02 * mx.random.normal(array.shape)).astype(mx.bfloat16))
             for path, array in tree_flatten(module.parameters())
@@ -149,7 +149,7 @@ def random_model(name: str = "Llama-3.2-3B") -> LoadedModel:
     return LoadedModel(model, load_tokenizer(model_path()), config, f"random {name}")
 
 
-# --- One workload on either, each as its defaults have it -----------------------------------------
+# --- One workload on either engine with its defaults ----------------------------------------------
 
 
 def prompts_of(lengths: tuple[int, ...], seed: int = 0) -> Prompts:
@@ -158,7 +158,7 @@ def prompts_of(lengths: tuple[int, ...], seed: int = 0) -> Prompts:
 
 
 def engine_for(model: LoadedModel, prompts: Prompts, output_tokens: int) -> Engine:
-    """An engine whose pool is what the workload needs."""
+    """Makes an engine with a pool sized for the workload."""
     blocks = sum(-(-(len(p) + output_tokens) // BLOCK) + 1 for p in prompts) + 8
     return Engine(model, EngineConfig(num_gpu_blocks_override=blocks, max_model_len=16384))
 
@@ -171,12 +171,12 @@ def add_all(engine: Engine, prompts: Prompts, max_tokens: int) -> None:
 
 @contextmanager
 def plain_mlx() -> Any:
-    """MLX without this package's settings."""
+    """Runs MLX without this package's settings."""
     patches.uninstall()
     limits = [(f, f(1 << 62)) for f in (mx.set_cache_limit, mx.set_memory_limit)]
     total = int(mx.device_info()["memory_size"]) if "memory_size" in mx.device_info() else 140 << 30
     for set_limit, _ in limits:
-        set_limit(int(total * 0.95))  # MLX's own defaults
+        set_limit(int(total * 0.95))  # MLX's default
     try:
         yield
     finally:
@@ -255,9 +255,9 @@ def _summary(stamps: list[float], start: float, full_from: float | None) -> dict
 
 
 def prefill(who: str, model: LoadedModel, lengths: tuple[int, ...], repeat: int) -> dict[str, Any]:
-    """Prompt tokens per second up to the last first token; other prompts each time."""
+    """Prompt tokens per second up to the last first token, with new prompts each time."""
     seconds = []
-    for i in range(1 + repeat):  # (the first prepares cuDNN for the shapes)
+    for i in range(1 + repeat):  # the first prepares cuDNN for the shapes
         prompts = prompts_of(lengths, seed=i)
         rest()
         if who == "mlx-lm":
@@ -293,7 +293,7 @@ def _prefill_batch_generator(model: LoadedModel, prompts: Prompts) -> float:
 def shared_prefix(
     model: LoadedModel, prefix_len: int, tail_len: int, repeat: int
 ) -> dict[str, Any]:
-    """Time to the first token of a prompt that is new, and of one whose prefix is cached."""
+    """Time to first token of a new prompt, and of one with a cached prefix."""
     rest()
     engine = Engine(model, EngineConfig(num_gpu_blocks_override=1024, max_model_len=16384))
     cold, warm = [], []
@@ -302,7 +302,7 @@ def shared_prefix(
         for tail, seconds in zip(prompts_of((tail_len,) * 2, seed=200 + i), (cold, warm)):
             add_all(engine, [prefix + tail], 1)
             seconds.append(_timed(lambda: _drain(engine)))
-            gc.collect()  # between the figures, not within
+            gc.collect()  # between measurements, not during one
     ms = [round(statistics.median(s[1:]) * 1e3, 2) for s in (cold, warm)]
     return {"cold_ms": ms[0], "warm_ms": ms[1], "share": round(ms[1] / ms[0], 4)}
 
@@ -322,7 +322,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def attempt(run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """The result of a run, or why it failed: the other engine's result still counts."""
+    """Returns the result of a run, or its failure; the other engine's result still counts."""
     try:
         return run(*args)
     except Exception as error:

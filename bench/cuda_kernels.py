@@ -2,13 +2,13 @@
 
 python bench/cuda_kernels.py
 
-Needs PyTorch: its profiler reads the GPU's clock for every kernel of the process, MLX's too, and
-its SDPA is one of the peers. Every contender is called many times in one evaluation, each call
-taking the result of the one before as its queries, as the layers of a model follow each other. Two
-times are read: `kernels` is spent in kernels, `in a row` is from one call to the next, gaps
-included; where the host takes longer to launch a call than the GPU to run it, the gap is the
-host's. MLX launches kernels one by one, as the profiler adds some microseconds to every kernel of a
-CUDA graph. Pools are turned over, so that no case is served from the cache.
+Needs PyTorch: its profiler reads the GPU's clock for every kernel of the process, including MLX's,
+and its SDPA is one of the peers. One evaluation calls each contender many times, and each call's
+queries are the previous result, as in the layers of a model. There are two times: `kernels` is
+spent in kernels; `in a row` is from one call to the next, including gaps. If the host takes longer
+to launch a call than the GPU to run it, the gap is the host's. MLX launches kernels one by one,
+because the profiler adds some microseconds to every kernel of a CUDA graph. Calls rotate through
+pools, so the cache never holds the data of the next one.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from harness import print_table, save
 from mlx_paged import ops
 from mlx_paged.model.plan import build_plan
 
-REPEAT = 24  # calls of one evaluation
-ROUNDS = 5  # over all contenders; medians are reported
-PAST_CACHE = 400 << 20  # bytes of pools to turn over, at least three sets
+REPEAT = 24  # calls per evaluation
+ROUNDS = 5  # over all contenders; results are medians
+PAST_CACHE = 400 << 20  # bytes of pools to rotate through, at least three sets
 TORCH = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -155,7 +155,7 @@ def torch_peers(case: Case, copies: int) -> dict[str, Callable[[], None]]:
 
 
 def movement(case: Case) -> list[dict[str, Any]]:
-    """write_kv, copy_blocks and gather_kv; read and written bytes both counted."""
+    """write_kv, copy_blocks and gather_kv; counts both bytes read and bytes written."""
     tables, num_blocks = tables_of(case)
     pools = random_pools(case, num_blocks)
     tokens = sum(case.lens)
@@ -198,14 +198,14 @@ def movement(case: Case) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one call."""
+    """Times of one call."""
 
     kernels: float
     in_a_row: float
 
 
 def time_calls(repeat: Callable[[], None]) -> Seconds:
-    """Medians over the REPEAT calls that `repeat` makes."""
+    """Medians over the REPEAT calls of one `repeat`."""
     repeat()
     mx.synchronize()
     torch.cuda.synchronize()
@@ -220,7 +220,7 @@ def time_calls(repeat: Callable[[], None]) -> Seconds:
     spans: dict[str, list[float]] = {}
     for event in events:
         spans.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    # What runs once an evaluation and not once a call is dropped.
+    # Drops kernels that run once per evaluation rather than once per call.
     counts = {name: round(len(times) / REPEAT) for name, times in spans.items()}
     kernels = sum(statistics.median(times) * counts[name] for name, times in spans.items())
     starts = sorted(e.time_range.start for e in events if counts[e.name])[:: sum(counts.values())]
@@ -231,7 +231,7 @@ def time_calls(repeat: Callable[[], None]) -> Seconds:
 
 
 def compete(contenders: dict[str, Callable[[], None]]) -> dict[str, Any]:
-    """Seconds of each, in turns; or the reason why one cannot run."""
+    """Seconds of each contender, in turns; or the reason why one cannot run."""
     found: dict[str, list[Seconds]] = {name: [] for name in contenders}
     refused: dict[str, str] = {}
     for _ in range(ROUNDS):
@@ -258,7 +258,7 @@ def chain(attend: Callable[[mx.array], mx.array], queries: mx.array) -> Callable
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a device-to-device copy, read and written bytes both counted."""
+    """Bytes per second of a device-to-device copy; counts both bytes read and bytes written."""
     source = torch.ones(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)
     times = []

@@ -1,11 +1,11 @@
 """Decode attention and write_kv of every KV format on an NVIDIA GPU, against bfloat16 pools.
 
 python bench/cuda_kv_formats.py            # some 40 s
-python bench/cuda_kv_formats.py --check    # the tests of quantised pools before
+python bench/cuda_kv_formats.py --check    # runs the tests of quantized pools first
 
-As bench/cuda_kernels.py measures. What is timed has been compared before with MLX's attention over
-gathered keys and values. Asked: attention at least 1.6 (int8) and 1.9 (int8 keys, int4 values)
-times as fast as bfloat16's, write_kv at most 1.3 times as slow.
+Measures like bench/cuda_kernels.py. Results are first compared with MLX's attention over gathered
+keys and values. Targets: attention at least 1.6 (int8) and 1.9 (int8 keys, int4 values) times as
+fast as bfloat16's, write_kv at most 1.3 times as slow.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def writing(num_tokens: int, name: str) -> float:
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    """In kernels, of one call."""
+    """Kernel time of one call."""
     return statistics.median(time_calls(run).kernels for _ in range(ROUNDS))
 
 
 def check() -> None:
-    """Runs the tests of quantised pools on the GPU."""
+    """Runs the tests of quantized pools on the GPU."""
     tests = Path(__file__).parents[1] / "tests/native/test_quantised_pools.py"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", tests]
     env = {**os.environ, "MLX_PAGED_TEST_DEVICE": "gpu", "MLX_ENABLE_TF32": "0"}

@@ -1,11 +1,11 @@
-"""Products of few rows with quantised weights on an NVIDIA GPU, against MLX's own.
+"""Products of few rows with quantized weights on an NVIDIA GPU, against MLX's own.
 
 python bench/cuda_quantised.py            # 4 bits in groups of 64: a minute
 python bench/cuda_quantised.py --bits 8
 
-As bench/cuda_kernels.py measures: the kernels' own time, of weights that take turns so that no
-cache holds them. Each product is compared with MLX's first. Asked, of 4 bits and large weights: 60%
-of 4.2 TB/s of the weights' bytes at 8 rows, 50% at 32.
+Measures kernel time like bench/cuda_kernels.py, and rotates through weights so that no cache holds
+them. Each product is first compared with MLX's. Targets for large 4-bit weights: the weights' bytes
+at 60% of 4.2 TB/s for 8 rows, and at 50% for 32.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mlx_paged import ops
 
 ROUNDS = 3
 ROWS = (1, 8, 16, 32, 64)
-SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 128256))  # k, n: of Llama-3.1-8B
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 128256))  # (k, n) of Llama-3.1-8B
 BYTES_PER_SECOND = 4.2e12
-ASKED = {8: 0.6, 32: 0.5}  # of large weights
+ASKED = {8: 0.6, 32: 0.5}  # for large weights, by number of rows
 LARGE = 4096 * 14336
 
 Multiply = Callable[..., mx.array]
@@ -43,7 +43,7 @@ def seconds_of(
         outs = []
         for _ in range(REPEAT):
             outs.append(multiply(before, *next(turn)))
-            before = mx.depends([x], outs[-1:])[0]  # one after the other
+            before = mx.depends([x], outs[-1:])[0]  # one after another
         mx.eval(outs)
 
     return statistics.median(time_calls(repeat).kernels for _ in range(rounds))

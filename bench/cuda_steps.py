@@ -1,11 +1,11 @@
-"""Decode steps on an NVIDIA GPU as device programs (a replayed CUDA graph each) and as graphs of
-`mx.compile`, in turn, on random weights. Without the engine: a fixed plan, the same step again.
+"""Decode steps on an NVIDIA GPU as device programs (each a replayed CUDA graph) and as graphs of
+`mx.compile`, in turns, on random weights. Runs no engine: the same step repeats with a fixed plan.
 
 python bench/cuda_steps.py                      # the 3B shape, two minutes on an H100
 python bench/cuda_steps.py --model Qwen3-0.6B --only "8 x 1024"
 
-For each workload: how far apart the two are, the time of a step when steps are queued one after the
-other, and the host's time to build and encode one.
+Reports for each workload: the difference between the two results, the time of a step when steps are
+queued back to back, and the host's time to build and encode one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORKLOADS = {**DECODE, **DECODE_MORE}
 
 
 def step_of(paged: Any, contexts: tuple[int, ...]) -> tuple[mx.array, Any]:
-    """A step's tokens and plan, where the GPU has them."""
+    """A step's tokens and plan, in GPU memory."""
     lengths = np.array([-(-n // BLOCK) for n in contexts])
     tables = np.zeros((len(contexts), lengths.max()), np.int32)
     tables[np.arange(lengths.max()) < lengths[:, None]] = 1 + np.arange(lengths.sum())
@@ -55,7 +55,7 @@ def step_of(paged: Any, contexts: tuple[int, ...]) -> tuple[mx.array, Any]:
 
 
 class Runner:
-    """One way to run a step again and again."""
+    """One way to run a step repeatedly."""
 
     def __init__(self, paged: Any, tokens: mx.array, step: Any, programs: bool) -> None:
         self.paged, self.tokens, self.step = paged, tokens, step
@@ -68,7 +68,7 @@ class Runner:
         return logits
 
     def time(self, count: int) -> float:
-        """Milliseconds a step, one queued while the one before runs."""
+        """Milliseconds per step, with each queued while the previous one runs."""
         last = None
         mx.synchronize()
         start = time.perf_counter()
@@ -84,7 +84,7 @@ class Runner:
         return (time.perf_counter() - start) / count * 1e3
 
     def host(self, count: int) -> float:
-        """Milliseconds of the host a step: building and encoding, of a GPU that is idle."""
+        """Host milliseconds per step to build and encode, with an idle GPU."""
         seconds = []
         for _ in range(count):
             mx.synchronize()
@@ -103,7 +103,7 @@ def compare(paged: Any, contexts: tuple[int, ...], repeat: int) -> dict[str, Any
     tokens, step = step_of(paged, contexts)
     graph, program = (Runner(paged, tokens, step, programs) for programs in (False, True))
     for runner in (graph, program):
-        for _ in range(5):  # compiled when a shape occurs for the third time
+        for _ in range(5):  # A shape is compiled on its third occurrence.
             mx.eval(runner.forward())
     most_rows = ops.most_device_program_rows()
     is_program = program.steps.uses_device_programs and len(contexts) <= most_rows
@@ -143,7 +143,7 @@ def main() -> None:
     for name in options.only:
         contexts = WORKLOADS[name]
         paged.allocate(sum(-(-n // BLOCK) for n in contexts) + 8)
-        # (Fresh memory may hold NaNs, which would hide what differs.)
+        # Fresh memory may hold NaNs, which would hide differences.
         mx.random.seed(1)
         pools = [mx.random.normal(p.shape, p.dtype) for p in paged.pools()]
         mx.eval(pools)

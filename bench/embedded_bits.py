@@ -1,16 +1,16 @@
-"""What the 8 bits of the embedded model cost and save: KL, answers, bytes, speed.
+"""Measures the effects of the embedded model's 8-bit format: KL, answers, bytes, speed.
 
 python bench/embedded_bits.py          # a quarter of an hour; writes
                                        # bench/results/embedded_bits-cpu.json
-python bench/embedded_bits.py --quick  # fewer tokens and turns, nothing is written
+python bench/embedded_bits.py --quick  # fewer tokens and turns, writes nothing
 
-The weights that were rounded to 8 bits are not kept. But each is known to half a step, so the
-originals are drawn: every weight at random among those that round to what the package has. Formats
-are made from a draw and compared with it, in the engine, on source files that the model was not
-trained on (this package's own) and by the greedy answers to the demo's chats. For bytes and speed
-all formats are directories that are loaded as any other; engines with them take turns in one
-process, and the best turn counts. mlx-lm is timed twice: with this package's products, as in the
-demo, and alone, as installed.
+The original weights no longer exist, but each is known to within half a quantization step. So each
+draw picks every weight at random among the values that round to the shipped one. Formats are made
+from a draw and compared with it in the engine, on source files outside the training data (this
+package's own) and by greedy answers to the demo's chats. For bytes and speed, every format is a
+directory that is loaded like any other; engines take turns in one process, and the best turn
+counts. mlx-lm is timed twice: with this package's products, as in the demo, and alone, as
+installed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.model.loader import load
 
-FORMATS: dict[str, tuple[int, int]] = {  # bits, and group size (0: none)
+FORMATS: dict[str, tuple[int, int]] = {  # (bits, group size); a group size of 0 means none
     "float32": (32, 0),
     "float16": (16, 0),
     "8 bits, groups of 64": (8, 64),
@@ -69,16 +69,16 @@ TURN_STEPS = 8
 
 @dataclass(frozen=True)
 class Quality:
-    """Of a format, against the weights that it was made from; means over draws.
+    """A format compared with the weights it was made from; means over draws.
 
     Attributes:
-        kl: of the next token's distributions, mean over all positions, in nats.
-        perplexity_change: relative.
-        top1: share of positions whose likeliest token is the same.
-        equal_answers: of all draws.
-        answers: how many there are.
-        first_difference: median number of equal tokens before the first that differs, in answers
-            that differ; None: there are none.
+        kl: KL of the next-token distributions, mean over all positions, in nats.
+        perplexity_change: Relative change.
+        top1: Share of positions with the same most likely token.
+        equal_answers: Number of equal answers over all draws.
+        answers: Number of answers.
+        first_difference: Median number of equal tokens before the first difference, over answers
+            that differ; None if all are equal.
     """
 
     format: str
@@ -120,7 +120,7 @@ def in_format(model: nn.Module, name: str) -> nn.Module:
     if bits == 16:
         model.set_dtype(mx.float16)
     elif group_size:
-        # As `scripts/demo_model/convert.py` does: from float16, scales in float16.
+        # Like `scripts/demo_model/convert.py`: from float16, with float16 scales.
         model.set_dtype(mx.float16)
         nn.quantize(model, group_size=group_size, bits=bits)
     mx.eval(model.parameters())
@@ -128,7 +128,7 @@ def in_format(model: nn.Module, name: str) -> nn.Module:
 
 
 def write(model: nn.Module, name: str, config: dict[str, Any], folder: Path) -> Path:
-    """A directory as `mlx_lm.convert` writes it."""
+    """Writes a directory like `mlx_lm.convert`."""
     bits, group_size = FORMATS[name]
     shutil.copytree(
         model_path(), folder, ignore=shutil.ignore_patterns("model.safetensors", "*.md")
@@ -145,7 +145,7 @@ def write(model: nn.Module, name: str, config: dict[str, Any], folder: Path) -> 
 
 
 def answers(path: Path, num_chats: int) -> list[list[int]]:
-    """Greedy ones to the demo's chats, with its system prompt and without."""
+    """Greedy answers to the demo's chats, with its system prompt and without."""
     system = {"role": "system", "content": SYSTEM_PROMPT}
     chats: list[Any] = []
     for chat in CHATS[:num_chats]:
@@ -156,7 +156,7 @@ def answers(path: Path, num_chats: int) -> list[list[int]]:
 
 
 def num_equal(a: list[int], b: list[int]) -> int | None:
-    """How many first tokens are; None: all, of both."""
+    """Length of the common prefix; None if the answers are equal."""
     return None if a == b else next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a))
 
 
@@ -167,7 +167,7 @@ def log_probabilities(path: Path, texts: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def qualities(folder: Path, num_draws: int, quick: bool) -> Iterator[Quality]:
-    """One for each format, and first of the package's own weights, 8 bits against dequantised."""
+    """One result per format; the first compares the shipped 8-bit weights with dequantized ones."""
     plain = load(dtype="float32")
     shipped = load().model
     texts = sources(plain, *((2, 256) if quick else (8, 1024)))
@@ -217,7 +217,7 @@ def qualities(folder: Path, num_draws: int, quick: bool) -> Iterator[Quality]:
 
 
 def loading(path: Path) -> dict[str, float]:
-    """In this process: seconds to load, and bytes."""
+    """Measures load seconds and bytes in this process."""
     process = psutil.Process()
     before = process.memory_info().rss
     start = time.perf_counter()
@@ -229,7 +229,7 @@ def loading(path: Path) -> dict[str, float]:
 
 
 def alone(path: Path) -> dict[str, float]:
-    """mlx-lm as installed, in this process: seconds a token after a prompt of some tokens."""
+    """Seconds per token of mlx-lm as installed, in this process, after a short prompt."""
     mx.set_default_device(mx.cpu)
     model, tokenizer = load_mlx_lm(str(path))[:2]
     prompt = mx.array(tokenizer.encode("def fibonacci(n):\n"))
@@ -248,7 +248,7 @@ def spawned(what: str, path: Path, env: dict[str, str]) -> dict[str, float]:
 
 
 def decode_speeds(engines: dict[str, Engine], rows: int, num_turns: int) -> dict[str, float]:
-    """Tokens a second while `rows` sequences decode, the best turn of each."""
+    """Tokens per second while `rows` sequences decode; the best turn of each."""
     params = SamplingParams(temperature=0, max_tokens=(num_turns + 2) * TURN_STEPS, ignore_eos=True)
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, 4000, (rows, PROMPT_TOKENS)).tolist()
@@ -273,10 +273,10 @@ def decode_speeds(engines: dict[str, Engine], rows: int, num_turns: int) -> dict
 
 
 def speeds(paths: dict[str, Path], rounds: int) -> dict[str, dict[str, float]]:
-    """Tokens a second, the best turn of each engine."""
+    """Tokens per second; the best turn of each engine."""
     models = {name: load(path) for name, path in paths.items()}
     llms = {name: LLM(load(path), kv_cache_memory=128 << 20) for name, path in paths.items()}
-    # (A step that is in flight would be computed in the turn of another engine.)
+    # A step in flight would otherwise run during another engine's turn.
     config = EngineConfig(kv_cache_memory=128 << 20, async_scheduling=False)
     engines = {name: Engine(load(path), config) for name, path in paths.items()}
     best: dict[str, dict[str, float]] = {name: {} for name in paths}
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     rounds, draws = (2, 1) if options.quick else (options.rounds, options.draws)
-    mlx_paged.unpatch()  # mlx-lm's caches are its own
+    mlx_paged.unpatch()  # mlx-lm must use its own caches
     mx.set_default_device(mx.cpu)
     with tempfile.TemporaryDirectory() as folder:
         speed = measured(Path(folder), rounds)

@@ -1,4 +1,4 @@
-"""Throughput and latency of the engine against mlx-lm's BatchGenerator, in one process, in turn.
+"""Throughput and latency of the engine against mlx-lm's BatchGenerator, in one process, in turns.
 
     python bench/engine.py
 
@@ -31,12 +31,12 @@ OUTPUT_TOKENS = 32
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of `count` requests."""
+    """`count` requests with random prompts."""
 
     name: str
     count: int
-    lengths: tuple[int, ...]  # cycled over the requests
-    shared: int = 0  # first tokens that all prompts have in common
+    lengths: tuple[int, ...]  # prompt lengths, cycled over the requests
+    shared: int = 0  # length of the common prefix of all prompts
 
     def prompts(self, vocab_size: int) -> list[Prompt]:
         rng = np.random.default_rng(self.count)

@@ -1,12 +1,12 @@
-"""What one client's request does to the others: largest gaps of a stream and of /health.
+"""Measures how one client's requests delay others: the largest gaps of a stream and of /health.
 
     python bench/fairness.py --baseline /path/to/another/environment/bin/python
 
-A server process with the embedded model has one normal stream and a client that asks for /health
-every 20 ms. Named requests, costly or hostile, then come from a process of their own, one after the
-other. For each: the longest time between two chunks of the stream, and the longest /health, both
-also without the request (`quiet`), and for comparison with batches that cost the model time but the
-server little (`plain_*`). With `--baseline` a server of other code is measured in turn.
+A server process with the embedded model serves one normal stream and a client that polls /health
+every 20 ms. A separate process then sends named requests, costly or hostile, one after another. For
+each, the result is the longest time between two chunks of the stream, and the longest /health, next
+to the same figures without the request (`quiet`) and with batches that keep the model busy but not
+the server (`plain_*`). `--baseline` measures a server with other code in turns.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import aiohttp
 from harness import free_port, print_table, save, server_process
 
 POLL_INTERVAL = 0.02
-PATIENCE = 60.0  # seconds until a request is given up
+PATIENCE = 60.0  # request timeout in seconds
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "def add(a, b):\n    return a + b\n\n"
 
-Attack = tuple[str, bytes, int]  # path, body, how many at once
+Attack = tuple[str, bytes, int]  # path, body, number of concurrent requests
 
 
 def _attack(path: str, body: Any, count: int = 1) -> Callable[[], Attack]:
@@ -53,7 +53,7 @@ def _top(n: int, **fields: Any) -> Callable[[], Attack]:
     return _attack(CHAT, _many(n=n, logprobs=True, top_logprobs=20, **fields))
 
 
-#: By name: makes path and body.
+#: Functions that make path and body, by name.
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "plain_n64": _attack(CHAT, _many(n=64)),
     "plain_n256": _attack(CHAT, _many(n=256)),
@@ -124,7 +124,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
 }  # fmt: skip
 
 
-# The attacker, in a process of its own.
+# The attacker, in its own process.
 
 
 def _send(port: int, attack: Attack) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _send(port: int, attack: Attack) -> dict[str, Any]:
     error = ""
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # (A refusal may come before the whole body is sent.)
+            # A rejection may arrive before the whole body is sent.
             connection.request("POST", path, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         status = answer.status
@@ -153,7 +153,7 @@ def _send(port: int, attack: Attack) -> dict[str, Any]:
 
 
 def _attacker(port: int, pipe: Any) -> None:
-    """Makes the bodies it is told the names of; sends each when it is told to."""
+    """Makes the bodies whose names it receives; sends each on command."""
     from concurrent.futures import ThreadPoolExecutor
 
     while (name := pipe.recv()) is not None:
@@ -165,19 +165,19 @@ def _attacker(port: int, pipe: Any) -> None:
         pipe.send({**answers[0], "seconds": max(a["seconds"] for a in answers)})
 
 
-# The bystanders.
+# The other clients.
 
 
 class Bystanders:
-    """One stream and one poller of /health; they note every chunk and every answer."""
+    """One stream and one poller of /health, which record the time of every chunk and answer."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._chunks: list[float] = []  # moments; NaN between two streams
-        self._polls: list[tuple[float, float]] = []  # begin, end
+        self._chunks: list[float] = []  # arrival times; NaN between two streams
+        self._polls: list[tuple[float, float]] = []  # (begin, end)
 
     async def stream(self, session: aiohttp.ClientSession) -> None:
-        """One after the other, for ever."""
+        """Reads one stream after another, forever."""
         body = {"prompt": TEXT, "max_tokens": 3500, "ignore_eos": True, "stream": True, "seed": 1}
         while True:
             async with session.post(self._url + COMPLETIONS, json=body) as answer:
@@ -187,7 +187,7 @@ class Bystanders:
             self._chunks.append(float("nan"))
 
     async def poll(self, session: aiohttp.ClientSession) -> None:
-        """Asks for /health."""
+        """Polls /health."""
         while True:
             begin = time.monotonic()
             async with session.get(self._url + "/health") as answer:
@@ -196,7 +196,7 @@ class Bystanders:
             await asyncio.sleep(POLL_INTERVAL)
 
     def gaps(self, begin: float) -> dict[str, float]:
-        """Milliseconds since a moment: the largest gap, and the largest time of /health."""
+        """Milliseconds since a given time: the largest gap, and the longest /health."""
         now = time.monotonic()
         first = next((i for i, t in enumerate(self._chunks) if t >= begin), len(self._chunks))
         moments = [*self._chunks[max(0, first - 1) :], now]
@@ -210,7 +210,7 @@ class Bystanders:
 
 
 async def measure(port: int, pipe: Any, names: list[str], quiet_seconds: float) -> dict[str, Any]:
-    """One round: every attack once."""
+    """Runs one round: every attack once."""
     loop = asyncio.get_running_loop()
     found: dict[str, Any] = {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as session:
@@ -230,7 +230,7 @@ async def measure(port: int, pipe: Any, names: list[str], quiet_seconds: float) 
             begin = time.monotonic()
             pipe.send("go")
             answer = await loop.run_in_executor(None, pipe.recv)
-            await asyncio.sleep(0.5)  # what is freed late counts too
+            await asyncio.sleep(0.5)  # so that late cleanup counts too
             found[name] = {**bystanders.gaps(begin), "body_bytes": size, **answer}
             made = {key: round(v, 1) for key, v in found[name].items() if isinstance(v, float)}
             print(name, answer["status"], made, answer["error"][:160], flush=True)

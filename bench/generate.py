@@ -1,8 +1,8 @@
-"""Greedy generation against mlx-lm: same weights, same prompts, one process each, in turn.
+"""Greedy generation against mlx-lm: same weights, same prompts, one process each, in turns.
 
     python bench/generate.py
 
-mlx-lm runs twice: as installed (MLX's own BLAS), and given the OpenBLAS that mlx_paged uses.
+mlx-lm runs twice: as installed (with MLX's own BLAS), and with the OpenBLAS that mlx_paged uses.
 All compute in float32, and their tokens must agree.
 """
 
@@ -29,7 +29,7 @@ WORKERS: dict[str, dict[str, str]] = {
 
 
 def prompts_of(workload: str, count: int) -> list[list[dict[str, str]]]:
-    """Chats: all under the demo's system prompt, or without one."""
+    """Chats, all with the demo's system prompt or all without one."""
     from mlx_paged.demo.prompts import CHATS, REQUESTS, SYSTEM_PROMPT
 
     system = [{"role": "system", "content": SYSTEM_PROMPT}] if workload == "shared-prefix" else []
@@ -38,10 +38,10 @@ def prompts_of(workload: str, count: int) -> list[list[dict[str, str]]]:
 
 
 def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any]:
-    """Runs the work in this process; seconds do not include loading or a small warm-up."""
+    """Runs the work in this process; the time excludes loading and a short warm-up."""
     import mlx_paged.extension
 
-    mlx_paged.unpatch()  # unpatched mlx-lm, to compare with
+    mlx_paged.unpatch()  # compare with unpatched mlx-lm
 
     # isort: split
     import mlx.core as mx
@@ -52,7 +52,7 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     from mlx_paged.model.loader import load
 
     mx.set_default_device(mx.cpu)
-    # float32 for all: MLX's own products with 8 bits take twenty times as long.
+    # float32 for all: MLX's own 8-bit products take twenty times as long.
     model = load(dtype="float32")
     prompts = [
         model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
@@ -92,7 +92,7 @@ def main() -> None:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WORKERS}
             for round_ in range(options.rounds):
                 for name, env in WORKERS.items():
-                    # As installed takes minutes: once is enough, and only on request.
+                    # The installed mlx-lm takes minutes: it runs once, and only on request.
                     if name.endswith("as installed") and (
                         round_ or f"{workload}:{count}" not in options.as_installed
                     ):

@@ -1,4 +1,4 @@
-"""What every benchmark of this folder shares: timing, and where results go."""
+"""Shared parts of the benchmarks in this folder: timing, servers, and result files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def median_seconds(run: Callable[[], object], repeat: int = 9, warmup: int = 2) 
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on."""
+    """Returns an unused loopback port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -50,11 +50,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def server_process(name: str, command: list[str], port: int, **options: Any) -> Iterator[str]:
-    """Starts a server and ends it afterwards; yields its address when /health answers.
+    """Starts a server, yields its address once /health answers, and ends it afterwards.
 
     Args:
-        name: of the server, for errors.
-        options: of `subprocess.Popen`.
+        name: Name of the server, for errors.
+        options: Options of `subprocess.Popen`.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, **options)
@@ -80,8 +80,8 @@ def server_process(name: str, command: list[str], port: int, **options: Any) -> 
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Prints a table, first column left, the rest right."""
+    """Prints a table with the first column left-aligned and the rest right-aligned."""
     print(table(header, rows))
 
 
-checkout()  # of the code that is measured: the checkout may change during the run
+checkout()  # Caches the commit of the measured code: the checkout may change during the run.

@@ -1,11 +1,11 @@
-"""Host time of a step: what Python spends on 256 running sequences, with no forward to hide it.
+"""Host time of a step: Python's work for 256 running sequences, with no forward pass to hide it.
 
-The model computes nothing, so a step is the scheduler, the plan, the sampling metadata, the commit
-and the updates. Time inside `mx.eval` and `mx.async_eval` is reported separately. So is the text
-of requests without stop strings: it is decoded on the reader's thread, after the step.
+The model computes nothing, so a step consists of the scheduler, the plan, the sampling metadata,
+the commit and the updates. Time inside `mx.eval` and `mx.async_eval` is reported separately. So is
+detokenization for requests without stop strings, which runs on the reader's thread after the step.
 
-And the host time of a call for one token behind a cached prefix: what passes before its step is
-launched, and after its token has been read.
+Also measures the host time of a call for one token after a cached prefix: the time until its step
+is launched, and the time after its token has been read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from mlx_paged.model.families import register_family
 from mlx_paged.model.loader import LoadedModel
 
 VOCAB_SIZE = 320
-TOKEN = 312  # " the" of the embedded tokenizer: what greedy requests get
-# Of a step, in its order; then what does not count as its host time.
+TOKEN = 312  # " the" in the embedded tokenizer, the token of greedy requests
+# Phases of a step in order, then those that do not count as its host time.
 PHASES = ("schedule", "launch", "read", "commit", "publish", "evaluation", "reading text")
 
 
@@ -65,12 +65,12 @@ class _Head(nn.Module):
         return mx.broadcast_to(logits.astype(mx.float32), (rows.shape[0], 1, VOCAB_SIZE))
 
 
-# Its logits are constant: there is nothing to compare.
+# The model's logits are constant, so there is nothing to compare.
 register_family("null", verify=False)
 
 
 class NullModel(nn.Module):
-    """One attention layer for its cache, without arithmetic."""
+    """One attention layer that uses its cache but does no arithmetic."""
 
     model_type = "null"
 
@@ -82,25 +82,25 @@ class NullModel(nn.Module):
         return [KVCache()]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        if not isinstance(cache[0], PagedLayerCache):  # asked for the layout of its layers
+        if not isinstance(cache[0], PagedLayerCache):  # The loader asks for the cache layout.
             kv = mx.zeros((1, 1, 1, 8))
             cache[0].update_and_fetch(kv, kv)
         return self.lm_head(tokens)
 
 
 def null_model() -> LoadedModel:
-    """A model whose steps cost the device next to nothing."""
+    """A model whose steps cost the device almost nothing."""
     config = {"model_type": "null", "vocab_size": VOCAB_SIZE}
     return LoadedModel(NullModel(), load_tokenizer(model_path()), config, "null")
 
 
 def null_engine(**options: Any) -> Engine:
-    """An engine of it."""
+    """An engine for this model."""
     return Engine(null_model(), EngineConfig(kv_cache_memory=64 << 20, **options))
 
 
 class Clock:
-    """Seconds by phase since the last `reset`; time inside MLX's evaluations is its own phase."""
+    """Seconds by phase since the last `reset`; MLX's evaluations are a phase of their own."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -109,7 +109,7 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with its time but for evaluations added to a phase."""
+        """Wraps `function` to add its time, without evaluations, to a phase."""
 
         def call(*args: Any) -> Any:
             start, in_mlx = time.perf_counter(), self.seconds["evaluation"]
@@ -124,7 +124,7 @@ class Clock:
 
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
-        """Times an engine's parts."""
+        """Times the parts of an engine."""
         parts: list[tuple[object, str, str]] = [
             (mx, "eval", "evaluation"),
             (mx, "async_eval", "evaluation"),
@@ -169,7 +169,7 @@ def measure(
     profiler = cProfile.Profile()
     clock = Clock()
     gc.collect()
-    gc.freeze()  # as the engine's thread does
+    gc.freeze()  # like the engine's thread
     with clock.watching(engine):
         for _ in range(steps):
             clock.reset()
@@ -207,7 +207,7 @@ def measure(
 
 
 def first_token(prefix_len: int, tail_len: int, *, calls: int) -> dict[str, Any]:
-    """Times calls of `LLM.generate` for one token, behind a prefix that is cached."""
+    """Times calls of `LLM.generate` for one token after a cached prefix."""
     llm = LLM(null_model(), kv_cache_memory=64 << 20, max_model_len=2 * (prefix_len + tail_len))
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, VOCAB_SIZE, prefix_len).tolist()
@@ -231,7 +231,7 @@ def first_token(prefix_len: int, tail_len: int, *, calls: int) -> dict[str, Any]
     samples: list[tuple[float, float]] = []
     with clock.watching(llm.engine):
         for _ in range(calls):
-            # (Its first token is new: no block of an earlier one is copied for the sake of it.)
+            # Its first token is new, so that no block of an earlier prompt is copied on write.
             prompt = [*prefix, len(samples) % VOCAB_SIZE]
             prompt += rng.integers(0, VOCAB_SIZE, tail_len - 1).tolist()
             clock.reset()

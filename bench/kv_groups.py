@@ -1,11 +1,11 @@
-"""Memory of one long context where most layers have a sliding window, with and without KV groups.
+"""Memory of one long context in sliding-window models, with and without KV groups.
 
     python bench/kv_groups.py
 
-Two models with the layers and windows of Gemma 3 and gpt-oss, narrow enough for a CPU, take a
-prompt of 32k tokens and generate some. Blocks in use are read after every step, and the resident
-pages of the pools confirm the counts. How many blocks there are does not depend
-on widths, so the same counts are then taken with the bytes of a token in the real models.
+Two models with the layers and windows of Gemma 3 and gpt-oss, narrow enough for a CPU, process a
+prompt of 32k tokens and generate a few. Blocks in use are counted after every step, and the
+resident pages of the pools confirm the counts. The number of blocks does not depend on widths, so
+the report multiplies the same counts by the bytes per token of the real models.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Case:
-    """A narrow model to run, and the layers of the real one: (windowed, full, KV heads, dim)."""
+    """A narrow model to run, and the real model's layers: (windowed, full, KV heads, dim)."""
 
     config: dict[str, Any]
     window: int
@@ -97,7 +97,7 @@ CASES = {
 
 
 def resident_bytes(pools: Iterable[mx.array]) -> int:
-    """Main memory that pools occupy: pages that were never written do not count."""
+    """Physical memory of the pools; pages that were never written do not count."""
     libc = ctypes.CDLL(None, use_errno=True)
     page, total = mmap.PAGESIZE, 0
     for pool in pools:
@@ -112,7 +112,7 @@ def resident_bytes(pools: Iterable[mx.array]) -> int:
 
 
 def run(name: str, context_len: int, with_groups: bool) -> dict[str, Any]:
-    """One context of `context_len` tokens in this process; the most blocks that it held."""
+    """Runs one context of `context_len` tokens in this process; returns its peak blocks."""
     case = CASES[name]
     model_class, args_class = _get_classes(config=case.config)
     mx.random.seed(0)
@@ -150,7 +150,7 @@ def run(name: str, context_len: int, with_groups: bool) -> dict[str, Any]:
 
 
 def in_own_process(name: str, context_len: int, with_groups: bool) -> dict[str, Any]:
-    """`run`, in a process of its own."""
+    """Runs `run` in its own process."""
     arguments = ["--case", name, "--context", str(context_len)]
     arguments += [] if with_groups else ["--without-groups"]
     done = subprocess.run(
@@ -163,7 +163,7 @@ def in_own_process(name: str, context_len: int, with_groups: bool) -> dict[str, 
 def at_real_widths(
     case: Case, context_len: int, runs: dict[bool, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Bytes of the blocks that were held, and how many such contexts fit in 16 GiB."""
+    """Bytes of the blocks, and the number of such contexts that fit in 16 GiB."""
     layout = case.real_layout()
     num_bytes, fitting = {}, {}
     for with_groups, result in runs.items():

@@ -1,16 +1,16 @@
-"""What quantised KV caches cost in quality: KL, perplexity and greedy answers against bfloat16.
+"""Quality loss of quantized KV caches: KL, perplexity and greedy answers against bfloat16.
 
 python bench/kv_quality.py            # all, some minutes; writes bench/results/kv_quality-cpu.json
-python bench/kv_quality.py --quick    # a sixteenth of the tokens, nothing is written
+python bench/kv_quality.py --quick    # a sixteenth of the tokens, writes nothing
 
-Models: the embedded one on source files that it was not trained on (this package's own), and two
-with random weights, as mlx-lm initialises them, and planted outliers, on texts that they wrote
-themselves. Two more show where the limits of this are: the embedded one with planted outliers, and
-a random one whose weights are doubled and whose logits are spread, so that it enlarges all errors
-(bfloat16's, too). Outliers are two pairs of key channels that are twelve times as large, with
-queries divided by as much: what the model computes is the same. Arithmetic is float32 everywhere.
-The reference are mlx-lm's dense caches, whose keys and values are rounded to bfloat16; the formats
-run through the paged kernels, in chunks, so that later ones read what earlier ones wrote.
+Models: the embedded one on source files outside its training data (this package's own), and two
+random ones (mlx-lm's initialization) with planted outliers on texts they sampled themselves. Two
+more show the limits of this method: the embedded one with planted outliers, and a random one with
+doubled weights and spread logits, which amplifies all errors, bfloat16's included. The outliers are
+two pairs of key channels that are twelve times as large, with queries divided by as much: the model
+is unchanged. Arithmetic is float32 everywhere. The references are mlx-lm's dense caches with keys
+and values rounded to bfloat16; the formats run through the paged kernels in chunks, so that later
+chunks read the keys and values of earlier ones.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from mlx_paged.model.plan import StepInputs
 from mlx_paged.model.wrap import build_paged_model
 
 BLOCK_SIZE = 32
-CHUNK = 256  # tokens of a step
-OUTLIERS = ((3, 12.0), (17, 12.0))  # of each head: a channel of the first half, and how much larger
-# Asked: the most KL, and the most by which perplexity may change.
+CHUNK = 256  # tokens per step
+OUTLIERS = ((3, 12.0), (17, 12.0))  # (channel in the first half of each head, scale)
+# Targets: maximum KL, and maximum change of perplexity.
 LIMITS = {"int8": (0.0005, 0.003), "int8_k_int4_v": (0.015, 0.01)}
-# Beyond what was asked.
+# Models that go beyond the targets, and have none.
 OUTLIERS_IN_EMBEDDED = "embedded, outliers planted"
 SHARPENED = "random llama, sharpened, outliers planted"
 WITHOUT_LIMITS = (OUTLIERS_IN_EMBEDDED, SHARPENED)
@@ -60,13 +60,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one format, against the reference.
+    """One format compared with the reference.
 
     Attributes:
-        kl: mean of KL(reference || format) over all positions, in nats.
-        perplexity: of the format.
-        perplexity_change: relative.
-        top1: share of positions whose likeliest token is the same.
+        kl: Mean of KL(reference || format) over all positions, in nats.
+        perplexity: Perplexity with the format.
+        perplexity_change: Relative change.
+        top1: Share of positions with the same most likely token.
     """
 
     model: str
@@ -79,7 +79,7 @@ class Quality:
 
     @property
     def missed(self) -> bool:
-        """True if it is worse than what was asked."""
+        """True if it misses the target."""
         if self.model in WITHOUT_LIMITS or self.kv_cache_dtype not in LIMITS:
             return False
         most_kl, most_change = LIMITS[self.kv_cache_dtype]
@@ -93,7 +93,7 @@ def plant_outliers(model: nn.Module) -> None:
     """Scales pairs of key channels up and of query channels down, in every layer."""
     for layer in model.layers:
         attention = layer.self_attn
-        if hasattr(attention, "k_norm"):  # (heads are normed after the projections)
+        if hasattr(attention, "k_norm"):  # heads are normalized after the projections
             parts = ((attention.k_norm, 1.0), (attention.q_norm, -1.0))
             dim = attention.k_norm.weight.shape[0]
         else:
@@ -101,7 +101,7 @@ def plant_outliers(model: nn.Module) -> None:
             dim = attention.k_proj.weight.shape[0] // attention.n_kv_heads
         factors = np.ones(dim, np.float32)
         for channel, factor in OUTLIERS:
-            factors[[channel, channel + dim // 2]] = factor  # (rotated together)
+            factors[[channel, channel + dim // 2]] = factor  # RoPE rotates them together
         for module, power in parts:
             weight = module.weight
             repeated = mx.array(np.tile(factors**power, weight.shape[0] // dim))
@@ -112,7 +112,7 @@ def plant_outliers(model: nn.Module) -> None:
 def random_model(
     model_type: str, head_dim: int, *, is_sharpened: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A small model as mlx-lm initialises it, with planted outliers."""
+    """A small model with mlx-lm's initialization and planted outliers."""
     config = {
         "model_type": model_type,
         "hidden_size": 512,
@@ -143,7 +143,7 @@ def random_model(
 
 
 def written_by(model: nn.Module, num_texts: int, length: int) -> list[np.ndarray]:
-    """Texts that a model writes at temperature 1."""
+    """Samples texts from a model at temperature 1."""
     mx.random.seed(1)
     caches = plain_caches(model)
     tokens = [mx.random.randint(0, 1024, (num_texts, 1))]
@@ -186,7 +186,7 @@ def plain_caches(model: nn.Module) -> list[Any]:
 
 
 def dense(model: nn.Module, tokens: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """``[num_tokens, vocab_size]`` by mlx-lm, whose caches keep keys and values in a dtype."""
+    """Logits ``[num_tokens, vocab_size]`` of mlx-lm with caches of a given dtype."""
     caches = plain_caches(model)
     for cache in caches:
         cache.update_and_fetch = _rounded(cache.update_and_fetch, dtype)
@@ -232,7 +232,7 @@ def bits_of(kv_format: KVFormat, head_dim: int) -> float:
 
 
 def measure(case: Case) -> list[Quality]:
-    """All formats, and float32 as a measure of what bfloat16 itself costs."""
+    """Compares all formats, and float32 to show the loss of bfloat16 itself."""
     head_dim = int(
         case.config.get("head_dim")
         or case.config["hidden_size"] // case.config["num_attention_heads"]
@@ -262,7 +262,7 @@ def measure(case: Case) -> list[Quality]:
 
 
 def _loss(logs: list[np.ndarray], texts: list[np.ndarray]) -> float:
-    """Nats a token."""
+    """Cross-entropy in nats per token."""
     return -float(
         np.mean([x[np.arange(len(t) - 1), t[1:]].mean() for x, t in zip(logs, texts, strict=True)])
     )
@@ -287,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer tokens, no file")
     quick = parser.parse_args().quick
-    mlx_paged.unpatch()  # dense caches are mlx-lm's own
+    mlx_paged.unpatch()  # dense caches must be mlx-lm's own
     mx.set_default_device(mx.cpu)
     rows: list[Quality] = []
     for case in cases(quick):

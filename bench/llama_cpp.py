@@ -1,25 +1,25 @@
 """CPU inference against llama.cpp: same shapes and threads, random weights, in turns in one run.
 
 python bench/llama_cpp.py                                         # everything: an hour on 4 cores
-python bench/llama_cpp.py --only '1b/4bit/4/*' --turns 1 --add    # one turn more of some cells
+python bench/llama_cpp.py --only '1b/4bit/4/*' --turns 1 --add    # one more turn of some cells
 python bench/llama_cpp.py --label int8 --env MLX_PAGED_CPU_ACTIVATIONS=int8    # a variant of ours
 python bench/llama_cpp.py --list                                  # ids of all cells
-python bench/llama_cpp.py --prepare                               # builds and writes files only
+python bench/llama_cpp.py --prepare                               # only builds and writes files
 python bench/llama_cpp.py --docs                                  # writes the tables of the docs
 
 A cell is SHAPE/FORMAT/THREADS/WHAT. A process has as many cores as threads. llama.cpp is built and
 the checkpoints are written once (`--cache`). Cells of earlier runs are kept. WHAT is
 
-- decode-N: tokens/s of N sequences behind 128 tokens. Ours: whole calls of `LLM.generate`, prompts
-  cached; the time of a call for 41 tokens less that of one for 9. Theirs samples nothing.
-- prefill: tokens/s of one prompt of 1,024.
-- memory: peak resident bytes of a process that reads 1,024 tokens and writes 32; files that it maps
-  count.
-- load: seconds until the engine is there, without imports, or llama-completion has its context.
+- decode-N: tokens/s of N sequences after 128 tokens. Ours: whole calls of `LLM.generate` with
+  cached prompts; the time of a call for 41 tokens minus that of one for 9. Theirs does not sample.
+- prefill: tokens/s of one prompt of 1,024 tokens.
+- memory: peak resident bytes of a process that reads 1,024 tokens and writes 32, including mapped
+  files.
+- load: seconds until the engine is ready, without imports, or llama-completion has its context.
 - first-token: seconds from the start of `mlx-paged generate` or `llama-completion` to its first
   byte.
-- shared-32: seconds that a server takes for 32 requests at once, of 1,024 tokens that all share, 16
-  that they do not, and 32 of answer; nothing is cached. llama-server runs in the way that is best.
+- shared-32: seconds that a server takes for 32 concurrent requests with 1,024 shared prompt tokens,
+  16 of their own, and 32 of answer; nothing is cached. llama-server runs in its best configuration.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ FORMATS = {"f32": ("float32", "f32"), "bf16": ("bfloat16", "bf16"), "8bit": ("8b
 ROWS = (1, 4, 8, 32)
 THREADS = (4, 2)
 PROMPT, LONG_PROMPT = 128, 1024
-SHORT, STEPS = 9, 32  # tokens of the shorter call, and how many more the longer one gives
-OWN, ANSWER = 16, 32  # tokens of a request that shares its prompt
+SHORT, STEPS = 9, 32  # tokens of the shorter call, and the number that the longer one adds
+OWN, ANSWER = 16, 32  # unshared prompt tokens and answer tokens of a shared-32 request
 TEXT = "The quick brown fox jumps over the lazy dog."
 NAME = "llama_cpp-cpu"
 
 
 def all_cells() -> list[str]:
-    """Ids of what is measured by default."""
+    """Ids of the default measurements."""
     return [
         f"{shape}/{format}/{threads}/{what}"
         for shape in ("135m", "1b")
@@ -79,7 +79,7 @@ def whats(format: str, threads: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the cells of one engine have in common."""
+    """Properties that the cells of one engine share."""
 
     shape: str
     format: str
@@ -108,15 +108,15 @@ class Setting:
         )
 
     def builds(self) -> tuple[str, ...]:
-        """Of llama.cpp: its products of other formats know no AMX."""
+        """The llama.cpp build: its products in other formats do not support AMX."""
         return peer.builds() if self.format.endswith("bit") else ("native",)
 
 
-# --- Ours, in a process of its own ----------------------------------------------------------------
+# --- Ours, in its own process ---------------------------------------------------------------------
 
 
 def work(arguments: dict[str, Any]) -> None:
-    """Loads a checkpoint, and answers each line of stdin with one of JSON."""
+    """Loads a checkpoint, and answers each line of stdin with a line of JSON."""
     import mlx_paged.extension  # noqa: F401  (BLAS before mlx)
 
     # isort: split
@@ -149,7 +149,7 @@ def work(arguments: dict[str, Any]) -> None:
         if what == "decode":
             batch = prompts[: int(rows)]
             if len(batch) not in prepared:
-                seconds(batch, SHORT)  # puts prompts into the cache, and lists of operations
+                seconds(batch, SHORT)  # caches the prompts and the step programs
                 prepared.add(len(batch))
             more = seconds(batch, SHORT + STEPS) - seconds(batch, SHORT)
             _answer({"value": len(batch) * STEPS / more})
@@ -161,7 +161,7 @@ def work(arguments: dict[str, Any]) -> None:
 
 
 def random_prompt(rng: np.random.Generator, length: int) -> list[int]:
-    """Tokens that both vocabularies have."""
+    """Token ids that both vocabularies have."""
     return rng.integers(256, 500, length).tolist()
 
 
@@ -173,10 +173,10 @@ def _answer(result: dict[str, Any]) -> None:
 
 
 def answer_of(lines: Iterator[str]) -> dict[str, Any]:
-    """The next answer of a worker, whatever else it prints.
+    """Returns a worker's next answer, and skips its other output.
 
     Raises:
-        SystemExit: if it ends first.
+        SystemExit: The worker ended first.
     """
     for line in lines:
         if line.startswith(MARK):
@@ -193,7 +193,7 @@ class Worker:
     """A process with a loaded checkpoint."""
 
     def __init__(self, setting: Setting) -> None:
-        # 32 prompts with their answers, and a few long prompts before the first is forgotten.
+        # Room for 32 prompts with their answers, and a few long prompts, before any is evicted.
         tokens = max(ROWS) * (PROMPT + SHORT + STEPS + 64) + 4 * (LONG_PROMPT + 64)
         self._process = subprocess.Popen(
             worker_command(setting.checkpoint(), tokens), stdin=subprocess.PIPE,
@@ -221,7 +221,7 @@ Side = Callable[[], float]
 
 
 def speed_sides(setting: Setting, what: str, worker: Worker) -> dict[str, Side]:
-    """Of `decode-N` and `prefill`."""
+    """Cells of `decode-N` and `prefill`."""
     rows = int(what.partition("-")[2] or 1)
     prompt, tokens = (LONG_PROMPT, 1) if what == "prefill" else (PROMPT, STEPS)
 
@@ -240,7 +240,7 @@ def speed_sides(setting: Setting, what: str, worker: Worker) -> dict[str, Side]:
 
 
 def start_sides(setting: Setting, what: str) -> dict[str, Side]:
-    """Of `memory`, `load` and `first-token`: processes that end."""
+    """Cells of `memory`, `load` and `first-token`, whose processes end."""
     programs = peer.build(setting.cache, "native")
     completion = peer.completion_command(programs, setting.gguf(), setting.threads, TEXT)
 
@@ -274,7 +274,7 @@ def start_sides(setting: Setting, what: str) -> dict[str, Side]:
 
 
 async def _post_all(url: str, prompts: list[list[int]]) -> float:
-    """Seconds until all are answered."""
+    """Seconds until all requests are answered."""
     import aiohttp
 
     async def one(prompt: list[int]) -> int:
@@ -295,13 +295,13 @@ async def _post_all(url: str, prompts: list[list[int]]) -> float:
 
 
 class Servers:
-    """One of ours, and of llama.cpp's the ways that are still tried; a turn has a new prefix."""
+    """Our server and the remaining candidates of llama.cpp; each turn has a new prefix."""
 
     def __init__(self, setting: Setting, stack: contextlib.ExitStack, best: str | None) -> None:
         self._setting, self._stack = setting, stack
         self._seed = time.time_ns()
         self._ours: str | None = None
-        self._theirs: tuple[str, str] | None = None  # name and address
+        self._theirs: tuple[str, str] | None = None  # (name, address)
         self.best = best
         self.ways: dict[str, float] = {}
 
@@ -345,7 +345,7 @@ class Servers:
         return asyncio.run(_post_all(self._theirs[1], self._prompts()))
 
     def _try_way(self, way: str, limit: float) -> float:
-        """Its seconds, or the limit after which it is given up."""
+        """Returns its seconds, or the limit after which it is stopped."""
         with contextlib.ExitStack() as stack:
             keep, self._stack = self._stack, stack
             url = self._start_way(way)
@@ -367,7 +367,7 @@ class Servers:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all processes of the machine, and its host's others, have had."""
+    """CPU seconds used by all processes of the machine, and by other guests of its host."""
     import psutil
 
     times = psutil.cpu_times()
@@ -375,19 +375,19 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
-    """CPU seconds of this process and of all that it started, whether they have ended or not."""
+    """CPU seconds of this process and all its descendants, including those that have ended."""
     import psutil
 
     total = 0.0
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:4])  # user, system, and of children that ended
+            total += sum(process.cpu_times()[:4])  # user, system, and the same of ended children
     return total
 
 
 def watched(side: Side) -> tuple[float, float]:
-    """What a side measures, and how many cores other programs used meanwhile."""
+    """Measures one side, and the number of cores that other programs used meanwhile."""
     start, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
     value = side()
     others = busy_seconds() - busy - (own_seconds() - own)
@@ -397,10 +397,12 @@ def watched(side: Side) -> tuple[float, float]:
 def take_turns(
     sides: dict[str, Side], turns: int, idle: float | None = None, tries: int = 4
 ) -> dict[str, Any]:
-    """Every other turn in reverse order. Values by side, and how many cores others used at most.
+    """Alternates the sides, reversing every other turn.
+
+    Returns the values of each side, and the maximum number of cores that others used.
 
     Args:
-        idle: while others use more cores than this, a side is measured again, up to `tries` times;
+        idle: If others use more cores than this, the side is measured again, up to `tries` times;
             the least disturbed value counts.
     """
     values: dict[str, list[float]] = {name: [] for name in sides}
@@ -420,10 +422,10 @@ def take_turns(
 def measure_group(
     setting: Setting, label: str, names: list[str], options: Any, cells: dict[str, Any]
 ) -> None:
-    """The cells of one shape, format and number of threads."""
+    """Cells of one shape, format and number of threads."""
     with contextlib.ExitStack() as stack:
         worker = None
-        # (Those that need a process of ours which keeps its memory come last.)
+        # Cells that need a process of ours, which keeps its memory, come last.
         for what in sorted(names, key=lambda what: what.startswith(("decode", "prefill"))):
             id = f"{setting.shape}/{setting.format}{label}/{setting.threads}/{what}"
             more: dict[str, Any] = {}
@@ -453,7 +455,7 @@ def measure_group(
 def cell_of(
     found: dict[str, Any], before: dict[str, Any] | None, setting: Setting, more: dict[str, Any]
 ) -> dict[str, Any]:
-    """What goes into the file. Turns of `before` are kept if they were of the same code and
+    """Builds the result of a cell. Keeps the turns of `before` if they are from the same code and
     machine."""
     commit, dirty = checkout()
     values = found["values"]
@@ -475,7 +477,7 @@ def cell_of(
 
 
 def rounded(value: float) -> float:
-    """To four digits."""
+    """Rounds to four digits."""
     return float(f"{value:.4g}")
 
 
@@ -534,10 +536,10 @@ def main() -> None:
 
 
 def chosen(patterns: list[str]) -> dict[str, list[str]]:
-    """Cells that match any pattern, by SHAPE/FORMAT/THREADS; those of the tiny shape only by name.
+    """Cells that match any pattern, by SHAPE/FORMAT/THREADS; the tiny shape only if named.
 
     Raises:
-        SystemExit: if none does.
+        SystemExit: No cell matches.
     """
     ids = all_cells() + [id.replace("135m/", "tiny/") for id in all_cells() if "135m/" in id]
     found: dict[str, list[str]] = {}

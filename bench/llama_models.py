@@ -1,7 +1,7 @@
-"""Checkpoints of random weights in the shapes of known models: as GGUF files, and for MLX.
+"""Writes random checkpoints in the shapes of known models, as GGUF files and for MLX.
 
-Values do not matter to a dense model's time, so all tensors repeat one pool of normal numbers. A
-file has another name until it is whole; one that exists is kept.
+Values do not affect a dense model's time, so all tensors repeat one pool of normal numbers. A file
+has a temporary name until it is complete; existing files are kept.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-GROUP = 64  # of MLX's affine formats
-POOL = 1 << 22  # random numbers that tensors repeat
+GROUP = 64  # group size of MLX's affine formats
+POOL = 1 << 22  # number of random values that tensors repeat
 GGUF_FORMATS = ("f32", "bf16", "q8_0", "q4_0")
 MLX_FORMATS = ("float32", "bfloat16", "8bit", "4bit")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama whose embeddings are its output head too."""
+    """Shape of a Llama with tied embeddings."""
 
     hidden: int
     layers: int
@@ -40,7 +40,7 @@ class Shape:
         return self.hidden // self.heads
 
     def config(self) -> dict[str, Any]:
-        """As Hugging Face's config.json has it."""
+        """The contents of Hugging Face's config.json."""
         return {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
@@ -58,7 +58,7 @@ class Shape:
         }
 
     def gguf_tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes (rows, columns), as NumPy counts them."""
+        """Names and shapes (rows, columns) in NumPy's order."""
         kv = self.kv_heads * self.head_dim
         yield "token_embd.weight", (self.vocab, self.hidden)
         yield "output_norm.weight", (self.hidden,)
@@ -80,13 +80,13 @@ class Shape:
 SHAPES = {
     "1b": Shape(2048, 16, 8192, 32, 8, 128256, 500000.0),  # Llama-3.2-1B
     "135m": Shape(576, 30, 1536, 9, 3, 49152, 10000.0),  # SmolLM2-135M
-    "tiny": Shape(128, 2, 256, 4, 2, 4096, 10000.0),  # does it run?
+    "tiny": Shape(128, 2, 256, 4, 2, 4096, 10000.0),  # smoke test
 }
 
 
 def write_gguf(shape: Shape, format: str, path: Path) -> Path:
-    """All matrices in one format of `GGUF_FORMATS`, norms in float32; a vocabulary of bytes and
-    numbers, without merges that matter."""
+    """Writes all matrices in one format of `GGUF_FORMATS` and norms in float32; the vocabulary has
+    bytes, numbers, and no useful merges."""
     if path.exists():
         return path
     if format not in GGUF_FORMATS:
@@ -114,7 +114,7 @@ def write_gguf(shape: Shape, format: str, path: Path) -> Path:
     tokens = [*byte_names(), *(f"<{i}>" for i in range(256, shape.vocab))]
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.NORMAL] * shape.vocab)
-    writer.add_token_merges(["\u0120 t"])  # (a list may not be empty)
+    writer.add_token_merges(["\u0120 t"])  # The list must not be empty.
     writer.add_bos_token_id(shape.vocab - 2)
     writer.add_eos_token_id(shape.vocab - 1)
     pool = np.random.default_rng(0).standard_normal(POOL, np.float32) * np.float32(0.02)
@@ -139,7 +139,7 @@ def write_gguf(shape: Shape, format: str, path: Path) -> Path:
 
 
 def byte_names() -> list[str]:
-    """A character that can be seen for each byte, as in GPT-2's vocabulary."""
+    """Returns a printable character for each byte, as in GPT-2's vocabulary."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in seen]
     names = {byte: chr(byte) for byte in seen}
@@ -148,7 +148,7 @@ def byte_names() -> list[str]:
 
 
 def write_mlx(shape: Shape, format: str, folder: Path) -> Path:
-    """In mlx-lm's form, with the embedded model's tokenizer, whose texts mean nothing."""
+    """Writes mlx-lm's format with the embedded model's tokenizer, whose texts mean nothing."""
     if folder.exists():
         return folder
     if format not in MLX_FORMATS:

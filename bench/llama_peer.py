@@ -1,6 +1,6 @@
-"""llama.cpp as a peer: built once from the sdist of llama-cpp-python, and its programs run.
+"""llama.cpp as a peer: builds it once from the sdist of llama-cpp-python, and runs its programs.
 
-Its programs, not its library: `llama-batched-bench` (which neither samples nor detokenises),
+Uses its programs, not its library: `llama-batched-bench` (which neither samples nor detokenizes),
 `llama-completion` and `llama-server`.
 """
 
@@ -26,7 +26,7 @@ OPTIONS = (
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF",
 )  # fmt: skip
-# Programs of each build. The second one is for machines with AMX: what processors without it get.
+# Programs of each build. The second build, for machines with AMX, shows processors without it.
 BUILDS = {
     "native": ("llama-batched-bench", "llama-completion", "llama-server"),
     "no-amx": ("llama-batched-bench",),
@@ -38,7 +38,7 @@ _TILES_MENDED = f'    asm volatile("" : : "m"(tc));\n{_TILES}'
 
 
 def has_amx() -> bool:
-    """True if this processor has 8-bit matrix tiles, which llama.cpp uses."""
+    """True if this processor has 8-bit matrix tiles (AMX), which llama.cpp uses."""
     try:
         return "amx_int8" in Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -46,12 +46,12 @@ def has_amx() -> bool:
 
 
 def builds() -> tuple[str, ...]:
-    """Those that differ on this machine."""
+    """Builds that differ on this machine."""
     return ("native", "no-amx") if has_amx() else ("native",)
 
 
 def source(cache: Path) -> Path:
-    """llama.cpp's sources: downloads and unpacks the sdist if they are not there."""
+    """llama.cpp's sources; downloads and unpacks the sdist if needed."""
     folder = cache / f"llama_cpp_python-{VERSION}"
     tree = folder / "vendor" / "llama.cpp"
     if not tree.exists():
@@ -69,14 +69,14 @@ def source(cache: Path) -> Path:
 
 
 def mend(file: Path) -> None:
-    """Makes the AMX products run where GCC 12 compiles them; without it they end the process."""
+    """Patches the AMX code so that GCC 12 compiles it correctly; without this it crashes."""
     text = file.read_text()
     if _TILES_MENDED not in text:
         file.write_text(text.replace(_TILES, _TILES_MENDED))
 
 
 def build(cache: Path, name: str) -> Path:
-    """The folder of a build's programs; compiles them, for minutes, if they are not there."""
+    """Folder of a build's programs; compiles them if needed, which takes minutes."""
     tree, folder = source(cache), cache / f"build-{VERSION}-{name}"
     if all((folder / "bin" / program).exists() for program in BUILDS[name]):
         return folder / "bin"
@@ -96,25 +96,25 @@ def build(cache: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """A process that has ended."""
+    """A finished process."""
 
     out: str
     err: str
     seconds: float
-    first_byte: float  # seconds until something was on stdout
-    peak_rss: int  # bytes, mapped files included
+    first_byte: float  # seconds until the first byte on stdout
+    peak_rss: int  # bytes, including mapped files
 
 
 def run(
     command: list[str], cores: set[int], env: dict[str, str] | None = None, asked: str = ""
 ) -> Done:
-    """Runs a program on some cores; its memory and times.
+    """Runs a program on some cores; measures its memory and times.
 
     Args:
-        asked: for its stdin.
+        asked: Input on stdin.
 
     Raises:
-        SystemExit: if it fails.
+        SystemExit: The program failed.
     """
     with tempfile.TemporaryFile("w+") as err:
         start = time.perf_counter()
@@ -145,10 +145,10 @@ def peak_bytes(used: resource.struct_rusage) -> int:
 
 
 def parse_bench(out: str) -> dict[str, Any]:
-    """The one line of figures that llama-batched-bench prints.
+    """Parses the line of figures that llama-batched-bench prints.
 
     Raises:
-        ValueError: if there is none, or more than one.
+        ValueError: There is no such line, or more than one.
     """
     found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     if len(found) != 1:
@@ -159,8 +159,8 @@ def parse_bench(out: str) -> dict[str, Any]:
 def bench_command(
     programs: Path, model: Path, threads: int, prompt: int, tokens: int, rows: int
 ) -> list[str]:
-    """Rows that continue one prompt, computed once and then copied: each has keys of its own."""
-    # (It needs room for one token more, and contexts come in cells of 256.)
+    """Rows that continue one prompt, computed once and copied, so each row has its own keys."""
+    # Needs room for one more token; contexts come in units of 256.
     context = rows * (-(-(prompt + tokens + 1) // 256) * 256)
     return [
         str(programs / "llama-batched-bench"), "-m", str(model), "-c", str(context),
@@ -170,13 +170,13 @@ def bench_command(
 
 
 def common(threads: int) -> list[str]:
-    """What all programs get: flash attention, the batches that measured best."""
+    """Options of all programs: flash attention, and the fastest batch sizes."""
     number = str(threads)
     return ["-t", number, "-tb", number, "-fa", "on", "-b", "2048", "-ub", "512"]
 
 
 def completion_command(programs: Path, model: Path, threads: int, text: str) -> list[str]:
-    """One greedy token after a prompt, on stdout."""
+    """Generates one greedy token after a prompt, on stdout."""
     return [
         str(programs / "llama-completion"), "-m", str(model), "-p", text, "-n", "1", "-c", "2048",
         *common(threads), "-no-cnv", "--no-warmup", "--no-display-prompt", "--ignore-eos",
@@ -188,12 +188,12 @@ _LOADED = re.compile(r"^(\d+)\.(\d\d)\.(\d{3})\.(\d{3}) I .*threadpool init", re
 
 
 def parse_load_seconds(err: str) -> float:
-    """Seconds after which llama-completion had its model and its context.
+    """Seconds until llama-completion had its model and its context.
 
-    (The "load time" among its figures has a prompt's time in it, and not the model's.)
+    Its own figure "load time" includes the prompt and excludes the model.
 
     Raises:
-        ValueError: if its log does not say.
+        ValueError: The log has no such line.
     """
     found = _LOADED.search(err)
     if not found:
@@ -202,10 +202,10 @@ def parse_load_seconds(err: str) -> float:
     return minutes * 60 + seconds + milli / 1e3 + micro / 1e6
 
 
-# Ways to serve 32 requests: which one is best depends on the model, so a run tries all of them,
-# each for no more than twice the best time. Slots keep their prompts, a request gets the slot that
-# has most of its own, and what idle slots had can be loaded from the cache in RAM: with few slots a
-# shared prompt is computed once for each.
+# Configurations to serve 32 requests. The best one depends on the model, so a run tries all of
+# them, each for at most twice the best time. Slots keep their prompts, a request gets the slot with
+# its longest prefix, and idle slots can be saved to the cache in RAM: with few slots, each computes
+# a shared prompt once.
 SERVER_WAYS: dict[str, list[str]] = {
     "1 slot": ["-np", "1", "-no-kvu"],
     "4 slots": ["-np", "4", "-no-kvu"],
@@ -218,7 +218,7 @@ SERVER_WAYS: dict[str, list[str]] = {
 def server_command(
     programs: Path, model: Path, threads: int, way: str, length: int, port: int
 ) -> list[str]:
-    """A server whose slots hold `length` tokens each."""
+    """A server with `length` tokens per slot."""
     slots = int(SERVER_WAYS[way][1])
     return [
         str(programs / "llama-server"), "-m", str(model), "--port", str(port), *common(threads),

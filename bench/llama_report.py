@@ -1,4 +1,4 @@
-"""Figures of `bench/llama_cpp.py` as lines and as the tables of docs/benchmarks.md."""
+"""Formats results of `bench/llama_cpp.py` as lines and as the tables of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ BEGIN, END = "<!-- llama_cpp.py: begin -->", "<!-- llama_cpp.py: end -->"
 TITLES = {"1b": "Llama-3.2-1B's shape", "135m": "SmolLM2-135M's shape", "tiny": "a tiny shape"}
 PAIRS = {"f32": "float32, f32", "bf16": "bfloat16, bf16", "8bit": "8 bits, q8_0",
          "4bit": "4 bits, q4_0"}  # fmt: skip
-DISTURBED, MARK = 1.0, "†"  # cores of others that leave no ratio worth to be shown
-# What is asked of the ratio (of speed; of memory: of bytes), by shape and format.
+DISTURBED, MARK = 1.0, "†"  # with more cores used by others, a ratio is not worth showing
+# Target ratios (of speeds; for memory, of bytes), by shape and format.
 RATIOS = {
     ("1b", "4bit"): {
         "decode-1": "≥ 1.0x", "decode-4": "≥ 1.1x in int8, 0.8x in float",
@@ -31,13 +31,13 @@ WHATS = {
 
 
 def parts(id: str) -> tuple[str, str, int, str]:
-    """Shape, format, threads, and what is measured."""
+    """Shape, format, threads, and the measurement."""
     shape, format, threads, what = id.split("/")
     return shape, format, int(threads), what
 
 
 def ratio_of(what: str, cell: dict[str, Any], side: str = "native") -> float:
-    """Median over the turns. Of times: how many times as fast ours is; else ours over theirs."""
+    """Median ratio over the turns: for times, their time over ours; otherwise ours over theirs."""
     less_is_better = what in ("load", "first-token", "shared-32")
     pairs = zip(cell["values"]["ours"], cell["values"][side])
     return statistics.median(
@@ -52,7 +52,7 @@ def shown(what: str, value: float) -> str:
 
 
 def line_of(id: str, cell: dict[str, Any]) -> str:
-    """One cell: medians with the smallest and largest value, and ratios."""
+    """One cell: medians with minimum and maximum, and ratios."""
     what = parts(id)[3]
     sides = [
         f"{name} {shown(what, cell['median'][name])} "
@@ -76,7 +76,7 @@ def summary(cells: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(cells: dict[str, Any]) -> str:
-    """A table for each shape, and how more threads help."""
+    """A table for each shape, and the effect of more threads."""
     blocks = []
     found = [parts(id) for id in cells]
     for shape in dict.fromkeys(part[0] for part in found):
@@ -99,7 +99,7 @@ def markdown(cells: dict[str, Any]) -> str:
 
 
 def _origins(cells: dict[str, Any]) -> str:
-    """Which processor and commit of ours the figures of each number of threads are of."""
+    """The processor and our commit behind the figures for each number of threads."""
     origins: dict[int, dict[str, None]] = {}
     for id, cell in cells.items():
         if "processor" in cell:
@@ -126,7 +126,7 @@ def _row(shape: str, format: str, what: str, title: str, row: list[Any]) -> str:
 
 
 def _threads(cells: dict[str, Any]) -> str:
-    """Speed with 4 threads over that with 2, on one machine and of one commit."""
+    """Speed with 4 threads over speed with 2, on one machine with one commit."""
     lines = []
     for id, cell in cells.items():
         shape, format, threads, what = parts(id)
@@ -150,10 +150,10 @@ def _threads(cells: dict[str, Any]) -> str:
 
 
 def write_docs(cells: dict[str, Any], docs: Path = DOCS) -> None:
-    """Puts the tables between the marks of a page.
+    """Replaces the tables between the marks of a page.
 
     Raises:
-        ValueError: if the page lacks the marks.
+        ValueError: The page lacks the marks.
     """
     text = docs.read_text()
     before, begin, rest = text.partition(BEGIN)

@@ -1,5 +1,5 @@
-"""The kernels on an Apple GPU: its tests, then every primitive against copy bandwidth, MLX's dense
-attention, and gathering first; and decoding with and without steps that are encoded as a whole
+"""The kernels on an Apple GPU: runs their tests, compares every primitive with copy bandwidth,
+MLX's dense attention and gathering first, and decodes with and without whole-step encoding
 (MLX_PAGED_UNCHECKED_KERNELS=1, docs/metal-kernels.md). Writes bench/results/mac-<chip>.json, .md.
 
 python bench/mac_report.py
@@ -36,8 +36,8 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def whole_steps(tokens: int = 128, runs: int = 5) -> list[dict[str, Any]]:
-    """Decoding of the embedded model with steps as MLX's graphs and as one operation each: the
-    seconds of the median batch, in turns, and whether greedy answers are the same."""
+    """Decodes with the embedded model, with steps as MLX graphs and as one operation each: seconds
+    of the median batch, in turns, and whether the greedy answers are equal."""
     ways = {"graphs": "0", "whole": "1"}
     prompt = ["generate", "Return the n-th Fibonacci number", "--temperature", "0"]
     results = []

@@ -1,12 +1,12 @@
-"""Pictures and videos against mlx-vlm, for the figures of docs/benchmarks.md and docs/media.md.
+"""Images and videos against mlx-vlm, for the figures of docs/benchmarks.md and docs/media.md.
 
-python bench/media.py                 # the models of CPU, some minutes each
+python bench/media.py                 # the CPU models, some minutes each
 python bench/media.py --only embedded
 python bench/media.py --gpu           # Qwen2-VL-2B's shape in bfloat16, about two minutes
 
-Each model is a run of `mlx-paged bench media`. All of them are here with their own weights or with
-random ones: nothing is downloaded. Results go to bench/results/media-cpu.json or media-gpu.json,
-where other models keep what they have.
+Each model is a run of `mlx-paged bench media`. The models are embedded or have random weights, so
+nothing is downloaded. Results go to bench/results/media-cpu.json or media-gpu.json, and leave other
+models' entries unchanged.
 """
 
 from __future__ import annotations

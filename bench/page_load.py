@@ -1,9 +1,9 @@
-"""Measures how long a browser with a slow connection takes until the chat page can be used.
+"""Measures how soon the chat page is usable in a browser with a slow connection.
 
     python bench/page_load.py --save
 
-Chromium's network emulation limits the rate and adds a latency to each request. The page can be
-used once the composer takes text and the model is known; Markdown and its libraries come later.
+Chromium's network emulation limits the rate and adds latency to each request. The page is usable
+once the composer takes text and the model is known; Markdown and its libraries load later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BROWSERS = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-c
 
 
 def measure(url: str, kbit: float, latency: float) -> dict[str, Any]:
-    """Seconds until the page can be used, and until everything has been loaded."""
+    """Seconds until the page is usable, and until everything has loaded."""
     executable = next(path for path in BROWSERS if Path(path).exists())
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox", "--disable-background-networking"]
@@ -42,7 +42,7 @@ def measure(url: str, kbit: float, latency: float) -> dict[str, Any]:
         )  # fmt: skip
         begin = time.perf_counter()
         page.goto(url, wait_until="commit")
-        # (The model's name comes with the first answer of the server, after the page's own code.)
+        # The model's name arrives with the server's first answer, after the page's own code.
         page.wait_for_function("() => document.querySelector('#model')?.value")
         usable = time.perf_counter() - begin
         num_requests, num_bytes = len(sizes), sum(sizes)

@@ -1,4 +1,4 @@
-"""Plots of docs/benchmarks.md, from bench/results: python bench/plots.py"""
+"""Plots for docs/benchmarks.md, from bench/results: python bench/plots.py"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 OURS, THEIRS, OTHERS = "#0b6e4f", "#c8553d", ("#6c8ebf", "#b0a160", "#8d6a9f")
 STYLE = {
-    "svg.hashsalt": "mlx_paged",  # the same file for the same figures
+    "svg.hashsalt": "mlx_paged",  # makes the files reproducible
     "svg.fonttype": "none",
     "font.size": 9,
     "axes.spines.top": False,
@@ -38,7 +38,7 @@ def save(figure: Any, name: str) -> None:
 
 
 def bars(axes: Any, groups: list[str], series: dict[str, list[float | None]], unit: str) -> None:
-    """One cluster of bars a group, one colour a series; what failed has no bar."""
+    """Draws a cluster of bars per group and a color per series; failed runs have no bar."""
     colours = dict(zip(series, (OURS, THEIRS, *OTHERS)))
     width = 0.8 / len(series)
     for i, (label, values) in enumerate(series.items()):
@@ -57,7 +57,7 @@ def legend(figure: Any, axes: Any) -> None:
 
 
 def decode_bandwidth() -> None:
-    """Share of copy bandwidth by query heads that share a KV head, and by batch."""
+    """Share of copy bandwidth by query heads per KV head, and by batch."""
     results = [r for r in load("kernels-h200")["results"] if r["op"] == "paged_attention"]
     usual = [r for r in results if r.get("dim") == 128 and r.get("block_size") == 32]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), sharey=True)
@@ -74,7 +74,7 @@ def decode_bandwidth() -> None:
 
 def _shares(axes: Any, results: list[dict[str, Any]], groups: list[str], title: str) -> None:
     names = [n for n in LABELS if any(n in r["share_of_copy"] for r in results)]
-    # With the gaps between kernels, as the layers of a model have them.
+    # Including the gaps between kernels, as in a model's layers.
     series: dict[str, list[float | None]] = {
         LABELS[n]: [
             100 * r["share_of_copy"][n]["in_a_row"] if n in r["share_of_copy"] else None
@@ -116,7 +116,7 @@ def _both(rows: list[dict[str, Any]], field: str) -> dict[str, list[float | None
 
 
 def cpu_engine() -> None:
-    """Output tokens a second on two CPU cores."""
+    """Output tokens per second on two CPU cores."""
     rows = load("engine-cpu")["results"]
     groups = [f"{r['workload']}\n{r['concurrency']} at once" for r in rows]
     series = {

@@ -1,4 +1,4 @@
-"""Time of one sampling step, by settings: edits, filters, the draw, log-probabilities.
+"""Time of one sampling step by settings: penalties, filters, the draw, log-probabilities.
 
 python bench/sampling.py
 """
@@ -24,7 +24,7 @@ from mlx_paged.engine.sampling.sampler import SamplingMetadata, sample
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 
 SHAPES = [(8, 4096), (256, 4096), (8, 151_936), (256, 151_936)]
-NUM_SEEN = 400  # tokens of the prompt, and of the answer
+NUM_SEEN = 400  # tokens of the prompt, and as many of the answer
 
 
 def penalized(num_rows: int, vocab_size: int, rng: np.random.Generator) -> list[SamplingRow]:
@@ -39,7 +39,7 @@ def penalized(num_rows: int, vocab_size: int, rng: np.random.Generator) -> list[
 
 
 def measure(num_rows: int, vocab_size: int) -> dict[str, float]:
-    """Seconds of a step by setting."""
+    """Seconds per step, by setting."""
     rng = np.random.default_rng(0)
     logits = mx.random.normal((num_rows, vocab_size)) * 3
     newest = mx.array(rng.integers(0, vocab_size, num_rows).astype(np.int32))

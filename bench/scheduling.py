@@ -1,8 +1,8 @@
-"""Host time of scheduling where many sequences wait: for one long prompt, or for a sibling's.
+"""Host time of scheduling when many sequences wait: for one long prompt, or for a sibling's.
 
-No model and no MLX: the scheduler and the KV store alone, with one step of overlap, as the engine
-runs them. Every sampled token is the same. Times are those of the thread, so that a busy machine
-does not show in them.
+Needs no model and no MLX: it runs the scheduler and the KV store alone, with one step of overlap as
+in the engine. Every sampled token is the same. Times are CPU times of the thread, so a busy machine
+does not affect them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONG_PROMPT = 30_000
 
 
 class Engine:
-    """Schedules a step and commits the one before it; times both."""
+    """Schedules a step and commits the previous one; times both."""
 
     def __init__(self, num_blocks: int, **config: Any) -> None:
         self.scheduler = Scheduler(SchedulerConfig(**config), KVManager(num_blocks, 32))
@@ -48,16 +48,16 @@ class Engine:
 
 
 def freeze() -> None:
-    """Keeps what is there out of garbage collections, as the engine's thread does."""
+    """Excludes existing objects from garbage collection, like the engine's thread."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
 def waiting(num_waiting: int, timeout: float | None, distinct: int) -> dict[str, Any]:
-    """Requests that wait for `distinct` long prompts, each its own.
+    """Requests that wait for one of `distinct` long prompts.
 
-    Only the steps in which those are computed count.
+    Only the steps that compute those prompts count.
     """
     engine = Engine(40_000 + 940 * distinct)
     scheduler = engine.scheduler
@@ -85,7 +85,7 @@ def waiting(num_waiting: int, timeout: float | None, distinct: int) -> dict[str,
 
 
 def answers(n: int, prompt_len: int = 100, max_tokens: int = 8) -> dict[str, Any]:
-    """One request of `n` answers, and as many requests of one."""
+    """One request with `n` answers, and `n` requests with one answer each."""
     result: dict[str, Any] = {"n": n}
     for name, requests in (
         ("n", [Request("a", list(range(prompt_len)), StopPolicy(max_tokens), n=n)]),

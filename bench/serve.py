@@ -1,9 +1,9 @@
-"""The server against mlx_lm.server and vllm-mlx: same machine, weights, BLAS and load, in turn.
+"""The server against mlx_lm.server and vllm-mlx: same machine, weights, BLAS and load, in turns.
 
     python bench/serve.py --vllm-mlx /path/to/an/environment/bin/vllm-mlx
 
 All three serve one directory with the embedded model's weights in float32, and use the same
-OpenBLAS by LD_PRELOAD (Debian: libopenblas0). All run at once and each waits while another is
+OpenBLAS through LD_PRELOAD (Debian: libopenblas0). All stay up, and the others idle while one is
 measured, workload by workload, round by round; figures are medians over the rounds. A bias against
 the end tokens gives answers their full length.
 """
@@ -33,11 +33,11 @@ from mlx_paged.cli.bench.serve import figures
 
 @dataclass(frozen=True)
 class Server:
-    """How to start a server; ``{model}`` and ``{port}`` are filled in."""
+    """Starts one kind of server; fills in ``{model}`` and ``{port}``."""
 
     name: str
     command: list[str]
-    extra: dict[str, Any]  # of each request
+    extra: dict[str, Any]  # additional fields of each request
     served_name: str | None = None  # None: the model's directory
 
 
@@ -64,7 +64,7 @@ WORKLOADS = [
 
 
 def export_float32(target: Path) -> None:
-    """The embedded model, dequantised: what every server loads."""
+    """Writes the dequantized embedded model, which every server loads."""
     import mlx_paged.extension  # noqa: F401  (BLAS before mlx)
 
     # isort: split
@@ -157,7 +157,7 @@ def main() -> None:
             for number in range(options.rounds):
                 for i, workload in enumerate(WORKLOADS):
                     for server, url in running:
-                        # (Another seed each time: nothing is in a prefix cache.)
+                        # A new seed each time, so that no prefix is cached.
                         made = measure(url, server, model, tokenizer, workload, 100 * number + i)
                         runs.setdefault((i, server.name), []).append(made)
                         print(server.name, workload.name, workload.concurrency,

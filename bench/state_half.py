@@ -1,4 +1,4 @@
-"""The state half alone, without arrays: what a prefix, a search, a blocked request and a step cost.
+"""The state half alone, without arrays: costs of a prefix, a search, a blocked request and a step.
 
 python bench/state_half.py              # writes bench/results/state_half.json
 """
@@ -32,7 +32,7 @@ def tokens(count: int, stride: int = 7919) -> list[int]:
 
 
 def least_us(run: Callable[[], object], repeat: int) -> float:
-    """Least wall time of `run`, in microseconds: what it costs when nothing interferes."""
+    """Minimum wall time of `run` in microseconds, its cost without interference."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -42,7 +42,7 @@ def least_us(run: Callable[[], object], repeat: int) -> float:
 
 
 def prefix_tree(num_tokens: int, repeat: int) -> dict[str, Any]:
-    """Bytes of a node, and the time to match a prompt whose whole prefix is cached."""
+    """Bytes per node, and the time to match a prompt whose whole prefix is cached."""
     kv = KVManager(2 * num_tokens // BLOCK_SIZE, BLOCK_SIZE)
     gc.collect()
     tracemalloc.start()
@@ -84,7 +84,7 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
 
 
 def blocked_head(repeat: int) -> dict[str, Any]:
-    """A step of one decode while a 70,000-token prompt, most of it cached, has no room."""
+    """A step with one decode while a 70,000-token prompt, mostly cached, has no room."""
     scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=4096), KVManager(2300, BLOCK_SIZE))
     prompt = tokens(70_000, 31)
     scheduler.add(Request("earlier", prompt[:64_000], StopPolicy(max_tokens=5)))
@@ -108,7 +108,7 @@ def blocked_head(repeat: int) -> dict[str, Any]:
 
 
 def decodes(num_seqs: int, repeat: int) -> dict[str, Any]:
-    """`schedule` and `update_from_output` of so many running sequences."""
+    """`schedule` and `update_from_output` with `num_seqs` running sequences."""
     config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs))
     scheduler = Scheduler(config, KVManager(200 + 40 * num_seqs, BLOCK_SIZE))
     for i in range(num_seqs):

@@ -1,13 +1,13 @@
-"""What grammars cost: a decode step, the first token of a new schema, and their compile times.
+"""Costs of grammars: a decode step, the first token of a new schema, and compile times.
 
 python bench/structured.py                  # the embedded model's layers, on a CPU; ten minutes
 python bench/structured.py --model 3b       # Llama-3.2-3B's shape in bfloat16, on a GPU
 
-32 answers follow 16 schemas: JSON that is written in advance, which a model with random weights is
-made to generate (its last hidden state leads to the next token of the text). Steps with and without
-grammars alternate in one process and generate the same tokens. Vocabularies are learned from the
-texts of the installation (`vocabularies.py`) and kept in build/vocabularies; learning 152k tokens
-takes minutes.
+32 answers follow 16 schemas. Their JSON is written in advance, and a model with random weights is
+forced to generate it: its last hidden state selects the next token of the text. Steps with and
+without grammars alternate in one process and generate the same tokens. Vocabularies are learned
+from the texts of the installation (`vocabularies.py`) and kept in build/vocabularies; learning 152k
+tokens takes minutes.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ assert len(SCHEMAS) == 16
 
 
 def endless(schema: dict[str, Any]) -> dict[str, Any]:
-    """A list of so many that no answer of a measurement has them all."""
+    """A list too long for the answers of a measurement to contain all of it."""
     definitions = schema.get("$defs", {})
     items = {key: value for key, value in schema.items() if key != "$defs"}
     return {"type": "array", "items": items, "minItems": 2000, "$defs": definitions}
@@ -159,7 +159,7 @@ BY_FORMAT = {
 
 
 def value_of(schema: dict[str, Any], root: dict[str, Any], rng: random.Random) -> Any:
-    """A random value of a schema of `SCHEMAS`."""
+    """A random value for a schema of `SCHEMAS`."""
     if "$ref" in schema:
         return value_of(root["$defs"][schema["$ref"].rpartition("/")[2]], root, rng)
     if "anyOf" in schema:
@@ -199,7 +199,7 @@ def value_of(schema: dict[str, Any], root: dict[str, Any], rng: random.Random) -
 
 
 def scripts_of(tokenizer: TokenizerWrapper, length: int) -> NDArray[np.int32]:
-    """``[ROWS, length]``: the tokens that each row generates, a bracket first."""
+    """``[ROWS, length]``: the tokens that each row generates, starting with a bracket."""
     rng = random.Random(0)
     [bracket] = tokenizer.encode("[", add_special_tokens=False)
     scripts = []
@@ -218,13 +218,13 @@ def scripts_of(tokenizer: TokenizerWrapper, length: int) -> NDArray[np.int32]:
 
 
 class Replaying(llama.LlamaModel):
-    """Hidden states from which the output projection, which is the embedding, makes the next token
-    of a script. Rows of a step are the sequences, in their order."""
+    """Hidden states that make the output projection (the tied embedding) select the next token of a
+    script. The rows of a step are the sequences in order."""
 
     def __call__(self, inputs: mx.array, cache: Any = None, *args: Any) -> mx.array:
         positions = cache[0].offset if cache else 0
         hidden = super().__call__(inputs, cache, *args)
-        if not isinstance(positions, mx.array):  # dense: only the layout of the cache is asked for
+        if not isinstance(positions, mx.array):  # a dense call, which only asks for cache layouts
             return hidden
         rows = mx.arange(hidden.shape[0]) % ROWS
         place = mx.clip(positions - (PROMPT_TOKENS - 1), 0, self._scripts.shape[1] - 1)
@@ -232,7 +232,7 @@ class Replaying(llama.LlamaModel):
 
 
 def random_model(kind: str, vocab_size: int, folder: Path) -> LoadedModel:
-    """The layers of the embedded model, or of a 3B Llama, under a vocabulary; random weights."""
+    """A random model with the embedded model's or a 3B Llama's layers and another vocabulary."""
     config = dict(LLAMA_3B)
     if kind == "embedded":
         config = json.loads((model_path() / "config.json").read_text())
@@ -244,7 +244,7 @@ def random_model(kind: str, vocab_size: int, folder: Path) -> LoadedModel:
     weights = []
     for path, array in tree_flatten(model.parameters()):
         weight = (0.02 * mx.random.normal(array.shape)).astype(dtype)
-        mx.eval(weight)  # one at a time: the random numbers are of 32 bits
+        mx.eval(weight)  # one at a time, because the random numbers are float32
         weights.append((path, weight))
     model.update(tree_unflatten(weights))
     mx.eval(model.parameters())
@@ -258,7 +258,7 @@ def random_model(kind: str, vocab_size: int, folder: Path) -> LoadedModel:
 def engine_of(model: LoadedModel) -> Engine:
     options = {"num_gpu_blocks_override": 2048, "max_model_len": 2048, "max_num_seqs": ROWS}
     engine = Engine(model, EngineConfig(**options))  # type: ignore[arg-type]
-    _ = engine.intake.grammar_compiler.tokenizer  # (it is made in the background)
+    _ = engine.intake.grammar_compiler.tokenizer  # waits for it; a background thread makes it
     return engine
 
 
@@ -271,7 +271,7 @@ def prompt(rng: np.random.Generator, engine: Engine) -> list[int]:
 
 @contextmanager
 def timed(owner: Any, name: str, into: list[float]) -> Iterator[None]:
-    """Adds the milliseconds of each call of a function to a list."""
+    """Appends the milliseconds of each call of a function to a list."""
     function = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -289,12 +289,12 @@ def timed(owner: Any, name: str, into: list[float]) -> Iterator[None]:
 
 
 def engine_scripts(engine: Engine) -> list[list[int]]:
-    """What each row generates."""
+    """Tokens that each row generates."""
     return scripts_of(engine.tokenizer, MOST_STEPS).tolist()  # type: ignore[no-any-return]
 
 
 def run_steps(engine: Engine, with_grammars: bool, steps: int, seed: int) -> dict[str, list[float]]:
-    """Milliseconds of steps in which all rows decode, and of what they spend on masks."""
+    """Milliseconds per step while all rows decode, and the part spent on masks."""
     rng = np.random.default_rng(seed)
     requests: list[str] = []
     generated: dict[str, list[int]] = {}
@@ -313,7 +313,7 @@ def run_steps(engine: Engine, with_grammars: bool, steps: int, seed: int) -> dic
         engine.add_request(requests[-1], prompt(rng, engine), params)
     while engine.stats().num_waiting:
         step()
-    for _ in range(5 + 20 * (seed % 10)):  # (each round measures another part of the texts)
+    for _ in range(5 + 20 * (seed % 10)):  # each round measures a different part of the texts
         step()
     times: dict[str, list[float]] = {"step": [], "follow": [], "fill": [], "cpu": []}
     gc.collect()
@@ -339,8 +339,8 @@ def run_steps(engine: Engine, with_grammars: bool, steps: int, seed: int) -> dic
 
 
 def decode(engine: Engine, steps: int, rounds: int) -> dict[str, Any]:
-    """Steps with grammars and without, in turn."""
-    run_steps(engine, True, 5, 0)  # (compiles grammars, and what the first step of a shape needs)
+    """Steps with and without grammars, in turns."""
+    run_steps(engine, True, 5, 0)  # warm-up: compiles grammars and the first step of each shape
     of: dict[bool, list[dict[str, list[float]]]] = {False: [], True: []}
     for turn in range(rounds):
         for with_grammars in (False, True):
@@ -362,9 +362,9 @@ def decode(engine: Engine, steps: int, rounds: int) -> dict[str, Any]:
     return {
         "rows": ROWS,
         "step_ms": compared("step"),
-        # Of all threads: what a step costs whatever else the machine does.
+        # CPU time of all threads, which does not depend on other load.
         "cpu_ms": compared("cpu"),
-        # A thread's, under the host's building and encoding of the forward.
+        # On another thread, while the host builds and encodes the forward pass.
         "follow_and_fill_ms": round(statistics.median(medians(True, "follow")), 3),
         "fill_ms": {
             "median": round(statistics.median(fill), 3),
@@ -378,7 +378,7 @@ def decode(engine: Engine, steps: int, rounds: int) -> dict[str, Any]:
 
 
 def first_token_ms(engine: Engine, wanted: StructuredOutputs | None, seed: int) -> float:
-    """From a request's arrival at an idle engine to its first token."""
+    """Time from a request's arrival at an idle engine to its first token."""
     params = SamplingParams(temperature=0.0, max_tokens=1, structured_outputs=wanted)
     tokens = prompt(np.random.default_rng((9, seed)), engine)
     start = time.perf_counter()
@@ -392,7 +392,7 @@ def first_token_ms(engine: Engine, wanted: StructuredOutputs | None, seed: int) 
 
 
 def first_tokens(engine: Engine, rounds: int) -> dict[str, Any]:
-    """Each schema under a title that makes it new, and as many requests without any."""
+    """Each schema under a new title, so that it is not cached, and as many requests without one."""
     free, new = [], []
     seed = 0
     for turn in range(rounds):
@@ -415,7 +415,7 @@ def first_tokens(engine: Engine, rounds: int) -> dict[str, Any]:
 
 
 def compile_times(model: LoadedModel) -> dict[str, Any]:
-    """Milliseconds to compile each schema, and to set the tokenizer up."""
+    """Milliseconds to compile each schema, and to set up the tokenizer."""
     start = time.perf_counter()
     eos = model.tokenizer.eos_token_ids
     compiler = GrammarCompiler(model.tokenizer, model.vocab_size, eos)

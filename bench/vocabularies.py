@@ -1,6 +1,6 @@
-"""Byte-level BPE tokenizers of a wanted size, learned from the texts of this Python installation.
+"""Byte-level BPE tokenizers of a given size, learned from the texts of this Python installation.
 
-What a step of a grammar costs depends on the words of a vocabulary, and the embedded model's has
+The cost of a grammar step depends on the words of a vocabulary, and the embedded model has only
 4,096. A tokenizer is learned once (minutes for 152k) and kept in ``build/vocabularies``.
 """
 
@@ -35,9 +35,9 @@ def texts(most_bytes: int) -> Iterator[str]:
 
 
 def learn(size: int) -> Tokenizer:
-    """A tokenizer of `size` tokens, end and padding included."""
+    """A tokenizer of `size` tokens, including end and padding."""
     tokenizer = Tokenizer(models.BPE())
-    # Words, numbers of up to three digits, punctuation: as GPT-4's and Qwen's.
+    # Splits words, numbers of up to three digits, and punctuation, like GPT-4 and Qwen.
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -68,7 +68,7 @@ def learn(size: int) -> Tokenizer:
 
 
 def tokenizer_of(size: int, folder: Path = FOLDER) -> TokenizerWrapper:
-    """mlx-lm's tokenizer of a size; learned if `folder` has none."""
+    """mlx-lm's tokenizer of a given size; learned if `folder` has none."""
     path = folder / f"{size}.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

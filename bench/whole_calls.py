@@ -1,15 +1,15 @@
-"""Whole calls of `LLM.generate` on a GPU, as vLLM is measured, in turn with mlx-lm; random weights.
+"""Whole calls of `LLM.generate` on a GPU, measured like vLLM, in turns with mlx-lm; random weights.
 
 python bench/whole_calls.py                       # all parts: eight minutes on an H100
-python bench/whole_calls.py --only decode ttft    # some; the others' results are kept
+python bench/whole_calls.py --only decode ttft    # some; keeps the others' results
 python bench/whole_calls.py --only decode --workload "32 x 1024" --no-peer
-python bench/whole_calls.py --tiny                # seconds on a CPU: does it run?
+python bench/whole_calls.py --tiny                # smoke test: seconds on a CPU
 
-A step is (time of a call for 145 tokens - time of one for 17) / 128, with the prompts in the prefix
-cache; mlx-lm computes its prompts in both calls. For every decode workload also: host time a step
-(everything but waiting for the device), the share of time in which the GPU ran nothing (as the
-driver samples it) and MLX's peak memory. `busy` repeats two of them on one core, alone and with a
-process that never sleeps on the same core.
+The time of a step is (time of a call for 145 tokens - time of one for 17) / 128, with the prompts
+in the prefix cache; mlx-lm computes its prompts in both calls. Every decode workload also has: host
+time per step (everything except waiting for the device), the share of time in which the GPU was
+idle (as the driver samples it) and MLX's peak memory. `busy` repeats two of them on one core, alone
+and next to a busy-waiting process on the same core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import cuda_engine  # (first: it keeps mlx-lm as it is)
+import cuda_engine  # first, because it keeps mlx-lm unpatched
 import mlx.core as mx
 import numpy as np
 from cuda_engine import attempt, plain_mlx, random_model, rest
@@ -41,8 +41,8 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.model.loader import LoadedModel
 
 BLOCK = 32
-SHORT, LONG = 17, 145  # tokens of the two calls of a step's figure
-LARGEST = 64  # rows above which a call is made once instead of three times
+SHORT, LONG = 17, 145  # tokens of the two calls that give the time of a step
+LARGEST = 64  # with more rows, a call is made once instead of three times
 DECODE = {**cuda_engine.DECODE, **cuda_engine.DECODE_MORE}
 FEW = cuda_engine.OTHER_MODELS
 PREFILL = cuda_engine.PREFILL
@@ -66,13 +66,13 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Run:
-    """What the options ask for.
+    """The command-line options.
 
     Attributes:
-        peer: measure mlx-lm too.
-        workloads: names of those that are run; empty: all.
-        tiny: a small model and short prompts, on a CPU.
-        ends_at: no workload begins after this, in seconds of `time.monotonic`.
+        peer: Measure mlx-lm too.
+        workloads: Names of the workloads to run; empty: all.
+        tiny: Use a small model and short prompts, on a CPU.
+        ends_at: Start no workload after this time, in seconds of `time.monotonic`.
     """
 
     peer: bool = True
@@ -81,7 +81,7 @@ class Run:
     ends_at: float = float("inf")
 
     def chosen(self, workloads: dict[str, Lengths]) -> Iterator[tuple[str, Lengths]]:
-        """The workloads to run, as long as there is time."""
+        """The workloads to run, until the time is up."""
         for name, lengths in workloads.items():
             if self.workloads and name not in self.workloads:
                 continue
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Of the two calls."""
+        """Lengths of the two calls."""
         return (2, 6) if self.tiny else (SHORT, LONG)
 
 
@@ -114,7 +114,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 def llm_for(
     model: LoadedModel, lengths: Lengths, max_tokens: int, copies: int = 1, **options: Any
 ) -> LLM:
-    """With a pool that holds what is asked of it, `copies` times (prefixes that stay cached)."""
+    """Makes an engine with room for `copies` times the workload (prefixes that stay cached)."""
     blocks = sum(-(-(n + max_tokens) // BLOCK) + 1 for n in lengths) * copies + 8
     return LLM(
         model,
@@ -129,13 +129,13 @@ def llm_for(
 
 
 def step_ms(times: Callable[[int], float], run: Run, repeat: int) -> dict[str, Any]:
-    """A step's time by two calls; the median, and all of them.
+    """The time of a step from two calls; the median, and all samples.
 
     Args:
-        times: seconds of a call for so many tokens.
+        times: Returns the seconds of a call for a number of tokens.
     """
     short, long = run.tokens
-    times(short)  # prepares kernels and graphs, and puts prompts into the cache
+    times(short)  # warm-up: prepares kernels and graphs, and caches the prompts
     times(long)
     found = [(times(long) - times(short)) / (long - short) * 1e3 for _ in range(repeat)]
     return {
@@ -145,7 +145,7 @@ def step_ms(times: Callable[[int], float], run: Run, repeat: int) -> dict[str, A
 
 
 def decode(model: LoadedModel, lengths: Lengths, run: Run, **options: Any) -> dict[str, Any]:
-    """Ours, with an engine's options: step time, host time, idle share of the GPU, peak memory."""
+    """Our step time, host time, GPU idle share and peak memory, with engine options."""
     rest()
     copies = ops.pool_copies()
     prompts, (_, long) = prompts_of(model, lengths), run.tokens
@@ -194,7 +194,7 @@ def decode_peer(model: LoadedModel, lengths: Lengths, run: Run) -> dict[str, Any
 
 
 def host_ms(engine: Engine, call: Callable[[], object]) -> dict[str, float]:
-    """What the host's thread does in the median decode step, by phase; `all` but waiting."""
+    """Work of the host's thread in the median decode step, by phase; `all` excludes waiting."""
     clock, samples, step = Clock(), [], engine.step
 
     def watched() -> Any:
@@ -220,7 +220,7 @@ def host_ms(engine: Engine, call: Callable[[], object]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def watching(clock: Clock, engine: Engine) -> Iterator[None]:
-    """As `Clock.watching`, but encoding (within MLX's evaluations) counts as launching."""
+    """Like `Clock.watching`, but encoding (within MLX's evaluations) counts as launching."""
     parts = [
         (engine._scheduler, "schedule", "schedule"),
         (engine._scheduler, "update_from_output", "commit"),
@@ -240,7 +240,7 @@ def watching(clock: Clock, engine: Engine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gpu_use() -> Iterator[list[int]]:
-    """Collects the driver's samples: percent of time in which the GPU ran a kernel."""
+    """Collects the driver's samples: percentage of time in which the GPU ran a kernel."""
     samples: list[int] = []
     if shutil.which("nvidia-smi") is None or mx.default_device() == mx.cpu:
         yield samples
@@ -254,16 +254,16 @@ def gpu_use() -> Iterator[list[int]]:
         process.terminate()
         out = process.stdout.read() if process.stdout else ""
     found = [int(line) for line in out.split() if line.isdigit()]
-    # A sample is of the sixth of a second before it; the first are of the time before the call.
+    # A sample covers the sixth of a second before it, so the first ones precede the call.
     samples += found[10:] or found[-1:]
 
 
-# --- One core, and a neighbour on it --------------------------------------------------------------
+# --- One core, shared with a busy process ---------------------------------------------------------
 
 
 @contextlib.contextmanager
 def pinned() -> Iterator[int]:
-    """This thread on one core."""
+    """Pins this thread to one core."""
     before = os.sched_getaffinity(0)
     core = max(before)
     os.sched_setaffinity(0, {core})
@@ -275,7 +275,7 @@ def pinned() -> Iterator[int]:
 
 @contextlib.contextmanager
 def neighbour(core: int) -> Iterator[None]:
-    """A process that never sleeps on a core."""
+    """Runs a busy-waiting process on a core."""
     code = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
@@ -286,7 +286,7 @@ def neighbour(core: int) -> Iterator[None]:
 
 
 def busy(model: LoadedModel, lengths: Lengths, run: Run) -> dict[str, Any]:
-    """Step time on one core, alone and with a neighbour."""
+    """Step time on one core, alone and next to a busy process."""
     rest()
     prompts, (_, long) = prompts_of(model, lengths), run.tokens
     llm = llm_for(model, lengths, long)
@@ -305,7 +305,7 @@ def busy(model: LoadedModel, lengths: Lengths, run: Run) -> dict[str, Any]:
 
 
 def prefill(model: LoadedModel, lengths: Lengths, run: Run) -> dict[str, Any]:
-    """Prompt tokens a second, until the last first token; other prompts in each call."""
+    """Prompt tokens per second, until the last first token; each call has new prompts."""
     rest()
     llm = llm_for(model, lengths, 1, copies=2)
     seconds = []
@@ -334,7 +334,7 @@ def prefill_peer(model: LoadedModel, lengths: Lengths, run: Run) -> dict[str, An
 
 
 def ttft(model: LoadedModel, prefix_len: int, tail_len: int, run: Run) -> dict[str, Any]:
-    """Until the first token of a prompt, new and, where it has a prefix, with that cached."""
+    """Time to first token of a prompt: new and, if it has a prefix, with that cached."""
     rest()
     llm = llm_for(model, (prefix_len + tail_len,), 1, copies=12)
     cold, warm = [], []
@@ -354,8 +354,8 @@ def ttft(model: LoadedModel, prefix_len: int, tail_len: int, run: Run) -> dict[s
 def new_lengths(
     model: LoadedModel, prefix_len: int, tail_lens: Lengths, run: Run
 ) -> dict[str, Any]:
-    """Until the first token behind a cached prefix, of lengths that are new and when they come
-    again."""
+    """Time to first token after a cached prefix, for new prompt lengths and for repeated
+    ones."""
     rest()
     llm = llm_for(model, (prefix_len + max(tail_lens),), 1, copies=12)
     [prefix] = prompts_of(model, (prefix_len,), seed=300)
@@ -416,7 +416,7 @@ def few(model: LoadedModel, run: Run) -> Report:
 
 
 def kv_formats(model: LoadedModel, run: Run) -> Report:
-    """Long contexts in pools of 16 bits and in quantised ones."""
+    """Long contexts in 16-bit and in quantized pools."""
     results = []
     for name in ("auto", "int8", "int8_k_int4_v"):
         ours = partial(decode, kv_cache_dtype=name)

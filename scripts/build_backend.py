@@ -1,13 +1,14 @@
-"""Builds the package: scikit-build-core, and before it the choice whether there is a CUDA backend.
+"""Build backend: decides whether to build for CUDA, then calls scikit-build-core.
 
-pip calls the hooks of this file (pyproject.toml, build-system). They are scikit-build-core's, but
-where a CUDA backend is to be built and the machine has no nvcc, they also ask pip for NVIDIA's.
-CMake (csrc/cuda/cuda.cmake) runs `python scripts/build_backend.py SETTING COMPILER` for the choice,
-and the Makefile `python scripts/build_backend.py requirements EXTRA` for what a build needs.
+pip calls the hooks in this file (pyproject.toml, build-system). They are scikit-build-core's, but
+if a CUDA backend should be built and the machine has no nvcc, they also request NVIDIA's from pip.
+CMake (csrc/cuda/cuda.cmake) runs `python scripts/build_backend.py SETTING COMPILER` for the
+decision, and the Makefile runs `python scripts/build_backend.py requirements EXTRA` for build
+requirements.
 
-pip does not tell a build which extras were asked for. So the CUDA backend is built where an NVIDIA
-driver is loaded or the Python that builds has an MLX for CUDA; `MLX_PAGED_CUDA=ON` and `OFF` (an
-environment variable, or `-Ccmake.define.MLX_PAGED_CUDA=ON`) choose by hand. Needs Python alone.
+pip does not tell a build which extras were requested. So the CUDA backend is built if an NVIDIA
+driver is loaded, or if the Python that builds has an MLX for CUDA; `MLX_PAGED_CUDA=ON` and `OFF`
+(an environment variable, or `-Ccmake.define.MLX_PAGED_CUDA=ON`) override this. Needs only Python.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-try:  # (CMake runs this file where the hooks' package may be missing)
+try:  # CMake may run this file without the hooks' package.
     from scikit_build_core import build as _skbuild
     from scikit_build_core.build import *  # noqa: F403
 except ImportError:
     pass
 
-# nvcc and all that it needs, in CUDA's first version 13: any driver of 13 runs what it compiles.
+# nvcc and its requirements, in the first CUDA 13: any CUDA 13 driver runs its output.
 NVCC_WHEELS = tuple(
     f"nvidia-{name}==13.0.*"
     for name in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl", "cuda-culibos")
@@ -40,11 +41,11 @@ _OFF = "or set MLX_PAGED_CUDA=OFF to build for the CPU alone"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the NVIDIA driver says.
+    """Facts from the NVIDIA driver.
 
     Attributes:
-        cuda: the newest CUDA that it runs, as (13, 0); None without a driver.
-        architectures: compute capabilities of its GPUs, as "90".
+        cuda: The newest CUDA that it supports, as (13, 0); None without a driver.
+        architectures: Compute capabilities of its GPUs, as "90".
     """
 
     cuda: tuple[int, int] | None = None
@@ -53,13 +54,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """True if to build the CUDA backend.
+    """The decision for or against a CUDA backend.
 
     Attributes:
-        nvcc: the compiler to build it with; None to leave it out.
-        problem: why it cannot be built although it should be, with the command that helps.
-        reason: why it is left out.
-        architectures: to compile for; empty for all.
+        nvcc: The compiler to use; None for no CUDA backend.
+        problem: Why a wanted backend cannot be built, with a command that helps.
+        reason: Why there is no CUDA backend.
+        architectures: Architectures to compile for; empty for all.
     """
 
     nvcc: str | None = None
@@ -69,7 +70,7 @@ class Choice:
 
 
 def find_gpu() -> Gpu:
-    """Asks the driver, in a process of its own: CUDA stays in a process that has started it."""
+    """Queries the driver in a separate process, because CUDA stays loaded in a process."""
     answer = subprocess.run(
         [sys.executable, __file__, "gpu"], capture_output=True, text=True, check=False
     )
@@ -81,7 +82,7 @@ def find_gpu() -> Gpu:
 
 
 def _print_gpu() -> None:
-    """The driver's version as CUDA writes it (13000), then the capability of each kind of GPU."""
+    """Prints the driver's version in CUDA's form (13000), then each distinct GPU capability."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -99,7 +100,7 @@ def _print_gpu() -> None:
 
 
 def find_nvcc() -> str | None:
-    """nvcc as CMake would find it, then of NVIDIA's usual folder, then of its Python packages."""
+    """Finds nvcc: on CMake's search path, in NVIDIA's usual folder, or in its Python packages."""
     folders = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     folders.append(Path("/usr/local/cuda"))
     spec = util.find_spec("nvidia")
@@ -118,13 +119,13 @@ def has_cuda_mlx() -> bool:
 
 
 def choose(setting: str, nvcc: str | None, gpu: Gpu, *, cuda_mlx: bool) -> Choice:
-    """Decides.
+    """Decides whether to build the CUDA backend.
 
     Args:
-        setting: ``ON``, ``OFF`` or ``AUTO``, and what CMake takes for the first two.
-        nvcc: a compiler, if there is one.
-        gpu: what the driver says.
-        cuda_mlx: whether the Python that builds has an MLX for CUDA.
+        setting: ``ON``, ``OFF`` or ``AUTO``, or a CMake synonym for the first two.
+        nvcc: Path of a compiler, if any.
+        gpu: Facts from the driver.
+        cuda_mlx: True if the Python that builds has an MLX for CUDA.
     """
     setting = setting.upper() or "AUTO"
     if setting in ("OFF", "0", "NO", "FALSE", "N"):
@@ -144,12 +145,12 @@ def choose(setting: str, nvcc: str | None, gpu: Gpu, *, cuda_mlx: bool) -> Choic
 
 
 def takes_wheels(gpu: Gpu) -> bool:
-    """True if NVIDIA's wheels of nvcc 13 make what this machine's driver runs."""
+    """True if NVIDIA's nvcc 13 wheels support this machine and its driver."""
     return gpu.cuda is None or gpu.cuda >= (13, 0)
 
 
 def setting_of(config_settings: Mapping[str, str | list[str]] | None) -> str:
-    """MLX_PAGED_CUDA, from pip's -C or the environment."""
+    """Value of MLX_PAGED_CUDA, from pip's -C or the environment."""
     given = (config_settings or {}).get("cmake.define.MLX_PAGED_CUDA")
     if isinstance(given, list):
         given = given[-1]
@@ -157,7 +158,7 @@ def setting_of(config_settings: Mapping[str, str | list[str]] | None) -> str:
 
 
 def cuda_requirements(config_settings: Mapping[str, str | list[str]] | None) -> list[str]:
-    """What pip is to fetch for the CUDA backend."""
+    """Packages that pip must fetch for the CUDA backend."""
     gpu, nvcc = find_gpu(), find_nvcc()
     choice = choose(setting_of(config_settings), nvcc, gpu, cuda_mlx=has_cuda_mlx())
     return list(NVCC_WHEELS) if choice.problem and nvcc is None and takes_wheels(gpu) else []
@@ -182,10 +183,10 @@ def get_requires_for_build_editable(
 
 
 def build_requirements(extra: str) -> list[str]:
-    """Lists what pip must install before a build without isolation (Makefile).
+    """Lists the packages that pip must install before a build without isolation (Makefile).
 
     Args:
-        extra: the extra that names MLX's backend, as ``cpu`` or ``cuda13``; empty on a Mac.
+        extra: The extra with MLX's backend: ``cpu`` or ``cuda13``; empty on a Mac.
     """
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     requirements: list[str] = project["build-system"]["requires"]
@@ -199,7 +200,7 @@ def build_requirements(extra: str) -> list[str]:
 
 
 def main() -> None:
-    """Prints a word and what goes with it, as a list of CMake's: for csrc/cuda/cuda.cmake."""
+    """Prints the decision and its details as a CMake list, for csrc/cuda/cuda.cmake."""
     if sys.argv[1:] == ["gpu"]:
         _print_gpu()
         return

@@ -1,13 +1,13 @@
-"""Everything that needs an NVIDIA GPU: builds, checks and measures, with a table of outcomes last.
+"""Builds, tests and benchmarks on an NVIDIA GPU; ends with a table of outcomes.
 
 python scripts/check_cuda.py                      # build, tests on the GPU, compute-sanitizer
-python scripts/check_cuda.py --only ops parity    # some of it
-python scripts/check_cuda.py --only build media   # pictures: parity with mlx-vlm, bounds of rows
-python scripts/check_cuda.py --only build formats # quantised pools: their tests, and their speed
-python scripts/check_cuda.py --bench kernels      # and then measure; or the engine, or a MoE model
-python scripts/check_cuda.py --only --bench engine moe    # measure only
+python scripts/check_cuda.py --only ops parity    # some checks
+python scripts/check_cuda.py --only build media   # images: parity with mlx-vlm, bounds of rows
+python scripts/check_cuda.py --only build formats # quantized pools: their tests, and their speed
+python scripts/check_cuda.py --bench kernels      # also benchmark; or the engine, or a MoE model
+python scripts/check_cuda.py --only --bench engine moe    # benchmark only
 
-Checks share the GPU, several at a time; measurements have it to themselves.
+Several checks share the GPU; a benchmark has it to itself.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ ENGINE = [
     "engine_memory",
     "graph_runner",
 ]
-# Of the tests of media those that compute: parity with mlx-vlm, and pictures in an engine's steps.
+# The media tests that compute: parity with mlx-vlm, and images in engine steps.
 MEDIA = "mixed_steps or used_again or sounds"
 MEDIA_ENGINE = "with_pictures or mixed_batches or every_way or previous or second_turn or preempt"
 PLANTED = "memcheck of a planted fault"
-ALL_ARCHITECTURES = "80;86;89;90;100;120"  # as csrc/cuda/cuda.cmake has them
+ALL_ARCHITECTURES = "80;86;89;90;100;120"  # same as in csrc/cuda/cuda.cmake
 SANITIZED = ("float32", "bfloat16", "float16")
-ON_TEST_PATH = {  # of scripts in tests/ that pytest does not start
+ON_TEST_PATH = {  # for scripts in tests/ that run without pytest
     "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
 }
 NOT_THE_MOE = ["decode", "decode-more", "prefill", "prefix", "qwen3-0.6b", "llama-8b-4bit"]
@@ -75,16 +75,17 @@ def python(*arguments: str) -> list[str]:
 
 
 def pytest(name: str, *files: str, shards: int = 1, only: str = "not this_file") -> list[Stage]:
-    """Some test files, whatever their folders, divided among as many processes.
+    """Runs test files from any folder, divided among as many processes.
 
     Args:
-        only: as pytest's -k; by default all but what has its own run: a CPU's instruction sets.
+        only: Expression for pytest's -k; the default excludes tests with a run of their own, which
+            check the CPU's instruction sets.
     """
     tests = [str(path) for file in files for path in sorted(TESTS.rglob(f"test_{file}.py"))]
     assert len(tests) == len(files), f"there is not one test file for each of {files}"
     command = python("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
                      "-k", only, *tests)  # fmt: skip
-    # Exact products in fp32: the tests compare greedy tokens and small errors.
+    # Full fp32 precision: the tests compare greedy tokens and small errors.
     env = {"MLX_PAGED_TEST_DEVICE": "gpu", "MLX_ENABLE_TF32": "0"}
     if shards == 1:
         return [Stage(name, command, env)]
@@ -103,7 +104,7 @@ def sanitizer(tool: str, *arguments: str) -> list[str]:
 
 
 def build(name: str, architectures: str | None, folder: str) -> Stage:
-    """For the GPU of this machine, or with None for all that the package is built for."""
+    """Builds for this machine's GPU, or with None for all architectures of the package."""
     install = ["install", "-e", "."] if architectures else ["wheel", "-w", folder, "."]
     options = [f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architectures or ALL_ARCHITECTURES}"]
     return Stage(name, [
@@ -113,7 +114,7 @@ def build(name: str, architectures: str | None, folder: str) -> Stage:
 
 
 def checks() -> list[Stage]:
-    """The longest first."""
+    """The checks, longest first."""
     return [
         *(
             Stage(f"{tool} {dtype}", sanitizer(tool, "--dtype", dtype), ON_TEST_PATH)
@@ -125,7 +126,7 @@ def checks() -> list[Stage]:
         *pytest("engine", *ENGINE, shards=5),
         *pytest("company", "company", shards=3),
         *pytest("interleaving", "interleaving"),
-        # (Without mlx-vlm it fails: there is no test then.)
+        # Without mlx-vlm this fails, because no test runs.
         *pytest("media parity", "media_families", shards=2, only=MEDIA),
         *pytest("media engine", "media_families_engine", "media_engine", only=MEDIA_ENGINE),
         *(
@@ -136,13 +137,13 @@ def checks() -> list[Stage]:
             )
             for tool in ("racecheck", "memcheck", "synccheck")
         ),
-        # That the tool sees these kernels at all: here it has to report errors.
+        # Verifies that the tool sees these kernels: this run must report errors.
         Stage(PLANTED, sanitizer("memcheck", "--fault"), ON_TEST_PATH),
     ]
 
 
 def timed_checks() -> list[Stage]:
-    """Run where --only names them: the GPU has to be theirs."""
+    """Checks that run only if --only names them, because they need the whole GPU."""
     formats = python("bench/cuda_kv_formats.py", "--check")
     return [Stage("formats", formats, ON_TEST_PATH)]
 
@@ -160,7 +161,7 @@ def benchmarks() -> dict[str, Stage]:
 
 
 def summary(output: str) -> str:
-    """The last line of output that has the result."""
+    """The last line of the output with a result."""
     lines = [line.strip("= \n") for line in output.splitlines() if line.strip("= \n")]
     detail = [line for line in lines if re.search(r"SUMMARY|passed|failed|rror", line)]
     return (detail or lines or [""])[-1][:100]

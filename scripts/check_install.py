@@ -1,9 +1,9 @@
-"""Uses the installed package as a new user would: imports it, asks doctor, generates text.
+"""Tests an installed package like a new user: imports it, runs doctor, generates text.
 
     VENV/bin/python scripts/check_install.py
 
-For an environment with the package alone, outside of any checkout (`scripts/check_wheel.sh` and the
-wheels' builds make one). Exit status 1, and the reason, if something does not work.
+For an environment with only the package, outside any checkout (`scripts/check_wheel.sh` and the
+wheel builds make one). If something does not work, prints the reason and exits with status 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMAND = Path(sysconfig.get_path("scripts")) / "mlx-paged"
 
 
 def output_of(*command: str | Path) -> str:
-    # UTF-8: runners without a locale would print ASCII.
+    # UTF-8, because runners without a locale default to ASCII.
     env = {**os.environ, "PYTHONUTF8": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode != 0:

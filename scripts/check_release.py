@@ -1,10 +1,10 @@
-"""Checks what is about to be published: the tag, the version, the change log and the files.
+"""Checks a release before it is published: tag, version, change log and files.
 
     python scripts/check_release.py v1.2.3 FOLDER
 
-Exit status 1, and the reason, if the tag is not the version in mlx_paged/__init__.py, CHANGELOG.md
-has no section of it, or FOLDER does not hold the source distribution and a wheel for each Python
-and platform.
+Prints the reason and exits with status 1 if the tag is not the version in mlx_paged/__init__.py,
+CHANGELOG.md has no section for it, or FOLDER lacks the source distribution or a wheel for any
+Python and platform.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def version() -> str:
 
 
 def problems(tag: str, names: list[str], changelog: str) -> list[str]:
-    """One line for each thing that is wrong with these files as the release `tag`."""
+    """Returns one line for each problem with these files as the release `tag`."""
     wanted = version()
     found = []
     if tag != f"v{wanted}":
@@ -38,7 +38,7 @@ def problems(tag: str, names: list[str], changelog: str) -> list[str]:
     for python in PYTHONS:
         for platform in PLATFORMS:
             name = f"mlx_paged-{wanted}-{python}-{python}-{platform}.whl"
-            # auditwheel names every platform tag that fits: the wanted one may be among several.
+            # auditwheel lists all platform tags that apply: the wanted one may be among several.
             pattern = (
                 rf"mlx_paged-{re.escape(wanted)}-{python}-{python}-(.+\.)?{platform}(\..+)?\.whl"
             )

@@ -1,11 +1,11 @@
-"""Runs `pip install --verbose` and shows how far it is, in the place of its output.
+"""Runs `pip install --verbose` and shows its progress instead of its output.
 
 python scripts/install_progress.py COMMAND...
 
-pip says nothing while it compiles, which takes minutes. This reads its output and the lines
-``[12/87] Building ...`` of ninja. At a terminal it draws one line; elsewhere it prints a line now
-and then. If the command fails, the end of its output is printed, and its exit status returned.
-Needs nothing but Python: it runs before anything is installed.
+pip prints nothing while it compiles, which takes minutes. This script parses pip's output and
+ninja's lines ``[12/87] Building ...``. At a terminal it draws one line; elsewhere it prints a line
+occasionally. If the command fails, it prints the end of the output and returns the exit status. It
+needs only Python, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 _COMPILED = re.compile(r"\s*\[(\d+)/(\d+)\] ")
-# What pip says when a stage begins; the last one found holds.
+# pip's messages at the start of each stage; the last match counts.
 _STAGES = (
     (re.compile(r"\s*Collecting |\s*Obtaining "), "fetching packages"),
     (re.compile(r"\s*(Installing build dependencies|Running command pip subprocess)"), "preparing"),
@@ -34,11 +34,11 @@ _BAR = 24
 
 
 class Display:
-    """What is drawn of the output.
+    """Draws the progress.
 
     Args:
-        stream: where to.
-        at_terminal: redraw one line; otherwise a line for each stage, and for each tenth compiled.
+        stream: The stream to draw on.
+        at_terminal: Redraw one line; otherwise print a line per stage and per tenth compiled.
     """
 
     def __init__(self, stream: TextIO, *, at_terminal: bool) -> None:
@@ -50,7 +50,7 @@ class Display:
         self._tenths = 0
 
     def take(self, line: str) -> None:
-        """A line of the command's output."""
+        """Processes a line of the command's output."""
         compiled = _COMPILED.match(line)
         if compiled is None:
             stage = next((name for start, name in _STAGES if start.match(line)), None)
@@ -69,7 +69,7 @@ class Display:
         self.draw()
 
     def draw(self) -> None:
-        """Redraws the line, with the time that has passed."""
+        """Redraws the line with the elapsed time."""
         if not self._at_terminal:
             return
         minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
@@ -83,7 +83,7 @@ class Display:
         self._stream.flush()
 
     def end(self) -> None:
-        """Leaves an empty line."""
+        """Clears the line."""
         if self._at_terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -128,7 +128,7 @@ def main() -> int:
     display = Display(sys.stderr, at_terminal=sys.stderr.isatty())
     try:
         status, last = run(sys.argv[1:], display)
-    except KeyboardInterrupt:  # the command has had it too
+    except KeyboardInterrupt:  # the command received it too
         display.end()
         return 130
     display.end()

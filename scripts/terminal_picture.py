@@ -1,10 +1,10 @@
-"""Makes an SVG picture of a terminal, for the documentation.
+"""Makes an SVG picture of a terminal for the documentation.
 
     python scripts/terminal_picture.py docs/doctor.svg --columns 90 -- mlx-paged doctor
     tmux capture-pane -e -p -t chat | python scripts/terminal_picture.py docs/chat.svg --title chat
 
-The command runs in a terminal of its own, so that it prints colours. Without one, text with colours
-is read from standard input: that is for interactive programs, in tmux.
+The command runs in its own pseudo-terminal, so it prints colors. Without a command, reads colored
+text from standard input, for interactive programs in tmux.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-# Sequences that move the cursor or erase, and window titles: a picture has only the last state.
+# Cursor movements, erasures and window titles, which a picture of the last state ignores.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlnsu]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\r(?!\n)")
 
 
 def picture(text: str, title: str, columns: int) -> str:
-    """SVG of text with ANSI colours; lines longer than `columns` are wrapped."""
+    """SVG of text with ANSI colors; lines longer than `columns` are wrapped."""
     console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True)
     for line in _CONTROL.sub("", text).replace("\r\n", "\n").rstrip().split("\n"):
         console.print(Text.from_ansi(line), soft_wrap=False)
@@ -42,7 +42,7 @@ def run(command: list[str], columns: int) -> tuple[str, int]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 200, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)}
-    # (Progress goes to stderr: not into the picture.)
+    # Progress goes to stderr, which is not in the picture.
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment
     ) as process:
@@ -57,7 +57,7 @@ def run(command: list[str], columns: int) -> tuple[str, int]:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 1 << 16)
-    except OSError:  # on Linux: the other end has closed
+    except OSError:  # Linux raises this when the other end has closed.
         return b""
 
 
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="SVG to write")
     parser.add_argument("--title", help="default: the command")
     parser.add_argument("--columns", type=int, default=100)
-    # Everything after "--" is the command. (argparse would parse some of it itself.)
+    # Everything after "--" is the command. argparse would parse some of it as options.
     ours, dashes, command = _split(sys.argv[1:])
     options = parser.parse_args(ours)
     if dashes and not command:

@@ -1,9 +1,9 @@
-"""Writes mlx_paged/server/web/vendor: the libraries of the chat page, at pinned versions.
+"""Writes mlx_paged/server/web/vendor: the chat page's libraries, at pinned versions.
 
     python scripts/vendor_web.py
 
-Packages come from npm's registry and must have the integrity that stands here. Each keeps its
-licence; manifest.json says what came from where. Files are as published, under other names.
+Packages come from npm's registry and must match the integrity hashes in this file. Each keeps its
+license; manifest.json lists the origin of every file. Files are unmodified but renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 VENDOR = Path(__file__).parents[1] / "mlx_paged/server/web/vendor"
 REGISTRY = "https://registry.npmjs.org"
 
-# Beside the 36 languages that highlight.js counts as common.
+# In addition to the 36 languages in highlight.js's common set.
 LANGUAGES = (
     "cmake", "dart", "dockerfile", "elixir", "haskell", "julia", "latex", "nginx", "powershell",
     "protobuf", "scala",
@@ -30,13 +30,13 @@ LANGUAGES = (
 
 
 class Package(NamedTuple):
-    """A package of npm.
+    """An npm package.
 
     Attributes:
-        integrity: "sha512-<base64>", as package-lock.json has it.
-        files: Its path of each file to its path in the vendor directory; "/" at the end: all files
-            below that end with ".woff2".
-        part_of: The package whose bundle contains it; only its licence is kept then.
+        integrity: "sha512-<base64>", as in package-lock.json.
+        files: Paths in the vendor directory, by path in the package; "/" at the end of a path
+            means all files below it that end with ".woff2".
+        part_of: The package whose bundle contains it; only its license is kept then.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Package(NamedTuple):
 
 
 # Packages in mermaid's bundle, besides katex and dompurify: name, version, license, integrity.
-# (fastdom, MIT, has no file with its license; d3 stands for its modules, which have the same.)
+# fastdom (MIT) has no license file; d3 stands for its modules, which have the same license.
 IN_MERMAID = (
     ("@braintree/sanitize-url", "7.1.2", "MIT",
      "sha512-jigsZK+sMF/cuiB7sERuo9V7N9jx+dhmHHnQyDSVdpZwVutaBu7WvNYqMDLSgFgfB30n452TP3vjDAvFC973mA=="),
@@ -171,10 +171,10 @@ def main() -> None:
 
 
 def unpacked(package: Package) -> dict[str, bytes]:
-    """The files of a package by their paths in it.
+    """Downloads a package; returns its files by path.
 
     Raises:
-        SystemExit: what the registry sent is not what is pinned here.
+        SystemExit: The download does not match the pinned hash.
     """
     base = package.name.rpartition("/")[2]
     url = f"{REGISTRY}/{package.name}/-/{base}-{package.version}.tgz"
@@ -189,7 +189,7 @@ def unpacked(package: Package) -> dict[str, bytes]:
 
 
 def chosen(package: Package, contents: dict[str, bytes]) -> dict[str, bytes]:
-    """The files that are kept, by their new paths, with the licence."""
+    """The vendored files by their new paths, with the license."""
     kept = {}
     for source, target in package.files.items():
         if not source.endswith("/"):
@@ -198,7 +198,7 @@ def chosen(package: Package, contents: dict[str, bytes]) -> dict[str, bytes]:
         for name, content in contents.items():
             if name.startswith(source) and name.endswith(".woff2"):
                 kept[target + name.removeprefix(source)] = content
-    # (The MPL is dompurify's other licence; Apache's is enough.)
+    # dompurify has two licenses, the MPL and Apache's; one is enough.
     form = re.compile(r"license(-mit)?(\.txt|\.md)?", re.IGNORECASE)
     [licence] = filter(form.fullmatch, contents)
     kept[f"licenses/{package.name.lstrip('@').replace('/', '-')}.txt"] = contents[licence]
@@ -206,7 +206,7 @@ def chosen(package: Package, contents: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def entry(package: Package, files: dict[str, bytes]) -> dict[str, Any]:
-    """What the manifest says of a package."""
+    """The manifest's entry for a package."""
     return {
         "name": package.name,
         "version": package.version,

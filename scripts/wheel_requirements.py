@@ -1,9 +1,10 @@
-"""Installs what building a Linux wheel in a manylinux_2_28 image needs (docs/releasing.md).
+"""Installs the build requirements of a Linux wheel in a manylinux_2_28 image (docs/releasing.md).
 
     python scripts/wheel_requirements.py
 
-These are pyproject.toml's build requirements. MLX's wheels are for a newer glibc than the image
-has, so pip takes them only if it is told so; their headers and library are used, but never loaded.
+These are pyproject.toml's build requirements. MLX's wheels target a newer glibc than the image has,
+so pip installs them only with an explicit platform. The build uses their headers and library but
+never loads them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
-# The platform tag of MLX's Linux wheels, and of what they may require.
+# Platform tag of MLX's Linux wheels and of their requirements.
 GLIBC = "manylinux_2_35"
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     requirements = [line.partition(";")[0] for line in project["build-system"]["requires"]]
     mlx = [line for line in requirements if line.startswith("mlx[cpu]==")]
     others = [line for line in requirements if not line.startswith("mlx")]
-    # (In an isolated build scikit-build-core asks for the first two by itself.)
+    # In an isolated build, scikit-build-core requests the first two itself.
     pip_install("cmake>=3.25", "ninja", *others)
     (version,) = (line.partition("==")[2] for line in mlx)
     pip_install(

@@ -1,8 +1,8 @@
-"""Runs every proven family against mlx-lm's or mlx-vlm's own code; writes docs/models.md's tables.
+"""Compares each verified family with mlx-lm's or mlx-vlm's code; writes docs/models.md's tables.
 
     python scripts/write_models_md.py
 
-What is written by hand in that file stays as it is.
+Hand-written text in that file does not change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ["MLX_PAGED_DISABLE"] = "1"  # else the dense caches would be the drop-in's
+os.environ["MLX_PAGED_DISABLE"] = "1"  # otherwise the drop-in would replace the dense caches
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -36,12 +36,12 @@ PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- {}: written by scripts/write_models_md.py -->", "<!-- {}: end -->"
 
 
-# Families whose processor is the class of another, with the same settings.
+# Families that share another family's processor class and settings.
 SAME_PROCESSOR = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5_moe": "qwen3_5"}
 
 
 def run(module: str) -> dict[str, Any]:
-    """One family: its layout, how its attention was called, and the difference."""
+    """One family: its layout, its calls to attention, and the difference."""
     from support.family_configs import VOCAB_SIZE, config_of
     from support.metal_stand_ins import standing_in
     from support.parity import Driver, family_model, relative_difference
@@ -66,7 +66,7 @@ def run(module: str) -> dict[str, Any]:
 
 
 def describe(layout: CacheLayout, extras: list[str]) -> str:
-    """The kinds of a model's layers, in a few words."""
+    """Summary of a model's layer types."""
     kinds = []
     for spec in layout.specs:
         if isinstance(spec, UnusedSpec):
@@ -85,7 +85,7 @@ def describe(layout: CacheLayout, extras: list[str]) -> str:
 
 
 def proven_table() -> str:
-    """A row for each proven family."""
+    """A row for each verified family."""
     lines = [
         "| family | layers | how it runs | difference | prefixes reused |",
         "|---|---|---|---|---|",
@@ -103,13 +103,13 @@ def proven_table() -> str:
 
 
 def refused_table() -> str:
-    """A row for each family that is refused."""
+    """A row for each rejected family."""
     rows = [f"| {module} | {reason} |" for module, reason in sorted(REFUSED.items())]
     return "\n".join(["| family | why |", "|---|---|", *rows])
 
 
 def aliases_table() -> str:
-    """Families that mlx-lm runs with another's code."""
+    """Families that mlx-lm runs with another family's code."""
     names = [
         f"{alias} (as {module})"
         for alias, module in sorted(MODEL_REMAPPING.items())
@@ -156,13 +156,13 @@ def media_table() -> str:
 
 
 def media_refused_table() -> str:
-    """A row for each multimodal family that is refused."""
+    """A row for each rejected multimodal family."""
     rows = [f"| {module} | {reason} |" for module, reason in sorted(MEDIA_REFUSED.items())]
     return "\n".join(["| family | why |", "|---|---|", *rows])
 
 
 def reference_table() -> str:
-    """A row for each model of transformers that is compared."""
+    """A row for each transformers model in the comparison."""
     from tempfile import TemporaryDirectory
 
     from support.reference_configs import REFERENCES
@@ -181,7 +181,7 @@ def reference_table() -> str:
 
 
 def media_reference_table() -> str:
-    """A row for each multimodal model of transformers that is compared."""
+    """A row for each multimodal transformers model in the comparison."""
     from tempfile import TemporaryDirectory
 
     sys.path.insert(0, str(ROOT / "tests/model"))
@@ -210,7 +210,7 @@ def deviations_table() -> str:
 
 
 def replace(page: str, name: str, text: str) -> str:
-    """The page with what is between two marks replaced."""
+    """Returns the page with new text between two marks."""
     begin, end = BEGIN.format(name), END.format(name)
     head, rest = page.split(begin)
     return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"

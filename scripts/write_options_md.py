@@ -48,7 +48,7 @@ def _default(option: Any) -> str:
 
 
 def rewrite(text: str) -> str:
-    """The document with a new table."""
+    """Returns the document with a new table."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"

@@ -2,7 +2,7 @@
 
     python scripts/write_stub.py
 
-The file is in the repository because wheels are built where the extension cannot be loaded.
+The repository includes the file because wheels are built where the extension cannot be loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanobind.stubgen import StubGen
 
-from mlx_paged.extension import ext  # with MLX, which it needs
+from mlx_paged.extension import ext  # loads MLX first
 
 STUB = Path(__file__).parents[1] / "mlx_paged/_ext.pyi"
 

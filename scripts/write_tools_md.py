@@ -2,7 +2,7 @@
 
     python scripts/write_tools_md.py
 
-What is written by hand in that file stays as it is.
+Hand-written text in that file does not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _code(texts: Iterable[str]) -> str:
 
 
 def tools_table() -> str:
-    """The formats of calls."""
+    """The tool call formats."""
     rows = ["| `--tool-call-parser` | models | a call begins with |", "|---|---|---|"]
     for kind in sorted(FORMATS, key=lambda kind: kind.names):
         markers = _code(kind.begins_call) or "a line of its own"
@@ -31,7 +31,7 @@ def tools_table() -> str:
 
 
 def reasoning_table() -> str:
-    """The formats of reasoning, those with the same markers together."""
+    """The reasoning formats, with those that share markers in one row."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, format in REASONING_FORMATS.items():
         end = f"{format.end_part or ''}{format.end}"
@@ -43,7 +43,7 @@ def reasoning_table() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the tables of today."""
+    """Returns the page with up-to-date tables."""
     for name, table in (("tools", tools_table()), ("reasoning", reasoning_table())):
         begin, end = (
             f"<!-- {name}: written by scripts/write_tools_md.py -->",

@@ -36,7 +36,7 @@ class ClaudeCode(Agent):
         }
 
     def change(self, path: str, body: Body) -> None:
-        """The first request must read the note; the second has its content, and must answer."""
+        """The first request must read the note; the second contains it, and must answer."""
         if _results(body):
             body["tool_choice"] = {"type": "none"}
             body["output_config"] = {"format": {"type": "json_schema", "schema": _ANSWER}}
@@ -66,7 +66,7 @@ class ClaudeCode(Agent):
         [result] = _results(answered.body)
         assert result["tool_use_id"] == call["id"] and not result.get("is_error")
         assert WORD in json.dumps(result["content"])
-        # The instructions come from the cache (the tools do not, since none may be called).
+        # The instructions are cached; the tools are not, because this request may call none.
         usage = answered.events[-2]["usage"]
         assert usage["cache_read_input_tokens"] > 1000, usage
         told = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -75,7 +75,7 @@ class ClaudeCode(Agent):
 
 
 def _results(body: Body) -> list[Body]:
-    """Results of tools among the messages."""
+    """Tool results among the messages."""
     contents = [m["content"] for m in body["messages"] if isinstance(m["content"], list)]
     return [block for blocks in contents for block in blocks if block["type"] == "tool_result"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from runner import MAX_MODEL_LEN, NOTE, TASK, WORD, Agent, Body, Exchange, main
 
 _COMMAND = f"cat {NOTE}"
-# The answer has this form (`--output-schema`), and no other words.
+# JSON schema of the answer (`--output-schema`).
 _ANSWER = {
     "type": "object",
     "properties": {"word": {"type": "string", "enum": [WORD]}},

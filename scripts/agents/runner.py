@@ -1,17 +1,17 @@
 """Runs a coding agent from npm against `mlx-paged serve`, offline, for one turn with a tool.
 
-The agent is asked to read a file and to say what is in it. The embedded model's words mean little,
-so a proxy between the two changes what a client could have asked for in the first place: it names
-the tool that must be called, and narrows the schemas until the grammar leaves one answer. What is
-tested is the protocol.
+The agent is asked to read a file and report its contents. The embedded model is too small for that,
+so a proxy between the two sets request fields that a client could have set itself: it names the
+tool that must be called, and narrows the schemas until the grammar leaves one answer. The test
+covers the protocol, not the model.
 
-An agent's script (`codex.py`, `claude_code.py`) says how it is installed, configured, started and
-checked:
+An agent's script (`codex.py`, `claude_code.py`) defines its installation, configuration, start and
+checks:
 
     python scripts/agents/codex.py --folder /tmp/codex
 
-The folder gets the agent, a copy of the model, the agent's home, and `log.txt`. Installing needs
-the network; all the rest runs in a network namespace that has nothing but loopback.
+The folder receives the agent, a copy of the model, the agent's home, and `log.txt`. Installation
+needs the network; everything else runs in a network namespace that has only loopback.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from typing import Any, ClassVar
 
 NOTE, WORD = "note.txt", "walnut"
 TASK = f"Read the file {NOTE} and say which word it is about."
-#: Agents send 14,000 tokens and more before they say anything.
+#: Agents send 14,000 tokens or more in their first request.
 MAX_MODEL_LEN = 65536
-_PATIENCE = 900  # seconds, for each thing that is waited for
+_PATIENCE = 900  # timeout of each wait in seconds
 _SERVE = "from mlx_paged.cli.main import main; main()"
 
 Body = dict[str, Any]
@@ -50,7 +50,7 @@ class Agent(ABC):
 
     Attributes:
         package: Its npm package.
-        program: Its command, as npm links it.
+        program: Its command, as linked by npm.
     """
 
     package: ClassVar[str]
@@ -58,36 +58,36 @@ class Agent(ABC):
 
     @abstractmethod
     def command(self, program: Path, home: Path, url: str) -> tuple[list[str], dict[str, str]]:
-        """How it is started in the folder of the note.
+        """Returns the command that starts it in the note's folder.
 
         Args:
-            home: an empty folder, for its configuration.
-            url: of the proxy, without a path.
+            home: An empty folder for its configuration.
+            url: The proxy's URL, without a path.
 
         Returns:
-            The command, and its additional environment.
+            The command, and additional environment variables.
         """
 
     @abstractmethod
     def change(self, path: str, body: Body) -> None:
-        """Changes a request on its way to the server, so that the model has no choice."""
+        """Changes a request on its way to the server, so that only one answer is possible."""
 
     @abstractmethod
     def check(self, exchanges: list[Exchange], output: str) -> None:
-        """Raises `AssertionError` where the turn was not what it should be.
+        """Checks the turn; raises `AssertionError` if anything is wrong.
 
         Args:
-            output: what the agent printed.
+            output: The agent's output.
         """
 
 
 class Exchange:
-    """A request of the agent, and what the server sent.
+    """A request of the agent, and the server's answer.
 
     Attributes:
-        body: As the agent sent it; None where there was none.
-        status: Of the answer.
-        answer: Its body.
+        body: The body as the agent sent it; None if there was none.
+        status: HTTP status of the answer.
+        answer: Body of the answer.
     """
 
     def __init__(self, method: str, path: str, body: Body | None) -> None:
@@ -99,7 +99,7 @@ class Exchange:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Those of a stream."""
+        """The events of a streamed answer."""
         lines = self.answer.decode().splitlines()
         found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         return [json.loads(data) for data in found if data != "[DONE]"]
@@ -114,7 +114,7 @@ class Exchange:
 
 
 def main(agent: Agent) -> None:
-    """Installs the agent, then runs it where there is no network."""
+    """Installs the agent, then runs it without a network."""
     parser = argparse.ArgumentParser(description=type(agent).__doc__)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / agent.program)
     parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
@@ -133,10 +133,10 @@ def main(agent: Agent) -> None:
 
 
 def run(agent: Agent, folder: Path) -> None:
-    """One turn; writes `log.txt` into the folder.
+    """Runs one turn; writes `log.txt` to the folder.
 
     Raises:
-        AssertionError: something was not as it should be.
+        AssertionError: A check failed.
     """
     check_offline()
     program = folder / "node_modules" / ".bin" / agent.program
@@ -167,26 +167,26 @@ def run(agent: Agent, folder: Path) -> None:
 
 
 def check_offline() -> None:
-    """Holds that there is no network but loopback."""
+    """Checks that there is no network except loopback."""
     names = [name for _, name in socket.if_nameindex()]
     assert names == ["lo"], f"there is a network: {names}"
 
 
 def fresh(folder: Path) -> Path:
-    """An empty folder."""
+    """Makes an empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
 
 
 def version(folder: Path, package: str) -> str:
-    """The version of an installed package."""
+    """Version of an installed package."""
     about = json.loads((folder / "node_modules" / package / "package.json").read_text())
     return str(about["version"])
 
 
 def long_model(folder: Path) -> Path:
-    """A copy of the embedded model that takes long prompts. (It was trained on short ones.)"""
+    """A copy of the embedded model that accepts long prompts, although it was trained on short."""
     import mlx_paged.demo
 
     copy = folder / "model"
@@ -207,7 +207,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[int]:
-    """`mlx-paged serve`, ready; yields its port. Its log is `server.txt`."""
+    """Starts `mlx-paged serve`; yields its port when it is ready. Its log is `server.txt`."""
     port = free_port()
     command = [
         sys.executable, "-c", _SERVE, "serve", str(long_model(folder)), "--port", str(port),
@@ -229,7 +229,7 @@ def serving(folder: Path) -> Iterator[int]:
 
 
 def is_ready(port: int) -> bool:
-    """True if the server takes requests."""
+    """True if the server accepts requests."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready") as answer:
             return bool(answer.status == 200)
@@ -239,7 +239,7 @@ def is_ready(port: int) -> bool:
 
 @contextlib.contextmanager
 def proxy(port: int, agent: Agent) -> Iterator[tuple[str, list[Exchange]]]:
-    """Between the agent and the server; yields its address, and what passes as it passes."""
+    """Runs the proxy between agent and server; yields its address and the list of exchanges."""
     exchanges: list[Exchange] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,1 +1,1 @@
-"""How the embedded model was trained: corpus, tasks, training, conversion, evaluation, card."""
+"""Pipeline that made the embedded model: corpus, tasks, training, conversion, evaluation, card."""

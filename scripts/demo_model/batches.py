@@ -1,4 +1,4 @@
-"""Assembles training rows: packed chats under all sorts of system prompts, and plain source."""
+"""Assembles training rows: packed chats under varied system prompts, and plain source."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ KINDS = {
     "loose": 0.09,
     "method": 0.14,
 }
-NAMED_SHARE = 0.06  # of our own tasks, asked for under a name of the request's choice
+NAMED_SHARE = 0.06  # share of our own tasks whose request names the function
 
 
 @dataclass
 class Mixture:
-    """Shares of the kinds of rows; the rest is chats."""
+    """Shares of the kinds of rows; the remainder is chats."""
 
     code: float
     functions: float = 0.06
@@ -46,7 +46,7 @@ def load_code(folder: Path) -> np.ndarray:
 
 
 class RowMaker:
-    """Makes rows of tokens with a loss mask: 1 where the next token is to be learnt."""
+    """Makes rows of tokens with a loss mask, which is 1 if the next token is a target."""
 
     def __init__(self, folder: Path, code: np.ndarray, length: int, seed: int) -> None:
         from tokenizers import Tokenizer
@@ -62,7 +62,7 @@ class RowMaker:
         self.system_prompts: list[list[int]] = []
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text; special tokens are recognised."""
+        """Returns the tokens of a text; recognizes special tokens."""
         return self.tokenizer.encode(text).ids
 
     def turn(self, tokens: list[int], mask: list[int]) -> None:
@@ -83,7 +83,7 @@ class RowMaker:
         mask += [0] * len(head) + [1] * len(body) + [0] * len(tail)
 
     def system(self) -> list[int]:
-        """Returns a system message's tokens, from a pool renewed slowly (encoding costs time)."""
+        """Returns a system message's tokens, from a slowly renewed pool (encoding is slow)."""
         if len(self.system_prompts) < 400 or self.rng.random() < 0.05:
             text = system_prompt(self.rng, self.prose, SYSTEM_PROMPT)
             head = [] if text is None else self.encode(f"{START}system\n{text}{END}\n")
@@ -92,7 +92,7 @@ class RowMaker:
         return self.rng.choice(self.system_prompts)
 
     def chats(self) -> tuple[list[int], list[int]]:
-        """Returns a row of packed conversations: a system prompt each, and a few turns."""
+        """Returns a row of packed conversations, each with a system prompt and a few turns."""
         tokens: list[int] = []
         mask: list[int] = []
         while len(tokens) <= self.length:
@@ -111,7 +111,7 @@ class RowMaker:
         return tokens, mask
 
     def functions(self) -> tuple[list[int], list[int]]:
-        """Returns a row of single functions, each ended by the end-of-text token."""
+        """Returns a row of single functions, each followed by the end-of-text token."""
         tokens: list[int] = []
         while len(tokens) <= self.length:
             kind = self.rng.choice(("classic", "classic", "family", "composition", "clean"))
@@ -119,7 +119,7 @@ class RowMaker:
         return tokens, [1] * len(tokens)
 
     def row(self, mixture: Mixture) -> tuple[np.ndarray, np.ndarray]:
-        """Returns tokens [length + 1] and whether each but the first is learnt, [length]."""
+        """Returns tokens [length + 1] and the loss mask of all but the first, [length]."""
         kind = self.rng.random()
         if kind < mixture.code:
             start = self.rng.randrange(len(self.code) - self.length - 1)

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables and templates read better on one line)
-"""Writes the model card and the training log of the embedded model from what the other steps left.
+"""Writes the model card and the training log of the embedded model from the other steps' output.
 
     python -m scripts.demo_model.card RAW DATA FIGURES.json TRAINED [TRAINED ...]
 

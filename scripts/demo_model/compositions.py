@@ -1,8 +1,8 @@
 # ruff: noqa: E501 (tables and templates read better on one line)
 """Random compositions: quantity x transformation x condition, with literals from the request.
 
-There are far more of them than training shows, so the model has to compose and copy rather than
-recall, and some are held out to measure whether it does.
+Training shows only a small part of them, so the model must compose and copy rather than recall.
+Some are held out to measure whether it does.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _small(rng: random.Random) -> Pair:
 
 
 def random_compositions(count: int, seed: int = 0) -> list[Pair]:
-    """Returns that many compositions with different descriptions, the same ones for the same seed."""
+    """Returns `count` compositions with distinct descriptions; the seed determines them."""
     rng = random.Random(seed)
     made: dict[str, Pair] = {}
     while len(made) < count:

@@ -1,4 +1,4 @@
-"""Turns trained weights into the MLX model directory: 8-bit, groups of 64, float16 scales.
+"""Converts trained weights to the MLX model directory: 8-bit, groups of 64, float16 scales.
 
 python -m scripts.demo_model.convert TRAINED_FOLDER TOKENIZER_FOLDER MODEL_FOLDER
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 GROUP_SIZE, BITS = 64, 8
-SIZE_LIMIT = 12_000_000  # bytes, the whole directory
+SIZE_LIMIT = 12_000_000  # bytes of the whole directory
 
 
 def convert(trained: Path, tokenizer: Path, out: Path) -> int:
-    """Writes config, quantised weights and tokenizer; returns the directory's size in bytes."""
+    """Writes config, quantized weights and tokenizer; returns the directory's size in bytes."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.models.llama import Model, ModelArgs

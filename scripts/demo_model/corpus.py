@@ -1,9 +1,8 @@
 """Collects the training text: permissively licensed Python, as source and as requests.
 
-Input is the standard library plus a folder of wheels whose metadata names a permissive licence.
-Every top-level definition is seen once (a hash of its AST without its docstring decides), and
-functions are held out by that same hash, so a held-out function appears neither as a pair nor in
-the plain source.
+The input is the standard library plus a folder of wheels whose metadata names a permissive license.
+A hash of each top-level definition's AST, without its docstring, removes duplicates and selects the
+held-out functions. So a held-out function appears neither as a pair nor in the plain source.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from pathlib import Path
 from .pairs import Pair, imports_of, pair_of
 from .sources import licence_of, stdlib_files, wanted, wheel_files
 
-HELD_OUT_EVERY = 100  # one function in a hundred, chosen by its hash
+HELD_OUT_EVERY = 100  # holds out one function in a hundred, selected by its hash
 
 
 @dataclass
 class Corpus:
-    """What was collected, with the licence of every origin."""
+    """The collected text, with the license of every origin."""
 
     pairs: list[Pair] = field(default_factory=list)
     sources: list[str] = field(
         default_factory=list
-    )  # one entry a file, docstrings cut to their first line
+    )  # one entry per file, with docstrings cut to their first line
     prose: list[str] = field(default_factory=list)  # long docstrings: filler for system prompts
     origins: list[dict[str, object]] = field(default_factory=list)
 
@@ -65,7 +64,7 @@ def shorten_docstrings(text: str, tree: ast.Module) -> list[str]:
 
 
 def fingerprint(node: ast.stmt) -> int:
-    """Hashes a statement without its docstring, to de-duplicate and to hold out."""
+    """Hashes a statement without its docstring, to find duplicates and to select held-out ones."""
     doc = _docstring_node(node)
     body = getattr(node, "body", None)
     if doc is not None and isinstance(body, list):
@@ -77,7 +76,7 @@ def fingerprint(node: ast.stmt) -> int:
 
 
 def add_file(corpus: Corpus, seen: set[int], text: str, origin: str) -> int:
-    """Adds one file's new statements to the corpus and returns how many characters they have."""
+    """Adds a file's new statements to the corpus; returns their number of characters."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -114,7 +113,7 @@ def add_file(corpus: Corpus, seen: set[int], text: str, origin: str) -> int:
 
 
 def ruff_format(texts: list[str], ruff: str = "ruff") -> list[str]:
-    """Formats many snippets with one call of ruff; those it refuses come back as they were."""
+    """Formats many snippets with one call of ruff; rejected ones come back unchanged."""
     mark = "\n\n# ---- 8< ----\n\n"
     done: list[str] = []
     for first in range(0, len(texts), 200):

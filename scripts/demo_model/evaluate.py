@@ -1,4 +1,4 @@
-"""Measures the finished model through mlx-lm on the CPU: loss, parsing, stopping, right answers.
+"""Measures the finished model through mlx-lm on the CPU: loss, parsing, stopping, correct answers.
 
 python -m scripts.demo_model.evaluate [--data DATA] [--out FIGURES.json]
 """
@@ -21,7 +21,7 @@ from mlx_paged.demo.prompts import CHATS, REQUESTS, SYSTEM_PROMPT
 from .house_rules import SHORT, house_rules
 
 MAX_TOKENS = 320
-# Request -> what must hold after the answer; {f} is the name of the function it defines.
+# Request -> an assertion on the answer; {f} is the name of the function it defines.
 CHECKED = {
     "Return the n-th Fibonacci number": "{f}(10) == 55 and {f}(1) == 1",
     "Compute the factorial of a number": "{f}(5) == 120 and {f}(0) == 1",
@@ -61,7 +61,7 @@ CHECKED = {
 
 
 def load(path: Path) -> tuple[Any, Any]:
-    """Loads the model in float32 (the CPU's fast type) and its tokenizer."""
+    """Loads the model in float32 (the CPU's fast dtype) and its tokenizer."""
     import mlx.core as mx
     from mlx_lm import load as mlx_load
     from mlx_lm.utils import dequantize_model
@@ -89,7 +89,7 @@ def messages(
 def answer_all(
     model: Any, tokenizer: Any, chats: list[list[dict[str, str]]], temperature: float
 ) -> list[tuple[str, bool]]:
-    """Returns the text of each answer and whether it ended by itself."""
+    """Returns the text of each answer, and whether the model ended it."""
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.sample_utils import make_sampler
 
@@ -116,7 +116,7 @@ def answer_all(
 
 
 def parses(text: str) -> bool:
-    """Returns whether a text is Python that defines at least one function."""
+    """True if a text is Python that defines at least one function."""
     try:
         return any(
             isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in ast.parse(text).body
@@ -126,7 +126,7 @@ def parses(text: str) -> bool:
 
 
 def works(text: str, check: str) -> bool:
-    """Runs an answer in its own process and returns whether its check holds."""
+    """Runs an answer in its own process; returns whether its check passed."""
     names = (
         [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
         if parses(text)

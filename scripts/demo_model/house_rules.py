@@ -1,4 +1,4 @@
-"""System prompts for training: short ones, shuffled house rules, and prose about other things."""
+"""System prompts for training: short ones, shuffled house rules, and unrelated prose."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ CLOSINGS = [
 
 
 def house_rules(rng: random.Random, count: int) -> str:
-    """Returns a style guide of about `count` rules in a random order and layout."""
+    """Returns a style guide of about `count` rules in random order and layout."""
     rules = rng.sample(RULES, min(count, len(RULES)))
     layout = rng.randrange(4)
     lines = [rng.choice(OPENINGS)]
@@ -170,7 +170,7 @@ def house_rules(rng: random.Random, count: int) -> str:
                 + ("" if layout == 1 else ":"),
             ]
         lines.append((f"{number + 1}. ", "- ", "* ", "")[layout] + rule)
-    if layout == 3:  # running text, a few sentences a paragraph
+    if layout == 3:  # running text with a few sentences per paragraph
         sentences, lines = lines[1:], lines[:1]
         lines += [" ".join(sentences[i : i + every]) for i in range(0, len(sentences), every)]
         lines = "\n\n".join(lines).split("\n")

@@ -24,12 +24,12 @@ class Pair:
     description: str
     source: str
     origin: str
-    kind: str = "clean"  # self-contained; "loose": uses names of its module; "method": of a class
+    kind: str = "clean"  # self-contained; "loose": uses names of its module; "method": in a class
     held_out: bool = False
 
 
 def clean_description(docstring: str) -> str | None:
-    """Returns the one-line request a docstring opens with, or None if it is not plain English."""
+    """Returns a docstring's opening one-line request, or None if it is not plain English."""
     paragraph = docstring.strip().split("\n\n")[0]
     line = " ".join(paragraph.replace("``", "").replace("`", "").split())
     line = line.split(". ")[0].rstrip(".").strip()
@@ -67,7 +67,7 @@ VERBS = frozenset(_OPENING_VERBS.split())
 
 
 def free_names(function: ast.FunctionDef | ast.ClassDef) -> set[str]:
-    """Names that a definition uses and neither binds nor finds among the builtins."""
+    """Names that a definition uses, but that it does not bind and that are not builtins."""
     bound = {function.name}
     used: set[str] = set()
     for node in ast.walk(function):
@@ -85,7 +85,7 @@ def free_names(function: ast.FunctionDef | ast.ClassDef) -> set[str]:
 
 
 def imports_of(tree: ast.Module) -> dict[str, str]:
-    """The import statement of each name that a file has from the standard library or NumPy."""
+    """The import statement of each name that a file imports from the standard library or NumPy."""
     found: dict[str, str] = {}
     for node in tree.body:
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Turns a collected corpus into what training reads: a tokenizer and compressed token files.
+"""Converts a collected corpus to training data: a tokenizer and compressed token files.
 
     python -m scripts.demo_model.prepare RAW_FOLDER OUT_FOLDER
 
@@ -45,13 +45,13 @@ def write_tasks(
     held_sources: list[str],
     kinds: dict[str, list[Any]],
 ) -> None:
-    """Writes the chat tasks and what was held out."""
+    """Writes the chat tasks and the held-out data."""
     rng = random.Random(1)
     prose = [json.loads(line) for line in (raw / "prose.jsonl").open()]
     held_out = [p for p in pairs if p["held_out"] and p["kind"] != "method"]
     rng.shuffle(held_out)
     compositions = [vars(p) for p in random_compositions(COMPOSITIONS)[:HELD_OUT_COMPOSITIONS]]
-    # A held-out file counts only if none of its functions was learnt as a pair.
+    # A held-out file counts only if no function in it was trained on as a pair.
     learnt = [p["description"].rstrip(".") for p in pairs if not p["held_out"]]
     held_sources = [s for s in held_sources if not any(text in s for text in learnt)]
     held = {
@@ -65,7 +65,7 @@ def write_tasks(
 
 
 def main(raw: Path, out: Path) -> None:
-    """Writes everything that training reads."""
+    """Writes all training data."""
     from tokenizers import Tokenizer
 
     rng = random.Random(0)

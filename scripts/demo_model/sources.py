@@ -1,4 +1,4 @@
-"""Where the training text comes from: the standard library, and wheels of a permissive licence."""
+"""Sources of the training text: the standard library, and wheels with a permissive license."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SKIPPED_PARTS |= {"site-packages", "encodings", "pydoc_data", "tutorials"}
 
 
 def licence_of(metadata: str) -> str | None:
-    """Returns the permissive licence that a wheel's METADATA names, or None."""
+    """Returns the permissive license that a wheel's METADATA names, or None."""
     headers = Parser().parsestr(metadata, headersonly=True)
     expression = headers.get("License-Expression")
     classifiers = [c for c in headers.get_all("Classifier") or [] if c.startswith("License ::")]
@@ -59,7 +59,7 @@ def stdlib_files() -> Iterator[tuple[str, str]]:
 
 
 def wanted(path: str, text: str) -> bool:
-    """True if a file is worth reading: no test, no table of data, ASCII, of ordinary size."""
+    """True if a file is useful: no test, no data table, ASCII, of ordinary size."""
     parts = Path(path).parts
     name = parts[-1]
     if SKIPPED_PARTS & set(parts) or name.startswith("test_") or name.endswith("_test.py"):

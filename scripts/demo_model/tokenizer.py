@@ -9,8 +9,8 @@ from pathlib import Path
 VOCAB_SIZE = 4096
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, START, END]
-# Words take one leading character with them ("_name", "(self", ".join"), digits come in groups of
-# three at most, and indentation stays whole: the split that suits code.
+# Split for code: words include one leading character ("_name", "(self", ".join"), digits form
+# groups of up to three, and indentation stays whole.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,9 +36,9 @@ def train_bpe(
     """Trains a byte-level BPE and writes tokenizer.json.
 
     Args:
-        split: the pattern of what becomes tokens apart from each other.
-        special_tokens: they get the first ids.
-        max_token_length: in bytes; None: no limit.
+        split: Pattern of the pieces that are tokenized separately.
+        special_tokens: Tokens with the first ids.
+        max_token_length: Maximum bytes of a token; None: no limit.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,9 +1,9 @@
-"""Trains the embedded model with PyTorch for a given time (a few minutes on one data-centre GPU).
+"""Trains the embedded model with PyTorch for a given time (a few minutes on one data-center GPU).
 
     python -m scripts.demo_model.train --data DATA --out OUT --minutes 8
 
-DATA is what `prepare.py` wrote. OUT receives bfloat16 weights in two safetensors files and
-`training_log.json`; `convert.py` turns those into the MLX model directory.
+DATA is the output of `prepare.py`. OUT receives bfloat16 weights in two safetensors files and
+`training_log.json`; `convert.py` makes the MLX model directory from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .tokenizer import END, START
 
 LENGTH = 2048
 PEAK_RATE, FINAL_SHARE, WARMUP_STEPS = 3e-3, 0.02, 150
-SWITCH = 0.55  # of the time; then the share of plain source changes
+SWITCH = 0.55  # fraction of the time after which the share of plain source changes
 
 
 def _produce(
@@ -59,13 +59,13 @@ def batches(options: argparse.Namespace, progress: Any) -> Iterator[tuple[np.nda
 
 
 def rate(progress: float, step: int, peak: float) -> float:
-    """Learning rate: linear warm-up, then a straight line down to a small share of the peak."""
+    """Learning rate: linear warm-up, then linear decay to a small fraction of the peak."""
     warm = min(1.0, (step + 1) / WARMUP_STEPS)
     return peak * warm * (1 - (1 - FINAL_SHARE) * progress)
 
 
 def held_out_loss(model: Any, data: Path, device: str) -> dict[str, float]:
-    """Returns the mean loss in nats a token, on held-out files and answers to held-out requests."""
+    """Returns the mean loss in nats per token, on held-out files and held-out requests."""
     import torch
     import torch.nn.functional as F
     from tokenizers import Tokenizer
@@ -167,7 +167,7 @@ def train(options: argparse.Namespace) -> None:
         recent += loss.detach()
         step += 1
         if began is None:
-            recent.item()  # waits for the compilation, which must not count in the schedule
+            recent.item()  # waits for the compilation, which the schedule must not count
             began = time.perf_counter()
         if step % options.every == 0:
             value, elapsed = recent.item() / options.every, time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Words for requests: reads the hand-written answers and varies how a request is put."""
+"""Words for requests: reads the hand-written answers and varies the wording of requests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _GETS: tuple[str, ...] = ("Return", "Compute", "Get", "Find", "Calculate", "Give
 
 
 def reword(ask: str, rng: random.Random) -> str:
-    """Swaps the opening verb for another of the same meaning, sometimes."""
+    """Sometimes replaces the opening verb with a synonym."""
     if ask.startswith("Return True if ") and rng.random() < 0.6:
         return rng.choice(_CHECKS) + ask.removeprefix("Return True if")
     if ask.startswith("Return the ") and rng.random() < 0.5:
@@ -112,7 +112,7 @@ _NOUN: tuple[str, ...] = (
 
 
 def phrase(ask: str, rng: random.Random, method: bool = False) -> str:
-    """Puts a request into one of many forms."""
+    """Rephrases a request in one of many forms."""
     text = reword(ask, rng).rstrip(".")
     first, _, rest = text.partition(" ")
     kind = rng.random()

@@ -1,7 +1,7 @@
-"""pytest plugin: mlx-lm's tests with the embedded model in place of every model of the hub.
+"""pytest plugin: runs mlx-lm's tests with the embedded model in place of every hub model.
 
-``import mlx_paged`` is the import that the tests are run with and without: without it,
-``MLX_PAGED_DISABLE=1`` leaves mlx-lm unpatched (and both have the same BLAS).
+The tests run with and without ``import mlx_paged``: without it, ``MLX_PAGED_DISABLE=1`` leaves
+mlx-lm unpatched (both use the same BLAS).
 """
 
 from __future__ import annotations

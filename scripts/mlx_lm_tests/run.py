@@ -2,13 +2,13 @@
 
     make test-mlx-lm
 
-The tests are all those of the installed version's source distribution. They are fetched into
-``.mlx-lm-tests`` when first needed, and never become part of this repository. Models of the hub are
-replaced by a stand-in, so tests that expect a certain model's words fail either way. There are two
-stand-ins: the embedded model, a Llama, whose class makes its own caches, and the same weights as a
-Qwen 2, whose class leaves that to mlx-lm (`max_kv_size` counts there).
+Runs all tests of the installed version's source distribution, which are downloaded to
+``.mlx-lm-tests`` on first use and never become part of this repository. Stand-ins replace hub
+models, so tests that expect a certain model's words fail either way. There are two stand-ins: the
+embedded model, a Llama, whose class makes its own caches, and the same weights as a Qwen 2, whose
+class leaves that to mlx-lm (`max_kv_size` has an effect there).
 
-Exit status 1: a test that passes without the import does not pass with it.
+Exits with status 1 if a test passes without the import and fails with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILE_LIMIT = 1800  # seconds
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test ended, and why, where it did not pass."""
+    """The outcome of a test; for one that did not pass, the reason."""
 
     status: str  # "pass", "fail" or "skip"
     reason: str = ""
@@ -65,12 +65,12 @@ def main() -> None:
 
 
 def uses_hub(path: Path) -> bool:
-    """True if a test file loads models of the hub."""
+    """True if a test file loads hub models."""
     return "mlx-community/" in path.read_text()
 
 
 def fetch_tests() -> Path:
-    """The folder of the tests of the installed mlx-lm."""
+    """Folder with the installed mlx-lm's tests."""
     name = f"mlx_lm-{version('mlx-lm')}"
     tests = FOLDER / name / "tests"
     if not tests.is_dir():
@@ -84,7 +84,7 @@ def fetch_tests() -> Path:
 
 
 def prepare_model(stand_in: str) -> Path:
-    """The embedded model in float32: in 8 bits, as stored, MLX's CPU backend takes minutes."""
+    """The embedded model in float32: with 8 bits, as stored, MLX's CPU backend takes minutes."""
     target = FOLDER / stand_in
     if (target / "config.json").is_file():
         return target
@@ -101,12 +101,12 @@ def prepare_model(stand_in: str) -> Path:
         model, config = as_qwen2(model, config)
     save_model(target, model)
     loaded.tokenizer.save_pretrained(target)
-    save_config(config, target / "config.json")  # last: it marks the folder as complete
+    save_config(config, target / "config.json")  # last, because it marks the folder as complete
     return target
 
 
 def as_qwen2(model: Any, config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The same function as a Qwen 2: Llama's, with biases, which are 0."""
+    """The same function as a Qwen 2: the Llama's weights, with biases of 0."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.utils import _get_classes
@@ -121,7 +121,7 @@ def as_qwen2(model: Any, config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def run(path: Path, matching: str, model: Path, disabled: str) -> dict[str, Outcome]:
-    """Runs a file of tests in a process of its own; returns outcomes by test."""
+    """Runs a test file in its own process; returns outcomes by test."""
     tests = path.parent
     results = FOLDER / "results.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider"]
@@ -154,7 +154,7 @@ def run(path: Path, matching: str, model: Path, disabled: str) -> dict[str, Outc
 
 
 def outcome_of(case: ElementTree.Element) -> Outcome:
-    """The outcome of a test in junit's XML."""
+    """The outcome of a test in JUnit XML."""
     for tag, status in (("failure", "fail"), ("error", "fail"), ("skipped", "skip")):
         found = case.find(tag)
         if found is not None:
@@ -165,7 +165,7 @@ def outcome_of(case: ElementTree.Element) -> Outcome:
 
 
 def report(without: dict[str, Outcome], with_: dict[str, Outcome]) -> int:
-    """Prints everything but what passes both times; returns the exit status."""
+    """Prints every test that does not pass both times; returns the exit status."""
     missing = Outcome("absent")
     names = list(dict.fromkeys([*without, *with_]))
     pairs = {n: (without.get(n, missing), with_.get(n, missing)) for n in names}

@@ -1,4 +1,4 @@
-"""Signed distances of every shape and character, from which pictures are rendered on any device.
+"""Signed distance fields of every shape and character, to render pictures on any device.
 
 A texel holds the distance to the outline in radii, negative inside. The textures cover
 [-EXTENT, EXTENT] radii in both directions.
@@ -15,7 +15,7 @@ import numpy as np
 from .scenes import CHARACTERS, KINDS
 
 SIZE, EXTENT = 72, 1.25
-VARIANTS = 3  # of every shape
+VARIANTS = 3  # per shape
 
 
 def outline(kind: str, style: float) -> np.ndarray:
@@ -69,7 +69,7 @@ def outline(kind: str, style: float) -> np.ndarray:
         )
     if kind == "moon":
         shift, inner = 0.42 + 0.12 * style, 0.85
-        # Where the two circles meet; the outer arc goes the long way round, the inner one back.
+        # Intersections of the two circles; the outer arc is the long one, the inner arc returns.
         x = (1 - inner**2 + shift**2) / (2 * shift)
         outer_angle = math.acos(x)
         inner_angle = math.acos((x - shift) / inner)
@@ -102,7 +102,7 @@ def polygon_distance(points: np.ndarray) -> np.ndarray:
 
 
 def fonts() -> list[str | None]:
-    """Returns the font files that characters come from; None is Pillow's own."""
+    """Returns the font files of the characters; None is Pillow's own font."""
     from importlib.util import find_spec
 
     spec = find_spec("matplotlib")  # for its fonts only
@@ -115,17 +115,17 @@ def fonts() -> list[str | None]:
 
 
 def glyph_distance(character: str, font: str | None) -> np.ndarray:
-    """Returns signed distances [SIZE, SIZE] to a character; its box is 2 radii high, centred."""
+    """Returns signed distances [SIZE, SIZE] to a character, centered in a box 2 radii high."""
     from PIL import Image, ImageDraw, ImageFont
 
     resolution = SIZE * 4
-    unit = resolution / (2 * EXTENT)  # pixels a radius
+    unit = resolution / (2 * EXTENT)  # pixels per radius
     size = 2.0 * unit
     face = ImageFont.load_default(size * 1.2) if font is None else ImageFont.truetype(font, size)
     image = Image.new("L", (resolution, resolution), 0)
     draw = ImageDraw.Draw(image)
     left, top, right, bottom = draw.textbbox((0, 0), character, font=face)
-    # Every capital and digit is scaled to the same height by choosing the font's size again.
+    # A second font size scales every capital and digit to the same height.
     face = face.font_variant(size=face.size * 1.8 * unit / (bottom - top))
     left, top, right, bottom = draw.textbbox((0, 0), character, font=face)
     place = (resolution / 2 - (left + right) / 2, resolution / 2 - (top + bottom) / 2)
@@ -164,7 +164,7 @@ def make_atlas(workers: int) -> tuple[np.ndarray, int]:
 
 
 def index(kind: str, style: float, fonts: int) -> int:
-    """Returns which texture a thing has."""
+    """Returns the index of an object's texture."""
     if kind in KINDS:
         return KINDS.index(kind) * VARIANTS + min(VARIANTS - 1, int(style * VARIANTS))
     return (

@@ -16,7 +16,7 @@ from .tokenizer import END, FAKE, GLOBAL, IMAGE, IMAGE_TOKENS, PAD, START
 
 LENGTH = 224
 TURNS = 12
-CELLS = 8  # of a picture, in each direction: one a token
+CELLS = 8  # cells of a picture in each direction; each is one token
 TURN_KINDS = (
     "content",
     "describe",
@@ -34,15 +34,15 @@ TURN_KINDS = (
     "two pictures",
     "chat",
 )
-ONCE = ("content", "describe", "background")  # a chat rarely asks for these again
+ONCE = ("content", "describe", "background")  # a chat rarely asks these twice
 
 
 @dataclass
 class Batch:
-    """R rows and their M pictures; the pictures' order is that of the rows."""
+    """R rows and their M pictures, in the order of the rows."""
 
     tokens: np.ndarray  # [R, LENGTH] int16
-    turns: np.ndarray  # [R, LENGTH] int8: the answer (from 1) that a token belongs to, else 0
+    turns: np.ndarray  # [R, LENGTH] int8: number (from 1) of the answer with this token, else 0
     kinds: np.ndarray  # [R, TURNS] int8: index into TURN_KINDS, or -1
     positions: np.ndarray  # [R, LENGTH] int16
     texture: np.ndarray  # [M, MAX_OBJECTS] int16
@@ -60,7 +60,7 @@ class Batch:
 
 
 def label(turn: Turn) -> int:
-    """Returns the index of a turn's kind; counts above five are a kind of their own."""
+    """Returns the index of a turn's kind; counts above five share a kind of their own."""
     if turn.kind == "count" and any(
         w in turn.answer for w in ("six", "seven", "eight", "nine", *"6789")
     ):
@@ -139,7 +139,7 @@ class BatchMaker:
             needed = new * len(self.picture) + len(body) + len(answer) + 12
             left = (pictures - seen) * len(self.picture) + (60 if pictures > seen else 0)
             if len(ids) + needed + left > LENGTH:
-                if shown < pictures:  # the pictures must all be shown
+                if shown < pictures:  # all pictures must appear
                     continue
                 break
             if gaps and ids and r.random() < 0.5:
@@ -156,12 +156,12 @@ class BatchMaker:
             add(answer, len(kinds))
             add(self.encode("\n"))
             shown = seen
-        if shown < pictures:  # there was no room
+        if shown < pictures:  # they did not fit
             return self.row(pictures)
         return ids, turns, kinds, positions, scenes
 
     def batch(self, rows: int) -> Batch:
-        """Returns a batch of as many pictures as rows; some rows have two, and as many none."""
+        """Returns a batch with as many pictures as rows; some rows have two, and as many none."""
         pairs = rows * 5 // 64
         wanted = [2] * pairs + [0] * pairs + [1] * (rows - 2 * pairs)
         self.random.shuffle(wanted)

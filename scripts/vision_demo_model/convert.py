@@ -1,4 +1,4 @@
-"""Turns the trained checkpoint into the MLX model directory: 8-bit, groups of 64, float16 scales.
+"""Converts the trained checkpoint to the MLX model directory: 8-bit, groups of 64, float16 scales.
 
 python -m scripts.vision_demo_model.convert TRAINED/hf MODEL_FOLDER
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 GROUP_SIZE, BITS = 64, 8
-SIZE_LIMIT = 6_000_000  # bytes, the whole directory
+SIZE_LIMIT = 6_000_000  # bytes of the whole directory
 
 
 def convert(trained: Path, out: Path) -> int:
-    """Writes config, quantised weights, tokenizer and processor; returns the size in bytes."""
+    """Writes config, quantized weights, tokenizer and processor; returns the size in bytes."""
     import mlx.core as mx
 
     loaded: Any = mx.load(str(trained / "model.safetensors"))

@@ -2,9 +2,9 @@
 
     python -m scripts.vision_demo_model.evaluate --out FIGURES.json --pictures 400
 
-The pictures come from seeds that training never used, and from another renderer than training's:
-Pillow draws them at many sizes, half of them go through JPEG, and the model's own processor makes
-them small. Answers are greedy and must equal the true one to the letter.
+The pictures come from seeds that training never used, and from another renderer: Pillow draws them
+in many sizes, half of them pass through JPEG, and the model's own processor resizes them. Decoding
+is greedy, and an answer must match the true one exactly.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Answerer:
         from mlx_lm.utils import dequantize_model
         from mlx_vlm.utils import load_model, load_processor
 
-        self.model = dequantize_model(load_model(model))  # the same values, faster on a CPU
+        self.model = dequantize_model(load_model(model))  # same values, but faster on a CPU
         self.model.set_dtype(mx.float32)
         self.processor = load_processor(model, True)
         self.tokenizer = self.processor.tokenizer
@@ -89,7 +89,7 @@ class Answerer:
 
 
 def measure(model: Path, pictures: int, seed: str = "evaluation") -> dict[str, Any]:
-    """Returns right answers and questions by kind, and some wrong answers."""
+    """Returns the numbers of correct answers and of questions by kind, and some wrong answers."""
     answerer = Answerer(model)
     counts: dict[str, list[int]] = {kind: [0, 0] for kind in TURN_KINDS}
     wrong: list[dict[str, str]] = []

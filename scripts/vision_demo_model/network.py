@@ -1,5 +1,5 @@
 # mypy: disable-error-code="misc"
-"""Idefics3 in PyTorch, with Hugging Face's parameter names, for training (one size of picture)."""
+"""Idefics3 in PyTorch, with Hugging Face's parameter names, for training (one picture size)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(nn.Module):
-    """Two linear maps with GELU between."""
+    """Two linear maps with a GELU in between."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class VisionLayer(nn.Module):
 
 
 class VisionEmbeddings(nn.Module):
-    """Patches and their places."""
+    """Patch and position embeddings."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Projection(nn.Module):
 
 
 class Connector(nn.Module):
-    """Puts neighbouring patches into one token."""
+    """Merges neighboring patches into one token."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Block(nn.Module):
 
 
 class TextModel(nn.Module):
-    """The Llama, on embeddings."""
+    """The Llama, which takes embeddings."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()

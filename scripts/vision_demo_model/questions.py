@@ -15,7 +15,7 @@ NOUNS = ("dog", "cat", "person", "car", "house", "tree", "face", "bird", "flower
 
 
 class Turn(NamedTuple):
-    """One question with its answer; `kind` names what is asked, for the accuracy by kind."""
+    """A question with its answer; `kind` is the type of question, for accuracy by kind."""
 
     kind: str
     question: str
@@ -47,12 +47,12 @@ def listing(parts: list[str]) -> str:
 
 
 def sentence(text: str) -> str:
-    """Returns the text with a capital and a full stop."""
+    """Capitalizes the text and adds a period."""
     return f"{text[0].upper()}{text[1:]}."
 
 
 def content(scene: Scene) -> str:
-    """Returns what a scene shows, as a phrase."""
+    """Describes the contents of a scene as a phrase."""
     if scene.text:
         what = "number" if scene.text.isdigit() else "text"
         if len(scene.text) == 1:
@@ -64,7 +64,7 @@ def content(scene: Scene) -> str:
 
 
 def describe(scene: Scene) -> str:
-    """Returns a full sentence about the scene."""
+    """Describes the scene in a full sentence."""
     ground = "" if scene.background is None else f" on {article(scene.background)} background"
     return f"The picture shows {content(scene)}{ground}."
 
@@ -112,7 +112,7 @@ def _describe(r: Random, s: Scene) -> Turn:
 
 
 def _count(r: Random, s: Scene) -> Turn | None:
-    """Counts of shapes by kind, colour, both or none."""
+    """Counts shapes by kind, color, both or neither."""
     shapes = [t for t in s.things if t.kind in KINDS]
     if s.text:
         return None
@@ -223,7 +223,7 @@ def _is_there(r: Random, s: Scene) -> Turn | None:
     model: Thing | None = r.choice(things) if true else None
     kind = model.kind if model else r.choice(KINDS)
     color = model.color if model else r.choice(NAMES)
-    if things and not true and r.random() < 0.6:  # wrong in one respect only
+    if things and not true and r.random() < 0.6:  # wrong in only one respect
         other = r.choice(things)
         kind, color = (other.kind, color) if r.random() < 0.5 else (kind, other.color)
     draw = r.random()
@@ -291,13 +291,13 @@ def _background(r: Random, s: Scene) -> Turn | None:
 
 
 def _single(s: Scene) -> list[Thing]:
-    """The things that are the only ones of their kind and colour."""
+    """Things with a unique combination of kind and color."""
     number = Counter((t.color, t.kind) for t in s.things)
     return [t for t in s.things if number[t.color, t.kind] == 1]
 
 
 def _name(r: Random, s: Scene, thing: Thing) -> str:
-    """A name that fits this thing only, with or without its colour."""
+    """A name that identifies this thing, with or without its color."""
     if sum(t.kind == thing.kind for t in s.things) == 1 and r.random() < 0.5:
         return noun(thing.kind)
     return f"{thing.color} {noun(thing.kind)}"
@@ -373,7 +373,7 @@ def _relation(r: Random, s: Scene) -> Turn | None:
 
 
 def _side(r: Random, s: Scene) -> Turn | None:
-    """What is leftmost, rightmost, at the top, at the bottom."""
+    """The things at the left, right, top and bottom."""
     if s.text or len(s.things) < 2 or len(s.things) > 5:
         return None
     key: Callable[[Thing], float]
@@ -633,7 +633,7 @@ WITHOUT = (
 
 
 def chat(random: Random, seen: bool) -> Turn:
-    """Returns a turn that needs no picture; `seen` says whether there was one before."""
+    """Returns a turn that needs no picture; `seen` is True if there was one before."""
     if not seen and random.random() < 0.35:
         return Turn("chat", random.choice(WITHOUT), NO_PICTURE)
     questions, answer = random.choice(CHAT)
@@ -641,7 +641,7 @@ def chat(random: Random, seen: bool) -> Turn:
 
 
 def blur_wording(random: Random, question: str) -> str:
-    """Writes a question as hurried people do, now and then."""
+    """Sometimes adds the sloppiness of people in a hurry."""
     draw = random.random()
     if draw < 0.06 and not any(c in question for c in '"'):
         question = question[0].lower() + question[1:]

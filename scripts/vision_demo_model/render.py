@@ -1,4 +1,4 @@
-"""Renders scenes to normalised pixels with PyTorch tensor operations, on the device that trains."""
+"""Renders scenes to normalized pixels with PyTorch tensor operations, on the training device."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def draw(
 ) -> Tensor:
     """Draws pictures [M, 3, SIDE, SIDE] with values from 0 to 1.
 
-    atlas [N, S, S]; texture [M, T] int64, negative where there is no thing; places [M, T, 4]: x, y
-    (shares of the picture), radius in pixels before stretching, angle; colors [M, T, 3]; stretch
-    [M, 2]: by how much x and y are stretched; shades [M, 2, 3]; direction [M].
+    atlas [N, S, S]; texture [M, T] int64, negative for no object; places [M, T, 4]: x, y (fractions
+    of the picture), radius in pixels before stretching, angle; colors [M, T, 3]; stretch [M, 2]:
+    scale factors of x and y; shades [M, 2, 3]; direction [M].
     """
     image = _backgrounds(shades, direction)
     axis = (torch.arange(SIDE, device=atlas.device) + 0.5).to(places.dtype)
@@ -65,7 +65,7 @@ def _cosines(device: torch.device) -> Tensor:
 
 
 def damage(image: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Adds what cameras and files add: blur, noise, block artefacts, another exposure."""
+    """Simulates cameras and files: blur, noise, block artifacts, exposure changes."""
     count, device = image.shape[0], image.device
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
@@ -75,7 +75,7 @@ def damage(image: Tensor, generator: torch.Generator | None = None) -> Tensor:
     soft = F.avg_pool2d(F.pad(image, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
     image = image * (1 - blur) + soft * blur
     basis = _cosines(device)
-    step = uniform(-0.25, 0.16, 1, 1, 1, 1, 1).clamp(min=0)  # of the coefficients of 8x8 blocks
+    step = uniform(-0.25, 0.16, 1, 1, 1, 1, 1).clamp(min=0)  # for coefficients of 8x8 blocks
     blocks = image.view(count, 3, SIDE // 8, 8, SIDE // 8, 8).transpose(3, 4)
     waves = basis @ blocks @ basis.T
     coarse = torch.where(step > 0, (waves / (step + 1e-6)).round() * step, waves)
@@ -89,5 +89,5 @@ def damage(image: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def normalise(image: Tensor) -> Tensor:
-    """Maps 0..1 to -1..1, in steps of whole bytes as files have them."""
+    """Maps 0..1 to -1..1 in steps of whole bytes, as image files do."""
     return (image * 255).round() / 127.5 - 1

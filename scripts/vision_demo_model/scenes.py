@@ -1,4 +1,4 @@
-"""What a picture shows: shapes or characters with colour, place and size, sampled from a seed."""
+"""Contents of pictures: shapes or characters with color, place and size, sampled from a seed."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ COLORS: dict[str, tuple[RGB, ...]] = {
 }
 NAMES = tuple(COLORS)
 JITTER = 12
-CONTRAST = 95.0  # least distance of a shape's colour from the background's
+CONTRAST = 95.0  # minimum distance of a shape's color from the background's
 MAX_OBJECTS = 9
-SIDE = 128  # pixels; the model's processor stretches every picture to such a square
+SIDE = 128  # pixels; the model's processor resizes every picture to such a square
 
 
 @dataclass(frozen=True)
 class Thing:
-    """One shape or character; places and sizes are shares of the picture's longer side."""
+    """One shape or character; places and sizes are fractions of the picture's longer side."""
 
-    kind: str  # of KINDS, or one of CHARACTERS
+    kind: str  # in KINDS or CHARACTERS
     color: str
     rgb: RGB
     x: float
     y: float
     radius: float
     angle: float  # radians
-    style: float  # 0 to 1: the variant of a shape, the font of a character
+    style: float  # 0 to 1: selects the variant of a shape or the font of a character
 
 
 @dataclass
@@ -50,14 +50,14 @@ class Scene:
 
     width: float  # the longer of width and height is 1
     height: float
-    background: str | None  # a colour's name, or None where it has no single one
-    shades: tuple[RGB, RGB]  # of the background, from one side to the other
-    direction: float  # radians, of the gradient between them
+    background: str | None  # name of a color, or None if there is no single one
+    shades: tuple[RGB, RGB]  # background colors at the two ends of the gradient
+    direction: float  # of the gradient, in radians
     things: list[Thing] = field(default_factory=list)
-    text: str = ""  # the characters as a string, where the picture is one of writing
+    text: str = ""  # the characters as a string, if the picture shows writing
 
     def groups(self) -> list[tuple[int, str, str]]:
-        """Returns (count, colour, kind) of equal things, most first, then in the names' order."""
+        """Returns (count, color, kind) of equal things, by descending count, then by name."""
         counts: dict[tuple[str, str], int] = {}
         for thing in self.things:
             key = (thing.color, thing.kind)
@@ -69,7 +69,7 @@ class Scene:
 
 
 def shade(random: Random, name: str) -> RGB:
-    """Returns a tone of a named colour."""
+    """Returns a shade of a named color."""
     red, green, blue = (
         min(255, max(0, value + random.randint(-JITTER, JITTER)))
         for value in random.choice(COLORS[name])
@@ -78,7 +78,7 @@ def shade(random: Random, name: str) -> RGB:
 
 
 def contrast(a: RGB, b: RGB) -> float:
-    """Returns how far two colours are apart, weighted roughly as eyes do."""
+    """Returns the distance of two colors, with weights close to human perception."""
     return math.sqrt(sum(w * (p - q) ** 2 for w, p, q in zip((0.9, 1.3, 0.8), a, b, strict=True)))
 
 
@@ -101,7 +101,7 @@ def _stands_out(rgb: RGB, scene: Scene) -> bool:
 
 
 def _tone(random: Random, scene: Scene, name: str | None = None) -> tuple[str, RGB]:
-    """Returns a colour (of that name, if given) that stands out from the background."""
+    """Returns a color (of that name, if given) that stands out from the background."""
     for _ in range(40):
         chosen = name or random.choice(NAMES)
         rgb = shade(random, chosen)
@@ -122,11 +122,11 @@ def _angle(random: Random, kind: str) -> float:
 
 
 def _places(random: Random, scene: Scene, count: int) -> list[tuple[float, float, float]]:
-    """Returns x, y and radius of things that hardly overlap."""
+    """Returns x, y and radius of objects that hardly overlap."""
     area = scene.width * scene.height
     top = min(0.36 * min(scene.width, scene.height), 0.52 * math.sqrt(area / count) * 0.85)
     low = max(0.064, 0.3 * top)
-    if count > 1 and random.random() < 0.2:  # in a row, or in two
+    if count > 1 and random.random() < 0.2:  # in one row or two
         rows = 1 if count <= 5 else 2
         columns = math.ceil(count / rows)
         pitch = scene.width / columns
@@ -160,15 +160,15 @@ def _places(random: Random, scene: Scene, count: int) -> list[tuple[float, float
 
 
 def _shape_groups(random: Random) -> list[tuple[int, str, str | None]]:
-    """Returns (count, kind, colour or None) of the groups of a picture."""
+    """Returns (count, kind, color or None) for each group of a picture."""
     draw = random.random()
     if draw < 0.42:
         count = random.randint(1, 5) if random.random() < 0.85 else random.randint(6, MAX_OBJECTS)
         return [(count, random.choice(KINDS), None)]
-    if draw < 0.52:  # many single things, for counting all of them
+    if draw < 0.52:  # many single things, for questions about the total
         count = random.randint(3, 6)
         return [(1, random.choice(KINDS), None) for _ in range(count)]
-    if draw < 0.64:  # two things, for where and which
+    if draw < 0.64:  # two things, for questions about place and identity
         first, second = random.sample(KINDS, 2)
         return [(1, first, None), (1, second, None)]
     groups = random.choice((2, 2, 3))
@@ -207,7 +207,7 @@ def _write(random: Random, scene: Scene) -> None:
 
 
 def sample_scene(random: Random, writing: float = 0.22, mixed: float = 0.06) -> Scene:
-    """Returns a random scene; `writing` and `mixed`: the shares with only and also characters."""
+    """Returns a random scene; `writing`, `mixed`: shares with only and with also characters."""
     width = height = 1.0
     if random.random() < 0.4:
         ratio = random.uniform(0.6, 1.0)
@@ -224,7 +224,7 @@ def sample_scene(random: Random, writing: float = 0.22, mixed: float = 0.06) -> 
     specs: list[tuple[str, str, RGB]] = []
     for count, kind, color in groups:
         chosen, rgb = _tone(random, scene, color)
-        vary = random.random() < 0.15  # the tones of one group differ
+        vary = random.random() < 0.15  # shades differ within a group
         for _ in range(count):
             other = shade(random, chosen) if vary else rgb
             specs.append((kind, chosen, other if _stands_out(other, scene) else rgb))

@@ -15,7 +15,7 @@ VOCAB_SIZE = 768
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<end_of_utterance>"
 FAKE, IMAGE, GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
 SPECIAL_TOKENS = [PAD, START, END, FAKE, IMAGE, GLOBAL]
-IMAGE_TOKENS = 64  # of a picture: patches of 8 pixels, four of them in one token
+IMAGE_TOKENS = 64  # per picture: 8-pixel patches, four of them per token
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def texts(count: int) -> Iterator[str]:
-    """Yields what the tokenizer learns from: questions and answers without written strings."""
+    """Yields the training texts: questions and answers without written strings."""
     random = Random("tokenizer")
     yield from ("user\nassistant\nsystem\n" for _ in range(200))
     for _ in range(count):

@@ -1,9 +1,9 @@
-"""Trains the embedded vision model with PyTorch for a given time (minutes on one data-centre GPU).
+"""Trains the embedded vision model with PyTorch for a given time (minutes on one data-center GPU).
 
     python -m scripts.vision_demo_model.train --out OUT --minutes 8
 
 OUT receives `weights.safetensors` (float32, to resume from), `metrics.json` and `hf/`, a Hugging
-Face checkpoint in float16 with its tokenizer. `convert.py` makes the MLX model of `hf/`.
+Face checkpoint in float16 with its tokenizer. `convert.py` makes the MLX model from `hf/`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .scenes import CHARACTERS, KINDS, NAMES
 from .tokenizer import train_tokenizer
 
 WARMUP_STEPS = 200
-AUXILIARY, AUXILIARY_UNTIL = 0.5, 0.5  # weight of the cells' losses, and when it reaches zero
+AUXILIARY, AUXILIARY_UNTIL = 0.5, 0.5  # weight of the cell losses; fraction of time to zero
 PICTURE = ("texture", "places", "colors", "stretch", "shades", "direction")
 
 
@@ -64,7 +64,7 @@ def feed(options: argparse.Namespace, file: Path, fonts: int, device: str) -> It
 
 
 def to_device(arrays: dict[str, np.ndarray], device: str) -> dict[str, Tensor]:
-    """Moves a batch to the device, whole numbers as int64 except `turns` and `kinds`."""
+    """Moves a batch to the device; integers become int64, except `turns` and `kinds`."""
     tensors = {}
     for name, array in arrays.items():
         tensor = torch.from_numpy(array)
@@ -75,7 +75,7 @@ def to_device(arrays: dict[str, np.ndarray], device: str) -> dict[str, Tensor]:
 
 
 class Trainer(nn.Module):
-    """The model with the heads of the auxiliary loss: what is in each cell of a picture."""
+    """The model with auxiliary heads that predict the contents of each cell of a picture."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Trainer(nn.Module):
 
 
 def rate(progress: float, step: int, peak: float) -> float:
-    """Learning rate: linear warm-up, then a straight line down to nearly nothing."""
+    """Learning rate: linear warm-up, then linear decay to almost zero."""
     return peak * min(1.0, (step + 1) / WARMUP_STEPS) * (1 - 0.99 * progress)
 
 
@@ -115,7 +115,7 @@ def evaluate(
     rows: int,
     count: int,
 ) -> dict[str, float]:
-    """Returns the share of answers that greedy decoding gets wholly right, by kind of question."""
+    """Returns the share of greedy answers that are exactly right, by kind of question."""
     right = np.zeros(len(TURN_KINDS))
     total = np.zeros(len(TURN_KINDS))
     for _ in range(count):
@@ -211,7 +211,7 @@ def train(options: argparse.Namespace) -> None:
         recent += answers
         step += 1
         if began is None:
-            recent.item()  # waits for the compilation, which must not count in the schedule
+            recent.item()  # waits for the compilation, which the schedule must not count
             began = time.perf_counter()
         if step % options.every:
             continue

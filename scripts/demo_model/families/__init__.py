@@ -1,7 +1,7 @@
 """Generated requests: families of small tasks whose words and code vary together.
 
 A family crosses a few word lists ("the sum of" x "the even numbers of a list"), so that the model
-learns to compose parts instead of only recalling whole answers.
+learns to compose parts instead of recalling whole answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .measures import conversions, geometry
 from .records import orders, records
 from .text import characters, joining, words
 
-# In the order in which the model was trained on them.
+# In the order of training.
 FAMILIES = (
     numbers_in_a_list,
     words,

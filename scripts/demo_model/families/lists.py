@@ -1,4 +1,4 @@
-"""Numbers of a list: aggregates of one kind, and the same for each."""
+"""Numbers of a list: aggregates over one kind of number, and elementwise operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBER_KINDS = {
 
 
 def numbers_in_a_list() -> Iterator[Pair]:
-    """Aggregates over the numbers of a kind."""
+    """Aggregates over one kind of number."""
     for kind, test in NUMBER_KINDS.items():
         noun = kind.removesuffix(" among the")
         things = noun if noun != kind else f"{kind} numbers"
