@@ -48,7 +48,7 @@ def step_of(paged: Any, contexts: tuple[int, ...]) -> tuple[mx.array, Any]:
         logit_rows=np.arange(len(contexts)),
         state_slots=None,
     )
-    step = paged._step(inputs, Repeat.AS_GRAPH, len(contexts))
+    step = paged._step(inputs, paged.repetition_of(inputs))
     [tokens] = ops.upload(np.arange(5, 5 + len(contexts), dtype=np.int32))
     mx.eval(tokens, graph_runner._arrays_of(step))
     return tokens, step
@@ -63,9 +63,9 @@ class Runner:
         self.steps.uses_device_programs = programs
 
     def forward(self) -> mx.array:
-        logits, pools = self.steps.run(self.tokens, self.step, self.paged.pools(), Repeat.AS_GRAPH)
-        self.paged.restore(pools)
-        return logits
+        output = self.steps.run(self.tokens, self.step, self.paged.pools(), Repeat.AS_GRAPH)
+        self.paged.restore(output.pools)
+        return output.logits
 
     def time(self, count: int) -> float:
         """Milliseconds per step, with each queued while the previous one runs."""

@@ -21,7 +21,7 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 
 #: Ceilings of what a reader passes: files, changes of file, and calls.
-STEP = (17, 65, 120)
+STEP = (15, 49, 97)
 CHAT = (64, 720, 1250)
 
 

@@ -27,15 +27,17 @@ class ActiveWait:
     MLX's own waits do. If that happens again right away, it sleeps in the next 128, and so on.
     """
 
-    def __init__(self, platform: Platform) -> None:
-        self._is_wanted = platform.has_cuda and usable_cpus() >= _FEWEST_CPUS
+    def __init__(self) -> None:
         self._num_asleep = _FEWEST_ASLEEP
         self._left_asleep = 0
 
+    @classmethod
+    def on(cls, platform: Platform) -> ActiveWait | None:
+        """Returns None if steps on this device should not be waited for actively."""
+        return cls() if platform.has_cuda and usable_cpus() >= _FEWEST_CPUS else None
+
     def __call__(self, array: mx.array) -> None:
         """Returns when `array` is there, or when whoever needs it should wait as usual."""
-        if not self._is_wanted:
-            return
         if self._left_asleep > 0:
             self._left_asleep -= 1
         elif ops.wait_actively(array, _LONGEST):

@@ -86,7 +86,7 @@ class Engine:
         self._in_flight: SchedulerOutput | None = None
         self.on_launch: Callable[[int], None] | None = None
         self._cache_limit = parts.cache_limit
-        self._num_steps = self._max_used_blocks = self._max_shared_blocks = 0
+        self._num_steps = 0
         self._left: deque[str] = deque()  # requests that were aborted in the middle of a call
 
     @property
@@ -332,9 +332,6 @@ class Engine:
         self._num_steps += 1
         if self.on_launch is not None:
             self.on_launch(len(output.batch.token_ids))
-        pool = self._kv.pool
-        self._max_used_blocks = max(self._max_used_blocks, pool.num_used)
-        self._max_shared_blocks = max(self._max_shared_blocks, pool.num_shared)
         self._columns.add_to(output)
         self._executor.launch(output.batch)
         return output
@@ -350,7 +347,8 @@ class Engine:
             return self._stats()
 
     def _stats(self) -> EngineStats:
-        past, encoder_cache = self._recovery, self._scheduler.encoder_cache
+        past, pool = self._recovery, self._kv.pool
+        encoder_cache = self._scheduler.encoder_cache
         return EngineStats(
             usage=self._kv.usage,
             group_usage=self._kv.group_usage,
@@ -359,8 +357,8 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             num_preemptions=past.num_preemptions + self._scheduler.num_preemptions,
             num_steps=self._num_steps,
-            max_used_blocks=self._max_used_blocks,
-            max_shared_blocks=self._max_shared_blocks,
+            max_used_blocks=max(past.max_used_blocks, pool.max_used),
+            max_shared_blocks=max(past.max_shared_blocks, pool.max_shared),
             memory=memory.usage(self._cache_limit),
             num_faults=self._executor.num_faults,
             pool_copies=ops.pool_copies(),

@@ -79,7 +79,7 @@ class InProcessExecutor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._wait_actively = ActiveWait(runner.model.platform)
+        self._wait_actively = ActiveWait.on(runner.model.platform)
         self._thread = threading.current_thread()  # the one that launched the pending steps
         self._pending: deque[PendingStep] = deque()
         self._read: PendingStep | None = None  # the step read last
@@ -151,7 +151,8 @@ class InProcessExecutor:
         if step.launched is None:
             return None
         try:
-            self._wait_actively(step.launched.results[0])
+            if self._wait_actively is not None:
+                self._wait_actively(step.launched.reported)
             return self._runner.read(step.launched)
         except Exception as error:
             self._note(error, step.batch.num_tokens)

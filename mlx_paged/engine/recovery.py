@@ -21,6 +21,7 @@ class Recovery:
         counters: Counters of the KV stores that were given up.
         num_preemptions: Preemptions of the schedulers that were given up.
         encoder_cache: Statistics of their encoder caches.
+        max_used_blocks, max_shared_blocks: Most blocks that were in use in those stores.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class Recovery:
         self.counters = KVCounters()
         self.num_preemptions = 0
         self.encoder_cache = EncoderCacheStats()
+        self.max_used_blocks = self.max_shared_blocks = 0
         self.num_failed_steps = 0
 
     @property
@@ -56,6 +58,8 @@ class Recovery:
             self.num_preemptions + scheduler.num_preemptions,
             sum_encoder_stats(self.encoder_cache, scheduler.encoder_cache.stats),
         )
+        self.max_used_blocks = max(self.max_used_blocks, kv.pool.max_used)
+        self.max_shared_blocks = max(self.max_shared_blocks, kv.pool.max_shared)
         self.num_failed_steps += self.failed is not None
         self.failed = None
         self.num_recoveries += 1

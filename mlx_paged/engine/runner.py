@@ -297,18 +297,20 @@ class ModelRunner:
             overlaps = isinstance(previous, LaunchedStep)
             media = self.media.build(batch, context_lens, num_rows, overlaps=overlaps)
             made = self.media.store.made()
-        wanted_rows = total = len(batch.token_ids)
-        if not is_decode and num_sampled and media is None:
-            wanted_rows = self.model.rows_with_prompts(total)
-        stays = self.model.reads_once(wanted_rows, is_decode=is_decode)
-        logits = self.model.forward(
-            _input_tokens(batch, begins, previous, wanted_rows - total, stays=stays),
-            self._inputs(batch, context_lens, num_rows, wanted, media),
+        inputs = self._inputs(batch, context_lens, num_rows, wanted, media)
+        repetition = self.model.repetition_of(inputs)
+        input_tokens = _input_tokens(
+            batch,
+            begins,
+            previous,
+            repetition.num_rows - len(batch.token_ids),
+            stays=repetition.reads_once,
         )
-        greedy = None
+        logits, pools, greedy = self.model.run(input_tokens, inputs, repetition)
         if num_sampled:
-            raw = logits[:num_sampled] if targets else logits
-            greedy = self.model.greedy_of(raw)
+            raw = logits
+            if targets:
+                raw, greedy = logits[:num_sampled], None
             platform = self.model.platform
             sample_failure = _choose(raw, metadata, newest, grammars, self._masks, greedy, platform)
             tokens = sample_failure.sampled.tokens
@@ -319,9 +321,8 @@ class ModelRunner:
         else:
             # Nothing to choose: the step only writes to the pools.
             tokens, logprobs, sample_failure = mx.zeros((0,), dtype=mx.int32), None, None
-            for_host = tokens
+            for_host, greedy = tokens, None
         prompt_logprobs = _report_prompts(logits[num_sampled:], targets) if targets else None
-        pools = self.model.pools()
         launched = LaunchedStep(
             batch=batch,
             tokens=tokens,

@@ -47,7 +47,6 @@ _ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
 Pools = list[mx.array]
 # Tokens, the step and the pools' handles -> logits and the new handles.
 Forward = Callable[[mx.array, Step, Pools], tuple[mx.array, Pools]]
-_Graph = Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]]
 
 
 class Greedy(NamedTuple):
@@ -58,12 +57,31 @@ class Greedy(NamedTuple):
     reported: mx.array  # [num_rows] int32, in memory that the host reads
 
 
+class StepOutput(NamedTuple):
+    """The arrays that a step computes, lazily."""
+
+    logits: mx.array  # [len(logit_rows), vocab_size]
+    pools: Pools  # handles after its writes; the same list as before it, for a device program
+    greedy: Greedy | None = None  # the choice from the logits, if the step computes it
+
+
+_Graph = Callable[[mx.array, list[mx.array], Pools], StepOutput]
+
+
 class Repeat(Enum):
-    """How a step repeats, decided before it is planned (`GraphRunner.repeat_of`)."""
+    """How a step repeats."""
 
     NOT = "not"  # built anew
     AS_GRAPH = "as a graph"  # of its shape: decodes, and on the CPU any step of few rows
     WITH_PROMPTS = "with prompts"  # as a device program of few rows, some of them padding
+
+
+class Repetition(NamedTuple):
+    """Decided once, before a step is planned (`GraphRunner.repetition_of`)."""
+
+    repeat: Repeat
+    num_rows: int  # tokens of the step, including padding, which belongs to no sequence
+    reads_once: bool  # True if it probably reads the host's arrays once, as a device program
 
 
 class GraphRunner:
@@ -87,7 +105,6 @@ class GraphRunner:
         self._forward = forward
         self.platform = platform or Platform.current()
         self._chooses = chooses
-        self._newest: tuple[mx.array, Greedy] | None = None
         self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
         self._failed = not enabled
@@ -96,17 +113,36 @@ class GraphRunner:
         self._refuses_many_rows = False
         self._takes_prompts = True
 
-    def repeat_of(
-        self, num_rows: int, num_sequences: int, num_samples: int, *, is_of_arrays: bool
-    ) -> Repeat:
+    def repetition_of(
+        self,
+        num_rows: int,
+        num_sequences: int,
+        num_samples: int,
+        *,
+        is_of_arrays: bool,
+        may_pad: bool = False,
+    ) -> Repetition:
         """Decides how a step repeats.
 
         Args:
-            num_rows: Number of its tokens, including padding.
+            num_rows: Number of its tokens.
             num_samples: Number of rows whose logits are needed.
             is_of_arrays: True if it depends only on arrays whose sizes such steps share: no
                 recurrent state, no media features, and no row that sees later positions.
+            may_pad: True if a step with prompts may get more rows, so that it repeats an earlier
+                one.
         """
+        if may_pad and num_samples and num_rows != num_sequences and self.takes_prompts(num_rows):
+            num_rows = -(-num_rows // _ROWS_OF_PROMPTS) * _ROWS_OF_PROMPTS
+        repeat = self.repeat_of(num_rows, num_sequences, num_samples, is_of_arrays=is_of_arrays)
+        # A step without samples is no program.
+        reads_once = repeat is not Repeat.NOT and num_samples > 0 and self.reads_once(num_rows)
+        return Repetition(repeat, num_rows, reads_once)
+
+    def repeat_of(
+        self, num_rows: int, num_sequences: int, num_samples: int, *, is_of_arrays: bool
+    ) -> Repeat:
+        """See `repetition_of`; `num_rows` includes padding."""
         if self._failed or not is_of_arrays:
             return Repeat.NOT
         platform, is_decode = self.platform, num_rows == num_sequences
@@ -119,12 +155,10 @@ class GraphRunner:
         repeats = self.takes_prompts(num_rows) and num_rows % _ROWS_OF_PROMPTS == 0
         return Repeat.WITH_PROMPTS if repeats and num_samples > 0 else Repeat.NOT
 
-    def run(
-        self, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat
-    ) -> tuple[mx.array, Pools]:
-        """The step, compiled or not."""
+    def run(self, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat) -> StepOutput:
+        """Runs the step, compiled or not."""
         if self._failed or repeat is Repeat.NOT:
-            return self._forward(tokens, step, pools)
+            return StepOutput(*self._forward(tokens, step, pools))
         shape = self._shape_of(tokens, step)
         graph = self._graphs.get(shape)
         if graph is not None:
@@ -134,7 +168,7 @@ class GraphRunner:
         if len(self._times) > 4 * _MOST_GRAPHS:
             self._times.popitem(last=False)
         if self.platform.repeats_steps and times <= _SEEN_BEFORE:
-            return self._forward(tokens, step, pools)
+            return StepOutput(*self._forward(tokens, step, pools))
         return self._compile(shape, tokens, step, pools, repeat)
 
     def reads_once(self, num_rows: int) -> bool:
@@ -153,22 +187,9 @@ class GraphRunner:
             self._takes_prompts and num_rows <= _MOST_ROWS_OF_PROMPTS and self.reads_once(num_rows)
         )
 
-    def rows_with_prompts(self, num_rows: int) -> int:
-        """Returns the number of rows to pad a step with prompts to, so that it repeats."""
-        if not self.takes_prompts(num_rows):
-            return num_rows
-        return -(-num_rows // _ROWS_OF_PROMPTS) * _ROWS_OF_PROMPTS
-
-    def greedy_of(self, logits: mx.array) -> Greedy | None:
-        """Returns the greedy tokens if the newest step has computed them for these logits."""
-        return self._newest[1] if self._newest is not None and self._newest[0] is logits else None
-
-    def _found(self, logits: mx.array, greedy: Greedy) -> None:
-        self._newest = (logits, greedy)
-
     def _compile(
         self, shape: object, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat
-    ) -> tuple[mx.array, Pools]:
+    ) -> StepOutput:
         group_specs, has_rope = tuple(step.plans), _has_rope_positions(step)
         arrays = _arrays_of(step)
         graph: _Graph
@@ -180,18 +201,17 @@ class GraphRunner:
 
         if self.uses_device_programs and self._fits_device_program(tokens.shape[0]):
             try:
-                found = self._found if self._chooses() else None
-                graph = _device_program(forward, tokens, arrays, pools, found)
+                graph = _device_program(forward, tokens, arrays, pools, chooses=self._chooses())
                 result = graph(tokens, arrays, pools)
                 # Anything a GPU refuses shows now, while the step can still run another way.
-                mx.eval(result[0])
+                mx.eval(result.logits)
                 self._keep(shape, graph)
                 return result
             except Exception as error:
                 if repeat is Repeat.WITH_PROMPTS:
                     logger.info("its steps with prompts are not device programs: %s", error)
                     self._takes_prompts = False
-                    return self._forward(tokens, step, pools)
+                    return StepOutput(*self._forward(tokens, step, pools))
                 if tokens.shape[0] > _FEW_ROWS:
                     logger.info("its steps of many rows are not device programs: %s", error)
                     self._refuses_many_rows = True
@@ -203,9 +223,10 @@ class GraphRunner:
             self.platform.repeats_steps and not is_cuda
         ):  # Metal, where MLX encodes compiled graphs like any others
             self._failed = True
-            return self._forward(tokens, step, pools)
+            return StepOutput(*self._forward(tokens, step, pools))
         try:
-            graph = mx.compile(forward) if is_cuda else _program(forward, tokens, arrays, pools)
+            make = _compiled if is_cuda else _program
+            graph = make(forward, tokens, arrays, pools)
             result = graph(tokens, arrays, pools)
         except Exception as error:
             # Model code that reads array values cannot be traced, and programs have not all
@@ -213,7 +234,7 @@ class GraphRunner:
             logger.info("steps of this model are not compiled: %s", error)
             self._failed = True
             self._graphs.clear()
-            return self._forward(tokens, step, pools)
+            return StepOutput(*self._forward(tokens, step, pools))
         self._keep(shape, graph)
         return result
 
@@ -247,30 +268,37 @@ def _device_program(
     tokens: mx.array,
     arrays: list[mx.array],
     pools: Pools,
-    found: Callable[[mx.array, Greedy], None] | None,
+    *,
+    chooses: bool,
 ) -> _Graph:
     """Returns the graph of `forward` as one operation of a GPU.
 
     Args:
-        found: Called with the logits of each step and their greedy choice; None if the outputs are
-            no logits.
+        chooses: True if it also computes the greedy choice; False if its outputs are no logits.
     """
     end = 1 + len(arrays)
     inputs = ops.placeholders([tokens, *arrays, *pools])
     with patches.graph_for_program():
         logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
-    greedy = () if found is None else ops.greedy_tokens(logits)
+    greedy = ops.greedy_tokens(logits) if chooses else ()
     program = ops.DeviceProgram(inputs, [logits, *greedy, *written])
 
-    def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> tuple[mx.array, Pools]:
+    def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
         logits, *greedy = program([tokens, *arrays, *pools], returns_pools=False)
         # The pools keep their handles, so the step must go before all that is built on them.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        if found is not None:
-            found(logits, Greedy(*greedy))
-        return logits, pools
+        return StepOutput(logits, pools, Greedy(*greedy) if chooses else None)
 
     return run
+
+
+def _compiled(
+    forward: Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]],
+    *_: object,
+) -> _Graph:
+    """Returns the graph of `forward` as `mx.compile` repeats it."""
+    compiled = mx.compile(forward)
+    return lambda tokens, arrays, pools: StepOutput(*compiled(tokens, arrays, pools))
 
 
 def _program(
@@ -285,9 +313,9 @@ def _program(
     logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
     program = ops.StepProgram(inputs, [logits, *written])
 
-    def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> tuple[mx.array, Pools]:
+    def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
         logits, *pools = program([tokens, *arrays, *pools])
-        return logits, pools
+        return StepOutput(logits, pools)
 
     return run
 

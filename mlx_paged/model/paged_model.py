@@ -23,7 +23,7 @@ from mlx_paged.model.caches import (
     copy_blocks,
 )
 from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
-from mlx_paged.model.graph_runner import GraphRunner, Greedy, Repeat
+from mlx_paged.model.graph_runner import GraphRunner, Repeat, Repetition, StepOutput
 from mlx_paged.model.layout import (
     FULL,
     CacheLayout,
@@ -91,6 +91,9 @@ class PagedModel:
         self.platform = platform or Platform.current()
         self.layout = layout
         self._is_gathered = layout.mode.is_gathered
+        # Padding belongs to no sequence, so it has neither a state nor a chunk.
+        has_chunks = any(group_spec.chunk is not None for group_spec in layout.group_specs)
+        self._may_pad = not layout.has_states and not has_chunks
         self._sees_within_windows = (
             isinstance(model, MultiModalModel) and model.family.sees_within_windows
         )
@@ -198,12 +201,6 @@ class PagedModel:
     def _chooses(self) -> bool:
         return not self._output_rows.keeps_hidden
 
-    def greedy_of(self, logits: mx.array) -> Greedy | None:
-        """Returns the greedy tokens for the last logits of `forward`, or None if the step has not
-        computed them.
-        """
-        return self._compiled.greedy_of(logits)
-
     def keep_hidden_states(self) -> int:
         """From now on `forward` returns hidden states; see `OutputRows.keep_hidden_states`."""
         return self._output_rows.keep_hidden_states()
@@ -259,16 +256,23 @@ class PagedModel:
     # Steps.
 
     def forward(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
+        """Returns just the logits of `run`."""
+        return self.run(tokens, inputs, self.repetition_of(inputs, tokens.shape[0])).logits
+
+    def run(self, tokens: mx.array, inputs: StepInputs, repetition: Repetition) -> StepOutput:
         """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
 
         After `keep_hidden_states`: -> ``[len(logit_rows), hidden_size]`` last hidden states, with
         the model's final norm applied.
 
+        Args:
+            repetition: The result of `repetition_of`, which may ask for more rows than `inputs`
+                has; their tokens do not matter.
+
         Raises:
             ValueError: for a context beyond `CacheLayout.max_context_len`, and for media that the
                 model does not take or that do not belong to these rows.
         """
-        patches.ensure_installed()  # Unpatching mlx-lm uninstalls them.
         limit = self.layout.max_context_len
         if limit is not None and inputs.context_lens.max(initial=0) > limit:
             raise ValueError(
@@ -278,15 +282,13 @@ class PagedModel:
         if inputs.media is not None:
             _check_media(self.model, inputs)
         if self._is_gathered:
-            return self._forward_in_groups(tokens, inputs)
-        num_rows = tokens.shape[0]
-        repeat = self._repeat_of(inputs, num_rows)
-        step = self._step(inputs, repeat, num_rows)
+            return StepOutput(self._forward_in_groups(tokens, inputs), self.pools())
+        step = self._step(inputs, repetition)
         before = self.pools()
-        logits, pools = self._compiled.run(tokens, step, before, repeat)
-        if pools is not before:  # A device program leaves the handles unchanged.
-            self.restore(pools)
-        return logits
+        output = self._compiled.run(tokens, step, before, repetition.repeat)
+        if output.pools is not before:  # A device program leaves the handles unchanged.
+            self.restore(output.pools)
+        return output
 
     def encode(self, item: MediaInputs) -> MediaFeatures:
         """Encodes a picture, video or sound, lazily.
@@ -303,7 +305,9 @@ class PagedModel:
     def _run(
         self, tokens: mx.array, step: Step, pools: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
-        """The model's own code on these pools; the caches keep theirs. See `compiled.Forward`."""
+        """Runs the model's own code on these pools; the caches keep theirs. See
+        `graph_runner.Forward`."""
+        patches.ensure_installed()  # Unpatching mlx-lm uninstalls them.
         before = self.pools()
         self.restore(pools)
         self._context.enter(step)
@@ -320,63 +324,50 @@ class PagedModel:
             self._context.leave()
             self.restore(before)
 
-    def rows_with_prompts(self, num_rows: int) -> int:
-        """Returns the number of tokens to pad a step with prompts to, so that it repeats an earlier
-        one. The padding belongs to no sequence.
-        """
-        has_chunks = any(group_spec.chunk is not None for group_spec in self.layout.group_specs)
-        if self._is_gathered or self.layout.has_states or has_chunks:
-            return num_rows
-        return self._compiled.rows_with_prompts(num_rows)
-
-    def reads_once(self, num_rows: int, *, is_decode: bool) -> bool:
-        """Returns True if a step probably reads the host's arrays once, as a device program.
+    def repetition_of(self, inputs: StepInputs, num_rows: int | None = None) -> Repetition:
+        """Decides how a step repeats. The caller pads its tokens to `Repetition.num_rows`.
 
         Args:
-            num_rows: Number of its tokens, from `rows_with_prompts`.
-            is_decode: True if every sequence has one token.
+            num_rows: Tokens of the step, if they have been padded already; None decides that too.
         """
-        takes = self._compiled.reads_once if is_decode else self._compiled.takes_prompts
-        return takes(num_rows)
-
-    def _repeat_of(self, inputs: StepInputs, num_rows: int) -> Repeat:
-        media = inputs.media
-        return self._compiled.repeat_of(
+        may_pad, media = num_rows is None and inputs.media is None and self._may_pad, inputs.media
+        if num_rows is None:
+            num_rows = int(inputs.query_lens.sum())
+        if self._is_gathered:
+            return Repetition(Repeat.NOT, num_rows, False)
+        return self._compiled.repetition_of(
             num_rows,
             len(inputs.query_lens),
             len(inputs.logit_rows),
             # The number of features depends on a step's pictures, so such a step does not repeat.
             is_of_arrays=not self.layout.has_states
             and (media is None or (not len(media.rows) and media.bounds is None)),
+            may_pad=may_pad,
         )
 
-    def _step(self, inputs: StepInputs, repeat: Repeat, wanted_rows: int) -> Step:
+    def _step(self, inputs: StepInputs, repetition: Repetition) -> Step:
         states = None
         if self.layout.has_states:
             states = build_state_plan(inputs.query_lens, _slots(inputs))
-        group_specs = self.layout.group_specs
+        repeat, group_specs = repetition.repeat, self.layout.group_specs
         # Positions count in the whole sequence, whichever part of it a layer sees.
-        some = inputs.tables_of(group_specs[0]) if group_specs else self._no_blocks(inputs)
-        tables = inputs.tables_of(FULL) if FULL in group_specs else some
+        by_group = inputs.tables
+        if not isinstance(by_group, Mapping):
+            by_group = dict.fromkeys(group_specs, by_group)
+        some = by_group[group_specs[0]] if group_specs else self._no_blocks(inputs)
+        tables = by_group.get(FULL, some)
         alone = len(group_specs) == 1 and group_specs[0].chunk is None
         longest = int(inputs.query_lens.max(initial=0))
-        num_rows = wanted_rows if repeat is Repeat.WITH_PROMPTS else None
-        # A step without samples is no program.
-        stays = (
-            self.platform.pinned_uploads
-            and repeat is not Repeat.NOT
-            and len(inputs.logit_rows) > 0
-            and self._compiled.reads_once(wanted_rows)
-        )
+        num_rows = repetition.num_rows if repeat is Repeat.WITH_PROMPTS else None
+        stays = self.platform.pinned_uploads and repetition.reads_once
         plan = self._plan(inputs, tables, group_specs[0] if alone else FULL, num_rows, stays)
+        has_bounds = inputs.media is not None and inputs.media.bounds is not None
         plans = {
-            group_spec: self._plan(
-                inputs, inputs.tables_of(group_spec), group_spec, num_rows, stays
-            )
-            for group_spec in group_specs
+            group_spec: self._plan(inputs, own, group_spec, num_rows, stays)
+            for group_spec, own in by_group.items()
             if group_spec.chunk is not None
-            or inputs.tables_of(group_spec) is not tables
-            or self._bounds(inputs, group_spec) is not self._bounds(inputs, FULL)
+            or own is not tables
+            or (has_bounds and self._bounds(inputs, group_spec) is not self._bounds(inputs, FULL))
         }
         prefill = None
         if repeat is Repeat.NOT and FULL in group_specs and longest >= dense_prefill.LEAST_ROWS:
@@ -498,6 +489,7 @@ class PagedModel:
         )
 
     def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
+        patches.ensure_installed()
         # The caches have their own groups, so the plan has no sequences. Nor media, because
         # `wrap.convert_to_paged` runs no multimodal model this way.
         no_plan = build_plan([], [], [], block_size=self.block_size, platform=self.platform)

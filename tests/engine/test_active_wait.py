@@ -130,7 +130,7 @@ def test_a_neighbour_on_the_core_is_noticed() -> None:
 
 
 def test_after_a_lost_core_it_sleeps_for_a_while(waits: list[bool]) -> None:
-    wait, array = ActiveWait(platform_with(**CUDA)), mx.zeros(1)
+    wait, array = ActiveWait(), mx.zeros(1)
     waits += [True, False]
     wait(array)
     for _ in range(64):
@@ -141,7 +141,7 @@ def test_after_a_lost_core_it_sleeps_for_a_while(waits: list[bool]) -> None:
 
 
 def test_it_sleeps_twice_as_long_where_the_core_is_lost_again(waits: list[bool]) -> None:
-    wait, array = ActiveWait(platform_with(**CUDA)), mx.zeros(1)
+    wait, array = ActiveWait(), mx.zeros(1)
     for num_asleep in (64, 128, 256, 512, 1024, 2048, 4096, 4096):
         waits.append(False)
         for _ in range(1 + num_asleep):
@@ -154,13 +154,15 @@ def test_it_sleeps_twice_as_long_where_the_core_is_lost_again(waits: list[bool])
     assert waits == [], "a good wait in between, and it begins anew"
 
 
-def test_nobody_waits_actively_on_one_cpu(waits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_actively_on_one_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active_wait, "usable_cpus", lambda: 1.5)
-    ActiveWait(platform_with(**CUDA))(mx.zeros(1))
+    assert ActiveWait.on(platform_with(**CUDA)) is None
 
 
-def test_nobody_waits_actively_without_cuda(waits) -> None:
-    ActiveWait(platform_with(has_cuda=False))(mx.zeros(1))
+def test_only_cuda_has_active_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active_wait, "usable_cpus", lambda: 2.0)
+    assert ActiveWait.on(platform_with(has_cuda=False)) is None
+    assert isinstance(ActiveWait.on(platform_with(**CUDA)), ActiveWait)
 
 
 @needs_linux
@@ -180,10 +182,7 @@ def test_an_engine_waits_for_each_step(waits, monkeypatch: pytest.MonkeyPatch) -
         return True
 
     monkeypatch.setattr(ops, "wait_actively", wait)
-    waiting = ActiveWait(platform_with(**CUDA))
-    monkeypatch.undo()
-    monkeypatch.setattr(ops, "wait_actively", wait)
     llm = LLM(embedded_twin(), num_gpu_blocks_override=64)
-    llm.engine._executor._wait_actively = waiting
+    llm.engine._executor._wait_actively = ActiveWait()
     llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
     assert calls == [(2,)] * 5

@@ -44,6 +44,7 @@ from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError, StepError
+from mlx_paged.model.graph_runner import StepOutput
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, Span
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
@@ -325,11 +326,11 @@ def test_steps_that_fail_and_run_in_parts(overlap: bool, fault: str, monkeypatch
 def test_features_of_steps_that_failed_are_not_trusted(monkeypatch: Any) -> None:
     """They were to be made by the step's own graph."""
     engine, tower = make()
-    runner, forward, failed = engine._runner, engine._runner.model.forward, []
+    runner, forward, failed = engine._runner, engine._runner.model.run, []
     assert runner.media is not None
     store = runner.media.store
 
-    def fails(*args: Any) -> mx.array:
+    def fails(*args: Any) -> StepOutput:
         if not failed:
             assert len(store) == 1, "encoded before the forward"
             failed.append("build")
@@ -349,7 +350,7 @@ def test_features_of_steps_that_failed_are_not_trusted(monkeypatch: Any) -> None
         abandon(launched)
         assert len(store) == 0
 
-    monkeypatch.setattr(runner.model, "forward", fails)
+    monkeypatch.setattr(runner.model, "run", fails)
     monkeypatch.setattr(runner, "read", read)
     monkeypatch.setattr(runner, "abandon", abandoned)
     prompt = prepared([3, 4, 5], Picture(1, 12), [9, 8])

@@ -27,7 +27,7 @@ from support.reference import ON_GPU
 from mlx_paged import ops
 from mlx_paged.model import dense_prefill, paged_model
 from mlx_paged.model.caches import LatentLayerCache, Scores, Step, StepContext
-from mlx_paged.model.graph_runner import Repeat
+from mlx_paged.model.graph_runner import Repeat, Repetition
 from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.plan import StepInputs, build_plan
@@ -93,14 +93,15 @@ class BoundedDriver:
         self.spans = spans
         self.bounds: np.ndarray | None = None
         self.bounded_plans = 0
-        self._decide = paged._repeat_of
+        self._decide = paged.repetition_of
         monkeypatch.setattr(paged_model, "build_plan", self._build_plan)
-        monkeypatch.setattr(paged, "_repeat_of", self._repeat_of)
+        monkeypatch.setattr(paged, "repetition_of", self._repetition_of)
 
-    def _repeat_of(self, inputs: StepInputs, num_rows: int) -> Repeat:
+    def _repetition_of(self, inputs: StepInputs, num_rows: int | None = None) -> Repetition:
         assert self.bounds is not None
         has_bounds = (self.bounds[1] > self.bounds[0]).any()  # (the model itself takes text only)
-        return Repeat.NOT if has_bounds else self._decide(inputs, num_rows)
+        found = self._decide(inputs, num_rows)
+        return found._replace(repeat=Repeat.NOT) if has_bounds else found
 
     def _build_plan(self, *args: Any, **options: Any) -> ops.AttentionPlan:
         plan = build_plan(*args, **{**options, "bounds": self.bounds})
@@ -197,7 +198,7 @@ def test_text_beside_a_picture_is_left_to_mlx_attention(model, of_second) -> Non
         bounds[:, 600 + np.arange(of_second[0], of_second[1] + 1)] = np.array([of_second]).T
     media = StepMedia(np.zeros(0, np.int32), None, None, bounds)
     inputs = StepInputs(rows, rows, tables, np.cumsum(rows) - 1, media=media)
-    chunks = paged._step(inputs, Repeat.NOT, 1300).prefill.chunks
+    chunks = paged._step(inputs, Repetition(Repeat.NOT, 1300, False)).prefill.chunks
     assert [c.num_rows for c in chunks] == ([600, 700] if of_second is None else [600])
 
 
@@ -213,8 +214,8 @@ def test_a_step_with_bounds_does_not_repeat(model, fields) -> None:
     text = StepInputs(one, one // 8, [[1]], one * 0)
     seen = replace(text, media=StepMedia(rows, None, None, np.array([[3], [7]])))
     unseen = replace(text, media=StepMedia(rows, None, None))
-    assert [paged._repeat_of(step, 1) for step in (text, unseen)] == [Repeat.AS_GRAPH] * 2
-    assert paged._repeat_of(seen, 1) is Repeat.NOT
+    found = [paged.repetition_of(step).repeat for step in (text, unseen, seen)]
+    assert found == [Repeat.AS_GRAPH] * 2 + [Repeat.NOT]
 
 
 def test_latent_attention_refuses_bounds() -> None:

@@ -15,7 +15,6 @@ from support.parity import Driver, family_model, relative_difference, relative_r
 
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.caches import StepContext
-from mlx_paged.model.graph_runner import Repeat
 from mlx_paged.model.layout import FULL, CacheLayout, KVCacheGroupSpec, LayerSpec, Mode
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.patches import OutputRows
@@ -79,7 +78,7 @@ def test_positions_count_in_the_sequence_whatever_layers_see(
     )
     lens, rows = np.array([37, 17]), np.array([3, 1])
     inputs = StepInputs(lens, rows, [[3, 1, 4, 5, 9], [2, 6, 8]], np.array([2, 3]))
-    step = paged._step(inputs, Repeat.NOT, 2)
+    step = paged._step(inputs, paged.repetition_of(inputs))
     assert step.plan.positions.tolist() == [34, 35, 36, 16]
     for reach in reaches:
         positions = step.plan_for(reach).positions.tolist()

@@ -81,7 +81,7 @@ def test_model_that_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = graph_runner.GraphRunner(forward)
     for i in range(5):
         plan = build_plan([[1]], [3], [1], block_size=16)
-        out, _ = run_step(steps, mx.array([i]), Step(plan, mx.array([0])))
+        out = run_step(steps, mx.array([i]), Step(plan, mx.array([0]))).logits
         assert out.item() == i + 1
     assert steps._failed
     assert calls == [0, 1, 2, 3, 4]
@@ -140,7 +140,7 @@ def test_layers_of_a_large_step_start_one_by_one_and_few_ahead(monkeypatch) -> N
 
 def run_step(
     steps: graph_runner.GraphRunner, tokens: mx.array, step: Step
-) -> tuple[mx.array, list[mx.array]]:
+) -> graph_runner.StepOutput:
     """Decides how a step of arrays repeats, and runs it."""
     num_sequences = step.plan.context_lens.shape[0]
     repeat = steps.repeat_of(
@@ -223,8 +223,8 @@ def test_positions_of_rope_are_those_of_each_step(monkeypatch: pytest.MonkeyPatc
     )
     for i in range(6):
         positions = mx.full((3, 2, 1), i, dtype=mx.int32)
-        found, _ = run_step(steps, *decode_step(2, media=MediaRows(None, None, positions)))
-        assert found.tolist() == positions.tolist()
+        found = run_step(steps, *decode_step(2, media=MediaRows(None, None, positions)))
+        assert found.logits.tolist() == positions.tolist()
     assert len(steps._graphs) == 1
     # Another graph than that of a step without.
     with pytest.raises(AttributeError):
@@ -235,11 +235,11 @@ def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> No
     """Products of few rows have more formats than those of many."""
     tried: list[int] = []
 
-    def device_program(forward: Any, tokens: mx.array, *_: Any) -> Any:
+    def device_program(forward: Any, tokens: mx.array, *_: Any, chooses: bool) -> Any:
         tried.append(tokens.shape[0])
         if tokens.shape[0] > refused_from:
             raise ValueError("a product with quantised weights")
-        return lambda tokens, arrays, pools: forward(tokens, arrays, pools)
+        return lambda *args: graph_runner.StepOutput(*forward(*args))
 
     steps.platform = platform_with(**{**CUDA, "most_device_program_rows": 512})
     monkeypatch.setattr(graph_runner, "_device_program", device_program)

@@ -22,6 +22,7 @@ from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.model.graph_runner import Repeat
 from mlx_paged.model.kv_formats import FORMATS
 from mlx_paged.model.plan import build_plan
 
@@ -886,7 +887,8 @@ def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng) -> None:
         sim_ext.fail_next_preparation()
         driver.step({"c": new_tokens(rng, 5)})
         assert not steps._takes_prompts and steps.uses_device_programs
-        assert driver.runner.model.rows_with_prompts(5) == 5
+        five = steps.repetition_of(5, 1, 1, is_of_arrays=True, may_pad=True)
+        assert five.repeat is Repeat.NOT and five.num_rows == 5
         with counted() as found:
             for _ in range(4):
                 driver.step({"a": new_tokens(rng, 1)})

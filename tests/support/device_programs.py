@@ -14,6 +14,7 @@ from mlx_paged.model.graph_runner import (
     Greedy,
     Pools,
     Repeat,
+    StepOutput,
     _arrays_of,
     _has_rope_positions,
     _step_of,
@@ -28,15 +29,16 @@ class ProgramSteps(GraphRunner):
         super().__init__(forward)
         self.options = options
         self.made: list[tuple[ops.DeviceProgram, list[mx.array]]] = []  # with its inputs
+        self._newest: Greedy | None = None
 
     def newest_greedy(self) -> Greedy:
         """Of the newest step's logits."""
         assert self._newest is not None
-        return self._newest[1]
+        return self._newest
 
     def run(
         self, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat = Repeat.NOT
-    ) -> tuple[mx.array, Pools]:
+    ) -> StepOutput:
         arrays = _arrays_of(step)
         unknown = ops.placeholders([tokens, *arrays, *pools])
         end = 1 + len(arrays)
@@ -50,8 +52,8 @@ class ProgramSteps(GraphRunner):
         logits, *rest = program(inputs)
         found, pools = Greedy(*rest[:3]), rest[3:]
         mx.eval(logits)  # (in this order: the pools are written in place)
-        self._found(logits, found)
-        return logits, pools
+        self._newest = found
+        return StepOutput(logits, pools, found)
 
 
 def with_programs(driver: StepDriver, **options: Any) -> ProgramSteps:

@@ -471,7 +471,7 @@ class AttentionGroup(KVCacheGroup):
         If an equal block is already indexed, it replaces the sequence's own, so content is stored
         once.
         """
-        table = self._table(tables)
+        table = tables.attention[self.number]
         own = table.blocks[index]
         if own == NULL_BLOCK:
             return
@@ -641,9 +641,9 @@ class AttentionGroup(KVCacheGroup):
         return num_needed + headroom <= self.pool.num_available_later
 
     def try_allocate(self, tables: BlockTables, num_tokens: int) -> int:
-        num_blocks = len(self._table(tables).blocks)
-        num_fresh = self._blocks_for(num_tokens) - num_blocks
-        if num_fresh <= 0:
+        num_blocks = len(tables.attention[self.number].blocks)
+        num_fresh = -(-num_tokens // self.block_size) - num_blocks
+        if num_fresh <= 0 or num_fresh <= self.pool.num_free:
             return num_tokens
         if self.sees_everything and num_fresh > self.pool.num_available:
             return num_blocks * self.block_size  # all or nothing: evict no block in vain
@@ -653,7 +653,8 @@ class AttentionGroup(KVCacheGroup):
 
     def allocate_slots(self, tables: BlockTables, num_tokens: int) -> None:
         """Extends a table to `num_tokens` tokens; `try_allocate` made the room."""
-        num_fresh = self._blocks_for(num_tokens) - len(self._table(tables).blocks)
+        num_held = len(tables.attention[self.number].blocks)
+        num_fresh = -(-num_tokens // self.block_size) - num_held
         if num_fresh > 0:
             tables.append(self.number, *self.pool.allocate_many(num_fresh))
 

@@ -39,6 +39,7 @@ class BlockPool:
     Attributes:
         num_freed: Grows whenever a block becomes free, or cached and not in use by a step in
             flight. While it is unchanged, no more blocks are available than before.
+        max_used, max_shared: Largest `num_used` and `num_shared` of any launched step.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -50,6 +51,7 @@ class BlockPool:
         self.launched_step = 0
         self.evaluated_step = 0
         self.num_freed = 0
+        self.max_used = self.max_shared = 0
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: recently used blocks go first
         self._ref_counts = [0] * num_blocks  # references by sequences
         self._nodes: list[PrefixNode | None] = [None] * num_blocks  # the node that holds the block
@@ -99,7 +101,8 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks that sequences reference."""
-        return self.num_usable - self.num_available_later
+        cached = len(self._passed) + len(self._kept)
+        return self.num_blocks - 1 - len(self._free) - cached - self._num_quarantined
 
     @property
     def num_shared(self) -> int:
@@ -222,6 +225,11 @@ class BlockPool:
         """Records a launched step; blocks released from now on may be in use by it."""
         assert step > self.launched_step, f"step {step} launched after step {self.launched_step}"
         self.launched_step = step
+        num_used = self.num_used
+        if num_used > self.max_used:
+            self.max_used = num_used
+        if self._num_shared > self.max_shared:
+            self.max_shared = self._num_shared
 
     def on_step_evaluated(self, step: int) -> None:
         """Frees the blocks that waited for steps up to `step`, which have been evaluated."""
@@ -275,7 +283,9 @@ class BlockPool:
     def recount(self, references: Counter[int]) -> None:
         """Rebuilds the pool from the references of sequences; the prefix tree is now empty."""
         launched_step, num_freed = self.launched_step, self.num_freed
+        max_used, max_shared = self.max_used, self.max_shared
         BlockPool.__init__(self, self.num_blocks)
+        self.max_used, self.max_shared = max_used, max_shared
         self.launched_step = self.evaluated_step = launched_step
         for block, count in references.items():
             self._ref_counts[block] = count
