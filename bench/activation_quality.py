@@ -30,7 +30,7 @@ import numpy as np
 from harness import print_table, save
 from kv_quality import BLOCK_SIZE, CHUNK, log_softmax, random_model, sources, written_by
 
-from mlx_paged.model.loader import load
+from mlx_paged.engine.loading import load
 from mlx_paged.model.plan import StepInputs
 from mlx_paged.model.wrap import build_paged_model
 

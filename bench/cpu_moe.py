@@ -81,8 +81,8 @@ def measure(path: str, rows: list[int], num_steps: int) -> dict[str, Any]:
     start = time.perf_counter()
     from mlx_paged.engine.config import EngineConfig
     from mlx_paged.engine.engine import Engine
+    from mlx_paged.engine.loading import load
     from mlx_paged.engine.sampling_params import SamplingParams
-    from mlx_paged.model.loader import load
 
     imported = time.perf_counter()
     # isort: split

@@ -27,8 +27,9 @@ from mlx_lm.utils import load_tokenizer
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel
 
 PROMPT_TOKENS = 128
 SMOLLM_135M = {

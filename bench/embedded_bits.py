@@ -51,7 +51,7 @@ from mlx_paged.demo import model_path
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.model.loader import load
+from mlx_paged.engine.loading import load
 
 FORMATS: dict[str, tuple[int, int]] = {  # (bits, group size); a group size of 0 means none
     "float32": (32, 0),

@@ -24,7 +24,7 @@ from harness import print_table, save
 from mlx_paged.bench.datasets import Prompt
 from mlx_paged.bench.engines import MlxLmRunner, PagedRunner, Settings
 from mlx_paged.bench.figures import Run, compare, percentile
-from mlx_paged.model.loader import load
+from mlx_paged.engine.loading import load
 
 OUTPUT_TOKENS = 32
 

@@ -49,7 +49,7 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     from mlx_paged.bench.datasets import Prompt
     from mlx_paged.bench.engines import MlxLmRunner, PagedRunner, Settings
     from mlx_paged.cli import demo
-    from mlx_paged.model.loader import load
+    from mlx_paged.engine.loading import load
 
     mx.set_default_device(mx.cpu)
     # float32 for all: MLX's own 8-bit products take twenty times as long.

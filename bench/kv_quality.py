@@ -34,8 +34,9 @@ from mlx_lm.utils import _get_classes
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
+from mlx_paged.engine.loading import load
 from mlx_paged.model.kv_formats import FORMATS, KVFormat
-from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.plan import StepInputs
 from mlx_paged.model.wrap import build_paged_model
 

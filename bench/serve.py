@@ -71,7 +71,7 @@ def export_float32(target: Path) -> None:
     from mlx_lm.utils import save_config, save_model
 
     from mlx_paged.demo import model_path
-    from mlx_paged.model.loader import load
+    from mlx_paged.engine.loading import load
 
     model = load(dtype="float32")
     save_model(target, model.model)

@@ -34,11 +34,12 @@ from mlx_paged.drop_in import arrange, patch, unpatch  # noqa: E402
 
 if TYPE_CHECKING:
     from mlx_paged.engine.llm import LLM, RequestOutput
+    from mlx_paged.engine.loading import load
     from mlx_paged.engine.pooling.params import PoolingParams
     from mlx_paged.engine.sampling_params import SamplingParams
     from mlx_paged.extension import build_info
     from mlx_paged.model.families import register_family
-    from mlx_paged.model.loader import LoadedModel, load
+    from mlx_paged.model.loader import LoadedModel
 
 __version__ = "0.1.0"
 __all__ = [
@@ -61,7 +62,7 @@ _HOMES = {
     "RequestOutput": "mlx_paged.engine.llm",
     "SamplingParams": "mlx_paged.engine.sampling_params",
     "build_info": "mlx_paged.extension",
-    "load": "mlx_paged.model.loader",
+    "load": "mlx_paged.engine.loading",
     "register_family": "mlx_paged.model.families",
 }
 

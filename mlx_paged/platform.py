@@ -13,6 +13,18 @@ import mlx.core as mx
 
 from mlx_paged import extension, ops
 
+# MLX raises plain RuntimeErrors; its allocators and drivers use these words.
+_OUT_OF_MEMORY = (
+    "unable to allocate",
+    "cannot allocate",
+    "bad_alloc",
+    "attempting to allocate",
+    "out of memory",
+    "outofmemory",
+    "insufficient memory",
+    "memory allocation failed",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Platform:
@@ -90,3 +102,9 @@ def use_supported_device() -> None:
             stacklevel=3,
         )
         mx.set_default_device(mx.cpu)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns True if MLX could not allocate memory. A smaller computation may still run."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY)

@@ -26,10 +26,11 @@ from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.deviations import DEVIATIONS, MLX_LM, TRANSFORMERS
 from mlx_paged.model.families import MLX_LM_VERSION, PROVEN, REFUSED
 from mlx_paged.model.layout import CacheLayout, StateSpec, UnusedSpec
-from mlx_paged.model.media_corrections import DEVIATIONS as MEDIA_DEVIATIONS
-from mlx_paged.model.media_corrections import VERSIONS as MEDIA_VERSIONS
-from mlx_paged.model.media_families import MEDIA_FAMILIES, MEDIA_REFUSED, MLX_VLM_VERSION
 from mlx_paged.model.wrap import build_paged_model
+from mlx_paged.multimodal.corrections import DEVIATIONS as MEDIA_DEVIATIONS
+from mlx_paged.multimodal.corrections import VERSIONS as MEDIA_VERSIONS
+from mlx_paged.multimodal.families import MEDIA_FAMILIES, MEDIA_REFUSED
+from mlx_paged.multimodal.mlx_vlm import MLX_VLM_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/models.md"

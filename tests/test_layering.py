@@ -4,11 +4,12 @@ engine joins them.
 cli, server, doctor
     bench, drop_in
         engine
-            core    model
-                        platform
-                            ops
-                                extension
-                                    blas, cgroups, linker, descriptors
+            multimodal
+                core    model
+                            platform
+                                ops
+                                    extension
+                                        blas, cgroups, linker, descriptors
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PACKAGE = ROOT / "mlx_paged"
 # What each part of the package may import of it, besides itself and `errors`.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "content": (),
     "addresses": (),
     "blas": ("linker",),
     "linker": (),
@@ -38,14 +40,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "extension": ("blas", "cgroups", "linker", "_build", "_ext"),
     "ops": ("extension",),
     "platform": ("ops", "extension"),
-    "model": ("platform", "ops", "extension", "demo", "descriptors"),
+    "model": ("content", "platform", "ops", "extension", "demo", "descriptors"),
     "core": (),
+    "multimodal": ("addresses", "content", "core", "model", "platform"),
     "templates": (),
     "parsing": ("templates",),
     "engine": (
         "addresses",
         "cgroups",
+        "content",
         "core",
+        "multimodal",
         "parsing",
         "templates",
         "model",
@@ -62,15 +67,29 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "extras": (),
     "bench": (
-        *("__init__", "extras", "engine", "model", "platform", "ops", "extension", "demo"),
+        *(
+            "__init__",
+            "extras",
+            "content",
+            "multimodal",
+            "engine",
+            "model",
+            "platform",
+            "ops",
+            "extension",
+            "demo",
+        ),
         "reference",
     ),
     "cli": (
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras", "parsing", "templates"),
+        *("content", "multimodal"),
     ),
     "server": (
         "__init__",
+        "content",
+        "multimodal",
         "engine",
         "core",
         "model",
@@ -89,6 +108,7 @@ STANDARD_LIBRARY_ONLY = (
     "blas",
     "linker",
     "cgroups",
+    "content",
     "descriptors",
     "import_hooks",
     "core",

@@ -29,9 +29,10 @@ from mlx_paged.bench.figures import Answer, EngineName, Run
 from mlx_paged.bench.remote import Remote
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.engine.llm import LLM
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.request_options import TextWithMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.model.loader import load
 
 #: Options of the paged engine, by the name of what it may cache between requests.
 CACHES: dict[str, dict[str, Any]] = {

@@ -20,11 +20,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
 from mlx_paged.engine.llm import LLM
-from mlx_paged.engine.media.loader import loader_of
-from mlx_paged.engine.media.prompt import PreparedMedia, prepare
 from mlx_paged.engine.request_options import TextWithMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model.loader import LoadedModel
+from mlx_paged.multimodal.loader import loader_of
+from mlx_paged.multimodal.prompt import PreparedMedia, prepare
 
 if TYPE_CHECKING:
     from mlx_paged.bench.media_engines import Ask

@@ -62,8 +62,8 @@ def demo(
         begin("libraries")
         from mlx_paged import extension
         from mlx_paged.engine.llm import LLM
+        from mlx_paged.engine.loading import load
         from mlx_paged.engine.sampling_params import SamplingParams
-        from mlx_paged.model.loader import load
 
         begin("weights")
         loaded = load(model)

@@ -27,8 +27,8 @@ def demo_vision(*, async_scheduling: bool = True) -> None:
         begin("libraries")
         from mlx_paged.demo.pictures import SAMPLES, draw
         from mlx_paged.engine.llm import LLM
+        from mlx_paged.engine.loading import load
         from mlx_paged.engine.sampling_params import SamplingParams
-        from mlx_paged.model.loader import load
 
         begin("weights")
         loaded = load(str(vision_model_path()))

@@ -52,7 +52,7 @@ class StepBatch:
         sampling: `engine.sampling.sampler.SamplingMetadata` for the sequences that sample, in
             order.
         prompt_targets: (sequence index, prompt tokens that need log-probabilities).
-        media_inputs: ``[num_seqs]``: each sequence's `engine.media.step_media.SequenceMedia`; empty
+        media_inputs: ``[num_seqs]``: each sequence's `multimodal.step_media.SequenceMedia`; empty
             if no sequence has media.
     """
 

@@ -22,8 +22,7 @@ from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.intake import CheckedRequest
-from mlx_paged.engine.media.loader import MediaLoader, loader_of
-from mlx_paged.engine.media.prompt import PreparedMedia, check_kinds, media_model_of, prepare
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_options import (
@@ -42,8 +41,9 @@ from mlx_paged.errors import (
     ForkedProcessError,
     InvalidParameterError,
 )
-from mlx_paged.model.loader import load
-from mlx_paged.model.media_text import unmarked
+from mlx_paged.multimodal.loader import MediaLoader, loader_of
+from mlx_paged.multimodal.marked_text import unmarked
+from mlx_paged.multimodal.prompt import PreparedMedia, check_kinds, media_model_of, prepare
 from mlx_paged.ops import OnKernel
 
 T = TypeVar("T")

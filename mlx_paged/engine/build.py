@@ -15,7 +15,6 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.intake import Intake
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
-from mlx_paged.engine.media.step_media import StepMediaBuilder
 from mlx_paged.engine.pooling.params import check_dimensions_fit, prompts_of
 from mlx_paged.engine.pooling.runner import Classifier, PoolingRunner
 from mlx_paged.engine.runner import ModelRunner
@@ -27,6 +26,7 @@ from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
 from mlx_paged.model.wrap import build_paged_model
+from mlx_paged.multimodal.step_media import StepMediaBuilder
 from mlx_paged.parsing.reasoning import ReasoningFormat, format_of
 from mlx_paged.platform import Platform
 

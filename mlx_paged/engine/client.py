@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
-from mlx_paged.engine.media.loader import MediaLoader
-from mlx_paged.engine.media.prompt import PreparedMedia
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_options import TextWithMedia
 from mlx_paged.engine.request_stream import RequestStream
 from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
+from mlx_paged.multimodal.loader import MediaLoader
+from mlx_paged.multimodal.prompt import PreparedMedia
 from mlx_paged.parsing.reasoning import ReasoningFormat
 
 

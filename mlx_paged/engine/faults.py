@@ -18,18 +18,6 @@ OVERFLOW = "its logits overflow with its penalties"
 #: Faults of the model, whose keys and values may be wrong, too.
 POISONS = frozenset({NOT_A_NUMBER, INFINITE, HIDDEN_NOT_FINITE})
 
-# MLX raises plain RuntimeErrors; its allocators and drivers use these words.
-_OUT_OF_MEMORY = (
-    "unable to allocate",
-    "cannot allocate",
-    "bad_alloc",
-    "attempting to allocate",
-    "out of memory",
-    "outofmemory",
-    "insufficient memory",
-    "memory allocation failed",
-)
-
 
 def why_no_token(model_largest: float, largest: float) -> str:
     """Returns why a row of logits yields no token.
@@ -49,12 +37,6 @@ def is_interrupt(error: BaseException) -> bool:
     """True if the user pressed Ctrl-C: Python raises that on the main thread, and only there."""
     is_main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and is_main
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if MLX could not allocate memory. A smaller computation may still run."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY)
 
 
 def reason_of(error: BaseException) -> str:

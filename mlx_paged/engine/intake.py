@@ -20,7 +20,6 @@ from mlx_paged.engine import request_options
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from mlx_paged.engine.media.step_media import Prepared, SequenceMedia, check_prepared
 from mlx_paged.engine.output_processor import AnswerState, RequestState, UpdateSink
 from mlx_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams, check_dimensions_fit
@@ -29,6 +28,7 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError, RequestTooLargeError
+from mlx_paged.multimodal.step_media import Prepared, SequenceMedia, check_prepared
 from mlx_paged.parsing.reasoning import ReasoningFormat
 
 

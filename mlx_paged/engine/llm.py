@@ -19,8 +19,7 @@ from mlx_paged.engine.chat.renderer import ChatRenderer
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.guard import check_process
-from mlx_paged.engine.media.loader import MediaLoader, loader_of
-from mlx_paged.engine.media.prompt import PreparedMedia, check_kinds, media_model_of, prepare
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.outputs import (
     ClassificationOutput,
@@ -44,8 +43,10 @@ from mlx_paged.engine.request_options import (
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import ForkedProcessError, InvalidParameterError
-from mlx_paged.model.loader import LoadedModel, load
-from mlx_paged.model.media_text import unmarked
+from mlx_paged.model.loader import LoadedModel
+from mlx_paged.multimodal.loader import MediaLoader, loader_of
+from mlx_paged.multimodal.marked_text import unmarked
+from mlx_paged.multimodal.prompt import PreparedMedia, check_kinds, media_model_of, prepare
 from mlx_paged.ops import OnKernel
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | TextWithMedia

@@ -15,19 +15,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.content import Kind
 from mlx_paged.core import StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig, physical_memory
-from mlx_paged.engine.faults import is_out_of_memory
 from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
-from mlx_paged.engine.media.items import VideoFrames
-from mlx_paged.engine.media.options import IoOptions, MediaOptions
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.media import MediaInputs
-from mlx_paged.model.media_kinds import Kind
-from mlx_paged.platform import Platform, is_cpu_default
+from mlx_paged.multimodal.items import VideoFrames
+from mlx_paged.multimodal.options import IoOptions, MediaOptions
+from mlx_paged.platform import Platform, is_cpu_default, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ def allocate_pools(
 
     Args:
         model_limit: Maximum context tokens that the model supports.
-        media: Processor of the model's media (`model.media_processor.MediaModel`).
+        media: Processor of the model's media (`multimodal.processor.MediaModel`).
 
     Returns:
         The sizes, and the bytes that the largest step needs if they were measured.
@@ -240,7 +239,7 @@ def with_media(
 
     Args:
         activations: Bytes of the largest step of text.
-        media: Processor of the model's media (`model.media_processor.MediaModel`).
+        media: Processor of the model's media (`multimodal.processor.MediaModel`).
         model_len: Maximum tokens of a prompt, including its items; None means no limit.
         room: Maximum bytes for encoders; None means no limit.
     """

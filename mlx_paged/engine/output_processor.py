@@ -21,13 +21,13 @@ from mlx_paged.core import (
 from mlx_paged.core.request import StopChecker
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
 from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, is_interrupt, reason_of
-from mlx_paged.engine.media.encoder_cache import RejectedItem
 from mlx_paged.engine.outputs import CompletionOutput, RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
 from mlx_paged.engine.sampling.sequence_sampler import SequenceSampler
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import ConstraintError, RejectedMediaError, StepError
+from mlx_paged.multimodal.encoder_cache import RejectedItem
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.checks import is_text
-from mlx_paged.engine.media.items import MediaSource
-from mlx_paged.engine.media.prompt import split_prompt
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
-from mlx_paged.model.media_text import marked
+from mlx_paged.multimodal.items import MediaSource
+from mlx_paged.multimodal.marked_text import marked
+from mlx_paged.multimodal.prompt import split_prompt
 
 _PROMPT = "a text, or token ids as a list or an array of integers"
 _BYTES = (str, bytes, bytearray, memoryview)
@@ -67,7 +67,7 @@ class TextWithMedia(NamedTuple):
 
     Attributes:
         text: The text with the model's placeholders. Placeholders that users wrote are marked
-            (`model.media_text`).
+            (`multimodal.marked_text`).
         sources: The media, in the order of the placeholders of their kind.
     """
 

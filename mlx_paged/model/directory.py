@@ -1,4 +1,4 @@
-"""Explains the missing parts of a model's directory, where mlx-lm would fail without a reason."""
+"""Looks into a model's directory, and explains missing parts where mlx-lm would give no reason."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from mlx_paged.errors import ModelLoadError
 
@@ -94,3 +96,15 @@ def _gguf(file: str) -> str:
         f"{file} is of llama.cpp's format, GGUF, which is not read here: take the model's "
         "safetensors, or a conversion from https://huggingface.co/mlx-community"
     )
+
+
+def weight_names(path: Path) -> list[str]:
+    """Returns the names of the weights in a directory."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return list(json.loads(index.read_text()).get("weight_map", {}))
+    names: list[str] = []
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as weights:
+            names += list(weights.keys())
+    return names

@@ -1,13 +1,16 @@
-"""Loads a model directory or hub id with mlx-lm, or with mlx-vlm if it is multimodal."""
+"""Loads a model directory or hub id with mlx-lm.
+
+A caller that serves media passes `FindMultiModal`; `mlx_paged.engine.loading` does so.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_paged import extension  # noqa: F401  checks the extension, and loads BLAS, before mlx is imported
 
@@ -26,33 +29,23 @@ from mlx_lm.utils import (
     load_model,
     load_tokenizer,
 )
-from safetensors import safe_open
 
 from mlx_paged import descriptors, ops
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.model.classification import ClassificationHead, load_head, without_head
 from mlx_paged.model.config_files import (
     eos_token_ids,
-    has_vocab_size,
     model_len,
     read_generation_config,
     vocab_size,
 )
 from mlx_paged.model.deviations import conform
-from mlx_paged.model.directory import check_files, check_path, config_of
+from mlx_paged.model.directory import check_files, check_path, config_of, weight_names
 from mlx_paged.model.families import require_family
-from mlx_paged.model.media_families import (
-    MEDIA_FAMILIES,
-    MEDIA_REFUSED,
-    MediaFamily,
-    package_of,
-)
-from mlx_paged.model.media_processor import MediaModel
 from mlx_paged.model.mlx_lm_config import mlx_lm_config
 from mlx_paged.model.mlx_lm_weights import renaming
-from mlx_paged.model.multimodal import INSTALL, installed_version
-from mlx_paged.model.multimodal import load as load_mlx_vlm
 from mlx_paged.model.patches import overridden
+from mlx_paged.model.takes_media import MediaProcessor
 from mlx_paged.model.wide_embeddings import WideEmbedding, WideQuantizedEmbedding
 from mlx_paged.platform import is_cpu_default, use_supported_device
 
@@ -60,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 # Maximum files that mlx-lm opens together while it loads a model.
 _MANY_FILES = 2048
-# Parts of the names of towers' weights.
-_TOWERS = ("vision", "visual", "audio", "image", "img_", "mm_projector", "multi_modal", "vpm.")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -80,7 +71,7 @@ class LoadedModel:
     config: dict[str, Any]
     name: str
     generation_config: Mapping[str, Any] = field(default_factory=dict)
-    media: MediaModel | None = None
+    media: MediaProcessor | None = None
     media_reason: str | None = None
     head: ClassificationHead | None = None
 
@@ -100,11 +91,46 @@ class LoadedModel:
         return model_len(self.config)
 
 
+@dataclass(frozen=True)
+class LoadedFiles:
+    """The contents of a checkpoint, see `LoadedModel`."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    head: ClassificationHead | None = None
+    media: MediaProcessor | None = None
+
+
+class MultiModalCheckpoint(Protocol):
+    """A checkpoint with towers, see `mlx_paged.multimodal.loading`."""
+
+    @property
+    def is_proven(self) -> bool:
+        """True if its family is served with media, here and now."""
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why a family that is served with media is not so here, or of one that never
+        is. None: nothing is known of it."""
+
+    def why_text_only(self) -> str | None:
+        """Returns the reason to leave out its towers; None: they are loaded."""
+
+    def load(self) -> LoadedFiles:
+        """Loads it, with its towers."""
+
+
+#: (directory, its ``config.json``) -> the checkpoint if it is multimodal, else None.
+FindMultiModal = Callable[[Path, Mapping[str, Any]], MultiModalCheckpoint | None]
+
+
 def load(
     path_or_hub_id: str | Path | None = None,
     *,
     dtype: str = "auto",
     generation_config: Mapping[str, Any] | None = None,
+    find_multimodal: FindMultiModal = lambda path, config: None,
 ) -> LoadedModel:
     """Loads a model for paged serving.
 
@@ -117,6 +143,7 @@ def load(
             "float32" on the CPU dequantizes and widens those, too.
         generation_config: Replaces the model's own ``generation_config.json``. Its end tokens are
             end tokens of the model, too.
+        find_multimodal: Finds multimodal checkpoints. The default takes every model as one of text.
 
     Raises:
         InvalidParameterError: A generation config that cannot be read.
@@ -132,19 +159,24 @@ def load(
         path_or_hub_id = model_path()
     name = str(path_or_hub_id)
     check_path(name)
-    media, reason, head, library = None, None, None, "mlx-lm"
+    reason, library = None, "mlx-lm"
     try:
         with descriptors.at_least(_MANY_FILES):
             path = _download(name)
-            _require_served(config_of(name, path))
+            config = config_of(name, path)
+            multimodal = find_multimodal(path, config)
+            _require_served(config, multimodal)
             check_files(name, path)
-            family, reason = _media_family(path)
-            if family is None:
-                model, tokenizer, config, head = _load(name)
-                tokenizer = _with_chat_template(tokenizer, _directory_of(name))
+            if "model_file" in config:  # mlx-lm decides about code in checkpoints.
+                multimodal = None
+            reason = None if multimodal is None else multimodal.why_text_only()
+            if multimodal is None or reason is not None:
+                loaded = _load(name)
+                directory = _directory_of(name)
+                loaded = replace(loaded, tokenizer=_with_chat_template(loaded.tokenizer, directory))
             else:
                 library = "mlx-vlm"
-                model, tokenizer, config, media = _load_multimodal(path, family)
+                loaded = multimodal.load()
     except (ModelLoadError, UnsupportedModelError):
         raise
     except (OSError, RepositoryNotFoundError, HFValidationError) as error:
@@ -156,80 +188,35 @@ def load(
             f"{library} could not make a model of its config.json and safetensors files "
             f"({type(error).__name__}: {error})",
         ) from error
-    if media is None:
-        require_family(config)
+    if loaded.media is None:
+        require_family(loaded.config)
     # Encoders run outside of steps, where products are MLX's.
-    _convert(model, dtype, keeps_weights=media is None)
+    _convert(loaded.model, dtype, keeps_weights=loaded.media is None)
     if generation_config is None:
         # A hub id's files have been downloaded; this only finds their path.
         generation_config = read_generation_config(_directory_of(name))
+    tokenizer = loaded.tokenizer
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
     if reason is not None:
         logger.warning("%s is served for text only: %s", name, reason)
-    return LoadedModel(model, tokenizer, config, name, generation_config, media, reason, head)
+    return LoadedModel(
+        loaded.model,
+        tokenizer,
+        loaded.config,
+        name,
+        generation_config,
+        loaded.media,
+        reason,
+        loaded.head,
+    )
 
 
-def _media_family(path: Path) -> tuple[MediaFamily | None, str | None]:
-    """How to load a checkpoint with its towers; or None, and for a multimodal one why not."""
-    config = json.loads((path / "config.json").read_text())
-    package = package_of(config)
-    if package is None or "model_file" in config:  # mlx-lm decides about code in checkpoints.
-        return None, None
-    family = MEDIA_FAMILIES.get(package)
-    if family is None:
-        reason = MEDIA_REFUSED.get(package, f"media are not proven for model_type {package!r}")
-        return None, reason
-    if not _has_towers(path):
-        return None, "its files have no weights of a tower"
-    if installed_version() is None:
-        return None, INSTALL
-    return family, None
-
-
-def _has_towers(path: Path) -> bool:
-    """Returns True if a checkpoint has weights besides a language model's, which mlx-lm drops."""
-    return any(part in name for name in _weight_names(path) for part in _TOWERS)
-
-
-def _weight_names(path: Path) -> list[str]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return list(json.loads(index.read_text()).get("weight_map", {}))
-    names: list[str] = []
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, framework="numpy") as weights:
-            names += list(weights.keys())
-    return names
-
-
-def _load_multimodal(
-    path: Path, family: MediaFamily
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], MediaModel]:
-    config = json.loads((path / "config.json").read_text())
-    model, processor = load_mlx_vlm(path, family, str(config["model_type"]))
-    inner_config = getattr(model.vlm.config, "thinker_config", model.vlm.config)
-    media = MediaModel(processor, inner_config, family)
-    text = inner_config if hasattr(inner_config, "vocab_size") else inner_config.text_config
-    if not has_vocab_size(config):  # Configs omit their library's defaults.
-        config["vocab_size"] = int(text.vocab_size)
-    inner = config.get("text_config")
-    ends = config.get("eos_token_id")
-    if ends is None and isinstance(inner, dict):
-        ends = inner.get("eos_token_id")
-    tokenizer = load_tokenizer(path, eos_token_ids=ends)
-    if not tokenizer.has_chat_template and media.chat_template is not None:
-        tokenizer = load_tokenizer(path, {"chat_template": media.chat_template}, ends)
-    return model, tokenizer, config, media
-
-
-def _load(
-    name: str,
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], ClassificationHead | None]:
+def _load(name: str) -> LoadedFiles:
     """Like mlx-lm's `load`, also for models that embed or classify texts, which were saved without
     their output projection."""
     path = _download(name)
     config = load_config(path)
-    names = _weight_names(path)
+    names = weight_names(path)
     has_head = any(name.endswith("lm_head.weight") for name in names)
     head = load_head(path, config, names)
     if head is not None and not has_head:
@@ -247,7 +234,7 @@ def _load(
             model.__class__ = type(model).__mro__[1]  # without the changes of `renaming`
             conform(model, loaded, config)
             ends = loaded.get("eos_token_id")
-            return model, load_tokenizer(path, eos_token_ids=ends), loaded, head
+            return LoadedFiles(model, load_tokenizer(path, eos_token_ids=ends), loaded, head)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             errors.append(error)
     if not (path / "modules.json").is_file():
@@ -263,7 +250,7 @@ def _load(
         get_model_classes=_of_inner_weights,
     )
     ends = config.get("eos_token_id")
-    return model, load_tokenizer(path, eos_token_ids=ends), config, None
+    return LoadedFiles(model, load_tokenizer(path, eos_token_ids=ends), config)
 
 
 def _with_chat_template(tokenizer: TokenizerWrapper, path: Path) -> TokenizerWrapper:
@@ -330,25 +317,21 @@ def _directory_of(name: str) -> Path:
     return Path(name) if Path(name).exists() else hf_repo_to_path(name)
 
 
-def _require_served(config: Mapping[str, Any]) -> None:
-    """Refuses a family that neither mlx-lm's nor mlx-vlm's models are proven for.
+def _require_served(config: Mapping[str, Any], multimodal: MultiModalCheckpoint | None) -> None:
+    """Refuses a family that is served neither for text nor with media.
 
     Raises:
-        UnsupportedModelError: it says why.
+        UnsupportedModelError: It gives the reason.
     """
-    package = package_of(config)
-    family = MEDIA_FAMILIES.get(package or "")
-    if family is not None and installed_version() is not None:
+    if multimodal is not None and multimodal.is_proven:
         return
     try:
         require_family(mlx_lm_config(config))
     except UnsupportedModelError as error:
-        model_type = str(config.get("model_type"))
-        if family is not None:
-            raise UnsupportedModelError(model_type, INSTALL) from error
-        if package in MEDIA_REFUSED:
-            raise UnsupportedModelError(model_type, MEDIA_REFUSED[package]) from error
-        raise
+        reason = None if multimodal is None else multimodal.refusal
+        if reason is None:
+            raise
+        raise UnsupportedModelError(str(config.get("model_type")), reason) from error
 
 
 def _reason(name: str, error: Exception) -> str:

@@ -1,9 +1,7 @@
-"""Plain values of a prompt's pictures, videos and sounds, for the model half.
+"""The inputs of a forward besides tokens: media, as plain values.
 
 The *rows* of an item are the prompt positions whose input embeddings its encoder makes. Its *span*
-goes from its first to its last row, and may contain text tokens in between. `model.media_processor`
-makes prompts with spans; `model.multimodal` runs the encoders and the language model. This module
-imports neither mlx-vlm nor Pillow.
+goes from its first to its last row, and may contain text tokens in between.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.model.media_kinds import Kind
+from mlx_paged.content import Kind
 
 
 class MediaFeatures(NamedTuple):

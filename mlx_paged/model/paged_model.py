@@ -35,7 +35,6 @@ from mlx_paged.model.layout import (
     assemble,
 )
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
-from mlx_paged.model.multimodal import MultiModalModel
 from mlx_paged.model.plan import (
     PaddedTables,
     SequenceGroup,
@@ -48,6 +47,7 @@ from mlx_paged.model.plan import (
     int32,
 )
 from mlx_paged.model.recurrent import RecurrentCache
+from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
 
@@ -94,9 +94,7 @@ class PagedModel:
         # Padding belongs to no sequence, so it has neither a state nor a chunk.
         has_chunks = any(group_spec.chunk is not None for group_spec in layout.group_specs)
         self._may_pad = not layout.has_states and not has_chunks
-        self._sees_within_windows = (
-            isinstance(model, MultiModalModel) and model.family.sees_within_windows
-        )
+        self._sees_within_windows = isinstance(model, TakesMedia) and model.sees_within_windows
         self.block_size = block_size
         self._context = context
         self._output_rows = output_rows
@@ -296,7 +294,7 @@ class PagedModel:
         Raises:
             ValueError: The model or its encoder does not take this item.
         """
-        if not isinstance(self.model, MultiModalModel):
+        if not isinstance(self.model, TakesMedia):
             raise ValueError(f"the model takes text only but got {item.kind}")
         patches.ensure_installed()
         with patches.native_tower(self.platform):
@@ -532,10 +530,10 @@ class PagedModel:
 
 def _check_media(model: nn.Module, inputs: StepInputs) -> None:
     assert inputs.media is not None
-    if not isinstance(model, MultiModalModel):
+    if not isinstance(model, TakesMedia):
         raise ValueError("[step media] the model takes text only")
     inputs.media.check(int(inputs.query_lens.sum()))
-    if inputs.media.rope_positions is not None and not model.family.uses_rope_positions:
+    if inputs.media.rope_positions is not None and not model.uses_rope_positions:
         raise ValueError(
             f"[step media] rope_positions must be None for model_type {model.model_type!r}"
         )

@@ -7,9 +7,9 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.model.media import StepMedia
-from mlx_paged.model.multimodal import MultiModalModel
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import StateSlots, StepInputs
+from mlx_paged.model.takes_media import TakesMedia
 
 
 def prepare_kernels(paged: PagedModel, on_kernel: ops.OnKernel | None = None) -> int:
@@ -27,7 +27,7 @@ def prepare_kernels(paged: PagedModel, on_kernel: ops.OnKernel | None = None) ->
     if not ops.compiles_kernels():
         return 0
     _build(paged, 1, None)
-    if isinstance(paged.model, MultiModalModel) and paged.model.uses_bounds:
+    if isinstance(paged.model, TakesMedia) and paged.model.uses_bounds:
         none = np.zeros(0, dtype=np.int32)
         _build(paged, 2, StepMedia(none, None, None, np.array([[0, 0], [1, 1]])))
     return ops.prepare_kernels(on_kernel)

@@ -146,6 +146,10 @@ class WindowedStates:
         return output, state
 
 
+class StateArrays(WindowedStates, ArraysCache):  # type: ignore[misc]
+    """mlx-lm's cache of recurrent state, with the methods of mlx-vlm's."""
+
+
 class RecurrentCache(WindowedStates, ArraysCache):  # type: ignore[misc]
     """The states of one recurrent layer in slots, as the ``ArraysCache`` that model code expects.
 

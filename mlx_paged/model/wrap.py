@@ -44,11 +44,11 @@ from mlx_paged.model.layout import (
     UnusedSpec,
     assemble,
 )
-from mlx_paged.model.multimodal import MultiModalModel, StateArrays
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.patches import OutputProjection, OutputRows, Overrides
 from mlx_paged.model.plan import StateSlots, StepInputs
-from mlx_paged.model.recurrent import regrouped
+from mlx_paged.model.recurrent import StateArrays, regrouped
+from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.model.verify import difference_from_dense, difference_where_cut, tolerance_of
 from mlx_paged.platform import Platform
 
@@ -80,7 +80,7 @@ def build_paged_model(
         UnsupportedModelError: The family is neither, the model runs in none of the family's modes,
             or its logits differ from those with the dense cache.
     """
-    family = model.paged_family if isinstance(model, MultiModalModel) else require_family(config)
+    family = model.paged_family if isinstance(model, TakesMedia) else require_family(config)
     model_type = str(config.get("model_type", family.name))
     paged = convert_to_paged(
         model, model_type, modes=family.modes, block_size=block_size, platform=platform
@@ -147,7 +147,7 @@ def convert_to_paged(
         overrides = Overrides()
         try:
             if mode.is_gathered:
-                if isinstance(model, MultiModalModel):
+                if isinstance(model, TakesMedia):
                     raise TypeError("its media bring what belongs to the rows of a whole step")
                 return _tried(make(CacheLayout(mode, tuple(observed.specs), observed.tree)))
             return _page_flat(model, observed, mode, make, context, overrides)

@@ -12,9 +12,9 @@ from mlx_paged.engine.chat.renderer import ChatRenderer, ChatText
 from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.chat.tools_as_text import as_text
 from mlx_paged.engine.detokenizer import special_token_ids
-from mlx_paged.engine.media.loader import MediaLoader
-from mlx_paged.engine.media.parts import num_characters
-from mlx_paged.engine.media.prompt import PreparedMedia, prepare
+from mlx_paged.multimodal.loader import MediaLoader
+from mlx_paged.multimodal.parts import num_characters
+from mlx_paged.multimodal.prompt import PreparedMedia, prepare
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.lexer import added_tokens, special_texts
 from mlx_paged.server.config import ServerConfig
@@ -39,7 +39,7 @@ class Conversation:
         add_generation_prompt: End the prompt with the beginning of an answer.
         continue_final_message: End the prompt inside the last message.
         add_special_tokens: Add the tokens that the tokenizer puts around a text; None does as
-            transformers for the model (`engine.media.prompt.chat_tokens`).
+            transformers for the model (`multimodal.prompt.chat_tokens`).
         chat_template: The request's Jinja source, which replaces the model's template.
         template_kwargs: Other variables of the template.
     """

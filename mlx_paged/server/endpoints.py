@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged import __version__, extension
-from mlx_paged.engine.media import decode
+from mlx_paged.content import KINDS
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import EngineDeadError
-from mlx_paged.model.media_kinds import KINDS
+from mlx_paged.multimodal import decode
 from mlx_paged.parsing.derived import DerivedFormat
 from mlx_paged.server import documents, responses
 from mlx_paged.server.context import Context, Phase, context_of

@@ -16,12 +16,12 @@ from starlette.responses import Response
 
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.client import EngineRequest
-from mlx_paged.engine.media.parts import sources_of
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.outputs import cosine, pair_messages, pairs_of
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_stream import RequestStream
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
+from mlx_paged.multimodal.parts import sources_of
 from mlx_paged.server import errors, pooling_bodies
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.conversation import Conversation

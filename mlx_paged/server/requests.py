@@ -19,10 +19,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 
-from mlx_paged.engine.media.items import Content
-from mlx_paged.engine.media.options import IoOptions
-from mlx_paged.engine.media.parts import URL_PARTS, is_media, source_of
 from mlx_paged.engine.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
+from mlx_paged.multimodal.items import Content
+from mlx_paged.multimodal.options import IoOptions
+from mlx_paged.multimodal.parts import URL_PARTS, is_media, source_of
 from mlx_paged.parsing.custom import arguments_of
 from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
 from mlx_paged.server.config import (

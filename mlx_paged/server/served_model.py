@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from mlx_paged.engine.client import EngineClient, EngineInfo
-from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.stats import EngineStats
+from mlx_paged.multimodal.options import IoOptions
 from mlx_paged.parsing import registry
 from mlx_paged.parsing.derived import why_not_derived
 from mlx_paged.parsing.format import ToolFormat

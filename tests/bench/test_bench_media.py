@@ -25,8 +25,8 @@ from mlx_paged.bench.media_engines import Ask, PagedEngines, VlmEngine
 from mlx_paged.bench.media_runs import PAGED, VLM, Pictures, Settings
 from mlx_paged.bench.media_shapes import Shape, write_checkpoint
 from mlx_paged.demo import vision_model_path
+from mlx_paged.engine.loading import load
 from mlx_paged.model import patches
-from mlx_paged.model.loader import load
 
 
 class Here:

@@ -16,8 +16,9 @@ from mlx_paged.bench import memory_runs
 from mlx_paged.bench.memory_runs import BATCH, DENSE, PAGED, SHARED, Load
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
+from mlx_paged.engine.loading import load
 from mlx_paged.errors import InvalidParameterError, MlxPagedError, UnsupportedModelError
-from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel
 
 # isort: split
 import mlx.core as mx

@@ -11,8 +11,8 @@ from mlx_paged import LLM, SamplingParams
 from mlx_paged.cli.main import app
 from mlx_paged.demo import vision_model_path
 from mlx_paged.demo.pictures import SAMPLES, Sample, draw
-from mlx_paged.model import multimodal
-from mlx_paged.model.media_families import MEDIA_FAMILIES
+from mlx_paged.multimodal import loading
+from mlx_paged.multimodal.families import MEDIA_FAMILIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
@@ -71,7 +71,7 @@ def test_loading_says_nothing_that_no_user_can_change(caplog: pytest.LogCaptureF
     logger.warning_once.cache_clear()
     logging.enable_propagation()
     try:
-        multimodal.load(vision_model_path(), MEDIA_FAMILIES["idefics3"], "idefics3")
+        loading.load(vision_model_path(), MEDIA_FAMILIES["idefics3"], "idefics3")
         assert not [r.getMessage() for r in caplog.records if r.name.startswith("transformers")]
         logger.warning("something else")
         logger.warning("The `use_fast` parameter is deprecated")  # by a program that gives it

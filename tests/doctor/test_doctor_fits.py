@@ -9,8 +9,8 @@ from mlx_paged.doctor.jobs import Memory
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.llm import LLM
+from mlx_paged.engine.loading import load
 from mlx_paged.model.kv_formats import FORMATS
-from mlx_paged.model.loader import load
 
 GIB = 1 << 30
 BY_NAME = {shape.name: shape for shape in MODELS}

@@ -15,7 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 from support.models import embedded, save_tiny, tiny_config, tiny_model
 
 from mlx_paged import drop_in
-from mlx_paged.model.loader import load
+from mlx_paged.engine.loading import load
 
 TOKENS = mx.array([[5, 9, 17, 3, 44, 21, 8, 60, 2, 7, 31, 12]])
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}

@@ -22,6 +22,7 @@ from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import AsyncEngine, RequestStream
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.outputs import SequenceUpdate
 from mlx_paged.engine.request_stream import Channel
 from mlx_paged.engine.sampling import sequence_sampler
@@ -34,7 +35,6 @@ from mlx_paged.errors import (
     ModelLoadError,
     RequestTooLargeError,
 )
-from mlx_paged.model.loader import load
 
 PROMPT = list(range(20, 60))
 OPTIONS: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 400, "max_num_seqs": 16}

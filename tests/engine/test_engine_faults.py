@@ -18,11 +18,11 @@ from mlx_paged import ops
 from mlx_paged.core import FinishReason, StepResult
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.faults import is_out_of_memory
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import StepError
-from mlx_paged.model.loader import load
+from mlx_paged.platform import is_out_of_memory
 
 POISON = 3999  # a token that no healthy request of these tests holds or generates
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])

@@ -20,10 +20,10 @@ from mlx_paged.engine import config as config_module
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.memory import largest_step, measure_activations
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.loader import load
 from mlx_paged.model.plan import BlockTableCache, PaddedTables
 
 GIB = 1 << 30

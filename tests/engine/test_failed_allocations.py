@@ -19,10 +19,10 @@ from support.reference import ON_GPU, assert_close, make_batch
 from mlx_paged import ops
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.faults import is_out_of_memory
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.extension import ext
-from mlx_paged.model.loader import load
+from mlx_paged.platform import is_out_of_memory
 
 linux_only = pytest.mark.skipif(
     sys.platform != "linux" or ON_GPU, reason="GPUs' allocators raise by themselves"

@@ -38,14 +38,14 @@ from mlx_paged.core.encoder_cache import ScheduledMedia
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.media import step_media
-from mlx_paged.engine.media.step_media import SequenceMedia, StepMediaBuilder, joined
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError, StepError
 from mlx_paged.model.graph_runner import StepOutput
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, Span
+from mlx_paged.multimodal import step_media
+from mlx_paged.multimodal.step_media import SequenceMedia, StepMediaBuilder, joined
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -1,7 +1,6 @@
 """mlx-vlm's models in the engine: RoPE in three dimensions, deepstack, recurrent states.
 
-Their steps are held to mlx-vlm in `tests/model/test_media_families.py`. Here is what the engine
-adds:
+Their steps are held to mlx-vlm in `tests/multimodal/test_media_families.py`. The engine adds
 chunks, prefix hits, several requests, decoding past a picture.
 """
 
@@ -32,8 +31,8 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.media import MediaPrompt, Span
-from mlx_paged.model.media_families import MEDIA_FAMILIES
-from mlx_paged.model.multimodal import MultiModalModel
+from mlx_paged.multimodal.families import MEDIA_FAMILIES
+from mlx_paged.multimodal.model import MultiModalModel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

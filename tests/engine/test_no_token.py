@@ -22,10 +22,10 @@ from mlx_paged.engine import faults
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.graph_runner import GraphRunner
-from mlx_paged.model.loader import load
 
 VOCAB_SIZE = 4096
 PROMPT = list(range(20, 40))

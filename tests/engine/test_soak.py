@@ -22,10 +22,10 @@ from mlx_paged import ops
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineOverloadedError
-from mlx_paged.model.loader import load
 
 NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "30000"))
 

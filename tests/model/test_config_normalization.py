@@ -10,8 +10,8 @@ import pytest
 from support.models import dense_logits, save_tiny, tiny_config
 
 # isort: split
+from mlx_paged.engine.loading import load
 from mlx_paged.model.config_normalization import normalize
-from mlx_paged.model.loader import load
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -22,8 +22,9 @@ from support.parity import Driver, family_model, relative_difference
 from support.reference import ON_GPU
 
 from mlx_paged import ops
+from mlx_paged.engine.loading import load
 from mlx_paged.model import patches
-from mlx_paged.model.loader import LoadedModel, _convert, load
+from mlx_paged.model.loader import LoadedModel, _convert
 from mlx_paged.model.wrap import convert_to_paged
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="GPUs multiply these with MLX's own kernels")

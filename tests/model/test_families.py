@@ -25,10 +25,10 @@ from support.parity import Driver, family_model, relative_difference, relative_r
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
+from mlx_paged.engine.loading import load
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.model.families import PROVEN, require_family
 from mlx_paged.model.layout import FULL, KVCacheGroupSpec, LayerSpec, Mode, StateSpec, UnusedSpec
-from mlx_paged.model.loader import load
 from mlx_paged.model.wrap import convert_to_paged
 
 TOLERANCE = 1e-5  # RMS of the logit difference, float32

@@ -19,11 +19,11 @@ from mlx_paged import ops
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model import graph_runner, paged_model
 from mlx_paged.model.caches import Step
 from mlx_paged.model.graph_runner import Repeat
-from mlx_paged.model.loader import load
 from mlx_paged.model.media import MediaRows
 from mlx_paged.model.plan import build_plan
 from mlx_paged.model.wrap import build_paged_model

@@ -29,8 +29,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model, save_config, save_model
 
 from mlx_paged.demo import model_path
+from mlx_paged.engine.loading import load
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
-from mlx_paged.model.loader import load
 
 CONFIG = tiny_config("llama")
 TOKENS = [7, 3, 50, 11, 90]

@@ -13,7 +13,8 @@ import pytest
 
 from mlx_paged import SamplingParams
 from mlx_paged.model.families import MLX_LM_VERSION, PROVEN, REFUSED, unregister_family
-from mlx_paged.model.media_families import MEDIA_FAMILIES, MEDIA_REFUSED, MLX_VLM_VERSION
+from mlx_paged.multimodal.families import MEDIA_FAMILIES, MEDIA_REFUSED
+from mlx_paged.multimodal.mlx_vlm import MLX_VLM_VERSION
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/models.md").read_text()
 

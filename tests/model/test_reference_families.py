@@ -21,10 +21,10 @@ from support.reference_models import TOLERANCE, differences, reference_logits, s
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_paged import LLM, SamplingParams
+from mlx_paged.engine.loading import load
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import PROVEN
 from mlx_paged.model.families import REFUSED as MODULE_REFUSED
-from mlx_paged.model.loader import load
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 SCALED = scaled_references()

@@ -20,7 +20,7 @@ from support.family_configs import config_of
 from support.models import dense_logits, embedded
 from support.parity import Driver, family_model, mixed_step, relative_difference, relative_rms
 
-from mlx_paged.model.loader import load
+from mlx_paged.engine.loading import load
 from mlx_paged.model.wrap import convert_to_paged
 
 # Of the logits' difference over the logits, both with the same weights.

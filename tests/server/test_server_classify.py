@@ -17,8 +17,8 @@ from support.server_helpers import ENGINE, running, validate
 from mlx_paged import LLM, PoolingParams
 from mlx_paged.demo import model_path
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.loading import load
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
-from mlx_paged.model.loader import load
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.pooling_bodies import ClassifyAnswer
 

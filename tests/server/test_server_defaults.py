@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from mlx_paged import SamplingParams
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
+from mlx_paged.engine.loading import load
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.loader import load
 from mlx_paged.server.chat import chat_params
 from mlx_paged.server.completions import completion_params
 from mlx_paged.server.config import (

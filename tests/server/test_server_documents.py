@@ -14,8 +14,8 @@ from support.pdf_files import encrypted, in_base64, pdf
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running, validate
 
-from mlx_paged.engine.media import decode
-from mlx_paged.engine.media.options import IoOptions, MediaLimits
+from mlx_paged.multimodal import decode
+from mlx_paged.multimodal.options import IoOptions, MediaLimits
 from mlx_paged.server import documents, pdf_process, responses
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.documents import Documents

@@ -21,7 +21,7 @@ from support.server_helpers import RunningServer, events, running, validate
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.model.loader import load
+from mlx_paged.engine.loading import load
 from mlx_paged.server import responses
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Phase

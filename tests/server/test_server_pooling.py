@@ -32,10 +32,10 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.pooling.params import PoolerConfig
 from mlx_paged.engine.pooling.runner import PooledPrompt
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
-from mlx_paged.model.loader import load
 from mlx_paged.server import cohere, logs, pooling, pooling_bodies, run
 from mlx_paged.server.app import API
 from mlx_paged.server.config import ServerConfig

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from mlx_paged.content import KINDS
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.media.prompt import PreparedMedia
 from mlx_paged.model.media import MediaInputs, MediaPrompt, Span
-from mlx_paged.model.media_kinds import KINDS
-from mlx_paged.model.media_text import marked, unmarked
+from mlx_paged.multimodal.marked_text import marked, unmarked
+from mlx_paged.multimodal.prompt import PreparedMedia
 from support.models import embedded_twin
 
 ROW = 7  # the token id of an item's rows

@@ -30,9 +30,9 @@ from mlx_paged.core import MediaSpan
 from mlx_paged.demo import model_path
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, Span
-from mlx_paged.model.media_families import MediaFamily
-from mlx_paged.model.multimodal import MultiModalModel
 from mlx_paged.model.plan import build_plan
+from mlx_paged.multimodal.families import MediaFamily
+from mlx_paged.multimodal.model import MultiModalModel
 from support.models import VOCAB_SIZE, tiny_config, tiny_model
 from support.reference import HEAD_DIM
 

@@ -20,8 +20,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from mlx_paged.model.media_families import package_of
-from mlx_paged.model.multimodal_files import read_config
+from mlx_paged.multimodal.files import read_config
+from mlx_paged.multimodal.packages import package_of
 from support.media_checkpoint_table import TABLE, Fields, fields_of, with_ids
 from support.media_models import package, vary
 

@@ -22,7 +22,7 @@ from mlx.utils import tree_map_with_path
 
 from mlx_paged.model.media import MediaInputs
 from mlx_paged.model.patches import overridden
-from mlx_paged.model.rope_positions import Grid, rope_positions
+from mlx_paged.multimodal.rope_positions import Grid, rope_positions
 from support.reference import HEAD_DIM
 
 V, IMG, VIDEO, SOUND, START = 200, 190, 191, 192, 188

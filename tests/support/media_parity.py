@@ -12,11 +12,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.model.media import MediaFeatures, StepMedia
-from mlx_paged.model.media_families import MEDIA_FAMILIES
-from mlx_paged.model.multimodal import MultiModalModel
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import StateSlots, StepInputs
 from mlx_paged.model.wrap import build_paged_model
+from mlx_paged.multimodal.families import MEDIA_FAMILIES
+from mlx_paged.multimodal.model import MultiModalModel
 from support.media_models import Case, Prompt, V
 
 NUM_SLOTS = 96

@@ -25,10 +25,11 @@ from mlx_lm.utils import _get_classes
 
 from mlx_paged.core import BlockCopy, StepBatch, StepTable
 from mlx_paged.engine import runner as runner_module
+from mlx_paged.engine.loading import load
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.sampler import Sampled, SamplingMetadata, SamplingRow
 from mlx_paged.model.kv_formats import KVFormat
-from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.wrap import convert_to_paged
 from support.plain import plain_caches
 from support.step_rows import IN_FLIGHT_TOKEN, Row, batch_of

@@ -15,7 +15,7 @@ from support.reference_configs import BASE, Reference
 # isort: split
 import numpy as np
 
-from mlx_paged.model.loader import load
+from mlx_paged.engine.loading import load
 from mlx_paged.model.wrap import build_paged_model
 
 #: Rows of steps: prefills and decodes, longer than the windows and the contexts before scaling.

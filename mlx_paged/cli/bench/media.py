@@ -104,11 +104,11 @@ def media(
     with needs_extra("vision", "mlx-paged bench media"):
         import PIL  # noqa: F401
 
-        from mlx_paged.model.multimodal import import_mlx_vlm
+        from mlx_paged.multimodal.mlx_vlm import import_mlx_vlm
 
         import_mlx_vlm()
     from mlx_paged.bench import media_engines, media_runs
-    from mlx_paged.model.media_families import MLX_VLM_VERSION
+    from mlx_paged.multimodal.mlx_vlm import MLX_VLM_VERSION
 
     if servers and compare:
         media_engines.check_server_packages()

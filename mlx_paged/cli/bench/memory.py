@@ -82,7 +82,7 @@ def memory(
     checkout()
     use_supported_device()
     from mlx_paged.bench import memory_runs
-    from mlx_paged.model.loader import load
+    from mlx_paged.engine.loading import load
 
     loaded = load(model)
     shapes = itertools.product(*(values or preset[name] for name, values in grid.items()))

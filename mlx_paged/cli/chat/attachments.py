@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_paged.content import KINDS, Kind
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.model.media_kinds import KINDS, Kind
 
 #: A text, or parts.
 Content = str | list[dict[str, Any]]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mlx_paged.cli.chat.attachments import Content, is_content
+from mlx_paged.content import Kind
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
-from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
     from mlx_paged.parsing.definitions import Tool

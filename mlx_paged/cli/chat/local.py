@@ -10,17 +10,17 @@ from typing import Any
 from mlx_paged.cli.chat.attachments import refusal
 from mlx_paged.cli.chat.conversation import Call, Message, Turn
 from mlx_paged.cli.entry import deferred_interrupt
+from mlx_paged.content import Kind
 from mlx_paged.engine.chat.messages import messages_of
 from mlx_paged.engine.chat.renderer import ChatRenderer, TemplateRefusal
 from mlx_paged.engine.chat.tools_as_text import as_text
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.llm import LLM
-from mlx_paged.engine.media.loader import MediaLoader, loader_of
-from mlx_paged.engine.media.prompt import PreparedMedia, prepare
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.model.media_kinds import Kind
+from mlx_paged.multimodal.loader import MediaLoader, loader_of
+from mlx_paged.multimodal.prompt import PreparedMedia, prepare
 from mlx_paged.parsing import registry
 from mlx_paged.parsing.answer import AnswerReader, answer_reader
 from mlx_paged.parsing.definitions import Tool

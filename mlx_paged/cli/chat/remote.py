@@ -12,8 +12,8 @@ import httpx
 
 from mlx_paged.cli.chat.attachments import refusal, without_names
 from mlx_paged.cli.chat.conversation import Call, Message, Turn
+from mlx_paged.content import Kind
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
-from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
     from mlx_paged.parsing.definitions import Tool

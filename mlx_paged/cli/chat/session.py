@@ -27,8 +27,8 @@ from mlx_paged.cli.chat.attachments import (
     with_files,
 )
 from mlx_paged.cli.chat.conversation import PARAMS, Backend, Call, Conversation, Message, Turn
+from mlx_paged.content import Kind
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.tools import ChatTools

@@ -18,7 +18,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from mlx_paged.cli.chat.conversation import PARAMS
 from mlx_paged.cli.chat.session import COMMANDS, ChatSession, EndOfChat, handle
-from mlx_paged.model.media_kinds import KINDS
+from mlx_paged.content import KINDS
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.tools import Consent

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_paged.engine.chat.tools_as_text import Messages
-from mlx_paged.engine.media.options import IoOptions
-from mlx_paged.engine.media.parts import content_of
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.multimodal.options import IoOptions
+from mlx_paged.multimodal.parts import content_of
 
 _TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 

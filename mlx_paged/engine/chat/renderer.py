@@ -14,16 +14,16 @@ from mlx_paged.engine.chat.acceptance import TemplateForms, Tools, tell, with_to
 from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.chat.tools_as_text import Messages
 from mlx_paged.engine.chat_template import is_program, render_chat
-from mlx_paged.engine.media.items import MediaSource
-from mlx_paged.engine.media.parts import sources_of
-from mlx_paged.engine.media.prompt import (
+from mlx_paged.errors import MlxPagedError
+from mlx_paged.multimodal.items import MediaSource
+from mlx_paged.multimodal.parts import sources_of
+from mlx_paged.multimodal.prompt import (
     chat_tokens,
     check_kinds,
     literal,
     media_model_of,
     rendered,
 )
-from mlx_paged.errors import MlxPagedError
 from mlx_paged.templates.variables import (
     THINKS,
     Switch,
@@ -46,7 +46,7 @@ class ChatText(NamedTuple):
 
     Attributes:
         text: The text with the model's placeholders. Placeholders that users wrote are marked
-            (`model.media_text`).
+            (`multimodal.marked_text`).
         sources: The media of the placeholders, in order.
         spelling: The template's spelling; new ids of calls follow it.
     """

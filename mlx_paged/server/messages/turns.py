@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from mlx_paged.engine.grammar import StructuredOutputs
-from mlx_paged.engine.media.items import Content, MediaSource
-from mlx_paged.engine.media.parts import concatenated, joined
+from mlx_paged.multimodal.items import Content, MediaSource
+from mlx_paged.multimodal.parts import concatenated, joined
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import THREADS, bad_request, own_names, shorten
 from mlx_paged.server.messages.bodies import (

@@ -1,0 +1,48 @@
+"""load: loads a model for the engine, with its towers if it is multimodal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.model import loader
+from mlx_paged.model.loader import LoadedModel, MultiModalCheckpoint
+from mlx_paged.multimodal.packages import package_of
+
+
+def load(
+    path_or_hub_id: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    generation_config: Mapping[str, Any] | None = None,
+) -> LoadedModel:
+    """Loads a model for paged serving.
+
+    Args:
+        path_or_hub_id: A directory in mlx-lm's format, or a Hugging Face id. None loads the model
+            embedded in this package.
+        dtype: "auto", "float32", "float16" or "bfloat16"; see `model.loader.load`.
+        generation_config: Replaces the model's own ``generation_config.json``. Its end tokens are
+            end tokens of the model, too.
+
+    Raises:
+        InvalidParameterError: A generation config that cannot be read.
+        ModelLoadError: The path, its weights or the hub cannot be read; it gives the reason.
+        UnsupportedModelError: A family that is not verified with the paged cache.
+    """
+    return loader.load(
+        path_or_hub_id,
+        dtype=dtype,
+        generation_config=generation_config,
+        find_multimodal=_find_multimodal,
+    )
+
+
+def _find_multimodal(path: Path, config: Mapping[str, Any]) -> MultiModalCheckpoint | None:
+    package = package_of(config)
+    if package is None:
+        return None
+    from mlx_paged.multimodal.loading import Checkpoint  # mlx-vlm's families
+
+    return Checkpoint(path, package)

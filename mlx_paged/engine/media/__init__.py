@@ -1,1 +1,0 @@
-"""Pictures, clips and sounds in prompts."""

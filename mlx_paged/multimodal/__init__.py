@@ -1,0 +1,8 @@
+"""Pictures, videos and sounds in prompts: everything that serving text does without.
+
+Three modules of the engine lead here:
+
+- `engine.loading` loads a multimodal checkpoint (`loading`);
+- `engine.media` makes a prompt of a conversation with media (`parts`, `loader`, `prompt`);
+- `engine.build` gives the runner what adds media to a step (`step_media`, `memory`).
+"""

@@ -1,0 +1,127 @@
+"""FeatureStore: the arrays of the features on the device.
+
+`mlx_paged.core.encoder_cache.EncoderCache` decides which features are kept. If this store lacks one
+anyway, because the step that made it failed, it makes it again on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import mlx.core as mx
+
+from mlx_paged.model.media import MediaFeatures, MediaInputs
+from mlx_paged.platform import is_out_of_memory
+
+
+class RejectedItem(Exception):
+    """The encoder refuses an item; the message gives the reason.
+
+    Args:
+        key: Key of the item's features.
+        reason: Message for the sender of the item.
+    """
+
+    def __init__(self, key: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.key = key
+
+
+class FeatureStore:
+    """Features by key.
+
+    A step makes features lazily, in its own graph. Until the step has been read, they may turn out
+    to be invalid; `abandon` drops those.
+
+    Args:
+        encode: Runs the encoder of an item, lazily.
+
+    Attributes:
+        num_encoded: Number of encoded items.
+    """
+
+    def __init__(self, encode: Callable[[MediaInputs], MediaFeatures]) -> None:
+        self.num_encoded = 0
+        self._encode = encode
+        self._features: dict[bytes, MediaFeatures] = {}
+        self._made: list[bytes] = []  # by the step launched last,
+        self._made_before: list[bytes] = []  # by the step before, until that is read
+        self._sizes: list[tuple[bytes, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._features
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all features."""
+        return sum(features.nbytes for features in self._features.values())
+
+    def begin(self, *, overlaps: bool) -> None:
+        """Notes that a step is being launched.
+
+        Args:
+            overlaps: True if the step before is unread; all earlier steps have been read.
+        """
+        self._made_before = self._made if overlaps else []
+        self._made = []
+
+    def features(self, key: bytes, inputs: MediaInputs) -> MediaFeatures:
+        """Returns the features of an item, and makes them if they are missing.
+
+        Raises:
+            RejectedItem: The encoder refuses it, as any later step would find, too.
+        """
+        found = self._features.get(key)
+        if found is None:
+            try:
+                found = self._encode(inputs)
+            except Exception as error:
+                if is_out_of_memory(error):  # There may be more memory later.
+                    raise
+                lines = str(error).strip().splitlines()
+                reason = lines[0][:200] if lines else type(error).__name__
+                message = f"the model's tower does not take this {inputs.kind}: {reason}"
+                raise RejectedItem(key, message) from error
+            self.num_encoded += 1
+            self._features[key] = found
+            self._made.append(key)
+            self._sizes.append((key, found.nbytes))
+        return found
+
+    def made(self) -> list[mx.array]:
+        """Returns features made by the current step, for evaluation with it."""
+        return [
+            array
+            for key in self._made
+            if key in self._features
+            for array in self._features[key].arrays()
+        ]
+
+    def take_sizes(self) -> list[tuple[bytes, int]]:
+        """Returns (key, bytes) of features made since the last call."""
+        sizes, self._sizes = self._sizes, []
+        return sizes
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Drops features. A step in flight that uses them keeps them as long as it needs."""
+        for key in keys:
+            self._features.pop(key, None)
+
+    def abandon_launch(self) -> None:
+        """The step being launched failed."""
+        self.drop(self._made)
+        self._made = []
+
+    def abandon(self) -> None:
+        """A step in flight failed, and so did the one launched after it."""
+        self.drop(self._made_before)
+        self._made_before = []
+        self.abandon_launch()
+
+    def clear(self) -> None:
+        """Gives up all features."""
+        self._features.clear()
+        self._made, self._made_before, self._sizes = [], [], []

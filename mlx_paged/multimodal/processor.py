@@ -1,0 +1,890 @@
+"""Processes prompts with pictures, videos and sounds to tokens and encoder inputs.
+
+Each item goes through the checkpoint's own processor alone, so that equal items make equal arrays
+regardless of the rest of a prompt. The processor's output for the item's *placeholder* (the text
+that stands for it) replaces the placeholder in the prompt. Nothing here touches the device or the
+engine's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.content import KINDS, Kind
+from mlx_paged.model.media import MediaInputs, MediaPrompt, Span
+from mlx_paged.multimodal.families import MediaFamily
+from mlx_paged.multimodal.marked_text import MARK, MarkedText, marked
+from mlx_paged.multimodal.mlx_vlm import MLX_VLM_VERSION
+from mlx_paged.multimodal.processed_items import ProcessedItems
+from mlx_paged.multimodal.rope_positions import Grid, rope_positions
+
+logger = logging.getLogger(__name__)
+
+# Entries that processors return besides the encoder's arrays.
+_TEXT_OUTPUTS = frozenset(
+    ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
+)
+_PLURAL = {"image": "images", "video": "videos", "audio": "audios"}
+
+# --- Peculiarities of families --------------------------------------------------------------------
+
+# An option of ours: the item is not cut into tiles.
+_WHOLE = "_whole"
+# The processor, the kind, the placeholder, the item, options -> the processor's output.
+_Call = Callable[[Any, Kind, str, Any, Mapping[str, Any]], Mapping[str, Any]]
+
+
+def _attribute_marker(processor: Any, kind: Kind, index: int) -> str:
+    found = getattr(processor, f"{kind}_token", None)
+    if found is None:
+        found = getattr(getattr(processor, "tokenizer", None), f"{kind}_token", None)
+    return str(found) if found is not None else f"<{kind}>"
+
+
+def _gemma3_marker(processor: Any, kind: Kind, index: int) -> str:
+    return str(processor.boi_token)
+
+
+def _phi_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<|{kind}_{index}|>"
+
+
+def _negative(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    return np.flatnonzero(np.array(tokens) < 0)
+
+
+def _qwen3_marker(processor: Any, kind: Kind, index: int) -> str:
+    if kind == "video":  # Frames with their times replace all three.
+        return f"{processor.vision_start_token}{processor.video_token}{processor.vision_end_token}"
+    return str(processor.image_token)
+
+
+def _call_processor(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    given: dict[str, Any] = {"text": [marker], "return_tensors": "np", **options}
+    if kind == "image":
+        given["images"] = [item]
+    elif kind == "video":
+        # [num_frames, 3, height, width], as mlx-vlm loads a video.
+        given["videos"] = [np.ascontiguousarray(np.transpose(item.frames, (0, 3, 1, 2)))]
+        accepted = inspect.signature(type(processor).__call__).parameters
+        if "fps" in accepted:
+            given["fps"] = [float(item.fps)]
+    else:
+        given["audio"] = [item.samples]
+    return processor(**given)
+
+
+def _call_qwen2_5(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    output = dict(_call_processor(processor, kind, marker, item, options))
+    if kind == "video":  # mlx-vlm's processor omits it.
+        seconds = processor.video_processor.temporal_patch_size / float(item.fps)
+        output["second_per_grid_ts"] = np.array([seconds])
+    return output
+
+
+def _call_omni(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    if kind == "audio":  # It needs the mask, and would pad to half a minute.
+        options = {"padding": True, "return_attention_mask": True, **options}
+    elif kind == "video":
+        options = {"fps": float(item.fps), **options}
+    return _call_processor(processor, kind, marker, item, options)
+
+
+def _minicpmo_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<{kind}>./</{kind}>"
+
+
+def _in_bounds(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    """Rows between the marks of MiniCPM-o, of a picture's slices or of a sound."""
+    found = [
+        np.arange(begin, end)
+        for name in ("image_bound", "audio_bounds")
+        if name in arrays
+        for begin, end in np.array(arrays[name][0]).reshape(-1, 2)
+    ]
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+def _pad_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<|{kind}_pad|>"
+
+
+def _minicpmv_number(processor: Any, index: int) -> str:
+    images = processor.image_processor
+    if not images.use_image_id:
+        return ""
+    return f"{images.im_id_start}{index - 1}{images.im_id_end}"
+
+
+def _call_dots(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # Its processor uses one id for placeholders, regardless of the tokenizer.
+    images = processor.image_processor
+    output = dict(images(images=[item], return_tensors="np", **options))
+    num = int(np.prod(output["image_grid_thw"])) // images.merge_size**2
+    [token] = processor.tokenizer(marker, add_special_tokens=False)["input_ids"]
+    return {"input_ids": [token] * num, **output}
+
+
+def _call_deepseekocr(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # It removes the last token as if that were an end token.
+    output = dict(processor(text=f"{marker}\n", images=[item], **options))
+    output["pixel_values"] = output.pop("images")
+    output.pop("num_image_tokens", None)
+    return output
+
+
+def _sequence_mask(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    return np.flatnonzero(np.array(arrays["images_seq_mask"]).reshape(-1))
+
+
+def _call_fastvlm(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # The model itself replaces one placeholder with all rows.
+    output = dict(processor.image_processor([item], return_tensors="np", **options))
+    return {"input_ids": [-200], **output}
+
+
+def _call_phi4mm(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    if kind == "image":
+        return {"input_ids": [-200], **processor.image_processor([item], **options)}
+    output = processor.audio_processor([(item.samples, item.rate)])
+    token = processor.tokenizer.convert_tokens_to_ids("<|endoftext11|>")
+    return {"input_ids": [token] * int(output["audio_embed_sizes"][0]), **output}
+
+
+def _phi4mm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    shape = arrays.get("spatial_shapes")
+    return np.arange(len(tokens) if shape is None else int(np.prod(shape)))
+
+
+# Pixels of a side that FastVLM's tower makes a row and column of.
+_FASTVLM_PATCH = 64
+
+
+def _fastvlm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    *_, height, width = np.array(arrays["pixel_values"]).shape
+    return np.arange((height // _FASTVLM_PATCH) * (width // _FASTVLM_PATCH))
+
+
+def _call_deepseek(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    if _WHOLE in options:  # A choice of one size leaves a picture in one piece.
+        options = {name: value for name, value in options.items() if name != _WHOLE}
+        processor = copy(processor)
+        processor.candidate_resolutions = ((processor.image_size, processor.image_size),)
+    output = dict(processor(text=marker, images=[item], **options))
+    output["pixel_values"] = output.pop("images")
+    for name in ("sft_format", "seq_lens"):
+        output.pop(name, None)
+    return output
+
+
+def _call_molmo(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # The text follows the picture's tokens.
+    output = dict(processor(text=[""], images=[item], **options))
+    tokens = _one_row(output["input_ids"])
+    end = processor.tokenizer.convert_tokens_to_ids(processor.image_end_token)
+    last = max(i for i, token in enumerate(tokens) if token == end)
+    return {**output, "input_ids": tokens[: last + 1]}
+
+
+_MOLMO = "<|image|>"
+
+
+def _indexed(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    places = np.array(arrays["image_input_idx"]).reshape(-1)
+    return np.unique(places[places >= 0])
+
+
+def _call_llava_next(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    from transformers.image_processing_utils import select_best_resolution
+
+    output = dict(_call_processor(processor, kind, marker, item, options))
+    places = processor.image_processor.image_grid_pinpoints
+    best = select_best_resolution(np.array(output["image_sizes"]).reshape(-1).tolist(), places)
+    size = output["pixel_values"].shape[-1]
+    # Rows and columns of tiles, which do not follow from the number of tiles.
+    return {**output, "tile_grid": np.array([best[0] // size, best[1] // size])}
+
+
+def _paligemma_text(processor: Any, text: str, places: Sequence[tuple[int, int, Kind]]) -> str:
+    """All rows of each picture in its place, the start token behind the last of them."""
+    parts, done = [], 0
+    for begin, end, _ in places:
+        parts += [text[done:begin], processor.image_token * processor.image_seq_length]
+        done = end
+    return "".join(parts) + processor.tokenizer.bos_token + text[done:] + "\n"
+
+
+def _call_bunny(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    [pixels] = processor.image_processor.preprocess(images=[item], **options)
+    # The model itself replaces one placeholder with 729 rows.
+    return {"input_ids": [-200], "pixel_values": np.array(pixels, dtype=np.float32)[None]}
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How a family's processor is used.
+
+    Attributes:
+        marker: The placeholder of an item in a text.
+        call: Runs the processor for one item.
+        text: The processor's text for a placeholder, if it makes one text of the prompt and tokens
+            join across borders; None if tokens replace a placeholder.
+        rows: Finds the rows among the processor's tokens; None: they have the placeholder's id.
+        joins: The processor's text for a whole prompt, given its text with places for items, which
+            make one span.
+        leads: True if items come before all text, after the start token.
+        number: The processor's numbering before an item; "" if there is none.
+        adds_start: True if the processor begins prompts with the start token (or the end token, if
+            there is none), regardless of the tokenizer.
+        whole_from: With this many items or more, none is cut into tiles; None: always the same.
+    """
+
+    marker: Callable[[Any, Kind, int], str] = _attribute_marker
+    call: _Call = _call_processor
+    text: Callable[[Any, Kind], str] | None = None
+    rows: Callable[[Sequence[int], Mapping[str, Any]], np.ndarray] | None = None
+    joins: Callable[[Any, str, Sequence[tuple[int, int, Kind]]], str] | None = None
+    leads: bool = False
+    number: Callable[[Any, int], str] | None = None
+    adds_start: bool = False
+    whole_from: int | None = None
+
+
+_RECIPES: dict[str, _Recipe] = {
+    "gemma3": _Recipe(_gemma3_marker, text=lambda processor, kind: processor.full_image_sequence),
+    "gemma3n": _Recipe(
+        text=lambda processor, kind: getattr(processor, f"full_{kind}_sequence"),
+    ),
+    "qwen2_5_vl": _Recipe(call=_call_qwen2_5),
+    "phi3_v": _Recipe(_phi_marker, rows=_negative),
+    "qwen3_omni_moe": _Recipe(call=_call_omni),
+    "minicpmo": _Recipe(_minicpmo_marker, rows=_in_bounds),
+    "deepseek_vl_v2": _Recipe(call=_call_deepseek, adds_start=True, whole_from=3),
+    "llava_next": _Recipe(call=_call_llava_next),
+    "llava_bunny": _Recipe(lambda *_: "<image>", _call_bunny, rows=lambda *_: np.arange(729)),
+    "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, leads=True, adds_start=True),
+    "paligemma": _Recipe(joins=_paligemma_text),
+    "phi4mm": _Recipe(_phi_marker, _call_phi4mm, rows=_phi4mm_rows),
+    "dots_ocr": _Recipe(call=_call_dots),
+    **dict.fromkeys(
+        ("deepseekocr", "deepseekocr_2"),
+        _Recipe(call=_call_deepseekocr, rows=_sequence_mask, adds_start=True),
+    ),
+    "fastvlm": _Recipe(call=_call_fastvlm, rows=_fastvlm_rows),
+    "minicpmv4_6": _Recipe(_pad_marker, rows=_in_bounds, number=_minicpmv_number),
+    "internvl": _Recipe(lambda *_: "<IMG_CONTEXT>"),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "indic_ocr"),
+        _Recipe(_qwen3_marker),
+    ),
+}
+# Names of a placeholder's id in configs.
+_PLACEHOLDER_IDS = ("{}_token_id", "{}_token_index", "media_placeholder_token_id")
+
+
+# --- Prompts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Expanded:
+    """The tokens that replace a placeholder.
+
+    Attributes:
+        token_ids: Tokens of the item.
+        rows: ``[num_rows]`` int32: indices of rows among these.
+        inputs: Inputs of the encoder, with all the processor's tokens, including start tokens:
+            some of its arrays count them.
+    """
+
+    token_ids: list[int]
+    rows: np.ndarray
+    inputs: MediaInputs
+
+
+# Bytes of processed items kept for later prompts.
+_PROCESSED_BYTES = 512 << 20
+# Sides of the squares with which `sufficient_side` tests a processor.
+_PROBED_SIDES = (4096, 2048, 1024, 512)
+
+
+def _num_bytes(item: _Expanded) -> int:
+    return sum(getattr(array, "nbytes", 0) for array in item.inputs.arrays.values())
+
+
+class MediaModel:
+    """The media that a model takes, and its processor. Any thread may use it.
+
+    Args:
+        processor: mlx-vlm's or transformers', for one checkpoint.
+        config: mlx-vlm's config of the model.
+        family: How the model is run.
+        options: Keyword arguments for the processor, such as ``min_pixels``.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        config: Any,
+        family: MediaFamily,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._processor = _with_locked_tokenizer(processor)
+        self._config = config
+        self._recipe = _RECIPES.get(family.module, _Recipe())
+        # Some processors compute with mlx, whose streams belong to threads.
+        self._stream = mx.new_thread_local_stream(mx.cpu)
+        self.family = family
+        self.options = dict(options or {})
+        self._processed = ProcessedItems(_PROCESSED_BYTES, _num_bytes)
+        self._processed_whole = ProcessedItems(_PROCESSED_BYTES, _num_bytes)  # for `whole_from`
+        self._side_lock = threading.Lock()
+        self._side: int | None = None  # see `sufficient_side`
+        self._is_side_known = False
+
+    def with_options(self, options: Mapping[str, Any]) -> MediaModel:
+        """Returns the same with these keyword arguments for the processor."""
+        return MediaModel(self._processor, self._config, self.family, options)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The media that prompts may have."""
+        return self.family.kinds
+
+    @property
+    def uses_rope_positions(self) -> bool:
+        """True if RoPE turns by time, height and width."""
+        return self.family.uses_rope_positions
+
+    def is_atomic(self, kind: Kind) -> bool:
+        """True if the positions of such an item see each other."""
+        return kind in self.family.atomic(self._config)
+
+    @property
+    def sampling_rate(self) -> int | None:
+        """Samples a second of the sounds that the processor takes; None: it takes none."""
+        extractor = getattr(self._processor, "feature_extractor", None)
+        if extractor is None:
+            extractor = getattr(self._processor, "audio_processor", None)
+        rate = getattr(extractor, "sampling_rate", None)
+        if rate is None:
+            return 16_000 if "audio" in self.kinds else None
+        return int(rate)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The processor's template, for tokenizers without one of their own."""
+        template = getattr(self._processor, "chat_template", None)
+        return template if isinstance(template, str) else None
+
+    @property
+    def settings_digest(self) -> bytes:
+        """Returns a digest, 32 bytes, of everything that determines the processor's outputs."""
+        parts: dict[str, Any] = {
+            "mlx_vlm": MLX_VLM_VERSION,
+            "family": self.family.module,
+            "options": self.options,
+        }
+        for name in ("", "image_processor", "video_processor", "feature_extractor"):
+            part = getattr(self._processor, name, None) if name else self._processor
+            if part is not None:
+                settings = {k: v for k, v in vars(part).items() if _is_setting(v)}
+                parts[name] = {"type": type(part).__name__, **settings}
+        text = json.dumps(parts, sort_keys=True, default=lambda value: type(value).__name__)
+        return hashlib.sha256(text.encode()).digest()
+
+    def placeholder(self, kind: Kind, index: int = 1) -> str:
+        """The text that stands for the item number `index` of its kind, from 1 on.
+
+        Raises:
+            ValueError: the model takes no such items.
+        """
+        self._require(kind)
+        return self._recipe.marker(self._processor, kind, index)
+
+    def _require(self, kind: Kind) -> None:
+        if kind not in self.kinds:
+            raise ValueError(f"the model takes {', '.join(self.kinds)} but got {kind}")
+
+    def sufficient_side(self) -> int | None:
+        """Returns the side of a square picture above which the processor reduces pictures.
+
+        Larger pictures make no more rows, so nothing is lost if a file is decoded at a fraction of
+        its size that is well above this. The first call runs the processor on gray squares.
+
+        Returns:
+            None if it takes squares of 4096 pixels unchanged, or takes no squares.
+        """
+        with self._side_lock:
+            if not self._is_side_known:
+                self._side, self._is_side_known = self._probed_side(), True
+            return self._side
+
+    def _probed_side(self) -> int | None:
+        from PIL import Image
+
+        found, most = None, None
+        for side in _PROBED_SIDES:
+            square = Image.new("RGB", (side, side), (127, 127, 127))
+            try:
+                inputs = self.process(self.placeholder("image"), images=[square]).inputs[0]
+            except Exception as error:  # of a processor
+                logger.info("pictures are decoded at their full size: %s", error)
+                return None
+            shapes = inputs.num_rows, {name: np.shape(a) for name, a in inputs.arrays.items()}
+            if most is None:
+                most = shapes
+            elif shapes == most:
+                found = side
+            else:
+                break
+        return found
+
+    def process(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audios: Sequence[Any] = (),
+        *,
+        add_special_tokens: bool | None = None,
+    ) -> MediaPrompt:
+        """Makes the tokens of a prompt, and its items' encoder inputs. It computes for a while.
+
+        Args:
+            prompt: Text with a placeholder for each item, with the users' own ones marked
+                (`literal`); or messages, whose contents are texts or lists of
+                ``{"type": "text", "text": ...}`` and ``{"type": "image"}`` (or "video", "audio")
+                parts, for the model's own template.
+            images: PIL images, in the order of their placeholders.
+            videos: Objects with ``frames`` ``[num_frames, height, width, 3]`` uint8 and ``fps``.
+            audios: Objects with ``samples`` ``[num_samples]`` float32 and ``rate``.
+            add_special_tokens: See `encode`.
+
+        Raises:
+            ValueError: The numbers of placeholders and items differ, or the processor refuses an
+                item.
+        """
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt)
+        given = {"image": list(images), "video": list(videos), "audio": list(audios)}
+        with mx.stream(self._stream):
+            return self._process(text, given, add_special_tokens)
+
+    def _process(
+        self, text: str, given: Mapping[str, list[Any]], special: bool | None
+    ) -> MediaPrompt:
+        places = self._places(text, given)
+        counts = {kind: [k for _, _, k in places].count(kind) for kind in KINDS}
+        for kind in KINDS:
+            if given[kind]:
+                self._require(kind)
+            if counts[kind] != len(given[kind]):
+                raise ValueError(
+                    f"the prompt has placeholders for {counts[kind]} {_PLURAL[kind]} but there are "
+                    f"{len(given[kind])}"
+                )
+        items: dict[Kind, Iterator[Any]] = {kind: iter(given[kind]) for kind in KINDS}
+        least = self._recipe.whole_from
+        whole = least is not None and len(places) >= least
+        expanded = [
+            (kind, self._expand_once(kind, next(items[kind]), whole=whole)) for _, _, kind in places
+        ]
+        if self._recipe.joins is not None and places:
+            return self._joined(self._recipe.joins(self._processor, text, places), expanded)
+        if self._recipe.text is not None:
+            tokens, offsets = self._with_texts(text, places, expanded, special)
+        else:
+            tokens, offsets = self._with_tokens(text, places, expanded, special)
+        spans, inputs = [], []
+        for offset, (kind, item) in zip(offsets, expanded):
+            length = int(item.rows[-1] - item.rows[0]) + 1
+            rows = offset + item.rows - item.rows[0]
+            spans.append(Span(offset, length, rows.astype(np.int32), kind))
+            inputs.append(item.inputs)
+        result = MediaPrompt(tokens, spans, inputs)
+        if not (self.uses_rope_positions and spans):
+            return result
+        positions, delta = rope_positions(
+            len(tokens), self._grids(spans, inputs), fractions=self.family.has_fractions
+        )
+        return replace(result, rope_positions=positions, rope_delta=delta)
+
+    def _joined(self, text: str, expanded: Sequence[tuple[Kind, _Expanded]]) -> MediaPrompt:
+        """Makes a prompt whose positions all see each other, with its items encoded together."""
+        kind = expanded[0][0]
+        tokens = self.encode(text, add_special_tokens=False)
+        rows = np.flatnonzero(np.isin(tokens, self._placeholder_ids(kind))).astype(np.int32)
+        count = sum(len(item.rows) for _, item in expanded)
+        if len(rows) != count:
+            raise ValueError(f"the prompt has {len(rows)} rows of its {_PLURAL[kind]}, not {count}")
+        arrays = {
+            name: np.concatenate([item.inputs.arrays[name] for _, item in expanded])
+            for name in expanded[0][1].inputs.arrays
+        }
+        inputs = MediaInputs(kind, arrays, np.array(tokens, dtype=np.int32), rows)
+        first, length = int(rows[0]), int(rows[-1] - rows[0]) + 1
+        if self.family.sees_whole_prompt:
+            first, length = 0, len(tokens)
+        return MediaPrompt(tokens, [Span(first, length, rows, kind, len(expanded))], [inputs])
+
+    # Text.
+
+    @property
+    def tokenizer(self) -> Any:
+        """The processor's."""
+        return getattr(self._processor, "tokenizer", self._processor)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        for processor in (self.tokenizer, self._processor):
+            if getattr(processor, "chat_template", None):
+                return processor.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+        raise ValueError("the model has no chat template: give its prompt as text")
+
+    def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """Returns the tokens of a prompt without media.
+
+        Args:
+            text: From a chat template; placeholders that users wrote are marked (`literal`).
+            add_special_tokens: Add the tokens that the tokenizer puts around a text; None: unless
+                the text begins with the start token. Transformers' processors have this rule for
+                any prompt, with or without media.
+        """
+        if MARK in text:
+            return self._marked_pieces(text, add_special_tokens)[0]
+        return self._encode(text, begins=True, special=add_special_tokens)
+
+    def _encode(self, text: str, *, begins: bool, special: bool | None = None) -> list[int]:
+        adds = begins and self._adds_special(text, special)
+        tokens = list(self.tokenizer(text, add_special_tokens=adds)["input_ids"])
+        return self._with_start(tokens, special) if begins else tokens
+
+    def _adds_special(self, text: str, special: bool | None) -> bool:
+        if special is not None:
+            return special
+        start = getattr(self.tokenizer, "bos_token", None)
+        return not (start and text.startswith(start))
+
+    def _with_start(self, tokens: list[int], special: bool | None) -> list[int]:
+        start = self.tokenizer.bos_token_id
+        if start is None and self._recipe.adds_start:
+            start = self.tokenizer.eos_token_id
+        if special is False or not self._recipe.adds_start or tokens[:1] == [start]:
+            return tokens
+        return [start, *tokens]
+
+    def _marked_pieces(self, text: str, special: bool | None) -> list[list[int]]:
+        """The tokens before, between and behind the places of a marked text."""
+        pieces = self._marked_text.pieces(text)
+        if self._adds_special(text, special):
+            before, after = self._special()
+            pieces[0] = [*before, *pieces[0]]
+            pieces[-1] = [*pieces[-1], *after]
+        pieces[0] = self._with_start(pieces[0], special)
+        return pieces
+
+    @cached_property
+    def _marked_text(self) -> MarkedText:
+        place = self.placeholder(self.kinds[0])
+        return MarkedText(self.tokenizer, self._placeholders({}), place)
+
+    def literal(self, value: Any, counts: Mapping[Kind, int]) -> Any:
+        """Marks the placeholders in texts of users, which stay text (see `multimodal.marked_text`).
+
+        Args:
+            value: A text, or lists and mappings with texts.
+            counts: Items of the prompt by kind; some placeholders are numbered.
+        """
+        return marked(value, self._placeholders(counts))
+
+    def _placeholders(self, counts: Mapping[Kind, int]) -> list[str]:
+        """Returns everything that a template may write for items, and the texts of row tokens."""
+        found = [
+            self.placeholder(kind, i + 1)
+            for kind in self.kinds
+            for i in range(max(1, counts.get(kind, 1)))
+        ]
+        ids = [token for kind in self.kinds for token in self._placeholder_ids(kind)]
+        return list(dict.fromkeys([*found, *filter(None, map(self._text_of, ids))]))
+
+    def _text_of(self, token: int) -> str | None:
+        try:
+            found = self.tokenizer.convert_ids_to_tokens(token)
+        except (IndexError, OverflowError, TypeError, ValueError):  # an id beyond the vocabulary
+            return None
+        return found if isinstance(found, str) else None
+
+    def _places(self, text: str, given: Mapping[str, list[Any]]) -> list[tuple[int, int, Kind]]:
+        """Yields begin and end of each placeholder in a text, and its kind."""
+        markers: dict[str, Kind] = {}
+        for kind in self.kinds:
+            for i in range(max(1, len(given[kind]))):  # They may be numbered.
+                markers[self.placeholder(kind, i + 1)] = kind
+        if not markers:
+            return []
+        longest_first = sorted(markers, key=len, reverse=True)
+        pattern = re.compile("|".join(re.escape(marker) for marker in longest_first))
+        return [(*m.span(), markers[m.group()]) for m in pattern.finditer(text)]
+
+    def _with_tokens(
+        self,
+        text: str,
+        places: Sequence[tuple[int, int, Kind]],
+        expanded: Sequence[tuple[Kind, _Expanded]],
+        special: bool | None,
+    ) -> tuple[list[int], list[int]]:
+        """The prompt's tokens, and the offset of each span, with tokens for placeholders."""
+        if self._recipe.leads:
+            return self._with_tokens_first(text, places, expanded, special)
+        between = self._between(text, places, special)
+        tokens, offsets = list(between[0]), []
+        for i, ((_, item), following) in enumerate(zip(expanded, between[1:])):
+            tokens += self._number(i + 1)
+            offsets.append(len(tokens) + int(item.rows[0]))
+            tokens += [*item.token_ids, *following]
+        return tokens, offsets
+
+    def _with_tokens_first(
+        self,
+        text: str,
+        places: Sequence[tuple[int, int, Kind]],
+        expanded: Sequence[tuple[Kind, _Expanded]],
+        special: bool | None,
+    ) -> tuple[list[int], list[int]]:
+        """Likewise, with all items before the text, wherever their placeholders are."""
+        edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
+        parts = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
+        behind = self.encode("".join(parts), add_special_tokens=special)
+        tokens: list[int] = []
+        if special is not False:
+            tokens, behind = behind[:1], behind[1:]
+        offsets = []
+        for _, item in expanded:
+            offsets.append(len(tokens) + int(item.rows[0]))
+            tokens += item.token_ids
+        return [*tokens, *behind], offsets
+
+    def _number(self, index: int) -> list[int]:
+        if self._recipe.number is None:
+            return []
+        return self._encode(self._recipe.number(self._processor, index), begins=False)
+
+    def _between(
+        self, text: str, places: Sequence[tuple[int, int, Kind]], special: bool | None
+    ) -> list[list[int]]:
+        """The tokens before, between and behind placeholders."""
+        if MARK in text:
+            edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
+            parts = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
+            return self._marked_pieces(self._marked_text.place.join(parts), special)
+        whole = self._encode(text, begins=True, special=special)
+        found, done = [], 0
+        for begin, end, _ in places:
+            marker = self._encode(text[begin:end], begins=False)
+            size = len(marker)
+            at = next((i for i in range(done, len(whole)) if whole[i : i + size] == marker), None)
+            if at is None:
+                break
+            found.append(whole[done:at])
+            done = at + size
+        else:
+            return [*found, whole[done:]]
+        # A placeholder that is no token: then the text around it is encoded apart from it.
+        edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
+        return [
+            self._encode(text[edges[i] : edges[i + 1]], begins=i == 0, special=special)
+            for i in range(0, len(edges), 2)
+        ]
+
+    def _with_texts(
+        self,
+        text: str,
+        places: Sequence[tuple[int, int, Kind]],
+        expanded: Sequence[tuple[Kind, _Expanded]],
+        special: bool | None,
+    ) -> tuple[list[int], list[int]]:
+        """Likewise, with texts for placeholders."""
+        assert self._recipe.text is not None
+        parts, done = [], 0
+        for begin, end, kind in places:
+            parts += [text[done:begin], self._recipe.text(self._processor, kind)]
+            done = end
+        tokens = self.encode("".join(parts) + text[done:], add_special_tokens=special)
+        offsets, at = [], 0
+        for kind, item in expanded:
+            ids = self._placeholder_ids(kind)
+            first = next(i for i in range(at, len(tokens)) if tokens[i] in ids)
+            length = int(item.rows[-1] - item.rows[0]) + 1
+            span = item.token_ids[int(item.rows[0]) :][:length]
+            if tokens[first : first + length] != span:
+                raise ValueError(f"the processor's {kind} is not as its placeholder is written")
+            offsets.append(first)
+            at = first + length
+        return tokens, offsets
+
+    # Items.
+
+    def _expand_once(self, kind: Kind, item: Any, *, whole: bool = False) -> _Expanded:
+        if whole:
+            return self._processed_whole.get(item, lambda: self._expand(kind, item, {_WHOLE: True}))
+        return self._processed.get(item, lambda: self._expand(kind, item, {}))
+
+    def _expand(self, kind: Kind, item: Any, more: Mapping[str, Any]) -> _Expanded:
+        """Runs the processor for one item and its placeholder alone."""
+        text = self.placeholder(kind)
+        output = self._recipe.call(self._processor, kind, text, item, {**self.options, **more})
+        made = _one_row(output["input_ids"])
+        arrays = {
+            name: _as_numpy(value)
+            for name, value in output.items()
+            if name not in _TEXT_OUTPUTS and value is not None
+        }
+        if self._recipe.rows is not None:
+            rows = self._recipe.rows(made, arrays)
+        else:
+            rows = np.flatnonzero(np.isin(made, self._placeholder_ids(kind)))
+        if not len(rows):
+            raise ValueError(f"the processor made no rows of this {kind}")
+        rows = rows.astype(np.int32)
+        inputs = MediaInputs(kind, arrays, np.array(made, dtype=np.int32), rows)
+        if rows[-1] >= len(made):  # rows that the model makes of its tokens
+            return _Expanded([0] * len(rows), rows, inputs)
+        before, after = self._special()
+        tokens = made
+        start = getattr(self.tokenizer, "bos_token_id", None)
+        if not before and start is not None and tokens[0] == start:
+            before = [start]  # Some processors add it themselves.
+        before = before + self._number(1)
+        if before and tokens[: len(before)] == before:
+            tokens, rows = tokens[len(before) :], rows - len(before)
+        if after and tokens[-len(after) :] == after:
+            tokens = tokens[: -len(after)]
+        # Phi 3 has negative ids for rows, which nothing else in an engine accepts.
+        return _Expanded([max(0, token) for token in tokens], rows, inputs)
+
+    def _placeholder_ids(self, kind: Kind) -> list[int]:
+        """Positions of an item's rows."""
+        names = [name.format(kind) for name in _PLACEHOLDER_IDS]
+        found = [getattr(self._config, name, None) for name in names]
+        return [token for token in found if isinstance(token, int)]
+
+    def _special(self) -> tuple[list[int], list[int]]:
+        """Tokens that the tokenizer puts before and after any text."""
+        plain = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        whole = list(self.tokenizer("a")["input_ids"])
+        for at in range(len(whole) - len(plain) + 1):
+            if whole[at : at + len(plain)] == plain:
+                return whole[:at], whole[at + len(plain) :]
+        return [], []
+
+    def _grids(self, spans: Sequence[Span], inputs: Sequence[MediaInputs]) -> list[Grid]:
+        merge = int(self._config.vision_config.spatial_merge_size)
+        grids = []
+        for span, item in zip(spans, inputs):
+            if item.kind == "audio":
+                continue
+            grid = item.arrays["video_grid_thw" if item.kind == "video" else "image_grid_thw"]
+            frames, height, width = np.array(grid).reshape(-1)[:3].tolist()
+            # Adjacent rows: all of a picture, or a frame of a video with text between frames.
+            runs = np.split(span.rows, np.flatnonzero(np.diff(span.rows) > 1) + 1)
+            seconds = self._positions_of_frame(item)
+            for run in runs:
+                size = (frames // len(runs), height // merge, width // merge)
+                grids.append(Grid(int(run[0]), *size, seconds))
+        return grids
+
+    def _positions_of_frame(self, item: MediaInputs) -> float:
+        """Returns the positions in time per frame (Qwen 2.5 VL and Omni); 1 for other models."""
+        a_second = getattr(self._config, "position_id_per_seconds", None) or getattr(
+            self._config.vision_config, "tokens_per_second", None
+        )
+        seconds = item.arrays.get("second_per_grid_ts", item.arrays.get("video_second_per_grid"))
+        if item.kind != "video" or not a_second or seconds is None:
+            return 1.0
+        return float(a_second) * float(np.array(seconds).reshape(-1)[0])
+
+
+def _one_row(token_ids: Any) -> list[int]:
+    found = np.array(token_ids)
+    return found.reshape(-1).tolist()
+
+
+def _as_numpy(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        if value.dtype == mx.bfloat16:
+            value = value.astype(mx.float32)
+        return np.array(value)
+    if isinstance(value, (list, tuple)):
+        return [_as_numpy(part) for part in value]
+    return value
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_setting(part) for part in value)
+    if isinstance(value, dict):
+        return all(_is_setting(part) for part in value.values())
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+class _LockedTokenizer:
+    """A tokenizer that one thread uses at a time: Rust's are borrowed for as long as they run."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return self._tokenizer(*args, **kwargs)
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return self._tokenizer.encode(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def _with_locked_tokenizer(processor: Any) -> Any:
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is not None and not isinstance(tokenizer, _LockedTokenizer):
+        processor.tokenizer = _LockedTokenizer(tokenizer)
+    return processor

@@ -1,0 +1,279 @@
+"""Builds the inputs of a step's rows besides tokens: features, RoPE positions, bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.core import MediaSpan, PromptMedia, StepBatch
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, StepMedia
+from mlx_paged.multimodal.encoder_cache import FeatureStore
+
+IntArray = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+
+class Prepared(Protocol):
+    """A prompt with media, as `Engine.add_request` takes it."""
+
+    @property
+    def prompt(self) -> MediaPrompt:
+        """The result of the model's processor."""
+
+    @property
+    def spans(self) -> tuple[MediaSpan, ...]:
+        """Its items, with the keys of their content."""
+
+
+class SequenceMedia:
+    """The media of a prompt for the device half. All sequences of a request share them.
+
+    Args:
+        prompt: Result of the model's processor.
+        media: The items for the state half.
+        parts: Path of each item in the request.
+
+    Attributes:
+        keys: Keys of the items' features.
+        inputs: Encoder inputs of each item.
+        rows: Prompt positions of each item's rows, ascending.
+        seen: Ranges (first, end) of positions that see each other: adjacent rows of an atomic item
+            (a picture, or each frame of a clip), or all of its span if that is more than its rows.
+        rope_positions: ``[3, num_prompt_tokens]`` int32 or float32, or None.
+        rope_delta: A token after the prompt, at index i, has position ``i + rope_delta``.
+    """
+
+    def __init__(self, prompt: MediaPrompt, media: PromptMedia, parts: Sequence[str] = ()) -> None:
+        self.media = media
+        self._parts = parts
+        self.keys = media.keys
+        self.inputs = prompt.inputs
+        self.rows = [np.asarray(span.rows, dtype=np.int64) for span in prompt.spans]
+        self.seen = [
+            seen
+            for span, rows in zip(media.spans, self.rows)
+            if span.is_atomic
+            for seen in _seen(span, rows)
+        ]
+        self.num_prompt_tokens = len(prompt.token_ids)
+        self.rope_positions = prompt.rope_positions
+        self.rope_delta = prompt.rope_delta
+
+    def part_of(self, key: bytes) -> str:
+        """Returns the path of an item in the request, for errors."""
+        found = (part for part, other in zip(self._parts, self.keys) if other == key)
+        return next(found, "media")
+
+
+def _seen(span: MediaSpan, rows: IntArray) -> list[tuple[int, int]]:
+    if (span.offset, span.end) != (rows[0], rows[-1] + 1):
+        return [(span.offset, span.end)]
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
+
+
+def check_prepared(media: Any, token_ids: Sequence[int], kinds: Sequence[str], rope: bool) -> None:
+    """Refuses media that belong to another prompt, or that the model does not take.
+
+    Args:
+        token_ids: Tokens of the prompt.
+        kinds: Kinds that the model takes.
+        rope: True if its RoPE uses time, height and width.
+
+    Raises:
+        InvalidParameterError: It says what was expected.
+    """
+    prompt, spans = getattr(media, "prompt", None), getattr(media, "spans", None)
+    if not isinstance(prompt, MediaPrompt) or not isinstance(spans, tuple):
+        raise InvalidParameterError("media", "None or what `prepare` returns", media)
+    try:
+        is_same = list(prompt.token_ids) == list(token_ids)
+    except TypeError:
+        raise InvalidParameterError("prompt_token_ids", "a list of tokens", token_ids) from None
+    if not is_same:
+        expected = "the media of this very prompt, which has other tokens,"
+        raise InvalidParameterError("media", expected, prompt)
+    if not len(spans) == len(prompt.spans) == len(prompt.inputs):
+        expected = f"{len(prompt.spans)} spans, one for each item of its prompt"
+        raise InvalidParameterError("media.spans", expected, spans)
+    for span, place, inputs in zip(spans, prompt.spans, prompt.inputs):
+        if not isinstance(span, MediaSpan):
+            raise InvalidParameterError("media.spans", "a tuple of MediaSpan", span)
+        if inputs.kind not in kinds:
+            takes = " or ".join(kinds)
+            raise InvalidParameterError("media", f"{takes}, which the model takes,", inputs.kind)
+        rows = np.asarray(place.rows)
+        if (span.offset, span.length) != (place.offset, place.length):
+            expected = f"at {place.offset}, of length {place.length}, as in its prompt"
+            raise InvalidParameterError("media.spans", expected, span)
+        ascending = len(rows) == 1 or bool((np.diff(rows) > 0).all())
+        within = len(rows) > 0 and span.offset <= rows[0] and rows[-1] < span.end
+        if not (ascending and within and len(rows) == inputs.num_rows == span.num_rows):
+            expected = f"{inputs.num_rows} ascending rows within its span"
+            raise InvalidParameterError("media.spans", expected, place)
+    shape = None if prompt.rope_positions is None else np.shape(prompt.rope_positions)
+    if rope and shape is not None and shape != (3, len(token_ids)):
+        expected = f"of shape (3, {len(token_ids)})"
+        raise InvalidParameterError("media.prompt.rope_positions", expected, shape)
+
+
+class StepMediaBuilder:
+    """Builds `StepMedia`, and encodes items.
+
+    Args:
+        encode: Runs the encoder of an item, lazily.
+        uses_rope_positions: True if RoPE uses time, height and width.
+
+    Attributes:
+        store: The features.
+    """
+
+    def __init__(
+        self, encode: Callable[[MediaInputs], MediaFeatures], *, uses_rope_positions: bool
+    ) -> None:
+        self.store = FeatureStore(encode)
+        self._uses_rope_positions = uses_rope_positions
+        self._seq_ids: list[int] = []  # of the step before,
+        self._media: list[SequenceMedia | None] = []  # theirs,
+        self._prompt_lens = np.zeros(0, dtype=np.int64)  # [num_seqs]; 0: it has no media,
+        self._deltas = np.zeros(0)  # [num_seqs], their RoPE deltas,
+        self._has_fractions = False  # and whether their RoPE positions may be fractions
+
+    def build(
+        self,
+        batch: StepBatch,
+        context_lens: IntArray,
+        num_rows: IntArray,
+        *,
+        overlaps: bool,
+    ) -> StepMedia | None:
+        """Returns the inputs of a step's rows besides tokens, or None if there are none.
+
+        Args:
+            context_lens: ``[num_seqs]`` tokens of each sequence after the step.
+            num_rows: ``[num_seqs]`` tokens of each sequence in the step.
+            overlaps: True if the step before has not been read yet.
+        """
+        self.store.begin(overlaps=overlaps)
+        if batch.media is not None:
+            self.store.drop(batch.media.evicted)
+        if not batch.media_inputs:
+            return None
+        if batch.seq_ids != self._seq_ids:
+            self._seq_ids = batch.seq_ids
+            self._media = batch.media_inputs
+            self._prompt_lens = np.array(
+                [0 if m is None else m.num_prompt_tokens for m in self._media], dtype=np.int64
+            )
+            self._deltas = np.array([0 if m is None else m.rope_delta for m in self._media])
+            given = [None if m is None else m.rope_positions for m in self._media]
+            self._has_fractions = any(np.asarray(p).dtype.kind == "f" for p in given)
+        has_items = batch.media is not None
+        if not (has_items or self._uses_rope_positions) or not self._prompt_lens.any():
+            return None
+        starts = context_lens - num_rows
+        ends = np.cumsum(num_rows)
+        positions, deltas = starts, self._deltas
+        if ends[-1] > len(num_rows):  # not only decodes
+            positions = np.arange(ends[-1]) + np.repeat(starts - ends + num_rows, num_rows)
+            deltas = np.repeat(deltas, num_rows)
+        chunks = []
+        for place in np.flatnonzero(starts < self._prompt_lens).tolist():
+            media, start, count = self._media[place], int(starts[place]), int(num_rows[place])
+            assert media is not None
+            chunks.append(_Chunk(media, start, start + count, int(ends[place]) - count))
+        rope = bounds = features = None
+        if self._uses_rope_positions:
+            rope = _rope_positions(positions + deltas, chunks, fractions=self._has_fractions)
+        rows: IntArray = np.zeros(0, dtype=np.int32)
+        if has_items:
+            rows, features = self._features(chunks)
+            bounds = _bounds(positions, chunks)
+        return StepMedia(rows, features, rope, bounds)
+
+    def _features(self, chunks: list[_Chunk]) -> tuple[IntArray, MediaFeatures | None]:
+        rows: list[IntArray] = []
+        parts: list[MediaFeatures] = []
+        for media, start, end, row in chunks:
+            for i in media.media.between(start, end):
+                features = self.store.features(media.keys[i], media.inputs[i])
+                first, after = np.searchsorted(media.rows[i], (start, end)).tolist()
+                if first < after:
+                    rows.append(media.rows[i][first:after] - start + row)
+                    parts.append(_slice(features, first, after))
+        if not rows:
+            return np.zeros(0, dtype=np.int32), None
+        return np.concatenate(rows).astype(np.int32), joined(parts)
+
+    def forget(self) -> None:
+        """Drops caches between steps, and all features."""
+        self._seq_ids, self._media = [], []
+        self.store.clear()
+
+
+class _Chunk(NamedTuple):
+    """A sequence's positions of its prompt in a step."""
+
+    media: SequenceMedia
+    start: int
+    end: int  # may exceed the prompt, if the sequence lost its blocks and continues
+    row: int  # of the first position
+
+
+def _rope_positions(behind: np.ndarray, chunks: list[_Chunk], *, fractions: bool) -> np.ndarray:
+    """Returns positions ``[3, T]``: the prompt's for its rows if it has media, else `behind`."""
+    rope = np.empty((3, len(behind)), dtype=np.float32 if fractions else np.int32)
+    rope[:] = behind
+    for media, start, end, row in chunks:
+        end = min(end, media.num_prompt_tokens)
+        given = media.rope_positions
+        rope[:, row : row + end - start] = (
+            np.arange(start, end) if given is None else given[:, start:end]
+        )
+    return rope
+
+
+def _bounds(positions: IntArray, chunks: list[_Chunk]) -> IntArray | None:
+    """Returns ``[2, T]``, the first and last position that each row sees as a whole: of its span if
+    it sees later rows, else its own position; None if no row does."""
+    bounds = None
+    for media, start, end, row in chunks:
+        for first, after in media.seen:
+            if start < after and first < end:
+                if bounds is None:
+                    bounds = np.stack([positions, positions]).astype(np.int32)
+                rows = slice(row + max(first, start) - start, row + min(after, end) - start)
+                bounds[0, rows], bounds[1, rows] = first, after - 1
+    return bounds
+
+
+def _slice(features: MediaFeatures, begin: int, end: int) -> MediaFeatures:
+    """The features of some rows of an item."""
+    if begin == 0 and end == features.embeds.shape[0]:
+        return features
+    per_layer = features.per_layer_inputs
+    return MediaFeatures(
+        features.embeds[begin:end],
+        tuple(array[begin:end] for array in features.deepstack),
+        None if per_layer is None else per_layer[begin:end],
+    )
+
+
+def joined(parts: list[MediaFeatures]) -> MediaFeatures:
+    """Concatenates the rows of several items.
+
+    A kind without outputs for the first layers (sounds besides pictures) adds zeros.
+    """
+    depth = max(len(part.deepstack) for part in parts)
+    if any(len(part.deepstack) < depth for part in parts):
+        parts = [
+            part._replace(
+                deepstack=part.deepstack
+                + tuple(mx.zeros_like(part.embeds) for _ in range(depth - len(part.deepstack)))
+            )
+            for part in parts
+        ]
+    return MediaFeatures.concatenate(parts)
