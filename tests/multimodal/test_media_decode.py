@@ -38,7 +38,7 @@ from mlx_paged.multimodal.options import IoOptions, MediaLimits, MediaOptions
 # Files that are broken on purpose, of each kind; by hand 1,000.
 NUM_MUTATED = int(os.environ.get("MLX_PAGED_MUTATED_MEDIA", "60"))
 
-PACKAGE = Path(decode.__file__).parents[2]
+PACKAGE = Path(decode.__file__).parents[1]
 PICTURES = odd_pictures()
 BROKEN = {
     "bomb": "more than 67108864 pixels",

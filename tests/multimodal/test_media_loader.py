@@ -354,6 +354,6 @@ def test_sounds_as_objects() -> None:
 
 
 def test_the_page_has_the_limits_that_hold() -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs/media.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/media.md").read_text()
     rows = [f"| `{name}` | {default} |" for name, default in asdict(MediaLimits()).items()]
     assert [row for row in rows if row not in page] == []
