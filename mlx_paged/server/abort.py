@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
+from mlx_paged.server.bodies import Body
 from mlx_paged.server.context import context_of
-from mlx_paged.server.requests import Body, read_body
+from mlx_paged.server.requests import read_body
 
 # Answers have the id of their request behind one of these.
 _PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|embd-|pool-|score-|rerank-|classify-)")

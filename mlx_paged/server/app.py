@@ -26,6 +26,7 @@ from mlx_paged.engine.client import EngineClient
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.server import (
     abort,
+    bodies,
     cohere,
     endpoints,
     mcp_tools,
@@ -141,22 +142,22 @@ def _of_messages(statuses: tuple[str, ...]) -> tuple[str, ...]:
 API = (
     Operation(
         "/v1/chat/completions", "POST", chat_completions, "Answer a conversation.",
-        responses.ChatAnswer, _GENERATION, requests.ChatBody, responses.ChatChunk,
+        responses.ChatAnswer, _GENERATION, bodies.ChatBody, responses.ChatChunk,
     ),
     Operation(
         "/v1/completions", "POST", completions, "Go on with prompts.",
-        responses.CompletionAnswer, _GENERATION, requests.CompletionBody,
+        responses.CompletionAnswer, _GENERATION, bodies.CompletionBody,
         responses.CompletionAnswer,
     ),
     Operation(
         "/v1/chat/completions/render", "POST", render.render_chat,
         "The prompt of a conversation, in tokens.", render.GenerateRequest, _BODY,
-        requests.ChatBody, runner="generate",
+        bodies.ChatBody, runner="generate",
     ),
     Operation(
         "/v1/completions/render", "POST", render.render_completion,
         "The prompts of a completion, in tokens.", list[render.GenerateRequest], _BODY,
-        requests.CompletionBody, runner="generate",
+        bodies.CompletionBody, runner="generate",
     ),
     Operation(
         "/v1/messages", "POST", anthropic.messages, "Answer a conversation; Anthropic's API.",
@@ -298,18 +299,18 @@ API = (
     *(
         Operation(
             f"{prefix}/tokenize", "POST", endpoints.tokenize, "Tokens of a prompt or of messages.",
-            responses.Tokens, _BODY, requests.TokenizeBody,
+            responses.Tokens, _BODY, bodies.TokenizeBody,
         )
         for prefix in ("", "/v1")
     ),
     Operation(
         "/extract_text", "POST", endpoints.extract_text, "The text of a PDF.",
-        responses.DocumentText, _BODY, requests.DocumentBody,
+        responses.DocumentText, _BODY, bodies.DocumentBody,
     ),
     *(
         Operation(
             f"{prefix}/detokenize", "POST", endpoints.detokenize, "Text of tokens.",
-            responses.Text, _BODY, requests.DetokenizeBody,
+            responses.Text, _BODY, bodies.DetokenizeBody,
         )
         for prefix in ("", "/v1")
     ),

@@ -22,6 +22,7 @@ from mlx_paged.parsing.events import (
     ReasoningText,
 )
 from mlx_paged.server import requests, responses, tool_requests
+from mlx_paged.server.bodies import ChatBody
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.context import context_of
 from mlx_paged.server.errors import bad_request
@@ -48,13 +49,13 @@ async def chat_completions(request: Request) -> Response:
     return await respond(request, ChatAdapter(generation, turn, body), stream=bool(body.stream))
 
 
-async def prepared_chat(request: Request) -> tuple[requests.ChatBody, PreparedTurn, list[int]]:
+async def prepared_chat(request: Request) -> tuple[ChatBody, PreparedTurn, list[int]]:
     """Returns the body of a chat, its turn, and its prompt as the model gets it.
 
     Raises:
         ApiError, MlxPagedError: See `requests.read_body`, `turn_of` and `turn.prepare`.
     """
-    body = await requests.read_body(request, requests.ChatBody)
+    body = await requests.read_body(request, ChatBody)
     context = context_of(request)
     model = context.models.of(body.model)
     params = chat_params(body, context.config, model.defaults)
@@ -72,7 +73,7 @@ async def prepared_chat(request: Request) -> tuple[requests.ChatBody, PreparedTu
     return body, turn, prompt
 
 
-def turn_of(body: requests.ChatBody, io: IoOptions | None = None) -> Turn:
+def turn_of(body: ChatBody, io: IoOptions | None = None) -> Turn:
     """Reads a body.
 
     Args:
@@ -99,7 +100,7 @@ def turn_of(body: requests.ChatBody, io: IoOptions | None = None) -> Turn:
     )
 
 
-def _legacy_choice(body: requests.ChatBody, choice: ToolChoice) -> ToolChoice:
+def _legacy_choice(body: ChatBody, choice: ToolChoice) -> ToolChoice:
     """Returns the choice of `function_call`, which allows at most one call."""
     if choice.mode == "none" or body.function_call == "none":
         return ToolChoice("none")
@@ -114,7 +115,7 @@ def _legacy_choice(body: requests.ChatBody, choice: ToolChoice) -> ToolChoice:
 
 
 def chat_params(
-    body: requests.ChatBody, config: ServerConfig, defaults: GenerationDefaults
+    body: ChatBody, config: ServerConfig, defaults: GenerationDefaults
 ) -> SamplingParams:
     """The sampling parameters of a body."""
     if body.top_logprobs and not body.logprobs:
@@ -132,7 +133,7 @@ def chat_params(
 class ChatAdapter(OpenAIAdapter):
     """Each of the n sequences is a choice, and its parts make the message."""
 
-    def __init__(self, generation: Generation, turn: PreparedTurn, body: requests.ChatBody) -> None:
+    def __init__(self, generation: Generation, turn: PreparedTurn, body: ChatBody) -> None:
         super().__init__(generation, body, "chatcmpl")
         self._body = body
         self._turn = turn
@@ -328,7 +329,7 @@ def _call(call: ToolCall) -> responses.ToolCall:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _echo(body: requests.ChatBody) -> str:
+def _echo(body: ChatBody) -> str:
     """Returns the last message if the answer must begin with it (`echo`)."""
     last = body.messages[-1]
     if not body.echo or last.role != "assistant" or last.content is None:

@@ -14,12 +14,13 @@ from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged.engine.pooling.params import PoolingParams
+from mlx_paged.server.bodies import Body, contradiction
 from mlx_paged.server.context import context_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded, shorten
 from mlx_paged.server.pooling import Embeddings, check_embeds
 from mlx_paged.server.pooling_bodies import MAX_TEXTS, PoolingRequest
-from mlx_paged.server.requests import Body, contradiction, read_body
+from mlx_paged.server.requests import read_body
 from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import json_response, unless_disconnected
 

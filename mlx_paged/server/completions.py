@@ -13,13 +13,13 @@ from mlx_paged.engine.outputs import CompletionOutput, PositionReport
 from mlx_paged.engine.request_stream import MAX_UPDATES
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.server import responses
+from mlx_paged.server.bodies import CompletionBody
 from mlx_paged.server.config import MAX_SEQUENCES_PER_REQUEST, GenerationDefaults, ServerConfig
 from mlx_paged.server.context import context_of
 from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.requests import (
-    CompletionBody,
     check_logprobs,
     max_tokens_of,
     read_body,

@@ -18,16 +18,11 @@ from mlx_paged.errors import EngineDeadError
 from mlx_paged.multimodal import decode
 from mlx_paged.parsing.derived import DerivedFormat
 from mlx_paged.server import documents, responses
+from mlx_paged.server.bodies import DetokenizeBody, DocumentBody, TokenizeBody
 from mlx_paged.server.context import Context, Phase, context_of
 from mlx_paged.server.errors import bad_request, speaks_anthropic
 from mlx_paged.server.messages.answers import ModelInfo, ModelPage
-from mlx_paged.server.requests import (
-    DetokenizeBody,
-    DocumentBody,
-    TokenizeBody,
-    conversation_of,
-    read_body,
-)
+from mlx_paged.server.requests import conversation_of, read_body
 from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import json_response
 from mlx_paged.server.turn import check_takes_tools

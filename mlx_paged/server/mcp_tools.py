@@ -18,9 +18,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.server.bodies import Body
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.errors import ApiError, shorten
-from mlx_paged.server.requests import Body, read_body
+from mlx_paged.server.requests import read_body
 from mlx_paged.server.sites import check_origin
 from mlx_paged.server.streaming import unless_disconnected
 

@@ -10,7 +10,12 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
-from mlx_paged.server.requests import Body, Label, Messages, TokenIds
+from mlx_paged.server.bodies import (
+    Body,
+    Label,
+    Messages,
+    TokenIds,
+)
 from mlx_paged.server.responses import Usage
 
 #: Maximum texts of one body, as in OpenAI's API.

@@ -16,10 +16,10 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.multimodal.prompt import PreparedMedia
+from mlx_paged.server.bodies import GenerationBody
 from mlx_paged.server.chat import prepared_chat
 from mlx_paged.server.completions import prepared_completion
 from mlx_paged.server.context import context_of, request_log_of
-from mlx_paged.server.requests import GenerationBody
 from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import json_response
 

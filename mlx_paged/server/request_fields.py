@@ -2,7 +2,7 @@
 
 A field that changes the answer works or is refused; it is never ignored. A hint changes no answer,
 and any value of it is accepted. Fields that neither API has are logged, or refused under
-``--strict-requests``. The bodies in `server.requests` and `server.responses_api.body` have all
+``--strict-requests``. The bodies in `server.bodies` and `server.responses_api.body` have all
 these fields; a test compares them.
 """
 

@@ -22,11 +22,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_paged.server import responses
+from mlx_paged.server.bodies import GenerationBody
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import RequestLog
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.generation import Generation, Piece
-from mlx_paged.server.requests import GenerationBody
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from mlx_paged import LLM
 from mlx_paged.engine.chat.renderer import TemplateRefusal
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
+from mlx_paged.server.bodies import ChatBody
 from mlx_paged.server.chat import turn_of
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.conversation import Renderer
-from mlx_paged.server.requests import ChatBody
 
 CALL = {"name": "now", "arguments": '{"zone": "Oslo"}'}
 ANSWER = {"role": "assistant", "content": None, "reasoning_content": "hmm",

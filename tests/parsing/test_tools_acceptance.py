@@ -20,13 +20,13 @@ from mlx_paged.engine.chat.acceptance import _shortened
 from mlx_paged.engine.chat.rewrites import normal
 from mlx_paged.engine.chat_template import render_chat
 from mlx_paged.parsing.definitions import Tool
+from mlx_paged.server.bodies import ChatBody
 from mlx_paged.server.chat import turn_of as chat_turn
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.conversation import Conversation, Renderer
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.messages.bodies import MessagesBody
 from mlx_paged.server.messages.turns import turn_of as messages_turn
-from mlx_paged.server.requests import ChatBody
 from mlx_paged.server.responses_api.body import ResponseBody
 from mlx_paged.server.responses_api.items import items_of, messages_of
 

@@ -12,8 +12,9 @@ from support.server_helpers import RunningServer, events, running, validate
 
 from mlx_paged import LLM, SamplingParams, ops
 from mlx_paged.server import responses
+from mlx_paged.server.bodies import Message, Unsupported
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.requests import Message, Unsupported, template_message
+from mlx_paged.server.requests import template_message
 
 FIBONACCI = [{"role": "user", "content": "Return the n-th Fibonacci number"}]
 PROMPT = "def is_even(n: int) -> bool:\n"

@@ -16,6 +16,7 @@ from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
 from mlx_paged.engine.loading import load
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.server.bodies import ChatBody, CompletionBody
 from mlx_paged.server.chat import chat_params
 from mlx_paged.server.completions import completion_params
 from mlx_paged.server.config import (
@@ -24,7 +25,6 @@ from mlx_paged.server.config import (
     generation_config_of,
     overrides_of,
 )
-from mlx_paged.server.requests import ChatBody, CompletionBody
 
 PROMPT = "def is_even(n: int) -> bool:\n"
 CONFIG = {

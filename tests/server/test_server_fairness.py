@@ -24,10 +24,10 @@ from mlx_paged.engine import request_stream
 from mlx_paged.engine.outputs import Logprob, PositionReport, RequestOutput, SequenceUpdate
 from mlx_paged.engine.request_stream import MAX_UPDATES, Channel
 from mlx_paged.server import body_bounds, completions, requests, streaming
+from mlx_paged.server.bodies import ChatBody, CompletionBody
 from mlx_paged.server.body_bounds import MAX_DEPTH, MAX_FIELDS, MAX_VALUES, BodyBounds
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.requests import ChatBody, CompletionBody
 from mlx_paged.server.responses import Lazy, json_bytes, json_pieces
 
 CHAT = "/v1/chat/completions"

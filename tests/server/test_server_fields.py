@@ -16,9 +16,15 @@ from support.server_helpers import RunningServer, events, running
 
 import mlx_paged
 from mlx_paged.server import requests, tool_requests
+from mlx_paged.server.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.request_fields import HINTS, REFUSED, WORKS
-from mlx_paged.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from mlx_paged.server.responses_api import body as response_body
 from mlx_paged.server.responses_api.body import InputTokensBody, ResponseBody
 
@@ -72,7 +78,7 @@ def test_every_known_field_is_looked_at(body) -> None:
     if body is CompletionBody:
         named |= {"tool_choice", "function_call"}  # only what asks for nothing
     named.add("verbosity")  # (one value, or with other names)
-    passed_on = requests._SAMPLING if issubclass(body, requests.GenerationBody) else set()
+    passed_on = requests._SAMPLING if issubclass(body, GenerationBody) else set()
     hints = NO_MEANING | {row.name for row in HINTS}
     for name in body.model_fields.keys() - refused - named - hints - passed_on:
         assert f"body.{name}" in code or f'"{name}"' in code, name

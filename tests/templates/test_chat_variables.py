@@ -9,12 +9,12 @@ import pytest
 from support.thinking import tokenizer_with
 
 from mlx_paged.engine.chat.renderer import ChatRenderer
+from mlx_paged.server.bodies import ChatBody
 from mlx_paged.server.chat import turn_of as chat_turn
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.messages.bodies import MessagesBody
 from mlx_paged.server.messages.turns import turn_of as messages_turn
-from mlx_paged.server.requests import ChatBody
 from mlx_paged.server.responses_api.body import ResponseBody, template_kwargs_of
 from mlx_paged.templates.variables import variables_of
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
-from mlx_paged.server.requests import Body
+from mlx_paged.server.bodies import Body
 
 # Allowed seconds of a file's lifetime.
 _KEPT = Field(ge=3600, le=2_592_000)

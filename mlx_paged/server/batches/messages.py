@@ -32,10 +32,11 @@ from mlx_paged.server.batches.manager import TURN, BatchManager, Results, new_ba
 from mlx_paged.server.batches.records import BatchRecord
 from mlx_paged.server.batches.splitter import RequestSplitter
 from mlx_paged.server.batches.uploads import read_large, receiving, storing
+from mlx_paged.server.bodies import Body, Label
 from mlx_paged.server.body_bounds import BodyBounds
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.errors import ApiError, bad_request, message_error
-from mlx_paged.server.requests import Body, Label, check_content, validated
+from mlx_paged.server.requests import check_content, validated
 
 _ENDPOINT = "/v1/messages"
 _KIND: Literal["anthropic"] = "anthropic"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_paged.server.requests import Body, Label, StopString
+from mlx_paged.server.bodies import Body, Label, StopString
 from mlx_paged.server.tool_requests import MAX_TOOLS, Name
 
 _NO_MEANING = "Taken; it changes nothing here."

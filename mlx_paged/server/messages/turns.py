@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.multimodal.items import Content, MediaSource
 from mlx_paged.multimodal.parts import concatenated, joined
+from mlx_paged.server.bodies import contradiction
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import THREADS, bad_request, own_names, shorten
 from mlx_paged.server.messages.bodies import (
@@ -22,7 +23,7 @@ from mlx_paged.server.messages.bodies import (
     MessageBody,
 )
 from mlx_paged.server.messages.tools import call_id, choice_of, tools_of
-from mlx_paged.server.requests import contradiction, template_kwargs_of
+from mlx_paged.server.requests import template_kwargs_of
 from mlx_paged.server.turn import Turn
 
 # The first system block of Claude Code. It names the version of the client and a checksum of the

@@ -13,14 +13,14 @@ from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.parsing.custom import custom_tool
 from mlx_paged.parsing.definitions import InputGrammar, Tool, ToolChoice
 from mlx_paged.server import requests, tool_requests
-from mlx_paged.server.context import request_log_of
-from mlx_paged.server.errors import bad_request, own_names
-from mlx_paged.server.requests import (
+from mlx_paged.server.bodies import (
     Body,
     GenerationBody,
     MaxTokens,
     contradiction,
 )
+from mlx_paged.server.context import request_log_of
+from mlx_paged.server.errors import bad_request, own_names
 from mlx_paged.server.tool_requests import (
     MAX_TOOLS,
     Name,
