@@ -22,7 +22,7 @@ from mlx_paged.server.config import ServerConfig
 
 #: Ceilings of what a reader passes: files, changes of file, and calls.
 STEP = (15, 49, 97)
-CHAT = (64, 720, 1250)
+CHAT = (65, 690, 1165)
 
 
 def check_passage(found: Passage, most: tuple[int, int, int]) -> None:

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
-from mlx_paged.core.encoder_cache import EncoderCache
-from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.manager import KVManager
-from mlx_paged.core.kv.tree import PrefixQuery
 from mlx_paged.core.media import MediaIdsExhaustedError, outside
+from mlx_paged.core.media_scheduler import MediaScheduler
 from mlx_paged.core.outputs import SchedulerOutput
+from mlx_paged.core.prefix_sharing import PrefixSharing
 from mlx_paged.core.queues import Deadlines, SequenceQueue, WaitingQueue
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus
 from mlx_paged.core.step import StepBatch
@@ -92,11 +91,9 @@ class Scheduler:
         self.running = SequenceQueue()
         self.num_preemptions = 0
         self.max_parked_tokens = MAX_PARKED_TOKENS
-        self.encoder_cache = EncoderCache(
-            config.encoder_cache_bytes,
-            config.max_num_encoder_tokens or config.max_num_batched_tokens,
-            config.encoder_bytes_per_row,
-        )
+        self._sharing = PrefixSharing(kv)
+        self._media = MediaScheduler(config, kv, self._begin_media)
+        self.encoder_cache = self._media.encoder_cache
         self._clock = clock
         self._watermark = int(config.watermark * kv.pool.num_usable)
         self._requests: dict[str, Request] = {}  # unfinished ones by id
@@ -144,7 +141,7 @@ class Scheduler:
         if max_num_waiting is not None and num_waiting + request.n > max_num_waiting:
             raise EngineOverloadedError(num_waiting, max_num_waiting)
         if request.prompt_media is not None:
-            self._check_atomic(request)
+            self._media.check_atomic(request.prompt_media)
             self._name_media(request)
 
         self._num_arrived += 1
@@ -160,7 +157,7 @@ class Scheduler:
             self._next_seq_id += 1
             seq = Sequence(self._next_seq_id, request, index, (rank, request.arrival, index))
             # Built here, where O(prompt) work already happens, to keep it out of the step.
-            query = self._query(seq) if query is None else query.copy()
+            query = self._sharing.query(seq) if query is None else query.copy()
             seq.query = query
             request.sequences.append(seq)
             self.waiting.add(seq)
@@ -183,41 +180,19 @@ class Scheduler:
             )
         return request.stop.max_tokens or limit - request.num_prompt_tokens
 
-    def _check_atomic(self, request: Request) -> None:
-        """Rejects atomic items that do not fit in one step."""
-        assert request.prompt_media is not None
-        longest = max((end - start for start, end in request.prompt_media.atomic), default=0)
-        name, limit = "max_num_batched_tokens", self.config.max_num_batched_tokens
-        of_windows = self.kv.most_atomic_tokens()
-        if of_windows is not None and of_windows < limit:
-            name, limit = "the KV cache of its sliding windows", of_windows
-        if longest > limit:
-            expected = (
-                f"items of at most {limit} positions, which are computed in one step ({name})"
-            )
-            raise InvalidParameterError("media", expected, longest)
-
     def _name_media(self, request: Request) -> None:
         """Assigns prefix tree ids to the media of a request."""
-        media, kv = request.prompt_media, self.kv
-        if media is None:
-            return
-        token_ids = request.prompt_token_ids
         try:
-            request.tree_prompt = kv.media_ids.prompt_ids(token_ids, media.spans)
+            self._media.name_items(request)
         except MediaIdsExhaustedError:
             # Reached after two billion positions of distinct content. Start over with an empty
             # prefix cache; running sequences keep their blocks but no longer share them.
             self.reset_prefix_cache()
-            kv.media_ids.clear()
-            for other in self._requests.values():
-                if other.prompt_media is not None and other.tree_prompt is not None:
-                    spans = other.prompt_media.spans
-                    other.tree_prompt[:] = kv.media_ids.prompt_ids(other.prompt_token_ids, spans)
+            self._media.rename_items(self._requests.values())
             for seq in self.waiting:
                 seq.query = None
             try:
-                request.tree_prompt = kv.media_ids.prompt_ids(token_ids, media.spans)
+                self._media.name_items(request)
             except MediaIdsExhaustedError:
                 raise EngineOverloadedError(self.num_waiting, self.num_waiting) from None
 
@@ -267,8 +242,7 @@ class Scheduler:
         self.kv.free(seq.tables)
         seq.tables = None
         if seq.begun is not None:
-            self.encoder_cache.unpin(seq.begun)
-            seq.begun = None
+            self._media.release(seq)
 
     def _expire(self) -> None:
         if not self._deadlines.heap:
@@ -631,48 +605,7 @@ class Scheduler:
         self.encoder_cache.begin(self._step, self._committed_step, most)
 
     def _media_chunk(self, seq: Sequence, num_tokens: int) -> int:
-        """Tokens of a chunk that the step can compute.
-
-        The chunk ends before the first item that the step may not encode, and never splits an
-        atomic item. An atomic item at the start of the step's first chunk may exceed the budget
-        that the decodes leave.
-        """
-        media, cache = seq.request.prompt_media, self.encoder_cache
-        assert media is not None
-        if num_tokens <= 0:
-            return 0
-        start = seq.num_scheduled_tokens
-        end = outside(media.atomic, start + num_tokens)
-        if end <= start < start + num_tokens:
-            end = next(end for _, end in media.atomic if end > start)
-            if end - start > self._budget and self._budget < self._prompt_budget:
-                return 0
-        items = media.between(start, end)
-        if not items:
-            return end - start
-        self._begin_media()
-        whole = not self.config.enable_chunked_prefill
-        num_items = cache.num_affordable(media, items, whole=whole)
-        if num_items < len(items):
-            if whole:
-                return 0
-            end = max(start, media.spans[items[num_items]].offset)
-        return end - start
-
-    def _use_media(self, seq: Sequence, start: int, end: int) -> None:
-        """Uses the features of the items in ``[start, end)``, and pins one that goes on past it."""
-        media, cache, begun = seq.request.prompt_media, self.encoder_cache, seq.begun
-        assert media is not None and seq.tables is not None
-        self.kv.resume_copy(seq.tables)
-        items = media.between(start, end)
-        if items:
-            self._begin_media()
-            cache.use(media, items, begun)
-        seq.begun = None
-        if items and media.spans[items[-1]].end > end:
-            seq.begun = cache.pin(media.keys[items[-1]])
-        if begun is not None:
-            cache.unpin(begun)
+        return self._media.chunk(seq, num_tokens, self._budget, self._prompt_budget)
 
     def _is_long(self, num_tokens: int) -> bool:
         return num_tokens > self._long_prefill_threshold
@@ -720,7 +653,7 @@ class Scheduler:
         if slots is not None:
             batch.slots.append(slots)
         if seq.request.prompt_media is not None:
-            self._use_media(seq, start, end)
+            self._media.use(seq, start, end)
         batch.token_ids.extend(seq.tokens[start:end] if start < len(seq.tokens) else (0,))
         batch.starts.append(start)
         batch.query_lens.append(num_tokens)
@@ -754,11 +687,7 @@ class Scheduler:
         if len(seq.tokens) > self._budget:
             return False
         media = seq.request.prompt_media
-        if media is None:
-            return True
-        items = range(len(media.spans))
-        self._begin_media()
-        return self.encoder_cache.num_affordable(media, items, whole=True) == len(items)
+        return media is None or self._media.fits_whole(media)
 
     def _first_to_admit(self, *, with_long: bool) -> Sequence | None:
         """The first waiting sequence that need not wait for a running one; parks those before
@@ -768,7 +697,7 @@ class Scheduler:
             seq = self.waiting.first(with_long=with_long and budgets[True] > 0)
             if seq is None or seq.last_step > self._committed_step:
                 break  # preempted while in flight: its newest token is not known yet
-            awaited = self._awaited(seq)
+            awaited = self._sharing.awaited(seq)
             if awaited is None:
                 return seq
             self.waiting.park(seq, *awaited)
@@ -777,12 +706,12 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         request = seq.request
-        source = self._fork_source(request)
-        if self.running and source is None and self._is_still_blocked(seq):
+        source = self._sharing.fork_source(request)
+        if self.running and source is None and self._sharing.is_still_blocked(seq):
             return False
         tables = self.kv.admit(
             seq.tree_tokens,
-            query=self._query(seq),
+            query=self._sharing.query(seq),
             headroom=self._watermark if self.running else 0,
             read_cache=request.read_prefix_cache,
             fork_of=None if source is None else source.tables,
@@ -818,84 +747,6 @@ class Scheduler:
         self._add(seq, end - num_cached)
         return True
 
-    def _query(self, seq: Sequence) -> PrefixQuery:
-        """A waiting sequence's prefix cache search; it resumes where it stopped."""
-        if seq.query is None or seq.query.num_tokens != len(seq.tokens) - 1:
-            media = seq.request.prompt_media
-            seq.query = PrefixQuery(
-                seq.tree_tokens,
-                seq.request.cache_salt,
-                atomic=() if media is None else media.atomic,
-            )
-        return seq.query
-
-    def _is_still_blocked(self, seq: Sequence) -> bool:
-        """True if nothing changed since the sequence last found no room."""
-        if seq.blocked_at != self.kv.num_freed:
-            return False
-        query = self._query(seq)
-        before = query.depth
-        self.kv.match(query)
-        return query.depth <= before  # otherwise more of its prompt is now cached
-
-    def _awaited(self, seq: Sequence) -> tuple[BlockTables, int] | None:
-        """Returns (tables, num_tokens) of the running sequence that `seq` should wait for, or None.
-
-        That sequence computes the tokens that `seq` needs next; the two diverge after `num_tokens`.
-        """
-        request = seq.request
-        num_prompt_tokens = request.num_prompt_tokens
-        reads_cache = request.read_prefix_cache and self.kv.enable_prefix_caching
-        source = self._prompt_source(request)
-        if source is not None:
-            assert source.tables is not None
-            if source.num_computed_tokens >= num_prompt_tokens:
-                return None  # it can fork the sibling now
-            # One sibling computes the prompt and the others fork it, unless the whole prompt is
-            # cached. Without the cache, a sibling that outputs one token ends before it can be
-            # forked.
-            if not reads_cache:
-                is_worthwhile = request.max_output_tokens > 1
-            else:
-                found = self.kv.match(self._query(seq)).num_tokens(self.kv.block_size)
-                is_worthwhile = found < num_prompt_tokens - 1
-            return (source.tables, num_prompt_tokens) if is_worthwhile else None
-        if not reads_cache:
-            return None
-        query = self._query(seq)
-        tables = self.kv.computing_next_block(seq.tree_tokens, query)
-        # A sequence of a lower class may starve; do not wait for it.
-        if tables is None or tables.owner.order[0] > seq.order[0]:
-            return None
-        return tables, self.kv.part_after(tables, query)
-
-    def _fork_source(self, request: Request) -> Sequence | None:
-        """A running sibling whose committed blocks hold the whole prompt."""
-        source = self._prompt_source(request)
-        # A source admitted in this very step has a pending copy. It can hold a whole prompt only if
-        # the tree does; the manager then prefers the tree.
-        if source is None or source.num_computed_tokens < request.num_prompt_tokens:
-            return None
-        return source
-
-    def _prompt_source(self, request: Request) -> Sequence | None:
-        """The running sibling to fork, now or once it has computed the prompt."""
-        if request.n == 1 or not self.kv.keeps_last_token_forkable(request.num_prompt_tokens):
-            return None
-        source = request.prompt_source
-        if source is None or not self._may_be_forked(source):
-            # Rare: the previous source ended, was preempted, or its window slid past the prompt.
-            candidates = [s for s in request.sequences if self._may_be_forked(s)]
-            source = max(candidates, key=lambda s: s.num_computed_tokens, default=None)
-            request.prompt_source = source
-        return source
-
-    def _may_be_forked(self, seq: Sequence) -> bool:
-        """True if a sequence runs and its windows still cover the end of the prompt."""
-        return seq.tables is not None and (
-            self.kv.can_fork(seq.tables, seq.request.num_prompt_tokens - 1)
-        )
-
     # Priority.
 
     def _make_way(self) -> None:
@@ -905,7 +756,7 @@ class Scheduler:
             return
         while self.running and self.running.last.order[0] > head.order[0]:
             if len(self.running) < self.config.max_num_seqs and self.kv.will_have_room(
-                len(head.tokens), self._query(head), headroom=self._watermark
+                len(head.tokens), self._sharing.query(head), headroom=self._watermark
             ):
                 return
             self._preempt(self.running.last)

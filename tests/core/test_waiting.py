@@ -52,7 +52,7 @@ class Looks:
     def __init__(self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[Sequence] = []
         self.woken: list[Sequence] = []
-        look, make_ready = scheduler._awaited, scheduler.waiting._make_ready
+        look, make_ready = scheduler._sharing.awaited, scheduler.waiting._make_ready
 
         def looked(seq: Sequence) -> Any:
             self.seen.append(seq)
@@ -62,7 +62,7 @@ class Looks:
             self.woken += woken
             make_ready(woken)
 
-        monkeypatch.setattr(scheduler, "_awaited", looked)
+        monkeypatch.setattr(scheduler._sharing, "awaited", looked)
         monkeypatch.setattr(scheduler.waiting, "_make_ready", made_ready)
 
     def take(self) -> tuple[int, int]:
@@ -311,14 +311,14 @@ def test_the_answers_of_a_request_do_not_look_for_each_other(monkeypatch):
     """What finds the one to fork is asked of all siblings only when the last one is lost."""
     engine = engine_with(max_num_seqs=50, max_num_batched_tokens=2000)
     asked = 0
-    may_be_forked = engine.scheduler._may_be_forked
+    may_be_forked = engine.scheduler._sharing._may_be_forked
 
     def counted(seq: Sequence) -> bool:
         nonlocal asked
         asked += 1
         return may_be_forked(seq)
 
-    monkeypatch.setattr(engine.scheduler, "_may_be_forked", counted)
+    monkeypatch.setattr(engine.scheduler._sharing, "_may_be_forked", counted)
     n = 600
     steps_of(engine, request("a", STEM[:50], 4, n=n))
     assert asked < n * n / 10
