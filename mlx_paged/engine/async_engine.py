@@ -9,7 +9,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,20 +17,13 @@ from mlx_paged.engine.client import EngineInfo, EngineRequest
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.engine_thread import EngineThread
-from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.intake import CheckedRequest
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams
-from mlx_paged.engine.request_options import (
-    TextWithMedia,
-    media_prompt_of,
-    params_for_runner,
-    params_of,
-    pooling_params_of,
-)
+from mlx_paged.engine.request_options import params_of, pooling_params_of
 from mlx_paged.engine.request_stream import Channel, RequestStream, SequenceDelta
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
@@ -41,9 +33,8 @@ from mlx_paged.errors import (
     ForkedProcessError,
     InvalidParameterError,
 )
-from mlx_paged.multimodal.loader import MediaLoader, loader_of
-from mlx_paged.multimodal.marked_text import unmarked
-from mlx_paged.multimodal.prompt import PreparedMedia, check_kinds, media_model_of, prepare
+from mlx_paged.multimodal.loader import MediaLoader
+from mlx_paged.multimodal.prompt import media_model_of
 from mlx_paged.ops import OnKernel
 
 T = TypeVar("T")
@@ -71,7 +62,6 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._num_adding = {False: 0, True: 0}  # by `EngineRequest.background`
-        self._media: MediaLoader | None = None
         self._info: EngineInfo | None = None
         self._thread.start()
         atexit.register(self._at_exit)
@@ -142,10 +132,7 @@ class AsyncEngine:
     @property
     def media_loader(self) -> MediaLoader:
         """Loads the media of prompts; once the engine is `ready`."""
-        with self._lock:
-            if self._media is None:
-                self._media = loader_of(self.engine)
-            return self._media
+        return self.engine.intake.media_loader
 
     @property
     def grammar_compiler(self) -> GrammarCompiler:
@@ -196,7 +183,6 @@ class AsyncEngine:
         Cancelling the task, here or while it reads, ends the request within a step. The prefix
         cache keeps the computed blocks.
         """
-        given = media_prompt_of("prompt", request.prompt)
         request_id = request.request_id
         if request_id is None:
             request_id = f"request-{next(self._ids)}"
@@ -205,42 +191,9 @@ class AsyncEngine:
         if self._thread.dead is not None:
             raise EngineDeadError(self._thread.dead)
         await self.ready()
-        params = params_for_runner(request.params, self.info.config.runner)
-        loop = asyncio.get_running_loop()
-        text, media = None, request.media
-        if isinstance(given, TextWithMedia):
-            media = await self._prepared(given)
-            text, tokens = unmarked(given.text), media.prompt.token_ids
-        elif isinstance(given, str):
-            text, tokens = given, await loop.run_in_executor(None, self.tokenizer.encode, given)
-        else:
-            tokens = given
-        channel = self._thread.new_channel(loop, getattr(params, "n", 1))
-        check = partial(
-            self.engine.intake.check,
-            request_id,
-            tokens,
-            params,
-            prompt=text,
-            priority=request.priority,
-            background=request.background,
-            timeout=request.timeout,
-            cache_salt=request.cache_salt,
-            token_mask=request.token_mask,
-            media=media,
-            sink=channel,
-        )
-        if isinstance(params, SamplingParams) and (
-            params.bad_words or params.structured_outputs is not None
-        ):
-            # Hundreds of bad words take longer to tokenize than a step. So may a grammar, for
-            # which no thread waits.
-            if isinstance(params.structured_outputs, StructuredOutputs):
-                compiler = self.grammar_compiler
-                check.keywords["grammar"] = await compiler.compile_async(params.structured_outputs)
-            checked = await loop.run_in_executor(None, check)
-        else:
-            checked = check()
+        num_answers = getattr(request.params, "n", 1)
+        channel = self._thread.new_channel(asyncio.get_running_loop(), num_answers)
+        checked = await self.engine.intake.process_async(request, request_id, channel)
         return await self._add(checked, channel)
 
     async def _add(self, checked: CheckedRequest, channel: Channel) -> RequestStream:
@@ -294,8 +247,8 @@ class AsyncEngine:
         self._thread.stop(drain_timeout)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         atexit.unregister(self._at_exit)
-        if self._media is not None:
-            self._media.close()
+        if hasattr(self._thread, "engine"):
+            self.engine.intake.close()
 
     async def __aenter__(self) -> AsyncEngine:
         await self.ready()
@@ -307,13 +260,6 @@ class AsyncEngine:
         await self.shutdown()
 
     # Parts.
-
-    async def _prepared(self, prompt: TextWithMedia) -> PreparedMedia:
-        """Loads the media of a prompt, and makes its tokens, on threads of their own."""
-        model = media_model_of(self.engine)
-        check_kinds(prompt.sources, model, self.engine.media_reason)
-        items = await self.media_loader.load_async(prompt.sources)
-        return await self.media_loader.run(lambda: prepare(model, prompt.text, items, "prompt"))
 
     async def _call(self, function: Callable[[Engine], T]) -> T:
         """Runs a function on the engine's thread, between two steps."""

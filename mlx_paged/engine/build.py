@@ -125,6 +125,7 @@ def build_engine(
             model.vocab_size,
             reasoning_format=reasoning_format,
             media=media,
+            media_reason=model.media_reason,
             compiler=compiler,
             classifier=classifier,
             hidden_size=hidden_size,

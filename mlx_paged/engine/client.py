@@ -1,7 +1,8 @@
 """EngineClient: the interface of an engine for the server and other asynchronous callers.
 
 `AsyncEngine` implements it with a thread of this process. A caller sees no scheduler, no array and
-no `Engine`, so the engine behind it could also be another process.
+no `Engine`, so the engine behind it could also be another process. `LocalClient` is the synchronous
+counterpart: it takes the same `EngineRequest`, and both pass it through `Intake.process`.
 """
 
 from __future__ import annotations

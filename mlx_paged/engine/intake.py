@@ -1,33 +1,44 @@
-"""Intake: checks a request once, on its way into the engine.
+"""Intake: the path of every request into the engine.
 
-`Intake.check` runs on any thread, because bad words and grammars may take longer than a step. It
-copies what the caller could change later. `Intake.attach` runs on the engine's thread, and gives
-the sequences of an admitted request their samplers and outputs. Nothing after it checks a request
-again.
+`Intake.process` loads the media of a client's request, makes its tokens and calls `Intake.check`,
+on any thread, because media, bad words and grammars may take longer than a step. `check` copies
+data that the caller could change later; nothing after it checks a request again. `Intake.attach`
+runs on the engine's thread, and gives the sequences of an admitted request their samplers and
+outputs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import threading
 import time
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from mlx_paged.core import Request
 from mlx_paged.engine import request_options
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
+from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.output_processor import AnswerState, RequestState, UpdateSink
 from mlx_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams, check_dimensions_fit
 from mlx_paged.engine.pooling.runner import Classifier, PooledPrompt
+from mlx_paged.engine.request_options import TextWithMedia, media_prompt_of
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError, RequestTooLargeError
+from mlx_paged.multimodal.items import MediaItem
+from mlx_paged.multimodal.loader import MediaLoader, loader_of
+from mlx_paged.multimodal.marked_text import unmarked
+from mlx_paged.multimodal.prompt import PreparedMedia, check_kinds, prepare
 from mlx_paged.multimodal.step_media import Prepared, SequenceMedia, check_prepared
 from mlx_paged.parsing.reasoning import ReasoningFormat
 
@@ -59,8 +70,16 @@ class CheckedRequest:
     sink: UpdateSink | None
 
 
+class EncodedPrompt(NamedTuple):
+    """The tokens of a prompt; `text` and `media` are None if it has none."""
+
+    token_ids: list[int]
+    text: str | None = None
+    media: PreparedMedia | None = None
+
+
 class Intake:
-    """Checks the requests of one engine.
+    """Takes the requests of one engine's clients. Any thread may call it.
 
     Args:
         config: The engine's options, resolved for the model.
@@ -68,6 +87,7 @@ class Intake:
         vocab_size: Token ids are below this.
         reasoning_format: The model's reasoning format; None: it has none.
         media: The processor of the model's media; None: it takes text only.
+        media_reason: Why it takes text only, if the checkpoint is multimodal.
         compiler: Compiles grammars; None if the engine pools.
         classifier: Of a model that classifies texts or scores pairs of them.
         hidden_size: Size of an embedding; None if the engine generates.
@@ -84,6 +104,7 @@ class Intake:
         *,
         reasoning_format: ReasoningFormat | None,
         media: Any | None,
+        media_reason: str | None,
         compiler: GrammarCompiler | None,
         classifier: Classifier | None,
         hidden_size: int | None,
@@ -91,11 +112,12 @@ class Intake:
         max_model_len: int | None,
         report: LogprobReport,
     ) -> None:
-        self._config = config
+        self.config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._reasoning_format = reasoning_format
-        self._media = media
+        self.media = media
+        self._media_reason = media_reason
         self._compiler = compiler
         self._classifier = classifier
         self._hidden_size = hidden_size
@@ -104,6 +126,8 @@ class Intake:
         self._report = report
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
         self._special_token_ids = special_token_ids(tokenizer)
+        self._lock = threading.Lock()
+        self._loader: MediaLoader | None = None  # made for the first prompt with media
         self._no_text = self._detokenizer(SamplingParams())  # of all pooled prompts
 
     @property
@@ -116,6 +140,116 @@ class Intake:
         self._require_runner("generate")
         assert self._compiler is not None
         return self._compiler
+
+    # Preparation.
+
+    @property
+    def media_loader(self) -> MediaLoader:
+        """Loads the media of prompts."""
+        with self._lock:
+            if self._loader is None:
+                self._loader = loader_of(self)
+            return self._loader
+
+    def close(self) -> None:
+        """Ends the threads and processes that load media."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def process(
+        self,
+        request: EngineRequest,
+        request_id: str,
+        sink: UpdateSink | None = None,
+        *,
+        field: str = "prompt",
+    ) -> CheckedRequest:
+        """Loads the media of a request, makes its tokens, and checks it.
+
+        Args:
+            sink: Takes the request's updates on the thread that steps the engine.
+            field: Name of the prompt in errors.
+
+        Raises:
+            MlxPagedError: See `EngineClient.submit`.
+        """
+        prompt = self.encode(media_prompt_of(field, request.prompt), field)
+        return self._check_encoded(request, request_id, prompt, sink)
+
+    async def process_async(
+        self, request: EngineRequest, request_id: str, sink: UpdateSink | None = None
+    ) -> CheckedRequest:
+        """Like `process`, but other threads do everything that may take longer than a step."""
+        given, params = media_prompt_of("prompt", request.prompt), request.params
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, None)
+        if isinstance(given, TextWithMedia):
+            loader = self._loader_for(given)
+            items = await loader.load_async(given.sources)
+            prompt = await loader.run(lambda: self._with_items(given, items, "prompt"))
+        elif isinstance(given, str):
+            prompt = await in_thread(self.encode, given, "prompt")
+        else:
+            prompt = self.encode(given, "prompt")
+        check = partial(self._check_encoded, request, request_id, prompt, sink)
+        if not isinstance(params, SamplingParams):
+            return check()
+        if isinstance(params.structured_outputs, StructuredOutputs):
+            # No thread waits for the compiler.
+            compiler = self.grammar_compiler
+            grammar = await compiler.compile_async(params.structured_outputs)
+            return await in_thread(partial(check, grammar=grammar))
+        # Tokenizing hundreds of bad words takes longer than a step.
+        return await in_thread(check) if params.bad_words else check()
+
+    def encode(self, prompt: str | list[int] | TextWithMedia, field: str) -> EncodedPrompt:
+        """Returns the tokens of a prompt; loads its media on other threads and waits for them.
+
+        Raises:
+            InvalidMediaError: An item that cannot be used, or that the model does not take.
+        """
+        if isinstance(prompt, TextWithMedia):
+            items = self._loader_for(prompt).load(prompt.sources)
+            return self._with_items(prompt, items, field)
+        if isinstance(prompt, str):
+            return EncodedPrompt(self._tokenizer.encode(prompt), prompt)
+        return EncodedPrompt(prompt)
+
+    def _loader_for(self, prompt: TextWithMedia) -> MediaLoader:
+        """Returns the loader if the model takes the media of a prompt."""
+        check_kinds(prompt.sources, self.media, self._media_reason)
+        return self.media_loader
+
+    def _with_items(
+        self, prompt: TextWithMedia, items: list[MediaItem], field: str
+    ) -> EncodedPrompt:
+        media = prepare(self.media, prompt.text, items, field)
+        return EncodedPrompt(media.prompt.token_ids, unmarked(prompt.text), media)
+
+    def _check_encoded(
+        self,
+        request: EngineRequest,
+        request_id: str,
+        prompt: EncodedPrompt,
+        sink: UpdateSink | None,
+        grammar: CompiledGrammar | None = None,
+    ) -> CheckedRequest:
+        token_ids = prompt.token_ids
+        if isinstance(request.params, PoolingParams):
+            token_ids = request.params.truncated(token_ids, self._max_request_len)
+        return self.check(
+            request_id,
+            token_ids,
+            request.params,
+            prompt=prompt.text,
+            priority=request.priority,
+            background=request.background,
+            timeout=request.timeout,
+            cache_salt=request.cache_salt,
+            token_mask=request.token_mask,
+            media=prompt.media or request.media,
+            grammar=grammar,
+            sink=sink,
+        )
 
     # Checks.
 
@@ -158,7 +292,7 @@ class Intake:
                 states have. (`state_of` checks the options that the scheduler works with.)
             RequestTooLargeError: A prompt to be pooled could never fit.
         """
-        params = request_options.params_for_runner(params, self._config.runner)
+        params = request_options.params_for_runner(params, self.config.runner)
         pools = isinstance(params, PoolingParams)
         self._require_runner("pooling" if pools else "generate")
         if media is not None:
@@ -181,7 +315,7 @@ class Intake:
             priority=priority,
             background=background,
             timeout=timeout,
-            cache_salt=self._config.salted(cache_salt),
+            cache_salt=self.config.salted(cache_salt),
             sampling=sampling,
             media=media,
             sink=sink,
@@ -215,10 +349,10 @@ class Intake:
         )
 
     def _require_runner(self, runner: str) -> None:
-        if self._config.runner != runner:
+        if self.config.runner != runner:
             purpose = {"generate": "generates tokens", "pooling": "embeds texts"}[runner]
             raise InvalidParameterError(
-                "runner", f"{runner!r} for an engine that {purpose}", self._config.runner
+                "runner", f"{runner!r} for an engine that {purpose}", self.config.runner
             )
 
     def _known_token_ids(self, prompt_token_ids: SequenceOf[int], media: Prepared) -> list[int]:
@@ -226,7 +360,7 @@ class Intake:
 
         The id of a placeholder may be beyond the vocabulary, where no logit is.
         """
-        model = self._media
+        model = self.media
         if model is None:
             raise InvalidParameterError("media", "None for a model that takes text only", media)
         check_prepared(media, prompt_token_ids, model.kinds, rope=model.uses_rope_positions)
@@ -297,10 +431,10 @@ class Intake:
             self._attach_pooling(state, state.params)
 
     def _attach_pooling(self, state: RequestState, params: PoolingParams) -> None:
-        assert self._config.pooler is not None
+        assert self.config.pooler is not None
         [sequence] = state.request.sequences
         sequence.sampler = sequence.prompt_report = PooledPrompt(
-            state.request.num_prompt_tokens, self._config.pooler, params, self._classifier
+            state.request.num_prompt_tokens, self.config.pooler, params, self._classifier
         )
         sequence.answer = AnswerState(state, state.output.outputs[0], self._no_text)
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.engine import gc_pause
 from mlx_paged.engine.chat.messages import messages_of
 from mlx_paged.engine.chat.renderer import ChatRenderer
-from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.guard import check_process
-from mlx_paged.engine.loading import load
+from mlx_paged.engine.local_client import Batch, LocalClient
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.outputs import (
     ClassificationOutput,
@@ -42,18 +35,12 @@ from mlx_paged.engine.request_options import (
 )
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.errors import ForkedProcessError, InvalidParameterError
+from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
-from mlx_paged.multimodal.loader import MediaLoader, loader_of
-from mlx_paged.multimodal.marked_text import unmarked
-from mlx_paged.multimodal.prompt import PreparedMedia, check_kinds, media_model_of, prepare
 from mlx_paged.ops import OnKernel
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | TextWithMedia
 Message = Mapping[str, Any]
-
-# Seconds between two checks of whether another thread's steps have finished this call.
-_TURN = 0.001
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]
 
@@ -89,16 +76,12 @@ class LLM:
         on_kernel: OnKernel | None = None,
         **options: Any,
     ) -> None:
-        check_process()
-        config = EngineConfig(**options)
-        loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
-        # No `gc.freeze` as on `AsyncEngine`'s thread: it would affect the whole process and keep a
-        # dropped `LLM` alive. `gc_pause` keeps collections out of steps.
-        self.engine = Engine(loaded, config, on_kernel=on_kernel)
-        self._ids = itertools.count()
-        self._turn = threading.RLock()  # held by a thread that waits to add a request
-        self._left: deque[_Call] = deque()  # calls whose requests must be ended
-        self._media: MediaLoader | None = None  # once there was a prompt with media
+        self._client = LocalClient.from_model(model, dtype=dtype, on_kernel=on_kernel, **options)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the requests."""
+        return self._client.engine
 
     @property
     def tokenizer(self) -> Any:
@@ -128,15 +111,9 @@ class LLM:
         Raises:
             InvalidMediaError: An item that is unusable, or that the model does not take.
         """
-        call = _Call()
-        # Not a generator like `stream`, which an exception in this frame would not end.
-        try:
-            self._add(call, media_prompts_of(prompts), params, sink=None)
-            while not call.finished:
-                self._step()
-        finally:
-            self._end(call)
-        return call.outputs
+        with self._client.batch() as batch:
+            self._submit(batch, prompts, params)
+            return batch.run()
 
     def chat(
         self,
@@ -171,18 +148,10 @@ class LLM:
         `SequenceUpdate.request_id` is the index of the prompt, from "0". Leaving the loop early
         aborts all unfinished requests.
         """
-        call, inbox = _Call(), _Inbox()
-        try:
-            self._add(call, media_prompts_of(prompts), params, sink=inbox)
-            place = {request_id: str(i) for i, request_id in enumerate(call.request_ids)}
-            while inbox or not call.finished:
-                while inbox:
-                    update = inbox.popleft()
-                    yield update._replace(request_id=place[update.request_id])
-                if not call.finished:
-                    self._step()
-        finally:
-            self._end(call)
+        with self._client.batch(streams=True) as batch:
+            self._submit(batch, prompts, params)
+            for updates in batch.steps():
+                yield from updates
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None
@@ -306,9 +275,7 @@ class LLM:
     ) -> list[list[int]]:
         """Tokens of conversations by the model's chat template, ready for the answer."""
         return [
-            self._prepared(prompt, "messages").prompt.token_ids
-            if isinstance(prompt, TextWithMedia)
-            else prompt
+            self.engine.intake.encode(prompt, "messages").token_ids
             for prompt in self.chat_prompts(messages)
         ]
 
@@ -346,135 +313,20 @@ class LLM:
     def _chats(self) -> ChatRenderer:
         return ChatRenderer.of(self.engine)
 
-    def _prepared(self, prompt: TextWithMedia, name: str) -> PreparedMedia:
-        """Loads the media of a prompt, and makes its tokens."""
-        model, sources = media_model_of(self.engine), prompt.sources
-        check_kinds(sources, model, self.engine.media_reason)
-        if self._media is None:
-            self._media = loader_of(self.engine)
-        return prepare(model, prompt.text, self._media.load(sources), name)
-
-    def _add(
+    def _submit(
         self,
-        call: _Call,
-        prompts: list[str | list[int] | TextWithMedia],
+        batch: Batch,
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        sink: _Inbox | None,
     ) -> None:
-        check_process()
-        self._end_left()
-        each = params_for(params, len(prompts))
-        for i, (prompt, p) in enumerate(zip(prompts, each)):
-            media: dict[str, Any] = {}
-            text: str | None
-            if isinstance(prompt, TextWithMedia):
-                prepared = self._prepared(prompt, f"prompts[{i}]")
-                text, media = unmarked(prompt.text), {"media": prepared}
-                tokens = prepared.prompt.token_ids
-            else:
-                text = prompt if isinstance(prompt, str) else None
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            request_id = str(next(self._ids))
-            call.request_ids.append(request_id)  # Before, because an interrupt may follow the add.
-            with self._turn:
-                output = self.engine.add_request(
-                    request_id, tokens, p, prompt=text, sink=sink, **media
-                )
-            call.outputs.append(output)
+        given = media_prompts_of(prompts)
+        for i, (prompt, each) in enumerate(zip(given, params_for(params, len(given)))):
+            batch.submit(EngineRequest(prompt, each), f"prompts[{i}]")
 
     def _pool(
         self, prompts: list[str | list[int]], params: PoolingParams
     ) -> list[EmbeddingRequestOutput]:
-        call = _Call()
-        try:
-            self._add_to_pool(call, prompts, params)
-            while not call.finished:
-                self._step()
-        finally:
-            self._end(call)
-        return [EmbeddingRequestOutput.of(output) for output in call.outputs]
-
-    def _add_to_pool(
-        self, call: _Call, prompts: list[str | list[int]], params: PoolingParams
-    ) -> None:
-        check_process()
-        self._end_left()
-        for prompt in prompts:
-            text = prompt if isinstance(prompt, str) else None
-            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            tokens = params.truncated(tokens, self.engine.max_request_len)
-            request_id = str(next(self._ids))
-            call.request_ids.append(request_id)  # As in `_add`.
-            with self._turn:
-                output = self.engine.add_request(request_id, tokens, params, prompt=text)
-            call.outputs.append(output)
-
-    def _step(self) -> None:
-        """Steps the engine, unless another thread does, whose steps serve all calls.
-
-        Calls of one thread may overlap, too (a `generate` inside a `stream`). Each call gets its
-        updates in its own inbox, no matter which one steps.
-        """
-        if self.engine.is_busy:
-            time.sleep(_TURN)
-            return
-        with self._turn:  # Threads that wait to add a request go first.
-            pass
-        with gc_pause.gc_paused():
-            self.engine.step()
-
-    def _end(self, call: _Call) -> None:
-        """Ends the unfinished requests of a call, and forgets them."""
-        self._left.append(call)
-        gc_pause.resume_gc()  # An exception from outside may have skipped the step's own call.
-        with suppress(ForkedProcessError):  # A child drops a stream that it inherited.
-            self._end_left()
-        for output in call.outputs:
-            output.settle()
-
-    def _end_left(self) -> None:
-        """Ends the requests of abandoned calls. Separate from `_end`, which may be interrupted."""
-        for call in list(self._left):
-            if not call.finished:
-                for request_id in call.request_ids:
-                    self.engine.abort(request_id)
-            if not self.engine.is_busy:  # Another thread's steps also leave nothing behind.
-                self.engine.settle()
-            with suppress(ValueError):  # Another thread has removed it.
-                self._left.remove(call)
-
-
-class _Call:
-    """The requests of one call.
-
-    Attributes:
-        request_ids: Ids of all requests that may have been added.
-        outputs: Outputs of the requests that were certainly added.
-    """
-
-    def __init__(self) -> None:
-        self.request_ids: list[str] = []
-        self.outputs: list[RequestOutput] = []
-
-    @property
-    def finished(self) -> bool:
-        """True if all its requests have ended."""
-        return len(self.outputs) == len(self.request_ids) and all(
-            output.finished for output in self.outputs
-        )
-
-
-class _Inbox(deque[SequenceUpdate]):
-    """Unread updates of one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ended: set[tuple[str, int]] = set()
-
-    def put(self, update: SequenceUpdate) -> None:
-        if update.finish_reason is not None:
-            sequence = update.request_id, update.index
-            if sequence in self._ended:
-                return  # See `UpdateSink.put`.
-            self._ended.add(sequence)
-        self.append(update)
+        with self._client.batch() as batch:
+            for i, prompt in enumerate(prompts):
+                batch.submit(EngineRequest(prompt, params), f"prompts[{i}]")
+            return [EmbeddingRequestOutput.of(output) for output in batch.run()]

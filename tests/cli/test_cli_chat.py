@@ -253,7 +253,7 @@ def test_ctrl_c_stops_a_local_answer_between_two_steps(local) -> None:
     assert len(pieces) < 20
     assert local.turn.finish_reason == "stopped" and local.turn.completion_tokens >= 1
     assert signal.getsignal(signal.SIGINT) is not before, "as it was before the answer"
-    assert not local._llm.engine.has_unfinished
+    assert not local._engine.has_unfinished
     assert "text[::-1]" in "".join(local.answer(ask("Reverse a string"), {"temperature": 0}))
 
 
@@ -267,7 +267,7 @@ def test_what_the_template_refuses_is_told(local, monkeypatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("roles must alternate")
 
-    monkeypatch.setattr(local._llm.tokenizer._tokenizer, "apply_chat_template", refuse)
+    monkeypatch.setattr(local._engine.tokenizer._tokenizer, "apply_chat_template", refuse)
     with pytest.raises(MlxPagedError, match="template does not take this: roles must alternate"):
         next(local.answer(ask("x"), {}))
 

@@ -238,7 +238,8 @@ def test_an_engine_here_sees_the_picture(folder, local) -> None:
     handle(session, "/image circles.png")
     handle(session, "What?")
     assert session.view.errors == [] and len(session.turns) == 1
-    prompt = local._llm.tokenizer.decode(local._prompt(session.conversation.asking("And?"))[0])
+    given = local._prompt(session.conversation.asking("And?"))
+    prompt = local._engine.tokenizer.decode(local._engine.intake.encode(given, "prompt").token_ids)
     assert "strange__tool" in prompt and prompt.count("<image>") == 64
     local.tools = ()
 

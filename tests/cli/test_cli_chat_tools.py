@@ -324,12 +324,12 @@ def test_a_model_without_a_place_for_tools_is_told_of_them(tools) -> None:
     assert backend.turn.finish_reason == "tool_calls"
     [found] = backend.turn.calls
     assert (found.name, json.loads(found.arguments)) == ("test__add", {"a": 1, "b": 2})
-    prompt = backend._llm.tokenizer.decode(backend._prompt(messages)[0])
+    prompt = backend._engine.tokenizer.decode(backend._prompt(messages))
     assert '"name": "test__add"' in prompt and "Add two numbers." in prompt
     calling = {"role": "assistant", "content": "", "tool_calls": [found.message()]}
     messages += [calling, {"role": "tool", "tool_call_id": found.id, "content": "3"}]
-    assert "<tool_response>\n3\n</tool_response>" in backend._llm.tokenizer.decode(
-        backend._prompt(messages)[0]
+    assert "<tool_response>\n3\n</tool_response>" in backend._engine.tokenizer.decode(
+        backend._prompt(messages)
     )
     assert forced("It is 3.") == "It is 3." and not backend.turn.calls
     assert forced('<tool_call>\n{"name": "test__add", "arguments": {"a"') == ""

@@ -25,6 +25,7 @@ from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.intake import CheckedRequest
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.errors import InvalidParameterError, StepError
 
@@ -131,15 +132,15 @@ def test_an_interrupted_call_of_llm(overlap, model, streams) -> None:
 
 def test_an_interrupted_call_leaves_no_orphans_while_prompts_are_added() -> None:
     llm = make_llm(hash_model, True)
-    add, added = llm.engine.add_request, []
+    add, added = llm.engine.add, []
 
-    def interrupted(*args: Any, **options: Any) -> RequestOutput:
-        added.append(add(*args, **options))
+    def interrupted(checked: CheckedRequest) -> RequestOutput:
+        added.append(add(checked))
         if len(added) == 3:
             raise KeyboardInterrupt  # it is in, and its caller does not know
         return added[-1]
 
-    llm.engine.add_request = interrupted  # type: ignore[method-assign]
+    llm.engine.add = interrupted  # type: ignore[method-assign]
     for call in (llm.generate, lambda *args: list(llm.stream(*args))):
         added.clear()
         with pytest.raises(KeyboardInterrupt):

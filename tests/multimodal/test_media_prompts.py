@@ -30,7 +30,7 @@ SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 @pytest.fixture(scope="module")
 def media_llm() -> LLM:
     llm = LLM(num_gpu_blocks_override=8, block_size=8)
-    llm.engine = NotingEngine()
+    llm._client.engine = NotingEngine()
     return llm
 
 
@@ -117,12 +117,11 @@ def test_text_goes_its_old_way(llm: LLM) -> None:
     )
     llm.chat(chats, SHORT)
     assert llm.engine.given == [None] and not llm.engine.media.calls  # type: ignore[attr-defined,union-attr]
-    assert llm._media is None or llm._media.num_decoded == llm._media.num_decoded
     with pytest.raises(InvalidMediaError) as caught:
         plain.chat(user(text("a"), {"type": "image", "image": picture()}), SHORT)
     assert caught.value.field == "messages[0].content[1].image"
     assert "reads text only" in caught.value.reason
-    assert plain._media is None
+    assert plain.engine.intake._loader is None
 
 
 @pytest.mark.parametrize(

@@ -494,7 +494,7 @@ def test_a_model_of_text_takes_no_pictures() -> None:
             )
         )
         assert "takes no images" in error["message"]
-        assert server.engine._media is None
+        assert server.engine.engine.intake._loader is None
         assert b"at most 16777216 bytes" in refused_size(server, (16 << 20) + 1)
 
 

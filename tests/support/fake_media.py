@@ -95,7 +95,7 @@ class NotingEngine(Engine):
             embedded_twin(),
             EngineConfig(**{"block_size": 8, "num_gpu_blocks_override": 400, **options}),
         )
-        self.media = FakeMediaModel(self.tokenizer, kinds)  # type: ignore[assignment]
+        self.media = self.intake.media = FakeMediaModel(self.tokenizer, kinds)  # type: ignore[assignment]
         self.given: list[PreparedMedia | None] = []
         check = self.intake.check
 

@@ -14,13 +14,13 @@ from mlx_paged.content import Kind
 from mlx_paged.engine.chat.messages import messages_of
 from mlx_paged.engine.chat.renderer import ChatRenderer, TemplateRefusal
 from mlx_paged.engine.chat.tools_as_text import as_text
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.detokenizer import special_token_ids
-from mlx_paged.engine.llm import LLM
+from mlx_paged.engine.local_client import LocalClient
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
+from mlx_paged.engine.request_options import TextWithMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.multimodal.loader import MediaLoader, loader_of
-from mlx_paged.multimodal.prompt import PreparedMedia, prepare
 from mlx_paged.parsing import registry
 from mlx_paged.parsing.answer import AnswerReader, answer_reader
 from mlx_paged.parsing.definitions import Tool
@@ -30,8 +30,6 @@ from mlx_paged.parsing.hermes import HermesFormat
 from mlx_paged.parsing.lexer import added_tokens, special_texts
 from mlx_paged.server.config import GenerationDefaults
 from mlx_paged.templates.variables import knows_tools
-
-_ID = "chat"
 
 
 class LocalBackend:
@@ -44,8 +42,9 @@ class LocalBackend:
     """
 
     def __init__(self, model: str | None, name: str, **engine_options: Any) -> None:
-        self._llm = LLM(model, **engine_options)
-        if not self._llm.tokenizer.has_chat_template:
+        self._client = LocalClient.from_model(model, **engine_options)
+        self._engine = self._client.engine
+        if not self._engine.tokenizer.has_chat_template:
             raise MlxPagedError(
                 f"{name} has no chat template: complete texts with "
                 "'mlx-paged generate --ignore-chat-template'"
@@ -54,7 +53,7 @@ class LocalBackend:
         self.turn = Turn()
         self.tools: tuple[Tool, ...] = ()
         # The model's defaults replace ours; without a limit it is as many tokens as fit.
-        own = GenerationDefaults.of(self._llm.engine.generation_config)
+        own = GenerationDefaults.of(self._engine.generation_config)
         self.defaults: dict[str, Any] = {
             "temperature": 0.7,
             **own.sampling,
@@ -63,18 +62,19 @@ class LocalBackend:
 
     def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
         """See `Backend`."""
-        engine = self._llm.engine
-        prompt, media = self._prompt(messages)
-        reader = self._reader(prompt) if self.tools else None
+        prompt = self._prompt(messages)
         values = {**self.defaults, **params}
-        if reader is not None:
+        if self.tools:
             values["skip_special_tokens"] = False  # Call markers are special tokens in many models.
-        output = engine.add_request(_ID, prompt, SamplingParams(**values), media=media)
-        self.turn = Turn(prompt_tokens=len(prompt))
+        batch, reader = self._client.batch(streams=True), None
         try:
+            output = batch.submit(EngineRequest(prompt, SamplingParams(**values)), "messages")
+            self.turn = Turn(prompt_tokens=len(output.prompt_token_ids))
+            if self.tools:
+                reader = self._reader(output.prompt_token_ids)
             with deferred_interrupt() as interrupted:
-                while engine.has_unfinished and not output.finished:
-                    for update in engine.step():
+                for updates in batch.steps():
+                    for update in updates:
                         if update.error is not None:
                             raise update.error
                         if reader is not None:
@@ -84,15 +84,15 @@ class LocalBackend:
                     if interrupted.is_set():
                         raise KeyboardInterrupt
         finally:
-            engine.abort(_ID)
-            engine.settle()
-            self._note(output)
+            batch.close()
+            for output in batch.outputs:
+                self._note(output)
             if reader is not None:
                 self._note_calls(reader)
 
-    def _prompt(self, messages: list[Message]) -> tuple[list[int], PreparedMedia | None]:
-        """Returns the tokens of a conversation, and its files, if any."""
-        plain = messages_of(messages, "messages", self._llm.engine.config.media_options.io)
+    def _prompt(self, messages: list[Message]) -> list[int] | TextWithMedia:
+        """Returns the tokens of a conversation, or its text with its files."""
+        plain = messages_of(messages, "messages", self._engine.config.media_options.io)
         offered = [tool.for_template() for tool in self.tools]
         has_tools = bool(offered) or any("tool_calls" in message for message in messages)
         if has_tools and self.describes_tools:
@@ -101,23 +101,17 @@ class LocalBackend:
             found = self._chats.render(plain, offered)
         except TemplateRefusal as error:
             raise MlxPagedError(f"the model's chat template does not take this: {error}") from error
-        if not found.sources:
-            return self._chats.tokens(found.text), None
-        items = self._loader.load(found.sources)
-        prepared = prepare(self._llm.engine.media, found.text, items, "messages")
-        return prepared.prompt.token_ids, prepared
+        if found.sources:
+            return TextWithMedia(found.text, found.sources)
+        return self._chats.tokens(found.text)
 
     @cached_property
     def _chats(self) -> ChatRenderer:
-        return ChatRenderer.of(self._llm.engine)
-
-    @cached_property
-    def _loader(self) -> MediaLoader:
-        return loader_of(self._llm.engine)
+        return ChatRenderer.of(self._engine)
 
     def refusal(self, kind: Kind) -> str | None:
         """See `Backend`."""
-        engine = self._llm.engine
+        engine = self._engine
         kinds = () if engine.media is None else engine.media.kinds
         return refusal(kind, kinds, self.model, engine.media_reason)
 
@@ -129,7 +123,7 @@ class LocalBackend:
 
     @cached_property
     def _own_format(self) -> ToolFormat | None:
-        tokenizer = self._llm.tokenizer
+        tokenizer = self._engine.tokenizer
         template = getattr(tokenizer, "chat_template", None) or ""
         if isinstance(template, Mapping):
             template = template.get("tool_use") or template.get("default") or ""
@@ -138,7 +132,7 @@ class LocalBackend:
         return registry.detect(str(template), added_tokens(tokenizer))
 
     def _reader(self, prompt: list[int]) -> AnswerReader:
-        tokenizer, reasoning = self._llm.tokenizer, self._llm.engine.reasoning_format
+        tokenizer, reasoning = self._engine.tokenizer, self._engine.reasoning_format
         added = added_tokens(tokenizer)
         tool_format = self._own_format or HermesFormat(added)
         special = special_texts(tokenizer, special_token_ids(tokenizer))
@@ -172,9 +166,9 @@ class LocalBackend:
 
     def facts(self) -> list[tuple[str, str]]:
         """See `Backend`."""
-        stats = self._llm.stats()
-        usage, block = stats.usage, self._llm.engine.config.block_size
-        limit = self._llm.engine.max_model_len
+        stats = self._engine.stats()
+        usage, block = stats.usage, self._engine.config.block_size
+        limit = self._engine.max_model_len
         return [
             ("context", "any length" if limit is None else f"{limit} tokens"),
             ("KV blocks", f"{usage.num_usable_blocks} of {block} tokens"),
@@ -184,8 +178,7 @@ class LocalBackend:
 
     def close(self) -> None:
         """See `Backend`."""
-        if "_loader" in vars(self):
-            self._loader.close()
+        self._engine.intake.close()
 
 
 def _read(reader: AnswerReader, update: SequenceUpdate) -> Iterator[str]:
