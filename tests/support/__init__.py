@@ -1,1 +1,1 @@
-"""What tests share: oracles, small models, stand-ins, helpers."""
+"""Shared parts of the tests: oracles, small models, fakes, helpers."""

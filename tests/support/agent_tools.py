@@ -1,7 +1,7 @@
-"""Tools as coding agents and MCP servers send them, written after their public documentation.
+"""Tools as coding agents and MCP servers send them, modeled on their public documentation.
 
-What generators of schemas put into them is kept: ``$schema``, defaults, bounds of safe integers,
-formats, names that any string may be.
+They keep the output of schema generators: ``$schema``, defaults, safe-integer bounds, formats,
+arbitrary property names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pools of more than 2^32 chunks of 16 bytes, with blocks that a cut index confuses with others."""
+"""Pools of more than 2^32 16-byte chunks, where a truncated index leads to a wrong block."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mlx_paged import ops
 from support.reference import ON_GPU, PagedBatch, make_batch
 from support.simulated import sim_ext
 
-SIZE, HEADS, DIM = 64, 8, 128  # 2^16 elements of a block
-# Each high block and the one that its number leads to when bytes, chunks or elements are counted in
+SIZE, HEADS, DIM = 64, 8, 128  # 2^16 elements per block
+# Each high block, and the block that its index becomes if bytes, chunks or elements are counted in
 # 32 bits, or blocks in 16.
 FIRST = 2**16 if ON_GPU else 2**19
 ALIASES = (1, 2)
@@ -20,7 +20,7 @@ BLOCKS = (FIRST + 1, FIRST + 2)
 
 
 def make() -> list[mx.array]:
-    """Two pools of zeros, on a CPU of virtual memory."""
+    """Two pools of zeros in a CPU's virtual memory."""
     shape = (FIRST + 4, SIZE, HEADS, DIM)
     if ON_GPU:
         return [ops.allocate_pool(*shape, mx.float16) for _ in range(2)]
@@ -34,9 +34,9 @@ def fill(
     query_lens: list[int],
     group: int = 1,
 ) -> tuple[PagedBatch, PagedBatch]:
-    """A batch of one sequence of two blocks in small pools, and the same in `pools`.
+    """A batch with one two-block sequence in small pools, and the same batch in `pools`.
 
-    The blocks that a cut index would lead to hold other numbers.
+    The blocks that a truncated index would lead to hold other numbers.
     """
     batch = make_batch(
         rng, context_lens, query_lens, num_q_heads=group * HEADS, num_kv_heads=HEADS, key_dim=DIM,

@@ -1,7 +1,7 @@
-"""Forms of chat templates, written by us: each is as demanding as those of a family of models.
+"""Chat templates that we wrote, each as strict as those of a family of models.
 
-They check what the families' templates check, and read what these read without asking whether it is
-there. What they write is shorter.
+They perform the same checks as the families' templates, and read the same fields without testing
+that they exist. Their output is shorter.
 """
 
 # ruff: noqa: E501  (lines of templates)
@@ -18,14 +18,14 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-#: Templates that write calls and results in a syntax of their own.
+#: Templates that write calls and results in their own syntax.
 WITH_TOOLS: dict[str, str] = {
     # The first template of Qwen 3, QwQ, Granite 3.3: contents are sliced and added.
     "sliced contents": TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content[:5] == '<tool' %}(result){% endif %}{{ m.content + '' }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
     "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}" + PROMPT,
-    # Qwen 3: asks for the last question of the user, and splits thoughts off.
+    # Qwen 3: finds the user's last question, and splits off thinking.
     "qwen3": TOOLS + "{%- set ns = namespace(found=false) %}{%- for m in messages[::-1] %}"
     "{%- if m.role == 'user' and m.content is string and "
     "not m.content.startswith('<tool_response>') %}{%- set ns.found = true %}{%- endif %}"
@@ -40,7 +40,7 @@ WITH_TOOLS: dict[str, str] = {
     "{%- elif m.role == 'tool' %}<tool_response>\n{{ content }}\n</tool_response>"
     "{%- elif loop.first %}<|im_start|>system\n{{ content }}<|im_end|>\n{%- endif %}{%- endfor %}"
     + PROMPT,
-    # Hermes 2 and 3: the description of a tool is added to its name.
+    # Hermes 2 and 3: concatenates a tool's name and description.
     "hermes": "{% for t in tools or [] %}{{ t.function.name + ': ' + t.function.description }}"
     "{% for name, p in t.function.parameters.properties.items() %}{{ name + p.type }}"
     "{{ p.description + '' }}{% endfor %}{% endfor %}"
@@ -50,7 +50,7 @@ WITH_TOOLS: dict[str, str] = {
         '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments|tojson }}}'
         "</tool_call>{% endfor %}",
     ),
-    # Mistral 7B v0.3, Nemo: ids of nine letters and digits, roles that alternate, no text beside
+    # Mistral 7B v0.3, Nemo: ids of nine letters and digits, alternating roles, no text beside
     # calls.
     "mistral v3": "{%- set ns = namespace(i=0) %}"
     "{%- if messages[0].role == 'system' %}{%- set rest = messages[1:] %}"
@@ -72,7 +72,7 @@ WITH_TOOLS: dict[str, str] = {
     "{%- if m.tool_call_id is undefined or m.tool_call_id | length != 9 %}"
     "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}"
     "{{ m.tool_call_id }}[/TOOL_RESULTS]{%- else %}" + UNKNOWN + "{%- endif %}{%- endfor %}",
-    # Mistral Small 3: of contents that are lists the first text is read.
+    # Mistral Small 3: reads only the first text of a list.
     "mistral small": "{%- set given = messages[0].role == 'system' %}"
     "{%- if given %}[SYSTEM_PROMPT]{{ messages[0].content if messages[0].content is string else "
     "messages[0].content[0].text }}[/SYSTEM_PROMPT]{%- endif %}{%- set rest = messages[given:] %}"
@@ -90,7 +90,7 @@ WITH_TOOLS: dict[str, str] = {
     "{{ m.content if m.content is string else m.content[0].text }}</s>"
     "{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content | string }}{{ m.tool_call_id[-9:] }}"
     "[/TOOL_RESULTS]{%- else %}" + UNKNOWN + "{%- endif %}{%- endfor %}",
-    # Llama 3.1 to 3.3: one call a message, the first system message alone.
+    # Llama 3.1 to 3.3: one call per message, only the first system message.
     "llama3": "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}"
     "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
     "<|start_header_id|>system<|end_header_id|>\n\n{{ system }}" + TOOLS + "<|eot_id|>"
@@ -111,7 +111,7 @@ WITH_TOOLS: dict[str, str] = {
     "{%- if m.tool_calls %}<|python_start|>[{%- for c in m.tool_calls %}{{ c.function.name }}("
     "{%- for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{%- endfor %})"
     "{%- endfor %}]<|python_end|>{%- endif %}<|eot|>{%- endfor %}" + PROMPT,
-    # DeepSeek V3 and R1: a message has calls if its content is none; arguments are added as text.
+    # DeepSeek V3 and R1: a message has calls if its content is none; concatenates arguments as text.
     "deepseek v3": "{%- set ns = namespace(system='') %}{%- for m in messages %}"
     "{%- if m['role'] == 'system' %}{%- set ns.system = ns.system + m['content'] %}{%- endif %}"
     "{%- endfor %}{{ bos_token }}{{ ns.system }}{%- for m in messages %}"
@@ -123,7 +123,7 @@ WITH_TOOLS: dict[str, str] = {
     "{%- set content = m['content'].split('</think>')[-1] %}<|Assistant|>{{ content }}<|end|>"
     "{%- endif %}{%- if m['role'] == 'tool' %}<|output|>{{ m['content'] }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|Assistant|>{%- endif %}",
-    # DeepSeek R1: calls, and then the content of the same message unless that is none.
+    # DeepSeek R1: calls, then the content of the same message unless it is none.
     "deepseek r1": "{{ bos_token }}{%- for m in messages %}{%- if m['role'] == 'system' %}"
     "{{ m['content'] }}{%- elif m['role'] == 'user' %}<|User|>{{ m['content'] }}"
     "{%- elif m['role'] == 'assistant' %}{%- for c in m['tool_calls'] or [] %}<|Assistant|>"
@@ -133,7 +133,7 @@ WITH_TOOLS: dict[str, str] = {
     "<|Assistant|>{{ content + '<|end|>' }}{%- endif %}"
     "{%- elif m['role'] == 'tool' %}<|output|>{{ m['content'] }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|Assistant|>{%- endif %}",
-    # DeepSeek V3.1: one loop, arguments are text or not.
+    # DeepSeek V3.1: one loop; arguments may be text or objects.
     "deepseek v3.1": "{%- for m in messages %}{%- if m['role'] == 'system' %}{{ m['content'] }}"
     "{%- elif m['role'] == 'user' %}<|User|>{{ m['content'] }}"
     "{%- elif m['role'] == 'assistant' %}<|Assistant|></think>{%- if m['content'] %}{{ m['content'] }}"
@@ -141,7 +141,7 @@ WITH_TOOLS: dict[str, str] = {
     "{%- for c in m['tool_calls'] %}<|call|>{{ c['function']['name'] + '<|sep|>' + "
     "c['function']['arguments'] }}{%- endfor %}{%- endif %}<|end|>"
     "{%- elif m['role'] == 'tool' %}<|output|>{{ m['content'] }}{%- endif %}{%- endfor %}",
-    # gpt-oss: either text or thinking beside the one call that is read; names follow from the call.
+    # gpt-oss: either text or thinking with a single call; results get their name from the call.
     "gpt-oss": "{%- if tools %}<|start|>developer<|message|>{%- for t in tools %}"
     "{{ '// ' + t.function.description + '\ntype ' + t.function.name }}{%- endfor %}<|end|>{%- endif %}"
     "{%- set last = namespace(name=none) %}{%- for m in messages %}"
@@ -161,7 +161,7 @@ WITH_TOOLS: dict[str, str] = {
     "{%- elif loop.first %}<|start|>developer<|message|>{{ m.content }}<|end|>"
     "{%- else %}{{ raise_exception('unknown role') }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|start|>assistant{%- endif %}",
-    # Kimi K2: calls are told by their ids alone, which have the name.
+    # Kimi K2: identifies calls only by their ids, which contain the name.
     "kimi k2": TOOLS
     + "{%- macro show(c) %}{%- if c is string %}{{ c }}{%- else %}{%- for p in c %}{{ p.text }}"
     "{%- endfor %}{%- endif %}{%- endmacro %}"
@@ -172,19 +172,19 @@ WITH_TOOLS: dict[str, str] = {
     "{{ c['function']['arguments'] | tojson }}{%- endif %}{%- endfor %}<|calls_end|>"
     "{%- elif m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{{ show(m.content) }}"
     "{%- else %}{{ show(m.content) }}{%- endif %}<|im_end|>{%- endfor %}" + PROMPT,
-    # One that takes the name out of an id.
+    # Parses the name out of an id.
     "ids with names": TOOLS
     + "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{%- for c in m.tool_calls or [] %}"
     "{{ c.id.split('.')[1].split(':')[0] }}{{ c.function.arguments | tojson }}{%- endfor %}"
     "{%- if m.role == 'tool' %}{{ m.tool_call_id.split('.')[1].split(':')[0] }}{%- endif %}"
     "{%- endfor %}" + PROMPT,
-    # Ids that are numbers.
+    # Numeric ids.
     "ids of digits": TOOLS
     + "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{%- for c in m.tool_calls or [] %}"
     "{%- if c.id | int(-1) < 0 %}{{ raise_exception('ids must be numbers') }}{%- endif %}"
     "{{ c.id }}{{ c.function.name }}{{ c.function.arguments | tojson }}{%- endfor %}{%- endfor %}"
     + PROMPT,
-    # GLM 4.5: arguments are taken apart, contents go through a macro.
+    # GLM 4.5: iterates over arguments; contents pass through a macro.
     "glm": "{%- macro text(c) %}{%- if c is string %}{{ c }}{%- elif c is iterable and c is not "
     "mapping %}{%- for p in c %}{{ p.text if p is mapping else p }}{%- endfor %}{%- else %}"
     "{{ c }}{%- endif %}{%- endmacro %}"
@@ -199,7 +199,7 @@ WITH_TOOLS: dict[str, str] = {
     "{%- elif m.role == 'tool' %}<|observation|>{{ m.content if m.content is string else "
     "m.content[0].text }}{%- elif m.role == 'system' %}<|system|>\n{{ text(m.content) }}"
     "{%- endif %}{%- endfor %}" + PROMPT,
-    # Qwen3-Coder, MiniMax M2: arguments must be a mapping; a result needs a call.
+    # Qwen3-Coder, MiniMax M2: arguments must be a mapping; a result requires a call.
     "qwen3 coder": "{%- for t in tools or [] %}<name>{{ t.function.name }}</name><description>"
     "{{ t.function.description | trim }}</description>{%- for k, v in "
     "t.function.parameters.properties | items %}{{ k }}{{ v.type | string }}{%- endfor %}"
@@ -214,12 +214,12 @@ WITH_TOOLS: dict[str, str] = {
     "{%- endif %}<tool_response>\n{{ m.content }}\n</tool_response>"
     "{%- else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{%- endif %}{%- endfor %}"
     + PROMPT,
-    # Granite 3, Phi-4-mini: everything but calls is a role and a text.
+    # Granite 3, Phi-4-mini: everything except calls is a role with a text.
     "granite": TOOLS
     + "{%- for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}"
     "{%- if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}"
     "{%- endif %}<|end_of_text|>\n{%- endfor %}" + PROMPT,
-    # Apriel: Python's own notation would be written for an object.
+    # Apriel: would print an object in Python's notation.
     "apriel": TOOLS + "{%- for m in messages %}{%- if m.role == 'assistant' %}<|assistant|>\n"
     "{%- if m.content is defined and m.content is not none and m.content | length > 0 %}"
     "{{ m.content if m.content is string else m.content[0].text }}{%- endif %}"
@@ -230,7 +230,7 @@ WITH_TOOLS: dict[str, str] = {
     "{%- if m.content is string %}{{ m.content }}{%- else %}{%- for p in m.content %}"
     "{%- if p.type == 'text' %}{{ p.text }}{%- else %}{{ raise_exception('Unrecognized type') }}"
     "{%- endif %}{%- endfor %}{%- endif %}{%- endif %}<|end|>\n{%- endfor %}" + PROMPT,
-    # FunctionGemma, Gemma 4: results have the name of their tool, types are written in capitals.
+    # FunctionGemma, Gemma 4: results include their tool's name; types are upper case.
     "gemma tools": "{%- for t in tools or [] %}declaration:{{ t.function.name }}{description:"
     "{{ t.function.description + '' }},{%- for k, v in t.function.parameters.properties | dictsort %}"
     "{{ k }}:{{ v.type | upper }}{{ v.description + '' }}{%- endfor %}{%- endfor %}"
@@ -245,7 +245,7 @@ WITH_TOOLS: dict[str, str] = {
     "call:{{ c.function.name }}{{ '{' }}{%- for k, v in c.function.arguments | dictsort %}{{ k }}:"
     "{{ v }}{%- endfor %}{{ '}' }}{%- endfor %}<end_of_turn>\n"
     "{%- else %}" + UNKNOWN + "{%- endif %}{%- endfor %}" + PROMPT,
-    # Command R7B: a plan is what stands beside calls; later system messages are passed over.
+    # Command R7B: the text beside calls is a plan; ignores later system messages.
     "command": "{%- if messages[0].role == 'system' %}{%- set s = messages[0].content %}"
     "{%- set messages = messages[1:] %}{%- else %}{%- set s = '' %}{%- endif %}<|SYSTEM|>{{ s }}"
     + TOOLS
@@ -256,23 +256,23 @@ WITH_TOOLS: dict[str, str] = {
     '"parameters": {{ c.function.arguments | tojson }}}{%- endfor %}]<|END_ACTION|>{%- else %}'
     "{{ m.content }}{%- endif %}{%- elif m.role | lower == 'tool' %}<|TOOL_RESULT|>"
     "{{ m.content | tojson }}{%- endif %}{%- endfor %}<|CHATBOT|>",
-    # A message with calls must have a content, if only an empty one, and a result must follow.
+    # A message with calls needs a content, possibly empty, and a result must follow.
     "contents everywhere": TOOLS
     + "{%- for m in messages %}{%- if m.content is undefined or m.content is none %}"
     "{{ raise_exception('a message must have content') }}{%- endif %}"
     "<|{{ m.role }}|>{{ m.content }}{%- for c in m.tool_calls or [] %}{{ c.function.name }}"
     "{{ c.function.arguments | tojson }}{%- endfor %}{%- endfor %}" + PROMPT,
-    # LFM2, SmolVLM: contents that are lists, in every message.
+    # LFM2, SmolVLM: every message has a list of parts.
     "lists only, with tools": TOOLS
     + "{%- for m in messages %}<|{{ m.role }}|>{%- for p in m.content or [] %}{{ p['text'] }}"
     "{%- endfor %}{%- for c in m.tool_calls or [] %}{{ c.function.name }}"
     "{{ c.function.arguments | tojson }}{%- endfor %}{%- endfor %}" + PROMPT,
 }
 
-#: Templates that know no tools.
+#: Templates without support for tools.
 WITHOUT_TOOLS: dict[str, str] = {
     "chatml": CHATML,
-    # Llama 2: a system message within the first of the user's, roles that alternate.
+    # Llama 2: a system message inside the user's first message, alternating roles.
     "llama2": "{%- if messages[0]['role'] == 'system' %}{%- set rest = messages[1:] %}"
     "{%- set system = messages[0]['content'] %}{%- else %}{%- set rest = messages %}"
     "{%- set system = false %}{%- endif %}{%- for m in rest %}"
@@ -281,13 +281,13 @@ WITHOUT_TOOLS: dict[str, str] = {
     "m['content'] %}{%- else %}{%- set content = m['content'] %}{%- endif %}"
     "{{ '[INST] ' + content.strip() + ' [/INST]' if m['role'] == 'user' else content.strip() }}"
     "{%- endfor %}",
-    # Gemma 2: no system message at all.
+    # Gemma 2: rejects system messages.
     "gemma2": "{%- if messages[0]['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{%- endif %}{%- for m in messages %}"
     "{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}" + ALTERNATE + "{%- endif %}"
     "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
     "{{ m['content'] | trim }}<end_of_turn>\n{%- endfor %}" + PROMPT,
-    # Gemma 3: contents are texts or lists, and nothing else.
+    # Gemma 3: contents are strings or lists, and nothing else.
     "gemma3": "{%- if messages[0].role == 'system' %}{%- set s = messages[0].content if "
     "messages[0].content is string else messages[0].content[0].text %}"
     "{%- set messages = messages[1:] %}{%- else %}{%- set s = '' %}{%- endif %}"
@@ -298,25 +298,25 @@ WITHOUT_TOOLS: dict[str, str] = {
     "{%- if p.type == 'text' %}{{ p.text | trim }}{%- endif %}{%- endfor %}{%- else %}"
     "{{ raise_exception('Invalid content type') }}{%- endif %}<end_of_turn>\n{%- endfor %}"
     + PROMPT,
-    # Phi-3, Zephyr: roles that it does not know are passed over.
+    # Phi-3, Zephyr: ignores unknown roles.
     "passed over": "{%- for m in messages %}{%- if m.role == 'user' %}<|user|>\n{{ m.content }}"
     "{%- elif m.role == 'system' and loop.first %}<|system|>\n{{ m.content }}"
     "{%- elif m.role == 'assistant' %}<|assistant|>\n{{ m.content }}{%- endif %}{%- endfor %}"
     + PROMPT,
-    # OLMo, Baichuan: other roles raise.
+    # OLMo, Baichuan: raises on unknown roles.
     "two roles": "{%- for m in messages %}{%- if m.role == 'user' %}<u>{{ m.content + '\n' }}"
     "{%- elif m.role == 'assistant' %}<a>{{ m.content + '\n' }}{%- else %}"
     + UNKNOWN
     + "{%- endif %}{%- endfor %}",
-    # LLaVA, SmolVLM: only lists.
+    # LLaVA, SmolVLM: only lists of parts.
     "lists only": "{%- for m in messages %}{{ m.role }}:{%- if m.content[0].type == 'image' %}<i>"
     "{%- endif %}{%- for p in m.content %}{%- if p.type == 'text' %}{{ p.text }}{%- endif %}"
     "{%- endfor %}\n{%- endfor %}" + PROMPT,
-    # Lists of the user, texts of the system and the assistant.
+    # Lists for the user, strings for system and assistant.
     "lists of the user": "{%- for m in messages %}{%- if m.role == 'user' %}<u>"
     "{%- for p in m.content %}{{ p['text'] }}{%- endfor %}{%- else %}<{{ m.role }}>"
     "{{ m.content + '' }}{%- endif %}{%- endfor %}" + PROMPT,
-    # The system message of any place is put first; one is allowed.
+    # Moves the system message to the front from any place; allows one.
     "one system message": "{%- set s = messages | selectattr('role', 'equalto', 'system') | list %}"
     "{%- if s | length > 1 %}{{ raise_exception('one system message') }}{%- endif %}"
     "{{ s[0].content if s }}{%- for m in messages %}{%- if m.role != 'system' %}<{{ m.role }}>"

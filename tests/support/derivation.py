@@ -1,4 +1,4 @@
-"""Families of the collection as chat templates, for tests of derived formats."""
+"""The tool formats' families as chat templates, to test derived formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.tool_families import Family
 
 
 class FamilyProbe(TemplateProbe):
-    """A family of the collection as a chat template: its renderer within turns of our own."""
+    """Returns a family as a chat template: its renderer inside our own turns."""
 
     def __init__(self, family: Family) -> None:
         super().__init__("", family.tokens)

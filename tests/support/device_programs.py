@@ -1,4 +1,4 @@
-"""Steps of a `StepDriver` as one operation of the simulated GPU."""
+"""Runs the steps of a `StepDriver` as single operations on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from support.models import StepDriver
 
 
 class ProgramSteps(GraphRunner):
-    """Makes a program of every step. (Within `simulated`.)"""
+    """Makes a program for every step. Use it within `simulated`."""
 
     def __init__(self, forward: Any, **options: Any) -> None:
         super().__init__(forward)
         self.options = options
-        self.made: list[tuple[ops.DeviceProgram, list[mx.array]]] = []  # with its inputs
+        self.made: list[tuple[ops.DeviceProgram, list[mx.array]]] = []  # (program, its inputs)
         self._newest: Greedy | None = None
 
     def newest_greedy(self) -> Greedy:
-        """Of the newest step's logits."""
+        """Returns the newest step's logits."""
         assert self._newest is not None
         return self._newest
 
@@ -51,13 +51,13 @@ class ProgramSteps(GraphRunner):
         self.made.append((program, inputs))
         logits, *rest = program(inputs)
         found, pools = Greedy(*rest[:3]), rest[3:]
-        mx.eval(logits)  # (in this order: the pools are written in place)
+        mx.eval(logits)  # first, because the pools are written in place
         self._newest = found
         return StepOutput(logits, pools, found)
 
 
 def with_programs(driver: StepDriver, **options: Any) -> ProgramSteps:
-    """Makes a driver run its steps so; returns what runs them."""
+    """Makes a driver run its steps as programs; returns the object that runs them."""
     model = driver.runner.model
     steps = ProgramSteps(model._run, **options)
     model._compiled = steps

@@ -1,4 +1,4 @@
-"""A report on made-up facts: a healthy installation, and what each test changes in it."""
+"""Reports on made-up facts: a healthy installation that each test modifies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASE = "rope/float32"
 def answers(
     *, gpu: bool = False, build: Mapping[str, str] | None = None, memory: int = 8 * GIB
 ) -> dict[str, Any]:
-    """What each job of a healthy installation answers."""
+    """Answers of all jobs for a healthy installation."""
     devices = ("cpu", "gpu") if gpu else ("cpu",)
     made: dict[str, Any] = {
         "mlx": {
@@ -65,7 +65,7 @@ def answers(
 
 
 def runner(told: Mapping[str, Any]) -> Callable[[Sequence[str]], dict[str, Outcome]]:
-    """Answers from a table; an `Outcome` stands for itself."""
+    """Returns answers from a table; an `Outcome` in it is returned as is."""
 
     def run(names: Sequence[str]) -> dict[str, Outcome]:
         return {n: a if isinstance(a := told[n], Outcome) else Outcome(a) for n in names}
@@ -79,7 +79,7 @@ def examined(
     told: Mapping[str, Any] | None = None,
     **changed: Any,
 ) -> Report:
-    """A report on made-up facts; `changed` are jobs with other answers."""
+    """A report on made-up facts; `changed` overrides the answers of jobs."""
     table = {**(answers() if told is None else told), **changed}
     return examine(capture=lambda: captures, installed=lambda: software, run=runner(table))
 
@@ -94,5 +94,5 @@ def finding(report: Report, check: str) -> Finding:
 
 
 def bad(report: Report) -> dict[str, Status]:
-    """Findings that are not well, by check."""
+    """Findings that are not ok, by check."""
     return {f.check: f.status for f in report.findings if f.status is not Status.OK}

@@ -1,4 +1,4 @@
-"""What machines of several kinds say of themselves: outputs in the form that the programs have."""
+"""Captures of several kinds of machines, in the format of the real programs' output."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ CONTAINER_V2 = container(
         "/sys/fs/cgroup/cpu.max": "150000 100000\n",
     }
 )
-# Version 1, where the path is the host's and does not exist here.
+# Version 1, whose path names a host folder that does not exist here.
 CONTAINER_V1 = container(
     {
         "/proc/self/cgroup": "12:memory:/docker/9f8e\n5:cpu,cpuacct:/docker/9f8e\n1:name=x:/\n",
@@ -118,7 +118,7 @@ CONTAINER_V1 = container(
         "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
     }
 )
-# A service with MemoryMax= on the host: its limit lies below the root, where nobody looks.
+# A service with MemoryMax= on the host: its limit is below the root.
 SERVICE = container(
     {
         "/proc/self/cgroup": "0::/system.slice/mlx.service\n",

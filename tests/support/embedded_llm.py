@@ -1,4 +1,4 @@
-"""What tests of `LLM` on the embedded model share; its fixture `llm` is in conftest.py."""
+"""Helpers for tests of `LLM` on the embedded model; its fixture `llm` is in conftest.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.models import dense_greedy, embedded, embedded_twin
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-# Different lengths, from one token to several blocks; most share nothing, some share a beginning.
+# Lengths from one token to several blocks; most are unrelated, some share a prefix.
 SHARED = 'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n'
 PROMPTS = [
     "x",
@@ -32,7 +32,7 @@ PROMPTS = [
 assert len(PROMPTS) == 16
 
 
-# Pool copies are counted for the whole process, in which other tests make some on purpose.
+# Pool copies are counted per process, and other tests cause some on purpose.
 _copies_before: WeakKeyDictionary[LLM, int] = WeakKeyDictionary()
 
 
@@ -41,20 +41,20 @@ def tokens_of(prompt: str) -> list[int]:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """The text of an answer, streamed as a whole."""
+    """The text of an answer, as streamed in total."""
     stream = IncrementalDetokenizer(embedded().tokenizer)
     return "".join([*(stream.add(token) for token in tokens), stream.finish()])
 
 
 def make(model: Any = None, **options: Any) -> LLM:
-    """An engine with a small pool of its own; of the embedded model unless another is named."""
+    """Makes an `LLM` with a small pool of its own; by default with the embedded model."""
     llm = LLM(model or embedded_twin(), **{"kv_cache_memory": 1 << 26, **options})
     _copies_before[llm] = ops.pool_copies()
     return llm
 
 
 def check_at_rest(llm: LLM) -> None:
-    """Nothing runs, every block is free or cached, no pool was ever copied, and the books agree."""
+    """Checks the state of an idle engine: no block in use, no pool ever copied, integrity."""
     llm.engine.check_integrity()
     stats = llm.stats()
     assert not llm.engine.has_unfinished

@@ -1,8 +1,8 @@
-"""Launches every kind of kernel once or more, for tools that watch a process: compute-sanitizer.
+"""Launches every kind of kernel at least once, for tools such as compute-sanitizer.
 
 PYTHONPATH=tests python tests/support/exercise_kernels.py [--dtype bfloat16] [--only linear]
 
-With --fault it reads far outside a pool instead, which such a tool must report.
+With --fault it reads far outside a pool instead, which the tool must report.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def attention(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def windows(rng: np.random.Generator, dtype: mx.Dtype) -> None:
-    """The head dims that NVIDIA's own kernels serve, in every size of block they take."""
+    """All head dims that our CUDA kernels support, with every block size."""
     for dim in (64, 128, 256):
         for block_size in (16, 32, 64):
             batch = make_batch(
@@ -54,7 +54,7 @@ def windows(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def bounds(rng: np.random.Generator, dtype: mx.Dtype) -> None:
-    """Pictures in chunks and in drafts, beside a decode, with and without a window."""
+    """Images in prefill chunks and drafts, next to a decode, with and without a window."""
     lens, rows = [70, 33, 41, 90], [1, 4, 20, 70]
     spans = spans_of(lens, rows, [[], [(30, 32)], [(22, 40)], [(25, 60), (61, 88)]])
     for key_dim, value_dim in GPU_HEAD_DIMS:
@@ -84,7 +84,7 @@ def movement(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def bitmask(rng: np.random.Generator, dtype: mx.Dtype) -> None:
-    """Vocabularies of whole words and not, copied and in place."""
+    """Vocabularies that fill whole words and ones that do not, copied and in place."""
     for vocab_size in (33, 32_000, 151_936):
         logits = mx.array(rng.standard_normal((5, vocab_size))).astype(dtype)
         words = rng.integers(-(2**31), 2**31, (3, -(-vocab_size // 32))).astype(np.int32)
@@ -98,7 +98,7 @@ def bitmask(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def prefill(rng: np.random.Generator, dtype: mx.Dtype) -> None:
-    """Chunks of every number of warps that NVIDIA's own kernel has, whole and in pieces."""
+    """Prefill chunks for every number of warps of our CUDA kernel, unsplit and split."""
     for dim in (64, 128):
         for group in (1, 2, 3, 4, 12):
             batch = make_batch(
@@ -115,7 +115,7 @@ def prefill(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def linear(rng: np.random.Generator, dtype: mx.Dtype) -> None:
-    """Every kernel of a linear layer, full and with rows of x and of the weight missing."""
+    """Every kernel of a linear layer, with full tiles and with partial rows of x and the weight."""
     for rows in (1, 8, 9, 16, 17, 32, 33, 64):
         for n, k in ((48, 96), (144, 1088)):
             x, weight, bias = (
@@ -131,8 +131,8 @@ def linear(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def quantised(rng: np.random.Generator, dtype: mx.Dtype) -> None:
-    """Products with weights of several formats, with rows and columns missing."""
-    if dtype == mx.float32:  # (MLX's own)
+    """Products with weights of several formats, with partial row and column tiles."""
+    if dtype == mx.float32:  # runs MLX's own kernels
         return
     for bits, group in ((4, 64), (3, 128), (8, 32)):
         for n, k in ((40, 128), (144, 1152), (144, 3072)):
@@ -150,7 +150,7 @@ def quantised(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def pools(rng: np.random.Generator, dtype: mx.Dtype) -> None:
-    """Quantised ones of every format: writes, and attention of decodes, a draft and a chunk."""
+    """Quantized pools of every format: writes, and attention of decodes, a draft and a chunk."""
     tolerance = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}[dtype]
     for name in FORMATS:
         for dim, group, block_size in ((64, 12, 16), (128, 4, 32), (128, 1, 64), (256, 2, 16)):
@@ -165,7 +165,7 @@ def pools(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def program_of(rows: int, weights: list[mx.array], scale: mx.array, inputs: list[mx.array]) -> Any:
-    """What a layer does, and logits of its rows."""
+    """The operations of a layer, and greedy tokens from logits."""
 
     def build(x, index, tables, items, merges, keys, values) -> list[mx.array]:
         plan = ops.AttentionPlan(index, index, tables, index, index, items, merges)
@@ -190,8 +190,8 @@ def program_of(rows: int, weights: list[mx.array], scale: mx.array, inputs: list
 
 
 def programs(rng: np.random.Generator, dtype: mx.Dtype) -> None:
-    """The kernels of a step's program, twice: the second time replayed."""
-    if dtype == mx.float32:  # (products are of 16 bits)
+    """The kernels of a step program, twice, because the second run is a replay."""
+    if dtype == mx.float32:  # products need 16 bits
         return
     width, heads, kv_heads, dim = 128, 4, 2, 64
     for rows in (1, 9, 17, 40):
@@ -215,8 +215,8 @@ def programs(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def mixtures(rng: np.random.Generator, dtype: mx.Dtype) -> None:
-    """Experts of 16 bits, and quantised ones whose scales are copied by spans and all at once."""
-    if dtype == mx.float32:  # (products are of 16 bits)
+    """16-bit experts, and quantized ones whose scales are copied in spans and all at once."""
+    if dtype == mx.float32:  # products need 16 bits
         return
     for form, intermediate in ((None, 96), (("affine", 4, 64), 512), (("affine", 4, 64), 768)):
         experts = Experts(rng, 6, 512, intermediate, dtype, form=form)
@@ -235,10 +235,10 @@ def mixtures(rng: np.random.Generator, dtype: mx.Dtype) -> None:
 
 
 def transfers(rng: np.random.Generator) -> None:
-    """Numbers to the device and back, of no element, of one and of some pages."""
+    """Copies arrays to the device and back: empty ones, single numbers and several pages."""
     for n in (0, 1, 3000):
         host = rng.integers(0, 99, n).astype(np.int32)
-        for _ in range(3):  # staging buffers are used again
+        for _ in range(3):  # reuses staging buffers
             a, b = ops.upload(host, host[:1].astype(np.float32))
             back = ops.to_host(a + 1)
             mx.eval(back, b)
@@ -251,7 +251,7 @@ def fault() -> None:
     try:
         mx.eval(ops.gather_kv(*pools, tables, mx.array([16], dtype=mx.int32), 16))
     finally:
-        os._exit(3)  # MLX does not come to an end after a fault of the device
+        os._exit(3)  # MLX's cleanup hangs after a device fault
 
 
 def main() -> None:

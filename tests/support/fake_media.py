@@ -1,5 +1,5 @@
-"""A model that takes media, as far as prompts are concerned: the embedded one beside a processor of
-a few lines. What the engine is given is noted, and the text alone is computed."""
+"""A fake multimodal model: the embedded model with a processor of a few lines. Tests see the media
+that the engine gets; the engine computes only the text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mlx_paged.multimodal.marked_text import marked, unmarked
 from mlx_paged.multimodal.prompt import PreparedMedia
 from support.models import embedded_twin
 
-ROW = 7  # the token id of an item's rows
+ROW = 7  # token id of an item's rows
 
 
 class FakeMediaModel:
-    """Items have as many rows as their width, their frames, or their tenths of seconds.
+    """A processor: an item has one row per pixel of width, per frame, or per tenth of a second.
 
     Attributes:
         calls: The text of each prompt, with its items.
@@ -84,10 +84,10 @@ class FakeMediaModel:
 
 
 class NotingEngine(Engine):
-    """Notes the media of each request, and computes its tokens.
+    """Records the media of each request, and computes its tokens.
 
     Attributes:
-        given: The media of each request; None where it had none.
+        given: The media of each request; None for a text.
     """
 
     def __init__(self, kinds: tuple[Any, ...] = KINDS, **options: Any) -> None:
@@ -107,7 +107,7 @@ class NotingEngine(Engine):
 
 
 def noting_async_engine(**options: Any) -> AsyncEngine:
-    """An `AsyncEngine` around one."""
+    """An `AsyncEngine` with a `NotingEngine`."""
     return AsyncEngine(lambda: NotingEngine(**options))
 
 

@@ -1,12 +1,12 @@
-"""A device half of Python lists: a "model" that sees its context through block tables only.
+"""A device half made of Python lists: a "model" that sees its context only through block tables.
 
-Every slot of the simulated pool holds the (position, token) that was last written there. The next
-token of a sequence is a hash of all tokens read back through its block table, so a wrong block, a
-missed copy, a stale or foreign slot either breaks a check here or changes every token that follows.
+Every slot of the simulated pool holds the last (position, token) written to it. The next token of a
+sequence is a hash of all tokens read back through its block table. So a wrong block, a missing
+copy, or a stale or foreign slot either fails a check here or changes every following token.
 
-Window groups have pools of their own, in which every visible position must hold what the full one
-holds; a state slot holds all tokens that went into it. The positions of a media item hold its
-content (`contents`), whose features must be there.
+Window groups have their own pools, whose visible positions must match the full pool; a state slot
+holds all tokens that it has processed. The positions of a media item hold its content (`contents`),
+and its features must be present.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLACEHOLDER = 1
 
 
 def next_token(tokens: Sequence[int], seed: int = 0) -> int:
-    """The model: what follows `tokens`."""
+    """The model: returns the token that follows `tokens`."""
     state = seed
     for token in tokens:
         state = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -39,12 +39,12 @@ def next_token(tokens: Sequence[int], seed: int = 0) -> int:
 
 
 def content(span: MediaSpan, row: int) -> int:
-    """What a position of a media item stands for: it follows from the item's key."""
+    """The content of a media item's position, a function of the item's key."""
     return 1000 + int.from_bytes(sha256(span.key + row.to_bytes(4, "big")).digest()[:4], "big")
 
 
 def contents(request: Request) -> list[int]:
-    """What the model sees of a prompt."""
+    """A prompt as the model sees it."""
     tokens = list(request.prompt_token_ids)
     for span in request.media:
         tokens[span.offset : span.end] = [content(span, row) for row in range(span.length)]
@@ -54,7 +54,7 @@ def contents(request: Request) -> list[int]:
 def generate(
     prompt: Sequence[int], max_tokens: int, eos: frozenset[int], seed: int = 0
 ) -> list[int]:
-    """The oracle: what a request must get, whoever shares its batches."""
+    """The oracle: the answer of a request, whatever other requests share its batches."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
         tokens.append(next_token(tokens, seed))
@@ -63,41 +63,41 @@ def generate(
     return tokens[len(prompt) :]
 
 
-STATES = -1  # stands for the state slots where groups are numbered
+STATES = -1  # index of the state slots among the groups
 
 
 class Place(NamedTuple):
-    """A block of a group (0: the full one, 1...: the window groups), or a state slot."""
+    """A block of a group (0: the full group, 1...: window groups), or a state slot."""
 
     group: int
     block: int
 
 
 def tables_of(row: Row) -> list[tuple[int, tuple[int, ...], int]]:
-    """(group, block table, dirty_from) in every group."""
+    """(group, block table, dirty_from) for every group."""
     return [(i, table.blocks, table.dirty_from) for i, table in enumerate(row.tables)]
 
 
 def copies_of(batch: Rows) -> Iterator[tuple[Place, Place]]:
-    """(source, destination) of all block copies."""
+    """(source, destination) of every block copy."""
     for group, copies in enumerate(batch.block_copies):
         for src, dst in copies:
             yield Place(group, src), Place(group, dst)
 
 
 class Launched:
-    """A step on the device: executed, in the order of launch, when it is evaluated."""
+    """A step on the device; steps execute on evaluation, in launch order."""
 
     def __init__(self, batch: Rows) -> None:
         self.batch = batch
-        # Sequences that read or write a place in this step (0: a copy).
+        # Sequences that read or write each place in this step; 0 stands for a copy.
         self.touched: dict[Place, set[int]] = {}
         for row in batch.sequences:
             for group, table, _ in tables_of(row):
                 for block in table:
                     self.touched.setdefault(Place(group, block), set()).add(row.seq_id)
             if row.state is not None:
-                # (0: not even the same sequence may write it: the step may have to run again)
+                # 0 excludes even the same sequence, because the step may have to run again.
                 for slot in row.state:
                     self.touched.setdefault(Place(STATES, slot), set()).add(0)
         for source, _ in copies_of(batch):
@@ -105,7 +105,7 @@ class Launched:
 
 
 class FakeDevice:
-    """Runs batches over simulated pools and checks what the scheduler promises about them."""
+    """Runs batches on simulated pools and checks the scheduler's guarantees."""
 
     def __init__(self, kv: KVManager, seeds: dict[int, int] | None = None) -> None:
         self.kv = kv
@@ -119,12 +119,12 @@ class FakeDevice:
         self.states: list[tuple[int, ...] | None] = [(), *[None] * (num_slots - 1)]
         self.seeds = {} if seeds is None else seeds  # by seq_id
         self.in_flight: list[Launched] = []
-        self.tables: dict[tuple[int, int], list[int]] = {}  # kept up to date through dirty_from
-        self.last: dict[int, int] = {}  # tokens sampled by the step evaluated last, by seq_id
-        self.sampled: list[int] = []  # the same in the order of the step
+        self.tables: dict[tuple[int, int], list[int]] = {}  # updated through dirty_from
+        self.last: dict[int, int] = {}  # tokens of the last evaluated step, by seq_id
+        self.sampled: list[int] = []  # the same tokens in step order
         self.num_tokens_computed = 0
         self.features: set[bytes] = set()
-        self.encoded: list[bytes] = []  # the keys of all that was ever encoded
+        self.encoded: list[bytes] = []  # keys of all items ever encoded
 
     def launch(self, batch: Rows) -> Launched:
         launched = Launched(batch)
@@ -137,7 +137,7 @@ class FakeDevice:
         return launched
 
     def evaluate(self, launched: Launched) -> list[list[int]]:
-        """The tokens that each sequence gains."""
+        """Returns the tokens that each sequence gains."""
         assert self.in_flight.pop(0) is launched
         size = self.block_size
         for (group, src), (_, dst) in copies_of(launched.batch):
@@ -162,14 +162,14 @@ class FakeDevice:
         return gained
 
     def _check_inputs_in_flight(self, launched: Launched) -> None:
-        """`input_from` names the right one of the tokens that the previous step sampled."""
+        """Checks that `input_from` selects the right token of the previous step."""
         for row in launched.batch.sequences:
             if row.awaits_token:
                 assert self.sampled[row.input_from] == self.last[row.seq_id]
 
     @staticmethod
     def _seen(row: Row, tokens: Sequence[int]) -> list[int]:
-        """What the model sees of the tokens of a row."""
+        """The tokens of a row as the model sees them."""
         seen = list(tokens)
         for i in row.media_items:
             span = row.sequence.request.media[i]
@@ -178,7 +178,7 @@ class FakeDevice:
         return seen
 
     def _check_media(self, batch: Rows) -> None:
-        """Features are there for what needs them, and atomic items are not cut."""
+        """Checks that needed features are present, and that atomic items are not split."""
         media = batch.media
         used = {key for launched in self.in_flight for key in _keys_of(launched.batch)}
         if media is not None:
@@ -206,7 +206,7 @@ class FakeDevice:
         return held[1]
 
     def _check_context(self, row: Row) -> None:
-        """Windows and states hold what the full group says."""
+        """Checks that windows and states match the full group."""
         if len(self.kv.groups) == 1:
             return
         context = self._context(row)
@@ -218,7 +218,7 @@ class FakeDevice:
             assert self.states[row.state.write] == tuple(context)
 
     def _sample(self, row: Row) -> list[int]:
-        """The next token, after the drafts that are right."""
+        """The next token, after the accepted draft tokens."""
         context, gained = self._context(row), []
         for position in range(row.context_len - row.num_drafts, row.context_len + 1):
             gained.append(next_token(context[:position], self.seeds.get(row.seq_id, 0)))
@@ -254,7 +254,7 @@ class FakeDevice:
                 assert 0 not in used and len(set(used)) == len(used)
                 assert len(table) * self.block_size >= row.context_len
             for place in self._blocks_written(row):
-                # (a fork copies the block that its sibling goes on filling)
+                # A fork copies the block that its sibling continues to fill.
                 assert place not in sources or place.block in self.tables[row.seq_id, place.group]
                 assert place not in writers, f"two rows of a step write to {place}"
                 writers[place] = row.seq_id
@@ -296,7 +296,7 @@ class FakeDevice:
             for place, writer in writes.items():
                 users = earlier.touched.get(place, set()) - {writer}
                 if 0 in users and place.block in self.tables.get((writer, place.group), ()):
-                    users.remove(0)  # a fork copied the block that its sibling goes on filling
+                    users.remove(0)  # a fork copied the block that its sibling continues to fill
                 assert not users, (
                     f"step {launched.batch.step} writes to {place}, which step "
                     f"{earlier.batch.step} in flight reads for sequences {users}"
@@ -304,7 +304,7 @@ class FakeDevice:
 
 
 def _keys_of(batch: Rows) -> set[bytes]:
-    """The items that the rows of a step need."""
+    """Items that the rows of a step need."""
     return {
         row.sequence.request.prompt_media.keys[i]
         for row in batch.sequences
@@ -314,7 +314,7 @@ def _keys_of(batch: Rows) -> set[bytes]:
 
 
 class FakeEngine:
-    """The engine's loop over a scheduler and a fake device, one half step at a time."""
+    """The engine's loop for a scheduler and a fake device, in half steps."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ class FakeEngine:
         config = self.scheduler.config
         chunks = [row for row in batch.sequences if row.num_tokens > 1]
         if batch.num_tokens > config.max_num_batched_tokens:
-            # One atomic item may exceed what decodes have left.
+            # One atomic item may exceed the budget that decodes leave.
             [row] = chunks
             ends = [span.end for span in row.sequence.request.media if span.is_atomic]
             assert row.context_len in ends and row.num_tokens <= config.max_num_batched_tokens

@@ -1,8 +1,8 @@
-"""A multimodal model for tests of the engine: a tiny Llama of mlx-lm, whose "tower" is a product of
-an item's pixels with random weights.
+"""A multimodal model for engine tests: a tiny mlx-lm Llama whose "tower" multiplies an item's
+pixels by random weights.
 
-No processor and no mlx-vlm are needed. `dense_answer` is the oracle: mlx-lm's own cache over the
-whole prompt at once, with the rows' embeddings in place.
+It needs no processor and no mlx-vlm. `dense_answer` is the oracle: mlx-lm's own cache on the whole
+prompt at once, with the rows' embeddings in place.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ PLACEHOLDER = VOCAB_SIZE - 1
 CONFIG = tiny_config("llama", num_hidden_layers=2, head_dim=HEAD_DIM)
 HIDDEN = CONFIG["hidden_size"]
 NUM_PIXELS = 6
-# True if positions of atomic pictures see each other; otherwise they are causal, but not cut.
+# True if positions of atomic images see each other; otherwise they are causal but unsplit.
 HAS_BOUNDS = "bounds" in inspect.signature(build_plan).parameters
 
 
 class _Language(nn.Module):
-    """The Llama, called as mlx-vlm's language models are."""
+    """The Llama with the call signature of mlx-vlm's language models."""
 
     def __init__(self, llama: nn.Module) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ class _Language(nn.Module):
 
 
 class FakeTower:
-    """Makes features of pixels, and counts what it made.
+    """Makes features from pixels, and records its calls.
 
     Attributes:
-        calls: `(num_rows, sum of the pixels)` of each item that it was given.
-        fails: pixels whose first value is this raise; None: none.
+        calls: `(num_rows, sum of the pixels)` of each item.
+        fails: Raises for pixels with this first value; None: never.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Vlm(nn.Module):
 
 @dataclass
 class FakeMediaModel:
-    """What `LoadedModel.media` says."""
+    """Stands in for `LoadedModel.media`."""
 
     kinds: tuple[str, ...] = ("image",)
     uses_rope_positions: bool = False
@@ -115,7 +115,7 @@ def _tokenizer() -> Any:
 
 
 def fake_vlm() -> tuple[LoadedModel, FakeTower]:
-    """A model for one engine, and its tower."""
+    """Makes a model for one engine, and its tower."""
     tower = FakeTower()
     family = MediaFamily("fake", ("image",), tower=tower)
     model = MultiModalModel(_Vlm(tiny_model(CONFIG, seed=5)), family, "fake")
@@ -125,10 +125,10 @@ def fake_vlm() -> tuple[LoadedModel, FakeTower]:
 
 @dataclass
 class Picture:
-    """A picture of some rows; equal numbers, equal pictures.
+    """An image with a number of rows; equal numbers give equal images.
 
     Args:
-        gaps: places among its positions that are text.
+        gaps: Places among its positions that are text.
     """
 
     number: int
@@ -154,7 +154,7 @@ class Picture:
 
 @dataclass
 class Prepared:
-    """What `Engine.add_request` takes as `media`."""
+    """Value for the argument `media` of `Engine.add_request`."""
 
     prompt: MediaPrompt
     spans: tuple[MediaSpan, ...]
@@ -166,7 +166,7 @@ class Prepared:
 
 
 def prepared(*parts: Sequence[int] | Picture) -> Prepared:
-    """A prompt of tokens and pictures."""
+    """A prompt of tokens and images."""
     tokens: list[int] = []
     spans, inputs, core_spans, pictures = [], [], [], []
     for part in parts:
@@ -186,7 +186,7 @@ def prepared(*parts: Sequence[int] | Picture) -> Prepared:
 
 
 def dense_answer(prompt: Prepared, num_tokens: int) -> list[int]:
-    """The oracle: greedy tokens of mlx-lm's own cache, the whole prompt at once."""
+    """The oracle: greedy tokens with mlx-lm's own cache, the whole prompt at once."""
     llama, tower = _llama(), FakeTower()
     tokens = mx.array([prompt.token_ids])
     embeds = llama.model.embed_tokens(tokens)

@@ -1,7 +1,7 @@
-"""A small configuration of every model module of mlx-lm: what makes it that family, small.
+"""A small configuration for every model module of mlx-lm, with the family's distinctive features.
 
-Windows, chunks and sparse selections are far shorter than the contexts of the tests, and layers of
-every kind that a family has are there. `BASE` fills in whatever a configuration leaves out.
+Windows, chunks and sparse selections are much shorter than the tests' contexts, and every layer
+type of a family is present. `BASE` provides missing fields.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ MUSE_SPARK = {
     "moe_intermediate_size": 32,
 }
 
-# Wide enough for the Hadamard blocks of 512.
+# Wide enough for Hadamard blocks of 512.
 HADAMARD = {**LINEAR, "hidden_size": 512, "intermediate_size": 512, "linear_key_head_dim": 128,
             "linear_value_head_dim": 128, "linear_num_key_heads": 4, "full_attention_interval": 2,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -657,7 +657,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi": {},
     "phi3": {},
     "phi3small": {
-        "vocab_size": 100352,  # the model writes to logits up to it, by fixed ids
+        "vocab_size": 100352,  # the model writes to logits up to this id
         "dense_attention_every_n_layers": 2,
         "ff_intermediate_size": 96,
         "gegelu_limit": 1.0,
@@ -802,7 +802,7 @@ def config_of(module: str, *, window: int = WINDOW) -> dict[str, Any]:
     """The ``config.json`` of a module's small model.
 
     Args:
-        window: of the layers that have one.
+        window: Window of the layers that have one.
     """
     return _with_window({**BASE, "model_type": module, **CONFIGS[module]}, window)
 

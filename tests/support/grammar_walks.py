@@ -1,4 +1,4 @@
-"""Random walks through grammars, and checks of formats that a grammar can keep."""
+"""Random walks through grammars, and checks of the formats that grammars can enforce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFERRED = ('"', "}", "]", ",", ":", "0", "1", "5", '"}', '"]', '":', "},")
 
 
 class Formats(FormatChecker):
-    """jsonschema's checks of formats, but for what a grammar cannot prevent."""
+    """jsonschema's format checks, except for rules that a grammar cannot enforce."""
 
     def check(self, instance: object, format: str) -> None:
         if not (isinstance(instance, str) and is_beyond(format, instance)):
@@ -24,8 +24,8 @@ class Formats(FormatChecker):
 
 
 def is_beyond(name: str, value: str) -> bool:
-    """True if a text has what llguidance's patterns of formats cannot tell: the 29th of February
-    of other years, seconds of 60, the length of all labels and what punycode stands for."""
+    """True if a text has details that llguidance's format patterns do not check: February 29 in
+    other years, 60 seconds, total length of labels, punycode."""
     if name in ("date", "date-time") and "-02-29" in value:
         return True
     if name in ("time", "date-time") and re.search(r":60(?!\d)", value):
@@ -34,7 +34,7 @@ def is_beyond(name: str, value: str) -> bool:
 
 
 class Walks:
-    """Random walks through grammars, many at once, as a step of the engine makes its masks."""
+    """Walks randomly through many grammars at once, with masks made like an engine step's."""
 
     def __init__(self, compiler: GrammarCompiler, seed: int) -> None:
         self._compiler = compiler
@@ -44,7 +44,7 @@ class Walks:
         self._eos = np.array(sorted(compiler.eos_token_ids))
 
     def run(self, grammars: Sequence[CompiledGrammar]) -> list[str | None]:
-        """The text of an answer for each grammar; None: it was cut."""
+        """Returns the text of an answer for each grammar; None if it was cut off."""
         num_words = self._compiler.num_words
         matchers = [
             GrammarMatcher(

@@ -1,4 +1,4 @@
-"""Small models whose layers are of several kinds, and mlx-lm's dense answers for them."""
+"""Small models with several layer types, and mlx-lm's dense answers for them."""
 
 from __future__ import annotations
 
@@ -121,20 +121,20 @@ def _model(name: str) -> nn.Module:
 
 
 def loaded(name: str) -> LoadedModel:
-    """A model for one engine."""
+    """Makes a model for one engine."""
     model = family_model(GROUPED[name])
     return LoadedModel(model, embedded().tokenizer, GROUPED[name], name)
 
 
 def engine_of(name: str, **options: Any) -> LLM:
-    """An engine with blocks of 8 and steps of 24 tokens, unless told otherwise."""
+    """Makes an engine; by default with blocks of 8 and steps of 24 tokens."""
     defaults = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 24}
     defaults |= {"num_gpu_blocks_override": 120, "typical_context_len": 100}
     return LLM(loaded(name), **{**defaults, **options})
 
 
 def dense_answer(name: str, prompt: list[int], num_tokens: int) -> list[int]:
-    """The greedy answer through mlx-lm's own caches, past any end token."""
+    """The greedy answer with mlx-lm's own caches, past any end token."""
     return list(_dense_answer(name, tuple(prompt), num_tokens))
 
 

@@ -1,4 +1,4 @@
-"""What a process does that does not go on."""
+"""Dumps the state of a process that hangs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def all_threads() -> str:
-    """The Python stacks of all threads; on Linux also what the system's threads do, MLX's among
-    them, which have none."""
+    """Python stacks of all threads; on Linux also kernel states of native threads, such as MLX's,
+    which have no Python stack."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -20,7 +20,7 @@ def all_threads() -> str:
         try:
             state = (task / "stat").read_text().rpartition(")")[2].split()
             name, waits = (task / "comm").read_text().strip(), (task / "wchan").read_text()
-        except OSError:  # (it has ended)
+        except OSError:  # the thread has ended
             continue
         ticks = int(state[11]) + int(state[12])
         lines.append(f"{task.name} {name}: {state[0]}, {ticks} ticks of CPU time, in {waits}")

@@ -1,7 +1,7 @@
-"""A model without weights whose next token follows from a token and its position, on the device.
+"""A model without weights that computes each next token from a token and its position, on device.
 
-It costs next to nothing, so that an engine runs through many thousands of tokens, and it tells at
-once when a token is lost, repeated, or given to another sequence.
+It costs almost nothing, so an engine can run through many thousands of tokens, and it exposes
+lost, repeated or misdirected tokens immediately.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mlx_paged.model.loader import LoadedModel
 
 VOCAB_SIZE = 61
 
-# Its dense forward answers nothing that could be compared.
+# Its dense forward is not meaningful, so there is nothing to compare.
 register_family("hash", verify=False)
 
 
 def follows(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The oracle: what `HashModel` answers."""
+    """The oracle: the answer of `HashModel`."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append((tokens[-1] * 31 + (len(tokens) - 1) * 7 + 3) % VOCAB_SIZE)
@@ -43,7 +43,7 @@ class _Head(nn.Module):
 
 
 class HashModel(nn.Module):
-    """One attention layer by its cache, which it writes and does not read."""
+    """One attention layer that writes its cache and does not read it."""
 
     model_type = "hash"
 
@@ -57,7 +57,7 @@ class HashModel(nn.Module):
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         kv = mx.zeros((tokens.shape[0], 1, 1, 8))
         cache[0].update_and_fetch(kv, kv)
-        if not isinstance(cache[0], PagedLayerCache):  # asked what its layers store
+        if not isinstance(cache[0], PagedLayerCache):  # the loader asks for the cache layout
             return tokens
         return self.lm_head((tokens * 31 + cache[0].offset[:, None] * 7 + 3) % VOCAB_SIZE)
 
@@ -68,6 +68,6 @@ def _tokenizer() -> Any:
 
 
 def hash_model() -> LoadedModel:
-    """A model for one engine, with the embedded model's tokenizer."""
+    """Makes a model for one engine, with the embedded model's tokenizer."""
     config = {"model_type": "hash", "vocab_size": VOCAB_SIZE}
     return LoadedModel(HashModel(), _tokenizer(), config, "hash")

@@ -1,4 +1,4 @@
-"""A KV store whose sequences are numbers, for tests that read better so."""
+"""A KV store addressed by sequence numbers, which makes some tests more readable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_paged.core import BlockCopy, BlockTables, KVManager, PrefixMatch, Prefi
 
 
 class IdStore:
-    """`KVManager` by sequence id; what is not here is the manager's own."""
+    """`KVManager` by sequence id; other attributes are the manager's own."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.kv = KVManager(*args, **options)
@@ -53,7 +53,7 @@ class IdStore:
         self.kv.commit(self.tables[seq_id], num_computed_tokens)
 
     def open(self, seq_id: int, tokens: list[int]) -> None:
-        """A sequence of the drop-in's kind, without blocks."""
+        """A sequence of the drop-in, without blocks."""
         self.tables[seq_id] = self.kv.open(tokens)
 
     def fork(self, seq_id: int, source: int, tokens: list[int]) -> None:
@@ -63,7 +63,7 @@ class IdStore:
         self.kv.attach_prefix(self.tables[seq_id], match)
 
     def make_writable(self, seq_id: int, start: int, end: int) -> list[BlockCopy] | None:
-        """Also checks that it takes as many blocks as `num_to_write` says."""
+        """Also checks that it takes the number of blocks that `num_to_write` predicts."""
         needed, before = self.num_to_write(seq_id, start, end), set(self.blocks_of(seq_id))
         copies = self.kv.make_writable(self.tables[seq_id], start, end)
         assert len(set(self.blocks_of(seq_id)) - before) == (0 if copies is None else needed)
@@ -91,5 +91,5 @@ class IdStore:
         return self.tables[seq_id].export()[0]
 
     def launch(self, step: int) -> list[BlockCopy]:
-        """Launches a step; returns its copies of full attention."""
+        """Launches a step; returns its copies for full attention."""
         return list(self.kv.launch_step(step)[0])

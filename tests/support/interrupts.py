@@ -1,4 +1,4 @@
-"""Exceptions from outside, at a line of the package that the test chooses: no clock is involved."""
+"""Raises exceptions at a line of the package that the test chooses, without any clock."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ PACKAGE = str(Path(mlx_paged.__file__).parent)
 
 
 def _is_with(frame: FrameType) -> bool:
-    """True if the line is that of a `with`.
+    """True if the line is a `with` statement.
 
-    Python lets exceptions from outside come after calls and jumps only, so none can come between
-    the end of the block and the release of its lock. A trace function is called there.
+    Python delivers asynchronous exceptions only after calls and jumps, so none can occur between
+    the end of the block and the release of its lock. But a trace function is called there.
     """
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return line.lstrip().startswith("with ")
 
 
 class Interrupter:
-    """Raises an exception once, before a line of the package is run on the thread that it watches.
+    """Raises an exception once, before a line of the package runs on the watched thread.
 
     Args:
-        at: how many lines are run before; None: it never raises, and only counts.
-        error: what it raises.
+        at: Number of lines to run before; None: never raise, only count.
+        error: The exception.
     """
 
     def __init__(self, at: int | None = None, error: BaseException | None = None) -> None:
@@ -39,7 +39,7 @@ class Interrupter:
         self.where = ""
 
     def watch(self) -> None:
-        """Watches this thread from now on, in the functions that run already too."""
+        """Watches this thread from now on, including functions that already run."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code.co_filename.startswith(PACKAGE):

@@ -1,4 +1,4 @@
-"""What an engine holds when nobody wants anything: the same before a long day and after it."""
+"""Objects that an idle engine holds, which must not grow over a long time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_paged.engine.memory import live_arrays
 
 
 def leftovers_of(engine: Engine) -> dict[str, int]:
-    """Called where the engine runs, with no request unfinished."""
+    """Counts them; call it on the engine's thread, with no request unfinished."""
     engine.settle()
     engine.reset_prefix_cache()
     engine.check_integrity()
@@ -23,7 +23,7 @@ def leftovers_of(engine: Engine) -> dict[str, int]:
     return {
         "free": engine.stats().usage.num_free_blocks,
         "active": mx.get_active_memory(),
-        # (One for each number of rows that a step had, made once.)
+        # Made once per number of rows in a step.
         "arrays": live_arrays() - len(engine._runner.model._first_rows),
         "requests": len(engine.request_states()),
         "copies": engine.stats().pool_copies,

@@ -1,6 +1,6 @@
-"""A server of the Model Context Protocol for tests: `python mcp_server.py [stdio | PORT_FILE]`.
+"""A Model Context Protocol server for tests: `python mcp_server.py [stdio | PORT_FILE]`.
 
-With a file it speaks streamable HTTP, on a free port of loopback that it writes to the file.
+With a file, it serves streamable HTTP on a free loopback port, which it writes to the file.
 """
 
 from __future__ import annotations

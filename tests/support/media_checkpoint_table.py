@@ -1,7 +1,7 @@
-"""Checkpoints of small multimodal models as a table: a base, and how each family differs from it.
+"""Checkpoints of small multimodal models as a table of a base row and each family's differences.
 
-A row names the row that it starts from, and its differences, merged into that as deep as both have
-dictionaries. ``"id of <image>"`` in a config becomes the id of that special token.
+Differences are merged recursively into the row they refer to. ``"id of <image>"`` in a config
+becomes the id of that special token.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 Fields = dict[str, Any]
 
-GONE = object()  # a field that a family lacks
+GONE = object()  # marks a field that a family lacks
 
 
 class Only(dict[str, Any]):
     """Replaces the base row's dictionary instead of merging into it."""
 
 
-VOCAB = 320  # bytes, and room for special tokens
+VOCAB = 320  # bytes and special tokens
 TEXT: Fields = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -58,7 +58,7 @@ BASE: Fields = {
 
 
 def merged(base: Fields, differences: Fields) -> Fields:
-    """A copy of `base` with the differences of a row."""
+    """A copy of `base` with a row's differences."""
     found = deepcopy(base)
     for name, value in differences.items():
         if value is GONE:
@@ -73,7 +73,7 @@ def merged(base: Fields, differences: Fields) -> Fields:
 
 
 def fields_of(name: str) -> Fields:
-    """The fields of a family's `Checkpoint`; ids are still named."""
+    """The fields of a family's `Checkpoint`; token ids are still names."""
     if name == "base":
         return deepcopy(BASE)
     start, differences = TABLE[name]
@@ -81,7 +81,7 @@ def fields_of(name: str) -> Fields:
 
 
 def with_ids(value: Any, ids: dict[str, int]) -> Any:
-    """A config with the ids of special tokens in the places that name them."""
+    """A config with ids in place of the names of special tokens."""
     if isinstance(value, dict):
         return {name: with_ids(field, ids) for name, field in value.items()}
     if isinstance(value, list):
@@ -142,7 +142,7 @@ TABLE: dict[str, tuple[str, Fields]] = {
         "named": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
             "image_token": "<image_soft_token>"},
     }),
-    # Older models of Qwen have the text model's fields at the top.
+    # Older Qwen models have the text model's fields at the top level.
     "qwen2_vl": ("base", {
         "config": {"model_type": "qwen2_vl", "text_config": GONE, "hidden_size": 32,
             "image_token_id": "id of <|image_pad|>", "image_token_index": "id of <|image_pad|>",
@@ -346,7 +346,7 @@ TABLE: dict[str, tuple[str, Fields]] = {
         "more": {"processor_config.json": {"processor_class": "AyaVisionProcessor",
             "downsample_factor": 2, "image_token": "<image>", "img_size": 56, "patch_size": 14}},
     }),
-    # (Processor and tokenizer alone: the model is LLaVA's.)
+    # Only processor and tokenizer: the model is LLaVA's.
     "deepseek_vl": ("base", {
         "config": Only({"model_type": "deepseek_vl"}),
         "special": ["<image_placeholder>"],

@@ -1,4 +1,4 @@
-"""Checkpoints of small multimodal models on disk, with tokenizers and processors of their own."""
+"""Writes checkpoints of small multimodal models with their own tokenizers and processors."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ TEMPLATE = (
 
 @dataclass
 class Checkpoint:
-    """What is written of one family.
+    """The parameters of one family's checkpoint.
 
     Attributes:
-        config: Given the ids of special tokens.
-        special: Special tokens besides those of the chat template.
-        marks: What a template writes for an item of a kind.
+        config: Makes the configuration from the ids of special tokens.
+        special: Special tokens in addition to the chat template's.
+        marks: Text that a template writes for an item of a kind.
         processor: ``preprocessor_config.json``.
         more: Other files.
         named: Attributes of the tokenizer.
@@ -56,7 +56,7 @@ class Checkpoint:
 
 
 def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0, weights: bool = True) -> Path:
-    """Writes a checkpoint with random weights, or one of a processor only."""
+    """Writes a checkpoint with random weights, or only a processor."""
     path.mkdir(parents=True, exist_ok=True)
     ids = write_tokenizer(path, checkpoint)
     config = checkpoint.config(ids)
@@ -66,7 +66,7 @@ def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0, weights: bool = 
         **checkpoint.more,
     }.items():
         (path / name).write_text(json.dumps(content))
-    # (Fields that it leaves out have transformers' defaults.)
+    # transformers has defaults for missing fields.
     config = read_config(json.loads(json.dumps(config)))
     if not weights:
         return path
@@ -82,7 +82,7 @@ def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0, weights: bool = 
 
 
 def write_tokenizer(path: Path, checkpoint: Checkpoint) -> dict[str, int]:
-    """Bytes and special tokens; returns the ids of the latter."""
+    """Writes a tokenizer of bytes and special tokens; returns the latter's ids."""
     letters = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -102,12 +102,12 @@ def write_tokenizer(path: Path, checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def checkpoint(name: str) -> Checkpoint:
-    """A row of the table, to be changed at will."""
+    """A row of the table, which the caller may modify."""
     return made_of(fields_of(name))
 
 
 def made_of(fields: Fields) -> Checkpoint:
-    """The checkpoint of these fields, which it takes over."""
+    """The checkpoint of these fields; takes ownership of them."""
     config = fields.pop("config")
     return Checkpoint(config=partial(with_ids, config), **fields)
 
@@ -120,5 +120,5 @@ PROCESSORS: dict[str, Callable[[], Checkpoint]] = {
 CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     name: partial(checkpoint, name)
     for name in TABLE
-    if name not in PROCESSORS and name != "deepseek_vl"  # (whose model is LLaVA's)
+    if name not in PROCESSORS and name != "deepseek_vl"  # its model is LLaVA's
 }

@@ -1,4 +1,4 @@
-"""Files of pictures, clips and sounds, good ones and broken ones, made here."""
+"""Generates image, video and audio files, valid and broken."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png_of_size(width: int, height: int) -> bytes:
-    """A PNG that says it is so large, and has next to no data."""
+    """A PNG that claims a large size but has almost no data."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(b"\0" * 100)
     return (
@@ -52,7 +52,7 @@ def png_of_size(width: int, height: int) -> bytes:
 
 
 def png_with_text_bomb(megabytes: int = 80) -> bytes:
-    """A small PNG with a compressed comment that unpacks to much."""
+    """A small PNG with a compressed comment that unpacks to many bytes."""
     good = png()
     packed = zlib.compress(b"a" * (megabytes << 20))
     chunk = png_chunk(b"zTXt", b"Comment\0\0" + packed)
@@ -60,7 +60,7 @@ def png_with_text_bomb(megabytes: int = 80) -> bytes:
 
 
 def gif(num_frames: int = 3, size: tuple[int, int] = (8, 8)) -> bytes:
-    """Red first, other colours afterwards."""
+    """Red first, then other colors."""
     colors = [RED, *[(0, i % 256, 255) for i in range(1, num_frames)]]
     frames = [Image.new("RGB", size, color) for color in colors]
     return saved(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=50)
@@ -73,7 +73,7 @@ def clip(
     form: str = "mp4",
     codec: str = "mpeg4",
 ) -> bytes:
-    """Grey frames, each lighter than the one before: frame i has the level 16 + 8 * i."""
+    """Gray frames of increasing brightness: frame i has level 16 + 8 * i."""
     import av
 
     file = io.BytesIO()
@@ -91,7 +91,7 @@ def clip(
 
 
 def sound(seconds: float = 0.5, rate: int = 8000, channels: int = 2) -> bytes:
-    """A tone of 200 Hz, as WAV."""
+    """A 200 Hz tone, as WAV."""
     times = np.arange(int(seconds * rate)) / rate
     wave_of = np.sin(2 * np.pi * 200 * times)
     samples = np.repeat((wave_of * 20000).astype("<i2")[:, None], channels, axis=1)
@@ -106,7 +106,7 @@ def sound(seconds: float = 0.5, rate: int = 8000, channels: int = 2) -> bytes:
 
 @cache
 def odd_pictures() -> dict[str, bytes]:
-    """Pictures of every mode, and what pretends to be one."""
+    """Images of every mode, and other files with an image's name."""
     found = {
         f"{mode} {form}": saved(picture(mode=mode), form)
         for mode, form in (
@@ -145,7 +145,7 @@ def odd_pictures() -> dict[str, bytes]:
 
 @cache
 def odd_clips() -> dict[str, bytes]:
-    """Clips of several kinds, and what pretends to be one."""
+    """Videos of several kinds, and other files with a video's name."""
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
     concat = b"ffconcat version 1.0\nfile /etc/passwd\n"
     return {
@@ -164,7 +164,7 @@ def odd_clips() -> dict[str, bytes]:
 
 
 def mutated(files: dict[str, bytes], count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
-    """So many files: those given, then truncated, flipped, filled, doubled and joined ones."""
+    """Yields `count` files: the given ones, then truncated, flipped, filled, doubled ones."""
     chance = random.Random(seed)
     names = list(files)
     for i in range(count):

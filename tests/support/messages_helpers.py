@@ -1,4 +1,4 @@
-"""Anthropic's API in tests: streams as events, each held to the SDK's own models."""
+"""Tests of Anthropic's API: parses streams into events and validates each with the SDK's models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSWERS = "/v1/messages"
 
 
 def blocks_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream, pings included; each has its type as its name."""
+    """The events of a stream, including pings; an event's name must equal its type."""
     found = []
     for block in text.split("\n\n"):
         if not block or block.startswith(":"):
@@ -30,7 +30,7 @@ def blocks_of(text: str) -> list[dict[str, Any]]:
 
 
 def message_events(text: str) -> list[dict[str, Any]]:
-    """The events of a whole stream without pings, in an order that clients understand."""
+    """The events of a whole stream without pings; checks that their order is valid."""
     found = blocks_of(text)
     for event in found:
         validate(answers.MessageEvent, event)
@@ -54,7 +54,7 @@ def message_events(text: str) -> list[dict[str, Any]]:
 
 
 def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that the events of a stream make."""
+    """The message that a stream's events add up to."""
     message: dict[str, Any] = dict(found[0]["message"])
     texts: list[str] = []
     for event in found[1:]:
@@ -81,7 +81,7 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def whole(client: httpx.Client, body: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """An answer that is not streamed, held to our declaration and the SDK's model."""
+    """A non-streamed answer, validated with our declaration and the SDK's model."""
     response = client.post(ANSWERS, json=body, **options)
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
@@ -99,7 +99,7 @@ def streamed(client: httpx.Client, body: dict[str, Any], **options: Any) -> list
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error of a refusal, which must have Anthropic's body and name its request."""
+    """The error of a rejected request, which must have Anthropic's body and the request's id."""
     body = response.json()
     validate(answers.MessageError, body)
     assert response.headers["request-id"] == body["request_id"]

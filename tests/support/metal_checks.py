@@ -1,7 +1,7 @@
-"""Checks of the kernels that mutants of metal/ are held against: small, and each of few kernels.
+"""Checks that mutants of metal/ must fail: small, each with few kernels.
 
-The head dim of 80 leaves lanes without a chunk and SIMD-groups with unequal slices; contexts end
-inside blocks and tiles; slots that nothing may read are NaN.
+The head dim of 80 leaves lanes without a chunk and gives SIMD-groups unequal slices; contexts end
+inside blocks and tiles; slots that must not be read hold NaN.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def sinks_for(batch: PagedBatch) -> mx.array:
 
 
 def tokens_read(library: SimLibrary, batch: PagedBatch, **options) -> float:
-    """How many tokens' keys and values are read, once for each time."""
+    """Number of tokens whose keys and values are read, counting every read."""
     attend(library, batch, **options)
     token = 2 * 80 * batch.key_pool.dtype.size * batch.key_pool.shape[2]
     return sum(x["traffic"][buffer][0] for x in launches() for buffer in (1, 2)) / token
@@ -84,14 +84,14 @@ def decode(library: SimLibrary) -> None:
 
 @check
 def decode_options(library: SimLibrary) -> None:
-    batch = batch_of([1, 1, 1], 6, dtype=mx.float16)  # two tokens a SIMD-group at once
+    batch = batch_of([1, 1, 1], 6, dtype=mx.float16)  # a SIMD-group reads two tokens at a time
     compare(library, batch, sinks=sinks_for(batch), softcap=1.5)
     reads_once(library, batch)
 
 
 @check
 def decode_splits(library: SimLibrary) -> None:
-    batch = batch_of([1, 1, 1], 6, window=61)  # a first split of 7 tokens: not a whole step
+    batch = batch_of([1, 1, 1], 6, window=61)  # the first split has 7 tokens, less than a step
     compare(library, batch, {"split_tokens": 40}, sinks=sinks_for(batch), window=61)
 
 
@@ -102,7 +102,7 @@ def decode_drafts(library: SimLibrary) -> None:
 
 @check
 def decode_of_a_chunk_beside_others(library: SimLibrary) -> None:
-    """Items of other sizes are left to other launches."""
+    """Other launches must handle items of other sizes."""
     batch = batch_of([1, 2, 1], 2)
     compare(library, batch)
     reads_once(library, batch)
@@ -156,7 +156,7 @@ def prefill_options(library: SimLibrary) -> None:
 
 @check
 def prefill_splits(library: SimLibrary) -> None:
-    batch = batch_of([27, 9], 6, window=60)  # so that tiles do not begin where blocks do
+    batch = batch_of([27, 9], 6, window=60)  # so that tiles and blocks begin at different tokens
     compare(library, batch, {"split_tokens": 40}, sinks=sinks_for(batch), window=60)
 
 
@@ -170,7 +170,7 @@ def prefill_of_64_rows(library: SimLibrary) -> None:
 
 @check
 def prefill_window(library: SimLibrary) -> None:
-    """Each tile reads what its own rows see: 32 queries are rows 0 to 10 of a group of 3."""
+    """A tile reads only tokens that its rows see: 32 queries are rows 0 to 10 of a group of 3."""
     batch = batch_of([27], 6, window=20)  # the last row is token 149
     rows = [(123, 133), (133, 144), (144, 149)]
     assert tokens_read(library, batch, window=20) == sum(b + 1 - (a - 19) for a, b in rows)
@@ -180,8 +180,8 @@ def prefill_window(library: SimLibrary) -> None:
 
 
 def bounded(rows: list[int], heads: int, window: int | None = None, **shape) -> PagedBatch:
-    """The first row sees the last token, the last but one sees the tenth; between them is a span.
-    The rows of the second sequence are within a span that begins before them."""
+    """The first row sees the last token, and the second last row sees the tenth, with a span in
+    between. The rows of the second sequence are within a span that begins before them."""
     lens = [150, 33][: len(rows)]
     bounds = spans_of(lens, rows, [[(150 - rows[0] + 1, 148)], [(5, 31)]][: len(rows)])
     bounds[1, 0] = 149
@@ -218,7 +218,7 @@ def many_splits(library: SimLibrary) -> None:
 
 @check
 def a_mixed_step(library: SimLibrary) -> None:
-    """Items of three kernels, and tiles that some of them do not need."""
+    """Items of three kernels, and tiles that only some of them need."""
     rng = np.random.default_rng(0)
     batch = make_batch(rng, [40, 90, 40, 40], [1, 32, 5, 12], num_q_heads=6, key_dim=80)
     compare(library, batch, {"rows_per_item": 32})
@@ -251,7 +251,7 @@ def no_key_seen(library: SimLibrary) -> None:
 
 @check
 def a_sink_alone(library: SimLibrary) -> None:
-    """Logits of -inf leave the sink, and no value: zeros rather than NaN."""
+    """With logits of -inf, only the sink is left: the result is zero, not NaN."""
     batch = batch_of([1, 1, 1], 6)
     keys = mx.where(mx.isnan(batch.key_pool), batch.key_pool, mx.full((), -3e38))
     queries = mx.full(batch.queries.shape, 3e38)
@@ -307,7 +307,7 @@ def gather(library: SimLibrary) -> None:
 
 @check
 def strided(library: SimLibrary) -> None:
-    """Launched as it is: the CPU has its own way to make an array dense."""
+    """Launches the kernel directly, because the CPU makes an array dense in its own way."""
     rng = np.random.default_rng(0)
     base = rng.integers(0, 2**16, (3, 8, 5, 16)).astype(np.uint16)
     view = base.transpose(2, 1, 0, 3)[..., ::2]
@@ -328,7 +328,7 @@ def strided(library: SimLibrary) -> None:
 
 @check
 def bitmask(library: SimLibrary) -> None:
-    """Copied and in place; the last threadgroup and the last word of a row go past its end."""
+    """Copied and in place; the last threadgroup and a row's last word extend past its end."""
     rng = np.random.default_rng(0)
     for dtype in (mx.float32, mx.bfloat16):
         numbers = rng.standard_normal((5, 1100)).astype(np.float32)
@@ -449,7 +449,7 @@ def quantised_prefill(library: SimLibrary) -> None:
 
 @check
 def quantised_bytes(library: SimLibrary) -> None:
-    """Codes and scales are read once, by vector units and by matrix units."""
+    """Vector and matrix units must read codes and scales only once."""
     for name in FORMATS:
         for heads in (2, 8):
             plain = batch_of([1], heads, key_dim=128, dtype=mx.float16)
@@ -464,15 +464,15 @@ def quantised_bytes(library: SimLibrary) -> None:
 
 @check
 def quantised_write(library: SimLibrary) -> None:
-    """The CPU's codes; few of them round the other way, as a GPU divides less exactly."""
+    """Same codes as the CPU; a few round the other way, because a GPU's division is less exact."""
     rng = np.random.default_rng(0)
     for name in FORMATS:
         for dims in ((80, 128), (576, 24)):
             batch = make_batch(rng, [20], [1], num_kv_heads=3, num_q_heads=3, key_dim=dims[0],
                                value_dim=dims[1])  # fmt: skip
             rows = rng.standard_normal((6, 3, 576)) * 10.0 ** rng.uniform(-6, 2, (6, 3, 1))
-            rows[0] = np.abs(rows[0]) + 1  # (the zeros past a head are less)
-            rows[2, 1, :8] = 1.1875  # between two numbers of e4m3
+            rows[0] = np.abs(rows[0]) + 1  # the zeros past a head are smaller
+            rows[2, 1, :8] = 1.1875  # halfway between two e4m3 numbers
             rows[2, 0] = 0
             rows[3, 1, 5], rows[4, 2, 7] = np.nan, -np.inf
             rows[5, 0, 3] = 1e9
@@ -493,7 +493,7 @@ def quantised_write(library: SimLibrary) -> None:
 
 @check
 def quantised_gather(library: SimLibrary) -> None:
-    lens = mx.array([151, 33], mx.int32)  # (of the first one more than was written: a NaN)
+    lens = mx.array([151, 33], mx.int32)  # the first is one more than was written: a NaN
     mx.eval(lens)
     for name in FORMATS:
         for dim in (80, 512):
@@ -582,8 +582,8 @@ def products(library: SimLibrary) -> None:
 
 @check
 def mixtures(library: SimLibrary) -> None:
-    """Experts in more than one chunk of a SIMD-group, items that are full and that are not, numbers
-    of pairs that are no multiple of four, and more of them than threads."""
+    """Experts that span several chunks of a SIMD-group, full and partial items, numbers of pairs
+    that are not multiples of four, and more pairs than threads."""
     rng = np.random.default_rng(0)
     for router, rows, num_experts, top_k, dtype in (
         ("softmax, last", 1, 5, 3, mx.float32), ("normalised", 40, 40, 16, mx.bfloat16),
@@ -592,7 +592,7 @@ def mixtures(library: SimLibrary) -> None:
         experts = Experts(rng, num_experts, 24, 16, dtype, has_bias=top_k == 3)
         x = normal(rng, rows, 1, 24, dtype=dtype)
         logits = logits_apart(rng, rows, num_experts, dtype)
-        if router == "first, softmax":  # two of the largest are equal
+        if router == "first, softmax":  # the two largest are equal
             logits = mx.array([[[1.0, 2.0, 1.0]], [[3.0, 3.0, 3.0]], [[0.0, 1.0, 1.0]]] * 7)
 
         def build(x: mx.array, logits: mx.array) -> list[mx.array]:
@@ -607,8 +607,8 @@ def mixtures(library: SimLibrary) -> None:
 
 @check
 def greedy(library: SimLibrary) -> None:
-    """A vocabulary of whole chunks, more of them than a threadgroup reads at once, and one that is
-    not; equals, NaNs, infinities, and rows of which nothing is left."""
+    """A vocabulary of whole chunks, more than a threadgroup reads at once, and one with a partial
+    chunk; ties, NaNs, infinities, and rows without any finite logit."""
     rng = np.random.default_rng(0)
     for dtype, size in ((mx.float32, 17000), (mx.bfloat16, 1096), (mx.float16, 37)):
         values = rng.integers(-4, 3, (9, size)).astype(np.float32)
@@ -634,8 +634,8 @@ def greedy(library: SimLibrary) -> None:
 
 @check
 def heads(library: SimLibrary) -> None:
-    """Queries come out through an attention whose keys are all alike: values, and scores that show
-    nothing. So queries are looked at by way of keys of their own."""
+    """Queries are visible only through attention, so its keys must differ: with identical keys, the
+    result would not depend on the queries."""
     rng = np.random.default_rng(0)
     rows, q_heads, kv_heads, dim, value_dim = 5, 3, 1, 80, 80
     shapes = [(rows, 1, heads, d) for heads, d in ((q_heads, dim), (1, dim), (1, value_dim))]

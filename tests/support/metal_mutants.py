@@ -1,4 +1,4 @@
-"""Faults to plant in metal/: each is one that a hand might make. ``checks`` are those of
+"""Faults to plant in metal/, each a plausible programming error. ``checks`` are the functions of
 metal_checks.py that run on the mutant."""
 
 # ruff: noqa: E501  (a fault a line reads best)

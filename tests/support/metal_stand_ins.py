@@ -1,6 +1,6 @@
-"""What mlx-lm's Metal-only layers compute, in plain MLX, so that their families run anywhere.
+"""mlx-lm's Metal-only layers in plain MLX, so that their families run on any device.
 
-They stand in on both sides of a comparison: what is compared is the cache, not the kernels.
+Both sides of a comparison use them, so tests compare the cache and not the kernels.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def qk_norm(
     eps: float,
     query_scale: float,
 ) -> list[mx.array]:
-    """Normalised queries, scaled, and normalised keys: ``[B, L, heads, head_dim]`` each."""
+    """Normalized and scaled queries, and normalized keys: ``[B, L, heads, head_dim]`` each."""
     heads = qkvg.reshape(*qkvg.shape[:-1], -1, head_dim)
     q, k = heads[..., :n_heads, :], heads[..., n_heads : n_heads + n_kv_heads, :]
     return [_norm(q, None, eps) * query_scale, _norm(k, None, eps)]
 
 
 def qk_norm_rope(qkvg: mx.array, *, rope_base: float, offset: Any, **norms: Any) -> list[mx.array]:
-    """`qk_norm`, rotated; an array of offsets has one for each sequence."""
+    """`qk_norm` followed by RoPE; an array of offsets has one per sequence."""
 
     def rotate(x: mx.array) -> mx.array:
         turned = mx.fast.rope(
@@ -51,7 +51,7 @@ def qk_norm_rope(qkvg: mx.array, *, rope_base: float, offset: Any, **norms: Any)
 
 
 def rms_norm_sigmoid_gate(x: mx.array, gate: mx.array, *, eps: float) -> mx.array:
-    """``[B, H, L, D]`` normalised and gated: ``[B, L, H * D]``."""
+    """Normalizes and gates ``[B, H, L, D]``; returns ``[B, L, H * D]``."""
     x = _norm(x, None, eps).swapaxes(1, 2)
     return x.reshape(gate.shape) * mx.sigmoid(gate)
 
@@ -75,7 +75,7 @@ def expert_routing(
 def post_expert_norm_combine(
     experts: mx.array, weights: mx.array, *, norm_weight: mx.array, eps: float
 ) -> mx.array:
-    """The weighted sum of normalised expert outputs."""
+    """The weighted sum of normalized expert outputs."""
     return (_norm(experts * norm_weight, None, eps) * weights[..., None]).sum(-2)
 
 
@@ -89,7 +89,7 @@ def norm_add_norm(
     post_eps: float,
     next_norm: nn.RMSNorm | None,
 ) -> tuple[mx.array, mx.array | None]:
-    """The stream with a branch added, and its norm for the next branch."""
+    """The residual stream with a branch added, and its norm for the next branch."""
     if post_weight is not None:
         branch = branch * post_weight
     stream = alpha * stream + beta * _norm(branch, None, post_eps)
@@ -114,7 +114,7 @@ _STAND_INS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def standing_in(module: str) -> Iterator[None]:
-    """Runs a family without its Metal-only layers; others as they are."""
+    """Replaces the Metal-only layers of a family; does nothing for other families."""
     if module not in _STAND_INS:
         yield
         return

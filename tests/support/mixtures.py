@@ -1,4 +1,4 @@
-"""Mixtures of experts as models write them, and what they have to give, in float64."""
+"""Mixtures of experts in the forms that models use, and their expected results in float64."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from mlx_paged import ops
 
-Router = Callable[[mx.array, int], tuple[mx.array, mx.array]]  # logits and top_k
+Router = Callable[[mx.array, int], tuple[mx.array, mx.array]]  # (logits, top_k)
 
 
 def exact(array: mx.array) -> np.ndarray:
-    """What an array of any dtype holds, in float64."""
+    """The values of an array of any dtype, in float64."""
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 def softmax_and_last(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
-    """Indices and weights, as qwen3_moe has them."""
+    """Indices and weights as in qwen3_moe."""
     shares = mx.softmax(logits, axis=-1, precise=True)
     indices = mx.stop_gradient(mx.argpartition(shares, kth=-top_k, axis=-1)[..., -top_k:])
     return indices, mx.take_along_axis(shares, indices, axis=-1)
@@ -30,7 +30,7 @@ def normalised(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
 
 
 def first_and_softmax(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
-    """As mixtral has it."""
+    """Indices and weights as in mixtral."""
     indices = mx.argpartition(-logits, kth=top_k - 1, axis=-1)[..., :top_k]
     weights = mx.take_along_axis(logits, indices, axis=-1)
     return indices, mx.softmax(weights, axis=-1, precise=True)
@@ -44,7 +44,7 @@ ROUTERS: dict[str, Router] = {
 
 
 def chosen_by(router: str, logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which experts rows choose, and their weights; ties as a stable sort has them."""
+    """Experts that rows choose, and their weights; ties as in a stable sort."""
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares /= shares.sum(axis=1, keepdims=True)
     if router == "first, softmax":
@@ -57,7 +57,7 @@ def chosen_by(router: str, logits: np.ndarray, top_k: int) -> tuple[np.ndarray, 
 
 
 class Experts:
-    """Random experts with gated products, quantised with `form`: a mode, bits and group size."""
+    """Random experts with gated products, quantized with `form`: mode, bits and group size."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Experts:
         form: tuple[str, int, int] | None = None,
     ) -> None:
         self.form = form
-        self.arrays: dict[str, list[mx.array]] = {}  # a weight, or codes and scales
+        self.arrays: dict[str, list[mx.array]] = {}  # [weight], or [codes, scales]
         self.biases: dict[str, mx.array | None] = {}
-        self.exact: dict[str, np.ndarray] = {}  # as products see them
+        self.exact: dict[str, np.ndarray] = {}  # values that products use
         sizes = {"gate": (intermediate, hidden), "up": (intermediate, hidden)}
         for part, (n, k) in {**sizes, "down": (hidden, intermediate)}.items():
             numbers = rng.standard_normal((num_experts, n, k)).astype(np.float32) / np.sqrt(k)
@@ -99,7 +99,7 @@ class Experts:
         )  # fmt: skip
 
     def build(self, x: mx.array, logits: mx.array, router: str, top_k: int) -> mx.array:
-        """``[rows, 1, hidden]`` of rows and their experts' logits, as part of a program."""
+        """Computes ``[rows, 1, hidden]`` for rows and their router logits, as part of a program."""
         indices, shares = ROUTERS[router](logits, top_k)
         x = mx.expand_dims(x, (-2, -3))
         gate, up = (self.product(part, x, indices) for part in ("gate", "up"))
@@ -107,7 +107,7 @@ class Experts:
         return (y * shares[..., None]).sum(axis=-2)
 
     def expected(self, x: mx.array, chosen: np.ndarray, shares: np.ndarray) -> np.ndarray:
-        """The same of ``[rows, 1, hidden]``, in float64."""
+        """The same in float64."""
         rows = exact(x)[:, 0]
         out = np.zeros((len(rows), self.exact["down"].shape[1]))
         for row, (experts, weights) in enumerate(zip(chosen, shares, strict=True)):
@@ -125,7 +125,7 @@ class Experts:
 def logits_apart(
     rng: np.random.Generator, rows: int, num_experts: int, dtype: mx.Dtype
 ) -> mx.array:
-    """``[rows, 1, num_experts]``: so far apart that rounding their shares makes no two equal."""
+    """``[rows, 1, num_experts]`` logits, spaced so that rounding makes no two shares equal."""
     places = rng.permuted(np.tile(np.arange(num_experts), (rows, 1)), axis=1)
     logits = mx.array(places.astype(np.float32)[:, None] / 16).astype(dtype)
     mx.eval(logits)

@@ -1,7 +1,7 @@
-"""Small models for the tests, mlx-lm's dense answer to compare with, and a driver for single steps.
+"""Small models for the tests, mlx-lm's dense answers for comparison, and a driver for single steps.
 
-The tiny models have random weights, sharpened until attention decides the logits: with the mild
-initial ones every row looks alike and a wrong cache would hardly show.
+The tiny models have random weights, sharpened until attention decides the logits: with mlx-lm's
+mild initial weights, all rows look alike and a wrong cache would hardly show.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def scheduled(
     sampling: SamplingRow = GREEDY,
     input_from: int = -1,
 ) -> Row:
-    """A sequence's part of a step that no scheduler planned."""
+    """A sequence's part of a step that was built without a scheduler."""
     return Row(
         sequence=None,
         seq_id=seq_id,
@@ -72,7 +72,7 @@ def step_of(
 
 
 def tiny_config(model_type: str, *, tied: bool = True, **fields: Any) -> dict[str, Any]:
-    """A ``config.json`` of a model of a few thousand weights; `fields` override."""
+    """A ``config.json`` for a model with a few thousand weights; `fields` override."""
     return {
         "model_type": model_type,
         "hidden_size": 64,
@@ -91,7 +91,7 @@ def tiny_config(model_type: str, *, tied: bool = True, **fields: Any) -> dict[st
 
 
 def tiny_model(config: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
-    """The model that mlx-lm builds from a config, with random weights in float32."""
+    """mlx-lm's model for a config, with random float32 weights."""
     model_class, args_class = _get_classes(config=dict(config))
     mx.random.seed(seed)
     model = model_class(args_class.from_dict(dict(config)))
@@ -110,7 +110,7 @@ def tiny_model(config: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
 
 
 def save_tiny(path: Path, config: Mapping[str, Any], model: nn.Module | None = None) -> None:
-    """Writes a model directory that has the embedded model's tokenizer."""
+    """Writes a model directory with the embedded model's tokenizer."""
     from mlx_lm.utils import save_config, save_model
 
     path.mkdir(parents=True, exist_ok=True)
@@ -121,12 +121,12 @@ def save_tiny(path: Path, config: Mapping[str, Any], model: nn.Module | None = N
 
 @lru_cache(maxsize=1)
 def embedded() -> LoadedModel:
-    """The embedded model, loaded once and never given to an engine."""
+    """The embedded model, loaded once and never passed to an engine."""
     return load(dtype="float32")
 
 
 def embedded_twin() -> LoadedModel:
-    """The embedded model for one engine: modules of its own, weights shared with `embedded`."""
+    """The embedded model for one engine: its own modules, with weights shared with `embedded`."""
     source = embedded()
     model_class, args_class = _get_classes(config=source.config)
     model = model_class(args_class.from_dict(source.config))
@@ -136,7 +136,7 @@ def embedded_twin() -> LoadedModel:
 
 
 def dense_logits(model: nn.Module, chunks: Sequence[Sequence[int]]) -> np.ndarray:
-    """``[vocab_size]`` logits after the last token, by mlx-lm's own cache, chunk by chunk."""
+    """``[vocab_size]`` logits after the last token, with mlx-lm's own cache, chunk by chunk."""
     cache = plain_caches(model)
     for chunk in chunks:
         logits = model(mx.array([list(chunk)]), cache=cache)
@@ -145,7 +145,7 @@ def dense_logits(model: nn.Module, chunks: Sequence[Sequence[int]]) -> np.ndarra
 
 
 def dense_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What the embedded model answers through mlx-lm's own cache, past any end token."""
+    """The embedded model's answer with mlx-lm's own cache, past any end token."""
     return list(_dense_greedy(tuple(prompt), num_tokens))
 
 
@@ -161,12 +161,12 @@ def _dense_greedy(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
 
 
 def rms(values: np.ndarray) -> float:
-    """Root of the mean square; NaN if there is a NaN anywhere."""
+    """Root mean square; NaN if any element is NaN."""
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
 def poisoned(pool: mx.array) -> mx.array:
-    """NaNs; of a quantised pool all bits are ones, and so its scales, and e4m3, are NaNs."""
+    """Fills an array with NaN; a quantized pool gets all ones, so its scales and e4m3 are NaN."""
     if mx.issubdtype(pool.dtype, mx.floating):
         return mx.full(pool.shape, mx.nan, pool.dtype)
     ones = mx.full((pool.nbytes,), 255, mx.uint8)
@@ -175,7 +175,7 @@ def poisoned(pool: mx.array) -> mx.array:
 
 @dataclass
 class Rows:
-    """A sequence of `StepDriver`: the tokens in its blocks, and the blocks."""
+    """A sequence of `StepDriver`: its blocks and the tokens in them."""
 
     seq_id: int
     chunks: list[list[int]] = field(default_factory=list)
@@ -187,9 +187,9 @@ class Rows:
 
 
 class StepDriver:
-    """Drives a `ModelRunner` step by step, with a block allocator that hands out ids shuffled.
+    """Drives a `ModelRunner` step by step, with an allocator that returns shuffled block ids.
 
-    All pools hold NaN at first, so that a slot that is read before it was written is loud.
+    All pools are initially NaN, so reading an unwritten slot becomes visible.
     """
 
     def __init__(
@@ -218,9 +218,9 @@ class StepDriver:
         self._num_steps = 0
 
     def fork(self, name: str, source: str, num_tokens: int) -> None:
-        """Starts a sequence with the first tokens of another, as prefix sharing does.
+        """Starts a sequence with a prefix of another, as prefix sharing does.
 
-        Full blocks are shared; the last, partial one is copied at the beginning of the next step.
+        Full blocks are shared; a partial last block is copied at the start of the next step.
         """
         old, new = self.sequences[source], Rows(len(self.sequences))
         num_full, num_partial = divmod(num_tokens, self.block_size)
@@ -233,7 +233,7 @@ class StepDriver:
         self.sequences[name] = new
 
     def schedule(self, name: str, tokens: Sequence[int], *, samples: bool = True) -> Row:
-        """The rows of one sequence, its blocks allocated; -1 stands for a token in flight."""
+        """The rows of one sequence, with blocks allocated; -1 stands for a token in flight."""
         seq = self.sequences.setdefault(name, Rows(len(self.sequences)))
         start = len(seq.tokens)
         seq.chunks.append(list(tokens))
@@ -279,7 +279,7 @@ class StepDriver:
         return self.launch(*(self.schedule(name, tokens) for name, tokens in work.items()))[1]
 
     def num_written_slots(self) -> list[tuple[int, int]]:
-        """(key slots, value slots) of each layer that do not hold the poison any more."""
+        """(key slots, value slots) of each layer that no longer hold the poison."""
         return [
             tuple(
                 int((~np.isnan(np.array(pool))).all(axis=(2, 3)).sum())
@@ -290,7 +290,7 @@ class StepDriver:
 
 
 def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
-    """Tokens of the tiny models."""
+    """Random tokens for the tiny models."""
     return rng.integers(0, VOCAB_SIZE, count).tolist()
 
 
