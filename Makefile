@@ -34,8 +34,9 @@ INSTALLED_TESTS := $(INSTALLED_DEV)$(if $(filter ON,$(SANITIZE)),-sanitized)$(if
 demo: $(INSTALLED)
 	$(BIN)/mlx-paged demo
 
-# One worker a core; `make test WORKERS=0` runs the tests in one process.
-WORKERS ?= $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)
+# Three workers for two cores, because many tests wait. `make test WORKERS=0` runs them in one process.
+CORES := $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)
+WORKERS ?= $(shell echo $$(($(CORES) + $(CORES) / 2)))
 test: $(INSTALLED_TESTS)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 

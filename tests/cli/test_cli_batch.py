@@ -260,6 +260,7 @@ def test_a_full_disk_is_told_and_can_be_resumed(tmp_path, monkeypatch) -> None:
 # --- Size -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_memory_stays_bounded_over_a_hundred_thousand_lines(tmp_path) -> None:
     num_lines, line_size = 100_000, 600
     source = tmp_path / "in"

@@ -304,6 +304,7 @@ def test_an_empty_prompt_is_refused_and_one_whose_cache_has_all_is_answered(mode
 # --- Speculative decoding -------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("paged")
 @pytest.mark.parametrize("num_draft_tokens", [1, 3])
 @pytest.mark.parametrize("draft", ["the same model", "a random model"])

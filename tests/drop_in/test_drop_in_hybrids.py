@@ -275,6 +275,7 @@ def test_caches_have_the_content_of_mlx_lms(module, model, tmp_path) -> None:
     integrity(model)
 
 
+@pytest.mark.one_in(2)
 @kinds
 def test_a_cache_goes_from_turn_to_turn_and_its_copies_part_ways(module, model) -> None:
     caches, text, forks = mlx_lm_cache.make_prompt_cache(model), [], []
@@ -398,6 +399,7 @@ def test_quantised_keys_lie_beside_states(quantisable) -> None:
 # --- Batches --------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @kinds
 def test_sequences_come_and_go_and_their_caches_too(module, model) -> None:
     expected = [plain_tokens(model, prompt, max_tokens=12) for prompt in PROMPTS[2:7]]

@@ -112,6 +112,7 @@ def is_bounded(model: nn.Module, num_sequences: int = 1) -> bool:
 # --- Memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @kinds
 def test_a_long_generation_holds_the_blocks_of_its_window(kind, model) -> None:
     caches = new_cache(model)
@@ -152,6 +153,7 @@ def test_calls_by_hand_hold_the_blocks_of_their_window(kind, model) -> None:
     integrity(model)
 
 
+@pytest.mark.one_in(2)
 @kinds
 def test_a_batch_holds_the_blocks_of_its_windows(kind, model) -> None:
     texts = [TEXT[i : i + 120] for i in range(0, 240, 60)]
@@ -207,6 +209,7 @@ def test_blocks_of_a_window_move_when_the_store_shrinks(kind, model) -> None:
 # --- Prefixes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @kinds
 def test_what_slid_out_of_a_window_is_found_by_others(kind, model) -> None:
     """Another text that leaves the first one in the middle of what one step computed, or before."""
@@ -254,6 +257,7 @@ def test_a_prompt_continues_where_both_state_and_window_are(kind, model) -> None
     integrity(model)
 
 
+@pytest.mark.one_in(2)
 @kinds
 def test_turns_of_a_chat(kind, model) -> None:
     text = list(TEXT[:200])
@@ -320,6 +324,7 @@ def test_an_empty_prompt_is_answered_after_the_window_has_slid(kind, model) -> N
     integrity(model)
 
 
+@pytest.mark.one_in(2)
 @plain_kinds
 @pytest.mark.parametrize("num_draft_tokens", [3, 40])
 def test_drafts_are_taken_back_after_the_window_has_slid(
@@ -402,6 +407,7 @@ def test_layers_by_themselves(kind, model) -> None:
 SEEDS = range(int(os.environ.get("MLX_PAGED_WINDOW_SEEDS", "3")))
 
 
+@pytest.mark.one_in(3)
 @plain_kinds
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_lives(kind, model, seed) -> None:

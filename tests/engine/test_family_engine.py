@@ -54,6 +54,7 @@ def expected(family: str) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_answers_as_the_dense_path(family: str) -> None:
     copies = ops.pool_copies()  # other tests make some on purpose

@@ -97,6 +97,7 @@ def moments(num_lines: int, count: int, seed: int) -> list[int]:
 # --- LLM ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @OVERLAP
 @pytest.mark.parametrize("model", [hash_model, embedded_twin], ids=["hash", "embedded"])
 @pytest.mark.parametrize("streams", [False, True], ids=["generate", "stream"])

@@ -108,6 +108,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_same_valid_answers_in_any_company(name: str) -> None:
     llm = make(**STEPS[name])
@@ -316,6 +317,7 @@ def run(engine: Engine) -> list[RequestOutput]:
     raise AssertionError("it does not end")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("overlap", "error"),
     [(True, KeyboardInterrupt), (True, ZeroDivisionError), (False, KeyboardInterrupt)],

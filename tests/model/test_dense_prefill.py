@@ -35,6 +35,7 @@ def tables_of(context_lens: list[int]) -> list[list[int]]:
     return tables
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("context_lens", "query_lens"),
     [

@@ -91,6 +91,7 @@ def run_mixed_scenario(driver: StepDriver, rng: np.random.Generator) -> dict[str
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block_size", [8, 32])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("variant", VARIANTS)

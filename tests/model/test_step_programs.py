@@ -116,6 +116,7 @@ def steps() -> list[dict[str, list[int]]]:
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*CONFIGS, *FORMATS])
 def test_they_give_what_the_graph_gives(name: str) -> None:
     programs, graphs = driver_of(name), driver_of(name)

@@ -55,6 +55,7 @@ def differences(model: nn.Module, family: str) -> float:
     return max(relative_difference(model, driver, 96).values())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", QUANTISED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantised_weights_match(family: str, name: str) -> None:

@@ -100,6 +100,7 @@ def _on_device(value: Any, *, ragged: bool) -> Any:
     return value if isinstance(value, (mx.array, int)) else mx.array(np.array(value))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(set(ALL_CHECKPOINTS) - OTHERWISE))
 def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
     name: str, loaded: Callable[[str], LoadedModel]
@@ -173,6 +174,7 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
 NO_REFERENCE = {"gemma3n", "paligemma", "qwen3_omni_moe"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(set(ALL_CHECKPOINTS) - NO_REFERENCE))
 def test_a_text_alone_is_served_by_the_engine(
     name: str, loaded: Callable[[str], LoadedModel]
@@ -675,6 +677,7 @@ def test_an_item_that_comes_again_is_not_processed_again(
 # --- Chats ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(set(ALL_CHECKPOINTS) - {"paligemma"}))
 def test_a_chat_about_a_picture_is_answered(
     name: str, loaded: Callable[[str], LoadedModel]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from sim import METAL
 from sim.checks import checks_of, library
 from support.simulated import needs_simulator
@@ -14,6 +15,7 @@ def constexpr(file: str, line: int) -> bool:
     return any("constexpr" in text[i] for i in (line - 2, line - 1))
 
 
+@pytest.mark.long
 @needs_simulator
 def test_every_line_of_the_kernels_is_executed() -> None:
     kernels = library(METAL)

@@ -165,6 +165,7 @@ def test_the_table_is_that_of_the_metal_files() -> None:
     assert sorted(FILES) == sorted(kernels().kernels)
 
 
+@pytest.mark.one_in(3)
 @needs_simulator
 @pytest.mark.parametrize("name", sorted({file: host for host, file in FILES.items()}.values()))
 def test_the_text_that_mlx_compiles_is_whole(name) -> None:
@@ -282,6 +283,7 @@ def test_a_workspace_is_little_larger_than_asked_for() -> None:
         assert more >= min(size * 17 // 16, size + 16384)
 
 
+@pytest.mark.one_in(2)
 @needs_simulator
 @pytest.mark.parametrize("heads", [2, 8])
 def test_a_row_has_the_same_bits_alone_and_in_company(rng, heads) -> None:

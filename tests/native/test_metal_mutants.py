@@ -11,6 +11,7 @@ from support.simulated import kernels, needs_simulator
 pytestmark = needs_simulator
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(checks_of("support.metal_checks")))
 def test_the_kernels_pass(name) -> None:
     checks_of("support.metal_checks")[name](kernels())

@@ -262,6 +262,7 @@ def test_negative_slots_write_nothing(backend, rng, dtype) -> None:
 # --- Instruction sets -----------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("simd", ["avx512", "avx2", "baseline", "neon"])
 def test_this_file_passes_in_a_process_of(simd) -> None:
     run_in_process_of(simd, 2, [__file__], "not this_file and not simulator")

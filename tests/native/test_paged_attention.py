@@ -422,6 +422,7 @@ def test_nan_in_a_query_row_stays_in_that_row(rng, options, split_tokens, query_
 # --- Instruction sets and threads -----------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("simd", "num_threads"),
     [

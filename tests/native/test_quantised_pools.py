@@ -302,6 +302,7 @@ def test_bytes_of_a_pool(name) -> None:
 # --- Instruction sets -----------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(ON_GPU, reason="on a GPU there is no instruction set to choose")
 @pytest.mark.parametrize("simd", ["avx2", "baseline", "neon"])
 def test_this_file_passes_in_a_process_of(simd) -> None:

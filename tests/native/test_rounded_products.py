@@ -394,6 +394,7 @@ def test_an_unknown_name_is_refused(rng, name: str) -> None:
         ops.linear(mx.ones((1, 256)), mx.ones((2, 256)), activations=name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("simd", ["avx512vnni", "avx512", "avx2", "baseline"])
 def test_rounded_products_in_a_process_of(simd: str) -> None:
     run_in_process_of(simd, 4, [__file__], "not in_a_process_of")

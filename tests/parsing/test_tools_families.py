@@ -58,6 +58,7 @@ def of(family: Family, has_tokens: bool) -> tuple[SmallTokenizer, ToolFormat]:
     return tokenizer, format_of(family.name, tokenizer.added, family.template)
 
 
+@pytest.mark.one_in(2)
 @in_both_ways
 def test_golden_transcripts_at_every_split(family: Family, has_tokens: bool) -> None:
     tokenizer, format = of(family, has_tokens)
@@ -83,6 +84,7 @@ def test_golden_transcripts_at_every_split(family: Family, has_tokens: bool) -> 
             assert summary(other) == summary(answer), (golden, split)
 
 
+@pytest.mark.one_in(3)
 @in_both_ways
 def test_every_cut_of_a_transcript_is_reported(family: Family, has_tokens: bool) -> None:
     """max_tokens or an end within a call: nothing raises, and what was written is a beginning."""
@@ -181,6 +183,7 @@ def strings(value: Any) -> list[str]:
     return [s for item in value for s in strings(item)] if isinstance(value, list) else []
 
 
+@pytest.mark.one_in(3)
 @in_both_ways
 @settings(
     max_examples=15 * THOROUGH,
@@ -238,6 +241,7 @@ FORCED = (
 )
 
 
+@pytest.mark.one_in(4)
 @in_both_ways
 @pytest.mark.parametrize("required", [True, False], ids=["required", "auto"])
 def test_forced_calls_are_valid(family: Family, has_tokens: bool, required: bool) -> None:
@@ -272,6 +276,7 @@ def test_forced_calls_are_valid(family: Family, has_tokens: bool, required: bool
     assert num_calls > 6
 
 
+@pytest.mark.one_in(2)
 @in_both_ways
 def test_what_a_template_renders_is_what_is_forced(family: Family, has_tokens: bool) -> None:
     """The grammar forces calls as those of history are rendered, so models find their habits."""

@@ -235,6 +235,7 @@ def test_sigterm_under_load() -> None:
         assert seen["finished"] >= 24 and seen["refused"] + seen["503"] >= 24, seen
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory: Linux only")
 def test_memory_is_flat() -> None:
     """A thousand requests later the process is as large as before."""
