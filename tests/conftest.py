@@ -1,7 +1,7 @@
-"""What all tests share: MLX's device, reproducible randomness, reproducible hypothesis.
+"""Setup of all tests: MLX's device, reproducible randomness, reproducible hypothesis.
 
 The device is the CPU, or the GPU with MLX_PAGED_TEST_DEVICE=gpu. mlx-lm is paged, as `import
-mlx_paged` ships it; oracles take mlx-lm as it is from `support.plain`.
+mlx_paged` makes it by default; oracles get unpatched mlx-lm from `support.plain`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 import zlib
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # A core for each worker. (`native/test_threads.py` runs the kernels on several threads.)
+    # One core per worker. `native/test_threads.py` runs the kernels on several threads.
     os.environ.setdefault("MLX_PAGED_NUM_THREADS", "1")
 
-# Tests start some hundred interpreters, and compiling the package is a fifth of each one's start.
+# Tests start hundreds of interpreters, and compiling the package takes a fifth of each start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import mlx_paged  # before mlx.core, so that its BLAS takes effect
@@ -36,10 +36,10 @@ from support.reference import ON_GPU
 from mlx_paged import drop_in
 from mlx_paged.engine import gc_pause
 
-# The tests' own files, too, are compiled once and not by each worker of each run.
+# Caches the tests' bytecode, so that the workers of each run do not compile it again.
 sys.dont_write_bytecode = False
 
-# Shells have what they run in the background ignore Ctrl-C, and so would all that tests start.
+# Shells make background processes ignore Ctrl-C, and the processes that tests start inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Deadlines fail slow machines, not slow code. `quick` is for runs that repeat a file many times.
@@ -64,11 +64,11 @@ _freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """Tests and libraries, a million objects, are not for the garbage collector to walk.
+    """Excludes tests and libraries, a million objects, from garbage collection.
 
-    A collection of them takes most of a second, and models are full of cycles that ask for one.
-    Engines freeze what there is, too, and unfreeze all of it when they end, the tests with it; so
-    that does nothing here (but see `real_freezing`, and the tests that start processes).
+    Collecting them takes most of a second, and models are full of cycles that trigger collections.
+    Engines also freeze all objects, and unfreeze them when they end, including the tests'; so
+    freezing does nothing here (except with `real_freezing`, and in tests that start processes).
     """
     gc.disable()
     try:
@@ -82,7 +82,7 @@ def pytest_collection() -> Iterator[Any]:
 
 @pytest.fixture
 def real_freezing() -> Iterator[None]:
-    """`gc.freeze` and `gc.unfreeze` as they are elsewhere."""
+    """The real `gc.freeze` and `gc.unfreeze`."""
     stand_in = gc.freeze
     gc.freeze, gc.unfreeze = _freeze, _unfreeze
     yield
@@ -94,8 +94,8 @@ def real_freezing() -> Iterator[None]:
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     """Leaves out tests marked `long`, and all but one in n cases of those marked `one_in`.
 
-    At least one of each kind stays. Cases with ids like "file: fault" are of one kind for each
-    file, those of another test of one kind.
+    At least one of each kind remains. For ids like "file: fault", each file is a kind; otherwise
+    each test is one kind.
     """
     kinds: set[tuple[str, str]] = set()
     kept = []
@@ -113,9 +113,9 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what only `make test-long` runs, unless MLX_PAGED_ALL_CASES asks for it.
+    """Leaves out tests that only `make test-long` runs, unless MLX_PAGED_ALL_CASES is set.
 
-    With MLX_PAGED_TEST_SHARD=2/4 every fourth test is run, from the second on.
+    MLX_PAGED_TEST_SHARD=2/4 runs every fourth test, starting with the second.
     """
     if not os.environ.get("MLX_PAGED_ALL_CASES"):
         kept = set(sampled := _sampled(items))
@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device() -> None:
     mx.set_default_device(mx.gpu if ON_GPU else mx.cpu)
     if ON_GPU:
-        # Hundreds of engines start here, and few of them decode more than some tokens.
+        # Hundreds of engines start here, and few of them decode more than a few tokens.
         from mlx_paged.engine import warm_up
 
         warm_up.is_needed = lambda *_: False
@@ -140,11 +140,11 @@ def device() -> None:
 
 @pytest.fixture(autouse=True)
 def no_log_handlers() -> Iterator[None]:
-    """Removes log handlers that a test installed: pytest closes the stream they write to."""
+    """Removes log handlers that a test installed, because pytest closes their stream."""
     root = logging.getLogger()
     level = root.level
     yield
-    # (pytest's own handlers are of derived classes)
+    # pytest's own handlers are subclasses.
     installed = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
     for handler in installed:
         root.removeHandler(handler)
@@ -154,13 +154,13 @@ def no_log_handlers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def shipped_default() -> Iterator[None]:
-    """mlx-lm is paged, if it is loaded, even after a test that unpatched it; collections come."""
+    """Restores a paged mlx-lm, if it is loaded, after a test that unpatched it; and collections."""
     drop_in.arrange()
     yield
-    with gc_pause._lock:  # (an engine that is shared may be in a step)
+    with gc_pause._lock:  # a shared engine may be in a step
         is_left_disabled = not gc.isenabled() and not gc_pause._threads
         if is_left_disabled:
-            gc.enable()  # (for the next test: what it drops may be in cycles)
+            gc.enable()  # for the next test, because this one's objects may form cycles
     assert not is_left_disabled, "the garbage collector was left disabled"
 
 
@@ -171,15 +171,15 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="module")
 def shared_llm() -> Any:
-    """For tests that leave nothing behind; `llm` checks that they do not."""
-    from support import embedded_llm  # it loads a model
+    """For tests that leave no state behind; `llm` checks that."""
+    from support import embedded_llm  # loads a model
 
     return embedded_llm.make()
 
 
 @pytest.fixture
 def llm(shared_llm: Any) -> Iterator[Any]:
-    """The embedded model's engine, with nothing cached."""
+    """The embedded model's engine, with an empty cache."""
     from support import embedded_llm
 
     shared_llm.engine.reset_prefix_cache()
@@ -189,7 +189,7 @@ def llm(shared_llm: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """mlx-lm with the drop-in, which has seen no model."""
+    """mlx-lm with the drop-in, before it has seen a model."""
     monkeypatch.delenv("MLX_PAGED_DISABLE", raising=False)
     mlx_paged.unpatch()
     assert mlx_paged.patch()

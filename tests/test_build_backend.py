@@ -1,4 +1,4 @@
-"""What a build decides: whether the CUDA backend is built, and which compilers are refused."""
+"""The build's decisions: whether to build the CUDA backend, and which compilers it rejects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_missing_nvcc_is_one_line_with_the_command_that_helps() -> None:
     problem = choose("AUTO", None, H100, cuda_mlx=False).problem
     assert "\n" not in problem and "nvcc" in problem
     assert f"pip install '{NVCC_WHEELS[0]}'" in problem and "MLX_PAGED_CUDA=OFF" in problem
-    # What nvcc 13 compiles does not run with a driver of CUDA 12.
+    # A CUDA 12 driver does not run code from nvcc 13.
     older = choose("AUTO", None, Gpu((12, 8), ("80",)), cuda_mlx=False).problem
     assert "cuda-toolkit-12-8" in older and "pip install" not in older
 
@@ -85,7 +85,7 @@ def test_the_environment_chooses_where_pip_is_told_nothing(monkeypatch: pytest.M
 
 
 def test_the_driver_is_asked_in_another_process() -> None:
-    """Where there is none it says so: no driver is an answer, not an error."""
+    """Without a driver it says so: that is an answer, not an error."""
     gpu = build_backend.find_gpu()
     assert gpu == NO_GPU or gpu.cuda > (10, 0)
 
@@ -105,7 +105,7 @@ needs_cmake = pytest.mark.skipif(
 
 
 def configure(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Only the check of the compiler, in a project of its own."""
+    """Runs only the compiler check, in a project of its own."""
     check = ROOT / "csrc/shared_libstdcxx.cmake"
     (folder / "CMakeLists.txt").write_text(
         f"cmake_minimum_required(VERSION 3.25)\nproject(p LANGUAGES CXX)\ninclude({check})\n"
@@ -152,7 +152,7 @@ def test_requirements_of_a_build_name_the_backend(monkeypatch, extra: str, mlx: 
 
 
 def check_tools(tmp_path: Path, *programs: str, python: str = sys.executable) -> str:
-    """Runs scripts/check_tools.sh where these programs are the only ones; returns its errors."""
+    """Runs scripts/check_tools.sh with only these programs on the path; returns its errors."""
     for program in ("sh", "uname", *programs):
         found = shutil.which(program)
         assert found is not None, program

@@ -1,4 +1,4 @@
-"""The script of checks on an NVIDIA GPU: the test files that it names exist."""
+"""scripts/check_cuda.py: the test files that it names exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_every_stage_finds_its_files() -> None:
     script = sys.modules["check_cuda"] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(script)
-        stages = script.checks()  # asserts that there is one test file of each name
+        stages = script.checks()  # asserts that each name matches exactly one test file
     finally:
         del sys.modules["check_cuda"]
     assert len(stages) > 10

@@ -1,4 +1,4 @@
-"""The limit of open files: importing and loading leave it alone, `raise_limit` raises it."""
+"""The limit of open files: importing and loading leave it unchanged, `raise_limit` raises it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(code: str, soft: int, hard: int, **env: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# A descriptor limit of this machine's that is below these would make the tests meaningless.
+# A machine's own limit below these would make the tests meaningless.
 @pytest.mark.parametrize(
     ("soft", "hard", "env"),
     [(900, 1024, {}), (5000, 6000, {}), (900, 1024, {"MLX_PAGED_DISABLE": "1"})],

@@ -1,4 +1,4 @@
-"""`scripts/install_progress.py`: what `make` shows while pip compiles."""
+"""scripts/install_progress.py: the progress display of `make` while pip compiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def script() -> ModuleType:
     return module
 
 
-# As pip and ninja print it.
+# Format of pip's and ninja's output.
 OUTPUT = [
     "Using pip 25.2 from somewhere\n",
     "Obtaining file:///somewhere\n",

@@ -1,4 +1,4 @@
-"""Who may import whom. Imports go down only: `core` and `model` know nothing of each other, and the
+"""Import rules. Imports go down only: `core` and `model` know nothing of each other, and the
 engine joins them.
 
 cli, server, doctor
@@ -26,7 +26,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mlx_paged"
 
-# What each part of the package may import of it, besides itself and `errors`.
+# Parts of the package that each part may import, in addition to itself and `errors`.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "content": (),
@@ -102,7 +102,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "__init__": ("blas", "descriptors", "extension", "model", "engine", "drop_in"),
 }
-# Parts that import nothing outside Python's standard library: neither mlx, mlx_lm nor numpy.
+# Parts that import only Python's standard library: neither mlx, mlx_lm nor numpy.
 STANDARD_LIBRARY_ONLY = (
     "errors",
     "blas",
@@ -113,13 +113,13 @@ STANDARD_LIBRARY_ONLY = (
     "import_hooks",
     "core",
 )
-# Ways out of that: OpenBLAS's wheel tells where its library lies.
+# Exceptions: OpenBLAS's wheel returns the path of its library.
 EXCEPTIONS = {("blas", "scipy_openblas32")}
 
-# What the files under a folder may include; headers of the same folder are named without a path.
+# Includes allowed in each folder; headers of the same folder are named without a path.
 METAL_INCLUDE = re.compile(r"metal/[\w/]+\.h|metal_\w+|\w+\.h")
 PYTHON_INCLUDE = re.compile(r"Python\.h|nanobind/.*|pybind11/.*")
-# Compiled once for each instruction set, so a shared inline function could carry AVX-512 to all.
+# Compiled once per instruction set, so a shared inline function could spread AVX-512 everywhere.
 PER_INSTRUCTION_SET = ROOT / "csrc/cpu/kernels_simd.cpp"
 PLAIN_INCLUDE = re.compile(r"(stddef|stdint|immintrin|arm_neon)\.h|cstddef|cstdint")
 
@@ -135,7 +135,7 @@ def modules(package: Path = PACKAGE) -> list[Path]:
 
 
 def imports(path: Path, package: Path = PACKAGE) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of everything that a module imports, wherever it does so."""
+    """(line, absolute dotted name) of every import in a module, at any depth."""
     here = ["mlx_paged", *path.relative_to(package).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -143,7 +143,7 @@ def imports(path: Path, package: Path = PACKAGE) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             above = here[: len(here) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            # `from mlx_paged import x` names a part of the package, or what its __init__ offers.
+            # `from mlx_paged import x` names a part of the package, or a name in its __init__.
             names = [f"{base}.{alias.name}" for alias in node.names]
             yield from ((node.lineno, n) for n in (names if base == "mlx_paged" else [base]))
 
@@ -155,7 +155,7 @@ def broken_rules(path: Path, package: Path = PACKAGE) -> list[str]:
         top, *rest = name.split(".")
         if top == "mlx_paged":
             is_part = bool(rest) and rest[0] in {*MAY_IMPORT, "_build", "_ext"}
-            target = rest[0] if is_part else "__init__"  # the package's own names
+            target = rest[0] if is_part else "__init__"  # a name of the package itself
             if target not in (part, "errors", *MAY_IMPORT.get(part, ())):
                 broken.append(f"{path.name}:{line}: {part} must not import {name}")
         elif (
@@ -189,7 +189,7 @@ def test_imports_go_down_only(part) -> None:
 def test_the_table_has_no_cycles_and_keeps_the_halves_apart() -> None:
     def below(part: str) -> set[str]:
         direct = set(MAY_IMPORT.get(part, ()))
-        return direct.union(*(below(p) for p in direct))  # endless recursion is the cycle found
+        return direct.union(*(below(p) for p in direct))  # a cycle causes endless recursion
 
     for part in MAY_IMPORT:
         assert part not in below(part)
@@ -245,13 +245,13 @@ ASKS_THE_DEVICE = re.compile(r"has_cuda\(\)|repeats_steps\(\)|default_device\(\)
 
 
 def test_the_device_is_asked_in_two_files() -> None:
-    """Everything else receives a `Platform`, or asks that file."""
+    """All other code receives a `Platform`, or asks that file."""
     found = {path.name for path in modules() if ASKS_THE_DEVICE.search(path.read_text())}
     assert found == {"ops.py", "platform.py"}
 
 
 def test_a_decode_step_asks_no_device(monkeypatch) -> None:
-    """Every answer is in the platform, which the engine made when it was."""
+    """Every answer is in the platform, which is queried when the engine is made."""
     from support.models import embedded_twin
 
     from mlx_paged import LLM, SamplingParams, ops
@@ -277,11 +277,11 @@ def test_a_decode_step_asks_no_device(monkeypatch) -> None:
     assert asked == ["has_cuda"], "the watch works"
 
 
-# --- How much a reader has to hold ----------------------------------------------------------------
+# --- Module dependencies --------------------------------------------------------------------------
 
 
 def module_imports(path: Path) -> set[Path]:
-    """Modules of the package that a module imports when it is imported itself."""
+    """Modules of the package that a module's import loads."""
 
     def file_of(name: str) -> Path | None:
         base = PACKAGE.joinpath(*name.split(".")[1:])
@@ -289,11 +289,11 @@ def module_imports(path: Path) -> set[Path]:
         return next((file for file in files if file.is_file()), None)
 
     names: list[str] = []
-    for node in ast.parse(path.read_text()).body:  # (not in functions, not for types only)
+    for node in ast.parse(path.read_text()).body:  # neither in functions nor for types only
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            # A module of the package that it names, or something that is defined in it.
+            # A module of the package, or a name defined in one.
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
             names += [name if file_of(name) else node.module for name in inside]
     found = {file_of(name) for name in names if name.split(".")[0] == "mlx_paged"}
@@ -325,8 +325,7 @@ def test_metal_sources_know_no_host_framework() -> None:
 
 
 def test_only_the_bindings_know_python() -> None:
-    """They are where operations are checked and their nodes made; nodes and kernels know nothing of
-    Python."""
+    """Operations are validated and their nodes made there; nodes and kernels do not know Python."""
     found = [p.name for p in sources("csrc") if any(map(PYTHON_INCLUDE.fullmatch, includes(p)))]
     assert found == ["bindings.h"]
     users = {p.name for p in sources("csrc") if "bindings.h" in includes(p)}

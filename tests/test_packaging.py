@@ -1,4 +1,4 @@
-"""What is published: one version, the same pins everywhere, licences, and only from a tag."""
+"""The published package: one version, consistent pins, licenses, and releases only from a tag."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_pin_of_mlx_and_nanobind_is_the_same() -> None:
 
 
 def test_every_licence_in_the_package_is_published() -> None:
-    """Of libraries that are copied into the package, too."""
+    """Also applies to libraries that are copied into the package."""
     patterns = PYPROJECT["project"]["license-files"]
     published = {file for pattern in patterns for file in ROOT.glob(pattern)}
     vendored = ROOT / "mlx_paged/server/web/vendor"
@@ -72,7 +72,7 @@ def test_the_stub_in_the_repository_is_the_extensions() -> None:
 
 
 def test_a_build_does_not_load_mlx() -> None:
-    """It cannot where wheels are built, nor when it is compiled for another processor."""
+    """The extension cannot be loaded where wheels are built or cross-compiled."""
     cmake = (ROOT / "CMakeLists.txt").read_text()
     for loads in ("import mlx", "-m mlx", "nanobind_add_stub"):
         assert loads not in cmake
@@ -123,7 +123,7 @@ def test_only_a_tag_publishes_and_without_a_token() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
     publish = workflow["jobs"]["publish"]
     assert publish["if"] == "github.event_name == 'push' && startsWith(github.ref, 'refs/tags/v')"
-    assert workflow[True]["push"] == {"tags": ["v*"]}  # (YAML reads the key `on` as true.)
+    assert workflow[True]["push"] == {"tags": ["v*"]}  # YAML reads the key `on` as true.
     assert set(publish["needs"]) == set(workflow["jobs"]) - {"publish"}
     assert publish["permissions"] == {"id-token": "write"}
     uses = [step["uses"] for step in publish["steps"] if "uses" in step]

@@ -1,6 +1,6 @@
-"""How much code a reader passes who follows a decode step, or a chat of one token.
+"""Measures how much code a reader passes on the path of a decode step, or of a one-token chat.
 
-The ceilings go down as the code gets simpler. A change that raises one needs a reason.
+The limits go down as the code gets simpler. A change that raises one needs a reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 
-#: Ceilings of what a reader passes: files, changes of file, and calls.
+#: Limits of (files, changes of file, calls) on the path.
 STEP = (15, 49, 97)
 CHAT = (65, 690, 1165)
 
@@ -31,14 +31,14 @@ def check_passage(found: Passage, most: tuple[int, int, int]) -> None:
 
 
 def test_what_a_reader_of_a_decode_step_passes() -> None:
-    """`Engine.step` of sampled tokens, with new blocks and blocks that are indexed."""
+    """`Engine.step` with sampling, new blocks, and blocks that are added to the index."""
     engine = LLM(embedded_twin(), num_gpu_blocks_override=64, block_size=8).engine
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=100, ignore_eos=True)
     for i in range(4):
         engine.add_request(str(i), list(range(3 + i, 40)), params)
     for _ in range(4):
         engine.step()
-    gc.collect()  # finalizers of other tests' objects are no part of a step
+    gc.collect()  # finalizers of other tests' objects are not part of a step
     gc.disable()
     try:
         for _ in range(16):
@@ -51,7 +51,7 @@ def test_what_a_reader_of_a_decode_step_passes() -> None:
 
 
 async def chat(app: Starlette, found: Passage) -> None:
-    """Streams a chat of one token; counts until its end is sent."""
+    """Streams a one-token chat; counts until its end is sent."""
     asked = {
         "messages": [{"role": "user", "content": "Write a function."}],
         "stream": True, "max_tokens": 1, "temperature": 0.7, "seed": 1, "ignore_eos": True,
@@ -89,7 +89,7 @@ def test_what_a_reader_of_a_chat_passes() -> None:
         app = create_app(engine, ServerConfig())
         async with app.router.lifespan_context(app):
             await app.state.context.models.default.started_or_failed()
-            await chat(app, found)  # imports, and what is made once
+            await chat(app, found)  # warm-up: imports and one-time setup
             found.files.clear()
             found.num_calls = found.num_changes = 0
             await chat(app, found)

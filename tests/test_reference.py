@@ -1,4 +1,4 @@
-"""The oracle agrees with MLX's own operations, which are written independently of it."""
+"""The oracle agrees with MLX's own operations, which are an independent implementation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def close(found: np.ndarray, expected: mx.array) -> None:
 
 
 def visible(window: int | None, bounds: np.ndarray | None) -> np.ndarray:
-    """``[ROWS, CONTEXT]``, one pair of positions after the other."""
+    """``[ROWS, CONTEXT]``, one pair of positions after another."""
     seen = np.zeros((ROWS, CONTEXT), bool)
     for row in range(ROWS):
         position = CONTEXT - ROWS + row

@@ -1,4 +1,4 @@
-"""The line that sums up tests skipped for a missing program."""
+"""The summary line of tests skipped for a missing program."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checkpoints of further small multimodal models, as rows of a table like `media_checkpoint_table`.
+"""Checkpoints of further small multimodal models, as rows like those of `media_checkpoint_table`.
 
-Three families have a row of their processor there already; what their models add is written here.
+Three families already have a row for their processor there; this file adds their models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.more_media_models import smaller_deepseekocr_2, smaller_fastvlm, sm
 # fmt: off
 # Family: (row that it starts from, here or there, differences).
 ROWS: dict[str, tuple[str, Fields]] = {
-    # (The package refuses the rope_scaling of glm4v for some.)
+    # mlx-vlm rejects glm4v's rope_scaling in some families.
     "glm_ocr": ("glm4v", {
         "config": {"model_type": "glm_ocr", "text_config": {"model_type": "glm_ocr_text",
             "rope_scaling": GONE, "head_dim": 16, "rope_parameters": {"mrope_section": [2, 3, 3],
@@ -151,7 +151,7 @@ ROWS: dict[str, tuple[str, Fields]] = {
         "more": {"processor_config.json": {"downsample_rate": "2/4", "patch_size": 14,
             "vision_feature_select_strategy": "full"}},
     }),
-    # A picture as a whole, of 16 x 16 rows and an end of each line. Token 0 is the published bos.
+    # An untiled image of 16 x 16 rows with an end per line. Token 0 is the published bos.
     "deepseekocr": ("deepseek_vl_v2", {
         "config": {"model_type": "deepseekocr", "vocab_size": GONE,
             "language_config": {"kv_lora_rank": 32, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0},
@@ -259,7 +259,7 @@ ROWS: dict[str, tuple[str, Fields]] = {
 }
 # fmt: on
 
-# Makes the package's modules small that a config cannot.
+# Shrinks modules of mlx-vlm whose sizes are not in a config.
 SMALLER: dict[str, tuple[Callable[[], None], ...]] = {
     "deepseekocr": (partial(smaller_sam, stride=64),),
     "deepseekocr_2": (partial(smaller_deepseekocr_2, stride=64), partial(smaller_sam, stride=64)),
@@ -275,7 +275,7 @@ def _fields_of(name: str) -> Fields:
 
 
 def more_of(name: str) -> Checkpoint:
-    """A row of this table, to be changed at will."""
+    """A row of this table, which the caller may modify."""
     for make_smaller in SMALLER.get(name, ()):
         make_smaller()
     return made_of(_fields_of(name))
@@ -400,10 +400,10 @@ def gemma3n() -> Checkpoint:
     return found
 
 
-#: Only their processors are written: as pictures are of one size, their towers are slow in a test.
+#: Families with only a processor: their images have one size, so towers are slow in a test.
 MORE_PROCESSORS: dict[str, Callable[[], Checkpoint]] = {"step3p7": partial(more_of, "step3p7")}
 
-#: All that are written with weights.
+#: All families that are written with weights.
 ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     **CHECKPOINTS,
     **{name: partial(more_of, name) for name in ROWS if name not in MORE_PROCESSORS},

@@ -1,4 +1,4 @@
-"""Small random models of mlx-vlm's further families, as in `media_models`."""
+"""Small random models of further mlx-vlm families, like `media_models`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def glm4v_moe() -> Case:
 
 
 def paddleocr_vl() -> Case:
-    """(Its projector is as wide as the published model, whatever the config says.)"""
+    """Its projector has the published width, whatever the config says."""
 
     def picture(seed: int) -> Item:
         found = _patches(seed)
@@ -142,7 +142,7 @@ def internvl() -> Case:
 
 
 def llava_onevision() -> Case:
-    """The whole, and a row of two tiles, without padding; each line with an end."""
+    """The whole image, and a row of two tiles, without padding; each line with an end."""
 
     def picture(seed: int) -> Item:
         pixels = np.random.default_rng(seed).standard_normal((1, 3, 3, 56, 56))
@@ -197,7 +197,7 @@ def kimi_k25() -> Case:
 
 
 def smaller_sam(stride: int) -> None:
-    """DeepSeek-OCR's SAM tower is of one size whatever the config says: another takes its place."""
+    """Replaces DeepSeek-OCR's SAM tower, whose size does not depend on the config."""
     inner = importlib.import_module("mlx_vlm.models.deepseekocr.deepseekocr")
 
     class Sam(nn.Module):
@@ -212,12 +212,12 @@ def smaller_sam(stride: int) -> None:
 
 
 def deepseekocr() -> Case:
-    """Two tiles of a picture side by side, and the whole."""
+    """Two tiles of an image side by side, and the whole."""
     m = package("deepseekocr")
     smaller_sam(stride=32)
 
     def picture(seed: int) -> Item:
-        # Of 2 x 2 rows each, an end of each line, and what separates views.
+        # 2 x 2 rows each, an end per line, and a separator between views.
         num = 2 * (4 + 1) + 2 * (2 + 1) + 1
         arrays = {
             "pixel_values": [_noise(seed, 2, 3, 128, 128), _noise(seed + 50, 1, 3, 128, 128)],
@@ -251,7 +251,7 @@ def deepseekocr() -> Case:
 
 
 def smaller_fastvlm() -> None:
-    """The sizes of FastVLM's tower are no fields of its config, and no file says them."""
+    """The sizes of FastVLM's tower are neither in its config nor in any other file."""
     config = package("fastvlm").VisionConfig
     config.layers, config.embed_dims = [1, 1, 1, 1, 1], [32, 32, 32, 32, 32]
     config.num_classes = 4
@@ -273,7 +273,7 @@ def fastvlm() -> Case:
         mm_hidden_size=64,
         image_token_index=-200,
     )
-    case.most_pictures = 1  # (mlx-vlm puts the text behind a second one in other places)
+    case.most_pictures = 1  # mlx-vlm places the text after a second one differently
     return case
 
 
@@ -352,7 +352,7 @@ def granite4_vision() -> Case:
 
 def _mistral3(text: dict[str, Any]) -> Case:
     vision = {**_vision("pixtral", 112), "head_dim": 16, "rope_theta": 10000.0}
-    # (So that the temperature changes within a prompt.)
+    # So that the temperature changes within a prompt.
     scaling = {
         "rope_theta": 10000.0,
         "llama_4_scaling_beta": 0.5,
@@ -384,7 +384,7 @@ def mistral4() -> Case:
 
 
 def phi4mm() -> Case:
-    """As mlx-vlm converts it: its weights for pictures and for sounds are merged."""
+    """As converted by mlx-vlm: the adapters for images and for sounds are merged."""
     m = package("phi4mm")
     audio = {
         "attention_dim": 32,
@@ -439,7 +439,7 @@ def indic_ocr() -> Case:
 
 
 def smaller_deepseekocr_2(stride: int) -> None:
-    """Its towers are of one size whatever the config says: others take their place."""
+    """Replaces its towers, whose sizes do not depend on the config."""
     inner = importlib.import_module("mlx_vlm.models.deepseekocr_2.deepseekocr_2")
 
     class Sam(nn.Module):
@@ -488,7 +488,7 @@ def deepseekocr_2() -> Case:
 
 
 def gemma4_unified(*, sees_pictures: bool = False) -> Case:
-    """(Not built from a tower: patches go through one layer.)"""
+    """Has no tower: patches go through a single layer."""
     text = {
         "model_type": "gemma4_unified_text",
         "num_hidden_layers": 4,
@@ -592,7 +592,7 @@ def step3p7() -> Case:
     vision = {"width": 32, "layers": 2, "heads": 2, "image_size": 112, "mlp_ratio": 2.0}
 
     def picture(seed: int) -> Item:
-        """A tile and the whole, of 2 x 2 rows."""
+        """A tile and the whole image, of 2 x 2 rows."""
         arrays = {
             "pixel_values": _noise(seed, 1, 3, 112, 112),
             "patch_pixel_values": _noise(seed + 50, 1, 3, 112, 112),
@@ -673,5 +673,5 @@ MORE: dict[str, Callable[[], Case]] = {
         nemotron_h_nano_omni,
     )
 }
-#: Of all families in the table.
+#: All families in the table.
 ALL_CASES: dict[str, Callable[[], Case]] = {**CASES, **MORE}

@@ -1,4 +1,4 @@
-"""Configs of further small multimodal models of transformers, as in `reference_vision`."""
+"""Configs of further small multimodal transformers models, like `reference_vision`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _llama4(ids: Mapping[str, int]) -> Any:
 
 @contextmanager
 def _llama4_outputs() -> Iterator[None]:
-    """transformers 5.24 reads a field of its text model's outputs that these do not have."""
+    """transformers 5.24 reads a field that its text model's outputs do not have."""
     outputs = _made("modeling_outputs").MoeCausalLMOutputWithPast
     outputs.image_outputs = None
     try:
@@ -129,7 +129,7 @@ def _gemma4(text: Mapping[str, Any]) -> Callable[[Mapping[str, int]], Any]:
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "subsampling_conv_channels": [128, 4],  # (as many as a sound's frames have values)
+        "subsampling_conv_channels": [128, 4],  # the first equals the values per audio frame
         "output_proj_dims": 24,
     }
     return lambda ids: _made("Gemma4Config")(
@@ -141,7 +141,7 @@ def _gemma4(text: Mapping[str, Any]) -> Callable[[Mapping[str, int]], Any]:
 
 
 def _gemma4_frames(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """The frames of all videos, one after another; the model counts rows by itself."""
+    """The frames of all videos, concatenated; the model counts rows itself."""
     found = {name: np.concatenate(each) for name, each in arrays.items() if np.ndim(each[0])}
     found.pop("num_soft_tokens_per_image", None)
     found.pop("num_frames_per_video", None)
@@ -154,7 +154,7 @@ def _gemma4_frames(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]
 
 
 def _gemma4_patches(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Patches with their columns and rows, filled up to as many as a picture may have."""
+    """Patches with their columns and rows, padded to an image's maximum number."""
     size, most = 16, 70 * 3**2
     patches, positions = [], []
     for pixels in arrays.pop("pixel_values", ()):
@@ -210,7 +210,7 @@ def _gemma3n(ids: Mapping[str, int]) -> Any:
 
 @contextmanager
 def _gemma3n_towers() -> Iterator[None]:
-    """A convolution in the place of MobileNet, for which transformers needs timm."""
+    """A convolution in place of MobileNet, for which transformers needs timm."""
     import torch
     from transformers import AutoModel
 
@@ -394,7 +394,7 @@ def _minicpmv(ids: Mapping[str, int]) -> Any:
 
 
 def _minicpm_slices(arrays: dict[str, list[Any]]) -> dict[str, np.ndarray]:
-    """The patches of all slices, one after another."""
+    """The patches of all slices, concatenated."""
     slices = [each for item in arrays["pixel_values"] for each in item[0]]
     return {
         "pixel_values": np.concatenate(slices, axis=-1)[None],

@@ -1,4 +1,4 @@
-"""A window group without tables of counts and queues: who holds what is looked up every time."""
+"""A window group without counters and queues: every question is answered by a search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Prefix = tuple[str | None, tuple[int, ...]]
 
 @dataclass
 class Held:
-    """A block that a node holds; the last three say when it became idle, and how."""
+    """A node's block; the last three fields record when and how it became idle."""
 
     block: int
     kept: bool = False
@@ -19,7 +19,7 @@ class Held:
 
 
 class NaiveWindow:
-    """Blocks are numbers that are never used twice; a table has None where there is no block."""
+    """Blocks are numbers that are never reused; a table has None for a missing block."""
 
     def __init__(
         self, num_usable: int, span: int, first_visible: Callable[[int], int], size: int
@@ -27,7 +27,7 @@ class NaiveWindow:
         self.num_usable = num_usable
         self.first_visible = first_visible
         self.size = size
-        # The most blocks that so many tokens lie in, wherever they begin.
+        # Maximum number of blocks that a window's tokens span, wherever they begin.
         self.view = max((offset + span - 1) // size + 1 for offset in range(size))
         self.held: dict[Prefix, Held] = {}
         self.tables: dict[int, list[int | None]] = {}
@@ -166,7 +166,7 @@ class NaiveWindow:
             self.left(self.copies.pop(0), kept=True)
 
     def left(self, block: int, *, kept: bool) -> None:
-        """A user of a block is gone (already taken out)."""
+        """A block lost a user, which was already removed."""
         if self.users(block):
             return
         for held in self.held.values():

@@ -1,7 +1,7 @@
 """A KV store without block ids, trees and heaps: prefixes are tuples, blocks are counts.
 
-It does by exhaustive search what `KVManager` does with pool and index, and predicts its answers
-exactly, down to which prefix is evicted next.
+It does by exhaustive search what `KVManager` does with pool and index, and predicts its results
+exactly, including the next prefix to be evicted.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Node:
     """An indexed prefix."""
 
     last_used: int = 0
-    released_in: int = 0  # newest step launched when its last user left
+    released_in: int = 0  # newest launched step when its last user released it
 
 
 @dataclass
 class Table:
-    """A sequence: `indexed` blocks of it are shared through the index, the other ones are `own`."""
+    """A sequence; `indexed` of its blocks are shared through the index, the others are `own`."""
 
     salt: str | None
     tokens: list[int]
     indexed: int
-    own: list[int]  # ids of private blocks, only to count sharing between forks
+    own: list[int]  # ids of private blocks, used only to count sharing between forks
     is_indexed: bool = True
     cached: int = 0  # tokens that it did not compute
-    computed: int = 0  # tokens, those included
-    arrived: int = 0  # when it came to where its next block will be indexed
+    computed: int = 0  # computed tokens, including cached ones
+    arrived: int = 0  # when it reached the position of its next indexed block
 
 
 class NaiveStore:
@@ -57,9 +57,9 @@ class NaiveStore:
         self.num_usable = num_usable
         self.nodes: dict[Prefix, Node] = {}
         self.tables: dict[int, Table] = {}
-        # (indexed source, private source, whose copy it is)
+        # (indexed source, private source, sequence that gets the copy)
         self.copies: list[tuple[Prefix | None, int | None, int]] = []
-        self.quarantine: list[int] = []  # the step that each block waits for
+        self.quarantine: list[int] = []  # step that each block waits for
         self.clock = self.launched = self.evaluated = 0
         self.next_private = 0
         self.num_arrived = 0
@@ -83,7 +83,7 @@ class NaiveStore:
         return held | {own for _, own, _ in self.copies if own is not None}
 
     def is_used(self, prefix: Prefix) -> bool:
-        """True if a sequence or a copy being prepared builds on this prefix."""
+        """True if a sequence or a pending copy depends on this prefix."""
         salt, tokens = prefix
         users = [
             (t.salt, tuple(t.tokens[: t.indexed * self.size]))
@@ -104,7 +104,7 @@ class NaiveStore:
             if s == salt and len(full) < len(p) <= limit and tuple(tokens[: len(p)]) == p:
                 full = p
         partial, num_partial = None, 0
-        # In the order of their tokens: of equally good ones the index takes the smaller.
+        # In token order: among equally good ones, the index picks the smaller.
         for s, p in sorted(self.nodes, key=lambda node: node[1]):
             is_child = len(full) < len(p) <= len(full) + self.size
             if s == salt and is_child and p[: len(full)] == full:
@@ -120,7 +120,7 @@ class NaiveStore:
                     and length
                     and tuple(tokens[len(full) : limit]) > p[len(full) :]
                 ):
-                    partial = (s, p)  # its neighbour on the left is looked at first
+                    partial = (s, p)  # the left neighbor has priority
         depth = len(full) // self.size
         while not all(window.fits(salt, full, depth) for window in self.windows):
             depth -= 1
@@ -188,7 +188,7 @@ class NaiveStore:
                 source, num_partial = None, 0
                 for window in self.windows:
                     window.left(window.copies.pop(), kept=True)
-            if may_retry and is_fork:  # it needs what its windows see from there
+            if may_retry and is_fork:  # it needs everything that its windows see from there
                 end = num_shared * self.size
                 may_retry = all(window.can_fork(fork_of, end) for window in self.windows)
                 for window in self.windows if may_retry else ():
@@ -212,7 +212,7 @@ class NaiveStore:
     def running_match(
         self, tokens: list[int], salt: str | None, found: NaiveMatch
     ) -> tuple[int | None, int]:
-        """The sequence that has computed most of the next block, and what it shares in all."""
+        """The sequence that has computed most of the next block, and its total shared tokens."""
         best, most = None, found.num_tokens
         limit = min(len(tokens) - 1, len(found.full) + self.size)
         for seq_id, table in sorted(self.tables.items(), key=lambda item: item[1].arrived):
@@ -277,7 +277,7 @@ class NaiveStore:
             window.slide(seq_id, num_computed)
 
     def index(self, seq_id: int, num_tokens: int) -> Prefix:
-        """The first `num_tokens` tokens of a sequence are an indexed prefix from now on."""
+        """Adds the first `num_tokens` tokens of a sequence to the index as a prefix."""
         table = self.tables[seq_id]
         table.indexed += 1
         own = table.own.pop(0)
@@ -296,7 +296,7 @@ class NaiveStore:
         return prefix
 
     def covers(self, prefix: Prefix, tail: Prefix) -> bool:
-        """True if all of a tail is the beginning of one block of another prefix."""
+        """True if a whole tail is the beginning of one block of another prefix."""
         (salt, tokens), (other_salt, wanted) = prefix, tail
         begin = len(wanted) // self.size * self.size
         return (
@@ -306,7 +306,7 @@ class NaiveStore:
         )
 
     def drop_tail(self, tail: Prefix) -> None:
-        """A longer prefix has what is in its block; a copy that is due is made all the same."""
+        """A longer prefix contains its block's data; a pending copy is still made."""
         node = self.nodes.pop(tail)
         [block] = self.fresh(1)
         waiting = [i for i, (prefix, _, _) in enumerate(self.copies) if prefix == tail]
@@ -318,7 +318,7 @@ class NaiveStore:
             window.forget(tail)
 
     def index_tail(self, seq_id: int) -> Prefix | None:
-        """What is in the last block of a sequence that ends."""
+        """Indexes the contents of the last block of a sequence that ends."""
         table = self.tables[seq_id]
         end = min(table.computed, len(table.tokens))
         if not table.is_indexed or end <= table.cached or end <= table.indexed * self.size:
@@ -361,18 +361,18 @@ class NaiveStore:
         return start
 
     def is_own(self, table: Table, index: int) -> bool:
-        """True if only this sequence has a block, and may write to it."""
+        """True if a block belongs to this sequence alone, so that it may write to it."""
         if index < table.indexed:
             return False
         if index >= table.indexed + len(table.own):
-            return True  # it will get one
+            return True  # it will get a block
         block = table.own[index - table.indexed]
         users = [own for other in self.tables.values() for own in other.own]
         users += [own for _, own, _ in self.copies if own is not None]
         return users.count(block) == 1
 
     def drop_copy(self, place: int) -> None:
-        """A copy that is not made yet is not made at all."""
+        """Cancels a pending copy."""
         prefix, own, _ = self.copies.pop(place)
         self.leave(prefix)
         self.release([] if own is None else [own])
@@ -417,7 +417,7 @@ class NaiveStore:
         for prefix, node in self.nodes.items():
             if not self.is_used(prefix):
                 self.retire(node.released_in)
-        # What was shared through the index is now shared by the sequences alone.
+        # Blocks that were shared through the index are now shared only among sequences.
         blocks = {prefix: self.fresh(1) for prefix in self.nodes}
         for table in self.tables.values():
             if table.is_indexed:
@@ -436,7 +436,7 @@ class NaiveStore:
         return list(range(self.next_private - count, self.next_private))
 
     def release(self, blocks: list[int]) -> None:
-        """Private blocks lose one user (already taken out of the tables)."""
+        """Private blocks lose one user, which was already removed from the tables."""
         still_held = self.private()
         for block in blocks:
             if block not in still_held:
@@ -447,7 +447,7 @@ class NaiveStore:
             self.quarantine.append(step)
 
     def leave(self, prefix: Prefix | None) -> None:
-        """A user of a path is gone (already taken out): the whole path was just used."""
+        """A path loses a user, which was already removed: the whole path was just used."""
         if prefix is None:
             return
         self.clock += 1

@@ -1,4 +1,4 @@
-"""The compiler of CUDA sources, where there is one."""
+"""Finds the compiler for CUDA sources, if there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc: CUDA sources are not 
 
 
 def toolkit_headers() -> str:
-    """From nvcc's own account of what it would do; the nvcc on the path may be a script."""
+    """Parses nvcc's dry-run output, because the nvcc on the path may be a script."""
     command = [NVCC, "--dryrun", "-c", "-x", "cu", "/dev/null"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return f"{re.search(r'TOP=(.+)', told).group(1)}/include"

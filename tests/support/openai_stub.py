@@ -1,4 +1,4 @@
-"""A server that speaks just enough of OpenAI's API to stream a given text, and to misbehave."""
+"""A minimal OpenAI-compatible server that streams a given text, and can misbehave."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class StubServer:
-    """On a free port of loopback; a context manager.
+    """Runs on a free loopback port; a context manager.
 
     Args:
-        text: every answer.
-        delay: seconds between its pieces.
+        text: Text of every answer.
+        delay: Seconds between its pieces.
     """
 
     def __init__(self, text: str, delay: float = 0.0) -> None:
@@ -73,15 +73,15 @@ class StubServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def fail_next(self, status: int, message: str) -> None:
-        """The next answer is an error."""
+        """Makes the next answer an error."""
         self._next = "fail", (status, message)
 
     def break_next(self) -> None:
-        """The next answer breaks off."""
+        """Makes the next answer break off."""
         self._next = "break", None
 
     def hang_next(self) -> None:
-        """The next answer does not come."""
+        """Makes the next answer never arrive."""
         self._next = "hang", None
 
     def wait_until_hanging(self) -> None:

@@ -1,7 +1,7 @@
-"""What the OpenAPI document promises, asked of a server path by path.
+"""Checks a server against its OpenAPI document, path by path.
 
-schemathesis makes thousands of bodies of it. Its own parametrization makes them while tests are
-collected, in every worker; here they are made by the test that sends them.
+schemathesis generates thousands of bodies. Its own parametrization generates them at collection
+time, in every worker; here, the test that sends them does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DOCUMENT = openapi()
 
 
 def _paths() -> list[str]:
-    """One path of those that only differ in name, like ``/tokenize`` and ``/v1/tokenize``."""
+    """Selects one of the paths that are aliases, like ``/tokenize`` and ``/v1/tokenize``."""
     found: dict[str, str] = {}
     for path, methods in DOCUMENT["paths"].items():
         promises = {
@@ -36,18 +36,18 @@ _SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 def check_path(url: str, path: str, *, max_examples: int) -> None:
-    """No 5xx, no undocumented status or type, no answer that breaks its schema."""
+    """Checks for 5xx, undocumented statuses or types, and answers that violate their schema."""
 
     def test(case: Any) -> None:
         response = case.call(base_url=url, timeout=300, session=session)
         case.validate_response(
             response,
             excluded_checks=[
-                # A valid body may have words that the tokenizer, model or context refuse.
+                # A valid body may have words that the tokenizer, model or context reject.
                 schemathesis.checks.positive_data_acceptance,
-                # Fields nobody knows are accepted on purpose.
+                # Unknown fields are accepted on purpose.
                 schemathesis.checks.negative_data_rejection,
-                # Keys are off here.
+                # API keys are disabled here.
                 schemathesis.checks.ignored_auth,
             ],
         )

@@ -1,7 +1,7 @@
-"""torch, which runs transformers' models in tests, on one thread.
+"""torch on one thread, which runs transformers' models in tests.
 
-Small models spend several times as long on the barriers between torch's threads as on themselves,
-and more where other processes use the cores.
+Small models spend several times as long on barriers between torch's threads as on computation, and
+even more if other processes use the cores.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-#: Why transformers' models cannot be run; None: they can.
+#: Reason why transformers' models cannot run; None if they can.
 MISSING = (
     None
     if importlib.util.find_spec("torch") is not None
@@ -18,7 +18,7 @@ MISSING = (
 
 
 def oracle_torch() -> Any:
-    """The module; imported by the first caller, as that takes seconds."""
+    """Returns the module; imported on first use, because that takes seconds."""
     import torch
 
     torch.set_num_threads(1)

@@ -26,8 +26,8 @@ SCREENSHOTS = os.environ.get("MLX_PAGED_SCREENSHOTS")
 in_browser = needs("Chromium", found=CHROMIUM is not None)
 in_firefox = needs("Firefox", found=FIREFOX is not None, option="--browsers")
 PROMPT = "Return the n-th Fibonacci number"
-PATIENCE = 300_000  # milliseconds until a test that waits gives up
-# A name that is not loopback: over plain HTTP, browsers give its pages no clipboard.
+PATIENCE = 300_000  # timeout of a wait in milliseconds
+# A non-loopback name: over plain HTTP, browsers give such a page no clipboard.
 FOREIGN_HOST = "page.test"
 
 # Answers that the test writes piece by piece, in place of the server's.
@@ -75,13 +75,13 @@ window.fetch = (url, options) => {
 };
 """
 
-# (A page of no site has no storage.)
+# A page without a site has no storage.
 NO_TITLES = """try { localStorage["mlx-paged.titles"] = "off"; } catch {}"""
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser for all tests of a module; each has a context, and so a storage, of its own."""
+    """A browser for all tests of a module; each test has its own context with its own storage."""
     expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
@@ -109,13 +109,13 @@ def firefox() -> Iterator[Browser]:
 
 
 class Visitor:
-    """A browser's storage and its tabs. Fails at its end if the console had errors.
+    """A browser's storage and its tabs. At its end, fails if the console logged errors.
 
     Args:
-        titles: The model writes titles of chats, as it does by default.
+        titles: Let the model write titles of chats, as by default.
 
     Attributes:
-        bodies: Bodies of the requests for answers that left the page, in order.
+        bodies: Bodies of the page's requests for answers, in order.
         expected: Parts of console errors that the test provokes.
     """
 
@@ -143,7 +143,7 @@ class Visitor:
             self.bodies.append(request.post_data_json)
 
     def open(self, *, fakes: bool = False, path: str = "/") -> Page:
-        """A tab with the page, ready."""
+        """Opens a tab with the page; returns when it is ready."""
         page = self.context.new_page()
         if fakes:
             page.add_init_script(FAKE_ANSWERS)
@@ -174,13 +174,13 @@ def shoot(page: Page, name: str) -> None:
 
 
 def send(page: Page, text: str) -> None:
-    """Types and sends; the answer may still come."""
+    """Types and sends a message; does not wait for the answer."""
     page.locator("#input").fill(text)
     page.locator("#send").click()
 
 
 def answered(page: Page, count: int = 1) -> None:
-    """Waits for the end of the last of `count` answers that are shown."""
+    """Waits until the last of `count` answers on the page has ended."""
     expect(page.locator("#messages .assistant")).to_have_count(count)
     expect(page.locator("#stop")).to_be_hidden()
 
@@ -200,7 +200,7 @@ def attach(page: Page, *files: dict[str, Any]) -> None:
 
 
 def give(page: Page, event: str, files: list[dict[str, Any]], at: str = "#input") -> None:
-    """Pastes files, or drops them."""
+    """Pastes or drops files."""
     given = [{**f, "buffer": base64.b64encode(f["buffer"]).decode()} for f in files]
     page.locator(at).evaluate(
         """(target, [name, files]) => {
@@ -229,8 +229,8 @@ def set_parameters(page: Page, **values: str) -> None:
 def never_ending(
     context: BrowserContext, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server's answers go on until they are stopped: two minutes for as many tokens as the
-    model takes, while a click on a busy machine takes some seconds."""
+    """Lets the server's answers run until they are stopped: the model's maximum takes two minutes,
+    and a click on a busy machine some seconds."""
     engine = server.engine.engine
     step = engine.step
 
@@ -248,7 +248,7 @@ def never_ending(
 
 
 def fake(page: Page, script: str) -> Any:
-    """Does something with the answer of `FAKE_ANSWERS` that comes, once it was asked for."""
+    """Controls the next answer of `FAKE_ANSWERS`, once the page has requested it."""
     page.wait_for_function("() => window.answers.some((answer) => !answer.over)")
     return page.evaluate(
         f"() => {{ const answer = window.answers.find((a) => !a.over); return {script}; }}"

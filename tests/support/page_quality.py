@@ -1,4 +1,4 @@
-"""Checks of what the chat page shows: accessibility, widths, and the keys in its dialogs."""
+"""Checks of the chat page's quality: accessibility, widths, and keyboard control of dialogs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from playwright.sync_api import Locator, Page, expect
 
 from support.page_helpers import shoot
 
-#: Pixels: a phone, a laptop, and a large screen.
+#: Sizes in pixels: a phone, a laptop, and a large screen.
 WIDTHS = (390, 1280, 2560)
 LONGEST_LINE = 110  # characters
 
-# Finds boxes that scroll sideways, and the characters that lines of texts have room for.
+# Finds boxes that scroll sideways, and measures line widths in characters.
 MEASURE = """() => {
   const isSeen = (e) => e.checkVisibility({ visibilityProperty: true });
   const boxes = document.querySelectorAll("html, dialog[open], dialog[open] .body, #scroll");
@@ -29,7 +29,7 @@ MEASURE = """() => {
   return { wide, long };
 }"""
 
-# Marks what Tab should reach in a dialog; of a group of radio buttons that is one.
+# Marks the controls that Tab should reach in a dialog; a group of radio buttons counts as one.
 CONTROLS = """(dialog) => {
   const all = dialog.querySelectorAll(
     "button, input, select, textarea, summary, a[href], [tabindex='0']");
@@ -49,7 +49,7 @@ LEFT = "() => [...window.left].map((control) => control.outerHTML.slice(0, 200))
 
 
 def check_look(page: Page, state: str) -> None:
-    """Asserts that axe finds nothing in both themes, and that nothing is too wide to read."""
+    """Asserts that axe finds nothing in both themes, and that no line is too wide to read."""
     width = page.viewport_size["width"] if page.viewport_size else 0
     for theme in ("light", "dark"):
         page.emulate_media(color_scheme=theme, reduced_motion="reduce")
@@ -64,12 +64,12 @@ def check_look(page: Page, state: str) -> None:
 
 
 def check_keys(page: Page, dialog: Locator) -> None:
-    """Asserts that Tab reaches all controls of an open dialog, and nothing around it."""
+    """Asserts that Tab reaches all controls of an open dialog, and none outside it."""
     expect(dialog).to_be_visible()
     box = dialog.element_handle()
     count = page.evaluate(CONTROLS, box)
     assert count > 0
-    for _ in range(2 * count + 5):  # (Tab also leaves the page for the browser's own controls.)
+    for _ in range(2 * count + 5):  # Tab also visits the browser's own controls.
         page.keyboard.press("Tab")
         outside = page.evaluate(REACHED, box)
         assert outside is None, outside
@@ -78,7 +78,7 @@ def check_keys(page: Page, dialog: Locator) -> None:
 
 
 def check_escape(page: Page, dialog: Locator, opener: Locator) -> None:
-    """Asserts that Esc closes a dialog and that the focus is where it was before."""
+    """Asserts that Esc closes a dialog and returns the focus."""
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     expect(opener).to_be_focused()

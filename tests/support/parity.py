@@ -1,7 +1,7 @@
-"""Parity of the paged forward of any model with mlx-lm's dense caches, on one mixed step.
+"""Parity of any model's paged forward with mlx-lm's dense caches, on one mixed step.
 
-The driver plays the engine's part with shuffled blocks and poisoned pools; it needs no scheduler,
-and so it tells what the device half alone does.
+The driver replaces the engine, with shuffled blocks and poisoned pools; it needs no scheduler, so
+it tests the device half alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NUM_STATE_SLOTS = 48
 
 
 def family_model(config: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
-    """The model that mlx-lm builds from a config, with weights that make everything matter.
+    """mlx-lm's model for a config, with weights that make every part matter.
 
-    What mlx-lm initialises to zeros or ones (biases, sinks, decays, norms) gets random values too:
-    a sink of zero logits or a decay of one hides a wrong cache.
+    Parameters that mlx-lm initializes to zeros or ones (biases, sinks, decays, norms) get random
+    values too: a zero sink or a decay of one would hide a wrong cache.
     """
-    config = deepcopy(dict(config))  # some families change it
+    config = deepcopy(dict(config))  # some families modify it
     model_class, args_class = _get_classes(config=config)
     mx.random.seed(seed)
     model = model_class(args_class.from_dict(config))
@@ -57,7 +57,7 @@ def family_model(config: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
 
 @dataclass
 class Tracked:
-    """A sequence: the tokens in its blocks, its blocks, and the slot of its state."""
+    """A sequence: its blocks, the tokens in them, and the slot of its state."""
 
     chunks: list[list[int]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Tracked:
 
 
 class Driver:
-    """Runs steps of a `PagedModel`. Pools hold NaN at first: what was never written is loud."""
+    """Runs steps of a `PagedModel`. Pools are initially NaN, so unwritten slots become visible."""
 
     def __init__(self, paged: PagedModel, *, num_blocks: int = 96, seed: int = 0) -> None:
         self.paged = paged
@@ -84,9 +84,9 @@ class Driver:
         self._copies: list[tuple[int, int]] = []
 
     def fork(self, name: str, source: str, num_tokens: int) -> None:
-        """Starts a sequence with the first tokens of another: full blocks shared, the last copied.
+        """Starts a sequence with a prefix of another: full blocks are shared, the last is copied.
 
-        With recurrent state these must be all the tokens that the other has: its slot is shared.
+        With recurrent state, the prefix must be all of the other's tokens: its slot is shared.
         """
         size, old = self.paged.block_size, self.sequences[source]
         num_full, num_partial = divmod(num_tokens, size)
@@ -98,7 +98,7 @@ class Driver:
         self.sequences[name] = new
 
     def preempt(self, name: str) -> list[int]:
-        """Takes a sequence's blocks and state away; returns the tokens to compute again."""
+        """Takes away a sequence's blocks and state; returns the tokens to recompute."""
         return self.sequences.pop(name).tokens
 
     def step(self, work: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
@@ -134,7 +134,7 @@ def mixed_step(driver: Driver, new: Callable[[int], list[int]]) -> dict[str, np.
     """Brings sequences to one mixed step and returns its logits.
 
     That step computes a prefill, two decodes, the second chunk of a chunked prompt, the rest of a
-    prompt whose head came from another sequence, and again all of one that had been preempted.
+    prompt whose prefix came from another sequence, and all of a preempted sequence again.
     """
     driver.step({"chunked": new(21)})
     driver.step({"long": new(37), "victim": new(9)})
@@ -171,9 +171,9 @@ def relative_difference(
 
 
 def relative_rms(got: np.ndarray, expected: np.ndarray) -> float:
-    """RMS of the difference over the RMS of what is expected; NaN if there is one anywhere.
+    """RMS of the difference over the RMS of the expected values; NaN if any element is NaN.
 
-    Tokens that a model rules out are minus infinity in both, or the difference is infinite.
+    Tokens that a model excludes must be -inf in both, otherwise the difference is infinite.
     """
     ruled_out = np.isneginf(expected)
     if not np.array_equal(np.isneginf(got), ruled_out):

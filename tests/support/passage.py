@@ -1,4 +1,4 @@
-"""Counts what a reader passes who follows the program: files, changes of file, and calls."""
+"""Counts the code that a reader of the program's path passes: files, file changes, and calls."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ ROOT = f"{Path(mlx_paged.__file__).parent}/"
 
 @dataclass
 class Passage:
-    """Calls of the package's functions, those of comprehensions not counted.
+    """Calls of the package's functions, excluding comprehensions.
 
     Attributes:
-        is_counting: Whether calls are counted now.
-        num_calls: Calls of functions of the package.
-        num_changes: Those of a function in another file than the one called before it by the same
-            thread.
+        is_counting: True while calls are counted.
+        num_calls: Number of calls.
+        num_changes: Calls of a function in another file than the same thread's previous call.
         files: Relative paths of all files with a called function.
     """
 
@@ -31,10 +30,10 @@ class Passage:
     num_calls: int = 0
     num_changes: int = 0
     files: set[str] = field(default_factory=set)
-    _last: dict[int, str] = field(default_factory=dict)  # by thread
+    _last: dict[int, str] = field(default_factory=dict)  # previous file, by thread
 
     def note(self, frame: Any, event: str, _: object) -> None:
-        """Takes an event of `sys.setprofile`."""
+        """Receives events from `sys.setprofile`."""
         code = frame.f_code
         if event != "call" or not self.is_counting or code.co_name.startswith("<"):
             return
@@ -51,7 +50,7 @@ class Passage:
 
 @contextmanager
 def passage(*, of_new_threads: bool = False) -> Iterator[Passage]:
-    """Counts the calls of this thread, and those of threads that start within."""
+    """Counts the calls of this thread, and of threads that start within the block."""
     found = Passage()
     if of_new_threads:
         threading.setprofile(found.note)
@@ -59,6 +58,6 @@ def passage(*, of_new_threads: bool = False) -> Iterator[Passage]:
     try:
         yield found
     finally:
-        found.is_counting = False  # threads that live on keep their profiler
+        found.is_counting = False  # threads that outlive the block keep their profiler
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]

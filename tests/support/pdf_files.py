@@ -34,7 +34,7 @@ def pdf(*pages: str) -> bytes:
 
 
 def encrypted(content: bytes, password: str) -> bytes:
-    """The same PDF, which opens with a password only ("": with none, but restricted)."""
+    """The same PDF with a password ("": no password, but restrictions)."""
     from pypdf import PdfWriter
 
     writer = PdfWriter(clone_from=io.BytesIO(content))

@@ -1,4 +1,4 @@
-"""mlx-lm as it is, the oracle of many tests. The tests run in the shipped default: mlx-lm paged."""
+"""Unpatched mlx-lm, the oracle of many tests, which otherwise run with mlx-lm paged."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlx_paged import drop_in
 def plain_caches(model: nn.Module) -> list[Any]:
     """mlx-lm's own prompt caches.
 
-    With these the model, `generate_step` and `BatchGenerator` compute what they do without the
-    drop-in, so an oracle needs nothing else, whatever runs beside it.
+    With these, the model, `generate_step` and `BatchGenerator` compute the same as without the
+    drop-in, so an oracle needs nothing else, even while paged models run.
     """
     caches: list[Any] = unwrap(cache.make_prompt_cache)(model)
     return caches
@@ -28,10 +28,10 @@ def plain_caches(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def plain_mlx_lm() -> Iterator[None]:
-    """mlx-lm without the drop-in, for what makes its prompt caches itself.
+    """mlx-lm without the drop-in, for code that makes its own prompt caches.
 
-    For the whole process, and the stores of all models are forgotten: not beside another thread
-    that runs a model.
+    It affects the whole process, and all models lose their stores: do not use it while another
+    thread runs a model.
     """
     was_patched = drop_in.is_patched()
     mlx_paged.unpatch()

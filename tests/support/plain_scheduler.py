@@ -1,8 +1,8 @@
-"""What the scheduler does for speed, as it is defined: one question at a time.
+"""The definitions behind the scheduler's optimizations, one question at a time.
 
 `Scheduler._schedule_decodes` and `Scheduler.update_from_output` see every running sequence in every
-step. `WaitingQueue` keeps a step from looking at every waiting one. What they must do is written
-here for the reader.
+step. `WaitingQueue` avoids looking at every waiting one. This module defines their required results
+in readable form.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from support.step_rows import as_rows
 
 
 def num_pending_tokens(seq: Sequence) -> int:
-    """Tokens being sampled by steps in flight: 0 or 1."""
+    """Number of tokens that steps in flight sample: 0 or 1."""
     return max(0, seq.num_scheduled_tokens - len(seq.tokens) + 1)
 
 
 def num_schedulable_tokens(seq: Sequence) -> int:
-    """Tokens the next step could compute: the rest of what is known, or the one in flight."""
+    """Tokens that the next step could compute: the known remainder, or the one in flight."""
     remaining = len(seq.tokens) - seq.num_scheduled_tokens
     if remaining > 0:
         return remaining
-    # All that is known is in flight. One more may follow, unless that is the last anyway.
+    # All known tokens are in flight. One more may follow, unless that one is the last.
     will_have = seq.num_output_tokens + num_pending_tokens(seq)
     return 1 if will_have < seq.request.max_output_tokens else 0
 
 
 def is_prefilling(seq: Sequence) -> bool:
-    """True if more than the newest token is still to be computed, or the last token of a prompt
-    that may be a media item's."""
+    """True if more than the newest token remains to be computed, or the last token of a prompt,
+    which may be a media item's."""
     num_left = len(seq.tokens) - seq.num_scheduled_tokens
     of_prompt = seq.num_scheduled_tokens < seq.request.num_prompt_tokens
     return num_left > 1 or (num_left == 1 and bool(seq.request.media) and of_prompt)
 
 
 class PlainQueue:
-    """`WaitingQueue` as it is defined: every question is asked of every sequence."""
+    """The definition of `WaitingQueue`: asks every question of every sequence."""
 
     def __init__(self, is_long: Callable[[int], bool]) -> None:
         self._is_long = is_long
@@ -83,10 +83,10 @@ class PlainQueue:
         self._waits[seq] = (tables, num_tokens)
 
     def wake(self) -> None:
-        """Nothing is remembered of who is ready."""
+        """Keeps no record of ready sequences."""
 
     def wake_from(self, tables: BlockTables) -> None:
-        """The same: the tables' owner says that they are given up."""
+        """No record either: the tables' owner knows that they are released."""
 
     def wake_all(self) -> None:
         self._waits.clear()
@@ -114,7 +114,7 @@ class PlainScheduler(Scheduler):
         return awaited
 
     def _part(self, seq: Sequence, tables: BlockTables) -> int:
-        """The end of the last block that two sequences have in common, or of the next one."""
+        """The end of the last block that two sequences share, or of the next one."""
         assert tables.tip is not None
         size, known = self.kv.block_size, seq.tree_tokens[:-1]
         num_blocks = tables.tip.depth + 1
@@ -126,7 +126,7 @@ class PlainScheduler(Scheduler):
         return num_blocks * size
 
     def _computes_next_block(self, running: Sequence, seq: Sequence) -> bool:
-        """True if `seq` should wait for `running`; only where all layers see everything."""
+        """True if `seq` should wait for `running`; only if all layers have full attention."""
         if len(self.kv.groups) > 1 or running.order[0] > seq.order[0]:
             return False
         assert running.tables is not None
@@ -144,7 +144,7 @@ class PlainScheduler(Scheduler):
         )
 
     def _in_turn_as_defined(self) -> list[Sequence]:
-        """Everything that runs; while there are others, background requests have few places."""
+        """All running sequences; background requests get few places while there are others."""
         others = [seq for seq in self.running if not seq.request.background]
         background = [seq for seq in self.running if seq.request.background]
         if any(not request.background for request in self.requests()):
@@ -155,7 +155,7 @@ class PlainScheduler(Scheduler):
         in_turn = self._in_turn_as_defined()
         self._prefilling = [seq for seq in in_turn if is_prefilling(seq)]
         for seq in in_turn:
-            if not seq.is_running or is_prefilling(seq):  # (preempted for one before it)
+            if not seq.is_running or is_prefilling(seq):  # preempted for an earlier one
                 continue
             if num_schedulable_tokens(seq) and self._secure(seq):
                 self._add(seq, 1)

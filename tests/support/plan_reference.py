@@ -1,6 +1,6 @@
-"""What a plan is, in NumPy, by itself: `csrc/attention_plan.cpp` is compared with it.
+"""An independent definition of plans in NumPy, to compare with `csrc/attention_plan.cpp`.
 
-(The package planned so before it did in C++.)
+The package used it before plans were built in C++.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def reference_plan(
     on_gpu: bool = False,
     pads: bool = False,
 ) -> list[np.ndarray]:
-    """The arrays of `ops.AttentionPlan`, int32; that of bounds only where there are any.
+    """The arrays of `ops.AttentionPlan`, int32; the bounds only if there are any.
 
     Args:
-        on_gpu, pads: see `ops.plan_attention`; the others: see `model.plan.build_plan`.
+        on_gpu, pads: See `ops.plan_attention`; for the others, see `model.plan.build_plan`.
     """
     starts = np.concatenate([[0], np.cumsum(rows)])
     sequence = np.repeat(np.arange(len(rows)), rows)
@@ -64,7 +64,7 @@ def reference_plan(
 def _seen(
     positions: np.ndarray, bounds: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last position that each row sees."""
+    """First and last position that each row sees."""
     if window is None:
         return np.zeros_like(positions), bounds[1]
     return np.maximum(np.minimum(bounds[0], positions - (window - 1)), 0), bounds[1]
@@ -73,7 +73,7 @@ def _seen(
 def _in_strides(
     tables: np.ndarray, items: np.ndarray, merges: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same, padded to sizes that stay constant while contexts grow by some blocks."""
+    """The same, padded to sizes that stay constant while contexts grow by a few blocks."""
 
     def grown(a: np.ndarray, axis: int, least: int) -> np.ndarray:
         size = a.shape[axis]
@@ -108,7 +108,7 @@ def _work_items(
     """``[num_items, 6]`` work items, longest context first, and ``[num_merges, 4]`` merges.
 
     Args:
-        seen: the first and the last position that each row sees, where they have bounds.
+        seen: First and last position that each row sees, if rows have bounds.
     """
     if (rows == 1).all():  # one tile each
         sequence, row_begin, row_end, num_tokens = starts[:-1], starts[:-1], starts[1:], lens
@@ -121,7 +121,7 @@ def _work_items(
         row_end = np.minimum(row_begin + rows_per_item, starts[sequence + 1])
         # The last row of a tile sees the most: everything up to its own position.
         num_tokens = lens[sequence] - (starts[sequence + 1] - row_end)
-    if seen is not None:  # (tiles come in the order of their rows and leave none out)
+    if seen is not None:  # tiles are in row order and cover every row
         num_tokens = np.maximum.reduceat(seen[1], row_begin) + 1
     num_blocks = -(-num_tokens // block_size)
     first_block = np.zeros_like(sequence)
@@ -129,7 +129,7 @@ def _work_items(
         first_block = np.minimum.reduceat(seen[0], row_begin) // block_size
         num_tokens = num_tokens - first_block * block_size
     elif window is not None:
-        # The first row of a tile looks furthest back.
+        # The first row of a tile sees the furthest back.
         first_seen = num_tokens - (row_end - row_begin) - (window - 1)
         first_block = np.maximum(first_seen, 0) // block_size
         num_tokens = num_tokens - first_block * block_size
@@ -144,15 +144,15 @@ def _work_items(
     )
     num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
     aligned = 0 if split_tokens or on_gpu else LONGEST // block_size
-    if aligned:  # pieces end at its multiples, whatever rows an item has
+    if aligned:  # pieces end at its multiples, regardless of an item's rows
         num_splits = -(-items[:, 4] // aligned) - first_block // aligned
     order = np.argsort(-num_tokens, kind="stable")
     items = items[order]
     if num_splits.max(initial=0) <= 1:
         return items, np.zeros((0, 4), dtype=np.int64)
 
-    # Item i becomes num_splits[i] pieces of as many blocks, within one. (No loop over the items:
-    # 256 decodes of 1024 tokens have 768 pieces.)
+    # Splits item i into num_splits[i] pieces whose block counts differ by at most one. Vectorized,
+    # because 256 decodes of 1024 tokens have 768 pieces.
     num_splits = np.maximum(num_splits[order], 1)
     is_split, heights = num_splits > 1, items[:, 2] - items[:, 1]
     item = np.repeat(np.arange(len(items)), num_splits)
@@ -165,7 +165,7 @@ def _work_items(
         multiple = (first // aligned + piece) * aligned
         pieces[:, 3] = np.maximum(first, multiple)
         pieces[:, 4] = np.minimum(first + blocks, multiple + aligned)
-    # Each leaves partials of all its rows, in the order of the pieces.
+    # Each item leaves partial results of all its rows, in the order of the pieces.
     num_partials = np.where(is_split, num_splits * heights, 0)
     begins = np.cumsum(num_partials) - num_partials
     pieces[:, 5] = np.where(is_split[item], begins[item] + piece * heights[item], -1)
@@ -176,16 +176,16 @@ def _work_items(
 def tokens_per_piece(
     num_tokens: np.ndarray, num_rows: np.ndarray, num_items: np.ndarray, *, on_gpu: bool
 ) -> np.ndarray:
-    """How many tokens of context one piece of a work item covers at most, for each item.
+    """Maximum number of context tokens that one piece of each work item covers.
 
-    A row's result is summed in the order of its pieces, so they depend on the row alone: on its
-    context and on how many rows share its pass over it. The rest of the batch does not change its
-    bits.
+    A row's result is summed in the order of its pieces, so they must depend only on the row: its
+    context and the number of rows that share its pass over it. Then the rest of the batch does not
+    change its bits.
 
     Args:
-        num_tokens: that the rows of an item see.
-        num_rows: query rows of the item.
-        num_items: into which the rows of its sequence are cut.
+        num_tokens: Tokens that the rows of an item see.
+        num_rows: Query rows of the item.
+        num_items: Number of items of the same sequence.
     """
     longest = np.full_like(num_tokens, LONGEST)
     if not on_gpu:

@@ -1,4 +1,4 @@
-"""Models that run as on another device."""
+"""Runs models as on another device."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.platform import Platform
 
-# Fields of a `Platform` with an NVIDIA GPU; `most_device_program_rows` is 0 unless it is set.
+# Fields of a `Platform` with an NVIDIA GPU; `most_device_program_rows` is 0 unless set.
 CUDA: dict[str, Any] = {"has_cuda": True, "pinned_uploads": True}
 CUDA_PROGRAMS: dict[str, Any] = {**CUDA, "most_device_program_rows": 64}
 
 
 def platform_with(**fields: Any) -> Platform:
-    """This machine's, with other answers."""
+    """This machine's platform with some fields replaced."""
     return replace(Platform.current(), **fields)
 
 
 def run_as_on(paged: PagedModel, **fields: Any) -> None:
-    """Has a model plan and run its next steps as a device with these answers does."""
+    """Makes a model plan and run its next steps like a device with this platform."""
     paged.platform = paged._compiled.platform = replace(paged.platform, **fields)

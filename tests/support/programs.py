@@ -1,4 +1,4 @@
-"""Programs that some tests need: a mark that skips the tests, and a line that sums up the skips."""
+"""External programs that some tests need: a skip mark, and a summary of the skips."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def needs(program: str, *, found: bool, option: str = "") -> pytest.MarkDecorato
     """Skips a test on machines that lack a program.
 
     Args:
-        option: Option of scripts/install_apt.sh that installs it, if the script alone does not.
+        option: The option of scripts/install_apt.sh that installs it, if not installed by default.
     """
     reason = f"{_REASON.format(program)} {option}".rstrip()
     return pytest.mark.skipif(not found, reason=reason)
 
 
 def summary(reasons: Iterable[str]) -> str:
-    """Sums up skipped tests by missing program.
+    """Summarizes skipped tests by missing program.
 
     Args:
-        reasons: why tests were skipped, one for each test.
+        reasons: Reasons of the skips, one per test.
 
     Returns:
         One line with the command that installs the programs; empty if none is missing.

@@ -1,4 +1,4 @@
-"""Quantised pools in float64 NumPy, written from `mlx_paged.ops`'s description of them alone."""
+"""Quantized pools in float64 NumPy, written only from their description in `mlx_paged.ops`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_paged import ops
 from support import reference
 from support.reference import PagedBatch, make_batch, to_numpy
 
-# Key and value formats that go together, by the name of --kv-cache-dtype.
+# Valid pairs of key and value formats, by the name of --kv-cache-dtype.
 FORMATS = {
     "int8": (mx.int8, mx.int8),
     "int8_k_int4_v": (mx.int8, mx.uint32),
@@ -30,7 +30,7 @@ def groups(head_dim: int) -> int:
 
 
 def row_bytes(dtype: mx.Dtype, head_dim: int) -> tuple[int, int]:
-    """Bytes of the codes and of the scales of a token and head."""
+    """Bytes of the codes and of the scales per token and head."""
     return {
         mx.int8: (head_dim, 2),
         mx.uint32: (head_dim // 2, 4 * groups(head_dim)),
@@ -65,8 +65,8 @@ def e4m3(codes: np.ndarray) -> np.ndarray:
 
 
 def steps(pool: mx.array, head_dim: int) -> np.ndarray:
-    """``[num_blocks, block_size, num_kv_heads, head_dim]``: how far two codes of int8 or int4 are
-    apart."""
+    """``[num_blocks, block_size, num_kv_heads, head_dim]``: distance between adjacent int8 or int4
+    codes."""
     scales = np.ascontiguousarray(parts(pool, head_dim)[1]).view(np.float16).astype(np.float64)
     if pool.dtype == mx.int8:
         return np.broadcast_to(scales, (*scales.shape[:3], head_dim))
@@ -74,7 +74,7 @@ def steps(pool: mx.array, head_dim: int) -> np.ndarray:
 
 
 def decoded(pool: mx.array, head_dim: int) -> np.ndarray:
-    """``[num_blocks, block_size, num_kv_heads, head_dim]`` float64: what the codes stand for."""
+    """``[num_blocks, block_size, num_kv_heads, head_dim]`` float64: the dequantized values."""
     codes, tails = parts(pool, head_dim)
     if pool.dtype == mx.uint8:
         return e4m3(codes)
@@ -87,7 +87,7 @@ def decoded(pool: mx.array, head_dim: int) -> np.ndarray:
 
 
 def rotation(dtype: mx.Dtype, head_dim: int) -> np.ndarray:
-    """``[head_dim, head_dim]``: what keys are multiplied with before they are quantised."""
+    """``[head_dim, head_dim]``: the rotation of keys before quantization."""
     if dtype == mx.uint8:
         return np.eye(head_dim)
     run = head_dim & -head_dim
@@ -110,7 +110,7 @@ def keys_of(pool: mx.array, head_dim: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class QuantisedBatch:
-    """A batch whose pools are quantised, and the dense one that they were made of."""
+    """A batch with quantized pools, and the dense batch they were made from."""
 
     plain: PagedBatch
     key_pool: mx.array
@@ -127,7 +127,7 @@ class QuantisedBatch:
         )
 
     def expected(self, *, sinks: mx.array | None = None, **options: float | None) -> np.ndarray:
-        """The oracle on what the codes stand for."""
+        """The oracle on the dequantized values."""
         plain = self.plain
         return reference.paged_attention(
             to_numpy(plain.queries),
@@ -143,7 +143,7 @@ class QuantisedBatch:
 
 
 def empty_pools(batch: PagedBatch, name: str) -> list[mx.array]:
-    """Pools of the batch's shape, every byte of which is 0xff: scales and e4m3 are NaN."""
+    """Pools of the batch's shape, with every byte 0xff: scales and e4m3 are NaN."""
     pools = []
     for plain, dtype in zip((batch.key_pool, batch.value_pool), FORMATS[name]):
         num_blocks, block_size, heads, dim = plain.shape
@@ -156,7 +156,7 @@ def empty_pools(batch: PagedBatch, name: str) -> list[mx.array]:
 
 
 def quantised(batch: PagedBatch, name: str, chunks: Sequence[int] = ()) -> QuantisedBatch:
-    """Writes each sequence's tokens that are not NaN, in pieces of `chunks` tokens."""
+    """Writes each sequence's non-NaN tokens, `chunks` tokens at a time."""
     pools = empty_pools(batch, name)
     block_size = batch.key_pool.shape[1]
     for table, context_len in zip(batch.tables, batch.context_lens):
@@ -183,15 +183,15 @@ def quantised(batch: PagedBatch, name: str, chunks: Sequence[int] = ()) -> Quant
 def make_quantised(
     rng: np.random.Generator, *args: object, name: str, **options: object
 ) -> QuantisedBatch:
-    """`make_batch` on quantised pools."""
+    """`make_batch` with quantized pools."""
     return quantised(make_batch(rng, *args, **options), name)
 
 
-# --- mlx-lm's dense caches that keep what a quantised pool would ----------------------------------
+# --- mlx-lm's dense caches with the values of a quantized pool ------------------------------------
 
 
 def _fp16_above(x: mx.array) -> mx.array:
-    """The least float16 not below x >= 0, as float32."""
+    """The smallest float16 that is not below x >= 0, as float32."""
     half = x.astype(mx.float16)
     above = (half.view(mx.uint16) + 1).view(mx.float16)
     return mx.where(half.astype(mx.float32) < x, above, half).astype(mx.float32)
@@ -210,7 +210,7 @@ def _divided(x: mx.array, step: mx.array) -> mx.array:
 
 
 def kept(x: mx.array, dtype: mx.Dtype, *, keys: bool) -> mx.array:
-    """What a pool of `dtype` gives back of ``[..., head_dim]`` numbers."""
+    """``[..., head_dim]`` numbers after a round trip through a pool of `dtype`."""
     dim = x.shape[-1]
     rotated = mx.array(rotation(dtype, dim) if keys else np.eye(dim)).astype(mx.float32)
     y = x.astype(mx.float32) @ rotated.T
@@ -234,8 +234,8 @@ Keep = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
 
 def keeping(caches: Sequence[Any], keeps: Iterator[Keep | None]) -> list[Any]:
-    """mlx-lm's own caches, of which attention layer i keeps what keeps[i] makes of keys and values
-    ``[1, num_kv_heads, num_tokens, head_dim]``; None: what it is given."""
+    """mlx-lm's own caches; attention layer i stores keeps[i] of its keys and values
+    ``[1, num_kv_heads, num_tokens, head_dim]``; None stores them unchanged."""
 
     def replace(cache: Any) -> None:
         kind = type(cache)
@@ -258,7 +258,7 @@ def keeping(caches: Sequence[Any], keeps: Iterator[Keep | None]) -> list[Any]:
 
 
 def quantising(caches: Sequence[Any], name: str, skip: Sequence[int] = ()) -> list[Any]:
-    """mlx-lm's own caches, of which the attention layers keep what the codes stand for."""
+    """mlx-lm's own caches, whose attention layers store the dequantized values."""
     key_dtype, value_dtype = FORMATS[name]
 
     def keep(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -268,8 +268,8 @@ def quantising(caches: Sequence[Any], name: str, skip: Sequence[int] = ()) -> li
 
 
 def half_steps(x: np.ndarray, pool: mx.array, slots: np.ndarray, *, keys: bool) -> np.ndarray:
-    """How far codes of those slots are from the numbers ``[num_tokens, num_kv_heads, head_dim]``
-    that they stand for, in halves of the distance of two codes: at most 1 where each is nearest."""
+    """Errors of the codes at those slots against the original ``[num_tokens, num_kv_heads,
+    head_dim]`` numbers, in half code distances: at most 1 if every code is the nearest."""
     dim = x.shape[-1]
     held = decoded(pool, dim).reshape(-1, *x.shape[1:])[slots]
     wanted = x @ rotation(pool.dtype, dim).T if keys else x
@@ -281,11 +281,12 @@ def half_steps(x: np.ndarray, pool: mx.array, slots: np.ndarray, *, keys: bool) 
 
 
 def holding(caches: Sequence[Any], pools: Sequence[Any], slots: np.ndarray) -> list[Any]:
-    """mlx-lm's own caches that keep what pools hold at the slots of a sequence's tokens, which is
-    checked to be the nearest of what they are given.
+    """mlx-lm's own caches with the values that pools hold at the slots of a sequence's tokens.
+
+    Checks that these values are the nearest to the given ones.
 
     Args:
-        pools: for each attention layer, with `key_pool` and `value_pool`.
+        pools: One for each attention layer, with `key_pool` and `value_pool`.
     """
 
     def keep_of(layer: Any) -> Keep:

@@ -1,4 +1,4 @@
-"""Random JSON schemas over the whole vocabulary of draft 2020-12."""
+"""Random JSON schemas with the full vocabulary of draft 2020-12."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 
 
 class RandomSchemas:
-    """Makes schemas, one after another.
+    """Generates schemas.
 
     Args:
-        seed: the same seed gives the same schemas.
+        seed: The same seed gives the same schemas.
     """
 
     def __init__(self, seed: int) -> None:
@@ -33,7 +33,7 @@ class RandomSchemas:
         self._defs: list[str] = []
 
     def schema(self) -> Any:
-        """A whole schema; it may have definitions, which may be recursive."""
+        """Returns a whole schema, possibly with (recursive) definitions."""
         rng = self._rng
         self._defs = [f"d{i}" for i in range(rng.choice((0, 0, 1, 2, 3)))]
         root = self._schema(rng.choice((1, 2, 2, 3, 3, 4)))

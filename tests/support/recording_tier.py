@@ -1,4 +1,4 @@
-"""A tier that notes what it is handed, and keeps what it is told to."""
+"""A tier that records evictions, and stores selected blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Handed(NamedTuple):
 
 class RecordingTier:
     """Attributes:
-    handed: Everything that was evicted, in order.
-    kept: By key, what is stored.
+    handed: All evicted blocks, in order.
+    kept: Stored blocks, by key.
     """
 
     def __init__(self, keeps: Callable[[Handed], bool] = lambda handed: True) -> None:

@@ -1,4 +1,4 @@
-"""Paged data for the oracle (`mlx_paged.reference`): every slot that nothing may read is NaN."""
+"""Paged data for the oracle (`mlx_paged.reference`): slots that must not be read hold NaN."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ TOLERANCE = {getattr(mx, name): most for name, most in reference.TOLERANCE.items
 DTYPES = tuple(TOLERANCE)
 
 ON_GPU = os.environ.get("MLX_PAGED_TEST_DEVICE") == "gpu"
-# Key and value head dims that the GPU kernels are made for, the smaller first.
+# Key and value head dims that have GPU kernels, smallest first.
 GPU_HEAD_DIMS = (
     *((d, d) for d in (32, 64, 80, 96, 112, 128)),
     *((192, 128), (192, 192), (256, 256), (512, 512), (576, 512)),
 )
-# Of the tiny models of the tests of media: small, but one that the device takes.
+# Head dims of the media tests' tiny models: small, but supported by the device.
 HEAD_DIM = int(os.environ.get("MLX_PAGED_TEST_HEAD_DIM") or (32 if ON_GPU else 16))
 
 
 def to_numpy(a: mx.array) -> np.ndarray:
-    """Float64 copy; every value of the three dtypes is exact in it."""
+    """A float64 copy; it represents every value of the three dtypes exactly."""
     return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def bits(a: mx.array) -> np.ndarray:
-    """The raw words: unlike values they tell -0.0 from 0.0 and one NaN from another."""
+    """The raw words, which tell -0.0 from 0.0 and one NaN from another."""
     return np.array(mx.contiguous(a).view(mx.uint32 if a.dtype.size == 4 else mx.uint16))
 
 
 def address(a: mx.array) -> int:
-    """Where the buffer of an evaluated array begins."""
+    """Address of an evaluated array's buffer."""
     mx.eval(a)
     words = a.view(mx.uint32 if a.dtype.size == 4 else mx.uint16)
     return int(np.array(words, copy=False).__array_interface__["data"][0])
@@ -103,17 +103,17 @@ def make_batch(
 ) -> PagedBatch:
     """Random sequences; slots outside every context, or before every window, hold NaN.
 
-    `bounds` are those of the rows, `spans_of` makes some; what a row sees of them is no NaN.
+    `bounds` are the rows' bounds, see `spans_of`; tokens within a row's bounds are not NaN.
 
-    On a GPU, head dims that it has no kernel for become the next larger ones that it has, or
-    its largest.
+    On a GPU, a head dim without a kernel is replaced by the next larger one that has a kernel, or
+    by the largest.
     """
     value_dim = value_dim or key_dim
     if ON_GPU:
         fitting = ((k, v) for k, v in GPU_HEAD_DIMS if k >= key_dim and v >= value_dim)
         key_dim, value_dim = next(fitting, GPU_HEAD_DIMS[-1])
     num_blocks = [-(-n // block_size) for n in context_lens]
-    ids = 1 + rng.permutation(sum(num_blocks) + 2)  # block 0 belongs to nobody, two are spare
+    ids = 1 + rng.permutation(sum(num_blocks) + 2)  # block 0 is unused, two are spare
     tables = [part.tolist() for part in np.split(ids[:-2], np.cumsum(num_blocks)[:-1])]
     tables = tables if num_blocks else []
 
@@ -150,7 +150,7 @@ def spans_of(
     """``[2, num_rows]`` bounds of rows that see their whole span.
 
     Args:
-        spans: for each sequence the first and the last position of its spans.
+        spans: First and last position of each span, for each sequence.
     """
     positions = [np.arange(n - rows, n) for n, rows in zip(context_lens, query_lens)]
     bounds = np.stack([np.concatenate(positions)] * 2).astype(np.int32)
@@ -164,7 +164,7 @@ def spans_of(
 
 
 def assert_close(actual: mx.array, expected: np.ndarray, tolerance: float | None = None) -> None:
-    """Each row within the dtype's tolerance of the oracle, relative to the row's norm."""
+    """Asserts that each row is within the dtype's tolerance, relative to the row's norm."""
     assert actual.shape == expected.shape
     errors = reference.relative_errors(to_numpy(actual), expected)
     bound = tolerance or TOLERANCE[actual.dtype]
@@ -173,7 +173,7 @@ def assert_close(actual: mx.array, expected: np.ndarray, tolerance: float | None
 
 
 def noncontiguous(a: mx.array) -> dict[str, mx.array]:
-    """Evaluated arrays equal to `a` whose elements do not lie one after the other from offset 0."""
+    """Evaluated arrays equal to `a` that are not contiguous or do not start at offset 0."""
     axes = list(reversed(range(a.ndim)))
     spread = mx.repeat(a, 2, axis=-1)
     padded = mx.concatenate([a[:1], a, a[:1]])

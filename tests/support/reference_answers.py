@@ -1,4 +1,4 @@
-"""Multimodal models of transformers with random weights, as it saves them, and their answers."""
+"""Multimodal transformers models with random weights, saved by transformers, and their answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.more_reference_vision import ALL_REFERENCES
 from support.oracle_torch import oracle_torch
 
 _TYPES = {"image": 1, "video": 2, "audio": 3}
-# Values of what is stored with the weights, where a model begins with one that does nothing.
+# Values of parameters that a model initializes so that they have no effect.
 _BUFFERS = {
     "input_min": -1.5,
     "input_max": 1.2,
@@ -27,7 +27,7 @@ _BUFFERS = {
 
 
 def save(name: str, path: Path, *, seed: int = 3) -> Any:
-    """Writes a checkpoint as transformers saves it; returns its model."""
+    """Writes a checkpoint with transformers' own code; returns its model."""
     from support.media_checkpoints import checkpoint as checkpoint_of
     from support.media_checkpoints import write_tokenizer
     from support.more_media_checkpoints import ALL_CHECKPOINTS
@@ -63,11 +63,10 @@ def log_probabilities(
     """Greedy tokens of transformers' model for a prompt, and their distributions.
 
     Args:
-        media: the `MediaModel` whose processor made the prompt.
-        parts: of a message: texts, pictures, pairs of frames and their fps, and pairs of samples
-            and their rate.
-        token_ids: of the prompt.
-        count: tokens to generate.
+        media: The `MediaModel` whose processor made the prompt.
+        parts: Parts of a message: texts, images, (frames, fps) pairs, and (samples, rate) pairs.
+        token_ids: Tokens of the prompt.
+        count: Number of tokens to generate.
 
     Returns:
         The tokens, and ``[count, vocab_size]`` log-probabilities.

@@ -1,7 +1,7 @@
 """Small configs of transformers' text families, shaped like the published ones.
 
-Windows, chunks, and the lengths that RoPE scaling begins at are shorter than the contexts of
-`tests/model/test_reference_families.py`. `BASE` fills in whatever a config leaves out.
+Windows, chunks, and the lengths where RoPE scaling begins are shorter than the contexts of
+`tests/model/test_reference_families.py`. `BASE` provides missing fields.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def plain(theta: float = 1e4, **fields: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reference:
-    """A family of transformers.
+    """A transformers family.
 
     Attributes:
-        model_type: as transformers names it.
-        config: fields beside `BASE`.
-        text: fields of ``text_config``, beside `BASE`, which is then not in `config`.
-        vision: fields of ``vision_config``. The tower's weights are not saved.
+        model_type: transformers' name for it.
+        config: Fields in addition to `BASE`.
+        text: Fields of ``text_config``, in addition to `BASE`, which is then not in `config`.
+        vision: Fields of ``vision_config``. The tower's weights are not saved.
         architecture: transformers' class; None: the one for causal language models.
-        bare: `BASE` is left out.
+        bare: Omit `BASE`.
     """
 
     model_type: str
@@ -88,7 +88,7 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 MLA = {**SHARED, **LATENT, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
-# (With few heads many scores would be exactly zero, and the choice among them arbitrary.)
+# With few heads, many scores would be exactly zero, and the choice among them arbitrary.
 INDEXER = {"index_head_dim": 16, "index_n_heads": 32, "index_topk": 8}
 GRANITE = {
     "attention_multiplier": 0.2,
@@ -127,7 +127,7 @@ GEMMA4 = {
     **HEAD,
 }
 
-#: By name; a suffix tells variants of one family apart.
+#: Families by name; a suffix distinguishes variants of one family.
 REFERENCES: dict[str, Reference] = {
     "afmoe": Reference(
         "afmoe", {**EXPERTS, **HEAD, "num_dense_layers": 1, "sliding_window": WINDOW}
@@ -662,7 +662,7 @@ _QWEN_TOWER = {
     "out_hidden_size": 64,
 }
 _MROPE = {"rope_parameters": plain(1e6, mrope_section=[2, 3, 3])}
-#: Multimodal models whose towers are left out of the files: configs have a section for text.
+#: Multimodal models without their towers: configs have a text section.
 TEXT_OF_MULTIMODAL: dict[str, Reference] = {
     "gemma3": Reference(
         "gemma3",
@@ -703,8 +703,8 @@ TEXT_OF_MULTIMODAL: dict[str, Reference] = {
     ),
 }  # fmt: skip
 
-# Families that other types of RoPE scaling are tried with: the plain module, a part of each head,
-# one scaling per layer type, latent attention, and modules of families' own.
+# Families to test with other types of RoPE scaling: the plain module, partial rotation, one scaling
+# per layer type, latent attention, and families' own modules.
 _SCALED = (
     "dbrx", "deepseek_v2", "deepseek_v3", "exaone", "falcon_h1", "gemma3_text", "glm", "gpt_neox",
     "hunyuan_v1_dense", "internlm3", "laguna", "mimo_v2_flash", "nemotron", "phi", "qwen2_moe",
@@ -727,7 +727,7 @@ _PARTS = {
 
 
 def scaled_references() -> dict[str, Reference]:
-    """Each family of `_SCALED` with each type of scaling."""
+    """Every family of `_SCALED` with every type of scaling."""
     found = {}
     for family in _SCALED:
         for kind, scaling in _SCALINGS.items():
@@ -736,7 +736,7 @@ def scaled_references() -> dict[str, Reference]:
                 **({"partial_rotary_factor": _PARTS[family]} if family in _PARTS else {}),
             }
             if family in _LAYER_TYPES:
-                # (0.5 and not that of full attention: 12 of 24 dims of a head.)
+                # 0.5 instead of full attention's: 12 of a head's 24 dims.
                 part = {"partial_rotary_factor": 0.5} if family == "mimo_v2_flash" else {}
                 rope = {"full_attention": rope, "sliding_attention": plain(1e4, **part)}
             given = REFERENCES[family]

@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, saved as transformers saves them."""
+"""Small transformers models with random weights, saved by transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 from mlx_paged.engine.loading import load
 from mlx_paged.model.wrap import build_paged_model
 
-#: Rows of steps: prefills and decodes, longer than the windows and the contexts before scaling.
+#: Rows per step: prefills and decodes, longer than the windows and the unscaled contexts.
 CHUNKS = (40, 10, 1, 1, 8)
 #: RMS of the logits' difference over that of the logits, float32.
 TOLERANCE = 1e-4
@@ -29,8 +29,8 @@ def save(reference: Reference, path: Path, *, seed: int = 0, original: bool = Tr
     """Saves a small model with random weights by transformers' `save_pretrained`.
 
     Args:
-        original: with names and experts as the family was published, which is transformers'
-            default; False: as its own modules have them.
+        original: Use the published names and expert layout, transformers' default; False: those of
+            its own modules.
 
     Returns:
         transformers' model, in float32.
@@ -67,7 +67,7 @@ def save(reference: Reference, path: Path, *, seed: int = 0, original: bool = Tr
             elif weight.std() > 0:
                 weight.mul_(1.2 / (weight.std() * weight.shape[-1] ** 0.5))
             if "indexer.wk" in name:
-                weight.mul_(0.01)  # (so small that the epsilon of its norm matters)
+                weight.mul_(0.01)  # small enough that the norm's epsilon matters
     weights = None
     if reference.vision is not None:
         weights = {n: w for n, w in model.state_dict().items() if not _TOWERS.search(n)}
@@ -97,7 +97,7 @@ def differences(reference: Reference, path: Path, *, original: bool = True) -> l
 
 
 def reference_logits(model: Any, tokens: list[int]) -> np.ndarray:
-    """``[len(tokens), vocab_size]`` by transformers, of the whole prompt at once."""
+    """``[len(tokens), vocab_size]`` by transformers, for the whole prompt at once."""
     torch = oracle_torch()
     with torch.no_grad():
         found = model(input_ids=torch.tensor([tokens]), use_cache=False).logits

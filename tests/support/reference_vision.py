@@ -1,9 +1,9 @@
-"""Configs of small multimodal models of transformers, which `reference_answers` builds.
+"""Configs of small multimodal transformers models, which `reference_answers` builds.
 
-mlx-vlm is the oracle of `test_media_families.py`, and cannot show where it deviates from the code
-that a model was published with. Here the reference is transformers. A configuration is shaped like
-published ones: fields of the text model are in its section only, widths and depths of the two
-models differ, and a tower has several layers.
+The oracle of `test_media_families.py` is mlx-vlm, which cannot reveal its own deviations from the
+code that a model was published with. Here, transformers is the reference. Configs are shaped like
+published ones: text fields appear only in their section, widths and depths of the two models
+differ, and a tower has several layers.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class Reference:
     """A family.
 
     Attributes:
-        checkpoint: of `ALL_CHECKPOINTS`, whose tokenizer and processor it has.
+        checkpoint: Name in `ALL_CHECKPOINTS`; provides tokenizer and processor.
         model: transformers' class.
-        config: transformers' config, given the ids of special tokens.
-        token_types: of the tokens of items: the argument's name, and the values by kind.
-        joins: changes the processor's arrays of several items into those that a prompt has;
-            None: they are concatenated.
-        tolerance: of log-probabilities.
-        videos: Whether prompts with videos are compared.
-        logit_scale: What transformers leaves out, where it does, since version 5.
-        without: Prompts that transformers' model, or its processor, does not take.
-        pictures_first: The model wants them before the text.
-        sounds: Whether prompts with sounds are compared.
+        config: Makes transformers' config from the ids of special tokens.
+        token_types: Argument with the token types of items: its name, and the values by kind.
+        joins: Combines the processor's arrays of several items into a prompt's; None: concatenates
+            them.
+        tolerance: Tolerance of log-probabilities.
+        videos: Compare prompts with videos.
+        logit_scale: A factor that transformers omits since version 5.
+        without: Prompts that transformers' model or processor does not accept.
+        pictures_first: The model needs images before the text.
+        sounds: Compare prompts with sounds.
         generates: The part of transformers' model that generates text.
-        running: Entered while the models run: it replaces large towers, or mends transformers.
+        running: Context for running the models: replaces large towers, or fixes transformers.
     """
 
     checkpoint: str
@@ -432,7 +432,7 @@ def _paddleocr(ids: Mapping[str, int]) -> Any:
     return _made("PaddleOCRVLConfig")(
         text_config={
             **_TEXT,
-            "hidden_size": 1024,  # (mlx-vlm has no other)
+            "hidden_size": 1024,  # the only size that mlx-vlm supports
             "head_dim": 16,
             "use_bias": False,
             "rope_parameters": _rope(mrope_section=[2, 3, 3]),
@@ -445,7 +445,7 @@ def _paddleocr(ids: Mapping[str, int]) -> Any:
 
 
 def _padded_tiles(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """LLaVA NeXT's tiles, filled up to those of the picture that has most."""
+    """LLaVA NeXT's tiles, padded to the largest number per image."""
     tiles = [a.reshape(-1, *a.shape[-3:]) for a in arrays["pixel_values"]]
     most = max(map(len, tiles))
     filled = [np.pad(a, [(0, most - len(a)), (0, 0), (0, 0), (0, 0)]) for a in tiles]
@@ -453,20 +453,20 @@ def _padded_tiles(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _tiles(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """The tiles of all pictures, one after another."""
+    """The tiles of all images, concatenated."""
     pixels = [a.reshape(-1, *a.shape[-3:]) for a in arrays["pixel_values"]]
     return {"pixel_values": np.concatenate(pixels)}
 
 
 def _patches(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """``[patches, 3, size, size]`` of all pictures."""
+    """``[patches, 3, size, size]`` of all images."""
     pixels = [a.reshape(-1, *a.shape[-3:]) for a in arrays["pixel_values"]]
     grids = [np.reshape(a, (-1, 3)) for a in arrays["image_grid_thw"]]
     return {"pixel_values": np.concatenate(pixels), "image_grid_thw": np.concatenate(grids)}
 
 
 def _sized(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Pixtral's pictures, filled up to the largest, with the size of each."""
+    """Pixtral's images, padded to the largest, with each image's size."""
     pixels = [a.reshape(3, *a.shape[-2:]) for a in arrays["pixel_values"]]
     height, width = (max(a.shape[axis] for a in pixels) for axis in (-2, -1))
     filled = [
@@ -477,7 +477,7 @@ def _sized(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _one_prompt(arrays: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """``[1, pictures, ...]``, filled up to the largest, of Idefics's processors."""
+    """``[1, images, ...]``, padded to the largest, from Idefics' processors."""
     pixels = [a.reshape(-1, *a.shape[-3:]) for a in arrays["pixel_values"]]
     masks = [a.reshape(-1, *a.shape[-2:]) for a in arrays["pixel_attention_mask"]]
     height, width = (max(a.shape[axis] for a in pixels) for axis in (-2, -1))

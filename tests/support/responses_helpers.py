@@ -1,4 +1,4 @@
-"""Asks the Responses API of a test's server; checks all that comes by OpenAI's own types."""
+"""Calls the Responses API of a test's server; validates everything with OpenAI's own types."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ EVENT = TypeAdapter[Any](ResponseStreamEvent)
 
 
 def stream(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream: each as OpenAI has it, all of them in order."""
+    """The events of a stream, each validated with OpenAI's types, in order."""
     answer = client.post(PATH, json={"input": "hello", "temperature": 0, "stream": True, **body})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -92,7 +92,7 @@ def stream(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 
 
 def check_pieces(events: list[dict[str, Any]]) -> None:
-    """Holds that the pieces of a stream make what its last event has."""
+    """Checks that a stream's pieces add up to its last event."""
     texts: dict[tuple[str, str], str] = {}
     added, done = [], []
     for event in events:
@@ -115,7 +115,7 @@ def check_pieces(events: list[dict[str, Any]]) -> None:
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    """Types of events; neighbours of one type once."""
+    """Event types without consecutive repeats."""
     found: list[str] = []
     for event in events:
         kind = event["type"].removeprefix("response.")
@@ -125,7 +125,7 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 
 def plain(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items without their ids, which are new each time."""
+    """Items without their ids, which are always new."""
     return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
 
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 from mlx_paged import blas
 
-blas.preload()  # before mlx.core, or it has no effect
+blas.preload()  # before mlx.core, otherwise it has no effect
 
 from mlx_paged import _asan  # type: ignore[attr-defined]  # noqa: E402
 

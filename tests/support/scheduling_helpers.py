@@ -1,4 +1,4 @@
-"""Short ways to make requests and engines on a fake device, for the tests of the scheduler."""
+"""Helpers that make requests and engines on a fake device, for the scheduler's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend and a view for tests of chats without a terminal."""
+"""A scripted backend and a recording view, for tests of chats without a terminal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlx_paged.cli.chat.conversation import Message, Turn
 
 
 class Script:
-    """A backend that answers as it is told: pieces, and exceptions among them.
+    """A backend with scripted answers: pieces, and exceptions among them.
 
     Attributes:
-        wrong: why it takes no files.
+        wrong: Reason why it takes no files.
     """
 
     model = "scripted"
@@ -49,7 +49,7 @@ class Script:
 
 
 class Record:
-    """A view that remembers."""
+    """A view that records everything."""
 
     def __init__(self) -> None:
         self.answers: list[str] = []

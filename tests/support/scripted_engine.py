@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to: the real one, whose tokens are all forced."""
+"""An engine with scripted answers: a real one whose tokens are all forced."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ScriptedEngine(AsyncEngine):
     """Its answers are `script`'s texts, token by token; n answers to a prompt are all the same.
 
     Attributes:
-        script: What the next answers are; an empty one leaves the model free.
-        prompts: What was asked, as text.
-        params: How.
+        script: The next answers; if it is empty, the model is free.
+        prompts: Prompts of the requests, as text.
+        params: Parameters of the requests.
     """
 
     script: list[str]
@@ -31,7 +31,7 @@ class ScriptedEngine(AsyncEngine):
         self.script, self.prompts, self.params = [], [], []
 
     def says(self, *texts: str) -> None:
-        """The next answers."""
+        """Sets the next answers."""
         self.script += texts
 
     async def submit(self, request: EngineRequest) -> RequestStream:
@@ -45,7 +45,7 @@ class ScriptedEngine(AsyncEngine):
             tokens.append(min(tokenizer.eos_token_ids))
             request = dataclasses.replace(
                 request,
-                # A forced answer follows no grammar.
+                # A forced answer ignores the grammar.
                 params=dataclasses.replace(params, structured_outputs=None),
                 token_mask=_forces(tokens, self.info.vocab_size),
             )

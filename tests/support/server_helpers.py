@@ -1,4 +1,4 @@
-"""A server on a free port of loopback, in this process, for the tests of the API."""
+"""A server on a free loopback port in this process, for tests of the API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mlx_paged.server.websocket import SETTINGS, websockets
 from support.hangs import all_threads
 
 TIMEOUT = 300.0
-_LONGEST_TURN = 10.0  # (a request may wait for 5 s)
+_LONGEST_TURN = 10.0  # a request may wait 5 s
 ENGINE: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 1000, "max_num_seqs": 64}
 
 
@@ -38,7 +38,7 @@ def until(condition: Callable[[], Any], timeout: float = TIMEOUT) -> None:
     """Waits for a condition; a connection error counts as false.
 
     Raises:
-        AssertionError: the time is over; it says what each thread of this process does.
+        AssertionError: Timeout; the message has the stacks of this process's threads.
     """
     waited, error = 0.0, None
     while True:
@@ -49,15 +49,15 @@ def until(condition: Callable[[], Any], timeout: float = TIMEOUT) -> None:
         except httpx.TransportError as failed:
             error = failed
         if waited >= timeout:
-            # (Not an `assert`: pytest would cut the text.)
+            # Not an `assert`, because pytest would truncate the text.
             raise AssertionError(f"it did not happen in time\n{all_threads()}") from error
         time.sleep(0.02)
-        # A machine that stood still in the meantime gave nobody else that time either.
+        # Time in which the whole machine stood still does not count.
         waited += min(time.monotonic() - start, _LONGEST_TURN)
 
 
 def drained(sock: socket.socket) -> bytes:
-    """All that comes until the other end hangs up."""
+    """Reads until the other end closes the connection."""
     parts = []
     with contextlib.suppress(ConnectionError):
         while part := sock.recv(65536):
@@ -66,7 +66,7 @@ def drained(sock: socket.socket) -> bytes:
 
 
 class RunningServer:
-    """uvicorn on a thread of its own, an engine behind it."""
+    """uvicorn on its own thread, with an engine behind it."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
         self.engine = engine
@@ -100,11 +100,11 @@ class RunningServer:
         return httpx.get(f"{self.url}{path}")
 
     def wait_ready(self, timeout: float = TIMEOUT) -> None:
-        """Waits until requests are taken.
+        """Waits until the server accepts requests.
 
         Raises:
-            AssertionError: the engine failed, from what it failed with; or the time is over, and it
-                says what the engine and each thread do.
+            AssertionError: The engine failed, chained to its error; or timeout, with the state of
+                the engine and all threads.
         """
         answers = []
 
@@ -132,21 +132,21 @@ class RunningServer:
         return httpx.Client(base_url=self.url, timeout=TIMEOUT, **options)
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs something of the engine's from this thread."""
+        """Calls a method of the engine from this thread."""
         return run_elsewhere(asyncio.wait_for(coroutine, TIMEOUT))
 
     def stats(self) -> EngineStats:
         return self.call(self.engine.stats())
 
     def num_ended(self, reason: str) -> float:
-        """Requests that ended for a reason, as /metrics counts them."""
+        """Number of requests that ended for a reason, from /metrics."""
         text = httpx.get(f"{self.url}/metrics").text
         pattern = rf'request_success_total{{.*finished_reason="{reason}".*}} (\S+)'
         [found] = re.findall(pattern, text)
         return float(found)
 
     def wait_idle(self) -> EngineStats:
-        """Waits until no sequence runs or waits, and no block is held."""
+        """Waits until no sequence runs or waits, and no block is in use."""
 
         def idle() -> bool:
             stats = self.stats()
@@ -159,13 +159,13 @@ class RunningServer:
         """Ends the server and its engine.
 
         Raises:
-            AssertionError: one of them does not end; it says what each thread does.
+            AssertionError: One of them does not end; the message has the stacks of all threads.
         """
         self._server.should_exit = True
         self._thread.join(timeout)
         engine = self.engine._thread
         engine.stop(0.0)
-        engine.join(timeout)  # (`shutdown` would wait for ever)
+        engine.join(timeout)  # `shutdown` would wait forever
         for name, thread in (("engine", engine._thread), ("server", self._thread)):
             if thread.is_alive():
                 raise AssertionError(f"the {name} does not end\n{all_threads()}")
@@ -173,7 +173,7 @@ class RunningServer:
 
 
 def run_elsewhere(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """`asyncio.run` on another thread: the caller's may have a loop of its own (Playwright's)."""
+    """`asyncio.run` on another thread, because the caller's may have a loop (Playwright's)."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
 
@@ -186,7 +186,7 @@ def running(
     wait: bool = True,
     **engine: Any,
 ) -> Iterator[RunningServer]:
-    """A server, ready; engine options by name."""
+    """Starts a server and waits until it is ready; engine options by name."""
     made = make_engine() if make_engine else AsyncEngine.from_model(**{**ENGINE, **engine})
     server = RunningServer(made, config or ServerConfig())
     try:
@@ -198,7 +198,7 @@ def running(
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a whole stream; it must end with [DONE]."""
+    """The events of a whole stream, which must end with [DONE]."""
     blocks = [b for b in response.text.replace("\r\n", "\n").split("\n\n") if b]
     data = [b.removeprefix("data: ") for b in blocks if not b.startswith(":")]
     assert data[-1] == "[DONE]", data[-1]
@@ -206,7 +206,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def validate(kind: type, body: Any) -> None:
-    """Checks a body that was read from JSON against its declaration in `server.responses`."""
+    """Checks parsed JSON against its declaration in `server.responses`."""
     TypeAdapter(kind).validate_python(body, strict=True)
 
 
@@ -214,7 +214,7 @@ def validate(kind: type, body: Any) -> None:
 def process(
     *options: str, code: str | None = None, until: str = "ready", scheme: str = "http", **env: str
 ) -> Iterator[tuple[Any, str]]:
-    """`mlx-paged serve` on a free port; yields it and its address when it is ready, or live."""
+    """Runs `mlx-paged serve` on a free port; yields it with its address when ready, or live."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

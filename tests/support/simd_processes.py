@@ -1,4 +1,4 @@
-"""Tests of a file again in a process of another instruction set: a process chooses once."""
+"""Reruns a file's tests in a process with another instruction set, chosen once per process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONLY_HYPOTHESIS = {
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """What this processor runs, as the refusal of an unknown name lists it. Best first."""
+    """Instruction sets of this processor, best first, parsed from the error for an unknown name."""
     code = "from mlx_paged.extension import build_info; build_info()"
     env = {**os.environ, "MLX_PAGED_SIMD": "unknown"}
     command = [sys.executable, "-c", code]
@@ -32,7 +32,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def run_in_process_of(simd: str, num_threads: int, files: Sequence[str], expression: str) -> None:
-    """Runs the tests of `files` that `expression` (``pytest -k``) selects; all have to pass."""
+    """Runs the tests of `files` that `expression` (``pytest -k``) selects; all must pass."""
     if simd not in instruction_sets():
         pytest.skip(f"this processor has {', '.join(instruction_sets())}")
     inherited = {k: v for k, v in os.environ.items() if k != "MLX_PAGED_TEST_SHARD"}

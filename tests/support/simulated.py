@@ -1,4 +1,4 @@
-"""The primitives on the simulated GPU: `mlx_paged.ops` over `mlx_paged._sim`."""
+"""The primitives on the simulated GPU: `mlx_paged.ops` with `mlx_paged._sim`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ try:
 except ImportError:
     sim_ext = None
 
-# For what asks the extension which launches a GPU would get, and runs none.
+# For queries about the launches that a GPU would get, without running any.
 needs_sim_extension = pytest.mark.skipif(
     sim_ext is None,
     reason="mlx_paged._sim is not built: install with "
@@ -32,13 +32,13 @@ needs_simulator = pytest.mark.skipif(_reason is not None, reason=_reason or "")
 
 @cache
 def kernels() -> SimLibrary:
-    """Those of metal/; a kernel is compiled when it is first launched."""
+    """The library of metal/; compiles a kernel on its first launch."""
     return library(METAL)
 
 
 @contextmanager
 def simulated(kernels_: SimLibrary | None = None) -> Iterator[None]:
-    """Within it, the primitives run on the simulated GPU, and work is split as for a GPU."""
+    """Within this context, primitives run on the simulated GPU, and work is split as for a GPU."""
     sim_ext.set_simulator(launcher(kernels_ or kernels()))
     sim_ext.simulated_launches()
     with mock.patch.object(ops, "ext", sim_ext), mock.patch.dict(os.environ, MLX_PAGED_SIM="1"):
@@ -46,14 +46,14 @@ def simulated(kernels_: SimLibrary | None = None) -> Iterator[None]:
 
 
 def launches() -> list[dict[str, Any]]:
-    """What was launched since the last call: kernel, buffers, constants, grid, threadgroup,
+    """Launches since the last call: kernel, buffers, constants, grid, threadgroup,
     threadgroup_memory, threadgroups, and traffic (buffer index -> bytes read, bytes written)."""
     return sim_ext.simulated_launches()
 
 
 def planned_launches(*args: Any, **options: Any) -> list[dict[str, Any]]:
-    """What a GPU would run for a call of `ops.paged_attention`, with the arrays of the plan one by
-    one; ``cuda=True``: NVIDIA's."""
+    """Launches that a GPU would run for a call of `ops.paged_attention`, with the plan's arrays as
+    separate arguments; ``cuda=True``: an NVIDIA GPU."""
     return sim_ext.paged_attention_launches(*args, **options)
 
 

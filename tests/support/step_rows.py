@@ -1,4 +1,4 @@
-"""A step as rows, one for each sequence: easier to read in a test than the columns of a batch."""
+"""A step as rows, one per sequence, which tests read more easily than the columns of a batch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mlx_paged.core import (
 )
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 
-#: Stands in `Row.token_ids` for a token that the step before is still sampling.
+#: Placeholder in `Row.token_ids` for a token that the previous step is still sampling.
 IN_FLIGHT_TOKEN = -1
 
 
 class Row(NamedTuple):
     """One sequence's part of a step."""
 
-    sequence: Any  # None where no scheduler planned the step
+    sequence: Any  # None for a step without a scheduler
     seq_id: int
     token_ids: tuple[int, ...]
     start: int
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     tables: tuple[StepTable, ...]
     state: StateMove | None = None
     name: str = ""
-    sampling: Any = None  # a `SamplingRow`, where no scheduler planned the step
+    sampling: Any = None  # a `SamplingRow` for a step without a scheduler
     num_drafts: int = 0
 
     @property
@@ -118,7 +118,7 @@ def batch_of(
     step: int = 1,
     sampling: Any = None,
 ) -> StepBatch:
-    """A batch that no scheduler planned."""
+    """A batch built without a scheduler."""
     tokens = [token if token != IN_FLIGHT_TOKEN else 0 for row in rows for token in row.token_ids]
     return StepBatch(
         step=step,

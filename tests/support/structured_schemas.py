@@ -1,4 +1,4 @@
-"""Schemas of every kind of keyword, for walks and generations that follow them."""
+"""Schemas with every kind of keyword, for grammar walks and generations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BOOLEAN: Schema = {"type": "boolean"}
 
 
 def closed(properties: Schema, required: list[str] | None = None, **more: Any) -> Schema:
-    """An object of these properties alone; all are required unless some are named."""
+    """An object with only these properties, all required unless some are named."""
     return opened(properties, required, additionalProperties=False, **more)
 
 
 def opened(properties: Schema, required: list[str] | None = None, **more: Any) -> Schema:
-    """An object that may have other properties as well."""
+    """An object that may have additional properties."""
     names = list(properties) if required is None else required
     return {"type": "object", "properties": properties, "required": names, **more}
 
@@ -106,7 +106,7 @@ SCHEMAS: dict[str, Schema] = {
     "a tuple": closed({"t": {
         "type": "array", "prefixItems": [INTEGER, TEXT, BOOLEAN], "items": False, "minItems": 3,
     }}),
-    # As they are sent
+    # Real-world forms
     "steps of mathematics": closed({"steps": listed(STEP), "final_answer": TEXT}),
     "a tool": opened(
         {
@@ -117,7 +117,7 @@ SCHEMAS: dict[str, Schema] = {
     ),
 }  # fmt: skip
 
-#: What cannot be enforced, by the keyword that a strict request is refused for.
+#: Schemas that cannot be enforced, by the keyword that a strict request is rejected for.
 REFUSED: dict[str, tuple[Schema, str]] = {
     "one of, overlapping": (
         closed({"v": {"oneOf": [

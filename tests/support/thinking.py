@@ -14,7 +14,7 @@ from mlx_paged.demo import model_path
 from mlx_paged.model.loader import LoadedModel
 from support.models import tiny_config, tiny_model
 
-VOCAB_SIZE = 4128  # the embedded model's, and room for markers; no whole number of mask words
+VOCAB_SIZE = 4128  # the embedded model's plus markers; not a whole number of mask words
 
 
 def tokenizer_with(

@@ -1,4 +1,4 @@
-"""A real terminal for tests: a tmux pane that takes keys and shows what a person would see."""
+"""A real terminal for tests: a tmux pane that takes keys and shows a user's screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from support.programs import needs
 
 TIMEOUT = 300.0
-# The program as it is installed beside this Python.
+# The installed program of this Python.
 PROGRAM = str(Path(sys.executable).with_name("mlx-paged"))
 needs_tmux = needs("tmux", found=shutil.which("tmux") is not None)
 
@@ -37,11 +37,11 @@ class Terminal:
         self._tmux("new-session", "-d", "-s", "test", *size, command)
 
     def type(self, text: str) -> None:
-        """Letters, as they are."""
+        """Types literal characters."""
         self._tmux("send-keys", "-l", "--", text)
 
     def press(self, *keys: str) -> None:
-        """Keys by tmux's names: Enter, Tab, M-Enter, C-c."""
+        """Presses keys by tmux's names: Enter, Tab, M-Enter, C-c."""
         self._tmux("send-keys", *keys)
 
     def say(self, text: str) -> None:
@@ -49,7 +49,7 @@ class Terminal:
         self.press("Enter")
 
     def screen(self, *, colors: bool = False) -> str:
-        """Everything since the start, scrolled away or not."""
+        """All output since the start, including scrolled-off lines."""
         options = ["-e"] if colors else []
         return self._tmux("capture-pane", "-p", "-S", "-", *options).rstrip()
 
@@ -83,7 +83,7 @@ def terminal(
 
 
 def home(path: Path) -> dict[str, str]:
-    """An environment in which nothing of the real home is read or written."""
+    """An environment that keeps the program out of the real home directory."""
     return {
         "HOME": str(path),
         "XDG_STATE_HOME": str(path / "state"),

@@ -25,7 +25,7 @@ _WORDS = ('{"', '": ', '", "', "true", "null", "12", "</", "\n<", 'name="', "Osl
 
 
 class SmallTokenizer:
-    """Bytes, some words, and added tokens."""
+    """A tokenizer of bytes, some words, and added tokens."""
 
     def __init__(self, added: Collection[str]) -> None:
         texts = [bytes([byte]) for byte in range(256)] + [word.encode() for word in _WORDS]
@@ -42,7 +42,7 @@ class SmallTokenizer:
         return list(text.encode() if isinstance(text, str) else text)
 
     def encode(self, text: str) -> list[tuple[int, str]]:
-        """Each token of a text and the text that becomes certain with it, one character a token."""
+        """Each token of a text with the text that it completes, one character per token."""
         tokens: list[tuple[int, str]] = []
         at = 0
         while at < len(text):
@@ -57,7 +57,7 @@ class SmallTokenizer:
         return tokens
 
     def updates(self, ids: Iterable[int]) -> Iterator[tuple[int, str]]:
-        """The same for tokens."""
+        """The same for token ids."""
         held = b""
         for token in ids:
             held += self.tokens[token]
@@ -71,7 +71,7 @@ class SmallTokenizer:
 
 
 def grouped(updates: Sequence[tuple[int, str]], cuts: Collection[int]) -> Iterator[tuple[int, str]]:
-    """The same updates where text comes only with the tokens at some indices, and the last."""
+    """The same updates, but text arrives only with the tokens at some indices, and the last."""
     held = ""
     for i, (token, text) in enumerate(updates):
         held += text
@@ -96,7 +96,7 @@ def read(
     vocabulary: Mapping[str, int],
     updates: Iterable[tuple[int, str]],
 ) -> tuple[Answer, list[Event]]:
-    """What is in an answer, and the events that told it."""
+    """The contents of an answer, and the events that delivered it."""
     answer_reader = reader(format, tools, vocabulary)
     events: list[Event] = []
     for token, text in updates:
@@ -106,7 +106,7 @@ def read(
 
 
 def summary(answer: Answer) -> dict[str, Any]:
-    """An answer without the ids that are made up."""
+    """An answer without generated ids."""
     calls = [
         (
             call.name,
@@ -120,12 +120,12 @@ def summary(answer: Answer) -> dict[str, Any]:
 
 
 def pieces(events: Iterable[Event]) -> list[str]:
-    """The pieces in which arguments came."""
+    """The pieces in which arguments arrived."""
     return [event.text for event in events if isinstance(event, CallArguments)]
 
 
 class Walker:
-    """Random walks through grammars: every token is one that the grammar allows."""
+    """Walks randomly through grammars: every token is one that the grammar allows."""
 
     def __init__(self, added: Collection[str]) -> None:
         self.tokenizer = SmallTokenizer(added)
@@ -134,8 +134,8 @@ class Walker:
 
     def matcher(self, lark: str) -> llguidance.LLMatcher:
         """The state before the first token of an answer."""
-        if lark not in self._matchers:  # (compiling takes longer than a walk)
-            # As the engine has it.
+        if lark not in self._matchers:  # compiling takes longer than a walk
+            # Prepared like in the engine.
             prepared, _, _ = with_prepared_schemas(lark, strict=False, field="grammar")
             matcher = llguidance.LLMatcher(
                 self._llguidance, llguidance.LLMatcher.grammar_from_lark(prepared)
@@ -145,7 +145,7 @@ class Walker:
         return self._matchers[lark].deep_copy()
 
     def accepts(self, lark: str, text: str) -> bool:
-        """True if a whole answer is in the grammar."""
+        """True if a whole answer matches the grammar."""
         ids = [token for token, _ in self.tokenizer.encode(text)]
         matcher = self.matcher(lark)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -153,17 +153,17 @@ class Walker:
     def walk(
         self, lark: str, seed: int, prefix: str = "", markers: Sequence[str] = (), steps: int = 250
     ) -> list[int] | None:
-        """The tokens of a random answer; None if it did not end.
+        """Returns the tokens of a random answer; None if it did not end.
 
         Args:
-            prefix: what it begins with.
-            markers: texts that it goes on with more often than by chance, where they are allowed.
+            prefix: Start of the answer.
+            markers: Texts that it continues with more often than by chance, if allowed.
         """
         rng = random.Random(seed)
         matcher = self.matcher(lark)
         mask = llguidance.numpy.allocate_token_bitmask(1, len(self.tokenizer.tokens))
         eos = self.tokenizer.eos_token_id
-        # (Whether a string, an object or the answer ends would else be left to chance.)
+        # Otherwise the end of a string, object or answer would be left to chance.
         endings = [[token for token, _ in self.tokenizer.encode(text)] for text in markers]
         endings += [[ord("\n"), *ending] for ending in endings]
         endings += [[ord(c)] for c in "\"}])'"]
@@ -196,6 +196,6 @@ class Walker:
 
 
 def check(call_arguments: str, tool: Tool) -> None:
-    """Raises if arguments are no valid JSON for a tool."""
+    """Raises if arguments are not valid JSON for a tool."""
     value = json.loads(call_arguments)
     jsonschema.Draft202012Validator(dict(tool.parameters)).validate(value)

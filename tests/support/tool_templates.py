@@ -1,4 +1,4 @@
-"""Chat templates of no family: each writes calls in a way of its own."""
+"""Chat templates of unknown families, each with its own syntax of calls."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Invented:
-    """A chat template that nobody lists.
+    """A chat template of an unknown family.
 
     Attributes:
-        name: Of the test.
+        name: Name of the test.
         calls: Jinja that renders `calls`, each a function with `name`, `arguments` and `id`.
-        kind: Of the syntax that should be derived.
+        kind: Kind of the syntax that should be derived.
         tokens: Added tokens of its model.
         text: Jinja that renders `content`.
-        prompt: After the header of the assistant's turn, in prompts.
+        prompt: Text after the header of the assistant's turn, in prompts.
         reasoning: Jinja that renders `reasoning`.
         markers: Start and end of the reasoning that should be derived.
-        has_parallel: Whether it renders more than one call.
-        has_ids: Whether it renders ids.
+        has_parallel: True if it renders more than one call.
+        has_ids: True if it renders ids.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Invented:
 
 
 def _each(call: str, between: str = "") -> str:
-    """Jinja for every call, where `f` is its function."""
+    """Jinja for every call; its function is `f`."""
     separator = f"{{% if not loop.last %}}{between}{{% endif %}}" if between else ""
     return f"{{% for call in calls %}}{{% set f = call.function %}}{call}{separator}{{% endfor %}}"
 
 
 def _parameters(one: str) -> str:
-    """Jinja for every parameter, where `k` is its name and `v` its value as text."""
+    """Jinja for every parameter; `k` is its name and `v` its value as text."""
     return (
         "{% for k, value in f.arguments | items %}"
         "{% set v = value if value is string else value | tojson %}" + one + "{% endfor %}"

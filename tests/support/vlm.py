@@ -1,4 +1,4 @@
-"""mlx-vlm for tests, imported so that it does not silence what they start."""
+"""Imports mlx-vlm for tests, without its side effect of silencing child processes."""
 
 from mlx_paged.multimodal.mlx_vlm import import_mlx_vlm
 

@@ -1,4 +1,4 @@
-"""Weights in the formats that checkpoints have, and what they stand for in float64."""
+"""Weights in checkpoint formats, and their values in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def values_of(packed: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.int64]:
-    """The numbers of `bits` bits in each row, lowest bits first."""
+    """Unpacks the `bits`-bit numbers of each row, lowest bits first."""
     flat = np.unpackbits(packed.view(np.uint8), axis=-1, bitorder="little")
     flat = flat.reshape(packed.shape[0], -1, bits).astype(np.int64)
     return flat @ (1 << np.arange(bits))
@@ -33,7 +33,7 @@ def e4m3(x: npt.NDArray[np.int64]) -> Floats:
 
 
 def dequantised(arrays: list[mx.array], mode: str, bits: int, group: int) -> Floats:
-    """What the arrays stand for, computed from the formats' definitions."""
+    """The dequantized values, computed from the formats' definitions."""
     q = values_of(np.array(arrays[0]), bits)
     if mode == "affine":
         scale, bias = (np.array(a.astype(mx.float32)).astype(np.float64) for a in arrays[1:])
@@ -46,7 +46,7 @@ def dequantised(arrays: list[mx.array], mode: str, bits: int, group: int) -> Flo
 def quantised(
     rng: np.random.Generator, n: int, k: int, mode: str, bits: int, group: int, dtype: mx.Dtype
 ) -> list[mx.array]:
-    """Random bits, with scales near one and some of zero and of denormal numbers."""
+    """Random bits, with scales near one and some zero and denormal ones."""
     weight = mx.array(rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32))
     if mode == "affine":
         scales, biases = rng.standard_normal((2, n, k // group))
@@ -54,7 +54,7 @@ def quantised(
         scales.flat[::7], scales.flat[3::11] = 0, least
         arrays = [weight, mx.array(scales).astype(dtype), mx.array(biases).astype(dtype)]
     else:
-        if mode == "mxfp8":  # 0x7f and 0xff are no numbers
+        if mode == "mxfp8":  # 0x7f and 0xff are NaN
             weight = weight & 0xF7F7F7F7
         codes = rng.integers(40, 56, (n, k // group), dtype=np.uint8)
         if mode != "nvfp4":
@@ -66,9 +66,9 @@ def quantised(
 
 
 def assert_near(got: mx.array, x: Floats, weight: Floats, bias: Floats | None = None) -> None:
-    """Each result to a few roundings of the largest terms that it is the sum of."""
+    """Asserts that each result is within a few roundings of its largest terms."""
     expected = x @ weight.T + (0 if bias is None else bias)
     terms = np.abs(x) @ np.abs(weight.T) + (0 if bias is None else np.abs(bias))
     error = np.abs(np.array(got).astype(np.float64) - expected)
-    # q * scale + bias cancels: its rounding is of the larger of the two.
+    # q * scale + bias cancels, so its rounding error is that of the larger term.
     assert (error <= 4e-6 * terms + 1e-30).all(), (error / (terms + 1e-30)).max()
