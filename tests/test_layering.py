@@ -67,18 +67,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "extras": (),
     "bench": (
-        *(
-            "__init__",
-            "extras",
-            "content",
-            "multimodal",
-            "engine",
-            "model",
-            "platform",
-            "ops",
-            "extension",
-            "demo",
-        ),
+        *("__init__", "extras", "engine", "model", "platform", "ops", "extension", "demo"),
         "reference",
     ),
     "cli": (
@@ -89,7 +78,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "server": (
         "__init__",
         "content",
-        "multimodal",
         "engine",
         "core",
         "model",
@@ -214,6 +202,9 @@ def test_the_table_has_no_cycles_and_keeps_the_halves_apart() -> None:
         ("core/scheduler.py", "import mlx_paged.model.plan"),
         ("model/plan.py", "from mlx_paged.core import BlockPool"),
         ("model/loader.py", "from mlx_paged import LLM"),
+        ("model/loader.py", "def later():\n    from mlx_paged.multimodal.loading import load"),
+        ("multimodal/loader.py", "from mlx_paged.engine.media import MediaPrompts"),
+        ("server/chat.py", "from mlx_paged.multimodal.decode import image_types"),
         ("ops.py", "from mlx_paged.model import plan"),
         ("blas.py", "import mlx_paged.extension"),
         ("engine/engine.py", "import mlx_paged.cli"),
@@ -275,6 +266,77 @@ def test_a_decode_step_asks_no_device(monkeypatch) -> None:
     assert not asked
     ops.has_cuda()
     assert asked == ["has_cuda"], "the watch works"
+
+
+# --- Media ----------------------------------------------------------------------------------------
+
+#: The modules through which everything else reaches `mlx_paged.multimodal`.
+MEDIA_HOOKS = {"engine/loading.py", "engine/media.py", "engine/build.py"}
+#: A benchmark of mlx-vlm itself.
+MEDIA_TOOLS = {"cli/bench/media.py"}
+#: Modules of it that serving text imports: options, tests of configs, and plain values.
+MEDIA_OF_TEXT = {"", ".options", ".packages", ".prepared"}
+
+SERVES_TEXT = """
+import sys
+
+from starlette.testclient import TestClient
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.server.app import create_app
+from mlx_paged.server.config import ServerConfig
+
+text, params = "Write a function.", SamplingParams(max_tokens=2)
+llm = LLM(num_gpu_blocks_override=64)
+llm.generate([text, {"prompt": text}], params)
+llm.chat([{"role": "user", "content": text}], params)
+app = create_app(AsyncEngine.from_model(num_gpu_blocks_override=64), ServerConfig())
+with TestClient(app) as client:
+    client.portal.call(app.state.context.models.default.started_or_failed)
+    for content in (text, [{"type": "text", "text": text}]):
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+print(*(name for name in sys.modules if name.startswith("mlx_paged.multimodal")))
+print(*({"av", "soundfile", "mlx_vlm"} & set(sys.modules)))  # (transformers imports Pillow)
+"""
+#: Packages that only media need.
+MEDIA_PACKAGES = {"PIL", "av", "soundfile", "httpcore2", "mlx_vlm"}
+
+
+def test_media_are_reached_through_three_modules() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in modules()
+        if part_of(path) != "multimodal"
+        and any(f"{name}.".startswith("mlx_paged.multimodal.") for _, name in imports(path))
+    }
+    assert found == MEDIA_HOOKS | MEDIA_TOOLS
+
+
+def test_packages_for_media_are_imported_with_the_first_item() -> None:
+    """No module imports them when it is imported itself."""
+    found = []
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            tops = {name.partition(".")[0] for name in names} & MEDIA_PACKAGES
+            if path.name == "mcp.py":  # An extra of its own has it.
+                tops -= {"httpcore2"}
+            found += [f"{path.name}: {top}" for top in tops]
+    assert found == []
+
+
+def test_serving_text_imports_nothing_that_handles_media() -> None:
+    command = [sys.executable, "-c", SERVES_TEXT]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    ours, others = run.stdout.split("\n")[-3:-1]
+    assert set(ours.split()) == {f"mlx_paged.multimodal{name}" for name in MEDIA_OF_TEXT}
+    assert not others.split()
 
 
 # --- Module dependencies --------------------------------------------------------------------------

@@ -31,7 +31,7 @@ import numpy as np
 
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.loading import load
-from mlx_paged.engine.request_options import TextWithMedia
+from mlx_paged.engine.media import TextWithMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 

@@ -20,11 +20,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
 from mlx_paged.engine.llm import LLM
-from mlx_paged.engine.request_options import TextWithMedia
+from mlx_paged.engine.media import MediaPrompts, PreparedMedia, TextWithMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model.loader import LoadedModel
-from mlx_paged.multimodal.loader import loader_of
-from mlx_paged.multimodal.prompt import PreparedMedia, prepare
 
 if TYPE_CHECKING:
     from mlx_paged.bench.media_engines import Ask
@@ -193,14 +191,14 @@ def _decode(
 def _prepared(llm: LLM, asks: Sequence[Ask]) -> list[list[int] | PreparedMedia]:
     """Prepares requests whose images are already read and processed, as on a server's threads."""
     found: list[list[int] | PreparedMedia] = []
-    loader = loader_of(llm.engine)
+    engine = llm.engine
+    media = MediaPrompts(engine.media, engine.config.media_options, engine.media_reason)
     try:
         for prompt in llm.chat_prompts([ask.messages() for ask in asks]):
             assert isinstance(prompt, TextWithMedia)
-            items = loader.load(prompt.sources)
-            found.append(prepare(llm.engine.media, prompt.text, items, "prompt"))
+            found.append(media.prepare(*prompt, "prompt"))
     finally:
-        loader.close()
+        media.close()
     return found
 
 

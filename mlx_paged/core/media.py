@@ -70,6 +70,19 @@ class MediaSpan:
         return self.offset + self.length
 
 
+class RejectedItem(Exception):
+    """The encoder refuses an item; the message gives the reason.
+
+    Args:
+        key: Key of the item's features.
+        reason: Message for the sender of the item.
+    """
+
+    def __init__(self, key: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.key = key
+
+
 class PromptMedia:
     """The media items of a prompt.
 

@@ -21,6 +21,7 @@ from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.intake import CheckedRequest
 from mlx_paged.engine.loading import load
+from mlx_paged.engine.media import MediaPrompts
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_options import params_of, pooling_params_of
@@ -33,8 +34,6 @@ from mlx_paged.errors import (
     ForkedProcessError,
     InvalidParameterError,
 )
-from mlx_paged.multimodal.loader import MediaLoader
-from mlx_paged.multimodal.prompt import media_model_of
 from mlx_paged.ops import OnKernel
 
 T = TypeVar("T")
@@ -127,12 +126,12 @@ class AsyncEngine:
     @property
     def media(self) -> Any | None:
         """See `EngineClient.media`."""
-        return media_model_of(self.engine)
+        return self.engine.media
 
     @property
-    def media_loader(self) -> MediaLoader:
-        """Loads the media of prompts; once the engine is `ready`."""
-        return self.engine.intake.media_loader
+    def media_prompts(self) -> MediaPrompts:
+        """Makes prompts with media; once the engine is `ready`."""
+        return self.engine.intake.media_prompts
 
     @property
     def grammar_compiler(self) -> GrammarCompiler:

@@ -15,6 +15,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.intake import Intake
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
+from mlx_paged.engine.media import StepMediaBuilder
 from mlx_paged.engine.pooling.params import check_dimensions_fit, prompts_of
 from mlx_paged.engine.pooling.runner import Classifier, PoolingRunner
 from mlx_paged.engine.runner import ModelRunner
@@ -26,7 +27,6 @@ from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
 from mlx_paged.model.wrap import build_paged_model
-from mlx_paged.multimodal.step_media import StepMediaBuilder
 from mlx_paged.parsing.reasoning import ReasoningFormat, format_of
 from mlx_paged.platform import Platform
 
@@ -104,7 +104,8 @@ def build_engine(
     # A tokenizer may have more tokens than its model.
     masks = SequenceMasks(0 if compiler is None else compiler.num_words)
     runner = _runner(paged, config, kv_config, model, masks)
-    sizes, activations = memory.allocate_pools(runner, kv_config, config, model_limit, model.media)
+    with_media = _with_media(runner, config, model)
+    sizes, activations = memory.allocate_pools(runner, kv_config, config, model_limit, with_media)
     cache_limit = memory.limit_buffer_cache(
         activations,
         sum(pool.nbytes for pool in paged.pools()),
@@ -199,10 +200,7 @@ def _runner(
     """
     pooler = config.pooler
     if pooler is None:
-        media = None
-        if model.media is not None:
-            rope = model.media.uses_rope_positions
-            media = StepMediaBuilder(paged.encode, uses_rope_positions=rope)
+        media = _step_media(paged, model)
         return ModelRunner(paged, windows=kv_config.windows, media=media, masks=masks)
     assert pooler.pooling_type is not None
     try:
@@ -234,11 +232,43 @@ def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> 
     return Classifier.of(paged, ids)
 
 
+# --- Media ----------------------------------------------------------------------------------------
+
+
+def _step_media(paged: PagedModel, model: LoadedModel) -> StepMediaBuilder | None:
+    """Makes what adds media to steps; None for a model that takes text only."""
+    if model.media is None:
+        return None
+    from mlx_paged.multimodal import step_media
+
+    rope = model.media.uses_rope_positions
+    return step_media.StepMediaBuilder(paged.encode, uses_rope_positions=rope)
+
+
+def _with_media(
+    runner: ModelRunner, config: EngineConfig, model: LoadedModel
+) -> memory.WithMedia | None:
+    """Makes the function that adds the needs of encoders to those of a step; None: text only."""
+    if model.media is None:
+        return None
+    from mlx_paged.multimodal.memory import with_media
+
+    return lambda activations, model_len, room: with_media(
+        activations,
+        runner.model.encode,
+        model.media,
+        config.media_options,
+        max_num_seqs=config.max_num_seqs,
+        step_tokens=config.step_tokens,
+        model_len=model_len,
+        room=room,
+    )
+
+
 def _feature_bytes(model: LoadedModel) -> int | None:
     """Estimates the bytes of one row's features before any are made; None: unknown."""
     if model.media is None:
         return None
-    inner = model.config.get("text_config")
-    config = inner if isinstance(inner, dict) and "hidden_size" in inner else model.config
-    hidden_size = config.get("hidden_size")
-    return hidden_size * 4 if isinstance(hidden_size, int) and hidden_size > 0 else None
+    from mlx_paged.multimodal.memory import feature_bytes
+
+    return feature_bytes(model.config)

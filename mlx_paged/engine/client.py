@@ -13,14 +13,12 @@ from typing import Any, Protocol
 
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
+from mlx_paged.engine.media import MediaPrompts, PreparedMedia, TextWithMedia
 from mlx_paged.engine.pooling.params import PoolingParams
-from mlx_paged.engine.request_options import TextWithMedia
 from mlx_paged.engine.request_stream import RequestStream
 from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.multimodal.loader import MediaLoader
-from mlx_paged.multimodal.prompt import PreparedMedia
 from mlx_paged.parsing.reasoning import ReasoningFormat
 
 
@@ -113,8 +111,8 @@ class EngineClient(Protocol):
         """The processor of the model's media (`LoadedModel.media`); None: it takes text only."""
 
     @property
-    def media_loader(self) -> MediaLoader:
-        """Loads the media of prompts."""
+    def media_prompts(self) -> MediaPrompts:
+        """Makes prompts with media."""
 
     @property
     def grammar_compiler(self) -> GrammarCompiler:

@@ -21,11 +21,11 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.core import StepBatch, StepResult
+from mlx_paged.core.media import RejectedItem
 from mlx_paged.engine.active_wait import ActiveWait
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.runner import KnownTokens, LaunchedStep, ModelRunner
 from mlx_paged.engine.step_parts import Part, add_results, cut, halves, is_state_spent, whole
-from mlx_paged.multimodal.encoder_cache import RejectedItem
 from mlx_paged.platform import is_out_of_memory
 
 logger = logging.getLogger(__name__)

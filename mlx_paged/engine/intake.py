@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
 import time
 from array import array
 from collections.abc import Sequence as SequenceOf
@@ -26,20 +25,22 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from mlx_paged.engine.media import (
+    MediaPrompts,
+    PreparedMedia,
+    SequenceMedia,
+    TextWithMedia,
+    check_prepared,
+)
 from mlx_paged.engine.output_processor import AnswerState, RequestState, UpdateSink
 from mlx_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams, check_dimensions_fit
 from mlx_paged.engine.pooling.runner import Classifier, PooledPrompt
-from mlx_paged.engine.request_options import TextWithMedia, media_prompt_of
+from mlx_paged.engine.request_options import media_prompt_of
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError, RequestTooLargeError
-from mlx_paged.multimodal.items import MediaItem
-from mlx_paged.multimodal.loader import MediaLoader, loader_of
-from mlx_paged.multimodal.marked_text import unmarked
-from mlx_paged.multimodal.prompt import PreparedMedia, check_kinds, prepare
-from mlx_paged.multimodal.step_media import Prepared, SequenceMedia, check_prepared
 from mlx_paged.parsing.reasoning import ReasoningFormat
 
 
@@ -66,7 +67,7 @@ class CheckedRequest:
     timeout: float | None
     cache_salt: str | None
     sampling: RequestSampling | None
-    media: Prepared | None
+    media: PreparedMedia | None
     sink: UpdateSink | None
 
 
@@ -116,8 +117,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._reasoning_format = reasoning_format
-        self.media = media
-        self._media_reason = media_reason
+        self.media_prompts = MediaPrompts(media, config.media_options, media_reason)
         self._compiler = compiler
         self._classifier = classifier
         self._hidden_size = hidden_size
@@ -126,8 +126,6 @@ class Intake:
         self._report = report
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
         self._special_token_ids = special_token_ids(tokenizer)
-        self._lock = threading.Lock()
-        self._loader: MediaLoader | None = None  # made for the first prompt with media
         self._no_text = self._detokenizer(SamplingParams())  # of all pooled prompts
 
     @property
@@ -143,18 +141,9 @@ class Intake:
 
     # Preparation.
 
-    @property
-    def media_loader(self) -> MediaLoader:
-        """Loads the media of prompts."""
-        with self._lock:
-            if self._loader is None:
-                self._loader = loader_of(self)
-            return self._loader
-
     def close(self) -> None:
         """Ends the threads and processes that load media."""
-        if self._loader is not None:
-            self._loader.close()
+        self.media_prompts.close()
 
     def process(
         self,
@@ -183,9 +172,8 @@ class Intake:
         given, params = media_prompt_of("prompt", request.prompt), request.params
         in_thread = partial(asyncio.get_running_loop().run_in_executor, None)
         if isinstance(given, TextWithMedia):
-            loader = self._loader_for(given)
-            items = await loader.load_async(given.sources)
-            prompt = await loader.run(lambda: self._with_items(given, items, "prompt"))
+            media = await self.media_prompts.prepare_async(*given, "prompt")
+            prompt = EncodedPrompt(media.prompt.token_ids, given.unmarked, media)
         elif isinstance(given, str):
             prompt = await in_thread(self.encode, given, "prompt")
         else:
@@ -208,22 +196,11 @@ class Intake:
             InvalidMediaError: An item that cannot be used, or that the model does not take.
         """
         if isinstance(prompt, TextWithMedia):
-            items = self._loader_for(prompt).load(prompt.sources)
-            return self._with_items(prompt, items, field)
+            media = self.media_prompts.prepare(*prompt, field)
+            return EncodedPrompt(media.prompt.token_ids, prompt.unmarked, media)
         if isinstance(prompt, str):
             return EncodedPrompt(self._tokenizer.encode(prompt), prompt)
         return EncodedPrompt(prompt)
-
-    def _loader_for(self, prompt: TextWithMedia) -> MediaLoader:
-        """Returns the loader if the model takes the media of a prompt."""
-        check_kinds(prompt.sources, self.media, self._media_reason)
-        return self.media_loader
-
-    def _with_items(
-        self, prompt: TextWithMedia, items: list[MediaItem], field: str
-    ) -> EncodedPrompt:
-        media = prepare(self.media, prompt.text, items, field)
-        return EncodedPrompt(media.prompt.token_ids, unmarked(prompt.text), media)
 
     def _check_encoded(
         self,
@@ -265,7 +242,7 @@ class Intake:
         timeout: float | None = None,
         cache_salt: str | None = None,
         token_mask: TokenMask | None = None,
-        media: Prepared | None = None,
+        media: PreparedMedia | None = None,
         grammar: CompiledGrammar | None = None,
         sink: UpdateSink | None = None,
     ) -> CheckedRequest:
@@ -355,12 +332,14 @@ class Intake:
                 "runner", f"{runner!r} for an engine that {purpose}", self.config.runner
             )
 
-    def _known_token_ids(self, prompt_token_ids: SequenceOf[int], media: Prepared) -> list[int]:
+    def _known_token_ids(
+        self, prompt_token_ids: SequenceOf[int], media: PreparedMedia
+    ) -> list[int]:
         """Checks the media of a prompt; returns its tokens, each of which the model has.
 
         The id of a placeholder may be beyond the vocabulary, where no logit is.
         """
-        model = self.media
+        model = self.media_prompts.processor
         if model is None:
             raise InvalidParameterError("media", "None for a model that takes text only", media)
         check_prepared(media, prompt_token_ids, model.kinds, rope=model.uses_rope_positions)

@@ -13,6 +13,7 @@ from mlx_paged.engine.chat.renderer import ChatRenderer
 from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.local_client import Batch, LocalClient
+from mlx_paged.engine.media import TextWithMedia
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.outputs import (
     ClassificationOutput,
@@ -26,7 +27,6 @@ from mlx_paged.engine.pooling.outputs import (
 )
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_options import (
-    TextWithMedia,
     conversations_of,
     media_prompts_of,
     params_for,

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from mlx_paged.content import Kind
 from mlx_paged.core import StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig, physical_memory
@@ -23,9 +19,6 @@ from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
-from mlx_paged.model.media import MediaInputs
-from mlx_paged.multimodal.items import VideoFrames
-from mlx_paged.multimodal.options import IoOptions, MediaOptions
 from mlx_paged.platform import Platform, is_cpu_default, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -41,10 +34,6 @@ _LEAST_CACHE_LIMIT = 64 << 20
 # Maximum tokens of a step on an NVIDIA GPU, and the bytes they need besides the weights.
 _STEP_TOKENS = ((8192, 16 * _GIB), (4096, 8 * _GIB))
 _RUN_AHEAD = 5 * _GIB // 4
-# Pixels of each side of the larger item that measures an encoder's memory.
-_PROFILED: dict[Kind, int] = {"image": 1024, "video": 256}
-# Pixels of a frame to reserve memory for; processors take seconds for clips at the limits.
-_PROFILED_FRAME_PIXELS = 512 * 512
 
 
 @dataclass(frozen=True)
@@ -112,18 +101,23 @@ def with_step_tokens(config: EngineConfig, platform: Platform) -> EngineConfig:
     return config
 
 
+#: (bytes of the largest step of text, maximum tokens of a prompt or None, maximum bytes for
+#: encoders) -> bytes of the largest step.
+WithMedia = Callable[[int, int | None, int], int]
+
+
 def allocate_pools(
     runner: ModelRunner,
     kv_config: KVCacheConfig,
     config: EngineConfig,
     model_limit: int | None,
-    media: Any = None,
+    with_media: WithMedia | None = None,
 ) -> tuple[PoolSizes, int | None]:
     """Allocates a runner's pools of all groups, as large as the configuration allows.
 
     Args:
         model_limit: Maximum context tokens that the model supports.
-        media: Processor of the model's media (`multimodal.processor.MediaModel`).
+        with_media: For a model that takes media.
 
     Returns:
         The sizes, and the bytes that the largest step needs if they were measured.
@@ -135,15 +129,15 @@ def allocate_pools(
 
     def measure() -> int:
         activations = measure_activations(runner, config)
-        if media is None:
+        if with_media is None:
             return activations
         # The pool keeps half of the rest, whatever media the options allow.
         utilization = config.gpu_memory_utilization or _DEFAULT_GPU_UTILIZATION
         room = max(0, int(device_memory() * utilization) - mx.get_active_memory()) // 2
         length = config.model_len(model_limit)
-        return with_media(activations, runner, config, media, model_len=length, room=room)
+        return with_media(activations, length, room)
 
-    kept = 0 if media is None else config.mm_encoder_cache_bytes
+    kept = 0 if with_media is None else config.mm_encoder_cache_bytes
     left_over, activations = left_for_pool(
         config, measure, kept=kept, on_cpu=runner.model.platform.on_cpu
     )
@@ -224,122 +218,6 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     mx.reset_peak_memory()
     runner.read(runner.launch(batch, None))
     return max(0, mx.get_peak_memory() - before)
-
-
-def with_media(
-    activations: int,
-    runner: ModelRunner,
-    config: EngineConfig,
-    media: Any,
-    *,
-    model_len: int | None = None,
-    room: int | None = None,
-) -> int:
-    """Returns the bytes that the largest step of a multimodal model needs.
-
-    Args:
-        activations: Bytes of the largest step of text.
-        media: Processor of the model's media (`multimodal.processor.MediaModel`).
-        model_len: Maximum tokens of a prompt, including its items; None means no limit.
-        room: Maximum bytes for encoders; None means no limit.
-    """
-    if any(media.is_atomic(kind) for kind in media.kinds):
-        # A chunk that is not cut may exceed max_num_batched_tokens by the number of decodes.
-        activations += activations * config.max_num_seqs // config.step_tokens
-    # A step encodes before its forward pass, and frees the encoders' memory by then.
-    options = config.media_options
-    for kind in _PROFILED:
-        if kind not in media.kinds or not options.most(kind):
-            continue
-        needed = tower_bytes(runner, media, kind, options, model_len)
-        if room is not None and needed > room:
-            logger.warning(
-                "the tower may need %.1f GiB for the largest %s that is let in, and %.1f GiB are "
-                "kept for it: larger ones may fail for want of memory. mm_processor_kwargs (for "
-                "many models max_pixels) or media_limits make them smaller",
-                needed / _GIB,
-                kind,
-                room / _GIB,
-            )
-            needed = room
-        activations = max(activations, needed)
-    return activations
-
-
-def tower_bytes(
-    runner: ModelRunner, media: Any, kind: Kind, options: MediaOptions, model_len: int | None
-) -> int:
-    """Returns the bytes to encode the largest item of a kind that limits, processor and context
-    allow.
-
-    It runs two smaller items and extrapolates: an encoder's memory grows with the rows of an item,
-    or with their square if it masks all pairs. If the processor or the encoder refuses both items,
-    nothing is measured, and the model is served anyway.
-    """
-    side, measured = _PROFILED[kind], dict[int, int]()  # bytes by rows
-    try:
-        for each in (side // 2, side):
-            inputs, _ = _profile_item(media, kind, each, options)
-            before = mx.get_active_memory()
-            mx.reset_peak_memory()
-            mx.eval(*runner.model.encode(inputs).arrays())
-            measured[inputs.num_rows] = max(0, mx.get_peak_memory() - before)
-            del inputs
-        if len(measured) == 1:  # The processor resizes all items to one size.
-            return max(measured.values())
-        return int(_extrapolated(measured, _most_rows(media, kind, options, model_len)))
-    except Exception as error:  # from the processor or the encoder
-        logger.warning("the memory of the tower for a %s was not measured: %s", kind, error)
-        return max(measured.values(), default=0)
-
-
-def _extrapolated(measured: dict[int, int], rows: int) -> float:
-    """Extrapolates the bytes for a number of rows from those of one or two other numbers."""
-    (small, least), (large, most) = min(measured.items()), max(measured.items())
-    if rows <= large:
-        return most
-    squares = 0.0 if small == large else (most / large - least / small) / (large - small)
-    # At most quadratic growth, at least none.
-    squares = min(max(squares, 0.0), most / large**2)
-    return (most / large + squares * (rows - large)) * rows
-
-
-def _most_rows(media: Any, kind: Kind, options: MediaOptions, model_len: int | None) -> int:
-    """Rows of the largest item that there can be in a prompt, or of a clip of usual frames."""
-    pixels, found = options.limits.max_image_pixels, 0
-    if kind == "video":
-        pixels = min(
-            pixels, options.limits.max_video_pixels // _frames(options), _PROFILED_FRAME_PIXELS
-        )
-    side, most = _PROFILED[kind], max(1, math.isqrt(pixels))
-    while True:
-        side = min(side, most)
-        inputs, num_tokens = _profile_item(media, kind, side, options)
-        if model_len is not None and num_tokens >= model_len:
-            return model_len
-        # Processors reduce large items.
-        if inputs.num_rows <= found or side == most:
-            return max(found, inputs.num_rows)
-        found = inputs.num_rows
-        side *= 2
-
-
-def _frames(options: MediaOptions) -> int:
-    return options.io.num_frames if options.io.num_frames > 0 else IoOptions().num_frames
-
-
-def _profile_item(
-    media: Any, kind: Kind, side: int, options: MediaOptions
-) -> tuple[MediaInputs, int]:
-    """Returns the processor's output for a gray square, and the tokens of its prompt."""
-    from PIL import Image
-
-    item: Any = Image.new("RGB", (side, side), (127, 127, 127))
-    if kind == "video":
-        shape = (_frames(options), side, side, 3)  # a view of one pixel
-        item = VideoFrames(np.broadcast_to(np.uint8(127), shape))
-    prompt = media.process(media.placeholder(kind, 1), **{f"{kind}s": [item]})
-    return prompt.inputs[0], len(prompt.token_ids)
 
 
 def largest_step(

@@ -18,6 +18,7 @@ from mlx_paged.core import (
     SequenceStatus,
     StepResult,
 )
+from mlx_paged.core.media import RejectedItem
 from mlx_paged.core.request import StopChecker
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
 from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, is_interrupt, reason_of
@@ -27,7 +28,6 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
 from mlx_paged.engine.sampling.sequence_sampler import SequenceSampler
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import ConstraintError, RejectedMediaError, StepError
-from mlx_paged.multimodal.encoder_cache import RejectedItem
 
 logger = logging.getLogger(__name__)
 

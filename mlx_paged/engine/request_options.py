@@ -8,21 +8,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.content import MediaSource
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.checks import is_text
+from mlx_paged.engine.media import TextWithMedia, data_sources
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
-from mlx_paged.multimodal.items import MediaSource
-from mlx_paged.multimodal.marked_text import marked
-from mlx_paged.multimodal.prompt import split_prompt
 
 _PROMPT = "a text, or token ids as a list or an array of integers"
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "multi_modal_data")
 _BYTES = (str, bytes, bytearray, memoryview)
 
 
@@ -60,19 +60,6 @@ def prompt_of(field: str, given: Any) -> str | list[Any]:
     if not is_text(given):
         raise InvalidParameterError(field, "a text of Unicode characters", given)
     return given
-
-
-class TextWithMedia(NamedTuple):
-    """A prompt with the media for its placeholders, not loaded yet.
-
-    Attributes:
-        text: The text with the model's placeholders. Placeholders that users wrote are marked
-            (`multimodal.marked_text`).
-        sources: The media, in the order of the placeholders of their kind.
-    """
-
-    text: str
-    sources: list[MediaSource]
 
 
 def prompts_of(given: Any) -> list[str | list[Any]]:
@@ -122,9 +109,31 @@ def media_prompt_of(field: str, given: Any) -> str | list[Any] | TextWithMedia:
     if not isinstance(given, Mapping):
         return prompt_of(field, given)
     name = "prompt_token_ids" if given.get("prompt_token_ids") is not None else "prompt"
-    inner, sources = split_prompt(given, field)
+    inner, sources = _split(given, field)
     prompt = prompt_of(f"{field}.{name}", inner)
-    return TextWithMedia(marked(str(inner), ()), sources) if sources else prompt
+    return TextWithMedia.of(str(inner), sources) if sources else prompt
+
+
+def _split(given: Mapping[str, Any], field: str) -> tuple[Any, list[MediaSource]]:
+    """vLLM's form of a prompt: its text or its token ids, and its media.
+
+    Raises:
+        InvalidParameterError: an entry that is none, both of them, or tokens with media.
+    """
+    for name in given:
+        if name not in _PROMPT_FIELDS:
+            raise InvalidParameterError(field, f"of {', '.join(_PROMPT_FIELDS)}", name)
+    text, ids = given.get("prompt"), given.get("prompt_token_ids")
+    if (text is None) == (ids is None):
+        expected = "a mapping with either prompt or prompt_token_ids"
+        raise InvalidParameterError(field, expected, sorted(given))
+    sources: list[MediaSource] = []
+    if given.get("multi_modal_data") is not None:
+        sources = data_sources(given["multi_modal_data"], f"{field}.multi_modal_data")
+    if sources and not isinstance(text, str):
+        expected = "a text where there is multi_modal_data"
+        raise InvalidParameterError(f"{field}.prompt", expected, text if ids is None else ids)
+    return (text if ids is None else ids), sources
 
 
 def params_of(given: Any) -> SamplingParams:

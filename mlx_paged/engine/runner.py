@@ -18,6 +18,7 @@ from mlx_paged import ops
 from mlx_paged.core import PromptLogprobs, StepBatch, StepResult, StepTable
 from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, POISONS, why_no_token
 from mlx_paged.engine.grammar.worker import MaskWorker
+from mlx_paged.engine.media import StepMediaBuilder
 from mlx_paged.engine.sampling.logits_processors import (
     GrammarMasks,
     InFlight,
@@ -44,7 +45,6 @@ from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs
-from mlx_paged.multimodal.step_media import StepMediaBuilder
 from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)

@@ -10,21 +10,9 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
+from mlx_paged.core.media import RejectedItem
 from mlx_paged.model.media import MediaFeatures, MediaInputs
 from mlx_paged.platform import is_out_of_memory
-
-
-class RejectedItem(Exception):
-    """The encoder refuses an item; the message gives the reason.
-
-    Args:
-        key: Key of the item's features.
-        reason: Message for the sender of the item.
-    """
-
-    def __init__(self, key: bytes, reason: str) -> None:
-        super().__init__(reason)
-        self.key = key
 
 
 class FeatureStore:

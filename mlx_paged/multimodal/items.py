@@ -6,13 +6,12 @@ import hashlib
 import threading
 import time
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mlx_paged.content import Kind
-from mlx_paged.multimodal.options import IoOptions
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -64,32 +63,6 @@ class MediaItem:
     def num_bytes(self) -> int:
         """Bytes of the decoded data."""
         return num_bytes(self.data)
-
-
-@dataclass(eq=False)
-class MediaSource:
-    """A part of a prompt that names an item.
-
-    Attributes:
-        kind: "image", "video" or "audio".
-        given: A URL, bytes, a `pathlib.Path`, a Pillow image, an array, or anything else that
-            `loader.load` takes.
-        part: Its path in the request, for errors.
-        io: How to read it; None uses the engine's options.
-        detail: "low" reduces a picture (OpenAI's option).
-        item: The item, once it is loaded.
-    """
-
-    kind: Kind
-    given: Any
-    part: str
-    io: IoOptions | None = None
-    detail: str | None = None
-    item: MediaItem | None = field(default=None, repr=False)
-
-
-#: The content of a message with media.
-Content = list["str | MediaSource"]
 
 
 def num_bytes(data: Any) -> int:

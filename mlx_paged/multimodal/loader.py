@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mlx_paged.content import Kind
+from mlx_paged.content import Kind, MediaSource
 from mlx_paged.errors import InvalidMediaError
 from mlx_paged.multimodal import decode
 from mlx_paged.multimodal.items import (
     AudioClip,
     MediaItem,
-    MediaSource,
     OutOfTime,
     Unusable,
     VideoFrames,
@@ -178,13 +177,12 @@ class MediaLoader:
         return self._decoders.submit(function)
 
 
-def loader_of(engine: Any) -> MediaLoader:
-    """The loader for an engine's options and model."""
-    media = getattr(engine, "media", None)
+def loader_of(options: MediaOptions, processor: Any) -> MediaLoader:
+    """The loader for an engine's options and its model's processor."""
     return MediaLoader(
-        engine.config.media_options,
-        sampling_rate=getattr(media, "sampling_rate", None) or DEFAULT_SAMPLING_RATE,
-        sufficient_side=getattr(media, "sufficient_side", None),
+        options,
+        sampling_rate=getattr(processor, "sampling_rate", None) or DEFAULT_SAMPLING_RATE,
+        sufficient_side=getattr(processor, "sufficient_side", None),
     )
 
 

@@ -1,10 +1,4 @@
-"""Keeps users' texts apart from placeholders: a user's text stays text, whatever it spells.
-
-A chat template writes a placeholder for each item, and a user may write the same characters. So the
-users' are marked before the template sees them (`marked`). The mark is checked where placeholders
-are searched, and `MarkedText` tokenizes a marked text as if the model had no placeholders: as
-characters, not as a special token without a picture.
-"""
+"""MarkedText: tokenizes texts with marks (`marks`) and places for items."""
 
 from __future__ import annotations
 
@@ -12,41 +6,12 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-#: Follows the first character of each marked placeholder. It is a private character; if a user
-#: writes it, it is doubled.
-MARK = "\U000f5eed"
-_MARKED = re.compile(f"{MARK}(.)", re.DOTALL)
-
-
-def marked(value: Any, placeholders: Iterable[str]) -> Any:
-    """Marks placeholders in a text, and in all texts of lists, tuples and mappings."""
-    literals = "|".join(re.escape(each) for each in placeholders if each)
-    starts = re.compile(rf"{MARK}|(?={literals})." if literals else MARK, re.DOTALL)
-
-    def mark(text: str) -> str:
-        return starts.sub(lambda found: found.group() + MARK, text)
-
-    return _each(value, mark)
-
-
-def unmarked(text: str) -> str:
-    """The text as the user wrote it."""
-    return _MARKED.sub(r"\1", text) if MARK in text else text
-
-
-def _each(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {_each(key, change): _each(part, change) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_each(part, change) for part in value]
-    return value
+from mlx_paged.multimodal.marks import MARK, MARKED
 
 
 class MarkedText:
@@ -110,7 +75,7 @@ class MarkedText:
         names = [*self._names.values(), self.place]
         keep = "|".join(re.escape(name) for name in names)
         plain = re.sub(
-            rf"({keep})|{_MARKED.pattern}",
+            rf"({keep})|{MARKED.pattern}",
             lambda found: found.group(1) or found.group(2),
             self.place.join(parts),
             flags=re.DOTALL,

@@ -1,31 +1,17 @@
-"""The parts of messages that name media, as OpenAI, vLLM and Hugging Face write them."""
+"""Reads the parts of messages and prompts that name media, as OpenAI, vLLM and Hugging Face write
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from mlx_paged.content import Kind
+from mlx_paged.content import KINDS, OBJECT_PARTS, URL_PARTS, Kind, MediaSource
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
-from mlx_paged.multimodal.items import Content, MediaSource
 from mlx_paged.multimodal.options import IoOptions
 
-#: Parts that APIs over HTTP take.
-URL_PARTS: dict[str, Kind] = {
-    "image_url": "image",
-    "input_image": "image",
-    "video_url": "video",
-    "audio_url": "audio",
-    "input_audio": "audio",
-}
-#: Parts with a URL, or with a Python object if a program gives them.
-OBJECT_PARTS: dict[str, Kind] = {
-    "image": "image",
-    "image_pil": "image",
-    "video": "video",
-    "audio": "audio",
-}
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+# Fields of `multi_modal_data`.
+_DATA_FIELDS: dict[str, Kind] = {kind: kind for kind in KINDS}
 _MAX_UUID = 512
 # Fields of a clip, vLLM's and Qwen's, with the option that each sets.
 _CLIP_FIELDS = {
@@ -42,12 +28,6 @@ _UNSUPPORTED = (
 _DETAILS = (None, "auto", "low", "high", "original")
 #: Format names that `input_audio` accepts; the bytes determine the actual format.
 _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm", "aiff")
-
-
-def is_media(part: Mapping[str, Any]) -> bool:
-    """True if a part names an item."""
-    kind = part.get("type")
-    return isinstance(kind, str) and (kind in URL_PARTS or kind in OBJECT_PARTS)
 
 
 def source_of(
@@ -146,85 +126,34 @@ def _input_audio(given: Any, where: str) -> str:
     return data if data.startswith("data:") else f"data:audio/{name};base64,{data}"
 
 
-def content_of(given: Any, where: str, io: IoOptions) -> str | Content | None:
-    """Returns the content of an `LLM.chat` message: a text, or a list of texts and media.
-
-    Args:
-        given: A text, parts, or None.
-        where: Path of the content, for errors.
+def data_sources(given: Any, field: str) -> list[MediaSource]:
+    """The items of `multi_modal_data`: each kind with one item, or a list of them.
 
     Raises:
-        InvalidMediaError, InvalidParameterError: An invalid part.
+        InvalidParameterError: it is no such mapping.
     """
-    if given is None or isinstance(given, str):
-        return given
-    if not isinstance(given, Sequence):
-        raise InvalidParameterError(where, "a text or parts", given)
-    found: Content = []
-    for i, part in enumerate(given):
-        at = f"{where}[{i}]"
-        if isinstance(part, str):
-            found.append(part)
-        elif not isinstance(part, Mapping):
-            raise InvalidParameterError(at, "a part with a type", part)
-        elif is_media(part):
-            found.append(source_of(part, at, io, objects=True))
-        else:
-            found.append(_text(part, at))
-    return found or ""
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise InvalidParameterError(field, "a mapping of image, video or audio", given)
+    found = []
+    for name, value in given.items():
+        if name not in _DATA_FIELDS:
+            raise InvalidParameterError(field, f"of {', '.join(_DATA_FIELDS)}", name)
+        kind = _DATA_FIELDS[name]
+        if value is None:
+            continue
+        items = value if isinstance(value, list) and not _is_one(kind, value) else [value]
+        for i, item in enumerate(items):
+            part = f"{field}.{name}[{i}]" if len(items) > 1 else f"{field}.{name}"
+            found.append(MediaSource(kind, item, part))
+    return found
 
 
-def _text(part: Mapping[str, Any], where: str) -> str:
-    kind = part.get("type", "text")
-    text = part.get("refusal" if kind == "refusal" else "text")
-    if kind not in _TEXT_PARTS or not isinstance(text, str):
-        known = ("text", *URL_PARTS, *OBJECT_PARTS)
-        raise InvalidParameterError(where, f"a part of type {', '.join(known)}", part)
-    return text
-
-
-def plain(content: Content) -> str | Content:
-    """Joins a content without media to one text."""
-    texts = [part for part in content if isinstance(part, str)]
-    return "\n".join(texts) if len(texts) == len(content) else content
-
-
-def joined(
-    first: str | Content | None, second: str | Content | None, separator: str
-) -> str | Content:
-    """Two contents as one; texts that meet have a separator between them."""
-    if not first or not second:
-        return first or second or ""
-    if isinstance(first, str) and isinstance(second, str):
-        return first + separator + second
-    left = [first] if isinstance(first, str) else list(first)
-    right = [second] if isinstance(second, str) else list(second)
-    if isinstance(left[-1], str) and isinstance(right[0], str):
-        return [*left[:-1], left[-1] + separator + right[0], *right[1:]]
-    return [*left, *right]
-
-
-def concatenated(first: str | Content | None, second: str | Content | None) -> str | Content:
-    """Joins two contents with all their parts. Plain texts stay a text."""
-    parts: Content = []
-    for content in (first, second):
-        parts += [content] if isinstance(content, str) and content else content or []
-    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts or ""
-
-
-def num_characters(content: str | Content | None) -> int:
-    """Characters of the texts of a content."""
-    if content is None or isinstance(content, str):
-        return len(content or "")
-    return sum(len(part) for part in content if isinstance(part, str))
-
-
-def sources_of(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
-    """The media of a conversation, in their order."""
-    return [
-        part
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if isinstance(part, MediaSource)
-    ]
+def _is_one(kind: Kind, value: list[Any]) -> bool:
+    """True if a list is one item: frames of a clip, or samples of a sound."""
+    if kind == "video":  # pictures, or arrays of one picture each
+        return bool(value) and all(
+            hasattr(each, "convert") or getattr(each, "ndim", 0) in (2, 3) for each in value
+        )
+    return kind == "audio" and bool(value) and isinstance(value[0], int | float)

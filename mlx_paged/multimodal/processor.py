@@ -26,7 +26,8 @@ import numpy as np
 from mlx_paged.content import KINDS, Kind
 from mlx_paged.model.media import MediaInputs, MediaPrompt, Span
 from mlx_paged.multimodal.families import MediaFamily
-from mlx_paged.multimodal.marked_text import MARK, MarkedText, marked
+from mlx_paged.multimodal.marked_text import MarkedText
+from mlx_paged.multimodal.marks import MARK, marked
 from mlx_paged.multimodal.mlx_vlm import MLX_VLM_VERSION
 from mlx_paged.multimodal.processed_items import ProcessedItems
 from mlx_paged.multimodal.rope_positions import Grid, rope_positions
@@ -626,7 +627,7 @@ class MediaModel:
         return MarkedText(self.tokenizer, self._placeholders({}), place)
 
     def literal(self, value: Any, counts: Mapping[Kind, int]) -> Any:
-        """Marks the placeholders in texts of users, which stay text (see `multimodal.marked_text`).
+        """Marks the placeholders in texts of users, which stay text (see `marks`).
 
         Args:
             value: A text, or lists and mappings with texts.

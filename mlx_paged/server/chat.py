@@ -8,9 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_paged.engine.media import IoOptions
 from mlx_paged.engine.outputs import CompletionOutput
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.multimodal.options import IoOptions
 from mlx_paged.parsing.answer import Answer, ToolCall
 from mlx_paged.parsing.definitions import ToolChoice
 from mlx_paged.parsing.events import (

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from mlx_paged.content import num_characters
 from mlx_paged.engine.chat.renderer import ChatRenderer, ChatText
 from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.chat.tools_as_text import as_text
 from mlx_paged.engine.detokenizer import special_token_ids
-from mlx_paged.multimodal.loader import MediaLoader
-from mlx_paged.multimodal.parts import num_characters
-from mlx_paged.multimodal.prompt import PreparedMedia, prepare
+from mlx_paged.engine.media import MediaPrompts, PreparedMedia
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.lexer import added_tokens, special_texts
 from mlx_paged.server.config import ServerConfig
@@ -39,7 +38,7 @@ class Conversation:
         add_generation_prompt: End the prompt with the beginning of an answer.
         continue_final_message: End the prompt inside the last message.
         add_special_tokens: Add the tokens that the tokenizer puts around a text; None does as
-            transformers for the model (`multimodal.prompt.chat_tokens`).
+            transformers for the model (`ChatRenderer.tokens`).
         chat_template: The request's Jinja source, which replaces the model's template.
         template_kwargs: Other variables of the template.
     """
@@ -76,7 +75,7 @@ class Renderer:
         max_model_len: Maximum tokens of prompt and answer; longer texts are refused before they are
             tokenized. None means no limit.
         vocab_size: Token ids are below this.
-        media: Processor and loader of the model's media; None if it takes text only.
+        media: Makes prompts with media; None if the model takes text only.
         media_reason: Why a multimodal model takes text only.
 
     Attributes:
@@ -92,7 +91,7 @@ class Renderer:
         config: ServerConfig,
         max_model_len: int | None,
         vocab_size: int,
-        media: tuple[Any, MediaLoader] | None = None,
+        media: MediaPrompts | None = None,
         media_reason: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -103,8 +102,9 @@ class Renderer:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._config = config
-        self._loader = None if media is None else media[1]
-        self._chats = ChatRenderer(tokenizer, None if media is None else media[0], media_reason)
+        self._media = media
+        processor = None if media is None else media.processor
+        self._chats = ChatRenderer(tokenizer, processor, media_reason)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mlx-paged-text")
         # A longer text has too many tokens for the model in any case.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -167,11 +167,9 @@ class Renderer:
             raise bad_request(
                 "messages", f"the chat template does not take these messages: {shorten(lines[0])}"
             ) from error
-        assert self._loader is not None
-        loader, model = self._loader, self._chats.media
-        items = await loader.load_async(sources)
-        media = await loader.run(
-            lambda: prepare(model, found.text, items, "messages", add_special_tokens=special)
+        assert self._media is not None
+        media = await self._media.prepare_async(
+            found.text, sources, "messages", add_special_tokens=special
         )
         return RenderedPrompt(list(media.prompt.token_ids), media, found.spelling)
 

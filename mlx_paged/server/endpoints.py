@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged import __version__, extension
 from mlx_paged.content import KINDS
+from mlx_paged.engine.media import image_types
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import EngineDeadError
-from mlx_paged.multimodal import decode
 from mlx_paged.parsing.derived import DerivedFormat
 from mlx_paged.server import documents, responses
 from mlx_paged.server.bodies import DetokenizeBody, DocumentBody, TokenizeBody
@@ -102,7 +102,7 @@ def _media(served: ServedModel) -> responses.MediaInfo:
             if model is not None and kind in model.kinds and options.most(kind)
         },
         "max_image_pixels": options.limits.max_image_pixels,
-        "image_types": decode.image_types(),
+        "image_types": image_types(),
         "reason": served.info.media_reason,
         "pdf": {
             "max_bytes": documents.MAX_BYTES,

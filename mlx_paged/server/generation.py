@@ -15,11 +15,11 @@ from starlette.requests import Request
 
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.client import EngineRequest
+from mlx_paged.engine.media import PreparedMedia
 from mlx_paged.engine.outputs import CompletionOutput, PositionReport, RequestOutput
 from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
-from mlx_paged.multimodal.prompt import PreparedMedia
 from mlx_paged.server import errors
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.rate_limits import budget_of

@@ -14,6 +14,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_paged.content import sources_of
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.outputs import RequestOutput
@@ -21,7 +22,6 @@ from mlx_paged.engine.pooling.outputs import cosine, pair_messages, pairs_of
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_stream import RequestStream
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
-from mlx_paged.multimodal.parts import sources_of
 from mlx_paged.server import errors, pooling_bodies
 from mlx_paged.server.bodies import contradiction
 from mlx_paged.server.context import context_of, request_log_of

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
+from mlx_paged.engine.media import PreparedMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import RequestTooLargeError
-from mlx_paged.multimodal.prompt import PreparedMedia
 from mlx_paged.server.bodies import GenerationBody
 from mlx_paged.server.chat import prepared_chat
 from mlx_paged.server.completions import prepared_completion

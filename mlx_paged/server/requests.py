@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from mlx_paged.content import URL_PARTS, Content, is_media
+from mlx_paged.engine.media import IoOptions, source_of
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.multimodal.items import Content
-from mlx_paged.multimodal.options import IoOptions
-from mlx_paged.multimodal.parts import URL_PARTS, is_media, source_of
 from mlx_paged.parsing.custom import arguments_of
 from mlx_paged.server.bodies import (
     ChatBody,

@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from mlx_paged.engine.client import EngineClient, EngineInfo
+from mlx_paged.engine.media import IoOptions
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.multimodal.options import IoOptions
 from mlx_paged.parsing import registry
 from mlx_paged.parsing.derived import why_not_derived
 from mlx_paged.parsing.format import ToolFormat
@@ -81,13 +81,12 @@ class ServedModel:
                 {**info.generation_config, **self._config.override_generation_config}
             )
             stats = await self.engine.stats()
-            media = self.engine.media
             renderer = Renderer(
                 self.engine.tokenizer,
                 self._config,
                 info.max_request_len,
                 info.vocab_size,
-                None if media is None else (media, self.engine.media_loader),
+                None if self.engine.media is None else self.engine.media_prompts,
                 info.media_reason,
             )
             metrics.attach(self.engine, self.name, stats)

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple, cast
 
 from starlette.requests import Request
 
+from mlx_paged.content import sources_of
 from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.dead_ends import without_impossible_parts
 from mlx_paged.engine.grammar.lark import with_forcing
 from mlx_paged.engine.grammar.schema import prepare_schema
+from mlx_paged.engine.media import PreparedMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.multimodal.parts import sources_of
-from mlx_paged.multimodal.prompt import PreparedMedia
 from mlx_paged.parsing.answer import Answer, AnswerReader, answer_reader
 from mlx_paged.parsing.custom import with_pattern
 from mlx_paged.parsing.definitions import Tool, ToolChoice

@@ -44,8 +44,10 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError, StepError
 from mlx_paged.model.graph_runner import StepOutput
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, Span
+from mlx_paged.multimodal import memory as media_memory
 from mlx_paged.multimodal import step_media
-from mlx_paged.multimodal.step_media import SequenceMedia, StepMediaBuilder, joined
+from mlx_paged.multimodal.prepared import SequenceMedia
+from mlx_paged.multimodal.step_media import StepMediaBuilder
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -603,7 +605,7 @@ def _row(s: CoreSequence, position: int) -> tuple[float | None, list[int], list[
 def test_kinds_with_and_without_deepstack_in_one_step() -> None:
     picture = MediaFeatures(mx.ones((2, 4)), (mx.ones((2, 4)), 2 * mx.ones((2, 4))))
     sound = MediaFeatures(3 * mx.ones((3, 4)))
-    both = joined([sound, picture])
+    both = MediaFeatures.concatenate([sound, picture])
     assert both.embeds[:, 0].tolist() == [3, 3, 3, 1, 1]
     assert [layer[:, 0].tolist() for layer in both.deepstack] == [[0, 0, 0, 1, 1], [0, 0, 0, 2, 2]]
 
@@ -644,17 +646,30 @@ def test_a_tower_is_given_what_it_needs_for_the_largest_item(monkeypatch: Any) -
     pytest.importorskip("PIL", reason="Pillow is not installed")
     engine, _ = make()
     runner, wide = engine._runner, EngineConfig(max_num_batched_tokens=1000, max_num_seqs=100)
-    assert memory.with_media(1 << 40, runner, wide, Processor()) == 1 << 40
+
+    def with_media(activations: int, config: EngineConfig, **more: Any) -> int:
+        return media_memory.with_media(
+            activations,
+            runner.model.encode,
+            Processor(),
+            config.media_options,
+            max_num_seqs=config.max_num_seqs,
+            step_tokens=config.step_tokens,
+            **more,
+        )
+
+    assert with_media(1 << 40, wide) == 1 << 40
     # (64 float32 numbers a row, at least. 1024 rows are measured, 1500 are let in.)
-    assert memory.with_media(0, runner, wide, Processor()) >= 1500 * 64 * 4
-    assert memory.with_media(0, runner, wide, Processor(), room=99) == 99
+    assert with_media(0, wide) >= 1500 * 64 * 4
+    assert with_media(0, wide, room=99) == 99
     monkeypatch.setattr(Processor, "is_atomic", lambda *_: True)
-    assert memory.with_media(10 << 40, runner, wide, Processor()) == 11 << 40
+    assert with_media(10 << 40, wide) == 11 << 40
     none = EngineConfig(limit_mm_per_prompt={"image": 0})
-    assert memory.with_media(0, runner, none, Processor()) == 0
+    assert with_media(0, none) == 0
 
     def tower_bytes() -> int:
-        return memory.tower_bytes(runner, Processor(), "image", wide.media_options, None)
+        options = wide.media_options
+        return media_memory.tower_bytes(runner.model.encode, Processor(), "image", options, None)
 
     def encode(item: MediaInputs) -> Any:
         if item.num_rows > 1000:
@@ -668,7 +683,7 @@ def test_a_tower_is_given_what_it_needs_for_the_largest_item(monkeypatch: Any) -
 
 
 def test_memory_of_larger_items_follows_from_that_of_smaller_ones() -> None:
-    found = memory._extrapolated
+    found = media_memory._extrapolated
     assert found({256: 256 * 7, 1024: 1024 * 7}, 16384) == 16384 * 7
     need = lambda rows: 1000 * rows + 3 * rows**2  # noqa: E731
     assert found({256: need(256), 1024: need(1024)}, 16384) == pytest.approx(need(16384))
@@ -684,7 +699,7 @@ def test_the_largest_item_is_what_limits_processor_and_context_let_in(monkeypatc
 
     def most(kind: Any, model_len: int | None = None, **limits: Any) -> int:
         options = EngineConfig(media_limits=limits).media_options
-        return memory._most_rows(Processor(), kind, options, model_len)
+        return media_memory._most_rows(Processor(), kind, options, model_len)
 
     assert most("image") == 1500
     monkeypatch.setattr(Processor, "most", 1 << 40)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,16 +27,16 @@ from support.media_files import (
     sound,
 )
 
+from mlx_paged.content import MediaSource
 from mlx_paged.errors import InvalidMediaError
 from mlx_paged.multimodal import decode
-from mlx_paged.multimodal.items import MediaSource, Unusable, Work
+from mlx_paged.multimodal.items import Unusable, Work
 from mlx_paged.multimodal.loader import MediaLoader
 from mlx_paged.multimodal.options import IoOptions, MediaLimits, MediaOptions
 
 # Files that are broken on purpose, of each kind; by hand 1,000.
 NUM_MUTATED = int(os.environ.get("MLX_PAGED_MUTATED_MEDIA", "60"))
 
-PACKAGE = Path(decode.__file__).parents[1]
 PICTURES = odd_pictures()
 BROKEN = {
     "bomb": "more than 67108864 pixels",
@@ -372,19 +370,3 @@ def test_a_missing_package_is_named(loader, monkeypatch, kind: str, package: str
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(InvalidMediaError, match=r"pip install 'mlx-paged\[vision\]'"):
         loaded(loader, kind, content)
-
-
-def test_text_imports_nothing_for_media() -> None:
-    """No module of the package imports what only media need, until there are some."""
-    found = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            tops = {name.partition(".")[0] for name in names}
-            only_media = {"PIL", "av", "httpcore2", "mlx_vlm"}
-            if path.name == "mcp.py":  # (an extra of its own has it)
-                only_media.remove("httpcore2")
-            found += [f"{path.name}: {top}" for top in tops & only_media]
-    assert found == []

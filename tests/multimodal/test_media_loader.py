@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 from support.media_files import RED, clip, picture, png, saved, sound
 
+from mlx_paged.content import MediaSource
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
 from mlx_paged.multimodal import decode, loader
 from mlx_paged.multimodal.items import (
     AudioClip,
-    MediaSource,
     OutOfTime,
     Unusable,
     VideoFrames,

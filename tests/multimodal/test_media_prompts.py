@@ -16,13 +16,14 @@ from support.media_files import clip, picture, png, sound
 from test_media_loader import url_of
 
 from mlx_paged import LLM, SamplingParams
+from mlx_paged.content import MediaSource, joined
+from mlx_paged.engine.chat.messages import messages_of
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
 from mlx_paged.multimodal import loader as loading
-from mlx_paged.multimodal.items import MediaSource
-from mlx_paged.multimodal.marked_text import marked
+from mlx_paged.multimodal.marks import marked
 from mlx_paged.multimodal.options import IoOptions
-from mlx_paged.multimodal.parts import content_of, joined
-from mlx_paged.multimodal.prompt import forms_of, is_complete, prepare, rendered
+from mlx_paged.multimodal.prompt import prepare
+from mlx_paged.multimodal.rendering import forms_of, is_complete, rendered
 
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
@@ -121,7 +122,7 @@ def test_text_goes_its_old_way(llm: LLM) -> None:
         plain.chat(user(text("a"), {"type": "image", "image": picture()}), SHORT)
     assert caught.value.field == "messages[0].content[1].image"
     assert "reads text only" in caught.value.reason
-    assert plain.engine.intake._loader is None
+    assert not plain.engine.intake.media_prompts.has_loaded
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,8 @@ def test_contents_are_joined_at_their_texts() -> None:
     assert joined("a", None, "\n") == "a" and joined("", "b", "\n") == "b"
     assert joined("a", [image], "\n") == ["a", image]
     assert joined([image, "a"], ["b", image], "\n") == [image, "a\nb", image]
-    assert content_of(["a", {"type": "text", "text": "b"}], "content", IoOptions()) == ["a", "b"]
+    message = {"role": "user", "content": ["a", {"type": "text", "text": "b"}]}
+    assert messages_of([message], "messages", IoOptions())[0]["content"] == ["a", "b"]
 
 
 # --- AsyncEngine ----------------------------------------------------------------------------------
@@ -373,7 +375,7 @@ def test_an_async_engine_takes_vllms_prompts() -> None:
             assert all(output.finished for output in both)
             given: Any = engine.engine.given  # type: ignore[attr-defined]
             assert sorted(0 if m is None else len(m.spans) for m in given) == [0, 1]
-            assert engine.media_loader.num_decoded == 1
+            assert engine.media_prompts.loader.num_decoded == 1
             with pytest.raises(InvalidMediaError, match=r"prompt\.multi_modal_data\.image: .*no"):
                 await engine.generate({**prompt, "multi_modal_data": {"image": b"no"}}, SHORT)
 

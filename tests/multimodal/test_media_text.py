@@ -14,7 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from mlx_paged.multimodal.marked_text import MARK, MarkedText, marked, unmarked
+from mlx_paged.multimodal.marked_text import MarkedText
+from mlx_paged.multimodal.marks import MARK, marked, unmarked
 
 SPECIAL = ["<s>", "<image>", "<end>"]
 
@@ -158,13 +159,14 @@ def test_a_chat_about_a_picture_begins_like_one_without(tmp_path: Path) -> None:
 def test_a_text_model_adds_nothing_to_its_template() -> None:
     from support.models import embedded_twin
 
-    from mlx_paged.multimodal.prompt import chat_tokens
+    from mlx_paged.engine.chat.renderer import ChatRenderer
 
     tokenizer = embedded_twin().tokenizer
+    text_only = ChatRenderer(tokenizer)
+    multimodal = ChatRenderer(tokenizer, media_reason="its files have no weights of a tower")
     text = "def f():"
     plain = list(tokenizer.encode(text, add_special_tokens=False))
-    assert chat_tokens(tokenizer, text, None, is_multimodal=False) == plain
+    assert text_only.tokens(text) == plain
     whole = list(tokenizer.encode(text, add_special_tokens=True))
-    assert chat_tokens(tokenizer, text, None, is_multimodal=True) == whole
-    asked = chat_tokens(tokenizer, text, None, is_multimodal=True, add_special_tokens=False)
-    assert asked == plain
+    assert multimodal.tokens(text) == whole
+    assert multimodal.tokens(text, add_special_tokens=False) == plain

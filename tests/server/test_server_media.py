@@ -145,14 +145,14 @@ def test_a_stream_with_media_is_the_same_answer(client, engine) -> None:
 def test_old_pictures_are_not_decoded_again(server, client, engine) -> None:
     """An agent that sends its screenshots with every turn."""
     shots = [png(40 + i, 30) for i in range(3)]
-    before = server.engine.media_loader.num_decoded
+    before = server.engine.media_prompts.loader.num_decoded
     turns: list[Any] = []
     for shot in shots:
         turns += [{"role": "user", "content": [text("next"), image_part(shot)]}]
         body = {"messages": turns, "max_tokens": 1}
         assert client.post(CHAT, json=body).status_code == 200
         turns += [{"role": "assistant", "content": "ok"}]
-    assert server.engine.media_loader.num_decoded == before + 3
+    assert server.engine.media_prompts.loader.num_decoded == before + 3
     assert [len(prepared.spans) for prepared in engine.given] == [1, 2, 3]
 
 
@@ -494,7 +494,7 @@ def test_a_model_of_text_takes_no_pictures() -> None:
             )
         )
         assert "takes no images" in error["message"]
-        assert server.engine.engine.intake._loader is None
+        assert not server.engine.engine.intake.media_prompts.has_loaded
         assert b"at most 16777216 bytes" in refused_size(server, (16 << 20) + 1)
 
 
@@ -531,7 +531,7 @@ def test_a_model_of_mlx_vlm_answers_as_it_does_in_python(tmp_path) -> None:
             assert answer["prompt_token_ids"] == output.prompt_token_ids
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached == len(output.prompt_token_ids) - 1  # (the last token is computed)
-        assert server.engine.media_loader.num_decoded == 2
+        assert server.engine.media_prompts.loader.num_decoded == 2
         error = error_of(client.post(CHAT, json=chat({"type": "video_url", "video_url": "data:,"})))
         assert "takes no videos, only images" in error["message"]
 

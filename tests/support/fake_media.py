@@ -13,8 +13,8 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.model.media import MediaInputs, MediaPrompt, Span
-from mlx_paged.multimodal.marked_text import marked, unmarked
-from mlx_paged.multimodal.prompt import PreparedMedia
+from mlx_paged.multimodal.marks import marked, unmarked
+from mlx_paged.multimodal.prepared import PreparedMedia
 from support.models import embedded_twin
 
 ROW = 7  # token id of an item's rows
@@ -95,7 +95,8 @@ class NotingEngine(Engine):
             embedded_twin(),
             EngineConfig(**{"block_size": 8, "num_gpu_blocks_override": 400, **options}),
         )
-        self.media = self.intake.media = FakeMediaModel(self.tokenizer, kinds)  # type: ignore[assignment]
+        self.media = FakeMediaModel(self.tokenizer, kinds)  # type: ignore[assignment]
+        self.intake.media_prompts.processor = self.media
         self.given: list[PreparedMedia | None] = []
         check = self.intake.check
 

@@ -17,8 +17,8 @@ from mlx_paged.engine.chat.tools_as_text import as_text
 from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.local_client import LocalClient
+from mlx_paged.engine.media import TextWithMedia
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
-from mlx_paged.engine.request_options import TextWithMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.parsing import registry

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_paged.content import OBJECT_PARTS, URL_PARTS, Content, is_media
 from mlx_paged.engine.chat.tools_as_text import Messages
+from mlx_paged.engine.media import IoOptions, source_of
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.multimodal.options import IoOptions
-from mlx_paged.multimodal.parts import content_of
 
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 
 
@@ -35,7 +36,7 @@ def _message(given: Mapping[str, Any], index: int, where: str, io: IoOptions) ->
         value = given.get(name)
         _require(value is None or isinstance(value, str), f"{where}.{name}", "a text", value)
     if "content" in given:
-        found["content"] = content_of(given["content"], f"{where}.content", io)
+        found["content"] = _content_of(given["content"], f"{where}.content", io)
     if given["role"] == "function":  # the legacy form of a result
         found["role"] = "tool"
     calls = given.get("tool_calls")
@@ -50,6 +51,43 @@ def _message(given: Mapping[str, Any], index: int, where: str, io: IoOptions) ->
     if made:
         found["tool_calls"] = made
     return found
+
+
+def _content_of(given: Any, where: str, io: IoOptions) -> str | Content | None:
+    """Returns the content of an `LLM.chat` message: a text, or a list of texts and media.
+
+    Args:
+        given: A text, parts, or None.
+        where: Path of the content, for errors.
+
+    Raises:
+        InvalidMediaError, InvalidParameterError: An invalid part.
+    """
+    if given is None or isinstance(given, str):
+        return given
+    if not isinstance(given, Sequence):
+        raise InvalidParameterError(where, "a text or parts", given)
+    found: Content = []
+    for i, part in enumerate(given):
+        at = f"{where}[{i}]"
+        if isinstance(part, str):
+            found.append(part)
+        elif not isinstance(part, Mapping):
+            raise InvalidParameterError(at, "a part with a type", part)
+        elif is_media(part):
+            found.append(source_of(part, at, io, objects=True))
+        else:
+            found.append(_text_of(part, at))
+    return found or ""
+
+
+def _text_of(part: Mapping[str, Any], where: str) -> str:
+    kind = part.get("type", "text")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in _TEXT_PARTS or not isinstance(text, str):
+        known = ("text", *URL_PARTS, *OBJECT_PARTS)
+        raise InvalidParameterError(where, f"a part of type {', '.join(known)}", part)
+    return text
 
 
 def _call(given: Any, where: str, name: str = "function") -> dict[str, Any]:

@@ -10,20 +10,13 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from mlx_paged.content import KINDS, MediaSource, check_kinds, sources_of
 from mlx_paged.engine.chat.acceptance import TemplateForms, Tools, tell, with_tools
 from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.chat.tools_as_text import Messages
 from mlx_paged.engine.chat_template import is_program, render_chat
+from mlx_paged.engine.media import rendered
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.multimodal.items import MediaSource
-from mlx_paged.multimodal.parts import sources_of
-from mlx_paged.multimodal.prompt import (
-    chat_tokens,
-    check_kinds,
-    literal,
-    media_model_of,
-    rendered,
-)
 from mlx_paged.templates.variables import (
     THINKS,
     Switch,
@@ -46,7 +39,7 @@ class ChatText(NamedTuple):
 
     Attributes:
         text: The text with the model's placeholders. Placeholders that users wrote are marked
-            (`multimodal.marked_text`).
+            (`multimodal.marks`).
         sources: The media of the placeholders, in order.
         spelling: The template's spelling; new ids of calls follow it.
     """
@@ -75,7 +68,7 @@ class ChatRenderer:
     @classmethod
     def of(cls, engine: Any) -> ChatRenderer:
         """The renderer for an engine's model."""
-        return cls(engine.tokenizer, media_model_of(engine), engine.media_reason)
+        return cls(engine.tokenizer, engine.media, engine.media_reason)
 
     @property
     def is_multimodal(self) -> bool:
@@ -89,7 +82,8 @@ class ChatRenderer:
             InvalidMediaError: the model does not take them.
         """
         sources = sources_of(messages)
-        check_kinds(sources, self.media, self._media_reason)
+        kinds = None if self.media is None else self.media.kinds
+        check_kinds(sources, kinds, self._media_reason)
         return sources
 
     def render(
@@ -122,7 +116,8 @@ class ChatRenderer:
         """
         sources, given = self.check_media(messages), dict(variables or {})
         if self.media is not None:
-            messages, tools, given = literal((messages, tools, given), self.media, sources)
+            counts = {kind: sum(source.kind == kind for source in sources) for kind in KINDS}
+            messages, tools, given = self.media.literal((messages, tools, given), counts)
         known = self._known(chat_template, bool(tools))
         forms = known.forms
         given = with_wish(given, known.variables, known.switches)
@@ -155,14 +150,24 @@ class ChatRenderer:
         return ChatText(text, sources, forms.spelling)
 
     def tokens(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """The tokens of a rendered conversation without media; see `chat_tokens`."""
-        return chat_tokens(
-            self.tokenizer,
-            text,
-            self.media,
-            is_multimodal=self.is_multimodal,
-            add_special_tokens=add_special_tokens,
-        )
+        """Returns the tokens of a conversation without media.
+
+        Transformers' processors put the start token before a prompt that lacks it, with or without
+        media; its tokenizers add nothing to a template's text. A checkpoint with a processor
+        follows the first rule even if it is served for text only.
+
+        Args:
+            text: The template's text, see `ChatText`.
+            add_special_tokens: The request's choice; None follows the rule.
+        """
+        if self.media is not None:
+            found: list[int] = self.media.encode(text, add_special_tokens=add_special_tokens)
+            return found
+        adds = add_special_tokens
+        if adds is None:
+            start = getattr(self.tokenizer, "bos_token", None)
+            adds = self.is_multimodal and not (start and text.startswith(start))
+        return list(self.tokenizer.encode(text, add_special_tokens=adds))
 
     def spelling(self, chat_template: str | None = None) -> Spelling:
         """Returns a template's choice among equivalent spellings; None means the model's own."""

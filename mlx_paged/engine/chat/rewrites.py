@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mlx_paged.content import MediaSource, joined, plain
 from mlx_paged.engine.chat.tools_as_text import Messages, as_text
-from mlx_paged.multimodal.items import MediaSource
-from mlx_paged.multimodal.parts import joined, plain
 from mlx_paged.parsing.call_ids import ID_FORMS, new_call_id
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_paged.multimodal.parts import joined
+from mlx_paged.content import joined
 
 Messages = list[dict[str, Any]]
 

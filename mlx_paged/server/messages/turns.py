@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from mlx_paged.content import Content, MediaSource, concatenated, joined
 from mlx_paged.engine.grammar import StructuredOutputs
-from mlx_paged.multimodal.items import Content, MediaSource
-from mlx_paged.multimodal.parts import concatenated, joined
 from mlx_paged.server.bodies import contradiction
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import THREADS, bad_request, own_names, shorten

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_paged.multimodal.items import Content
-from mlx_paged.multimodal.parts import concatenated, source_of
+from mlx_paged.content import Content, concatenated
+from mlx_paged.engine.media import source_of
 from mlx_paged.parsing.custom import arguments_of
 from mlx_paged.server.errors import bad_request, shorten
 from mlx_paged.server.responses_api.body import Input, InputItem, Parts, joined
