@@ -2,7 +2,8 @@
 
 Three modules of the engine lead here:
 
-- `engine.loading` loads a multimodal checkpoint (`loading`);
-- `engine.media` makes a prompt of a conversation with media (`parts`, `loader`, `prompt`);
-- `engine.build` gives the runner what adds media to a step (`step_media`, `memory`).
+- `engine.loading` loads a multimodal checkpoint: `packages`, `loading`;
+- `engine.media` makes a prompt of a conversation with media: `options`, `parts`, `loader`,
+  `rendering`, `prompt`;
+- `engine.build` gives the runner what adds media to a step: `step_media`, `memory`.
 """

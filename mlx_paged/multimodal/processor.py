@@ -9,13 +9,11 @@ engine's thread.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,6 +28,7 @@ from mlx_paged.multimodal.marked_text import MarkedText
 from mlx_paged.multimodal.marks import MARK, marked
 from mlx_paged.multimodal.mlx_vlm import MLX_VLM_VERSION
 from mlx_paged.multimodal.processed_items import ProcessedItems
+from mlx_paged.multimodal.recipes import RECIPES, WHOLE, Recipe, one_row
 from mlx_paged.multimodal.rope_positions import Grid, rope_positions
 
 logger = logging.getLogger(__name__)
@@ -39,286 +38,8 @@ _TEXT_OUTPUTS = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 )
 _PLURAL = {"image": "images", "video": "videos", "audio": "audios"}
-
-# --- Peculiarities of families --------------------------------------------------------------------
-
-# An option of ours: the item is not cut into tiles.
-_WHOLE = "_whole"
-# The processor, the kind, the placeholder, the item, options -> the processor's output.
-_Call = Callable[[Any, Kind, str, Any, Mapping[str, Any]], Mapping[str, Any]]
-
-
-def _attribute_marker(processor: Any, kind: Kind, index: int) -> str:
-    found = getattr(processor, f"{kind}_token", None)
-    if found is None:
-        found = getattr(getattr(processor, "tokenizer", None), f"{kind}_token", None)
-    return str(found) if found is not None else f"<{kind}>"
-
-
-def _gemma3_marker(processor: Any, kind: Kind, index: int) -> str:
-    return str(processor.boi_token)
-
-
-def _phi_marker(processor: Any, kind: Kind, index: int) -> str:
-    return f"<|{kind}_{index}|>"
-
-
-def _negative(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
-    return np.flatnonzero(np.array(tokens) < 0)
-
-
-def _qwen3_marker(processor: Any, kind: Kind, index: int) -> str:
-    if kind == "video":  # Frames with their times replace all three.
-        return f"{processor.vision_start_token}{processor.video_token}{processor.vision_end_token}"
-    return str(processor.image_token)
-
-
-def _call_processor(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    given: dict[str, Any] = {"text": [marker], "return_tensors": "np", **options}
-    if kind == "image":
-        given["images"] = [item]
-    elif kind == "video":
-        # [num_frames, 3, height, width], as mlx-vlm loads a video.
-        given["videos"] = [np.ascontiguousarray(np.transpose(item.frames, (0, 3, 1, 2)))]
-        accepted = inspect.signature(type(processor).__call__).parameters
-        if "fps" in accepted:
-            given["fps"] = [float(item.fps)]
-    else:
-        given["audio"] = [item.samples]
-    return processor(**given)
-
-
-def _call_qwen2_5(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    output = dict(_call_processor(processor, kind, marker, item, options))
-    if kind == "video":  # mlx-vlm's processor omits it.
-        seconds = processor.video_processor.temporal_patch_size / float(item.fps)
-        output["second_per_grid_ts"] = np.array([seconds])
-    return output
-
-
-def _call_omni(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    if kind == "audio":  # It needs the mask, and would pad to half a minute.
-        options = {"padding": True, "return_attention_mask": True, **options}
-    elif kind == "video":
-        options = {"fps": float(item.fps), **options}
-    return _call_processor(processor, kind, marker, item, options)
-
-
-def _minicpmo_marker(processor: Any, kind: Kind, index: int) -> str:
-    return f"<{kind}>./</{kind}>"
-
-
-def _in_bounds(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
-    """Rows between the marks of MiniCPM-o, of a picture's slices or of a sound."""
-    found = [
-        np.arange(begin, end)
-        for name in ("image_bound", "audio_bounds")
-        if name in arrays
-        for begin, end in np.array(arrays[name][0]).reshape(-1, 2)
-    ]
-    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
-
-
-def _pad_marker(processor: Any, kind: Kind, index: int) -> str:
-    return f"<|{kind}_pad|>"
-
-
-def _minicpmv_number(processor: Any, index: int) -> str:
-    images = processor.image_processor
-    if not images.use_image_id:
-        return ""
-    return f"{images.im_id_start}{index - 1}{images.im_id_end}"
-
-
-def _call_dots(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    # Its processor uses one id for placeholders, regardless of the tokenizer.
-    images = processor.image_processor
-    output = dict(images(images=[item], return_tensors="np", **options))
-    num = int(np.prod(output["image_grid_thw"])) // images.merge_size**2
-    [token] = processor.tokenizer(marker, add_special_tokens=False)["input_ids"]
-    return {"input_ids": [token] * num, **output}
-
-
-def _call_deepseekocr(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    # It removes the last token as if that were an end token.
-    output = dict(processor(text=f"{marker}\n", images=[item], **options))
-    output["pixel_values"] = output.pop("images")
-    output.pop("num_image_tokens", None)
-    return output
-
-
-def _sequence_mask(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
-    return np.flatnonzero(np.array(arrays["images_seq_mask"]).reshape(-1))
-
-
-def _call_fastvlm(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    # The model itself replaces one placeholder with all rows.
-    output = dict(processor.image_processor([item], return_tensors="np", **options))
-    return {"input_ids": [-200], **output}
-
-
-def _call_phi4mm(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    if kind == "image":
-        return {"input_ids": [-200], **processor.image_processor([item], **options)}
-    output = processor.audio_processor([(item.samples, item.rate)])
-    token = processor.tokenizer.convert_tokens_to_ids("<|endoftext11|>")
-    return {"input_ids": [token] * int(output["audio_embed_sizes"][0]), **output}
-
-
-def _phi4mm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
-    shape = arrays.get("spatial_shapes")
-    return np.arange(len(tokens) if shape is None else int(np.prod(shape)))
-
-
-# Pixels of a side that FastVLM's tower makes a row and column of.
-_FASTVLM_PATCH = 64
-
-
-def _fastvlm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
-    *_, height, width = np.array(arrays["pixel_values"]).shape
-    return np.arange((height // _FASTVLM_PATCH) * (width // _FASTVLM_PATCH))
-
-
-def _call_deepseek(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    if _WHOLE in options:  # A choice of one size leaves a picture in one piece.
-        options = {name: value for name, value in options.items() if name != _WHOLE}
-        processor = copy(processor)
-        processor.candidate_resolutions = ((processor.image_size, processor.image_size),)
-    output = dict(processor(text=marker, images=[item], **options))
-    output["pixel_values"] = output.pop("images")
-    for name in ("sft_format", "seq_lens"):
-        output.pop(name, None)
-    return output
-
-
-def _call_molmo(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    # The text follows the picture's tokens.
-    output = dict(processor(text=[""], images=[item], **options))
-    tokens = _one_row(output["input_ids"])
-    end = processor.tokenizer.convert_tokens_to_ids(processor.image_end_token)
-    last = max(i for i, token in enumerate(tokens) if token == end)
-    return {**output, "input_ids": tokens[: last + 1]}
-
-
-_MOLMO = "<|image|>"
-
-
-def _indexed(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
-    places = np.array(arrays["image_input_idx"]).reshape(-1)
-    return np.unique(places[places >= 0])
-
-
-def _call_llava_next(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    from transformers.image_processing_utils import select_best_resolution
-
-    output = dict(_call_processor(processor, kind, marker, item, options))
-    places = processor.image_processor.image_grid_pinpoints
-    best = select_best_resolution(np.array(output["image_sizes"]).reshape(-1).tolist(), places)
-    size = output["pixel_values"].shape[-1]
-    # Rows and columns of tiles, which do not follow from the number of tiles.
-    return {**output, "tile_grid": np.array([best[0] // size, best[1] // size])}
-
-
-def _paligemma_text(processor: Any, text: str, places: Sequence[tuple[int, int, Kind]]) -> str:
-    """All rows of each picture in its place, the start token behind the last of them."""
-    parts, done = [], 0
-    for begin, end, _ in places:
-        parts += [text[done:begin], processor.image_token * processor.image_seq_length]
-        done = end
-    return "".join(parts) + processor.tokenizer.bos_token + text[done:] + "\n"
-
-
-def _call_bunny(
-    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    [pixels] = processor.image_processor.preprocess(images=[item], **options)
-    # The model itself replaces one placeholder with 729 rows.
-    return {"input_ids": [-200], "pixel_values": np.array(pixels, dtype=np.float32)[None]}
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """How a family's processor is used.
-
-    Attributes:
-        marker: The placeholder of an item in a text.
-        call: Runs the processor for one item.
-        text: The processor's text for a placeholder, if it makes one text of the prompt and tokens
-            join across borders; None if tokens replace a placeholder.
-        rows: Finds the rows among the processor's tokens; None: they have the placeholder's id.
-        joins: The processor's text for a whole prompt, given its text with places for items, which
-            make one span.
-        leads: True if items come before all text, after the start token.
-        number: The processor's numbering before an item; "" if there is none.
-        adds_start: True if the processor begins prompts with the start token (or the end token, if
-            there is none), regardless of the tokenizer.
-        whole_from: With this many items or more, none is cut into tiles; None: always the same.
-    """
-
-    marker: Callable[[Any, Kind, int], str] = _attribute_marker
-    call: _Call = _call_processor
-    text: Callable[[Any, Kind], str] | None = None
-    rows: Callable[[Sequence[int], Mapping[str, Any]], np.ndarray] | None = None
-    joins: Callable[[Any, str, Sequence[tuple[int, int, Kind]]], str] | None = None
-    leads: bool = False
-    number: Callable[[Any, int], str] | None = None
-    adds_start: bool = False
-    whole_from: int | None = None
-
-
-_RECIPES: dict[str, _Recipe] = {
-    "gemma3": _Recipe(_gemma3_marker, text=lambda processor, kind: processor.full_image_sequence),
-    "gemma3n": _Recipe(
-        text=lambda processor, kind: getattr(processor, f"full_{kind}_sequence"),
-    ),
-    "qwen2_5_vl": _Recipe(call=_call_qwen2_5),
-    "phi3_v": _Recipe(_phi_marker, rows=_negative),
-    "qwen3_omni_moe": _Recipe(call=_call_omni),
-    "minicpmo": _Recipe(_minicpmo_marker, rows=_in_bounds),
-    "deepseek_vl_v2": _Recipe(call=_call_deepseek, adds_start=True, whole_from=3),
-    "llava_next": _Recipe(call=_call_llava_next),
-    "llava_bunny": _Recipe(lambda *_: "<image>", _call_bunny, rows=lambda *_: np.arange(729)),
-    "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, leads=True, adds_start=True),
-    "paligemma": _Recipe(joins=_paligemma_text),
-    "phi4mm": _Recipe(_phi_marker, _call_phi4mm, rows=_phi4mm_rows),
-    "dots_ocr": _Recipe(call=_call_dots),
-    **dict.fromkeys(
-        ("deepseekocr", "deepseekocr_2"),
-        _Recipe(call=_call_deepseekocr, rows=_sequence_mask, adds_start=True),
-    ),
-    "fastvlm": _Recipe(call=_call_fastvlm, rows=_fastvlm_rows),
-    "minicpmv4_6": _Recipe(_pad_marker, rows=_in_bounds, number=_minicpmv_number),
-    "internvl": _Recipe(lambda *_: "<IMG_CONTEXT>"),
-    **dict.fromkeys(
-        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "indic_ocr"),
-        _Recipe(_qwen3_marker),
-    ),
-}
 # Names of a placeholder's id in configs.
 _PLACEHOLDER_IDS = ("{}_token_id", "{}_token_index", "media_placeholder_token_id")
-
-
-# --- Prompts --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -366,7 +87,7 @@ class MediaModel:
     ) -> None:
         self._processor = _with_locked_tokenizer(processor)
         self._config = config
-        self._recipe = _RECIPES.get(family.module, _Recipe())
+        self._recipe = RECIPES.get(family.module, Recipe())
         # Some processors compute with mlx, whose streams belong to threads.
         self._stream = mx.new_thread_local_stream(mx.cpu)
         self.family = family
@@ -764,14 +485,14 @@ class MediaModel:
 
     def _expand_once(self, kind: Kind, item: Any, *, whole: bool = False) -> _Expanded:
         if whole:
-            return self._processed_whole.get(item, lambda: self._expand(kind, item, {_WHOLE: True}))
+            return self._processed_whole.get(item, lambda: self._expand(kind, item, {WHOLE: True}))
         return self._processed.get(item, lambda: self._expand(kind, item, {}))
 
     def _expand(self, kind: Kind, item: Any, more: Mapping[str, Any]) -> _Expanded:
         """Runs the processor for one item and its placeholder alone."""
         text = self.placeholder(kind)
         output = self._recipe.call(self._processor, kind, text, item, {**self.options, **more})
-        made = _one_row(output["input_ids"])
+        made = one_row(output["input_ids"])
         arrays = {
             name: _as_numpy(value)
             for name, value in output.items()
@@ -840,11 +561,6 @@ class MediaModel:
         if item.kind != "video" or not a_second or seconds is None:
             return 1.0
         return float(a_second) * float(np.array(seconds).reshape(-1)[0])
-
-
-def _one_row(token_ids: Any) -> list[int]:
-    found = np.array(token_ids)
-    return found.reshape(-1).tolist()
 
 
 def _as_numpy(value: Any) -> Any:
