@@ -38,7 +38,7 @@ DTYPES = {"bfloat16": (mx.bfloat16, mx.bfloat16)} | {
     name: (getattr(mx, f.keys.value), getattr(mx, f.values.value)) for name, f in FORMATS.items()
 }
 ASKED = {"int8": 1.6, "int8_k_int4_v": 1.9}
-LEAST_WRITE = 1 / 1.3
+MIN_WRITE = 1 / 1.3
 
 
 def filled_pools(case: Case, num_blocks: int, name: str) -> list[mx.array]:
@@ -131,7 +131,7 @@ def main() -> None:
             rows = []
             for name, seconds in found.items():
                 speed = base / seconds
-                asked = ASKED.get(name, 0.0) if what == "attention" else LEAST_WRITE
+                asked = ASKED.get(name, 0.0) if what == "attention" else MIN_WRITE
                 if speed < asked:
                     missed.append(f"{what} {label} {name}: {speed:.2f}x")
                 results.append(

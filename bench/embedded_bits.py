@@ -268,7 +268,7 @@ def decode_speeds(engines: dict[str, Engine], rows: int, num_turns: int) -> dict
     for engine in engines.values():
         for i in range(rows):
             engine.abort(str(i))
-        engine.settle()
+        engine.synchronize()
     return best
 
 

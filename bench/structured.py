@@ -46,7 +46,7 @@ from mlx_paged.model.loader import LoadedModel
 
 ROWS = 32
 PROMPT_TOKENS = 64  # 32 x 64: one step of prefill
-MOST_STEPS = 400
+MAX_STEPS = 400
 LLAMA_3B = {
     "model_type": "llama",
     "hidden_size": 3072,
@@ -251,7 +251,7 @@ def random_model(kind: str, vocab_size: int, folder: Path) -> LoadedModel:
     model.eval()
     tokenizer = tokenizer_of(vocab_size, folder)
     model.model.__class__ = Replaying
-    model.model._scripts = mx.array(scripts_of(tokenizer, MOST_STEPS))
+    model.model._scripts = mx.array(scripts_of(tokenizer, MAX_STEPS))
     return LoadedModel(model, tokenizer, config, f"random {kind}")
 
 
@@ -290,7 +290,7 @@ def timed(owner: Any, name: str, into: list[float]) -> Iterator[None]:
 
 def engine_scripts(engine: Engine) -> list[list[int]]:
     """Tokens that each row generates."""
-    return scripts_of(engine.tokenizer, MOST_STEPS).tolist()  # type: ignore[no-any-return]
+    return scripts_of(engine.tokenizer, MAX_STEPS).tolist()  # type: ignore[no-any-return]
 
 
 def run_steps(engine: Engine, with_grammars: bool, steps: int, seed: int) -> dict[str, list[float]]:

@@ -35,12 +35,12 @@ START_TIMEOUT = 60.0
 CALL_TIMEOUT = 120.0
 #: Seconds between health checks of a server.
 WATCH_INTERVAL = 30.0
-_MOST_CHARACTERS = 100_000  # per result, so that one call cannot fill the context
-_MOST_IMAGE_CHARACTERS = 16 << 20  # base64
-_MOST_RESOURCE_CHARACTERS = 16 << 20  # text or base64
+_MAX_CHARACTERS = 100_000  # per result, so that one call cannot fill the context
+_MAX_IMAGE_CHARACTERS = 16 << 20  # base64
+_MAX_RESOURCE_CHARACTERS = 16 << 20  # text or base64
 _LONGEST_NAME = 64  # OpenAI's limit
-_MOST_PAGES = 100
-_MOST_ANSWER_BYTES = 32 << 20  # of one HTTP answer of a server that a user of the page named
+_MAX_PAGES = 100
+_MAX_ANSWER_BYTES = 32 << 20  # of one HTTP answer of a server that a user of the page named
 _STDIO = ("command", "args", "env", "cwd")
 _HTTP = ("url", "headers")
 _BOTH = ("type", "timeout", "disabled")
@@ -378,8 +378,8 @@ class McpServers:
             )
             for part in result.contents
         )
-        if sum(len(each.text or each.data or "") for each in found) > _MOST_RESOURCE_CHARACTERS:
-            raise MlxPagedError(f"the resource has more than {_MOST_RESOURCE_CHARACTERS >> 20} MiB")
+        if sum(len(each.text or each.data or "") for each in found) > _MAX_RESOURCE_CHARACTERS:
+            raise MlxPagedError(f"the resource has more than {_MAX_RESOURCE_CHARACTERS >> 20} MiB")
         return found
 
     def _server(self, name: str) -> _Server:
@@ -590,7 +590,7 @@ async def _pages(ask: Callable[..., Awaitable[Any]], items: Callable[[Any], list
     """Returns the items of all pages of a list."""
     found: list[_T] = []
     cursor: str | None = None
-    for _ in range(_MOST_PAGES):
+    for _ in range(_MAX_PAGES):
         page = await ask(cursor=cursor, cache_mode="refresh")
         found += items(page)
         cursor = page.next_cursor
@@ -637,7 +637,7 @@ class _LimitedTransport(httpx2.AsyncBaseTransport):
 
 
 class _LimitedStream(httpx2.AsyncByteStream):
-    """The body of an answer, which raises an error after `_MOST_ANSWER_BYTES`."""
+    """The body of an answer, which raises an error after `_MAX_ANSWER_BYTES`."""
 
     def __init__(self, stream: httpx2.AsyncByteStream, request: httpx2.Request) -> None:
         self._stream = stream
@@ -647,9 +647,9 @@ class _LimitedStream(httpx2.AsyncByteStream):
         read = 0
         async for chunk in self._stream:
             read += len(chunk)
-            if read > _MOST_ANSWER_BYTES:
+            if read > _MAX_ANSWER_BYTES:
                 raise httpx2.ReadError(
-                    f"its answer is larger than {_MOST_ANSWER_BYTES >> 20} MB",
+                    f"its answer is larger than {_MAX_ANSWER_BYTES >> 20} MB",
                     request=self._request,
                 )
             yield chunk
@@ -700,9 +700,9 @@ def _text_of(result: mcp.types.CallToolResult) -> str:
 
 
 def _limited(text: str) -> str:
-    if len(text) > _MOST_CHARACTERS:
-        left = len(text) - _MOST_CHARACTERS
-        text = f"{text[:_MOST_CHARACTERS]}\n[{left} more characters are not shown]"
+    if len(text) > _MAX_CHARACTERS:
+        left = len(text) - _MAX_CHARACTERS
+        text = f"{text[:_MAX_CHARACTERS]}\n[{left} more characters are not shown]"
     return text
 
 
@@ -710,7 +710,7 @@ def _images_of(result: mcp.types.CallToolResult) -> tuple[tuple[str, str], ...]:
     """Returns the images of a result, up to a total size."""
     found = [(b.mime_type, b.data) for b in result.content if b.type == "image"]
     sizes = itertools.accumulate(len(data) for _, data in found)
-    return tuple(image for image, size in zip(found, sizes) if size <= _MOST_IMAGE_CHARACTERS)
+    return tuple(image for image, size in zip(found, sizes) if size <= _MAX_IMAGE_CHARACTERS)
 
 
 def _shown(block: Any) -> str:

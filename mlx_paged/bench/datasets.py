@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 DATA = "Data set"  # heading of these options in ``--help``
 
 # vLLM's limits for a conversation file, so that both measure the same requests.
-_LEAST_TOKENS, _MOST_PROMPT_TOKENS, _MOST_TOKENS = 4, 1024, 2048
+_MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOKENS = 4, 1024, 2048
 
 
 class Dataset(StrEnum):
@@ -62,8 +62,8 @@ def _option(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=DATA, **more)
 
 
-def _own(help: str, default: str, *names: str, min: float = 1) -> Any:
-    """Marks a number whose default depends on the data set."""
+def _number(help: str, default: str, *names: str, min: float = 1) -> Any:
+    """A number whose default depends on the data set."""
     return _option(help, *names, min=min, show_default=default)
 
 
@@ -88,11 +88,11 @@ class Workload:
     )
     input_len: Annotated[
         int | None,
-        _own("random: tokens of a prompt.", "128", "--input-len", "--random-input-len"),
+        _number("random: tokens of a prompt.", "128", "--input-len", "--random-input-len"),
     ] = None
     output_len: Annotated[
         int | None,
-        _own(
+        _number(
             "Tokens of an answer.", "64; sharegpt: those of the conversation",
             "--output-len", "--random-output-len", "--sharegpt-output-len",
             "--prefix-repetition-output-len",
@@ -100,29 +100,29 @@ class Workload:
     ] = None  # fmt: skip
     prefix_len: Annotated[
         int | None,
-        _own(
+        _number(
             "random: tokens that all prompts begin with, in addition to the others.", "0",
             "--prefix-len", "--random-prefix-len", min=0,
         ),
     ] = None  # fmt: skip
     range_ratio: Annotated[
         float | None,
-        _own(
+        _number(
             "random: lengths vary by this share, up and down, uniformly.", "0",
             "--random-range-ratio", min=0.0,
         ),
     ] = None  # fmt: skip
     repeated_prefix_len: Annotated[
         int | None,
-        _own("prefix_repetition: tokens of a prefix.", "256", "--prefix-repetition-prefix-len"),
+        _number("prefix_repetition: tokens of a prefix.", "256", "--prefix-repetition-prefix-len"),
     ] = None
     repeated_suffix_len: Annotated[
         int | None,
-        _own("prefix_repetition: tokens after it.", "256", "--prefix-repetition-suffix-len"),
+        _number("prefix_repetition: tokens after it.", "256", "--prefix-repetition-suffix-len"),
     ] = None
     num_prefixes: Annotated[
         int | None,
-        _own(
+        _number(
             "prefix_repetition: how many prefixes there are.", "10",
             "--prefix-repetition-num-prefixes",
         ),
@@ -233,9 +233,9 @@ def _sharegpt(workload: Workload, tokenizer: Any, rng: random.Random) -> list[Pr
         token_ids = tuple(tokenizer.encode(question))
         max_tokens = _or(workload.output_len, len(tokenizer.encode(answer)))
         if (
-            _LEAST_TOKENS <= len(token_ids) <= _MOST_PROMPT_TOKENS
-            and (workload.output_len is not None or max_tokens >= _LEAST_TOKENS)
-            and len(token_ids) + max_tokens <= _MOST_TOKENS
+            _MIN_TOKENS <= len(token_ids) <= _MAX_PROMPT_TOKENS
+            and (workload.output_len is not None or max_tokens >= _MIN_TOKENS)
+            and len(token_ids) + max_tokens <= _MAX_TOKENS
         ):
             messages = ({"role": "user", "content": question},)
             prompts.append(Prompt(token_ids, max_tokens, question, messages))

@@ -127,10 +127,10 @@ class PagedRunner(Runner):
         finally:
             for output in outputs:
                 engine.abort(output.request_id)
-            engine.settle()
+            engine.synchronize()
         if self._settings.detokenize:
             for output in outputs:
-                output.settle()
+                output.decode_text()
         seconds = time.perf_counter() - start
         answers = [
             Answer(list(completion.token_ids), at, output.num_cached_tokens)

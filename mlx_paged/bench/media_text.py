@@ -184,7 +184,7 @@ def _decode(
                 engine.add_request(name, other.prompt.token_ids, few, media=other)
             else:
                 engine.add_request(name, other, few)
-    engine.settle()
+    engine.synchronize()
     return times
 
 

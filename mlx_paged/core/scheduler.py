@@ -2,7 +2,7 @@
 
 A preempted sequence loses its blocks and waits again. Preemption happens in three cases: a decode
 finds no free block (`_secure`), a prompt's chunk finds none (`_secure_chunk`), or a request of a
-higher class finds no room (`_make_way`).
+higher class finds no room (`_preempt_for_waiting`).
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class Scheduler:
         if waiting.size:
             waiting.wake()
             if self._num_background or self.config.policy is SchedulingPolicy.PRIORITY:
-                self._make_way()
+                self._preempt_for_waiting()
         self._schedule_decodes()
         self._prompt_budget = self._budget
         if self._prefilling or waiting.size:
@@ -517,7 +517,7 @@ class Scheduler:
         most = min(len(seq.draft_token_ids), spare, seq.max_num_tokens - len(seq.tokens) - 1)
         if most <= 0:
             return 0
-        return max(0, self.kv.reach(seq.tables, start + 1 + most) - start - 1)
+        return max(0, self.kv.allocate_up_to(seq.tables, start + 1 + most) - start - 1)
 
     def _in_turn(self) -> list[Sequence]:
         """The running sequences that this step may schedule. Limits background ones if there are
@@ -584,7 +584,9 @@ class Scheduler:
         if num_tokens == 0:
             return 0
         atomic = seq.tables.atomic
-        while (end := outside(atomic, self.kv.reach(seq.tables, start + num_tokens))) <= start:
+        while (
+            end := outside(atomic, self.kv.allocate_up_to(seq.tables, start + num_tokens))
+        ) <= start:
             self._preempted = True
             least = start + 1
             if outside(atomic, least) == start:
@@ -736,12 +738,12 @@ class Scheduler:
         num_tokens = self._chunk_for(len(seq.tokens) - num_cached)
         media = request.prompt_media
         if media is None:
-            self._add(seq, self.kv.reach(tables, num_cached + num_tokens) - num_cached)
+            self._add(seq, self.kv.allocate_up_to(tables, num_cached + num_tokens) - num_cached)
             return True
         if is_first:
             self.encoder_cache.count_prefix_hits(media.num_before(num_cached))
         end = num_cached + self._media_chunk(seq, num_tokens)
-        end = outside(media.atomic, self.kv.reach(tables, end))
+        end = outside(media.atomic, self.kv.allocate_up_to(tables, end))
         if end <= num_cached < request.num_prompt_tokens:
             self.kv.defer_copy(tables)
         self._add(seq, end - num_cached)
@@ -749,7 +751,7 @@ class Scheduler:
 
     # Priority.
 
-    def _make_way(self) -> None:
+    def _preempt_for_waiting(self) -> None:
         """Preempts running sequences of a lower class if the first waiting one needs room."""
         head = self._first_to_admit(with_long=True)
         if head is None:

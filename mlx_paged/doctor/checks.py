@@ -13,10 +13,10 @@ from mlx_paged.doctor.machine import Disk, Machine
 from mlx_paged.doctor.software import Software
 
 # Requirements of MLX's installation page (ml-explore.github.io/mlx, "Build and Install").
-_LEAST_MACOS = "14.0"
-_LEAST_DRIVER = {"mlx-cuda-12": "550.54.14", "mlx-cuda-13": "580"}
-_LEAST_CAPABILITY = "7.5"
-_LEAST_DISK = 5 << 30  # the weights of an 8B model in 4 bits
+_MIN_MACOS = "14.0"
+_MIN_DRIVER = {"mlx-cuda-12": "550.54.14", "mlx-cuda-13": "580"}
+_MIN_CAPABILITY = "7.5"
+_MIN_DISK = 5 << 30  # the weights of an 8B model in 4 bits
 _GIB = 1 << 30
 
 _REPORT = "report it with the output of `mlx-paged doctor --json`"
@@ -245,10 +245,10 @@ def _threads(machine: Machine, threads: int) -> Finding:
 def _mac(machine: Machine) -> Iterator[Finding]:
     if not machine.is_mac:
         return
-    name, expected = "macOS", f"macOS {_LEAST_MACOS} or later"
+    name, expected = "macOS", f"macOS {_MIN_MACOS} or later"
     found = version(machine.system.removeprefix("macOS").strip())
     if found:
-        is_well, remedy = found >= version(_LEAST_MACOS), f"update to {expected}; MLX needs it"
+        is_well, remedy = found >= version(_MIN_MACOS), f"update to {expected}; MLX needs it"
         yield _judged(is_well, name, expected, machine.system, remedy, Status.BROKEN)
     else:
         yield Finding(name, Status.SKIPPED, expected, "version unknown")
@@ -263,21 +263,21 @@ def _mac(machine: Machine) -> Iterator[Finding]:
 def _nvidia(machine: Machine, software: Software) -> Iterator[Finding]:
     if machine.is_mac:
         return
-    backend = next((name for name in _LEAST_DRIVER if name in software.packages), None)
+    backend = next((name for name in _MIN_DRIVER if name in software.packages), None)
     if backend and not machine.gpus:
         remedy = "nvidia-smi must work: install the driver, or run the container with --gpus all"
         yield Finding("NVIDIA driver", Status.WARNING, f"a GPU for {backend}", "no GPU", remedy)
     for gpu in machine.gpus:
         if backend:
-            least = _LEAST_DRIVER[backend]
+            least = _MIN_DRIVER[backend]
             expected, found = f"{least} or later, for {backend}", f"{gpu.driver} ({gpu.name})"
             remedy = f"update the driver to {expected}"
             remedy += ", or use the extra [cuda12]" if backend == "mlx-cuda-13" else ""
             is_well = version(gpu.driver) >= version(least)
             yield _judged(is_well, "NVIDIA driver", expected, found, remedy, Status.BROKEN)
         if version(gpu.compute_capability):
-            is_well = version(gpu.compute_capability) >= version(_LEAST_CAPABILITY)
-            expected = f"compute capability {_LEAST_CAPABILITY} or more"
+            is_well = version(gpu.compute_capability) >= version(_MIN_CAPABILITY)
+            expected = f"compute capability {_MIN_CAPABILITY} or more"
             found = f"{gpu.compute_capability} ({gpu.name})"
             remedy = "use the CPU backend: pip install 'mlx-paged[cpu]'"
             yield _judged(is_well, "NVIDIA GPU", expected, found, remedy)
@@ -300,7 +300,7 @@ def _memory(outcome: Outcome | None, fits: Sequence[Fit]) -> Finding:
 
 
 def _disk(disk: Disk) -> Finding:
-    expected = f"{_LEAST_DISK // _GIB} GiB free where models are downloaded to"
+    expected = f"{_MIN_DISK // _GIB} GiB free where models are downloaded to"
     found = f"{disk.free_bytes / _GIB:.1f} GiB free for {disk.folder}"
     remedy = "free some space, or set HF_HOME to a folder on a larger disk"
-    return _judged(disk.free_bytes >= _LEAST_DISK, "disk", expected, found, remedy)
+    return _judged(disk.free_bytes >= _MIN_DISK, "disk", expected, found, remedy)

@@ -16,7 +16,7 @@ from mlx_paged.platform import Platform
 
 _LONGEST = 1.0  # seconds; a GPU that failed never says that it is done
 _FEWEST_CPUS = 2.0  # The GPU's driver has threads, too.
-_FEWEST_ASLEEP, _MOST_ASLEEP = 64, 4096
+_FEWEST_ASLEEP, _MAX_ASLEEP = 64, 4096
 
 
 class ActiveWait:
@@ -44,7 +44,7 @@ class ActiveWait:
             self._num_asleep = _FEWEST_ASLEEP
         else:
             self._left_asleep = self._num_asleep
-            self._num_asleep = min(2 * self._num_asleep, _MOST_ASLEEP)
+            self._num_asleep = min(2 * self._num_asleep, _MAX_ASLEEP)
 
 
 def usable_cpus() -> float:

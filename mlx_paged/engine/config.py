@@ -26,7 +26,7 @@ from mlx_paged.parsing.reasoning import REASONING_FORMATS
 
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
-_MOST_SECONDS = 3600
+_MAX_SECONDS = 3600
 DEFAULT_STEP_TOKENS = 2048
 CPU_ACTIVATIONS = ("float32", "bfloat16", "int8")
 
@@ -194,8 +194,8 @@ class EngineConfig:
             raise InvalidParameterError("watermark", "a number in [0, 1)", self.watermark)
         timeout = self.structured_outputs_timeout
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if not is_number or not 0 < timeout <= _MOST_SECONDS:
-            expected = f"a number of seconds in (0, {_MOST_SECONDS}]"
+        if not is_number or not 0 < timeout <= _MAX_SECONDS:
+            expected = f"a number of seconds in (0, {_MAX_SECONDS}]"
             raise InvalidParameterError("structured_outputs_timeout", expected, timeout)
         parsers = ["auto", "none", "", *REASONING_FORMATS]
         if not isinstance(self.reasoning_parser, str) or self.reasoning_parser not in parsers:

@@ -87,7 +87,7 @@ class Engine:
         self.on_launch: Callable[[int], None] | None = None
         self._cache_limit = parts.cache_limit
         self._num_steps = 0
-        self._left: deque[str] = deque()  # requests that were aborted in the middle of a call
+        self._pending_aborts: deque[str] = deque()  # requests aborted during a call
 
     @property
     def info(self) -> EngineInfo:
@@ -172,7 +172,7 @@ class Engine:
         """
         self._enter()
         if self.is_busy:
-            self._left.append(request_id)
+            self._pending_aborts.append(request_id)
             return self.request_state(request_id) is not None
         with self._guard.lock, self._guard.busy:
             self._begin()
@@ -187,7 +187,7 @@ class Engine:
         self._recovery.is_whole = True
         return True
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for a step in flight that no request needs any more, so that it holds no blocks."""
         self._enter()
         with self._guard.lock:
@@ -251,9 +251,9 @@ class Engine:
         """At the beginning of every call that changes the engine."""
         if not self._recovery.is_whole:
             self._recover()
-        while self._left:
-            self._abort(self._left[0])
-            self._left.popleft()
+        while self._pending_aborts:
+            self._abort(self._pending_aborts[0])
+            self._pending_aborts.popleft()
 
     def _recover(self) -> bool:
         recovery = self._recovery

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Exceptions out of steps, with no good step in between, that end the engine.
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 
 
 class EngineThread:
@@ -135,7 +135,7 @@ class EngineThread:
             for state in self.engine.request_states():
                 self.engine.abort(state.output.request_id)
             self._wake_readers()
-            self.engine.settle()
+            self.engine.synchronize()
         except BaseException as error:
             reason, failure = reason_of(error), error
             expected = isinstance(error, MlxPagedError)
@@ -166,7 +166,7 @@ class EngineThread:
             except BaseException as error:
                 gc_pause.resume_gc()  # The exception may have skipped the step's own call.
                 self._num_failures += 1
-                if self._num_failures >= _MOST_FAILURES:
+                if self._num_failures >= _MAX_FAILURES:
                     raise
                 logger.exception("the engine goes on after %s", reason_of(error))
 

@@ -13,11 +13,11 @@ from mlx_paged.model.layout import CacheLayout, KVCacheGroupSpec
 # Assumed length of a sequence, or a few windows, if the configuration has none.
 _TYPICAL_CONTEXT_LEN = 4096
 _TYPICAL_WINDOWS = 4
-_LEAST_SNAPSHOTS = 4
+_MIN_SNAPSHOTS = 4
 # Maximum blocks of full attention, and the same if no layer sees everything. Those cost no pool
 # memory, but every cached prefix has nodes in the prefix tree.
-_MOST_BLOCKS = 1 << 20
-_MOST_BLOCKS_WITHOUT_LAYERS = 1 << 14
+_MAX_BLOCKS = 1 << 20
+_MAX_BLOCKS_WITHOUT_LAYERS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class KVCacheConfig:
             typical = max(_TYPICAL_CONTEXT_LEN, _TYPICAL_WINDOWS * longest)
             typical = typical if model_len is None else min(typical, model_len)
         self._typical_blocks = self._blocks_for(typical)
-        self._most_blocks = _MOST_BLOCKS
+        self._most_blocks = _MAX_BLOCKS
         if set(layout.group_specs) <= set(self.windows):
             whole = 0 if model_len is None else self._blocks_for(model_len)
-            self._most_blocks = 1 + max(_MOST_BLOCKS_WITHOUT_LAYERS, whole)
+            self._most_blocks = 1 + max(_MAX_BLOCKS_WITHOUT_LAYERS, whole)
 
     def sizes(self, num_blocks: int) -> PoolSizes:
         """The sizes that go with a full group of `num_blocks` blocks."""
@@ -75,7 +75,7 @@ class KVCacheConfig:
         num_slots = 0
         if self._layout.has_states:
             running = min(self._config.max_num_seqs, max(2, num_sequences))
-            num_slots = 1 + SLOTS_PER_SEQUENCE * running + max(_LEAST_SNAPSHOTS, running)
+            num_slots = 1 + SLOTS_PER_SEQUENCE * running + max(_MIN_SNAPSHOTS, running)
         return PoolSizes(num_blocks, windows, num_slots)
 
     def num_bytes(self, num_blocks: int) -> int:

@@ -46,7 +46,7 @@ class LocalClient:
         self.engine = engine
         self.request_ids = map(str, itertools.count())
         self.turn = threading.RLock()  # held by a thread that waits to add a request
-        self._left: deque[Batch] = deque()  # batches whose requests must be ended
+        self._abandoned: deque[Batch] = deque()  # batches whose requests must be ended
 
     @classmethod
     def from_model(
@@ -70,7 +70,7 @@ class LocalClient:
             streams: Keep the updates of its requests for `Batch.steps`.
         """
         check_process()
-        self._end_left()
+        self._end_abandoned()
         return Batch(self, _Inbox() if streams else None)
 
     def step(self) -> None:
@@ -89,23 +89,23 @@ class LocalClient:
 
     def end(self, batch: Batch) -> None:
         """Ends the unfinished requests of a batch, and forgets them."""
-        self._left.append(batch)
+        self._abandoned.append(batch)
         gc_pause.resume_gc()  # An exception from outside may have skipped the step's own call.
         with suppress(ForkedProcessError):  # A child drops a stream that it inherited.
-            self._end_left()
+            self._end_abandoned()
         for output in batch.outputs:
-            output.settle()
+            output.decode_text()
 
-    def _end_left(self) -> None:
+    def _end_abandoned(self) -> None:
         """Ends the requests of abandoned batches. Separate from `end`, which may be interrupted."""
-        for batch in list(self._left):
+        for batch in list(self._abandoned):
             if not batch.finished:
                 for request_id in batch.request_ids:
                     self.engine.abort(request_id)
             if not self.engine.is_busy:  # Another thread's steps also leave nothing behind.
-                self.engine.settle()
+                self.engine.synchronize()
             with suppress(ValueError):  # Another thread has removed it.
-                self._left.remove(batch)
+                self._abandoned.remove(batch)
 
 
 class Batch:

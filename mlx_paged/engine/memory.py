@@ -29,8 +29,8 @@ _DEFAULT_GPU_UTILIZATION = 0.9
 # share of the pool, but at least a few arrays of logits and at most a GiB.
 _CACHE_SHARE = 4
 _LOGITS_KEPT = 4
-_MOST_UNMEASURED_CACHE = 1 * _GIB
-_LEAST_CACHE_LIMIT = 64 << 20
+_MAX_UNMEASURED_CACHE = 1 * _GIB
+_MIN_CACHE_LIMIT = 64 << 20
 # Maximum tokens of a step on an NVIDIA GPU, and the bytes they need besides the weights.
 _STEP_TOKENS = ((8192, 16 * _GIB), (4096, 8 * _GIB))
 _RUN_AHEAD = 5 * _GIB // 4
@@ -266,10 +266,10 @@ def limit_buffer_cache(activation_bytes: int | None, pool_bytes: int, logits_byt
         logits_bytes: Bytes of a step's logits in float32.
     """
     if activation_bytes is None:
-        wanted = max(_LEAST_CACHE_LIMIT, pool_bytes // _CACHE_SHARE, logits_bytes * _LOGITS_KEPT)
-        limit = min(wanted, _MOST_UNMEASURED_CACHE, physical_memory() // 8)
+        wanted = max(_MIN_CACHE_LIMIT, pool_bytes // _CACHE_SHARE, logits_bytes * _LOGITS_KEPT)
+        limit = min(wanted, _MAX_UNMEASURED_CACHE, physical_memory() // 8)
     else:
-        limit = max(_LEAST_CACHE_LIMIT, activation_bytes)
+        limit = max(_MIN_CACHE_LIMIT, activation_bytes)
     mx.set_cache_limit(limit)
     return limit
 

@@ -219,7 +219,7 @@ class CompletionOutput:
     Attributes:
         index: Index among the request's `n` answers.
         text: The answer without its stop string or end token, unless
-            `include_stop_str_in_output` is set. It may be decoded on first use (`settle`).
+            `include_stop_str_in_output` is set. It may be decoded on first use (`decode_text`).
         token_ids: All generated tokens, including the end token.
         finish_reason: Why it ended; None while it continues.
         stop_reason: The stop string or stop token that ended it; None for the model's own end
@@ -238,11 +238,11 @@ class CompletionOutput:
     logprobs: list[PositionReport] | None = None
     cumulative_logprob: float | None = None
 
-    def settle(self) -> None:
+    def decode_text(self) -> None:
         """Decodes the text if it has not been read yet.
 
         Text that cannot be decoded ends there, and is an error of this answer. (An abandoned stream
-        may be garbage-collected, and settle its answers, while one of them is read.)
+        may be garbage-collected, and decode its answers, while one of them is read.)
         """
         source = vars(self)["_text"]
         if not isinstance(source, DeferredText) or source.is_read_here:
@@ -303,7 +303,7 @@ class RequestOutput:
         """True if all its answers have ended."""
         return all(output.finish_reason is not None for output in self.outputs)
 
-    def settle(self) -> None:
-        """Makes every text a plain string; see `CompletionOutput.settle`."""
+    def decode_text(self) -> None:
+        """Makes every text a plain string; see `CompletionOutput.decode_text`."""
         for output in self.outputs:
-            output.settle()
+            output.decode_text()

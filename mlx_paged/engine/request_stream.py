@@ -212,7 +212,7 @@ class RequestStream:
             self._is_read = False
         if delta is None:
             self._open = False
-            self.output.settle()
+            self.output.decode_text()
             raise StopAsyncIteration
         return delta
 

@@ -25,7 +25,7 @@ MAX_N = 16384
 # For whole numbers that are only compared or counted with.
 _MAX_INT = (1 << 63) - 1
 # The device computes with these: a number outside is infinite there, or 0.
-_LEAST_FLOAT, _MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_MIN_FLOAT, _MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class SamplingParams:
         self._check("top_p", self.top_p > 0, "a number in (0, 1]")
         self._take_number("min_p", share, 0, 1)
         expected = f"a number above 0 {float32}"
-        self._take_number("repetition_penalty", expected, _LEAST_FLOAT, _MAX_FLOAT)
+        self._take_number("repetition_penalty", expected, _MIN_FLOAT, _MAX_FLOAT)
         for name in ("presence_penalty", "frequency_penalty"):
             self._take_number(name, "a number in [-2, 2]", -2, 2)
         if self.max_tokens is not None:

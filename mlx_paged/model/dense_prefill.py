@@ -25,17 +25,17 @@ from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
 
 # Shorter chunks gain less than gathering and another shape cost.
-LEAST_ROWS = 512
+MIN_ROWS = 512
 # The same if `ops.paged_attention` has a kernel for Hopper: with this many rows it takes a quarter
 # longer, and with few rows less than gathering. Without gathering, cuDNN is faster.
-_LEAST_GATHERED_ROWS = 2048
+_MIN_GATHERED_ROWS = 2048
 _HOPPER_DIMS = (64, 128)
 _HOPPER_BLOCK = 16  # and more
 ALIGNMENT = 256
-_MOST_DIM = 128  # cuDNN's
+_MAX_DIM = 128  # cuDNN's
 # Maximum tokens of all sequences of one call. Gathered keys and values take memory, and longer
 # calls gain nothing, because the host is no longer a bottleneck.
-_MOST_KEYS = 16384
+_MAX_KEYS = 16384
 
 Pools = tuple[mx.array, mx.array]  # of keys and of values
 Rows = tuple[mx.array, mx.array]  # [num_rows, num_kv_heads, dim] keys and values
@@ -125,7 +125,7 @@ def least_gathered_rows(specs: Iterable[LayerSpec], block_size: int) -> int:
     dims = {spec.pool_dims for spec in specs}
     has_kernel = block_size >= _HOPPER_BLOCK and all(k == v and k in _HOPPER_DIMS for k, v in dims)
     is_served = ops.has_wgmma() and has_kernel
-    return _LEAST_GATHERED_ROWS if is_served else LEAST_ROWS
+    return _MIN_GATHERED_ROWS if is_served else MIN_ROWS
 
 
 def plan_dense_prefill(
@@ -135,7 +135,7 @@ def plan_dense_prefill(
     *,
     block_size: int,
     bounds: np.ndarray | None = None,
-    least_gathered: int = LEAST_ROWS,
+    least_gathered: int = MIN_ROWS,
     platform: Platform | None = None,
 ) -> DensePrefill | None:
     """Plans one step; None without a long chunk, or without CUDA. See `build_plan`.
@@ -147,7 +147,7 @@ def plan_dense_prefill(
     paged kernels.
     """
     is_whole = (context_lens == query_lens) & (query_lens % ALIGNMENT == 0)
-    long = query_lens >= np.where(is_whole, LEAST_ROWS, least_gathered)
+    long = query_lens >= np.where(is_whole, MIN_ROWS, least_gathered)
     platform = platform or Platform.current()
     if not (platform.has_cuda and long.any()):
         return None
@@ -200,7 +200,7 @@ def serves(spec: LayerSpec, *, sinks: mx.array | None, softcap: float | None) ->
         and not spec.latent
         and spec.kv_format is None  # A quantized pool exists to avoid a dense copy.
         and spec.dtype in (mx.float16, mx.bfloat16)
-        and spec.key_dim == spec.value_dim <= _MOST_DIM
+        and spec.key_dim == spec.value_dim <= _MAX_DIM
         and spec.pool_dims == (spec.key_dim, spec.value_dim)
     )
 
@@ -215,7 +215,7 @@ def _alike(
     while first < len(members):
         count = 1
         keys = _aligned(int(context_lens[members[first]]))
-        while first + 2 * count <= len(members) and 2 * count * keys <= _MOST_KEYS:
+        while first + 2 * count <= len(members) and 2 * count * keys <= _MAX_KEYS:
             group = members[first : first + 2 * count]
             is_run = group[-1] - group[0] == len(group) - 1
             if not (is_run and np.ptp(context_lens[group]) == np.ptp(query_lens[group]) == 0):

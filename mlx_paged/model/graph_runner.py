@@ -35,11 +35,11 @@ from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
-_MOST_GRAPHS = 64
+_MAX_GRAPHS = 64
 _SEEN_BEFORE = 2
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
 _FEW_ROWS = 64  # Products of up to this many rows are our own kernels, for more formats.
-_MOST_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth a graph.
+_MAX_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth a graph.
 # Decodes have no bounds.
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
 _ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
@@ -165,7 +165,7 @@ class GraphRunner:
             self._graphs.move_to_end(shape)
             return graph(tokens, _arrays_of(step), pools)
         self._times[shape] = times = self._times.pop(shape, 0) + 1
-        if len(self._times) > 4 * _MOST_GRAPHS:
+        if len(self._times) > 4 * _MAX_GRAPHS:
             self._times.popitem(last=False)
         if self.platform.repeats_steps and times <= _SEEN_BEFORE:
             return StepOutput(*self._forward(tokens, step, pools))
@@ -184,7 +184,7 @@ class GraphRunner:
     def takes_prompts(self, num_rows: int) -> bool:
         """Returns True if a step with prompts and this many rows may become a device program."""
         return (
-            self._takes_prompts and num_rows <= _MOST_ROWS_OF_PROMPTS and self.reads_once(num_rows)
+            self._takes_prompts and num_rows <= _MAX_ROWS_OF_PROMPTS and self.reads_once(num_rows)
         )
 
     def _compile(
@@ -259,7 +259,7 @@ class GraphRunner:
 
     def _keep(self, shape: object, graph: _Graph) -> None:
         self._graphs[shape] = graph
-        if len(self._graphs) > _MOST_GRAPHS:
+        if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
 
 

@@ -51,16 +51,16 @@ from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
 
-_MOST_FIRST_ROWS = 1024  # cached arrays of logit rows: as many as steps may have rows
+_MAX_FIRST_ROWS = 1024  # cached arrays of logit rows: as many as steps may have rows
 # A GPU starts the first layers of a step with prompts while the host builds the others. This many
 # layers keep it busy longer than the host takes to build as many.
 _LAYERS_OF_PART = 4
 # The arrays of a large step's layers take memory: the host builds one layer ahead.
 _LARGE_STEP = 2048  # rows
-_MOST_LARGE_PARTS = 1
+_MAX_LARGE_PARTS = 1
 # Rows that are not sampled from. Steps of up to 64 rows are programs, and with fewer unsampled rows
 # the last layer takes hardly less time.
-_LEAST_UNSELECTED = 64
+_MIN_UNSELECTED = 64
 
 
 class PagedModel:
@@ -104,7 +104,7 @@ class PagedModel:
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
         self._activations = "float32"
-        self._least_gathered = dense_prefill.LEAST_ROWS
+        self._least_gathered = dense_prefill.MIN_ROWS
         # The first n rows of a step, by n: as numbers, and [n] int32 on the device.
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
         self._compiled = self._make_compiled()
@@ -368,7 +368,7 @@ class PagedModel:
             or (has_bounds and self._bounds(inputs, group_spec) is not self._bounds(inputs, FULL))
         }
         prefill = None
-        if repeat is Repeat.NOT and FULL in group_specs and longest >= dense_prefill.LEAST_ROWS:
+        if repeat is Repeat.NOT and FULL in group_specs and longest >= dense_prefill.MIN_ROWS:
             prefill = dense_prefill.plan_dense_prefill(
                 tables,
                 inputs.context_lens,
@@ -383,7 +383,7 @@ class PagedModel:
         if self.platform.has_cuda and longest > 1:
             is_large = inputs.query_lens.sum() >= _LARGE_STEP
             parts = (
-                LayerwiseSubmit(1, most=_MOST_LARGE_PARTS)
+                LayerwiseSubmit(1, most=_MAX_LARGE_PARTS)
                 if is_large
                 else LayerwiseSubmit(_LAYERS_OF_PART)
             )
@@ -395,7 +395,7 @@ class PagedModel:
     def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> LastLayerPruning | None:
         """For steps of prompts, whose sequences are sampled at their ends."""
         lens, wanted = inputs.query_lens, inputs.logit_rows
-        if not self._attention or not 0 < len(wanted) <= lens.sum() - _LEAST_UNSELECTED:
+        if not self._attention or not 0 < len(wanted) <= lens.sum() - _MIN_UNSELECTED:
             return None
         ends = np.cumsum(lens)
         sequences = np.searchsorted(ends, wanted, side="right")
@@ -430,7 +430,7 @@ class PagedModel:
             return int32(wanted, stays=stays)
         rows = int32(wanted)
         mx.eval(rows)  # It must not belong to a step, which may fail.
-        if len(self._first_rows) >= _MOST_FIRST_ROWS:
+        if len(self._first_rows) >= _MAX_FIRST_ROWS:
             self._first_rows.clear()
         self._first_rows[count] = numbers, rows
         return rows

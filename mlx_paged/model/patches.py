@@ -390,7 +390,7 @@ def clipped_swiglu(
 
 # Rows of one `mx.gather_qmm`: a CUDA grid's third axis has no more. A step of 8192 tokens with
 # eight experts each has one more.
-_MOST_CUDA_MATRICES = (1 << 16) - 1
+_MAX_CUDA_MATRICES = (1 << 16) - 1
 
 
 def expert_linear(
@@ -433,10 +433,10 @@ def quantized_expert_linear(
             for_program=for_program,
         )
         return out.astype(dtype)
-    too_many = indices.size > _MOST_CUDA_MATRICES and indices.shape == x.shape[:1]
+    too_many = indices.size > _MAX_CUDA_MATRICES and indices.shape == x.shape[:1]
     if too_many and Platform.current().has_cuda:
-        parts = range(0, len(indices), _MOST_CUDA_MATRICES)
-        rows = [slice(first, first + _MOST_CUDA_MATRICES) for first in parts]
+        parts = range(0, len(indices), _MAX_CUDA_MATRICES)
+        rows = [slice(first, first + _MAX_CUDA_MATRICES) for first in parts]
         return mx.concatenate([
             _mlx_quantized_expert_linear(self, x[part], indices[part], sorted_indices)
             for part in rows

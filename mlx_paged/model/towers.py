@@ -16,8 +16,8 @@ from mlx_paged.model.plan import build_plan
 
 _BLOCK = 64
 # Fewer rows than this are a prompt's tokens or a resampler's, not worth a plan.
-_LEAST_ROWS = 16
-_MOST_WIDTH = 256  # of a head; it is filled up with zeros to a multiple of eight
+_MIN_ROWS = 16
+_MAX_WIDTH = 256  # of a head; it is filled up with zeros to a multiple of eight
 
 
 class TowerOps:
@@ -38,8 +38,8 @@ class TowerOps:
         if not (
             same
             and heads % k.shape[1] == 0
-            and rows >= _LEAST_ROWS
-            and width <= _MOST_WIDTH
+            and rows >= _MIN_ROWS
+            and width <= _MAX_WIDTH
             and q.dtype == k.dtype == v.dtype == mx.float32
         ):
             return None

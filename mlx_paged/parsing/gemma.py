@@ -140,7 +140,7 @@ class GemmaParser:
                 out.append(ContentText(self._marker + self._head))
         elif self._state == self._in_arguments:
             pieces: list[str] = []
-            self._settle(Lexeme("", True), pieces)
+            self._resolve_quote(Lexeme("", True), pieces)
             if self._pending is not None or (self._text and not self._in_key):
                 self._end_value(pieces)
             _give(pieces, out)
@@ -236,7 +236,7 @@ class GemmaParser:
             if not lexeme.is_marker and not lexeme.text.strip():
                 self._space += lexeme.text
                 return
-            self._settle(lexeme, pieces)
+            self._resolve_quote(lexeme, pieces)
         if lexeme.is_marker and lexeme.text == self._quote:
             self._at_quote(pieces)
         elif self._is_quoted:
@@ -271,7 +271,7 @@ class GemmaParser:
         if stray:
             out.append(ContentText(stray + "\n"))
 
-    def _settle(self, lexeme: Lexeme, pieces: list[str]) -> None:
+    def _resolve_quote(self, lexeme: Lexeme, pieces: list[str]) -> None:
         """Decides by the next text if a string is empty or its quote was doubled."""
         space, self._space = self._space, None
         if space is None:

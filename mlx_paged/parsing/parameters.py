@@ -16,10 +16,10 @@ from mlx_paged.parsing.schemas import Schema, resolved
 Parameter = tuple[str, Schema, bool]
 
 # Lists of a tool: each is a rule with all its parameters.
-_MOST_LISTS = 64
-_MOST_LEVELS = 16
+_MAX_LISTS = 64
+_MAX_LEVELS = 16
 # Parts of a schema that are looked at: references let a few stand for any number.
-_MOST_PARTS = 1 << 14
+_MAX_PARTS = 1 << 14
 _RUST_LETTER = re.compile(r"\\u\{([0-9a-fA-F]+)\}")
 
 
@@ -86,7 +86,7 @@ class _Object(NamedTuple):
             return []
         if least > most:
             return [] if least <= len(optional) else None
-        if comb(len(optional), most) * comb(most, least) > _MOST_LISTS:
+        if comb(len(optional), most) * comb(most, least) > _MAX_LISTS:
             return None
         found = []
         for kept in combinations(optional, most):
@@ -178,7 +178,7 @@ def unenforced(
     def of_value(schema: Schema, path: str, depth: int) -> Iterator[tuple[str, object]]:
         root = parameters if isinstance(parameters, Mapping) else {}
         schema, path = _followed(schema, path, root)
-        if not isinstance(schema, Mapping) or path in seen or depth > _MOST_LEVELS:
+        if not isinstance(schema, Mapping) or path in seen or depth > _MAX_LEVELS:
             return
         seen.add(path)
         budget.spend()
@@ -214,7 +214,7 @@ class _Budget:
 
     def __init__(self, field: str, schema: Schema) -> None:
         self._field, self._schema = field, schema
-        self._left = _MOST_PARTS
+        self._left = _MAX_PARTS
 
     def spend(self) -> None:
         self._left -= 1
@@ -240,14 +240,14 @@ def _objects(
         root = schema if isinstance(schema, Mapping) else {}
 
     def product(some: list[list[_Part]], others: list[list[_Part]]) -> list[list[_Part]]:
-        if len(some) * len(others) > _MOST_LISTS:
+        if len(some) * len(others) > _MAX_LISTS:
             raise budget.too_large()
         return [a + b for a in some for b in others]
 
     def alternatives(schema: Schema, path: str, depth: int) -> list[list[_Part]]:
         budget.spend()
         schema, path = _followed(schema, path, root)
-        if depth > _MOST_LEVELS:
+        if depth > _MAX_LEVELS:
             raise budget.too_large()
         if not isinstance(schema, Mapping):
             return [[]] if schema else []

@@ -16,7 +16,7 @@ from mlx_paged.parsing.derived_reasoning import derive_reasoning
 logger = logging.getLogger(__name__)
 
 #: Maximum characters between the two parts of an end marker.
-_MOST_BETWEEN = 80
+_MAX_BETWEEN = 80
 
 
 class Reasoning(Enum):
@@ -136,14 +136,14 @@ class ReasoningTokens:
         pattern = re.escape(self.spelled_marker(self._format.end))
         if self._format.end_part is not None:
             before = re.escape(self.spelled_marker(self._format.end_part))
-            pattern = f"{before}.{{0,{_MOST_BETWEEN}}}?{pattern}"
+            pattern = f"{before}.{{0,{_MAX_BETWEEN}}}?{pattern}"
         return re.compile(pattern, re.DOTALL)
 
     @property
     def longest_end(self) -> int:
         """Maximum characters of the end marker in the result of `spelled`."""
         parts = (self._format.end_part or "", self._format.end)
-        return sum(len(self.spelled_marker(p)) for p in parts) + _MOST_BETWEEN
+        return sum(len(self.spelled_marker(p)) for p in parts) + _MAX_BETWEEN
 
     def spelled(self, tokens: Iterable[int]) -> str:
         """Returns tokens as text in which an added token differs from its characters."""

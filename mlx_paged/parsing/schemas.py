@@ -19,9 +19,9 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)(\.0+)?")
 _LENIENT_INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 _LENIENT_DECIMAL = re.compile(r"([+-]?)(?=\.?[0-9])0*([0-9]*)\.([0-9]*)")
-_MOST_REFERENCES = 64
+_MAX_REFERENCES = 64
 # Parts of a schema that are looked at: references let a few stand for any number.
-_MOST_PARTS = 1 << 12
+_MAX_PARTS = 1 << 12
 #: Names under which models put all arguments.
 WRAPPERS = ("arguments", "input")
 _LONGEST_NULL = 16  # characters, with space around it
@@ -29,7 +29,7 @@ _LONGEST_NULL = 16  # characters, with space around it
 
 def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema:
     """Resolves a schema's references (`$ref`) into the tool's own; True for a dangling one."""
-    for _ in range(_MOST_REFERENCES):
+    for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
         target: Any = root
@@ -51,7 +51,7 @@ class Budget:
     """Counts the parts of a schema that are looked at."""
 
     def __init__(self) -> None:
-        self._left = _MOST_PARTS
+        self._left = _MAX_PARTS
 
     def spend(self) -> bool:
         """Returns True if another one is allowed."""

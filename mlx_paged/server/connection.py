@@ -31,7 +31,7 @@ MAX_HEAD_SIZE = 64 << 10
 _REST_OF_HEAD = len("  HTTP/1.1\r\n" "\r\n")  # fmt: skip
 _REST_OF_HEADER = len(": \r\n")
 # Seconds between checks that a half-closed client is still there: the first, and the longest.
-_FIRST_LOOK, _MOST_LOOK = 0.01, 1.0
+_FIRST_LOOK, _MAX_LOOK = 0.01, 1.0
 # Seconds between bytes sent for that check, and between the kernel's probes.
 _INTERIM_INTERVAL = 15.0
 _PROBE_INTERVAL = 5
@@ -169,7 +169,7 @@ class TimeoutProtocol(HttpToolsProtocol):
             interim_at = now + _INTERIM_INTERVAL
             self._send_filler()
         self._look = self.loop.call_later(
-            delay, self._look_after_client, min(2 * delay, _MOST_LOOK), interim_at
+            delay, self._look_after_client, min(2 * delay, _MAX_LOOK), interim_at
         )
 
     def _send_filler(self) -> None:

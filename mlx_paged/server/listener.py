@@ -26,7 +26,7 @@ from mlx_paged.server.connection import TimeoutProtocol
 logger = logging.getLogger(__name__)
 
 # Connections accepted before others get the loop.
-_MOST_AT_ONCE = 64
+_MAX_AT_ONCE = 64
 # Maximum descriptors reserved for files.
 _RESERVE = 64
 # Seconds until it retries: after connections were closed, and if none could be.
@@ -169,7 +169,7 @@ class Listener:
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def _accept(self) -> None:
-        for _ in range(_MOST_AT_ONCE):
+        for _ in range(_MAX_AT_ONCE):
             try:
                 if self._num_open() > descriptors.limit() - self._reserve:
                     self._run_out("too many open files")

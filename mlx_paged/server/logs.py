@@ -98,7 +98,7 @@ def configure(level: str = "info", style: str = "text", file: Path | None = None
     for name in ("httpx", "httpcore", "asyncio", "sse_starlette"):
         logging.getLogger(name).setLevel(max(logging.INFO, root.level))
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
-    _adopt_libraries()
+    _redirect_library_loggers()
     logging.captureWarnings(True)
     if style == "json":
         disable_progress_bars()  # of downloads
@@ -106,7 +106,7 @@ def configure(level: str = "info", style: str = "text", file: Path | None = None
         threading.excepthook = _log_thread_exception
 
 
-def _adopt_libraries() -> None:
+def _redirect_library_loggers() -> None:
     """Has libraries log as we do, that brought handlers of their own (transformers, the hub)."""
     for each in list(logging.root.manager.loggerDict.values()):
         if isinstance(each, logging.Logger):

@@ -25,7 +25,7 @@ _Key = tuple[str, str | None, tuple[tuple[str, str], ...]]
 
 logger = logging.getLogger(__name__)
 
-MOST_SERVERS = 32  # of all pages
+MAX_SERVERS = 32  # of all pages
 IDLE_SECONDS = 600.0
 _CALL_TIMEOUT = 120.0  # seconds
 
@@ -85,11 +85,11 @@ class PageServers:
         if found is not None:
             found.used = time.monotonic()
             return found
-        if len(self._connections) >= MOST_SERVERS:
+        if len(self._connections) >= MAX_SERVERS:
             idle = [k for k, c in self._connections.items() if not c.num_users]
             if not idle:
                 raise ApiError(
-                    503, f"{MOST_SERVERS} MCP servers of pages are in use", code="too_many_servers"
+                    503, f"{MAX_SERVERS} MCP servers of pages are in use", code="too_many_servers"
                 )
             self._close(min(idle, key=lambda k: self._connections[k].used))
         from mlx_paged.mcp import McpServers

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum texts of one HTTP request in the engine, or half of the queue if that is less, so that one
 # request of many texts does not fill it.
-_MOST_AT_ONCE = 256
+_MAX_AT_ONCE = 256
 
 # The two sides of a score, and their names.
 _SIDES = (("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2"))
@@ -408,7 +408,7 @@ class Embeddings:
                 outputs[i] = await self._embed(prompt)
 
         most = self.model.info.config.max_num_waiting
-        at_once = _MOST_AT_ONCE if most is None else min(_MOST_AT_ONCE, -(-most // 2))
+        at_once = _MAX_AT_ONCE if most is None else min(_MAX_AT_ONCE, -(-most // 2))
         self.context.underway.add(self)
         try:
             # Concurrently, so that they share steps.

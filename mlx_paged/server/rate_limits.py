@@ -33,7 +33,7 @@ HEADERS = tuple(
 )
 _MINUTE = 60.0
 # Maximum remembered clients without a key; the longest idle ones are forgotten.
-_MOST_ADDRESSES = 4096
+_MAX_ADDRESSES = 4096
 _ENTRY = ("key", "requests_per_minute", "tokens_per_minute")
 
 
@@ -225,7 +225,7 @@ class RateLimitMiddleware:
         address = (scope.get("client") or ("",))[0]
         budget = self._by_address.pop(address, None) or Budget(self._default, self._metrics)
         self._by_address[address] = budget
-        if len(self._by_address) > _MOST_ADDRESSES:
+        if len(self._by_address) > _MAX_ADDRESSES:
             self._by_address.popitem(last=False)
         return budget
 

@@ -202,7 +202,7 @@ def check_takes_tools(model: ServedModel, param: str = "tools") -> None:
 
 
 # Maximum schemas of a request that are compiled one by one to find the one that fails.
-_MOST_PARTS = 64
+_MAX_PARTS = 64
 
 
 class _Constraint(NamedTuple):
@@ -230,14 +230,14 @@ async def _constraint_in_time(
     schema_field = own_name("structured_outputs.json", turn.names)
     about: list[tuple[str, Any]] = [(schema_field, turn.structured_outputs)]
 
-    async def prepared(*, settles: bool) -> _Constraint:
+    async def prepared(*, prune: bool) -> _Constraint:
         return await compiler.prepare_async(
-            lambda: _constraint(turn, tools, model.tool_format, about, settles=settles),
+            lambda: _constraint(turn, tools, model.tool_format, about, prune=prune),
             lambda: about[0],
         )
 
     try:
-        found = await prepared(settles=False)
+        found = await prepared(prune=False)
     except InvalidParameterError as error:
         if error.field != "tools":
             raise
@@ -251,7 +251,7 @@ async def _constraint_in_time(
         if found.outputs is turn.structured_outputs:
             raise
         try:  # Parts without a value are rare, and finding them takes longer.
-            found = await prepared(settles=True)
+            found = await prepared(prune=True)
             assert found.outputs is not None
             await compiler.compile_async(found.outputs)
         except InvalidParameterError:
@@ -271,7 +271,7 @@ async def _error_of_part(
              for tool in tools]  # fmt: skip
     if turn.structured_outputs is not None:
         alone.insert(0, replace(turn, tools=()))
-    for part in alone if 1 < len(alone) <= _MOST_PARTS else ():
+    for part in alone if 1 < len(alone) <= _MAX_PARTS else ():
         try:
             await _constraint_in_time(model, part, part.tools)
         except InvalidParameterError as found:
@@ -295,13 +295,13 @@ def _constraint(
     tool_format: ToolFormat | None,
     about: list[tuple[str, Any]],
     *,
-    settles: bool = False,
+    prune: bool = False,
 ) -> _Constraint:
     """Returns the grammar of an answer, if any, and the parts of schemas that it relaxes.
 
     Args:
         about: Its item is set to the current field and its value.
-        settles: Detect parts of tools' schemas that have no value.
+        prune: Detect parts of tools' schemas that have no value.
 
     Raises:
         ApiError, InvalidParameterError: An invalid schema, or with strict one that cannot be
@@ -318,7 +318,7 @@ def _constraint(
     for tool in tools:
         about[0] = tool.field, tool.parameters
         with _as_definition(tool):
-            found = _prepared(tool, tool_format, settles=settles)
+            found = _prepared(tool, tool_format, prune=prune)
         prepared.append(found.tool)
         relaxed += tuple(path for path in found.relaxed if path not in relaxed)
     if choice.forces_a_call:
@@ -347,7 +347,7 @@ class _PreparedTool(NamedTuple):
     relaxed: tuple[str, ...]
 
 
-def _prepared(tool: Tool, tool_format: ToolFormat, *, settles: bool) -> _PreparedTool:
+def _prepared(tool: Tool, tool_format: ToolFormat, *, prune: bool) -> _PreparedTool:
     """A tool for a grammar; see `_constraint`."""
     # Formats count some things themselves, because llguidance counts fewer. Preparing a schema
     # decides for all properties whether they may be present, so the schema is closed before.
@@ -357,8 +357,8 @@ def _prepared(tool: Tool, tool_format: ToolFormat, *, settles: bool) -> _Prepare
     closed = arguments_schema(others)
     found = prepare_schema(closed, strict=tool.strict, field=tool.field)
     ready = cast(dict[str, Any], found.schema)
-    settled = without_impossible_parts(ready) if settles else ready
-    schema_of_tool = {**(settled if isinstance(settled, dict) else ready), **counts}
+    possible = without_impossible_parts(ready) if prune else ready
+    schema_of_tool = {**(possible if isinstance(possible, dict) else ready), **counts}
     left_out = refuse_or_tell(list(tool_format.unenforced(tool)), tool.field, strict=tool.strict)
     relaxed = tuple(dict.fromkeys((*found.relaxed, *left_out)))
     return _PreparedTool(replace(tool, parameters=schema_of_tool), relaxed)

@@ -28,7 +28,7 @@ class Store(IdStore):
 
     def advance(self, seq_id: int, start: int, end: int) -> StateMove | None:
         """One step of one sequence, as far as it may go."""
-        reached = self.reach(seq_id, end)
+        reached = self.allocate_up_to(seq_id, end)
         assert start < reached <= end
         move = self.move_state(seq_id, reached)
         self.step += 1
@@ -44,7 +44,7 @@ class Store(IdStore):
         start = num_cached = self.admitted(seq_id, tokens)
         moves = []
         while start < len(tokens):
-            end = self.reach(seq_id, len(tokens))
+            end = self.allocate_up_to(seq_id, len(tokens))
             moves.append(self.advance(seq_id, start, end))
             start = end
         return num_cached, moves
@@ -129,9 +129,9 @@ def test_a_block_that_is_being_filled_is_copied_where_its_owner_still_has_the_wi
 def test_a_prompt_is_cut_to_the_room_there_is() -> None:
     kv = Store(64, 4, windows=[window(5, 6)])
     kv.admitted(1, list(range(40)))
-    assert kv.reach(1, 40) == 16
+    assert kv.allocate_up_to(1, 40) == 16
     kv.advance(1, 0, 16)
-    assert kv.reach(1, 40) == 24
+    assert kv.allocate_up_to(1, 40) == 24
     kv.check_integrity()
 
 
@@ -238,7 +238,7 @@ def test_who_waits_for_a_prompt_gets_a_snapshot_where_they_part() -> None:
     kv.advance(1, 0, 4)
     waiting = [*range(13), 99]
     assert kv.computing_next_block(waiting) == 1
-    assert kv.reach(1, 20) == 12
+    assert kv.allocate_up_to(1, 20) == 12
     kv.advance(1, 4, 12)
     assert kv.computing_next_block(waiting) is None
     assert kv.admitted(2, waiting) == 12

@@ -125,7 +125,7 @@ class RollbackMachine(RuleBasedStateMachine):
                 self.free(choice)
                 return
             self.device.copy(number, copies)
-        end = self.kv.reach(tables, known + len(drafts))
+        end = self.kv.allocate_up_to(tables, known + len(drafts))
         if end <= start:
             self.free(choice)
             return
@@ -208,7 +208,7 @@ def started(num_tokens: int, **options: Any) -> tuple[KVManager, Device, BlockTa
     kv = KVManager(32, 4, **options)
     tokens = list(range(num_tokens))
     tables = kv.admit(tokens)
-    assert tables is not None and kv.reach(tables, num_tokens) == num_tokens
+    assert tables is not None and kv.allocate_up_to(tables, num_tokens) == num_tokens
     device = Device(kv)
     device.run(tables, 0, tokens)
     kv.commit(tables, num_tokens)
@@ -217,7 +217,7 @@ def started(num_tokens: int, **options: Any) -> tuple[KVManager, Device, BlockTa
 
 def test_rejected_drafts_give_their_blocks_back() -> None:
     kv, device, tables, tokens = started(3)
-    assert kv.reach(tables, 9) == 9
+    assert kv.allocate_up_to(tables, 9) == 9
     device.run(tables, 3, [*tokens, 90, 91, 92, 93, 94, 95], keep=True)
     tokens.append(90)
     assert kv.truncate(tables, 4) == 4
@@ -230,12 +230,12 @@ def test_a_recurrent_state_goes_back_to_the_kept_slot_and_replays() -> None:
     kv, device, tables, tokens = started(3, states=StateGroupSpec(8))
     assert kv.states is not None and tables.state is not None
     before = tables.state.slot
-    assert kv.reach(tables, 6) == 6
+    assert kv.allocate_up_to(tables, 6) == 6
     device.run(tables, 3, [*tokens, 90, 91, 92], keep=True)
     tokens += [90, 7]
     assert kv.truncate(tables, 4) == 3  # the accepted draft is computed again
     assert (tables.state.slot, tables.state.num_scheduled) == (before, 3)
-    assert kv.reach(tables, 5) == 5
+    assert kv.allocate_up_to(tables, 5) == 5
     device.run(tables, 3, tokens)
     kv.commit(tables, 5)
     assert kv.states.pool.num_used == 1  # nothing is kept any longer
@@ -244,7 +244,7 @@ def test_a_recurrent_state_goes_back_to_the_kept_slot_and_replays() -> None:
 
 def test_a_state_is_not_kept_once_its_step_is_committed_in_full() -> None:
     kv, device, tables, tokens = started(3, states=StateGroupSpec(8))
-    assert kv.states is not None and kv.reach(tables, 5) == 5
+    assert kv.states is not None and kv.allocate_up_to(tables, 5) == 5
     device.run(tables, 3, [*tokens, 90, 91], keep=True)
     assert kv.states.pool.num_used == 2
     tokens += [90, 91]
@@ -257,14 +257,14 @@ def test_an_indexed_block_is_not_overwritten(num_tokens: int, start: int) -> Non
     kv, device, tables, tokens = started(10)
     assert kv.truncate(tables, num_tokens) == start
     tokens[num_tokens:] = [50]
-    assert kv.reach(tables, len(tokens)) == len(tokens)
+    assert kv.allocate_up_to(tables, len(tokens)) == len(tokens)
     device.run(tables, start, tokens)
     kv.commit(tables, len(tokens))
     kv.check_integrity()
     other = list(range(9))
     again = kv.admit(other)  # the old text is still cached
     assert again is not None and again.num_cached_tokens == 8
-    assert kv.reach(again, 9) == 9
+    assert kv.allocate_up_to(again, 9) == 9
     device.run(again, 8, other)
 
 
@@ -274,7 +274,7 @@ def test_a_window_that_has_slid_past_is_computed_from_the_beginning() -> None:
     assert kv.truncate(tables, 8) == 0
     assert tables.attention[1].blocks == []
     del tokens[8:]
-    assert kv.reach(tables, 8) == 8
+    assert kv.allocate_up_to(tables, 8) == 8
     device.run(tables, 0, tokens)
     kv.commit(tables, 8)
     kv.check_integrity()
@@ -290,17 +290,17 @@ def test_what_is_taken_back_is_not_found_in_the_prefix_of_a_running_sequence() -
 
 def test_a_snapshot_of_rejected_drafts_is_not_kept() -> None:
     kv, device, tables, tokens = started(3, states=StateGroupSpec(12, snapshot_interval=1))
-    assert kv.reach(tables, 8) == 8
+    assert kv.allocate_up_to(tables, 8) == 8
     device.run(tables, 3, [*tokens, 90, 91, 92, 93, 94], keep=True)  # ends where one is due
     assert kv.truncate(tables, 3) == 3
     kv.commit(tables, 3)
     for token in range(3, 9):
         tokens.append(token)
-        assert kv.reach(tables, token + 1) == token + 1
+        assert kv.allocate_up_to(tables, token + 1) == token + 1
         device.run(tables, token, tokens)
         kv.commit(tables, token + 1)
     other = list(range(10))
     again = kv.admit(other)
     assert again is not None and again.num_cached_tokens == 8
-    assert kv.reach(again, 10) == 10
+    assert kv.allocate_up_to(again, 10) == 10
     device.run(again, 8, other)

@@ -199,8 +199,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.launch()
         seq_id = self.pick(choice)
         computed = min(len(self.tokens[seq_id]), self.computed[seq_id] + count)
-        reached = self.kv.reach(seq_id, computed)
-        assert reached == self.naive.reach(seq_id, computed)
+        reached = self.kv.allocate_up_to(seq_id, computed)
+        assert reached == self.naive.allocate_up_to(seq_id, computed)
         computed = max(reached, self.computed[seq_id])
         self.computed[seq_id] = computed
         self.kv.commit(seq_id, computed)

@@ -23,7 +23,7 @@ def compute(kv: KVManager, tokens: Sequence[int]) -> int:
     cached = tables.num_cached_tokens
     step = kv.pool.launched_step
     while tables.num_computed_tokens < len(tokens):
-        end = kv.reach(tables, len(tokens))
+        end = kv.allocate_up_to(tables, len(tokens))
         kv.move_state(tables, end)
         step += 1
         kv.launch_step(step)

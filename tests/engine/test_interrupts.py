@@ -366,7 +366,7 @@ def test_a_call_from_within_a_step_is_refused_but_for_leaving() -> None:
             except RuntimeError as error:
                 errors.append(str(error))
         engine.stats()
-        engine.settle()
+        engine.synchronize()
         assert engine.abort("1") == (len(errors) == 4)
 
     engine.on_launch = meddle

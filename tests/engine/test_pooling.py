@@ -372,7 +372,7 @@ def test_requests_of_an_aborted_call_leave_nothing(embedded_llm: LLM) -> None:
     while engine.has_unfinished:
         engine.step()
     assert late.outputs[0].finish_reason == "timeout" and late.pooled is None
-    engine.settle()
+    engine.synchronize()
     assert engine.stats().usage.num_used_blocks == 0
     engine.check_integrity()
 

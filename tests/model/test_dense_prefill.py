@@ -63,7 +63,7 @@ def test_equals_paged_attention(
     expected = ops.paged_attention(queries, keys, values, plan, scale=DIM**-0.5)
     prefill = dense_prefill.plan_dense_prefill(tables, lens, rows, block_size=BLOCK)
     assert prefill is not None
-    num_long = (rows >= dense_prefill.LEAST_ROWS).sum()
+    num_long = (rows >= dense_prefill.MIN_ROWS).sum()
     assert sum(chunk.num_sequences for chunk in prefill.chunks) == num_long
     slots = plan.slot_mapping
     own = tuple(pool.reshape(-1, KV_HEADS, DIM)[slots] for pool in (keys, values))

@@ -210,7 +210,7 @@ def test_more_matrices_than_a_cuda_grid_has_room_for(
 
     plain = patches._mlx_quantized_expert_linear
     monkeypatch.setattr(patches, "_mlx_quantized_expert_linear", part)
-    monkeypatch.setattr(patches, "_MOST_CUDA_MATRICES", 5)
+    monkeypatch.setattr(patches, "_MAX_CUDA_MATRICES", 5)
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     np.testing.assert_array_equal(np.array(layer(x, indices, sorted_indices=True)), want)
     assert sizes == [5, 5, 3]

@@ -62,7 +62,7 @@ def test_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(graph_runner, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(graph_runner, "_MAX_GRAPHS", 2)
     expected, engine = run()
     assert 0 < len(engine._runner.model._compiled._graphs) <= 2
     assert [len(tokens) for tokens in expected] == [30 + 7 * i for i in range(len(PROMPTS) * 2)]
@@ -158,7 +158,7 @@ def decode_step(num_seqs: int, **fields: Any) -> tuple[mx.array, Step]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> graph_runner.GraphRunner:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(graph_runner, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(graph_runner, "_MAX_GRAPHS", 2)
     return graph_runner.GraphRunner(lambda tokens, step, pools: (tokens + 1, pools))
 
 

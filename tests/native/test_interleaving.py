@@ -19,7 +19,7 @@ from mlx_paged.model.plan import build_plan
 ROUNDS = 1000 if ON_GPU else 60
 NUM_SEQS, BLOCK_SIZE, CONTEXT = 4, 16, 512 if ON_GPU else 96
 NUM_KV_HEADS, GROUP, HEAD_DIM = 2, 4, 64
-MOST_ROUNDS_AT_ONCE = 6
+MAX_ROUNDS_AT_ONCE = 6
 
 
 class Rounds:
@@ -94,7 +94,7 @@ def test_every_round_reads_its_own_writes(dtype) -> None:
     done = 0
     while done < ROUNDS:
         at_once: list[mx.array] = []
-        for _ in range(int(rounds.rng.integers(1, MOST_ROUNDS_AT_ONCE + 1))):
+        for _ in range(int(rounds.rng.integers(1, MAX_ROUNDS_AT_ONCE + 1))):
             answers = [rounds.read()]
             if done % 3 == 0:
                 answers.append(rounds.gather())
@@ -106,7 +106,7 @@ def test_every_round_reads_its_own_writes(dtype) -> None:
             done += 1
         mx.async_eval(at_once)
         # The evaluation before this one is compared while this one runs.
-        while len(pending) > 2 * MOST_ROUNDS_AT_ONCE:
+        while len(pending) > 2 * MAX_ROUNDS_AT_ONCE:
             assert_close(*pending.pop(0))
     for out, expected in pending:
         assert_close(out, expected)

@@ -28,7 +28,7 @@ from mlx_paged.model.plan import build_plan
 pytestmark = needs_sim_extension
 KERNELS = ext.kernel_names()
 FILES = {host: file for host, file, _ in KERNELS}
-MOST_THREADGROUP_MEMORY = 32 * 1024
+MAX_THREADGROUP_MEMORY = 32 * 1024
 
 
 def described(batch: PagedBatch, plan: ops.AttentionPlan | None = None, **options) -> list[dict]:
@@ -196,8 +196,8 @@ def test_threads_and_threadgroup_memory_of_every_attention_kernel(rng) -> None:
                     seen[launch["kernel"]] = launch["threadgroup_memory"]
                     assert launch["threadgroup"][0] in (128, 256)
                     assert launch["threadgroup"][1:] == (1, 1)
-    assert max(seen.values()) <= MOST_THREADGROUP_MEMORY
-    wanted = sum(memory <= MOST_THREADGROUP_MEMORY // 2 for memory in seen.values())
+    assert max(seen.values()) <= MAX_THREADGROUP_MEMORY
+    wanted = sum(memory <= MAX_THREADGROUP_MEMORY // 2 for memory in seen.values())
     assert wanted / len(seen) > 0.9  # the others: fp32 of the widest heads
 
 

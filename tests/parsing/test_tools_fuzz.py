@@ -46,9 +46,9 @@ def test_random_tools() -> None:
         named = ToolChoice("named", ("f",), parallel=False)
         turn = Turn(Conversation([]), (tool,), rng.choice((ToolChoice("required"), named)))
         found: Any = None
-        for settles in (False, True):
+        for prune in (False, True):
             try:
-                found = _constraint(turn, (tool,), format, [(FIELD, None)], settles=settles)
+                found = _constraint(turn, (tool,), format, [(FIELD, None)], prune=prune)
                 grammar = compiler.compile(found.outputs)
                 break
             except InvalidParameterError as refusal:

@@ -368,13 +368,13 @@ def test_a_delta_has_a_limited_length_and_nothing_is_lost() -> None:
 def test_a_whole_answer_is_decoded_as_it_comes(client, monkeypatch) -> None:
     """Not in one piece at its end: hundreds of long answers would take seconds."""
     decoded: list[int] = []
-    settle = RequestOutput.settle
+    decode_text = RequestOutput.decode_text
 
     def noted(output: RequestOutput) -> None:
         decoded.extend(len(vars(answer)["_text"].decoded) for answer in output.outputs)
-        settle(output)
+        decode_text(output)
 
-    monkeypatch.setattr(RequestOutput, "settle", noted)
+    monkeypatch.setattr(RequestOutput, "decode_text", noted)
     asked = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "n": 2, "ignore_eos": True}
     choices = client.post("/v1/completions", json=asked).json()["choices"]
     assert decoded == [len(choice["text"]) for choice in choices]

@@ -235,7 +235,7 @@ def test_connections_are_shared_and_closed_when_they_are_idle(server, mcp_url, m
     server.until(lambda: not pages._closing)
     monkeypatch.setattr(page_mcp, "IDLE_SECONDS", 600.0)
     listed(server, mine)
-    monkeypatch.setattr(page_mcp, "MOST_SERVERS", 1)
+    monkeypatch.setattr(page_mcp, "MAX_SERVERS", 1)
     listed(server, other)
     assert [key[0] for key in pages._connections] == ["other"]
 
@@ -253,7 +253,7 @@ class Floods(BaseHTTPRequestHandler):
             self.send_header("Content-Encoding", "gzip")
         self.end_headers()
         with contextlib.suppress(ConnectionError):
-            while self.sent < 4 * mcp_client._MOST_ANSWER_BYTES:
+            while self.sent < 4 * mcp_client._MAX_ANSWER_BYTES:
                 type(self).sent += self.wfile.write(b" " * (1 << 20))
 
 
@@ -265,7 +265,7 @@ def test_an_answer_that_is_too_large_ends_its_connection(server, path, reason) -
         [offers] = listed(server, {"name": "floods", "url": f"{url}/{path}"})
     assert offers["status"] == "failed" and reason in offers["error"], offers
     # Socket buffers hold some more than what was read.
-    assert Floods.sent < 2 * mcp_client._MOST_ANSWER_BYTES
+    assert Floods.sent < 2 * mcp_client._MAX_ANSWER_BYTES
 
 
 #: Options of `serve`, and the servers that users of the page may then name by default.

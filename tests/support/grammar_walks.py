@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.grammar.matcher import GrammarMatcher, GrammarRules, fill_masks
 
-MOST_TOKENS = 200
+MAX_TOKENS = 200
 PREFERRED = ('"', "}", "]", ",", ":", "0", "1", "5", '"}', '"]', '":', "},")
 
 
@@ -55,7 +55,7 @@ class Walks:
         answers: list[list[int]] = [[] for _ in grammars]
         texts: list[str | None] = [None] * len(grammars)
         going = list(range(len(grammars)))
-        for step in range(MOST_TOKENS):
+        for step in range(MAX_TOKENS):
             words = np.zeros((len(going), num_words), np.int32)
             fill_masks([matchers[i] for i in going], words)
             left = []

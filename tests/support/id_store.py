@@ -43,8 +43,8 @@ class IdStore:
     def grow(self, seq_id: int, num_tokens: int) -> bool:
         return self.kv.grow(self.tables[seq_id], num_tokens)
 
-    def reach(self, seq_id: int, num_tokens: int) -> int:
-        return self.kv.reach(self.tables[seq_id], num_tokens)
+    def allocate_up_to(self, seq_id: int, num_tokens: int) -> int:
+        return self.kv.allocate_up_to(self.tables[seq_id], num_tokens)
 
     def can_grow_later(self, seq_id: int, num_tokens: int, num_scheduled: int = 0) -> bool:
         return self.kv.can_grow_later(self.tables[seq_id], num_tokens, num_scheduled)

@@ -15,7 +15,7 @@ from mlx_paged.engine.memory import live_arrays
 
 def leftovers_of(engine: Engine) -> dict[str, int]:
     """Counts them; call it on the engine's thread, with no request unfinished."""
-    engine.settle()
+    engine.synchronize()
     engine.reset_prefix_cache()
     engine.check_integrity()
     gc.collect()

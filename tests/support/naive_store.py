@@ -238,7 +238,7 @@ class NaiveStore:
             for window in self.windows
         )
 
-    def reach(self, seq_id: int, num_tokens: int) -> int:
+    def allocate_up_to(self, seq_id: int, num_tokens: int) -> int:
         for window in self.windows:
             num_tokens = window.coverable(seq_id, num_tokens)
         table = self.tables[seq_id]

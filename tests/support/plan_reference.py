@@ -11,12 +11,12 @@ from mlx_paged.model.plan import PaddedTables
 
 LONGEST = 4096
 SHORTEST = 384
-MOST_PIECES = 48
-MOST_HALF_PIECES = 12
-MOST_DRAFT_ROWS = 8
+MAX_PIECES = 48
+MAX_HALF_PIECES = 12
+MAX_DRAFT_ROWS = 8
 PREFILL_PIECES = 16
-MOST_PREFILL_PIECES = 8
-MOST_LONG_PIECES = 64
+MAX_PREFILL_PIECES = 8
+MAX_LONG_PIECES = 64
 SHORTEST_PREFILL = 512
 
 
@@ -190,14 +190,14 @@ def tokens_per_piece(
     longest = np.full_like(num_tokens, LONGEST)
     if not on_gpu:
         return longest
-    pieces = np.maximum(-(-num_tokens // MOST_PIECES), SHORTEST)
-    halves = (num_tokens > pieces) & (2 * num_tokens <= pieces * MOST_HALF_PIECES)
+    pieces = np.maximum(-(-num_tokens // MAX_PIECES), SHORTEST)
+    halves = (num_tokens > pieces) & (2 * num_tokens <= pieces * MAX_HALF_PIECES)
     pieces = np.where(halves, pieces // 2, pieces)
-    if num_rows.max(initial=0) <= MOST_DRAFT_ROWS:
+    if num_rows.max(initial=0) <= MAX_DRAFT_ROWS:
         return pieces
-    shares = np.clip(PREFILL_PIECES // num_items, 1, MOST_PREFILL_PIECES)
-    most = np.maximum(MOST_LONG_PIECES // num_items, 1)
+    shares = np.clip(PREFILL_PIECES // num_items, 1, MAX_PREFILL_PIECES)
+    most = np.maximum(MAX_LONG_PIECES // num_items, 1)
     chunks = np.maximum(-(-num_tokens // shares), SHORTEST_PREFILL)
     chunks = np.minimum(chunks, np.maximum(-(-num_tokens // most), LONGEST))
     chunks = np.where(num_items < PREFILL_PIECES, chunks, np.maximum(num_tokens, LONGEST))
-    return np.where(num_rows <= MOST_DRAFT_ROWS, pieces, chunks)
+    return np.where(num_rows <= MAX_DRAFT_ROWS, pieces, chunks)

@@ -15,7 +15,7 @@ from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.plan import build_plan
 
 # Launches rotate through at most this many sets of sequences; each needs a plan of its own.
-MOST_SETS = 128
+MAX_SETS = 128
 # Tokens written per call while a pool is filled.
 _FILL = 1 << 15
 
@@ -39,7 +39,7 @@ def key_of(case: Case, past_cache: int, seed: int) -> PoolKey:
     read = max(1, case.seen_tokens * case.token_bytes)
     lens = tuple(case.lens)
     # A window reads only a small part of the context.
-    most = min(MOST_SETS, 4 * past_cache // (sum(lens) * case.token_bytes))
+    most = min(MAX_SETS, 4 * past_cache // (sum(lens) * case.token_bytes))
     num_sets = max(1, min(most, -(-past_cache // read)))
     return PoolKey(lens, case.kv_heads, case.head_dim, case.block_size, case.dtype, num_sets, seed)
 
@@ -159,7 +159,7 @@ PEER_TOLERANCE = 0.1
 # For sums over long contexts; the reference's own tolerance covers a few hundred tokens.
 TOLERANCE = {**reference.TOLERANCE, "float32": 2e-5}
 # Maximum elements (of K, rows or words) that a check compares, to stay within seconds in float64.
-MOST_CHECKED = 1 << 25
+MAX_CHECKED = 1 << 25
 
 
 @dataclass(frozen=True)

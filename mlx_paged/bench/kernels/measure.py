@@ -25,14 +25,14 @@ from mlx_paged.bench.results import memory_bytes
 from mlx_paged.errors import BackendUnavailableError, MlxPagedError
 
 # Share of the available memory that pools and dense copies may use.
-_MOST_MEMORY = 0.6
+_MAX_MEMORY = 0.6
 
 COPY = "copy"  # the variant that sets the roofline
 # A sample runs as many launches as fill about this time, so that start and wait do not count.
 SAMPLE_SECONDS = 0.01
-MOST_LAUNCHES = 256
+MAX_LAUNCHES = 256
 # The outputs of a sample's launches stay in memory until it ends.
-MOST_OUTPUT_BYTES = {"cpu": 512 << 20, "gpu": 4 << 30}
+MAX_OUTPUT_BYTES = {"cpu": 512 << 20, "gpu": 4 << 30}
 # Slow cases get fewer rounds, but at least three.
 SECONDS_PER_VARIANT = 2.0
 FEWEST_SAMPLES = 3
@@ -100,7 +100,7 @@ def divide(cases: Sequence[Case], device: str) -> tuple[list[Case], list[dict[st
     """Splits cases into those that the backend can run and the rest, each with its ``reason``."""
     dims = gpu_head_dims()
     memory = device_memory(device)
-    limit = None if memory is None else int(_MOST_MEMORY * memory)
+    limit = None if memory is None else int(_MAX_MEMORY * memory)
     served, refused = [], []
     for case in cases:
         reason = refusal(case, device, dims, limit)
@@ -152,7 +152,7 @@ def _measure(
     timings = interleaved(
         [*work.variants, copy.variant],
         settings.rounds,
-        most_output_bytes=min(MOST_OUTPUT_BYTES[device], (device_memory(device) or 0) // 8 or 1),
+        most_output_bytes=min(MAX_OUTPUT_BYTES[device], (device_memory(device) or 0) // 8 or 1),
     )
     return _row(case, work, checked, timings, copy.bytes)
 
@@ -233,7 +233,7 @@ def interleaved(
     variants: Sequence[Variant],
     rounds: int,
     *,
-    most_output_bytes: int = MOST_OUTPUT_BYTES["cpu"],
+    most_output_bytes: int = MAX_OUTPUT_BYTES["cpu"],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Times variants in turns; every second round runs in reverse order.
@@ -254,7 +254,7 @@ def interleaved(
         seconds = max(seconds, 1e-9)  # the clock has a limited resolution
         most = most_output_bytes // max(1, variant.output_bytes)
         wanted = round(SAMPLE_SECONDS / seconds)
-        launches[variant.name] = max(1, min(wanted, most, MOST_LAUNCHES))
+        launches[variant.name] = max(1, min(wanted, most, MAX_LAUNCHES))
         sample_seconds = seconds * launches[variant.name]
         counts[variant.name] = min(
             rounds, max(FEWEST_SAMPLES, int(SECONDS_PER_VARIANT / sample_seconds))

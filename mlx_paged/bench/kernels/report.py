@@ -123,7 +123,7 @@ def _differs(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 FASTER, SLOWER, NOISE = "faster", "slower", "within noise"
 # Medians closer than this count as equal, however steady the samples are.
-LEAST_DIFFERENCE = 0.02
+MIN_DIFFERENCE = 0.02
 
 
 def load(path: Path, field: str) -> dict[str, Any]:
@@ -175,15 +175,15 @@ def verdict(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Compares two results of the same case.
 
     A difference counts if the interquartile ranges do not overlap and the medians are at least
-    `LEAST_DIFFERENCE` apart, both in seconds and in bytes that the machine could have copied in
+    `MIN_DIFFERENCE` apart, both in seconds and in bytes that the machine could have copied in
     that time: a slower machine does not make a kernel slower.
     """
     said = set()
     for unit in ("seconds", "copied"):
         a, b = (_quartiles(row, unit) for row in (before, after))
-        if b[2] < a[0] and b[1] < a[1] * (1 - LEAST_DIFFERENCE):
+        if b[2] < a[0] and b[1] < a[1] * (1 - MIN_DIFFERENCE):
             said.add(FASTER)
-        elif b[0] > a[2] and b[1] > a[1] * (1 + LEAST_DIFFERENCE):
+        elif b[0] > a[2] and b[1] > a[1] * (1 + MIN_DIFFERENCE):
             said.add(SLOWER)
         else:
             said.add(NOISE)

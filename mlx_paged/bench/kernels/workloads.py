@@ -13,7 +13,7 @@ import numpy as np
 from mlx_paged import ops, reference
 from mlx_paged.bench.kernels.cases import DTYPE_BYTES, VOCAB_SIZE, Case
 from mlx_paged.bench.kernels.data import (
-    MOST_CHECKED,
+    MAX_CHECKED,
     OURS,
     Checked,
     Pools,
@@ -28,7 +28,7 @@ from mlx_paged.bench.kernels.data import (
 DENSE, GATHER, MLX = "dense_sdpa", "gather_sdpa", "mlx"
 _BASE, _EPS = 10000.0, 1e-5
 # Angles are computed in float32; at large positions only their rounding error would show.
-_MOST_POSITIONS = 64
+_MAX_POSITIONS = 64
 
 Op = Callable[[mx.array], mx.array]
 Prepare = Callable[[int], Callable[[], object]]
@@ -134,13 +134,13 @@ class _Attention:
         return chained(lambda queries: attend(next(turn), queries), queries)
 
     def check(self) -> Checked:
-        """Whole sequences, longest first, up to `MOST_CHECKED` elements (at least one sequence)."""
+        """Whole sequences, longest first, up to `MAX_CHECKED` elements (at least one sequence)."""
         case = self.case
         lens, batch = case.lens, case.batch
         order = [(0, batch - 1), *((0, i) for i in range(batch - 1))]
         order += [(i, 0) for i in range(1, len(self.dense_kv))]
         chosen: list[tuple[int, int]] = []
-        budget = MOST_CHECKED
+        budget = MAX_CHECKED
         for set_, sequence in order:
             budget -= lens[sequence] * case.kv_heads * case.head_dim
             if chosen and budget < 0:
@@ -221,7 +221,7 @@ def copy_blocks(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
     def check() -> Checked:
         num_pairs = len(all_pairs[0])
         per_block = (case.block_size or 1) * case.kv_heads * case.head_dim
-        chosen = all_pairs[0][_evenly(num_pairs, MOST_CHECKED // per_block)]
+        chosen = all_pairs[0][_evenly(num_pairs, MAX_CHECKED // per_block)]
         before = [pools.words(pool, chosen[:, 0]) for pool in pools.both]
         pools.copy(pairs[0])
         for pool, source in zip(pools.both, before):
@@ -252,7 +252,7 @@ def gather_kv(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
 
     def check() -> Checked:
         per_sequence = longest * case.kv_heads * case.head_dim
-        chosen = _evenly(case.batch, max(1, MOST_CHECKED // per_sequence))
+        chosen = _evenly(case.batch, max(1, MAX_CHECKED // per_sequence))
         for pool, dense in zip(pools.both, gather(plans[0])):
             for i in chosen:
                 tokens = pools.words(pool, pools.tables[0][i])
@@ -296,7 +296,7 @@ def _evenly(count: int, most: int) -> np.ndarray:
 
 
 def _sample(count: int, case: Case) -> np.ndarray:
-    return _evenly(count, MOST_CHECKED // (case.kv_heads * case.head_dim))
+    return _evenly(count, MAX_CHECKED // (case.kv_heads * case.head_dim))
 
 
 def _sample_of(values: np.ndarray, case: Case) -> np.ndarray:
@@ -358,7 +358,7 @@ def _rope(case: Case, past_cache: int, seed: int) -> Work:
     rows, _, num_bytes = _sizes(case)
     dim = case.head_dim
     x = _random(case, rows, case.num_q_heads, 1, dim, seed=seed)
-    places = 1 + np.arange(rows) % _MOST_POSITIONS
+    places = 1 + np.arange(rows) % _MAX_POSITIONS
     positions = mx.array(places.astype(np.int32))
     freqs = (_BASE ** (-np.arange(dim // 2) / (dim // 2))).astype(np.float32)
     rotations = ops.rope_rotations(positions, mx.array(freqs))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Tokens of questions, answers and templates, in addition to the rows of the media.
 _TEXT_TOKENS = 512
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 
 def media(
@@ -151,7 +151,7 @@ def media(
                     save()
                 if figures:
                     found["figures"] = media_runs.figures(
-                        engines, pictures, sizes[-1], settings, _MOST_ROWS // 2
+                        engines, pictures, sizes[-1], settings, _MAX_ROWS // 2
                     )
                     _say(media_runs.figures_text(found["figures"]))
                     save()
@@ -205,7 +205,7 @@ def _opened(path: str, dtype: str, most_tokens: int, compare: bool) -> Iterator[
     from mlx_paged.bench.remote import Remote
 
     makers: dict[str, tuple[Any, ...]] = {
-        media_runs.PAGED: (media_engines.PagedEngines, path, dtype, most_tokens, _MOST_ROWS)
+        media_runs.PAGED: (media_engines.PagedEngines, path, dtype, most_tokens, _MAX_ROWS)
     }
     if compare:
         makers[media_runs.VLM] = (media_engines.VlmEngine, path, dtype)

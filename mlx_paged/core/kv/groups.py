@@ -252,7 +252,7 @@ class KVCacheGroup(ABC):
         elif entry < ABSENT:
             self._tier.drop(-entry)
 
-    def hold(self, node: PrefixNode, block: int) -> int:
+    def cache_block(self, node: PrefixNode, block: int) -> int:
         """Makes a node hold a block in use. Returns the node's block: `block`, or the one that it
         already held."""
         present = node.entries[self.number]
@@ -475,7 +475,7 @@ class AttentionGroup(KVCacheGroup):
         own = table.blocks[index]
         if own == NULL_BLOCK:
             return
-        present = self.hold(node, own)
+        present = self.cache_block(node, own)
         if present != own:
             self.pool.retain(present)
             self.pool.release(own)

@@ -479,7 +479,7 @@ class KVManager:
             attention.allocate_slots(tables, num_tokens)
         return True
 
-    def reach(self, tables: BlockTables, num_tokens: int) -> int:
+    def allocate_up_to(self, tables: BlockTables, num_tokens: int) -> int:
         """Extends tables as far as there is room, up to `num_tokens` tokens.
 
         Returns:
@@ -564,7 +564,7 @@ class KVManager:
             if end == start:
                 break
             start = end
-        self._lower_tip(tables, start)
+        self._unindex_after(tables, start)
         tables.num_cached_tokens = min(tables.num_cached_tokens, start)
         tables.prompt = tables.prompt[: num_tokens * TOKEN_BYTES]
         for group in self.groups:
@@ -661,7 +661,7 @@ class KVManager:
         num_needed = group.num_to_write(tables, start, end)
         if num_needed > group.pool.num_available or not group.make_room(num_needed):
             return None
-        self._lower_tip(tables, start)
+        self._unindex_after(tables, start)
         return group.make_writable(tables, start, end)
 
     def slide(self, tables: BlockTables, num_tokens: int) -> None:
@@ -675,7 +675,7 @@ class KVManager:
         Blocks that slid out of a window do not come back. The caller checks `BlockTable.first` to
         make sure that none is needed.
         """
-        self._lower_tip(tables, num_tokens)
+        self._unindex_after(tables, num_tokens)
         for number, group in enumerate(self.attention):
             table, num_blocks = tables.attention[number], self.blocks_for(num_tokens)
             table.first = min(table.first, num_blocks)
@@ -683,7 +683,7 @@ class KVManager:
                 if block != NULL_BLOCK:
                     group.pool.release(block)
 
-    def _lower_tip(self, tables: BlockTables, num_tokens: int) -> None:
+    def _unindex_after(self, tables: BlockTables, num_tokens: int) -> None:
         """Unindexes a sequence past its first `num_tokens` tokens, because they will change."""
         tables.num_computed_tokens = min(tables.num_computed_tokens, num_tokens)
         depth = num_tokens // self.block_size

@@ -199,7 +199,7 @@ class StateGroup(KVCacheGroup):
             state.pending.remove((depth, slot))
             self._num_pending -= 1
             if tip is not None:
-                self.hold(tip.ancestor(depth), slot)
+                self.cache_block(tip.ancestor(depth), slot)
             self._release(slot)
 
     def resume_point(self, tables: BlockTables, num_tokens: int) -> int:

@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mlx_paged.engine.grammar import lark, probe
 from mlx_paged.engine.grammar.jobs import Job, Jobs
-from mlx_paged.engine.grammar.limits import LIMITS, MOST_FIRST_MASK, is_limit
+from mlx_paged.engine.grammar.limits import LIMITS, MAX_FIRST_MASK, is_limit
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.grammar.schema_errors import one_line
 from mlx_paged.engine.grammar.structured_outputs import StructuredOutputs
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 # Maximum grammars compiling at the same time; others wait. A grammar that was refused for taking
 # too long counts until its thread ends.
-_MOST_AT_ONCE = 8
+_MAX_AT_ONCE = 8
 _FIELD = "structured_outputs"
 
 
@@ -108,7 +108,7 @@ class GrammarCompiler:
         self._cache_size = cache_size
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Job[CompiledGrammar]] = OrderedDict()
-        self._jobs = Jobs(_MOST_AT_ONCE)
+        self._jobs = Jobs(_MAX_AT_ONCE)
         # This takes seconds for a large vocabulary and holds the interpreter's lock, so it runs
         # now, while the model is loaded, and not with the first request.
         self._tokenizer = _shared_tokenizer(tokenizer, size, self.eos_token_ids)
@@ -209,7 +209,7 @@ class GrammarCompiler:
             )
             raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
         _require_no_error(matcher, wanted)  # The first mask may be too complex.
-        if seconds > MOST_FIRST_MASK:
+        if seconds > MAX_FIRST_MASK:
             expected = "a grammar within the limits of this server (too many parts may come first)"
             raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
         prober = probe.Prober()

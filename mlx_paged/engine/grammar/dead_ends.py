@@ -21,7 +21,7 @@ _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 # JSON spells other control characters as \u escapes only.
 _WITHOUT_SHORT_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 # Maximum names to compare with patterns; more would take longer than a step.
-_MOST_NAMES = 2000
+_MAX_NAMES = 2000
 
 
 class DeadEnds:
@@ -39,8 +39,8 @@ class DeadEnds:
     def take_out(self, schema: dict[str, Any]) -> dict[str, Any] | bool:
         """Returns a schema with the same values. The given one may change."""
         patterns = schema.get("patternProperties")
-        if isinstance(patterns, dict) and len(patterns) * len(self._names) <= _MOST_NAMES:
-            _settle_names(schema, self._names, self._tester)
+        if isinstance(patterns, dict) and len(patterns) * len(self._names) <= _MAX_NAMES:
+            _resolve_names(schema, self._names, self._tester)
         return _with_spelled_texts(schema, self._tester)
 
 
@@ -65,7 +65,7 @@ def without_impossible_parts(schema: dict[str, Any]) -> Schema:
 # Names.
 
 
-def _settle_names(schema: dict[str, Any], names: Collection[str], tester: _Tester) -> None:
+def _resolve_names(schema: dict[str, Any], names: Collection[str], tester: _Tester) -> None:
     """Declares the properties of patterns that match only listed names, and closes objects whose
     patterns leave no other names."""
     by_pattern = dict(schema["patternProperties"])

@@ -18,7 +18,7 @@ LIMITS = LLParserLimits(
 
 #: CPU seconds allowed for the first mask; llguidance does not count the items of that one.
 #: Taking a token after that takes half as long, and holds the interpreter's lock.
-MOST_FIRST_MASK = 0.2
+MAX_FIRST_MASK = 0.2
 
 # Words of llguidance's errors about them.
 _WORDS = ("too many", "max is", "limit", "fuel", "too large", "too complex", "exceeded", "too big")

@@ -129,7 +129,7 @@ class GrammarMatcher:
         self._phase = _Phase.ANSWER
         if rules.begins is Reasoning.INSIDE:
             self._phase = _Phase.REASONING
-            self._spend_budget()
+            self._enforce_budget()
         elif rules.begins is Reasoning.MAY_FOLLOW:
             self._phase, self._start_at = _Phase.BEGINNING, 0
 
@@ -149,7 +149,7 @@ class GrammarMatcher:
         if len(seen) > known + 1 or (place >= 0 and tokens[start + place] != seen[place]):
             self._reconcile(tokens)
         elif len(seen) == known + 1 and seen[-1] != newest:
-            self._take_back(1)
+            self._rollback(1)
         for i in range(len(self._seen), known):
             self._take(tokens[start + i])
         if newest is not None and len(self._seen) == known:
@@ -162,9 +162,9 @@ class GrammarMatcher:
             if one != other:
                 break
             common += 1
-        self._take_back(len(self._seen) - common)
+        self._rollback(len(self._seen) - common)
 
-    def _take_back(self, count: int) -> None:
+    def _rollback(self, count: int) -> None:
         if count == 0:
             return
         kept = self._seen[: len(self._seen) - count]
@@ -211,7 +211,7 @@ class GrammarMatcher:
         self._phase = _Phase.REASONING
         self._matcher, self._num_matched, self._start_at = None, 0, None
         self._ended, self.failed = False, None
-        self._spend_budget()
+        self._enforce_budget()
 
     def _reason(self, token: int) -> None:
         reasoning = self._rules.reasoning
@@ -226,9 +226,9 @@ class GrammarMatcher:
                 self._begin_answer(self._tail[found.end() :].lstrip())
                 return
         self._num_reasoning += 1
-        self._spend_budget()
+        self._enforce_budget()
 
-    def _spend_budget(self) -> None:
+    def _enforce_budget(self) -> None:
         if self._rules.budget is None or self._num_reasoning < self._rules.budget:
             return
         assert self._rules.reasoning is not None

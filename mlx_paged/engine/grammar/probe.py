@@ -27,7 +27,7 @@ _SECONDS, _SECONDS_IF_SLOW, _SECONDS_IF_GROWING = 0.1, 1.0, 3.0
 # Masks that are compared with as many before, how much longer they take, and seconds of one.
 _WINDOW, _GROWTH, _GROWING_MASK = 12, 1.08, 0.002
 _COUNTS = re.compile(r"\{\d*,?\d*\}")
-_MOST_PATTERNS = 64
+_MAX_PATTERNS = 64
 
 
 class Prober:
@@ -93,4 +93,4 @@ def counting_patterns(schemas: Iterable[Any]) -> list[str]:
             by_pattern = each.get("patternProperties")
             given = [each.get("pattern"), *(by_pattern if isinstance(by_pattern, dict) else ())]
             found |= {p: None for p in given if isinstance(p, str) and _COUNTS.search(p)}
-    return list(found)[:_MOST_PATTERNS]
+    return list(found)[:_MAX_PATTERNS]

@@ -71,7 +71,7 @@ _JOINS = (
 # Classes that a pattern for all other names may use.
 _PLAIN_NAMES = re.compile(r"[ !#-\[\]-~]*")
 # Maximum letters of declared names for which such a pattern compiles in a few milliseconds.
-_MOST_IN_NAMES = 400
+_MAX_IN_NAMES = 400
 
 
 class Prepared(NamedTuple):
@@ -130,8 +130,8 @@ def prepare_schema(
         options["whitespace_flexible"] = False
     elif whitespace_pattern or not isinstance(own, dict) or own.get("whitespace_flexible", True):
         options["whitespace_pattern"] = whitespace_pattern or WHITESPACE
-    settled = without_endless_references(clean)
-    error, clean = _error_of(settled, options, field)
+    finite = without_endless_references(clean)
+    error, clean = _error_of(finite, options, field)
     repeats = [(f"{field}{path}.minProperties", each) for path, each in _may_repeat_names(clean)]
     if strict and error is None and repeats:
         path, each = repeats[0]
@@ -315,7 +315,7 @@ def _with_one_spelling(schema: dict[str, Any], options: dict[str, Any]) -> dict[
         return _with(schema, options)
     names = "".join(name for each in is_open for name in names_of(each))
     composes = any(not _stands_alone(each) for _, each in subschemas(schema))
-    if not composes and len(names) <= _MOST_IN_NAMES and _PLAIN_NAMES.fullmatch(names):
+    if not composes and len(names) <= _MAX_IN_NAMES and _PLAIN_NAMES.fullmatch(names):
         closed = mapped(schema, _close)
         if _problems(closed, options)[0] is None:
             return _with(closed, options)

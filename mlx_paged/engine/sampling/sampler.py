@@ -26,7 +26,7 @@ from mlx_paged.platform import Platform
 _GREEDY_BELOW = 1e-5
 # Up to this share of the vocabulary, a partition and a small sort are faster than a full sort.
 _PARTITION_SHARE = 8
-_LEAST_TOP_P = np.finfo(np.float32).tiny
+_MIN_TOP_P = np.finfo(np.float32).tiny
 
 UIntArray = npt.NDArray[np.uint32]
 
@@ -59,7 +59,7 @@ class SamplingMetadata:
             position=np.array([row.position for row in rows], dtype=np.uint32),
             top_k=np.array([row.top_k for row in rows], dtype=np.int64),
             # A tiny value must not become 0, which would keep no token, or all of them.
-            top_p=np.maximum(top_p, _LEAST_TOP_P),
+            top_p=np.maximum(top_p, _MIN_TOP_P),
             min_p=np.array([row.min_p for row in rows], dtype=np.float32),
             edits=[(i, row.edits) for i, row in enumerate(rows) if row.edits is not None],
             logprobs=[(i, row.logprobs) for i, row in enumerate(rows) if row.logprobs is not None],

@@ -214,11 +214,11 @@ class Folder:
             in_use: outputs that are being written.
         """
         known = {self.data_path(file_id) for file_id in self.files} | in_use
-        for path in self._own(_FILES):
+        for path in self._files_of_kind(_FILES):
             if path.suffix != _META and path not in known:
                 path.unlink(missing_ok=True)
         batches = self.path / _BATCHES
-        for path in self._own(_BATCHES):
+        for path in self._files_of_kind(_BATCHES):
             if path.suffix == _PART or not (batches / f"{path.stem}{_META}").exists():
                 path.unlink(missing_ok=True)
 
@@ -244,7 +244,7 @@ class Folder:
     # Records.
 
     def _read_all(self, kind: str) -> Iterator[dict[str, Any]]:
-        for path in self._own(kind):
+        for path in self._files_of_kind(kind):
             if path.suffix != _META:
                 continue
             try:
@@ -256,7 +256,7 @@ class Folder:
                 raise InvalidParameterError("files_dir", expected, str(self.path)) from error
             yield record
 
-    def _own(self, kind: str) -> list[Path]:
+    def _files_of_kind(self, kind: str) -> list[Path]:
         """Returns the files with names made by this server."""
         found = (self.path / kind).iterdir()
         return [path for path in found if _OWN.fullmatch(path.name) and path.is_file()]

@@ -13,7 +13,7 @@ from mlx_paged.server.batches.runner import Reply
 # Statuses of a server that takes no requests: OpenAI's and Anthropic's.
 _UNAVAILABLE = (503, 529)
 # Seconds until a request that found the server busy is retried: the first time, and at most.
-_FIRST_WAIT, _MOST_WAIT = 0.02, 1.0
+_FIRST_WAIT, _MAX_WAIT = 0.02, 1.0
 
 
 class InProcess:
@@ -54,7 +54,7 @@ class InProcess:
             if not waits_for_memory and (reply.status_code != 429 or not self._num_inside):
                 return reply
             await asyncio.sleep(delay)
-            delay = min(2 * delay, _MOST_WAIT)
+            delay = min(2 * delay, _MAX_WAIT)
 
     async def _post(self, url: str, body: bytes, request_id: str) -> Reply:
         pending = [{"type": "http.request", "body": body, "more_body": False}]

@@ -148,7 +148,7 @@ class BatchManager:
                 try:
                     outputs = Outputs(*self._output_paths(record))
                 except MlxPagedError as error:  # A damaged batch does not stop the others.
-                    self._give_up(record, error)
+                    self._fail_at_start(record, error)
                     continue
                 self._counts[record.id] = outputs.counts
                 outputs.close()
@@ -517,7 +517,7 @@ class BatchManager:
             self._records[batch_id] = replace(record, **changes)
         logger.error("batch %s failed: %s", batch_id, errors[0]["message"])
 
-    def _give_up(self, record: BatchRecord, error: MlxPagedError) -> None:
+    def _fail_at_start(self, record: BatchRecord, error: MlxPagedError) -> None:
         """Fails a batch at the start."""
         record = replace(
             record, status="failed", failed_at=int(self._now()), output_file_id=None,

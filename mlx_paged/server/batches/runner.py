@@ -81,7 +81,7 @@ class Room:
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
-    async def enter(self, size: int) -> None:
+    async def acquire(self, size: int) -> None:
         """Waits until there is room for a line of this size, and reserves it."""
         async with self._turn:
             while self._num_lines and (
@@ -92,7 +92,7 @@ class Room:
             self._num_lines += 1
             self._num_bytes += size
 
-    def leave(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Gives the room back."""
         self._num_lines -= 1
         self._num_bytes -= size
@@ -146,7 +146,7 @@ class BatchRunner:
                             self._note(line)
                         else:
                             size = len(line.content or b"")
-                            await self._room.enter(size)
+                            await self._room.acquire(size)
                             answering.create_task(self._answer_line(line, size))
                         await asyncio.sleep(0)
                 writer.cancel()
@@ -159,7 +159,7 @@ class BatchRunner:
         try:
             output = await self._output_of(line)
         except BaseException:
-            self._room.leave(size)
+            self._room.release(size)
             raise
         self._unwritten.append((output, size))
         self._news.set()
@@ -218,7 +218,7 @@ class BatchRunner:
             raise
         finally:
             for output, size in lines:
-                self._room.leave(size)
+                self._room.release(size)
                 if writing.exception() is None:
                     self._count(output)
 

@@ -132,7 +132,7 @@ def tools_of(body: CountBody) -> list[Tool]:
     for i, tool in enumerate(body.tools or ()):
         where = f"tools.{i}"
         if tool.type in (None, "custom"):
-            found.append(_own(tool, where))
+            found.append(_client_tool(tool, where))
         elif tool.type in DEFINED:
             found.append(_defined(tool, DEFINED[tool.type], where))
         else:
@@ -141,7 +141,7 @@ def tools_of(body: CountBody) -> list[Tool]:
     return found
 
 
-def _own(tool: ClientTool, where: str) -> Tool:
+def _client_tool(tool: ClientTool, where: str) -> Tool:
     """Returns a tool with its own schema."""
     for field in ("name", "input_schema"):
         if getattr(tool, field) is None:

@@ -95,7 +95,7 @@ class ResponseStore:
         entry = _Entry(to_json(head), segment)
         if not self.max_responses or entry.size + _sum_of_sizes(segment) > self.max_bytes:
             return False
-        self._hold(segment)
+        self._retain(segment)
         self._entries[response["id"]] = entry
         self.num_bytes += entry.size
         while len(self._entries) > self.max_responses or self.num_bytes > self.max_bytes:
@@ -150,9 +150,9 @@ class ResponseStore:
     def _forget(self, response_id: str) -> None:
         entry = self._entries.pop(response_id)
         self.num_bytes -= entry.size
-        self._let_go(entry.segment)
+        self._release(entry.segment)
 
-    def _hold(self, segment: Segment) -> None:
+    def _retain(self, segment: Segment) -> None:
         """Adds a user to a segment, which holds the segments before it."""
         current: Segment | None = segment
         while current is not None:
@@ -163,7 +163,7 @@ class ResponseStore:
             self._by_item |= dict.fromkeys(current.item_ids, current)
             current = current.before
 
-    def _let_go(self, segment: Segment) -> None:
+    def _release(self, segment: Segment) -> None:
         current: Segment | None = segment
         while current is not None:
             current.num_users -= 1
