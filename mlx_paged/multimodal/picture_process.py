@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 # libraries, so a crash stays in the other process.
 _LOCKING = ("WEBP", "JPEG2000", "HEIF")
 _FEW_PIXELS = 1 << 18
-_MOST_PROCESSES = 2
+_MAX_PROCESSES = 2
 # Bytes of address space: the largest picture takes about 2 GiB, as JPEG 2000.
-_MOST_MEMORY = 6 << 30
+_MAX_MEMORY = 6 << 30
 _NICENESS = 10  # the model's threads come first
 _POLL_SECONDS = 0.1  # interval for noticing that a client has gone
 _COMMAND = (sys.executable, "-m", "mlx_paged.multimodal.picture_process")
@@ -65,7 +65,7 @@ class PictureProcesses:
         self._command = command
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
-        self._places = threading.Semaphore(_MOST_PROCESSES)
+        self._places = threading.Semaphore(_MAX_PROCESSES)
         self._is_closed = False
         self.num_started = self.num_decoded = 0
 
@@ -213,7 +213,7 @@ def _limit_memory() -> None:
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = _MOST_MEMORY if hard == resource.RLIM_INFINITY else min(hard, _MOST_MEMORY)
+        most = _MAX_MEMORY if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 

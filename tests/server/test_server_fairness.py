@@ -24,7 +24,7 @@ from mlx_paged.engine import request_stream
 from mlx_paged.engine.outputs import Logprob, PositionReport, RequestOutput, SequenceUpdate
 from mlx_paged.engine.request_stream import MAX_UPDATES, Channel
 from mlx_paged.server import body_bounds, completions, requests, streaming
-from mlx_paged.server.bodies import ChatBody, CompletionBody
+from mlx_paged.server.bodies import ChatBody, CompletionBody, DetokenizeBody
 from mlx_paged.server.body_bounds import MAX_DEPTH, MAX_FIELDS, MAX_VALUES, BodyBounds
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
@@ -150,7 +150,7 @@ def test_what_is_not_too_much_passes() -> None:
 def test_what_is_too_much_is_never_validated(server, client, monkeypatch, name) -> None:
     raw, param, said = OVER[name]
     validated = [counted(monkeypatch, kind, "model_validate_json")
-                 for kind in (ChatBody, CompletionBody, requests.DetokenizeBody)]  # fmt: skip
+                 for kind in (ChatBody, CompletionBody, DetokenizeBody)]  # fmt: skip
     path = {"ids": "/detokenize", "lists of ids": "/v1/completions"}.get(name, CHAT)
     for chunked in (False, True):
         content = iter([raw[:50_000], raw[50_000:]]) if chunked else raw
