@@ -27,6 +27,7 @@ Two classes implement `KVCacheGroup` for three kinds of layers:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -34,13 +35,7 @@ from typing import Any, NamedTuple
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
 from mlx_paged.core.kv.specs import BlockCopy, StateSlot, StepTable, WindowGroupSpec
 from mlx_paged.core.kv.tier import ABSENT, Tier
-from mlx_paged.core.kv.tree import (
-    TOKEN_BYTES,
-    PrefixNode,
-    PrefixQuery,
-    common_prefix_len,
-    token_bytes,
-)
+from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixNode, PrefixQuery, common_prefix_len
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 
@@ -91,7 +86,6 @@ class BlockTables:
         num_computed_tokens: Leading tokens in the blocks, cached or computed by committed steps.
         exported: The next result of `export`; None if a table has changed since the last one.
         owner: The sequence that these tables belong to.
-        prompt: The tokens looked up at admission (`PrefixQuery.tokens`).
         atomic: Spans that one step must compute as a whole (`PrefixQuery.atomic`).
     """
 
@@ -102,7 +96,6 @@ class BlockTables:
         "num_cached_tokens",
         "num_computed_tokens",
         "owner",
-        "prompt",
         "state",
         "tip",
         "tokens",
@@ -112,12 +105,10 @@ class BlockTables:
         self,
         tokens: Sequence[int],
         owner: Any = None,
-        prompt: bytes = b"",
         atomic: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.tokens = tokens
         self.owner = owner
-        self.prompt = prompt
         self.atomic = atomic
         self.tip: PrefixNode | None = None
         self.attention: list[BlockTable] = []
@@ -133,12 +124,10 @@ class BlockTables:
 
     def num_equal(self, query: PrefixQuery, start: int = 0) -> int:
         """Number of leading tokens shared with a query; the first `start` are known to match."""
-        num_equal = common_prefix_len(query.tokens, self.prompt, start)
-        if num_equal * TOKEN_BYTES >= len(self.prompt):  # `prompt` lacks the last prompt token
-            rest = token_bytes(self.tokens[num_equal:])
-            begin = num_equal * TOKEN_BYTES
-            num_equal += common_prefix_len(query.tokens[begin : begin + len(rest)], rest)
-        return num_equal
+        tokens = self.tokens if isinstance(self.tokens, array) else array(TOKEN_TYPE, self.tokens)
+        # An array does not grow while a view of it exists.
+        with memoryview(tokens) as view, view.cast("B") as own:
+            return common_prefix_len(query.tokens, own, start)
 
     def export(self) -> tuple[StepTable, ...]:
         """Returns the tables for a step, in the order of the attention groups."""

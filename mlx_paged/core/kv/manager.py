@@ -366,7 +366,7 @@ class KVManager:
     def _begin(
         self, tokens: Sequence[int], query: PrefixQuery, owner: Any, source: PrefixSource
     ) -> BlockTables:
-        tables = BlockTables(tokens, owner, query.tokens, query.atomic)
+        tables = BlockTables(tokens, owner, query.atomic)
         for group in self.groups:
             group.begin(tables, source)
         return tables
@@ -566,7 +566,6 @@ class KVManager:
             start = end
         self._unindex_after(tables, start)
         tables.num_cached_tokens = min(tables.num_cached_tokens, start)
-        tables.prompt = tables.prompt[: num_tokens * TOKEN_BYTES]
         for group in self.groups:
             group.truncate(tables, start, num_tokens)
         return start

@@ -444,7 +444,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return tokens.tobytes()
 
 
-def common_prefix_len(a: bytes, b: bytes, start: int = 0) -> int:
+def common_prefix_len(a: bytes, b: bytes | memoryview, start: int = 0) -> int:
     """Number of leading tokens that two keys share; the first `start` are known to be equal."""
     end = min(len(a), len(b)) // TOKEN_BYTES
     low = start
