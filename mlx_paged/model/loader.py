@@ -107,15 +107,14 @@ class MultiModalCheckpoint(Protocol):
 
     @property
     def is_proven(self) -> bool:
-        """True if its family is served with media, here and now."""
+        """True if its family is proven with media, and can run on this machine."""
 
     @property
     def refusal(self) -> str | None:
-        """The reason why a family that is served with media is not so here, or of one that never
-        is. None: nothing is known of it."""
+        """Why its family is not served with media; None if no reason is known."""
 
     def why_text_only(self) -> str | None:
-        """Returns the reason to leave out its towers; None: they are loaded."""
+        """Returns the reason to leave out its towers; None if they are loaded."""
 
     def load(self) -> LoadedFiles:
         """Loads it, with its towers."""

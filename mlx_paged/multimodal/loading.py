@@ -49,13 +49,13 @@ class Checkpoint:
 
     @property
     def refusal(self) -> str | None:
-        """The reason why it is not; None: nothing is known of its family."""
+        """Why its family is not served with media; None if no reason is known."""
         if self.package in MEDIA_FAMILIES:
             return None if self.is_proven else INSTALL
         return MEDIA_REFUSED.get(self.package)
 
     def why_text_only(self) -> str | None:
-        """Returns the reason to leave out its towers; None: they are loaded."""
+        """Returns the reason to leave out its towers; None if they are loaded."""
         if self.package not in MEDIA_FAMILIES:
             return self.refusal or f"media are not proven for model_type {self.package!r}"
         if not _has_towers(self.path):
