@@ -11,7 +11,6 @@ from typing import Any
 
 from mlx_paged import cgroups
 from mlx_paged.core import SchedulerConfig, SchedulingPolicy
-from mlx_paged.engine.media import MediaLimits, MediaOptions
 from mlx_paged.engine.pooling.params import (
     LAST,
     RUNNERS,
@@ -22,6 +21,7 @@ from mlx_paged.engine.pooling.params import (
 )
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.kv_formats import KVFormat, format_named, skipped_layers
+from mlx_paged.multimodal.options import MediaLimits, MediaOptions
 from mlx_paged.parsing.reasoning import REASONING_FORMATS
 
 _GIB = 1 << 30

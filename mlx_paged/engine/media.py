@@ -16,7 +16,7 @@ import numpy as np
 from mlx_paged.content import MediaSource, check_kinds
 from mlx_paged.core import StepBatch
 from mlx_paged.model.media import StepMedia
-from mlx_paged.multimodal.options import IoOptions, MediaLimits, MediaOptions
+from mlx_paged.multimodal.options import IoOptions, MediaOptions
 from mlx_paged.multimodal.prepared import PreparedMedia, SequenceMedia, check_prepared
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IoOptions",
-    "MediaLimits",
-    "MediaOptions",
     "MediaPrompts",
     "PreparedMedia",
     "SequenceMedia",
