@@ -125,6 +125,13 @@ class EncoderCache:
             self._items_left = sys.maxsize if max_items is None else max_items
             self._make_room(0)
 
+    def cancel(self, step: int) -> None:
+        """The step being built became none; `step` is the newest one that was launched.
+
+        Features that are released from now on are not in use by a step that never comes.
+        """
+        self.step = min(self.step, step)
+
     def end(self) -> ScheduledMedia:
         """Ends the step being built; returns its changes to the features."""
         scheduled = ScheduledMedia(tuple(self._evicted), tuple(self._encoded))

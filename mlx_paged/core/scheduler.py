@@ -296,6 +296,7 @@ class Scheduler:
                     self._admit_waiting(background)
         if not self._scheduled:
             self._step -= 1
+            self.encoder_cache.cancel(self._step)
             return None
         batch, num_seqs = self._batch, len(self._scheduled)
         batch.seq_ids = [seq.seq_id for seq in self._scheduled]

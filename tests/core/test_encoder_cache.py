@@ -12,7 +12,14 @@ import pytest
 from support.fake_model import FakeEngine
 from support.scheduling_helpers import OVERLAP, check_outputs, make, request, rows
 
-from mlx_paged.core import MediaSpan, PromptMedia, Request, SchedulerConfig
+from mlx_paged.core import (
+    MediaSpan,
+    PromptMedia,
+    Request,
+    SchedulerConfig,
+    StopPolicy,
+    WindowGroupSpec,
+)
 from mlx_paged.core.encoder_cache import EncoderCache
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
@@ -100,6 +107,17 @@ def test_what_a_step_in_flight_uses_stays() -> None:
     assert book.build(media(("b", 4))) == ([0], [])
     book.commit()
     assert book.build(media(("b", 4))) == ([1], ["b"]) and book.gone == ["a"]
+
+
+def test_what_is_released_after_a_step_that_became_none_is_not_in_use_by_it() -> None:
+    book = Book(capacity=2)
+    assert book.build(media(("a", 2))) == ([1], ["a"])
+    pin = book.cache.pin(key("a"))
+    book.commit()
+    book.cache.begin(book.step + 1, book.committed)
+    book.cache.cancel(book.step)
+    book.cache.unpin(pin)
+    assert book.build(media(("b", 2))) == ([1], ["b"])
 
 
 def test_what_a_sequence_is_in_the_middle_of_stays() -> None:
@@ -289,6 +307,24 @@ def test_the_copy_of_a_sequence_that_waits_for_the_tower_is_made_with_its_first_
     engine.run()
     check_outputs(engine, first, *pictures)
     assert all(each.sequences[0].num_cached_tokens == 6 for each in pictures)
+
+
+def test_a_request_that_ends_within_a_picture_keeps_out_no_other() -> None:
+    """Its second chunk found no block of its window, and its picture fills the cache."""
+    windows = [
+        WindowGroupSpec(2, 1, lambda position: position),
+        WindowGroupSpec(9, 8, lambda position: max(0, position - 7)),
+    ]
+    engine = make(4, 1, overlap=True, windows=windows, max_num_seqs=1, encoder_cache_bytes=1)
+    long, short = MediaSpan(0, 3, key("a"), 2), MediaSpan(0, 1, key("b"), 1)
+    engine.scheduler.add(Request("ended", [P] * 3, StopPolicy(max_tokens=1), media=[long]))
+    engine.step()
+    engine.step()
+    assert engine.scheduler.abort("ended")
+    other = Request("other", [P, 0], StopPolicy(max_tokens=1), media=[short])
+    engine.scheduler.add(other)
+    engine.run()
+    assert len(engine.outputs[other.sequences[0].seq_id]) == 1
 
 
 @OVERLAP
