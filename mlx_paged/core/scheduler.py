@@ -846,7 +846,7 @@ class Scheduler:
         for group in self.kv.attention:
             blocks = seq.tables.attention[group.number].blocks
             for block in blocks[seq.num_scheduled_tokens // size :]:
-                if not group.pool.is_own(block):
+                if not group.is_written_by_one(block):
                     raise IntegrityError(f"{seq!r} will write to block {block}, not its own")
 
 

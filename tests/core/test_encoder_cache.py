@@ -328,6 +328,26 @@ def test_a_request_that_ends_within_a_picture_keeps_out_no_other() -> None:
 
 
 @OVERLAP
+def test_a_running_sequence_writes_on_in_a_block_that_another_will_copy(overlap: bool) -> None:
+    """The copy waits with an item that is too much for the share of a background request."""
+    engine = make(6, overlap=overlap, max_num_batched_tokens=8, long_prefill_token_threshold=0)
+    engine.scheduler.max_parked_tokens = 1
+    picture = MediaSpan(5, 2, key("a"), 2, is_atomic=True)
+    prompt = [2, 0, 1, 2, 2]
+    talking = request("talking", prompt, max_tokens=6)
+    behind = Request(
+        "behind", [*prompt, P, P], StopPolicy(max_tokens=1), media=[picture], background=True
+    )
+    engine.scheduler.add(behind)
+    engine.scheduler.add(talking)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        engine.scheduler.check_integrity()
+    engine.run()
+    check_outputs(engine, talking, behind)
+
+
+@OVERLAP
 def test_a_full_prefix_hit_runs_no_tower(overlap: bool) -> None:
     engine = make(overlap=overlap, encoder_cache_bytes=1)
     for i in range(3):

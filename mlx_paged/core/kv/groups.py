@@ -596,6 +596,15 @@ class AttentionGroup(KVCacheGroup):
             self._deferred = [other for other in self._deferred if other is not table]
             self._copying.append(table)
 
+    def is_written_by_one(self, block: int) -> bool:
+        """True if the one sequence that references `block` may write to it.
+
+        Copies that are due do not count: they need only the head of the block, which stays.
+        """
+        pool, copying = self.pool, (*self._copying, *self._deferred)
+        num_copies = sum(table.copy_source == block for table in copying)
+        return pool.ref_count(block) - num_copies == 1 and pool.node_of(block) is None
+
     def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
         table = self._table(tables)
         most = self._blocks_for(len(tables.tokens))
