@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "linker": (),
     "cgroups": (),
     "import_hooks": (),
+    "interrupts": (),
     "reference": (),
     "descriptors": ("import_hooks",),
     "extension": ("blas", "cgroups", "linker", "_build", "_ext"),
@@ -58,7 +59,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ops",
         "extension",
     ),
-    "drop_in": ("engine", "model", "core", "platform", "ops", "extension", "import_hooks"),
+    "drop_in": (
+        *("engine", "model", "core", "platform", "ops", "extension", "import_hooks", "interrupts"),
+    ),
     "demo": (),
     "mcp": ("addresses",),
     "doctor": (

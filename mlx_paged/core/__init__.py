@@ -2,6 +2,8 @@
 
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.encoder_cache import EncoderCacheStats, ScheduledMedia
+from mlx_paged.core.kv.elastic import DevicePools, ElasticKVManager
+from mlx_paged.core.kv.forking import ForkingKVManager
 from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.manager import KVCounters, KVManager, KVUsage
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
@@ -24,8 +26,11 @@ __all__ = [
     "BlockCopy",
     "BlockPool",
     "BlockTables",
+    "DevicePools",
+    "ElasticKVManager",
     "EncoderCacheStats",
     "FinishReason",
+    "ForkingKVManager",
     "KVCounters",
     "KVManager",
     "KVUsage",

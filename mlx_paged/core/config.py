@@ -24,6 +24,10 @@ class SchedulerConfig:
         max_num_seqs: Maximum number of running sequences.
         max_num_batched_tokens: Maximum tokens per step; at least `max_num_seqs`, so that running
             decodes always leave room for a prompt.
+        max_num_prompt_tokens: Maximum prompt tokens per step beside the decodes; None leaves only
+            `max_num_batched_tokens`.
+        max_num_prefills: Maximum number of running sequences that are in their prompt; None sets no
+            limit.
         max_model_len: Maximum tokens of prompt plus output; None leaves only the KV cache limit.
         long_prefill_token_threshold: A prompt with more tokens left than this is *long*. It gets at
             most this many tokens per step, and long prompts together leave short prompts the tokens
@@ -44,6 +48,8 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_prompt_tokens: int | None = None
+    max_num_prefills: int | None = None
     max_model_len: int | None = None
     long_prefill_token_threshold: int | None = None
     enable_chunked_prefill: bool = True
@@ -89,8 +95,8 @@ class SchedulerConfig:
         if self.max_num_waiting is not None and self.max_num_waiting < 1:
             raise InvalidParameterError("max_num_waiting", "at least 1", self.max_num_waiting)
         for name in (
-            *("max_num_encoder_tokens", "max_encoder_items_with_decodes"),
-            *("encoder_cache_bytes", "encoder_bytes_per_row"),
+            *("max_num_prompt_tokens", "max_num_prefills", "max_num_encoder_tokens"),
+            *("max_encoder_items_with_decodes", "encoder_cache_bytes", "encoder_bytes_per_row"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

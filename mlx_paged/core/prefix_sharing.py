@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.manager import KVManager
 from mlx_paged.core.kv.tree import PrefixQuery
@@ -9,21 +11,41 @@ from mlx_paged.core.request import Request, Sequence
 
 
 class PrefixSharing:
-    """Finds the running sequence that a waiting one should fork, or wait for."""
+    """Finds the running sequence that a waiting one should fork, or wait for.
 
-    def __init__(self, kv: KVManager) -> None:
+    Args:
+        requests: The scheduler's unfinished requests, by id. Others may use its KV manager, too.
+    """
+
+    def __init__(self, kv: KVManager, requests: Mapping[str, Request]) -> None:
         self._kv = kv
+        self._requests = requests
 
     def query(self, seq: Sequence) -> PrefixQuery:
         """A waiting sequence's prefix cache search; it resumes where it stopped."""
-        if seq.query is None or seq.query.num_tokens != len(seq.tokens) - 1:
+        limit = seq.request.stop_after(seq.request.num_parent_tokens) or len(seq.tokens) - 1
+        if seq.query is None or seq.query.num_tokens != limit:
             media = seq.request.prompt_media
             seq.query = PrefixQuery(
                 seq.tree_tokens,
                 seq.request.cache_salt,
+                limit=limit,
                 atomic=() if media is None else media.atomic,
             )
         return seq.query
+
+    def extend(self, seq: Sequence, stop: int | None) -> int:
+        """Gives a running sequence cached tokens past its scheduled ones.
+
+        Args:
+            stop: End of the search; None means all tokens but the last.
+
+        Returns:
+            Number of tokens that need no computation, scheduled ones included.
+        """
+        assert seq.tables is not None
+        query = PrefixQuery(seq.tree_tokens, seq.request.cache_salt, limit=stop)
+        return self._kv.extend_cached(seq.tables, query, seq.num_scheduled_tokens)
 
     def is_still_blocked(self, seq: Sequence) -> bool:
         """True if nothing changed since the sequence last found no room."""
@@ -60,10 +82,18 @@ class PrefixSharing:
             return None
         query = self.query(seq)
         tables = self._kv.computing_next_block(seq.tree_tokens, query)
-        # A sequence of a lower class may starve; do not wait for it.
-        if tables is None or tables.owner.order[0] > seq.order[0]:
+        # A sequence of a lower class may starve, and one of another user of the KV manager gives no
+        # notice when it ends; do not wait for these.
+        if tables is None or not self._owns(tables) or tables.owner.order[0] > seq.order[0]:
             return None
         return tables, self._kv.part_after(tables, query)
+
+    def _owns(self, tables: BlockTables) -> bool:
+        """True if a sequence of the scheduler has these tables."""
+        owner = tables.owner
+        if not isinstance(owner, Sequence):
+            return False
+        return self._requests.get(owner.request.request_id) is owner.request
 
     def fork_source(self, request: Request) -> Sequence | None:
         """A running sibling whose committed blocks hold the whole prompt."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -123,6 +124,11 @@ class Request:
         read_prefix_cache: False recomputes every prompt token. Prompt log-probabilities need this,
             because they need all logits. Later requests can still reuse the blocks.
         media: The media items of the prompt, in order.
+        stops: Positions in the prompt where a step ends, ascending. The prefix cache is searched up
+            to the first one, and again up to the next one whenever one is reached.
+        parent: Tables that hold the first `num_parent_tokens` tokens of the prompt, all committed.
+            They must stay open until the request is admitted. None if there are none.
+        num_parent_tokens: See `parent`.
         state: The engine's record of the request, `engine.output_processor.RequestState`; not used
             by the state half.
     """
@@ -137,6 +143,9 @@ class Request:
     cache_salt: str | None = None
     read_prefix_cache: bool = True
     media: SequenceOf[MediaSpan] = ()
+    stops: SequenceOf[int] = ()
+    parent: BlockTables | None = None
+    num_parent_tokens: int = 0
     state: Any = None
 
     # Set by `Scheduler.add`.
@@ -178,6 +187,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    def stop_after(self, position: int) -> int | None:
+        """Returns the first stop past a position, or None."""
+        place = bisect_right(self.stops, position)
+        return self.stops[place] if place < len(self.stops) else None
 
     @property
     def is_finished(self) -> bool:

@@ -65,8 +65,9 @@ class Scheduler:
                 publish(running.sequences)
             running = output
 
-    `schedule` may return None while a step is in flight, because everything waits for it. Otherwise
-    it returns a step as long as `has_unfinished`. Tokens of sequences that have finished since are
+    `schedule` may return None while a step is in flight, because everything waits for it, and where
+    cached tokens lead a request to one of its stops. Otherwise it returns a step as long as
+    `has_unfinished`. Tokens of sequences that have finished since are
     ignored.
 
     Attributes:
@@ -91,12 +92,12 @@ class Scheduler:
         self.running = SequenceQueue()
         self.num_preemptions = 0
         self.max_parked_tokens = MAX_PARKED_TOKENS
-        self._sharing = PrefixSharing(kv)
+        self._requests: dict[str, Request] = {}  # unfinished ones by id
+        self._sharing = PrefixSharing(kv, self._requests)
         self._media = MediaScheduler(config, kv, self._begin_media)
         self.encoder_cache = self._media.encoder_cache
         self._clock = clock
         self._watermark = int(config.watermark * kv.pool.num_usable)
-        self._requests: dict[str, Request] = {}  # unfinished ones by id
         self._num_background = 0  # among them
         self._background_places = max(1, config.max_num_seqs // _BACKGROUND_PART)
         self._background_tokens = max(1, config.max_num_batched_tokens // _BACKGROUND_PART)
@@ -282,6 +283,8 @@ class Scheduler:
             if self._num_background or self.config.policy is SchedulingPolicy.PRIORITY:
                 self._preempt_for_waiting()
         self._schedule_decodes()
+        if self.config.max_num_prompt_tokens is not None:
+            self._budget = min(self._budget, self.config.max_num_prompt_tokens)
         self._prompt_budget = self._budget
         if self._prefilling or waiting.size:
             self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
@@ -568,10 +571,27 @@ class Scheduler:
         for seq in self._prefilling:
             # An earlier sequence may have preempted this one.
             if seq.is_running and seq.request.background == background:
-                num_tokens = self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens)
+                num_tokens = self._until_stop(
+                    seq, self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens)
+                )
                 if seq.request.prompt_media is not None:
                     num_tokens = self._media_chunk(seq, num_tokens)
                 self._add(seq, self._secure_chunk(seq, num_tokens))
+
+    def _until_stop(self, seq: Sequence, num_tokens: int) -> int:
+        """Number of tokens of a chunk before the request's next stop.
+
+        At a stop, the sequence first takes cached blocks up to the next one, or to the end. The
+        chunk is empty if nothing is left to compute before the next stop.
+        """
+        request, start = seq.request, seq.num_scheduled_tokens
+        if not request.stops:
+            return num_tokens
+        stop = request.stop_after(start)
+        if start in request.stops and request.read_prefix_cache:
+            start = seq.num_scheduled_tokens = self._sharing.extend(seq, stop)
+            num_tokens = min(num_tokens, len(seq.tokens) - start)
+        return num_tokens if stop is None else min(num_tokens, stop - start)
 
     def _secure_chunk(self, seq: Sequence, num_tokens: int) -> int:
         """Number of tokens of a chunk that fit; always all of them with full attention only.
@@ -671,7 +691,8 @@ class Scheduler:
 
     def _admit_waiting(self, background: bool) -> None:
         # The first sequence is admitted or parked, or it blocks all behind it.
-        while self._budget > 0 and len(self.running) < self.config.max_num_seqs:
+        most = len(self.running) + self._num_prefill_places()
+        while self._budget > 0 and len(self.running) < min(most, self.config.max_num_seqs):
             # Once long prompts have had their share, short ones behind them use the rest.
             seq = self._first_to_admit(with_long=self._long_budget > 0)
             if seq is None or seq.request.background > background:
@@ -684,6 +705,13 @@ class Scheduler:
                 return  # waits for a step with room for the whole prompt; nothing overtakes it
             if not self._admit(seq):
                 return  # waits for memory; nothing overtakes it
+
+    def _num_prefill_places(self) -> int:
+        """Number of sequences that the limit on prompts lets in."""
+        most = self.config.max_num_prefills
+        if most is None:
+            return self.config.max_num_seqs
+        return most - sum(seq.is_running for seq in self._prefilling)
 
     def _fits_whole(self, seq: Sequence) -> bool:
         """True if the step has room for the whole prompt and may encode all its items."""
@@ -717,8 +745,10 @@ class Scheduler:
             query=self._sharing.query(seq),
             headroom=self._watermark if self.running else 0,
             read_cache=request.read_prefix_cache,
-            fork_of=None if source is None else source.tables,
-            num_fork_tokens=request.num_prompt_tokens - 1,
+            fork_of=request.parent if source is None else source.tables,
+            num_fork_tokens=(
+                request.num_parent_tokens if source is None else request.num_prompt_tokens - 1
+            ),
             owner=seq,
         )
         if tables is None:
@@ -737,6 +767,12 @@ class Scheduler:
             seq.num_cached_tokens = num_cached
             seq.first_admission = time.monotonic()
         num_tokens = self._chunk_for(len(seq.tokens) - num_cached)
+        if request.stops:
+            stop = request.stop_after(num_cached)
+            if num_cached in request.stops:
+                num_tokens = 0
+            elif stop is not None:
+                num_tokens = min(num_tokens, stop - num_cached)
         media = request.prompt_media
         if media is None:
             self._add(seq, self.kv.allocate_up_to(tables, num_cached + num_tokens) - num_cached)

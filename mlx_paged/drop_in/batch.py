@@ -1,4 +1,4 @@
-"""`BatchGenerator` over the paged store: no padding, shared prefixes.
+"""`BatchGenerator` over the paged store: the engine's scheduler, with mlx-lm's samplers.
 
 A step computes one token of every generating sequence plus chunks of prompts, so long prompts do
 not stall sequences that are already generating.
@@ -13,19 +13,30 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, compress
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_paged.core import PrefixQuery
-from mlx_paged.core.kv.tree import TOKEN_TYPE
+from mlx_paged import core
+from mlx_paged.core import (
+    FinishReason,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StopPolicy,
+)
+from mlx_paged.core.kv.tree import TOKEN_BYTES, TOKEN_TYPE
+from mlx_paged.core.scheduler import MAX_STEPS_IN_FLIGHT
 from mlx_paged.drop_in.caches import import_dense, is_importable, prompt_cache, sequence_of
 from mlx_paged.drop_in.locking import exclusive
-from mlx_paged.drop_in.paged_store import PagedStore
+from mlx_paged.drop_in.paged_store import PagedStore, SequenceHandle
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.engine.runner import KnownTokens, input_tokens
 
 
 class Choice(NamedTuple):
@@ -38,141 +49,91 @@ class Choice(NamedTuple):
 
 
 class BatchSequence:
-    """One sequence, from its insertion to its last token.
+    """One sequence of a batch: mlx-lm's side of a sequence of the scheduler.
 
     Attributes:
-        tokens: Tokens in the cache from the caller's view: those it declared, plus all since. Does
-            not include a token that is still being sampled.
-        segments: The rest of the prompt. The batch stops at the end of each segment. The last
-            segment is the last token alone, which starts generation.
-        num_total: Number of prompt tokens.
-        num_processed: Number of prompt tokens in the cache.
+        seq: The scheduler's sequence. Its prompt begins with what is in the cache that it continues
+            from; the tokens there are 0 if they are unknown.
+        sequence: The cache that it continues from, until it is admitted; its own once it has ended.
+            None in between, and once that was handed over.
+        handle: Its hold on its blocks, while it runs.
+        num_prompt_tokens: Number of prompt tokens after those of the cache that it continues from.
+        start: Number of tokens in the cache that it continues from.
+        num_reported: Number of prompt tokens after these that were reported as computed.
     """
 
+    seq: core.Sequence
+
     def __init__(
-        self,
-        uid: int,
-        sequence: PagedSequence,
-        tokens: Sequence[int],
-        segments: list[list[int]],
-        choice: Choice,
+        self, uid: int, sequence: PagedSequence, tokens: Sequence[int], choice: Choice
     ) -> None:
         self.uid = uid
-        self.sequence = sequence
-        self.tokens = list(tokens)
-        self.segments = segments
+        self.sequence: PagedSequence | None = sequence
         self.choice = choice
-        self.num_total = sum(map(len, segments))
-        self.num_processed = 0
-        self.num_generated = 0
-        self.matcher = choice.stop_sequences.matcher()
-        self.is_alive = True
+        self.store = sequence.store
+        self.start = sequence.offset
+        self.is_known = sequence.is_known
+        self.num_prompt_tokens = self.num_reported = 0
+        self.handle: SequenceHandle | None = None
+        self._declared = list(tokens)
+        self._matcher = choice.stop_sequences.matcher()
         self._context: mlx_lm_cache.TokenBuffer | None = None
-        # Cached tokens plus the rest of the prompt. The caller's `tokens` are not verified against
-        # the cache, so only tokens that the sequence itself knows are shared.
-        self._text: array[int] | None = None
-        self._query: PrefixQuery | None = None  # for the current segment
-        if sequence.is_known:
-            self._text = sequence.tokens + array(TOKEN_TYPE, [t for s in segments for t in s])
-        # With recurrent state: other running prompts, and the number of tokens taken from each.
-        self._shared: list[tuple[BatchSequence, int]] = []
 
-    @property
-    def is_at_last_token(self) -> bool:
-        """True if generation can start."""
-        return len(self.segments) == 1 and len(self.segments[0]) == 1
-
-    def take_cached(self) -> int:
-        """Takes stored tokens of the current segment, which need no step.
-
-        Returns:
-            Number of tokens taken.
-        """
-        if self._text is None:
-            return 0
-        before = self.sequence.offset
-        end = before + len(self.segments[0])
-        if self._query is None or self._query.num_tokens != end:
-            self._query = PrefixQuery(self._text, limit=end)
-        num_cached = self.sequence.adopt(self._text, self._query) - before
-        if num_cached:
-            self._take(num_cached)
-        return num_cached
-
-    def begin(self, others: Iterable[BatchSequence]) -> None:
-        """Starts work on the sequence, beside `others`.
-
-        A recurrent state exists only where a step ended. Sharing with running prompts is therefore
-        planned now, so that their steps end at the right place.
-        """
-        if self._text is None:
-            return
-        self.sequence.plan_snapshots(self._text)
-        if not self.sequence.store.has_states:
-            return
-        size = self.sequence.store.block_size
-        for other in others:
-            if other._text is None:
-                continue
-            num_tokens = _num_common(self._text[:-1], other._text[:-1]) // size * size
-            if num_tokens > max(self.sequence.offset, other.sequence.offset):
-                other.sequence.stop_at(num_tokens)
-                self._shared.append((other, num_tokens))
-
-    def must_wait_for(self, others: Iterable[BatchSequence]) -> bool:
-        """True if one of `others` is computing the next block of this sequence."""
-        if self._text is None or self._query is None:
-            return False
-        if self.sequence.store.has_states:
-            # `_shared` holds only prompts that started earlier, so this cannot deadlock.
-            self._shared = [
-                (other, num_tokens)
-                for other, num_tokens in self._shared
-                if other.is_alive
-                and self.sequence.offset < num_tokens
-                and other.sequence.offset < num_tokens
-            ]
-            return bool(self._shared)
-        found = self.sequence.store.computing_next_block(self._text, self._query)
-        return found is not None and any(other.sequence.tables is found for other in others)
-
-    def compute(self, num_tokens: int) -> list[int]:
-        """Returns the next prompt tokens for the step to compute, all from one segment.
+    def request(self, segments: list[list[int]]) -> Request:
+        """Returns the scheduler's request.
 
         Args:
-            num_tokens: Maximum number of tokens.
+            segments: The prompt. A step ends at the end of each segment.
         """
-        if self._text is not None:
-            self.sequence.announce(self._text)
-        start = self.sequence.offset
-        end = start + min(num_tokens, len(self.segments[0]))
-        return self._take(self.sequence.next_stop(end) - start)
+        sequence, start = self.sequence, self.start
+        assert sequence is not None
+        head = sequence.tokens[:start]
+        if not self.is_known:
+            head = array(TOKEN_TYPE, bytes(TOKEN_BYTES * start))
+        ends = [start + end for end in accumulate(map(len, segments))]
+        self.num_prompt_tokens = ends[-1] - start
+        return Request(
+            str(self.uid),
+            head + array(TOKEN_TYPE, chain.from_iterable(segments)),
+            # One more than is generated: the step that computes the last token is launched before
+            # it is read, and samples another one.
+            StopPolicy(max_tokens=self.choice.max_tokens + 1),
+            read_prefix_cache=self.is_known,
+            stops=ends[:-1],
+            parent=sequence.tables,
+            num_parent_tokens=start,
+        )
 
-    def _take(self, num_tokens: int) -> list[int]:
-        segment = self.segments[0]
-        taken, self.segments[0] = segment[:num_tokens], segment[num_tokens:]
-        if not self.segments[0]:
-            self.segments.pop(0)
-        self.tokens += taken
-        self.num_processed += len(taken)
-        return taken
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens in the cache from the caller's view: those it declared, plus all since. Does not
+        include a token that is still being sampled."""
+        return [*self._declared, *self.seq.tokens[self.start : self.seq.num_scheduled_tokens]]
 
-    def add(self, token: int) -> str | None:
-        """Adds the newest output token; returns the finish reason, or None."""
-        self.tokens.append(token)
-        self.num_generated += 1
-        reason = "length" if self.num_generated >= self.choice.max_tokens else None
-        if self.matcher.advance(token):
-            reason = "stop"
+    def snapshot(self) -> PagedSequence:
+        """Returns a sequence with the current content of the cache."""
+        if self.handle is None:
+            assert self.sequence is not None
+            return self.sequence.fork()
+        offset = self.seq.num_scheduled_tokens
+        return PagedSequence.of(self.store, self.handle, offset, is_known=self.is_known)
+
+    def release(self) -> None:
+        """Lets go of all blocks, and of the scheduler's sequence's hold on this one."""
+        self.sequence = self.handle = None
+        self.seq.answer = self.seq.stop_checker = None
+
+    def reason_to_stop(
+        self, seq: core.Sequence, token: int, reason: FinishReason | None
+    ) -> FinishReason | None:
+        """Returns why the newest token ends the sequence, or None. Its step is launched."""
+        reason = None
+        if seq.num_output_tokens >= self.choice.max_tokens:
+            reason = FinishReason.LENGTH
+        if self._matcher.advance(token):
+            reason = FinishReason.STOP
         if reason is not None:
-            self.is_alive = False
-        if self._text is not None:
-            # A step launched since then computes this token, so it is in the cache.
-            self.sequence.tokens.append(token)
-            if reason is not None or self.sequence.offset % self.sequence.store.block_size == 0:
-                self.sequence.commit()
-        if reason is not None:
-            self.sequence.finish()
+            self.sequence, self.handle = self.snapshot(), None
         return reason
 
     def context(self, newest: mx.array) -> mx.array:
@@ -184,31 +145,34 @@ class BatchSequence:
         return self._context.update_and_fetch(newest)
 
 
-_Work = list[tuple[BatchSequence, list[int]]]  # (sequence, tokens to compute)
-
-
 @dataclass
-class PendingTokens:
-    """Tokens that the device is sampling.
+class PendingStep:
+    """A step that the device is running.
 
     Attributes:
-        sequences: The sequences that get one.
-        tokens: ``[len(sequences)]``.
-        logprobs: ``[len(sequences), vocab_size]``.
+        sampling: The sequences that get a token.
+        written: Evaluated once the step is; used if nothing is sampled.
+        logits: ``[len(sampling), vocab_size]``.
+        inputs: ``[len(sampling)]``: the token before each.
+        tokens: ``[len(sampling)]`` int32.
+        logprobs: ``[len(sampling), vocab_size]``.
     """
 
-    sequences: list[BatchSequence]
-    tokens: mx.array
-    logprobs: mx.array
+    output: SchedulerOutput
+    sampling: list[BatchSequence]
+    written: mx.array
+    logits: mx.array
+    inputs: mx.array
+    tokens: mx.array | None = None
+    logprobs: mx.array | None = None
 
-    def without_ended(self) -> PendingTokens | None:
-        """Keeps only unfinished sequences; returns None if there are none."""
-        alive = [i for i, seq in enumerate(self.sequences) if seq.is_alive]
-        if len(alive) == len(self.sequences):
-            return self
-        at = mx.array(alive, dtype=mx.int32)
-        sequences = [self.sequences[i] for i in alive]
-        return PendingTokens(sequences, self.tokens[at], self.logprobs[at]) if alive else None
+    def sample(self) -> None:
+        """Samples the tokens, unless they are, and starts all of it on the device."""
+        if not self.sampling or self.tokens is not None:
+            return
+        tokens, self.logprobs = _choose(self.sampling, self.inputs, self.logits)
+        self.tokens = tokens.astype(mx.int32)
+        mx.async_eval(self.tokens, self.logprobs)  # type: ignore[no-untyped-call]
 
 
 class PagedBatch:
@@ -235,60 +199,82 @@ class PagedBatch:
         chunk_size: int,
     ) -> None:
         self.store = store
+        self._entries: dict[int, BatchSequence] = {}  # unfinished ones by uid
         self._prompt_response = prompt_response
         self._token_response = token_response
         self._counters = counters
-        self._max_sequences = max_sequences
-        self._max_prompts = max_prompts
-        self._chunk_size = chunk_size
-        self._waiting: deque[BatchSequence] = deque()
-        self._prompts: list[BatchSequence] = []
-        self._pending: PendingTokens | None = None
+        config = SchedulerConfig(
+            max_num_seqs=max_sequences,
+            max_num_batched_tokens=max_sequences + chunk_size,
+            max_num_prompt_tokens=chunk_size,
+            max_num_prefills=max_prompts,
+            long_prefill_token_threshold=0,
+            watermark=0,
+        )
+        self._scheduler = Scheduler(config, store.kv)
+        # Steps that were not read, oldest first. No exception, such as one of a sampler, loses any.
+        self._steps: deque[PendingStep] = deque()
 
     # Sequences.
 
-    def add(self, seq: BatchSequence) -> None:
-        """Queues a sequence."""
-        self.store.count(seq.num_total, 0)
-        self._waiting.append(seq)
+    @exclusive
+    def add(self, entry: BatchSequence, segments: list[list[int]]) -> None:
+        """Queues a sequence with a prompt."""
+        assert entry.sequence is not None
+        tables, kv = entry.sequence.tables, self.store.kv
+        if not entry.is_known:
+            kv.unindex(tables)
+        # A fork of it continues here.
+        self.store.fill(entry.sequence.leases[0], entry.start)
+        kv.commit(tables, entry.start)
+        kv.move_state(tables, entry.start)
+        [entry.seq] = self._scheduler.add(entry.request(segments))
+        entry.seq.answer = entry
+        entry.seq.stop_checker = entry.reason_to_stop
+        self._entries[entry.uid] = entry
+        self.store.count(entry.num_prompt_tokens, 0)
 
     def find(self, uids: Iterable[int]) -> dict[int, tuple[int, int]]:
         """(stage, index) by uid. Stages: 0 waiting, 1 in the prompt, 2 generating."""
+        stages: tuple[list[int], ...] = ([], [], [])
+        for uid, entry in self._entries.items():
+            is_generating = entry.seq.num_scheduled_tokens >= entry.seq.request.num_prompt_tokens
+            stages[entry.seq.is_running + is_generating].append(uid)
         wanted = set(uids)
         return {
-            seq.uid: (stage, i)
-            for stage, sequences in enumerate(self._stages())
-            for i, seq in enumerate(sequences)
-            if seq.uid in wanted
+            uid: (stage, i)
+            for stage, found in enumerate(stages)
+            for i, uid in enumerate(found)
+            if uid in wanted
         }
 
     def sequences(self, uids: Iterable[int]) -> list[BatchSequence]:
         """The sequences with these uids."""
-        wanted = set(uids)
-        return [seq for stage in self._stages() for seq in stage if seq.uid in wanted]
+        return [self._entries[uid] for uid in uids if uid in self._entries]
 
+    @exclusive
     def remove(self, uids: Iterable[int]) -> None:
         """Drops sequences at any stage."""
-        for seq in self.sequences(uids):
-            seq.is_alive = False
-        self._waiting = deque(seq for seq in self._waiting if seq.is_alive)
-        self._prompts = [seq for seq in self._prompts if seq.is_alive]
-        if self._pending is not None:
-            self._pending = self._pending.without_ended()
+        for entry in self.sequences(uids):
+            self._scheduler.finish_sequence(entry.seq, FinishReason.ABORT)
+            del self._entries[entry.uid]
+            entry.release()
+
+    def __del__(self) -> None:
+        # Requests and their sequences refer to each other, so they wait for the garbage collector.
+        for entry in self._entries.values():
+            entry.release()
 
     @property
     def nbytes(self) -> int:
         """Memory of the sequences' blocks; a shared block counts once per sequence."""
-        layers = range(len(self.store.flat.specs))
-        sequences = [seq.sequence for stage in self._stages() for seq in stage]
-        return sum(sequence.nbytes(layer) for sequence in sequences for layer in layers)
-
-    def _stages(self) -> tuple[Sequence[BatchSequence], ...]:
-        return self._waiting, self._prompts, self._generating
-
-    @property
-    def _generating(self) -> list[BatchSequence]:
-        return [] if self._pending is None else self._pending.sequences
+        leases = [
+            lease
+            for entry in self._entries.values()
+            for lease in ([entry.handle] if entry.sequence is None else entry.sequence.leases)
+            if lease is not None
+        ]
+        return sum(self.store.nbytes(leases, i) for i in range(len(self.store.flat.specs)))
 
     # Steps.
 
@@ -296,132 +282,142 @@ class PagedBatch:
         """Runs a step; returns responses for prompt chunks and for the previous step's tokens.
 
         The step is launched before the previous step's tokens are read, so the device does not wait
-        for the host.
+        for the host. More steps are run as long as there is nothing to report.
         """
-        tic = time.perf_counter()
-        self._admit()
-        starting, chunks, prompt_responses = self._plan_prompts()
-        before = self._pending
-        num_decoding = len(self._generating)
-        num_prompt_tokens = len(starting) + sum(len(tokens) for _, tokens in chunks)
-        if num_decoding + num_prompt_tokens:
-            self._pending = self._launch(before, starting, chunks)
-        self._commit([*starting, *chunks])
-        token_responses = self._read(before) if before is not None else []
-        if before is None and num_prompt_tokens:
-            mx.eval(self.store.written())  # stay at most one step ahead of the device
-        # Split the step's time by its tokens.
-        seconds = time.perf_counter() - tic
-        for_tokens = seconds * num_decoding / max(1, num_decoding + num_prompt_tokens)
-        self._counters.decode_time += for_tokens
-        self._counters.prompt_time += seconds - for_tokens
-        self._counters.generation_tokens += len(token_responses)
-        self._counters.generation_steps += before is not None
-        return prompt_responses, token_responses
+        prompts: list[Any] = []
+        tokens: list[Any] = []
+        is_idle = False
+        while not (prompts or tokens or is_idle):
+            tic = time.perf_counter()
+            before = len(self._steps)
+            self._sample()
+            if before < MAX_STEPS_IN_FLIGHT:
+                prompts = self._launch()
+                self._sample()
+            tokens = self._commit() if before else []
+            is_idle = not before and not self._steps
+            self._count(time.perf_counter() - tic, len(tokens))
+        return prompts, tokens
 
-    def _admit(self) -> None:
-        while (
-            self._waiting
-            and len(self._prompts) < self._max_prompts
-            and len(self._prompts) + len(self._generating) < self._max_sequences
-        ):
-            seq = self._waiting.popleft()
-            seq.begin(self._prompts)
-            self._prompts.append(seq)
+    def _sample(self) -> None:
+        for step in self._steps:
+            step.sample()
+
+    def _count(self, seconds: float, num_tokens: int) -> None:
+        """Updates mlx-lm's counters; splits the time by the tokens of the newest step."""
+        counters = self._counters
+        num_rows = num_decodes = 0
+        if self._steps:
+            batch, sequences = self._steps[-1].output
+            num_rows = batch.num_tokens
+            num_decodes = sum(
+                start >= seq.request.num_prompt_tokens
+                for start, seq in zip(batch.starts, sequences)
+            )
+        for_tokens = seconds * num_decodes / max(1, num_rows)
+        counters.decode_time += for_tokens
+        counters.prompt_time += seconds - for_tokens
+        counters.generation_tokens += num_tokens
+        counters.generation_steps += num_tokens > 0
 
     @exclusive
-    def _commit(self, work: _Work) -> None:
-        for seq, _ in work:
-            seq.sequence.commit()
-
-    @exclusive
-    def _plan_prompts(self) -> tuple[_Work, _Work, list[Any]]:
-        """Splits sequences into those that start generating and those with more prompt.
-
-        A sequence waits if another one computes its next block in this step. It then takes the
-        block by reference.
-        """
-        starting: _Work = []
-        chunks: _Work = []
-        responses = []
-        budget = self._chunk_size
-        for seq in self._prompts:
-            num_segments, num_processed = len(seq.segments), seq.num_processed
-            if seq.is_at_last_token:
-                starting.append((seq, seq.compute(1)))
-                responses.append(self._prompt_response(seq.uid, (seq.num_total,) * 2, True, True))
-                continue
-            self.store.count(0, seq.take_cached())
-            ended = len(seq.segments) < num_segments
-            computing = (other for other, _ in [*starting, *chunks])
-            if budget > 0 and not ended and not seq.must_wait_for(computing):
-                tokens = seq.compute(budget)
-                budget -= len(tokens)
-                chunks.append((seq, tokens))
-                ended = len(seq.segments) < num_segments
-            if seq.num_processed > num_processed:
-                self._counters.prompt_tokens += seq.num_processed - num_processed
-                progress = (seq.num_processed, seq.num_total)
-                responses.append(self._prompt_response(seq.uid, progress, ended, False))
-        self._prompts = [seq for seq in self._prompts if seq.segments]
-        return starting, chunks, responses
-
-    def _launch(
-        self, decoding: PendingTokens | None, starting: _Work, chunks: _Work
-    ) -> PendingTokens | None:
-        """Builds a step and starts it on the device; returns at once.
-
-        Args:
-            decoding: Sequences whose newest token is the step's input.
-            starting: Sequences with the last token of their prompt.
-            chunks: Sequences with earlier prompt tokens; nothing is sampled for these.
+    def _launch(self) -> list[Any]:
+        """Builds a step, if anything can run now, and starts it on the device, up to the logits.
 
         Returns:
-            The tokens of `decoding` and `starting`, in that order; None if there are none.
+            The responses for prompts.
         """
-        answering = [*(decoding.sequences if decoding else []), *(seq for seq, _ in starting)]
-        sequences = [seq.sequence for seq in [*answering, *(seq for seq, _ in chunks)]]
-        lengths = [1] * len(answering) + [len(tokens) for _, tokens in chunks]
-        starts = [sequence.offset for sequence in sequences]
-        for sequence, start, length in zip(sequences, starts, lengths):
-            sequence.before_write(start, start + length)
-        known = [token for _, tokens in [*starting, *chunks] for token in tokens]
-        inputs = mx.array(np.array(known, dtype=np.int32))
-        if decoding is not None:
-            inputs = mx.concatenate([decoding.tokens.astype(mx.int32), inputs])
-        leases = [sequence.leases[0] for sequence in sequences]
-        store = self.store
-        logits = store.forward(leases, starts, lengths, inputs, np.arange(len(answering)))
-        for sequence, start, length in zip(sequences, starts, lengths):
-            sequence.advance_to(start + length)
-        if not answering:
-            return None
-        tokens, logprobs = _choose(answering, inputs, logits)
-        mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
-        return PendingTokens(answering, tokens, logprobs)
+        self.store.collect()
+        output = self._scheduler.schedule()
+        for seq in self._scheduler.running:
+            self._hold(seq.answer)
+        responses = self._report(output)
+        if output is None:
+            return responses
+        batch = output.batch
+        entries: list[BatchSequence] = [seq.answer for seq in output.sequences]
+        ends = np.cumsum(np.frombuffer(batch.query_lens, dtype=np.int64))
+        wanted = (ends - 1)[np.array(batch.samples)]
+        previous = None
+        if self._steps and (tokens := self._steps[-1].tokens) is not None:
+            previous = KnownTokens(tokens, tokens)
+        inputs = input_tokens(batch, ends - batch.query_lens, previous)
+        handles = [entry.handle for entry in entries if entry.handle is not None]
+        assert len(handles) == len(entries)
+        logits = self.store.run(batch, handles, inputs, wanted)
+        if len(wanted) < len(inputs):
+            inputs = inputs[mx.array(wanted)]
+        sampling = [*compress(entries, batch.samples)]
+        written = logits if sampling else self.store.written()
+        self._steps.append(PendingStep(output, sampling, written, logits, inputs))
+        return responses
 
-    def _read(self, step: PendingTokens) -> list[Any]:
-        """Waits for the tokens of a step; returns their responses.
+    def _hold(self, entry: BatchSequence) -> None:
+        """Takes hold of the blocks of a sequence that was admitted in this step."""
+        if entry.sequence is None:
+            return
+        tables = entry.seq.tables
+        assert tables is not None and tables.num_cached_tokens >= entry.start
+        entry.handle = self.store.hold(tables, entry.sequence.leases[0].state, entry.start)
+        entry.sequence = None
+        if not entry.is_known:
+            self.store.kv.unindex(tables)
+
+    def _report(self, output: SchedulerOutput | None) -> list[Any]:
+        """Returns the responses for prompts that have advanced."""
+        lengths: dict[int, int] = {}
+        if output is not None:
+            lengths = dict(zip(output.batch.seq_ids, output.batch.query_lens))
+        responses = []
+        for seq in self._scheduler.running:
+            entry: BatchSequence = seq.answer
+            total = entry.num_prompt_tokens
+            gained = seq.num_scheduled_tokens - entry.start - entry.num_reported
+            if entry.num_reported == total or not gained:
+                continue
+            entry.num_reported += gained
+            is_last = entry.num_reported == total
+            self.store.count(0, gained - lengths.get(seq.seq_id, 0))
+            self._counters.prompt_tokens += 0 if is_last else gained
+            is_end = is_last or seq.num_scheduled_tokens in seq.request.stops
+            progress = entry.num_reported, total
+            responses.append(self._prompt_response(entry.uid, progress, is_end, is_last))
+        return responses
+
+    def _commit(self) -> list[Any]:
+        """Waits for the oldest step; returns the responses for its tokens.
 
         The next step, which computes their keys, must already be launched.
         """
+        step = self._steps[0]
+        batch = step.output.batch
+        if step.tokens is None or step.logprobs is None:
+            mx.eval(step.written)  # stay at most one step ahead of the device
+            self._update([[] for _ in batch.samples])
+            return []
         mx.eval(step.tokens, step.logprobs)
-        responses = []
         tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
-        for seq, token, logprobs in zip(step.sequences, tokens, step.logprobs):
-            reason = seq.add(token)
-            ended = (None, None) if reason is None else (prompt_cache(seq.sequence), seq.tokens)
-            responses.append(self._token_response(seq.uid, token, logprobs, reason, *ended))
-        if self._pending is not None:
-            self._pending = self._pending.without_ended()
+        rest = iter(tokens)
+        gained = [[next(rest)] if samples else [] for samples in batch.samples]
+        self._update(gained)
+        responses = []
+        found = compress(gained, batch.samples)
+        for entry, gain, logprobs in zip(step.sampling, found, step.logprobs):
+            if not gain:
+                continue  # removed since
+            ended: tuple[Any, ...] = (None, None, None)
+            if entry.seq.is_finished:
+                assert entry.seq.finish_reason is not None and entry.sequence is not None
+                del self._entries[entry.uid]
+                reason = entry.seq.finish_reason.value
+                ended = (reason, prompt_cache(entry.sequence), entry.tokens)
+                entry.release()
+            responses.append(self._token_response(entry.uid, gain[0], logprobs, *ended))
         return responses
 
-
-def _num_common(a: array[int], b: array[int]) -> int:
-    """Number of leading tokens that two texts share."""
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
-    return int(differs[0]) if len(differs) else length
+    @exclusive
+    def _update(self, gained: list[list[int]]) -> None:
+        self._scheduler.update_from_output(self._steps.popleft().output, gained)
 
 
 def _choose(
@@ -495,7 +491,7 @@ def batch_generator(original: Any) -> Any:
                     if sequence is None:
                         queue.append(entry)
                     else:
-                        self._paged.add(BatchSequence(uid, sequence, tokens, prompt, choice))
+                        self._paged.add(BatchSequence(uid, sequence, tokens, choice), prompt)
             return uids
 
         def _new_caches(self, count: int) -> list[Any]:
@@ -525,7 +521,7 @@ def batch_generator(original: Any) -> Any:
 
         def extract_cache(self, uids: Iterable[int]) -> dict[int, Any]:
             ours = self._paged.sequences(uids) if self._paged is not None else []
-            found = {seq.uid: (prompt_cache(seq.sequence.fork()), seq.tokens) for seq in ours}
+            found = {entry.uid: (prompt_cache(entry.snapshot()), entry.tokens) for entry in ours}
             return {**super().extract_cache(set(uids) - set(found)), **found}
 
         def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> Any:

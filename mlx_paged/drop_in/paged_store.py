@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -14,18 +15,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged.core import BlockTables, KVManager, PrefixQuery, WindowGroupSpec
-from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixMatch
+from mlx_paged.core import BlockCopy, BlockTables, ElasticKVManager, StepBatch, WindowGroupSpec
+from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.drop_in.locking import exclusive
 from mlx_paged.drop_in.runner import WINDOW_SLACK, DropInRunner
-from mlx_paged.drop_in.states import Snapshots, State
 from mlx_paged.model.kv_formats import KVFormat
-from mlx_paged.model.layout import KVCacheGroupSpec
+from mlx_paged.model.layout import KVCacheGroupSpec, LayerSpec, StateSpec
 from mlx_paged.model.plan import build_plan
+from mlx_paged.model.state_arrays import State
 from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 32
-_INITIAL_BLOCKS = 1 + 1024 // BLOCK_SIZE
 # Approximate host memory of a prefix cache block; the whole cost of a block if no layer has
 # attention.
 _NODE_BYTES = 1024
@@ -77,7 +77,7 @@ class SequenceHandle:
     mlx-lm's prompt caches are plain objects: a copy is a fork, and there is no explicit close.
     """
 
-    __slots__ = ("__weakref__", "_ended", "is_torn", "num_drafts", "state", "tables")
+    __slots__ = ("__weakref__", "_ended", "is_torn", "num_drafts", "position", "state", "tables")
 
     def __init__(
         self, tables: BlockTables, ended: deque[BlockTables], state: State | None = None
@@ -87,6 +87,7 @@ class SequenceHandle:
         self.is_torn = False  # True if block copies or writes may be missing
         # State of the recurrent layers; None before the first token, or without such layers.
         self.state = state
+        self.position = 0  # number of tokens that `state` covers; kept by `PagedStore.run`
         self._ended = ended
 
     def __del__(self) -> None:
@@ -97,10 +98,6 @@ class SequenceHandle:
 
 class PagedStore:
     """Pools for every layer of a model, and the KV manager of their blocks.
-
-    *Block reuse.* The store does not know when the device finishes the graphs it has built. Graphs
-    built since the last `settle` may still read a released block, so all of them count as one step
-    of the KV manager. No block is reused before the next `settle`, which waits for everything.
 
     *Lazy calls.* A single-threaded program that calls the model itself may evaluate the result
     later, or never. Such a step is only built; the next operation that needs the pools starts it.
@@ -133,29 +130,21 @@ class PagedStore:
     ) -> None:
         self.lock: Any = threading.RLock() if lock is None else lock
         self.is_interrupted = False  # an exception cut off an operation
-        num_blocks = _INITIAL_BLOCKS
         self.block_size = BLOCK_SIZE
-        self.flat = DropInRunner(
-            model, num_blocks=num_blocks, block_size=BLOCK_SIZE, kv_format=kv_format
-        )
-        self.block_bytes = BLOCK_SIZE * self.flat.bytes_per_token  # in all layers
+        self.flat = DropInRunner(model, block_size=BLOCK_SIZE, kv_format=kv_format)
         self.has_states = self.flat.layout.has_states
-        self.kv = KVManager(
-            num_blocks,
+        # States that the prefix tree holds, or is about to, by slot.
+        self.snapshots: dict[int, State] = {}
+        self.kv = ElasticKVManager(
+            weakref.proxy(self),
             BLOCK_SIZE,
-            windows=[_window_group(group_spec, num_blocks) for group_spec in self.flat.windows],
+            windows=[_window_group(group_spec) for group_spec in self.flat.windows],
+            has_states=self.has_states,
         )
-        self.kv.launch_step(1)
+        self.flat.allocate(self.kv.pool.num_blocks)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.limit = cache_bytes
-        self.snapshots = Snapshots(
-            self.kv,
-            max_bytes=self._share_of_limit,
-            state_bytes=self.flat.layout.bytes_per_slot,
-        )
         self._ended: deque[BlockTables] = deque()
-        self.num_compactions = 0  # each one changes block ids
         self._is_retired = False
         # Pools and states as of the last `_schedule`.
         self._scheduled = self.flat.pools()
@@ -165,23 +154,7 @@ class PagedStore:
         self._lazy_leases: WeakSet[SequenceHandle] = WeakSet()
         self._lazy_thread: int | None = None
         self._begun = self._scheduled
-
-    @property
-    def _share_of_limit(self) -> int:
-        """Memory limit for blocks. Snapshots get an equal share if the model has states."""
-        return self.limit // 2 if self.has_states else self.limit
-
-    @property
-    def _max_cached_blocks(self) -> int:
-        """Number of blocks, per group, up to which the store grows for unused prefixes."""
-        return max(2, self._share_of_limit // max(_NODE_BYTES, self.block_bytes))
-
-    def _least_blocks(self, number: int) -> int:
-        """Number of blocks that a group needs for live sequences, and for unused prefixes within
-        the limit."""
-        pool = self.kv.attention[number].pool
-        within = max(0, self._max_cached_blocks - 1 - pool.num_used)
-        return max(_INITIAL_BLOCKS, 1 + pool.num_used + min(pool.num_cached, within))
+        self.set_limit(cache_bytes)
 
     @property
     def store(self) -> PagedStore:
@@ -193,35 +166,53 @@ class PagedStore:
     @exclusive
     def lease(self) -> SequenceHandle:
         """Returns a handle for a new sequence without blocks."""
-        self._collect()
+        self.collect()
         return SequenceHandle(self.kv.open(array(TOKEN_TYPE)), self._ended)
 
     @exclusive
-    def fork(self, lease: SequenceHandle, num_tokens: int) -> SequenceHandle:
-        """Returns a handle with the same blocks, for a sequence with the first `num_tokens` tokens.
+    def fork(self, lease: SequenceHandle, num_known: int) -> SequenceHandle:
+        """Returns a handle with the same blocks, for a sequence whose first `num_known` tokens are
+        known.
 
         Nothing is copied on the device until one of the two is written.
         """
-        self._collect()
+        self.collect()
         tables = lease.tables
-        state = None if lease.state is None else self.flat.alone(lease.state)
-        return SequenceHandle(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended, state)
+        state = None if lease.state is None else self.flat.states.alone(lease.state)
+        return SequenceHandle(self.kv.fork(tables, tables.tokens[:num_known]), self._ended, state)
 
-    def _collect(self) -> None:
-        """Frees the blocks of ended leases, and shrinks groups that have much unused memory."""
+    def hold(self, tables: BlockTables, state: State | None, position: int) -> SequenceHandle:
+        """Returns a handle for the sequence of a scheduler.
+
+        Args:
+            state: Its recurrent state after `position` tokens. If its next step begins elsewhere,
+                that step reads a snapshot.
+        """
+        lease = SequenceHandle(tables, self._ended, state)
+        lease.position = position
+        return lease
+
+    def nbytes(self, leases: Sequence[SequenceHandle], layer: int) -> int:
+        """Memory of a layer's blocks or states, including shared ones."""
+        spec = self.flat.specs[layer]
+        if isinstance(spec, StateSpec):
+            return sum(lease.state is not None for lease in leases) * spec.bytes_per_slot
+        if not isinstance(spec, LayerSpec):
+            return 0
+        number = self.flat.group_of(spec.group_spec)
+        num_blocks = sum(len(lease.tables.attention[number].live) for lease in leases)
+        return num_blocks * self.block_size * spec.bytes_per_token
+
+    def collect(self) -> None:
+        """Frees the blocks of ended leases, and gives back unused memory."""
         if self._ended:
             while self._ended:
                 if self.kv.is_open(self._ended[0]):
                     self.kv.free(self._ended[0])
                 self._ended.popleft()
-            for group in self.kv.attention:
-                num_blocks, least = group.pool.num_blocks, self._least_blocks(group.number)
-                most = self._max_cached_blocks
-                if num_blocks >= 4 * least or num_blocks > max(most, 2 * least):
-                    self._cut(max(least, min(2 * least, most)), group.number)
+            self.kv.give_back()
         if self._is_retired and self.kv.enable_prefix_caching:
             self.kv.reset_prefix_cache()
-            self.snapshots.clear()
             self.kv.enable_prefix_caching = False
 
     # Steps.
@@ -289,8 +280,58 @@ class PagedStore:
             input_embeddings,
             [lease.state for lease in leases],
         )
-        for lease, state in zip(leases, states):
-            lease.state = state
+        for lease, state, end in zip(leases, states, ends):
+            move = self.kv.move_state(lease.tables, end)
+            assert move is not None
+            self._advance(lease, state, end, move.write)
+        return logits
+
+    def _advance(self, lease: SequenceHandle, state: State, position: int, slot: int) -> None:
+        """Sets the state of a sequence, and keeps it if a snapshot is due there."""
+        lease.state, lease.position = state, position
+        pending = lease.tables.state.pending  # type: ignore[union-attr]
+        if pending and pending[-1][1] == slot:
+            self.snapshots[slot] = self.flat.states.alone(state)
+
+    @exclusive
+    def run(
+        self,
+        batch: StepBatch,
+        leases: Sequence[SequenceHandle],
+        tokens: mx.array,
+        logit_rows: np.ndarray,
+    ) -> mx.array:
+        """Starts a step that a scheduler planned.
+
+        Args:
+            tokens: ``[num_rows]`` int32, all sequences concatenated.
+            logit_rows: Rows that need logits.
+
+        Returns:
+            ``[len(logit_rows), vocab_size]``, lazily.
+        """
+        self._begin()
+        for number, copies in enumerate(batch.block_copies):
+            if copies:
+                self.flat.copy_blocks(copies, number)
+        for lease, start, slots in zip(leases, batch.starts, batch.slots):
+            if lease.position != start:  # it takes cached tokens
+                lease.state = self.snapshots.get(slots.read)
+        ends = [start + length for start, length in zip(batch.starts, batch.query_lens)]
+        logits, states = self.flat.forward(
+            tokens,
+            [
+                [each[number].blocks for each in batch.tables]
+                for number in range(self.flat.num_groups)
+            ],
+            ends,
+            batch.query_lens,
+            logit_rows,
+            states=[lease.state for lease in leases],
+        )
+        for lease, state, end, slots in zip(leases, states, ends, batch.slots):
+            self._advance(lease, state, end, slots.write)
+        self._schedule()
         return logits
 
     @exclusive
@@ -323,8 +364,7 @@ class PagedStore:
         number: int,
     ) -> list[list[int]]:
         """Makes ``[start, end)`` of each sequence writable; returns its tables in a group."""
-        self._collect()
-        kv, pool = self.kv, self.kv.attention[number].pool
+        self.collect()
         for lease, start, end in zip(leases, starts, ends):
             tables = lease.tables
             if lease.is_torn:
@@ -334,13 +374,7 @@ class PagedStore:
                     "new one"
                 )
             lease.is_torn = True
-            self._make_room(kv.num_to_write(tables, start, end, number), number)
-            copies = kv.make_writable(tables, start, end, number)
-            if copies is None:  # all blocks are in use
-                missing = kv.num_to_write(tables, start, end, number) - pool.num_available
-                self._grow(pool.num_blocks + max(missing, pool.num_blocks // 4), number)
-                copies = kv.make_writable(tables, start, end, number)
-                assert copies is not None
+            copies = self.kv.make_writable(tables, start, end, number)
             if copies:
                 # Copy now: the next sequence may evict a source block. Later writes take the pools
                 # from this copy, so they run after it.
@@ -348,6 +382,12 @@ class PagedStore:
                 self._schedule()
             lease.is_torn = False
         return [lease.tables.attention[number].blocks for lease in leases]
+
+    def fill(self, lease: SequenceHandle, num_tokens: int) -> None:
+        """Gives a sequence blocks for `num_tokens` tokens in groups that nothing has written to."""
+        for number, table in enumerate(lease.tables.attention):
+            if len(table.blocks) < self.kv.blocks_for(num_tokens):
+                self._own([lease], [num_tokens], [num_tokens], number)
 
     def can_trim(self, leases: Sequence[SequenceHandle], layer: int, num_tokens: int) -> bool:
         """True if sequences still hold all that a layer reads after the first `num_tokens`
@@ -358,48 +398,29 @@ class PagedStore:
         firsts = (lease.tables.attention[number].first for lease in leases)
         return all(first * self.block_size <= needed for first in firsts)
 
-    def _make_room(self, num_blocks: int, number: int) -> None:
-        """Grows the store up to its limit for unused prefixes; then `make_writable` evicts."""
-        pool = self.kv.attention[number].pool
-        if pool.num_free < num_blocks and pool.num_quarantined:
-            self.settle()
-        if pool.num_free < num_blocks and pool.num_blocks < self._max_cached_blocks:
-            enough = pool.num_blocks + num_blocks - pool.num_free
-            self._grow(min(max(2 * pool.num_blocks, enough), self._max_cached_blocks), number)
-        if pool.num_free < num_blocks:
-            self.settle()  # so that evicted blocks are free at once
+    # The device's side of the KV manager's pools.
 
-    def _grow(self, num_blocks: int, number: int) -> None:
-        self.flat.grow(num_blocks, number)
-        self.kv.attention[number].pool.grow(num_blocks)
-        self._schedule()
+    def wait(self) -> None:
+        """Waits for all reads and writes."""
+        self._begin()
+        mx.eval(self.flat.pools(), self.flat.states.unfinished())
+        mx.synchronize()
 
-    def _cut(self, num_blocks: int, number: int) -> None:
-        """Shrinks a group to `num_blocks`; moves used blocks into the remaining part."""
-        if num_blocks >= self.kv.attention[number].pool.num_blocks:
-            return
-        self.settle()
-        copies = self.kv.compact(num_blocks, number)
-        self.num_compactions += 1
+    def resize(self, number: int, num_blocks: int, copies: Sequence[BlockCopy]) -> None:
+        """See `DevicePools`."""
         if copies:
             self.flat.copy_blocks(copies, number)
-        self.flat.cut(num_blocks, number)
+        self.flat.resize(num_blocks, number)
         self._schedule()
+
+    def drop_state(self, slot: int) -> None:
+        """Drops a snapshot, if the slot is one."""
+        self.snapshots.pop(slot, None)
 
     @exclusive
     def settle(self) -> None:
         """Waits for all reads and writes; released blocks are then free."""
-        self._begin()
-        mx.eval(self.flat.pools(), self.flat.unfinished())
-        mx.synchronize()
-        if not self._is_between_steps:
-            self.kv.on_step_evaluated(self.kv.pool.launched_step)
-        self.kv.launch_step(self.kv.pool.launched_step + 1)
-
-    @property
-    def _is_between_steps(self) -> bool:
-        """True if `settle` was interrupted; otherwise a step is always open."""
-        return self.kv.pool.evaluated_step == self.kv.pool.launched_step
+        self.kv.settle()
 
     def pools(self) -> list[mx.array]:
         """Returns the current pool arrays."""
@@ -407,7 +428,7 @@ class PagedStore:
 
     def _schedule(self, *others: mx.array) -> None:
         """Starts all built work on the device, along with `others`."""
-        states = self.flat.unfinished()
+        states = self.flat.states.unfinished()
         mx.async_eval(*others, states, self.flat.pools())  # type: ignore[no-untyped-call]
         self._newest_states = states or self._newest_states
         self._scheduled = self._begun = self.flat.pools()
@@ -432,7 +453,7 @@ class PagedStore:
 
     def leave(self) -> None:
         """Called by `exclusive` before the thread releases the store."""
-        if self.flat.has_unfinished and self._lazy_thread is None:
+        if self.flat.states.has_unfinished and self._lazy_thread is None:
             self._schedule()
 
     @exclusive
@@ -468,27 +489,10 @@ class PagedStore:
     # Prefixes.
 
     @exclusive
-    def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> Any:
-        """See `KVManager.computing_next_block`."""
-        return self.kv.computing_next_block(tokens, query)
-
-    @exclusive
     def count(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Adds to the counts of prompt tokens and of cached prompt tokens."""
         self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
-
-    # Prefixes.
-
-    def match(self, query: PrefixQuery) -> PrefixMatch:
-        """Returns the longest stored prefix that a sequence can continue from."""
-        match = self.kv.match(query)
-        while self.has_states:
-            limited = self.snapshots.limit(match)
-            match = self.kv.limit(limited)  # windows may not reach back from there
-            if match.num_full_blocks == limited.num_full_blocks:
-                break
-        return match
 
     # The whole store.
 
@@ -503,20 +507,17 @@ class PagedStore:
     def set_limit(self, limit: int) -> None:
         """Changes `cache_bytes`; frees the excess at once."""
         self.limit = limit
-        self.snapshots.set_limit(self._share_of_limit)
-        self._collect()
-        for group in self.kv.attention:
-            if group.pool.num_blocks > self._max_cached_blocks:
-                self._cut(self._least_blocks(group.number), group.number)
+        self.collect()
+        share = limit // 2 if self.has_states else limit  # half of it is for states
+        block_bytes = max(_NODE_BYTES, BLOCK_SIZE * self.flat.bytes_per_token)
+        state_bytes = max(1, self.flat.layout.bytes_per_slot)
+        self.kv.set_limits(max(2, share // block_bytes), max(1, share // state_bytes))
 
     @exclusive
     def clear(self) -> None:
         """Drops every prefix that no live cache holds, and frees its memory."""
-        self._collect()
-        self.kv.reset_prefix_cache()
-        self.snapshots.clear()
-        for number in range(self.flat.num_groups):
-            self._cut(self._least_blocks(number), number)
+        self.collect()
+        self.kv.clear()
 
     def recover(self) -> None:
         """Repairs the store after an interrupted operation.
@@ -524,20 +525,23 @@ class PagedStore:
         Drops work that was built but not started; only the interrupted caller loses it.
         """
         self.flat.restore(self._scheduled)
-        self.flat.unfinished()
+        self.flat.states.unfinished()
+        lost = [tables for tables in self.kv.open_tables if _is_lost(tables)]
         try:
-            self.kv.check_integrity()
+            self.kv.check_recovery(lost)
         except Exception:
             self.settle()
-            self.kv.recount()
-            self.snapshots.clear()
-        if self._is_between_steps:
-            self.kv.launch_step(self.kv.pool.launched_step + 1)
+            self.kv.recount(lost)
+            if self.kv.states is not None:
+                ref_count = self.kv.states.pool.ref_count
+                for slot in [slot for slot in self.snapshots if not ref_count(slot)]:
+                    del self.snapshots[slot]
+        self.kv.open_step()
 
     @exclusive
     def stats(self) -> StoreStats:
         """Current statistics."""
-        self._collect()
+        self.collect()
         pool, *windows = [group.pool for group in self.kv.attention]
         nbytes = sum(
             group.pool.num_blocks * self.flat.block_bytes(group.number)
@@ -553,20 +557,26 @@ class PagedStore:
             num_window_blocks=sum(window.num_usable for window in windows),
             num_used_window_blocks=sum(window.num_used for window in windows),
             num_cached_window_blocks=sum(window.num_cached for window in windows),
-            nbytes=nbytes + self.flat.state_bytes,
+            nbytes=nbytes + self.flat.states.nbytes,
         )
 
     @exclusive
     def check_integrity(self) -> None:
         """Recounts blocks, prefix tree and tables; raises `IntegrityError` on a mismatch."""
-        self._collect()
+        self.collect()
         self.kv.check_integrity()
 
 
-def _window_group(group_spec: KVCacheGroupSpec, num_blocks: int) -> WindowGroupSpec:
+def _is_lost(tables: BlockTables) -> bool:
+    """True if a scheduler's sequence has these tables, and nothing will free them."""
+    owner = tables.owner
+    return owner is not None and (owner.answer is None or owner.answer.handle is None)
+
+
+def _window_group(group_spec: KVCacheGroupSpec) -> WindowGroupSpec:
     assert group_spec.window is not None
     return WindowGroupSpec(
-        num_blocks,
+        0,
         span=group_spec.window + WINDOW_SLACK,
         first_visible=lambda position: max(0, group_spec.first_visible(position) - WINDOW_SLACK),
     )

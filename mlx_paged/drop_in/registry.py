@@ -15,18 +15,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_paged import ops
 from mlx_paged.drop_in.caches import is_loops, leaves_of, sequence_of
-from mlx_paged.drop_in.locking import InterruptsDeferred
 from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.engine.guard import check_process, claim_process
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.interrupts import InterruptsDeferred
 from mlx_paged.model.kv_formats import KVFormat
+from mlx_paged.model.weight_identity import Weights
 
 #: Environment variable: bytes per model for unused prefixes.
 CACHE_BYTES_VARIABLE = "MLX_PAGED_CACHE_BYTES"
-
-_SMALL = 1 << 16  # bytes
 
 _stores: dict[int, _Entry] = {}  # by id(model), because modules are not hashable
 _warned: set[str] = set()
@@ -47,16 +45,16 @@ class _Entry:
         self.stores: dict[tuple[Any, ...], PagedStore | None] = {}
         self.limit: int | None = None  # bytes for unused prefixes; None: from the environment
         self.sample_failure = ""  # why there is no store
-        self._weights: list[tuple[str, _Weight]] | None = None
+        self._weights: Weights | None = None
 
     def store(
         self, model: nn.Module, kinds: tuple[Any, ...], kv_format: KVFormat | None
     ) -> PagedStore | None:
         """Returns the store for a set of cache types and a KV format; creates it on first use."""
         with InterruptsDeferred(), self.lock:
-            if self._weights is None or not self._is_current(model, self._weights):
+            if self._weights is None or not self._weights.are_still_of(model):
                 self.retire()
-                self._weights = [(name, _Weight(array)) for name, array in _weights(model)]
+                self._weights = Weights(model)
             key = (*kinds, kv_format)
             if key not in self.stores:
                 self.stores[key] = self._make(model, kv_format)
@@ -95,61 +93,6 @@ class _Entry:
         for store in stores.values():
             if store is not None:
                 store.retire()
-
-    @staticmethod
-    def _is_current(model: nn.Module, known: list[tuple[str, _Weight]]) -> bool:
-        """True if the model still has the weights that its stores were computed with."""
-        weights = _weights(model)
-        return len(weights) == len(known) and all(
-            name == known_name and weight.is_still(array)
-            for (name, array), (known_name, weight) in zip(weights, known)
-        )
-
-
-class _Weight:
-    """Identifies an array's contents without keeping them alive; also copies small arrays."""
-
-    def __init__(self, array: mx.array) -> None:
-        self._contents = ops.array_contents(array)
-        # A separate object, so that in-place updates do not change it.
-        self._value = mx.array(array) if array.nbytes <= _SMALL else None
-
-    def is_still(self, array: mx.array) -> bool:
-        """True if this array has the same contents, or is small and has equal values.
-
-        Gemma 3n replaces some of its small weights with equal ones in every forward.
-        """
-        if self._contents.are_still_of(array):
-            return True
-        old = self._value
-        if old is None or (old.shape, old.dtype) != (array.shape, array.dtype):
-            return False
-        if not mx.array_equal(old, array).item():
-            return False
-        self._contents = ops.array_contents(array)
-        return True
-
-
-def _weights(model: nn.Module) -> list[tuple[str, mx.array]]:
-    """Returns the parameters in order, each with its name in its module.
-
-    Runs for every new prompt cache; `Module.parameters` is several times slower.
-    """
-    found: list[tuple[str, mx.array]] = []
-
-    def collect(name: str, value: object) -> None:
-        if isinstance(value, mx.array):
-            found.append((name, value))
-        elif isinstance(value, dict):  # includes modules
-            for key, inner in value.items():
-                if isinstance(inner, (mx.array, dict, list)) and not key.startswith("_"):
-                    collect(key, inner)
-        elif isinstance(value, list):
-            for inner in value:
-                collect(name, inner)
-
-    collect("", model)
-    return found
 
 
 def store_for(

@@ -10,15 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.core import BlockTables, PrefixQuery
-from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixNode
+from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.drop_in.locking import exclusive
-from mlx_paged.drop_in.paged_store import PagedStore
-from mlx_paged.drop_in.states import Arrays, State, unshared
-from mlx_paged.model.layout import LayerSpec, StateSpec
+from mlx_paged.drop_in.paged_store import PagedStore, SequenceHandle
+from mlx_paged.model.layout import LayerSpec
+from mlx_paged.model.state_arrays import Arrays, unshared
 from mlx_paged.ops import AttentionPlan
-
-# Blocks between two state snapshots during generation, as in the engine.
-_INTERVAL = 8
 
 
 class PagedSequence:
@@ -32,10 +29,8 @@ class PagedSequence:
         [0, len(tokens))        known tokens: other sequences with the same prefix can find them
         [len(tokens), offset)   computed from unknown tokens
 
-    While a batch computes its prompt, `tokens` extends past `offset`; see `announce`.
-
     Recurrent layers have a state in place of keys and values. It exists only at `offset`, so a step
-    must end wherever `plan_snapshots` wants to keep it.
+    must end wherever a snapshot is due; see `plan_snapshots`.
     """
 
     def __init__(self, store: PagedStore) -> None:
@@ -52,11 +47,25 @@ class PagedSequence:
         # Tokens announced by a loop; they are shared as they are computed.
         self._expected: Sequence[int] = ()
         self._is_foreign = False  # a state was set from outside, so its tokens are unknown
-        # Snapshots: at these prompt positions, and during the output from `_answer_from` on.
-        self._due: set[int] = set()
-        self._answer_from: int | None = None
-        self._kept: dict[int, State] = {}  # by depth in blocks; their nodes do not exist yet
-        self._newest: PrefixNode | None = None  # node of the newest output snapshot
+
+    @classmethod
+    def of(
+        cls, store: PagedStore, lease: SequenceHandle, offset: int, *, is_known: bool
+    ) -> PagedSequence:
+        """Returns a copy of a scheduler's sequence with its first `offset` tokens.
+
+        Args:
+            is_known: True if all of these are known.
+        """
+        sequence = cls.__new__(cls)
+        sequence.store = store
+        sequence.leases = [store.fork(lease, offset if is_known else 0)]
+        sequence.offsets = [offset] * len(store.flat.specs)
+        sequence._begin()
+        sequence._is_foreign = not is_known
+        store.kv.shrink(sequence.tables, offset)  # without the blocks of later tokens
+        sequence.commit()
+        return sequence
 
     @property
     def offset(self) -> int:
@@ -127,7 +136,7 @@ class PagedSequence:
         pieces: list[mx.array] = []
         done = 0
         while done < length or not pieces:
-            end = self.next_stop(start + length) - start
+            end = self._next_stop(start + length) - start
             embeddings = None if input_embeddings is None else input_embeddings[:, done:end]
             pieces.append(self._step(tokens[:, done:end], embeddings, is_lazy))
             done = end
@@ -147,7 +156,7 @@ class PagedSequence:
             input_embeddings,
             is_lazy=is_lazy,
         )
-        self.advance_to(start + length)
+        self.move_to(start + length)
         if start + length <= len(self._expected):
             self._extend(self._expected, start + length)
             self.commit()
@@ -163,7 +172,7 @@ class PagedSequence:
         """
         start, batch, length = self.offsets[layer], keys.shape[0], keys.shape[2]
         flat = self.store.flat
-        if self._piece != (start, length, self.store.num_compactions):
+        if self._piece != (start, length, self.store.kv.num_compactions):
             self._become(batch)
             del self.tokens[start:]
             self.before_write(start, start + length)
@@ -173,7 +182,7 @@ class PagedSequence:
                 o for o, spec in zip(self.offsets, flat.specs) if isinstance(spec, LayerSpec)
             )
             plan = self.store.plan_write(self.leases, start, length, number, least)
-            piece = start, length, self.store.num_compactions
+            piece = start, length, self.store.kv.num_compactions
             if self._piece != piece:  # blocks may have moved
                 self._piece, self._plans = piece, {}
             self._plans[number] = plan
@@ -199,39 +208,19 @@ class PagedSequence:
         """Sets the offset of every layer."""
         self.offsets = [offset] * len(self.offsets)
 
-    def advance_to(self, offset: int) -> None:
-        """Sets the offset after a step of all layers; keeps the state if a snapshot is due."""
-        self.move_to(offset)
-        depth, rest = divmod(offset, self.store.block_size)
-        state = self.leases[0].state
-        if self._answer_from is None or rest or state is None:
-            return
-        # A state of a sequence that runs alone is free to keep; others must be copied.
-        is_answer = offset >= self._answer_from
-        if offset in self._due or (is_answer and (state.batch.size == 1 or depth % _INTERVAL == 0)):
-            self._due.discard(offset)
-            self._kept[depth] = state
-
     # Recurrent layers.
 
     @exclusive
     def states(self, layer: int) -> list[mx.array | None]:
         """Returns the ``[batch, ...]`` arrays of a recurrent layer."""
-        entries = self._state_arrays()[self.store.flat.state_numbers[layer]]
+        entries = self._joined_states()[self.store.flat.state_numbers[layer]]
         out = [None if array is None else unshared(array) for array in entries]
         mx.async_eval([array for array in out if array is not None])  # type: ignore[no-untyped-call]
         return out
 
-    def _state_arrays(self) -> Arrays:
+    def _joined_states(self) -> Arrays:
         states = [lease.state for lease in self.leases if lease.state is not None]
-        if not states:
-            return [[None] * len(spec.shapes) for spec in self.store.flat.layout.states]
-        if len(states) == states[0].batch.size and [s.row for s in states] == [*range(len(states))]:
-            return states[0].batch.arrays
-        return [
-            [None if rows[0] is None else mx.concatenate(list(rows)) for rows in zip(*caches)]
-            for caches in zip(*(state.arrays for state in states))
-        ]
+        return self.store.flat.states.joined(states)
 
     @exclusive
     def set_states(self, layer: int, entries: Sequence[mx.array | None]) -> None:
@@ -241,11 +230,11 @@ class PagedSequence:
             ValueError: The batch size or a shape does not match.
         """
         number = self.store.flat.state_numbers[layer]
-        checked = self.store.flat.checked_states(number, entries)
+        checked = self.store.flat.states.checked(number, entries)
         self._become(next((len(a) for a in checked if a is not None), len(self.leases)))
-        arrays = list(self._state_arrays())
+        arrays = list(self._joined_states())
         arrays[number] = checked
-        for lease, state in zip(self.leases, self.store.flat.states_of(arrays, len(self.leases))):
+        for lease, state in zip(self.leases, self.store.flat.states.of(arrays, len(self.leases))):
             lease.state = state
         self._is_foreign = True
 
@@ -257,11 +246,9 @@ class PagedSequence:
         """
         for lease in self.leases:
             if lease.state is not None:
-                lease.state = self.store.flat.alone(lease.state)
+                lease.state = self.store.flat.states.alone(lease.state)
+            self.store.kv.plan_snapshots(lease.tables, None)
         self._expected = ()
-        self._due.clear()
-        self._kept.clear()
-        self._answer_from = self._newest = None
 
     @exclusive
     def restart(self) -> list[int]:
@@ -274,29 +261,16 @@ class PagedSequence:
     def plan_snapshots(self, tokens: Sequence[int]) -> None:
         """Plans snapshots of the recurrent state before a prompt is computed.
 
-        One is at the last full block, for an equal prompt or the next turn. Another is where the
-        prompt diverges from stored prefixes, because a third prompt may diverge there too. Use
-        `stop_at` for further positions.
-
         Args:
             tokens: Tokens of the sequence plus the prompt.
         """
-        if not self.store.has_states or not self.is_known:
-            return
-        query = PrefixQuery(tokens)
-        num_known = self.store.kv.num_indexed_blocks(query)
-        self._answer_from = len(tokens)
-        for depth in (query.num_tokens // self.store.block_size, num_known):
-            self.stop_at(depth * self.store.block_size)
+        if self.is_known:
+            self.store.kv.plan_snapshots(self.tables, PrefixQuery(tokens))
 
-    def stop_at(self, position: int) -> None:
-        """Plans a snapshot at `position`, a block boundary, unless the sequence is past it."""
-        if position > self.offset:
-            self._due.add(position)
-
-    def next_stop(self, end: int) -> int:
+    def _next_stop(self, end: int) -> int:
         """Returns where a step toward `end` must stop for a snapshot."""
-        return min([end, *(due for due in self._due if due > self.offset)])
+        states = self.store.kv.states
+        return end if states is None else states.try_allocate(self.tables, end)
 
     def is_trimmable(self, layer: int) -> bool:
         """True if a layer can be trimmed to any length, because nothing slid out of its window."""
@@ -376,7 +350,7 @@ class PagedSequence:
         if not self.is_known:
             return self.offset
         query = PrefixQuery(tokens) if limit is None else PrefixQuery(tokens, limit=limit)
-        match = self.store.match(query)
+        match = self.store.kv.match(query)
         return max(self.offset, match.num_tokens(self.store.block_size))
 
     @exclusive
@@ -390,14 +364,12 @@ class PagedSequence:
         query = PrefixQuery(tokens) if query is None else query
         if not self.is_known or query.num_tokens <= self.offset:
             return self.offset
-        match = self.store.match(query)
+        match = self.store.kv.match(query)
         num_tokens = match.num_tokens(self.store.block_size)
         if num_tokens > self.offset:
             self.store.kv.attach_prefix(self.tables, match)
-            if self.store.has_states:
-                assert match.node is not None
-                self.leases[0].state = self.store.snapshots.take(match.node)
-                self._kept.clear()
+            if self.tables.state is not None:
+                self.leases[0].state = self.store.snapshots[self.tables.state.slot]
             self._extend(tokens, num_tokens)
             self.move_to(num_tokens)
             self._num_written = num_tokens
@@ -413,10 +385,6 @@ class PagedSequence:
         for lease in self.leases:
             lease.num_drafts = num_tokens
 
-    def announce(self, tokens: Sequence[int]) -> None:
-        """Announces the tokens that the sequence will compute, so that others can wait for it."""
-        self._extend(tokens, len(tokens))
-
     @exclusive
     def learn(self, tokens: Sequence[int]) -> None:
         """Records the sequence's tokens; their blocks can then be shared."""
@@ -426,27 +394,8 @@ class PagedSequence:
 
     @exclusive
     def commit(self) -> None:
-        """Indexes the full blocks of known tokens, for others to share. Their steps are built."""
+        """Indexes the full blocks of known tokens."""
         self.store.kv.commit(self.tables, min(self.offset, len(self.tokens)))
-        for depth in [*self._kept]:
-            self._keep(depth)
-
-    def _keep(self, depth: int) -> None:
-        """Hands a kept state to the node of its block, if the node exists by now."""
-        tip, store = self.tables.tip, self.store
-        if tip is not None and depth > tip.depth:
-            return
-        state = self._kept.pop(depth)
-        if tip is None:
-            return
-        node = tip.ancestor(depth)
-        if node not in store.snapshots:
-            store.snapshots.add(node, store.flat.alone(state))
-        if self._answer_from is not None and depth * store.block_size >= self._answer_from:
-            # Later prompts most likely need the newest state of an output, plus a few on the way.
-            if self._newest is not None and self._newest.depth % _INTERVAL:
-                store.snapshots.drop(self._newest)
-            self._newest = node
 
     def _extend(self, tokens: Sequence[int], num_tokens: int) -> None:
         self.tokens.extend(array(TOKEN_TYPE, tokens[len(self.tokens) : num_tokens]))
@@ -459,11 +408,4 @@ class PagedSequence:
 
     def nbytes(self, layer: int) -> int:
         """Memory of a layer's blocks, including shared ones."""
-        spec = self.store.flat.specs[layer]
-        if isinstance(spec, StateSpec):
-            return sum(lease.state is not None for lease in self.leases) * spec.bytes_per_slot
-        if not isinstance(spec, LayerSpec):
-            return 0
-        number = self.store.flat.group_of(spec.group_spec)
-        num_blocks = sum(len(lease.tables.attention[number].live) for lease in self.leases)
-        return num_blocks * self.store.block_size * spec.bytes_per_token
+        return self.store.nbytes(self.leases, layer)

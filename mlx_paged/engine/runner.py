@@ -299,14 +299,14 @@ class ModelRunner:
             made = self.media.store.made()
         inputs = self._inputs(batch, context_lens, num_rows, wanted, media)
         repetition = self.model.repetition_of(inputs)
-        input_tokens = _input_tokens(
+        step_tokens = input_tokens(
             batch,
             begins,
             previous,
             repetition.num_rows - len(batch.token_ids),
             stays=repetition.reads_once,
         )
-        logits, pools, greedy = self.model.run(input_tokens, inputs, repetition)
+        logits, pools, greedy = self.model.run(step_tokens, inputs, repetition)
         if num_sampled:
             raw = logits
             if targets:
@@ -463,7 +463,7 @@ def _report_prompts(logits: mx.array, targets: list[tuple[int, PromptTargets]]) 
     return Reported(arrays, [(index, len(t.token_ids)) for index, t in targets])
 
 
-def _input_tokens(
+def input_tokens(
     batch: StepBatch,
     begins: np.ndarray,
     previous: LaunchedStep | KnownTokens | None,

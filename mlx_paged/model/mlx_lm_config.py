@@ -8,6 +8,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from mlx_paged.errors import UnsupportedModelError
@@ -253,3 +254,17 @@ _FIELDS: dict[str, Callable[[Config], Config]] = {
     "qwen2_moe": _plain_rope,
     "solar_open": lambda s: _missing(s, first_k_dense_replace=0),
 }
+
+
+def config_of(model: object) -> dict[str, Any]:
+    """Returns the fields of a model's ``config.json`` that the model object still has."""
+    model_type = str(getattr(model, "model_type", type(model).__name__))
+    for base in type(model).__mro__:
+        package, _, module = base.__module__.rpartition(".")
+        if package == "mlx_lm.models":  # one module may run several model types
+            model_type = module
+            break
+    args = getattr(model, "args", None)
+    # `asdict` recurses: a multimodal model's text model has its own args.
+    fields = asdict(args) if is_dataclass(args) and not isinstance(args, type) else {}
+    return {**fields, "model_type": model_type}

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model import dense_prefill, patches
 from mlx_paged.model.caches import (
@@ -250,6 +251,24 @@ class PagedModel:
         copy_blocks(
             [c for c in self._attention if group_spec in (None, c.spec.group_spec)], block_pairs
         )
+
+    def resize(self, num_blocks: int, group_spec: KVCacheGroupSpec) -> None:
+        """Changes the number of blocks of a group; keeps the contents of the first ones."""
+        for cache in self._attention:
+            if cache.spec.group_spec != group_spec:
+                continue
+            for name, dim in zip(("key_pool", "value_pool"), cache.spec.pool_dims):
+                pool: mx.array = getattr(cache, name)
+                more = num_blocks - len(pool)
+                if more > 0:
+                    block_size, num_heads = pool.shape[1:3]
+                    added = ops.allocate_pool(more, block_size, num_heads, dim, pool.dtype)
+                    pool = mx.concatenate([pool, added])
+                else:
+                    pool = mx.contiguous(pool[:num_blocks])
+                mx.eval(pool)  # one pool at a time, so that only one exists twice
+                setattr(cache, name, pool)
+        mx.clear_cache()  # MLX would keep the freed memory
 
     # Steps.
 

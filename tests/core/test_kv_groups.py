@@ -213,6 +213,44 @@ def test_snapshots_while_tokens_are_generated() -> None:
     assert kv.match([*tokens, 0]).num_tokens(4) == 16  # of 20, every 8
 
 
+def test_the_newest_snapshot_of_an_answer_replaces_the_one_before() -> None:
+    kv = Store(32, 4, states=StateGroupSpec(16, snapshot_interval=4, keeps_newest=True))
+    tokens = list(range(5))
+    kv.compute(1, tokens)
+    found = []
+    for token in range(50, 74):
+        tokens.append(token)
+        assert kv.grow(1, len(tokens))
+        kv.advance(1, len(tokens) - 1, len(tokens))
+        if len(tokens) % 4 == 0:
+            found.append((len(tokens), kv.group_usage[0].num_indexed_blocks))
+    # (The first is that of the prompt; 16 is kept on the way.)
+    assert found == [(8, 2), (12, 2), (16, 2), (20, 3), (24, 3), (28, 3)]
+    kv.free(1)
+    assert kv.match([*tokens, 0]).num_tokens(4) == 28
+    assert kv.match([*tokens[:27], 0]).num_tokens(4) == 16
+
+
+def test_slots_that_only_name_states_are_free_at_once_and_never_refused() -> None:
+    freed: list[int] = []
+    kv = Store(64, 4, states=StateGroupSpec(3, on_free=freed.append))
+    for seq_id in range(10):
+        kv.admitted(seq_id, [seq_id, 1])
+    assert kv.states is not None
+    kv.allocate_up_to(0, 1)
+    first = kv.move_state(0, 1)
+    kv.launch_step(1)
+    kv.allocate_up_to(0, 2)
+    second = kv.move_state(0, 2)  # the step before is in flight
+    assert first is not None and second is not None
+    assert freed == [first.write] and second.read == first.write
+    moves = [kv.move_state(seq_id, 1) for seq_id in range(1, 10)]
+    for seq_id in range(10):
+        kv.free(seq_id)
+    assert freed[1:] == [second.write, *(move.write for move in moves if move is not None)]
+    kv.check_integrity()
+
+
 def test_no_snapshot_takes_what_running_sequences_need() -> None:
     kv = Store(32, 4, states=StateGroupSpec(4))
     kv.compute(1, list(range(9)))

@@ -7,7 +7,14 @@ import random
 import pytest
 from support.id_store import IdStore
 
-from mlx_paged.core import BlockCopy, BlockTables, KVManager, PrefixQuery, WindowGroupSpec
+from mlx_paged.core import (
+    BlockCopy,
+    BlockTables,
+    ForkingKVManager,
+    KVManager,
+    PrefixQuery,
+    WindowGroupSpec,
+)
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 
@@ -692,7 +699,7 @@ def test_random_lives_with_windows(seed: int) -> None:
     def first_visible(position: int) -> int:
         return max(0, position - 5)
 
-    kv = KVManager(40, 4, windows=[WindowGroupSpec(24, 6, first_visible)])
+    kv = ForkingKVManager(40, 4, windows=[WindowGroupSpec(24, 6, first_visible)])
     contents: tuple[dict[int, list[int]], ...] = ({}, {})
     lives: list[tuple[BlockTables, list[int]]] = []  # with the text, all of it computed
     step = 1
@@ -725,7 +732,7 @@ def test_random_lives_with_windows(seed: int) -> None:
                 start = max(0, len(text) - 3)
             new = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
             end = start + len(new)
-            needed = [kv.num_to_write(tables, start, end, number) for number in (0, 1)]
+            needed = [kv.attention[number].num_to_write(tables, start, end) for number in (0, 1)]
             if any(n > kv.attention[k].pool.num_available for k, n in enumerate(needed)):
                 continue
             owned = True
@@ -775,15 +782,17 @@ def test_random_lives_with_windows(seed: int) -> None:
 
 
 def test_a_window_written_again_before_what_it_holds_takes_blocks_without_copies() -> None:
-    kv = KVManager(12, 4, windows=[WindowGroupSpec(12, 6, lambda position: max(0, position - 5))])
+    kv = ForkingKVManager(
+        12, 4, windows=[WindowGroupSpec(12, 6, lambda position: max(0, position - 5))]
+    )
     kv.launch_step(1)
     tables = kv.open([])
-    assert kv.num_to_write(tables, 10, 17, 1) == 3
+    assert kv.attention[1].num_to_write(tables, 10, 17) == 3
     assert (
         kv.make_writable(tables, 10, 17, 1) == []
     )  # nothing in front of a text that came from outside
     assert [bool(block) for block in tables.attention[1].blocks] == [False] * 2 + [True] * 3
-    assert kv.num_to_write(tables, 5, 18, 1) == 1
+    assert kv.attention[1].num_to_write(tables, 5, 18) == 1
     assert kv.make_writable(tables, 5, 18, 1) == []
     assert [bool(block) for block in tables.attention[1].blocks] == [False] + [True] * 4
     assert kv.make_writable(tables, 5, 18) == []  # of full attention it needs all

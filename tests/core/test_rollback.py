@@ -24,7 +24,7 @@ from support.recording_tier import RecordingTier
 from mlx_paged.core import (
     BlockCopy,
     BlockTables,
-    KVManager,
+    ForkingKVManager,
     PrefixQuery,
     StateGroupSpec,
     WindowGroupSpec,
@@ -37,7 +37,7 @@ tokens_of = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 class Device:
     """Pools and states of every group, and the steps that write them."""
 
-    def __init__(self, kv: KVManager) -> None:
+    def __init__(self, kv: ForkingKVManager) -> None:
         self.kv = kv
         self.pools: list[dict[tuple[int, int], Path]] = [{} for _ in kv.attention]
         self.states: dict[int, Path] = {0: ()}
@@ -95,7 +95,7 @@ class RollbackMachine(RuleBasedStateMachine):
     def begin(self, groups: str, block_size: int, keeps: int) -> None:
         # (A tier that drops everything, or keeps all or every second block.)
         self.tier = RecordingTier(lambda handed: bool(keeps) and handed.block % keeps == 0)
-        self.kv = KVManager(16, block_size, tier=self.tier, **GROUPS[groups])
+        self.kv = ForkingKVManager(16, block_size, tier=self.tier, **GROUPS[groups])
         self.device = Device(self.kv)
         self.sequences: list[tuple[BlockTables, list[int]]] = []
 
@@ -203,9 +203,11 @@ def test_random_rollbacks() -> None:
     )
 
 
-def started(num_tokens: int, **options: Any) -> tuple[KVManager, Device, BlockTables, list[int]]:
+def started(
+    num_tokens: int, **options: Any
+) -> tuple[ForkingKVManager, Device, BlockTables, list[int]]:
     """A sequence of `num_tokens` computed tokens, in blocks of 4."""
-    kv = KVManager(32, 4, **options)
+    kv = ForkingKVManager(32, 4, **options)
     tokens = list(range(num_tokens))
     tables = kv.admit(tokens)
     assert tables is not None and kv.allocate_up_to(tables, num_tokens) == num_tokens

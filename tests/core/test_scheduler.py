@@ -10,11 +10,14 @@ from support.scheduling_helpers import OVERLAP, Clock, check_outputs, make, requ
 from support.step_rows import IN_FLIGHT_TOKEN
 
 from mlx_paged.core import (
+    ElasticKVManager,
     FinishReason,
+    ForkingKVManager,
     KVManager,
     Scheduler,
     SchedulerConfig,
     SequenceStatus,
+    StateGroupSpec,
     StopPolicy,
 )
 from mlx_paged.errors import (
@@ -51,6 +54,101 @@ def test_a_prompt_over_the_budget_goes_in_chunks_and_only_the_last_one_samples()
         (16, 4),
     ]
     assert [b.sequences[0].samples for b in engine.batches] == [False, False, True]
+
+
+@OVERLAP
+def test_a_step_ends_at_each_stop_of_a_request(overlap):
+    engine = make(overlap=overlap)
+    r = request("a", list(range(20)), 2, stops=[6, 13])
+    engine.scheduler.add(r)
+    engine.run()
+    steps = [(b.sequences[0].start, b.sequences[0].num_tokens) for b in engine.batches]
+    assert steps == [(0, 6), (6, 7), (13, 7), (20, 1)]
+    check_outputs(engine, r)
+
+
+@OVERLAP
+def test_cached_tokens_are_looked_up_from_stop_to_stop(overlap):
+    engine = make(overlap=overlap)
+    first = request("a", list(range(40)), 1)
+    engine.scheduler.add(first)
+    engine.run()
+    r = request("b", [*range(38), 50, 51], 2, stops=[8, 14, 30])
+    [seq] = engine.scheduler.add(r)
+    reached = []
+    while engine.scheduler.has_unfinished or engine.running:
+        engine.step()
+        reached.append(seq.num_scheduled_tokens)
+    # 14 and 30 are in the middle of blocks, whose rest is computed.
+    assert reached[:4] == [8, 14, 30, 40]
+    computed = [(b.sequences[0].start, b.sequences[0].num_tokens) for b in engine.batches]
+    assert [c for c in computed if c[1] > 1][1:] == [(12, 2), (28, 2), (36, 4)]
+    check_outputs(engine, first, r)
+
+
+def test_prompts_have_their_own_budget_and_places():
+    engine = make(max_num_prompt_tokens=6, max_num_prefills=1, long_prefill_token_threshold=0)
+    for name in "abc":
+        engine.scheduler.add(request(name, [ord(name), *range(9)], 9))
+    for _ in range(6):
+        engine.step()
+    steps = [rows(engine, i) for i in range(6)]
+    assert steps[:4] == [
+        [("a", 6)],
+        [("a", 4)],
+        [("a", 1), ("b", 6)],
+        [("a", 1), ("b", 4)],
+    ]
+    assert steps[4] == [("a", 1), ("b", 1), ("c", 6)]
+    engine.run()
+    for name in ("max_num_prompt_tokens", "max_num_prefills"):
+        with pytest.raises(InvalidParameterError, match=name):
+            SchedulerConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("states", [None, StateGroupSpec(30)], ids=["blocks", "states"])
+@pytest.mark.parametrize("length", [5, 8])
+def test_a_request_continues_from_the_blocks_of_a_parent(states, length):
+    kv = ForkingKVManager(65, 4, states=states, enable_prefix_caching=False)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, watermark=0)
+    engine = FakeEngine(Scheduler(config, kv))
+    first = request("a", list(range(length)), 3)
+    [seq] = engine.scheduler.add(first)
+    while seq.num_computed_tokens < length:
+        engine.step()
+    parent = kv.fork(seq.tables, seq.tokens[:length])
+    engine.run()
+    computed = engine.device.num_tokens_computed
+    more = [*range(length), 40, 41]
+    both = [
+        request(name, more, 3, parent=parent, num_parent_tokens=length, read_prefix_cache=False)
+        for name in "bc"
+    ]
+    for r in both:
+        engine.scheduler.add(r)
+    engine.run()
+    assert engine.device.num_tokens_computed - computed == 2 * (2 + 2)
+    kv.free(parent)
+    check_outputs(engine, first, *both)
+
+
+def test_no_sequence_waits_for_one_of_another_scheduler():
+    class Pools:
+        def wait(self) -> None:
+            pass
+
+        def resize(self, number: int, num_blocks: int, copies: Any) -> None:
+            pass
+
+        def drop_state(self, slot: int) -> None:
+            pass
+
+    kv = ElasticKVManager(Pools(), 4)
+    for _ in range(2):
+        scheduler = Scheduler(SchedulerConfig(), kv)
+        scheduler.add(request("a", list(range(40))))  # the same id
+        assert scheduler.schedule() is not None
+        assert not scheduler.num_waiting
 
 
 def test_decodes_come_first_and_chunks_fill_the_rest():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from typing import Any
 
@@ -20,8 +21,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_paged import drop_in
 from mlx_paged.demo.prompts import CHATS
-from mlx_paged.drop_in import registry
 from mlx_paged.drop_in.caches import PagedKVCache
+from mlx_paged.model import weight_identity
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]
 pytestmark = pytest.mark.usefixtures("paged")
@@ -183,6 +184,36 @@ def test_processors_see_prompt_and_answer(model) -> None:
         assert seen[:3] == [text, [*text, answer[0]], [*text, *answer[:2]]]
 
 
+def test_a_generator_goes_on_after_a_sampler_has_raised(model) -> None:
+    texts = prompts(2, None)
+    expected = {i: dense(tokens_of, model, text, max_tokens=6) for i, text in enumerate(texts)}
+    calls = []
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        calls.append(None)
+        if len(calls) in (1, 4):
+            raise ZeroDivisionError
+        return mx.argmax(logprobs, axis=-1)
+
+    batch = generator(model, max_tokens=6)
+    batch.insert(texts, samplers=[sampler, None])
+    answers: Answers = {0: [], 1: []}
+    num_raised = 0
+    while True:
+        try:
+            pieces, tokens = batch.next()
+        except ZeroDivisionError:
+            num_raised += 1
+            continue
+        for r in tokens:
+            answers[r.uid].append(r.token)
+        if not pieces and not tokens:
+            break
+    assert answers == expected
+    assert num_raised == 2
+    integrity(model)
+
+
 def test_log_probabilities_are_those_of_mlx_lm(model) -> None:
     texts = prompts(3, None)
 
@@ -232,6 +263,19 @@ def test_a_segment_ends_where_it_should_and_its_cache_can_be_had(
         rest = text[length:]
         assert tokens_of(model, rest, prompt_cache=cache, max_tokens=4) == answer
     integrity(model)
+
+
+def test_every_segment_takes_what_is_stored(model) -> None:
+    text = prompts(1)[0][:150]
+    tokens_of(model, text)
+    before = drop_in.stats(model).num_cached_tokens
+    batch = generator(model, max_tokens=4)
+    [uid] = batch.insert_segments([[text[:70], text[70:130], text[130:]]])
+    answers, _ = run(batch)
+    # A segment ends within a block, so the rest of that block is computed.
+    assert drop_in.stats(model).num_cached_tokens - before == 70 + (128 - 70)
+    integrity(model)
+    assert answers[uid] == dense(tokens_of, model, text, max_tokens=4)
 
 
 def test_caches_go_in_and_come_out(model) -> None:
@@ -343,6 +387,21 @@ def test_nothing_is_held_once_all_have_gone(model) -> None:
     assert stats.num_cached_blocks > 0
 
 
+def test_a_generator_that_is_dropped_lets_go_of_its_blocks(model) -> None:
+    batch = generator(model, max_tokens=50, prefill_batch_size=1)
+    batch.insert(prompts(3))
+    for _ in range(3):
+        batch.next()
+    assert drop_in.stats(model).num_used_blocks > 0
+    gc.disable()  # references alone keep nothing
+    try:
+        del batch
+        assert drop_in.stats(model).num_used_blocks == 0
+    finally:
+        gc.enable()
+    integrity(model)
+
+
 def test_caches_of_a_given_size_are_mlx_lms_own() -> None:
     model = tiny_model(tiny_config("qwen2"))
     texts = [[i % 90 for i in range(start, start + n)] for start, n in [(0, 40), (3, 90), (5, 9)]]
@@ -388,8 +447,8 @@ def test_windows(recwarn) -> None:
 def test_weights_are_looked_over_once_for_all_that_are_inserted(model, monkeypatch) -> None:
     batch = generator(model, max_tokens=2)
     looked: list[int] = []
-    weights = registry._weights
-    monkeypatch.setattr(registry, "_weights", lambda m: looked.append(1) or weights(m))
+    weights = weight_identity.weights_of
+    monkeypatch.setattr(weight_identity, "weights_of", lambda m: looked.append(1) or weights(m))
     batch.insert(prompts(5))
     assert len(looked) == 1
     assert len(run(batch)[0]) == 5

@@ -176,7 +176,7 @@ def test_states_that_nobody_uses_take_limited_memory(module, model, monkeypatch)
     [store] = stores_of(model)
     state_bytes = store.flat.layout.bytes_per_slot
     assert 1 < len(store.snapshots) <= 150_000 // state_bytes < len(prompts)
-    assert store.flat.state_bytes == len(store.snapshots) * state_bytes
+    assert store.flat.states.nbytes == len(store.snapshots) * state_bytes
     assert [tokens_of(model, prompt, max_tokens=2) for prompt in prompts[:3]] == expected
     integrity(model)
 
@@ -191,7 +191,7 @@ def test_sequences_that_have_ended_hold_no_state_of_others(module, model) -> Non
     del batch, responses
     [store] = stores_of(model)
     store.settle()
-    assert store.flat.state_bytes == len(kept) * store.flat.layout.bytes_per_slot
+    assert store.flat.states.nbytes == len(kept) * store.flat.layout.bytes_per_slot
     assert sum(c.nbytes for c in kept[0] if isinstance(c, PagedArraysCache)) == (
         store.flat.layout.bytes_per_slot
     )
@@ -320,9 +320,9 @@ def test_states_are_evaluated_with_the_pools_and_once(module, model, monkeypatch
     [store] = stores_of(model)
     num_states = sum(len(spec.shapes) for spec in store.flat.layout.states)
     model(mx.array([TEXT[:5]]), cache=caches)
-    assert store.flat.has_unfinished
-    assert len(store.flat.unfinished()) == num_states
-    assert not store.flat.has_unfinished and not store.flat.unfinished()
+    assert store.flat.states.has_unfinished
+    assert len(store.flat.states.unfinished()) == num_states
+    assert not store.flat.states.has_unfinished and not store.flat.states.unfinished()
 
 
 @HYBRID

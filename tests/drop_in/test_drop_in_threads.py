@@ -31,7 +31,7 @@ import numpy as np
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_paged import drop_in, ops
-from mlx_paged.core import BlockTables, KVManager
+from mlx_paged.core import BlockPool, BlockTables, ForkingKVManager
 from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.drop_in.registry import stores_of
 
@@ -331,7 +331,7 @@ def test_what_is_cut_off_in_the_middle_of_the_kv_manager_is_counted_anew(
     assert store.kv.counters.num_resets == 1
     store.settle()
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr(KVManager, "launch_step", raise_ended)
+        patch.setattr(BlockPool, "on_step_launched", raise_ended)
         store.settle()
     store.settle()
     for i in range(len(PROMPTS)):
@@ -342,7 +342,7 @@ def test_what_is_cut_off_in_the_middle_of_the_kv_manager_is_counted_anew(
 def test_ctrl_c_waits_until_the_store_is_whole(model, monkeypatch) -> None:
     expected = plain_answers()
     assert streamed(model, 1) == expected[streamed, 1]
-    real = KVManager.make_writable
+    real = ForkingKVManager.make_writable
     whole = []
 
     def make_writable(self: Any, *args: Any) -> Any:
@@ -351,7 +351,7 @@ def test_ctrl_c_waits_until_the_store_is_whole(model, monkeypatch) -> None:
         return whole[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(KVManager, "make_writable", make_writable)
+        patch.setattr(ForkingKVManager, "make_writable", make_writable)
         with pytest.raises(KeyboardInterrupt):
             streamed(model, 0)
     assert whole

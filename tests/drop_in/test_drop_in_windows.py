@@ -248,11 +248,12 @@ def test_a_prompt_continues_where_both_state_and_window_are(kind, model) -> None
     store.settle()
     tip = store.kv.match(PrefixQuery(TEXT[:500])).node
     assert tip.depth == 500 // BLOCK
-    store.snapshots.drop(tip)
+    states = store.kv.states
+    states.forget(tip)
     before = tip.ancestor(300 // BLOCK)  # the state before that is still there, its window is not
-    assert before in store.snapshots
+    assert before.entries[states.number]
     store.kv.attention[1].forget(before)
-    assert store.match(PrefixQuery(TEXT[:500])).num_full_blocks == 0
+    assert store.kv.match(PrefixQuery(TEXT[:500])).num_full_blocks == 0
     assert tokens_of(model, TEXT[:500]) == plain_tokens(model, TEXT[:500])
     integrity(model)
 

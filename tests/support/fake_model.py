@@ -337,7 +337,8 @@ class FakeEngine:
             for seq in self.scheduler.running:
                 self.scheduler.propose(seq, self.drafter(seq))
         output = self.scheduler.schedule()
-        assert output or self.running or not self.scheduler.has_unfinished, "livelock"
+        pauses = any(seq.request.stops for seq in self.scheduler.running)
+        assert output or self.running or pauses or not self.scheduler.has_unfinished, "livelock"
         launched = None
         if output is not None:
             batch = as_rows(output)

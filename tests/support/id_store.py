@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_paged.core import BlockCopy, BlockTables, KVManager, PrefixMatch, PrefixQuery, StateMove
+from mlx_paged.core import (
+    BlockCopy,
+    BlockTables,
+    ForkingKVManager,
+    PrefixMatch,
+    PrefixQuery,
+    StateMove,
+)
 
 
 class IdStore:
-    """`KVManager` by sequence id; other attributes are the manager's own."""
+    """`ForkingKVManager` by sequence id; other attributes are the manager's own."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.kv = KVManager(*args, **options)
+        self.kv = ForkingKVManager(*args, **options)
         self.tables: dict[int, BlockTables] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -70,7 +77,7 @@ class IdStore:
         return copies
 
     def num_to_write(self, seq_id: int, start: int, end: int) -> int:
-        return self.kv.num_to_write(self.tables[seq_id], start, end)
+        return self.kv.attention[0].num_to_write(self.tables[seq_id], start, end)
 
     def shrink(self, seq_id: int, num_tokens: int) -> None:
         self.kv.shrink(self.tables[seq_id], num_tokens)

@@ -38,6 +38,9 @@ from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixNode, PrefixQuery, common_prefix_len
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
+#: (group number, number of blocks): makes sure that so many are free or can be evicted.
+Supply = Callable[[int, int], None]
+
 
 class BlockTable:
     """A sequence's blocks in one attention group; entries before `first` are block 0.
@@ -365,6 +368,15 @@ class KVCacheGroup(ABC):
     def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
         """Finishes building a step; returns its block copies. Stamps later releases with `step`."""
 
+    def on_step_evaluated(self, step: int) -> None:
+        """Frees what waited for an evaluated step."""
+        self.pool.on_step_evaluated(step)
+
+    def recount(self, all_tables: Collection[BlockTables]) -> None:
+        """Frees everything that no table names, after an interrupted change. The prefix tree is
+        now empty."""
+        self.pool.recount(self.references(all_tables))
+
     @abstractmethod
     def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
         """Counts references to each block by sequences and by the step being built.
@@ -396,6 +408,7 @@ class AttentionGroup(KVCacheGroup):
         spec: The window; None for full attention. Full attention reserves the blocks of all known
             tokens at admission. Windows do not, because a long prompt never needs most of them at
             once.
+        supply: See `KVManager`.
     """
 
     def __init__(
@@ -406,6 +419,7 @@ class AttentionGroup(KVCacheGroup):
         spec: WindowGroupSpec | None,
         tier: Tier,
         remove: Callable[[PrefixNode], None],
+        supply: Supply | None = None,
     ) -> None:
         if spec is not None and spec.span < 1:
             raise InvalidParameterError("span", "at least 1", spec.span)
@@ -414,9 +428,19 @@ class AttentionGroup(KVCacheGroup):
         self._first_visible = None if spec is None else spec.first_visible
         # Maximum number of blocks that a row sees.
         self.view_blocks = None if spec is None else (spec.span + block_size - 2) // block_size + 1
+        self._supply = supply
         self._copying: list[BlockTable] = []  # the step being built makes their copies
         self._deferred: list[BlockTable] = []  # a later step makes their copies
         self.num_deduplicated = 0
+
+    def supply(self, num_blocks: int) -> None:
+        """Asks for blocks, if the pool grows on demand."""
+        if self._supply is not None and self.pool.num_free < num_blocks:
+            self._supply(self.number, num_blocks)
+
+    def make_room(self, num_blocks: int) -> bool:
+        self.supply(num_blocks)
+        return super().make_room(num_blocks)
 
     def first_block(self, num_tokens: int) -> int:
         """First block that rows at positions from `num_tokens` on see."""
@@ -476,9 +500,11 @@ class AttentionGroup(KVCacheGroup):
     @property
     def capacity(self) -> int | None:
         fits = self.view_blocks is not None and self.pool.num_usable >= self.view_blocks
-        return None if fits else self.pool.num_usable * self.block_size
+        return None if fits or self._supply is not None else self.pool.num_usable * self.block_size
 
     def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
+        if num_tokens == parent.num_computed_tokens:
+            return True  # it would continue there itself
         return self._table(parent).first <= self.first_block(num_tokens)
 
     def begin(self, tables: BlockTables, source: PrefixSource) -> None:
@@ -487,7 +513,7 @@ class AttentionGroup(KVCacheGroup):
         copy_source: int | None = None
         if source.fork_of is not None:
             parent = self._table(source.fork_of)
-            first = self.first_block(source.num_tokens(self.block_size))
+            first = max(parent.first, self.first_block(source.num_tokens(self.block_size)))
             blocks[first:] = parent.blocks[first:num_full]
             if source.num_partial_tokens:
                 copy_source = parent.blocks[num_full]
@@ -611,6 +637,7 @@ class AttentionGroup(KVCacheGroup):
         if self.view_blocks is not None:
             most = min(most, table.first + self.view_blocks)
         num_fresh = max(0, most - len(table.blocks))
+        self.supply(num_fresh)
         if num_fresh + headroom > self.pool.num_available:
             return False
         return self.make_room(num_fresh)
@@ -643,6 +670,7 @@ class AttentionGroup(KVCacheGroup):
         num_fresh = -(-num_tokens // self.block_size) - num_blocks
         if num_fresh <= 0 or num_fresh <= self.pool.num_free:
             return num_tokens
+        self.supply(num_fresh)
         if self.sees_everything and num_fresh > self.pool.num_available:
             return num_blocks * self.block_size  # all or nothing: evict no block in vain
         if self.make_room(num_fresh):
@@ -707,6 +735,22 @@ class AttentionGroup(KVCacheGroup):
 
     def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
         self.pool.on_step_launched(step)
+        return self.take_copies()
+
+    @property
+    def has_copies(self) -> bool:
+        """True if the step being built, or a later one, has copies to make."""
+        return bool(self._copying or self._deferred)
+
+    def recount(self, all_tables: Collection[BlockTables]) -> None:
+        for tables in all_tables:
+            self._table(tables).copy_source = None
+        self._copying.clear()
+        self._deferred.clear()
+        super().recount(all_tables)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Returns the block copies of the step being built, which runs them."""
         copies = []
         for table in self._copying:
             assert table.copy_source is not None

@@ -16,20 +16,26 @@ Order of calls: `match` looks up a waiting sequence, any number of times; `admit
 blocks found and copies a partial one; `commit` indexes the blocks that steps have filled; `free`
 indexes the last, partly filled block and drops the references. Indexed blocks stay until evicted.
 
-The engine's sequences grow, and drop rejected drafts with `truncate`. The sequences of
-`mlx_paged.drop_in` are also forked as a whole and overwritten, with `open`, `fork`,
-`attach_prefix`, `make_writable` and `shrink`.
+Sequences grow, and drop rejected drafts with `truncate`. `ForkingKVManager` has sequences that are
+also forked as a whole, cut and overwritten.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_paged.core.kv.groups import AttentionGroup, BlockTables, KVCacheGroup, PrefixSource
-from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.kv.groups import (
+    AttentionGroup,
+    BlockTables,
+    KVCacheGroup,
+    PrefixSource,
+    Supply,
+)
+from mlx_paged.core.kv.pool import BlockPool
 from mlx_paged.core.kv.specs import BlockCopy, StateGroupSpec, StateMove, WindowGroupSpec
 from mlx_paged.core.kv.state_group import StateGroup
 from mlx_paged.core.kv.tier import DropTier, Tier
@@ -114,6 +120,9 @@ class KVManager:
         windows: The groups of windowed layers.
         states: Spec of the recurrent layers; None if there are none.
         tier: Stores evicted blocks; None drops them.
+        supply: Called with an attention group and a number of blocks when fewer are free. It makes
+            sure that so many are free or can be evicted: pools without a fixed size grow here. None
+            if the pools have a fixed size.
 
     Attributes:
         groups: All KV cache groups. `attention` lists the groups with blocks, full attention first,
@@ -130,6 +139,7 @@ class KVManager:
         windows: Sequence[WindowGroupSpec] = (),
         states: StateGroupSpec | None = None,
         tier: Tier | None = None,
+        supply: Supply | None = None,
     ) -> None:
         if block_size < 1:
             raise InvalidParameterError("block_size", "at least 1", block_size)
@@ -138,7 +148,7 @@ class KVManager:
         tier = DropTier() if tier is None else tier
 
         def attention(number: int, size: int, spec: WindowGroupSpec | None) -> AttentionGroup:
-            return AttentionGroup(number, size, block_size, spec, tier, self._remove_node)
+            return AttentionGroup(number, size, block_size, spec, tier, self._remove_node, supply)
 
         self.attention = (
             attention(0, num_blocks, None),
@@ -169,7 +179,7 @@ class KVManager:
     def capacity(self) -> int:
         """Length in tokens of the longest sequence that the pools can hold."""
         capacities = [group.capacity for group in self.groups]
-        return min(capacity for capacity in capacities if capacity is not None)
+        return min((c for c in capacities if c is not None), default=sys.maxsize)
 
     @property
     def num_freed(self) -> int:
@@ -403,7 +413,7 @@ class KVManager:
         indexed = self._indexed(query) if read_cache else NO_MATCH
         match = self.limit(indexed)
         size = self.block_size
-        if fork_of is None and read_cache and match.node is not None:
+        if fork_of is None and read_cache and match.node is not None and self.states is None:
             start = match.node.depth * size
             wanted = query.tokens[start * TOKEN_BYTES : (start + size) * TOKEN_BYTES]
             running, num_tokens = self.tree.computed_by(
@@ -421,7 +431,8 @@ class KVManager:
         ):
             num_full, num_partial = divmod(num_fork_tokens, size)
             tip = None if fork_of.tip is None else fork_of.tip.ancestor(num_full)
-            return PrefixSource(num_full, tip, None, num_partial, fork_of)
+            num_known = indexed.num_full_blocks
+            return PrefixSource(num_full, tip, None, num_partial, fork_of, num_known)
         return PrefixSource(
             match.num_full_blocks,
             match.node,
@@ -444,6 +455,26 @@ class KVManager:
         counters.num_cached_tokens += tables.num_cached_tokens
         counters.num_copied_tokens += num_copied
         counters.num_block_copies += num_copied > 0
+
+    def extend_cached(self, tables: BlockTables, query: PrefixQuery, start: int) -> int:
+        """Gives a running sequence cached full blocks past its first `start` tokens, if there are
+        any.
+
+        Returns:
+            Number of its tokens that need no computation, at least `start`.
+        """
+        node, num_tokens = self.match(query).node, len(tables.tokens)
+        if node is None or node.depth * self.block_size <= start:
+            return start
+        reserving = [group for group in self.attention if group.sees_everything]
+        num_fresh = self.blocks_for(num_tokens) - node.depth
+        # Blocks that it gives up may be in use by a step in flight, so they do not count as room.
+        if all(group.make_room(num_fresh) for group in reserving) and node.is_indexed:
+            self.attach_prefix(tables, PrefixMatch(node, None, 0))
+            for group in reserving:
+                group.allocate_slots(tables, num_tokens)
+            return tables.num_computed_tokens
+        return start
 
     def defer_copy(self, tables: BlockTables) -> None:
         """Defers the initial copy of a sequence that was admitted but is not in the step being
@@ -597,39 +628,6 @@ class KVManager:
         if not self.tree.covers(tip, key):
             self._index(tables, tip, tip.depth, key)
 
-    # Operations of the drop-in: shrink, fork and overwrite.
-
-    def open(self, tokens: Sequence[int]) -> BlockTables:
-        """Creates empty tables, to be filled by `attach_prefix` and `make_writable`.
-
-        Args:
-            tokens: The live token list of the sequence, as far as known. Committed blocks are
-                indexed under it. Before a token changes, call `make_writable` to rewrite it or
-                `shrink` to cut it off.
-        """
-        tables = BlockTables(tokens)
-        for group in self.groups:
-            group.begin(tables, PrefixSource(0, None))
-        return self._opened(tables, self.tree.root() if self.enable_prefix_caching else None)
-
-    def is_open(self, tables: BlockTables) -> bool:
-        """True if tables have not been freed."""
-        return tables in self._sequences
-
-    def fork(self, tables: BlockTables, tokens: Sequence[int]) -> BlockTables:
-        """Creates tables for another sequence that share all blocks, also partly filled ones, and
-        the state."""
-        copy = BlockTables(tokens)
-        copy.num_computed_tokens = tables.num_computed_tokens
-        for group in self.groups:
-            group.fork(tables, copy)
-        return self._opened(copy, tables.tip)
-
-    def _opened(self, tables: BlockTables, tip: PrefixNode | None) -> BlockTables:
-        self.tree.move_tip(tables, tip)
-        self._sequences.add(tables)
-        return tables
-
     def attach_prefix(self, tables: BlockTables, match: PrefixMatch) -> None:
         """Replaces a sequence's blocks with those of a match, including a partial block.
 
@@ -643,76 +641,12 @@ class KVManager:
         tables.num_computed_tokens = num_tokens
         self.tree.move_tip(tables, match.node)
 
-    def num_to_write(self, tables: BlockTables, start: int, end: int, number: int = 0) -> int:
-        """Number of blocks that `make_writable` will take from a group's pool."""
-        return self.attention[number].num_to_write(tables, start, end)
-
-    def make_writable(
-        self, tables: BlockTables, start: int, end: int, number: int = 0
-    ) -> list[BlockCopy] | None:
-        """Makes positions ``[start, end)`` of a sequence writable in one attention group.
-
-        Returns:
-            Block copies to run before the write, and before the copies of a later call. None if
-            there is no room now; the sequence is then unchanged.
-        """
-        group = self.attention[number]
-        num_needed = group.num_to_write(tables, start, end)
-        if num_needed > group.pool.num_available or not group.make_room(num_needed):
-            return None
-        self._unindex_after(tables, start)
-        return group.make_writable(tables, start, end)
-
-    def slide(self, tables: BlockTables, num_tokens: int) -> None:
-        """Releases blocks that rows after `num_tokens` tokens do not see, indexed or not."""
-        for group in self.attention:
-            group.on_computed(tables, num_tokens)
-
-    def shrink(self, tables: BlockTables, num_tokens: int) -> None:
-        """Releases the blocks past the first `num_tokens` tokens.
-
-        Blocks that slid out of a window do not come back. The caller checks `BlockTable.first` to
-        make sure that none is needed.
-        """
-        self._unindex_after(tables, num_tokens)
-        for number, group in enumerate(self.attention):
-            table, num_blocks = tables.attention[number], self.blocks_for(num_tokens)
-            table.first = min(table.first, num_blocks)
-            for block in reversed(tables.truncate(number, num_blocks)):
-                if block != NULL_BLOCK:
-                    group.pool.release(block)
-
     def _unindex_after(self, tables: BlockTables, num_tokens: int) -> None:
         """Unindexes a sequence past its first `num_tokens` tokens, because they will change."""
         tables.num_computed_tokens = min(tables.num_computed_tokens, num_tokens)
         depth = num_tokens // self.block_size
         if tables.tip is not None and tables.tip.depth > depth:
             self.tree.move_tip(tables, tables.tip.ancestor(depth))
-
-    def compact(self, num_blocks: int, number: int = 0) -> list[BlockCopy]:
-        """Shrinks the pool of an attention group to `num_blocks` blocks.
-
-        Keeps all used blocks and evicts cached ones that do not fit. No step may be in flight.
-
-        Returns:
-            Block copies to run before the device pool is cut.
-        """
-        return self.attention[number].compact(num_blocks, self._sequences)
-
-    def recount(self) -> None:
-        """Restores consistency with the open tables after an interrupted change.
-
-        Drops the prefix tree and frees all blocks that no table names. No step may be in flight.
-        """
-        self.tree = PrefixTree(self.block_size, len(self.groups))
-        for tables in self._sequences:
-            tables.tip = tables.exported = None
-            for table in tables.attention:
-                table.repair()
-        for group in self.groups:
-            references = group.references(self._sequences)
-            group.pool.recount(references)
-        self._counters.num_resets += 1
 
     # Steps.
 
@@ -742,7 +676,20 @@ class KVManager:
     def on_step_evaluated(self, step: int) -> None:
         """Frees the blocks that waited for an evaluated step."""
         for group in self.groups:
-            group.pool.on_step_evaluated(step)
+            group.on_step_evaluated(step)
+
+    def plan_snapshots(self, tables: BlockTables, query: PrefixQuery | None) -> None:
+        """Plans the state snapshots of a sequence that goes on with a prompt, as `admit` does.
+
+        Args:
+            query: For all of its tokens but the last; None plans none.
+        """
+        if self.states is None:
+            return
+        if query is None:
+            self.states.plan(tables, None)
+        else:
+            self.states.plan(tables, query.num_tokens + 1, self.num_indexed_blocks(query))
 
     # Statistics.
 

@@ -24,7 +24,7 @@ another sequence is likely to continue only from the latter.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mlx_paged.core.kv.tree import PrefixNode  # for annotations only
 from mlx_paged.errors import IntegrityError, InvalidParameterError
@@ -40,6 +40,7 @@ class BlockPool:
         num_freed: Grows whenever a block becomes free, or cached and not in use by a step in
             flight. While it is unchanged, no more blocks are available than before.
         max_used, max_shared: Largest `num_used` and `num_shared` of any launched step.
+        on_free: Called with each block that becomes free, if set.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -52,6 +53,7 @@ class BlockPool:
         self.evaluated_step = 0
         self.num_freed = 0
         self.max_used = self.max_shared = 0
+        self.on_free: Callable[[int], None] | None = None
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: recently used blocks go first
         self._ref_counts = [0] * num_blocks  # references by sequences
         self._nodes: list[PrefixNode | None] = [None] * num_blocks  # the node that holds the block
@@ -243,6 +245,9 @@ class BlockPool:
             self._num_quarantined -= len(blocks)
             self.num_freed += len(blocks)
             self._free.extend(blocks)
+            if self.on_free is not None:
+                for block in blocks:
+                    self.on_free(block)
         self.evaluated_step = step
 
     def grow(self, num_blocks: int) -> None:
@@ -282,11 +287,12 @@ class BlockPool:
 
     def recount(self, references: Counter[int]) -> None:
         """Rebuilds the pool from the references of sequences; the prefix tree is now empty."""
-        launched_step, num_freed = self.launched_step, self.num_freed
+        launched_step, num_freed, on_free = self.launched_step, self.num_freed, self.on_free
         max_used, max_shared = self.max_used, self.max_shared
         BlockPool.__init__(self, self.num_blocks)
         self.max_used, self.max_shared = max_used, max_shared
         self.launched_step = self.evaluated_step = launched_step
+        self.on_free = on_free
         for block, count in references.items():
             self._ref_counts[block] = count
         self._free = [block for block in self._free if not self._ref_counts[block]]
@@ -296,6 +302,8 @@ class BlockPool:
     def _reclaim(self, block: int) -> None:
         if self._last_step[block] <= self.evaluated_step:
             self._free.append(block)
+            if self.on_free is not None:
+                self.on_free(block)
         else:
             self._quarantine.setdefault(self._last_step[block], []).append(block)
             self._num_quarantined += 1

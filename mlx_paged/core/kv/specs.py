@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mlx_paged.core.kv.tree import PrefixNode
 from mlx_paged.errors import InvalidParameterError
 
 #: Slots per running sequence: one read and one written by the running step, and one written by the
@@ -36,10 +37,16 @@ class StateGroupSpec:
     Attributes:
         num_slots: Size of the pool, including slot 0.
         snapshot_interval: Blocks between two snapshots during generation.
+        keeps_newest: True to also keep the newest snapshot of each output, for the next turn.
+        on_free: Called with each slot that becomes free. If set, a slot is only the name of an
+            immutable state that the caller keeps: the pool grows as needed, and a slot is free as
+            soon as it is released, even while a step reads its state.
     """
 
     num_slots: int
     snapshot_interval: int = 8
+    keeps_newest: bool = False
+    on_free: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         if self.num_slots < 3:
@@ -98,6 +105,8 @@ class StateSlot:
         slot: Newest state; 0 before the first token.
         due: Token positions at which to take a snapshot.
         num_scheduled: Number of tokens that `slot` covers.
+        output_from: Number of prompt tokens; None takes no snapshots.
+        newest: Node of the newest snapshot of the output, to drop when there is a newer one.
         pending: (depth in blocks, slot) of snapshots that have no node in the prefix tree yet.
         kept: States before steps that may be rolled back, oldest first.
     """
@@ -105,5 +114,7 @@ class StateSlot:
     slot: int
     due: set[int]
     num_scheduled: int
+    output_from: int | None = None
+    newest: PrefixNode | None = None
     pending: list[tuple[int, int]] = field(default_factory=list)
     kept: list[KeptState] = field(default_factory=list)

@@ -34,6 +34,9 @@ class StateGroup(KVCacheGroup):
     ) -> None:
         super().__init__(number, spec.num_slots, block_size, tier, remove)
         self._interval = spec.snapshot_interval * block_size
+        self._keeps_newest = spec.keeps_newest
+        self._is_unlimited = spec.on_free is not None
+        self.pool.on_free = spec.on_free
         self._num_sequences = 0
         self._num_pending = 0
         self._passed: set[int] = set()  # snapshots taken in the middle of a prompt
@@ -60,31 +63,47 @@ class StateGroup(KVCacheGroup):
     capacity = None  # a state has the same size at every length
 
     def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
-        return False  # the state is already past those tokens
+        return self._state(parent).num_scheduled == num_tokens  # the only state that it has
 
     def begin(self, tables: BlockTables, source: PrefixSource) -> None:
-        """Takes the snapshot that a new sequence continues from, and plans its own snapshots.
-
-        One is due at the last full block of the known tokens, where an equal prompt or the next
-        turn will continue. Another is due where the sequence diverges from earlier ones, because a
-        third sequence may continue there.
-        """
+        """Takes the snapshot that a new sequence continues from, and plans its own snapshots."""
         slot: int = NULL_BLOCK
         num_full = source.num_full_blocks
+        if source.fork_of is not None:
+            self.fork(source.fork_of, tables)
+            self.plan(tables, len(tables.tokens), source.num_known_blocks)
+            return
         if num_full:
             assert source.tip is not None
             slot = source.tip.entries[self.number]
             assert slot > ABSENT, "a match that has no snapshot"
             self.pool.retain(slot)
             self._passed.discard(slot)
-        last = (len(tables.tokens) - 1) // self.block_size
-        due = {
-            self._boundary(tables, depth * self.block_size)
-            for depth in (last, min(last, source.num_known_blocks))
-        }
-        positions = {position for position in due if position > num_full * self.block_size}
-        tables.state = StateSlot(slot, positions, num_full * self.block_size)
+        tables.state = StateSlot(slot, set(), num_full * self.block_size)
         self._num_sequences += 1
+        if len(tables.tokens):
+            self.plan(tables, len(tables.tokens), source.num_known_blocks)
+
+    def plan(self, tables: BlockTables, num_tokens: int | None, num_known_blocks: int = 0) -> None:
+        """Plans the snapshots of a sequence with a prompt of `num_tokens` tokens; None: plans none.
+
+        One is due at the last full block of the prompt, where an equal prompt or the next turn will
+        continue. Another is due where the sequence diverges from earlier ones, because a third
+        sequence may continue there.
+
+        Args:
+            num_known_blocks: Full blocks of the prompt that are indexed.
+        """
+        state = self._state(tables)
+        state.output_from, state.newest, state.due = num_tokens, None, set()
+        if num_tokens is None:
+            self._drop_pending(state)
+            return
+        last = (num_tokens - 1) // self.block_size
+        for depth in (last, min(last, num_known_blocks)):
+            position = self._boundary(tables, depth * self.block_size)
+            if position > state.num_scheduled:
+                state.due.add(position)
 
     def fork(self, parent: BlockTables, tables: BlockTables) -> None:
         # A slot never changes once written, so both can share it.
@@ -99,19 +118,27 @@ class StateGroup(KVCacheGroup):
         if slot != NULL_BLOCK:
             self.pool.retain(slot)
             self._passed.discard(slot)
+        before = self._state(tables)
         self.end(tables)
-        tables.state = StateSlot(slot, set(), num_tokens)
+        due = {position for position in before.due if position > num_tokens}
+        tables.state = StateSlot(slot, due, num_tokens, before.output_from, before.newest)
         self._num_sequences += 1
+
+    def make_room(self, num_blocks: int) -> bool:
+        if self._is_unlimited and self.pool.num_free < num_blocks:
+            self.pool.grow(2 * self.pool.num_blocks + num_blocks)
+        return super().make_room(num_blocks)
 
     def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
         num_needed = SLOTS_PER_SEQUENCE * self._num_sequences
         if self._num_sequences > 1 and num_needed > self.pool.num_usable:
-            return False
+            return self._is_unlimited
         return self.make_room(1)
 
     def will_have_room(self, num_tokens: int, node: PrefixNode | None, headroom: int) -> bool:
         num_needed = SLOTS_PER_SEQUENCE * (self._num_sequences + 1)
-        return not self._num_sequences or num_needed <= self.pool.num_usable
+        is_first = not self._num_sequences
+        return is_first or self._is_unlimited or num_needed <= self.pool.num_usable
 
     def try_allocate(self, tables: BlockTables, num_tokens: int) -> int:
         """Stops where a snapshot is due. Unless it reaches the last known token, it stops at the
@@ -147,10 +174,14 @@ class StateGroup(KVCacheGroup):
                 back.
         """
         state = self._state(tables)
+        self.make_room(1)
         read, write = state.slot, self.pool.allocate()
         self._passed.discard(write)
         if read != NULL_BLOCK:
-            self._read.append(read)
+            if self._is_unlimited:
+                self._release(read)
+            else:
+                self._read.append(read)
             if keep:
                 self.pool.retain(read)
                 state.kept.append(KeptState(read, state.num_scheduled, end))
@@ -165,13 +196,17 @@ class StateGroup(KVCacheGroup):
         return StateMove(read, write)
 
     def _is_due(self, tables: BlockTables, end: int) -> bool:
-        if end % self.block_size:
+        state = self._state(tables)
+        if state.output_from is None or end % self.block_size:
             return False
-        is_inside = end < len(tables.tokens)
-        return end in self._state(tables).due or is_inside or end % self._interval == 0
+        if end in state.due or end < len(tables.tokens) or end % self._interval == 0:
+            return True
+        return self._keeps_newest and end >= state.output_from
 
     def _has_spare(self) -> bool:
         """True if running sequences do not need the slot of another snapshot."""
+        if self._is_unlimited:
+            return True
         num_needed = SLOTS_PER_SEQUENCE * self._num_sequences + self._num_pending
         return num_needed < self.pool.num_usable
 
@@ -199,8 +234,20 @@ class StateGroup(KVCacheGroup):
             state.pending.remove((depth, slot))
             self._num_pending -= 1
             if tip is not None:
-                self.cache_block(tip.ancestor(depth), slot)
+                node = tip.ancestor(depth)
+                self.cache_block(node, slot)
+                if self._keeps_newest:
+                    self._replace_newest(state, node)
             self._release(slot)
+
+    def _replace_newest(self, state: StateSlot, node: PrefixNode) -> None:
+        """Drops the snapshot of the output before this one, unless the interval keeps it."""
+        position = node.depth * self.block_size
+        if state.output_from is None or position < state.output_from:
+            return
+        if state.newest is not None and state.newest is not node:
+            self.forget(state.newest)
+        state.newest = node if position % self._interval else None
 
     def resume_point(self, tables: BlockTables, num_tokens: int) -> int:
         """Only existing states qualify: the newest, a kept one or the initial one."""
@@ -225,13 +272,17 @@ class StateGroup(KVCacheGroup):
     def end(self, tables: BlockTables) -> None:
         state = self._state(tables)
         self._num_sequences -= 1
-        self._num_pending -= len(state.pending)
-        for _, slot in state.pending:
-            self._release(slot)
+        self._drop_pending(state)
         for kept in state.kept:
             self._release(kept.slot)
         if state.slot != NULL_BLOCK:
             self._release(state.slot)
+
+    def _drop_pending(self, state: StateSlot) -> None:
+        self._num_pending -= len(state.pending)
+        for _, slot in state.pending:
+            self._release(slot)
+        state.pending.clear()
 
     def _release(self, slot: int) -> None:
         self.pool.release(slot, passed=slot in self._passed)
@@ -241,11 +292,23 @@ class StateGroup(KVCacheGroup):
     def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
         """Releases the slots that the step reads, stamped with the step. States are never
         copied."""
-        self.pool.on_step_launched(step)
+        if not self._is_unlimited:
+            self.pool.on_step_launched(step)
         for slot in self._read:
             self._release(slot)
         self._read.clear()
         return ()
+
+    def on_step_evaluated(self, step: int) -> None:
+        if not self._is_unlimited:
+            super().on_step_evaluated(step)
+
+    def recount(self, all_tables: Collection[BlockTables]) -> None:
+        self._num_sequences = len(all_tables)
+        self._num_pending = sum(len(self._state(tables).pending) for tables in all_tables)
+        self._read.clear()
+        self._passed.clear()
+        super().recount(all_tables)
 
     def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
         references = Counter(self._read)

@@ -1,24 +1,22 @@
-"""Recurrent state in the drop-in: immutable arrays.
+"""Recurrent state as immutable arrays, for steps that are evaluated lazily.
 
 The engine keeps states in numbered slots (`mlx_paged.model.recurrent`), because its steps are
-evaluated in order. mlx-lm's callers build lazy graphs, and copy, keep and drop prompt caches at any
+evaluated in order. Callers of the drop-in build lazy graphs, and copy, keep and drop states at any
 time. A step here therefore creates new arrays: a fork or a snapshot is one more reference, and
 nothing has to wait.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakSet
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged.core import KVManager
-from mlx_paged.core.kv.tree import PrefixMatch, PrefixNode
 from mlx_paged.model.layout import StateSpec
 from mlx_paged.model.plan import SequenceGroup, int32
 from mlx_paged.model.recurrent import RecurrentCache
@@ -78,8 +76,8 @@ class State(NamedTuple):
         return State(StateBatch(arrays, 1), 0)
 
 
-class StepStates:
-    """The states that a step reads and writes.
+class StateArrays:
+    """All states of a model, and those that the step being built reads and writes.
 
     Args:
         specs: Specs of the model's recurrent caches.
@@ -87,6 +85,8 @@ class StepStates:
 
     def __init__(self, specs: Sequence[StateSpec]) -> None:
         self.specs = specs
+        self._batches: WeakSet[StateBatch] = WeakSet()
+        self._unfinished: WeakSet[StateBatch] = WeakSet()  # not yet returned by `unfinished`
         self._reads: Sequence[State | None] = ()
         self._gathers: dict[int, _Gather] = {}
         self._made: dict[int, tuple[SequenceGroup, dict[tuple[int, int], mx.array | None]]] = {}
@@ -129,11 +129,76 @@ class StepStates:
                 ]
                 for cache, spec in enumerate(self.specs)
             ]
-            batch = StateBatch(arrays, group.num_seqs)
+            batch = self._remember(StateBatch(arrays, group.num_seqs))
             for row, member in enumerate(group.members):
                 states[member] = State(batch, row)
         assert all(state is not None for state in states), "a sequence had no rows"
         return states  # type: ignore[return-value]
+
+    # States from outside, and all states.
+
+    def checked(self, cache: int, entries: Sequence[mx.array | None]) -> Entries:
+        """Converts ``[num_seqs, ...]`` arrays from outside to the form of a recurrent cache.
+
+        Raises:
+            ValueError: The shapes do not match the layer, or the batch sizes differ.
+        """
+        spec = self.specs[cache]
+        if len(entries) != len(spec.shapes):
+            raise ValueError(
+                f"[paged prompt cache] recurrent state must be {len(spec.shapes)} arrays but got "
+                f"{len(entries)}: this cache belongs to another model"
+            )
+        found = [fitted(a, s, d) for a, s, d in zip(entries, spec.shapes, spec.dtypes)]
+        sizes = {len(array) for array in found if array is not None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"[paged prompt cache] recurrent state must be of one batch but got {sorted(sizes)}"
+            )
+        return found
+
+    def of(self, arrays: Arrays, num_seqs: int) -> list[State]:
+        """Returns the states of a batch, from the ``[num_seqs, ...]`` arrays of each cache."""
+        batch = self._remember(StateBatch(arrays, num_seqs))
+        return [State(batch, row) for row in range(num_seqs)]
+
+    def joined(self, states: Sequence[State]) -> Arrays:
+        """Returns the ``[len(states), ...]`` arrays of each cache; None for all without states."""
+        if not states:
+            return [[None] * len(spec.shapes) for spec in self.specs]
+        if len(states) == states[0].batch.size and [s.row for s in states] == [*range(len(states))]:
+            return states[0].batch.arrays
+        return [
+            [None if rows[0] is None else mx.concatenate(list(rows)) for rows in zip(*caches)]
+            for caches in zip(*(state.arrays for state in states))
+        ]
+
+    def alone(self, state: State) -> State:
+        """See `State.alone`."""
+        alone = state.alone()
+        self._remember(alone.batch)
+        return alone
+
+    def _remember(self, batch: StateBatch) -> StateBatch:
+        self._batches.add(batch)
+        self._unfinished.add(batch)
+        return batch
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all live states."""
+        return sum(batch.nbytes for batch in list(self._batches))
+
+    def unfinished(self) -> list[mx.array]:
+        """Returns the arrays created since the last call, for evaluation."""
+        states = [array for batch in self._unfinished for array in batch.present]
+        self._unfinished.clear()
+        return states
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True if states were created since the last `unfinished`."""
+        return bool(self._unfinished)
 
 
 class _Gather:
@@ -179,7 +244,7 @@ class ArrayStateCache(RecurrentCache):
     Several modules of a layer may use it; each has its own entry.
     """
 
-    def __init__(self, spec: StateSpec, number: int, states: StepStates) -> None:
+    def __init__(self, spec: StateSpec, number: int, states: StateArrays) -> None:
         ArraysCache.__init__(self, len(spec.shapes))
         self.spec = spec
         self.pools = []
@@ -217,66 +282,6 @@ class ArrayStateCache(RecurrentCache):
             raise RuntimeError("recurrent state was written outside of a group of a step")
         self._states[index] = state
         self._changed.add(index)
-
-
-class Snapshots:
-    """States kept with nodes of the prefix tree, so that other sequences can continue there.
-
-    Args:
-        kv: The KV manager that owns the tree.
-        max_bytes: Memory limit; the least recently used states are dropped first.
-        state_bytes: Size of one state.
-    """
-
-    def __init__(self, kv: KVManager, *, max_bytes: int, state_bytes: int) -> None:
-        self._kv = kv
-        self._state_bytes = max(1, state_bytes)
-        self._max = max(1, max_bytes // self._state_bytes)
-        self._states: OrderedDict[PrefixNode, State] = OrderedDict()
-        self._swept_at = 0
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __contains__(self, node: PrefixNode) -> bool:
-        return node in self._states
-
-    def add(self, node: PrefixNode, state: State) -> None:
-        """Keeps the state after the tokens of a node. It must not be part of a larger batch."""
-        num_evictions = self._kv.attention[0].num_evictions
-        if self._swept_at != num_evictions:
-            self._swept_at = num_evictions
-            for gone in [n for n in self._states if not n.is_indexed]:
-                del self._states[gone]
-        self._states[node] = state
-        if len(self._states) > self._max:
-            self._states.popitem(last=False)
-
-    def set_limit(self, max_bytes: int) -> None:
-        """Changes `max_bytes`."""
-        self._max = max(1, max_bytes // self._state_bytes)
-        while len(self._states) > self._max:
-            self._states.popitem(last=False)
-
-    def drop(self, node: PrefixNode) -> None:
-        """Drops a node's state, if any."""
-        self._states.pop(node, None)
-
-    def take(self, node: PrefixNode) -> State:
-        """Returns the state of a node that `limit` returned."""
-        self._states.move_to_end(node)
-        return self._states[node]
-
-    def limit(self, match: PrefixMatch) -> PrefixMatch:
-        """Shortens a match to the last node with a state."""
-        node = match.node
-        while node is not None and node.parent is not None and node not in self._states:
-            node = node.parent
-        return PrefixMatch(node, None, 0)
-
-    def clear(self) -> None:
-        """Drops all states."""
-        self._states.clear()
 
 
 def fitted(
