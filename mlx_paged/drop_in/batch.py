@@ -225,7 +225,7 @@ class PagedBatch:
         if not entry.is_known:
             kv.unindex(tables)
         # A fork of it continues here.
-        self.store.fill(entry.sequence.leases[0], entry.start)
+        self.store.fill(entry.sequence.handles[0], entry.start)
         kv.commit(tables, entry.start)
         kv.move_state(tables, entry.start)
         [entry.seq] = self._scheduler.add(entry.request(segments))
@@ -268,13 +268,13 @@ class PagedBatch:
     @property
     def nbytes(self) -> int:
         """Memory of the sequences' blocks; a shared block counts once per sequence."""
-        leases = [
-            lease
+        handles = [
+            handle
             for entry in self._entries.values()
-            for lease in ([entry.handle] if entry.sequence is None else entry.sequence.leases)
-            if lease is not None
+            for handle in ([entry.handle] if entry.sequence is None else entry.sequence.handles)
+            if handle is not None
         ]
-        return sum(self.store.nbytes(leases, i) for i in range(len(self.store.flat.specs)))
+        return sum(self.store.nbytes(handles, i) for i in range(len(self.store.flat.specs)))
 
     # Steps.
 
@@ -358,7 +358,7 @@ class PagedBatch:
             return
         tables = entry.seq.tables
         assert tables is not None and tables.num_cached_tokens >= entry.start
-        entry.handle = self.store.hold(tables, entry.sequence.leases[0].state, entry.start)
+        entry.handle = self.store.hold(tables, entry.sequence.handles[0].state, entry.start)
         entry.sequence = None
         if not entry.is_known:
             self.store.kv.unindex(tables)
@@ -554,7 +554,7 @@ def _stored(
     if caches is None:
         return PagedSequence(store), []
     sequence = sequence_of(caches)
-    if sequence is not None and sequence.store is store and len(sequence.leases) == 1:
+    if sequence is not None and sequence.store is store and len(sequence.handles) == 1:
         return sequence.fork(), tokens
     return (import_dense(caches, store) if is_importable(caches, store) else None), tokens
 

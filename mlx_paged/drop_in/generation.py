@@ -69,7 +69,7 @@ def generate_step(original: Function) -> Function:
             return
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         tokens = [*sequence.tokens, *prompt]
-        num_cached = sequence.adopt(tokens) - (len(tokens) - len(prompt))
+        num_cached = sequence.attach_prefix(tokens) - (len(tokens) - len(prompt))
         sequence.plan_snapshots(tokens)
         sequence.expect(list(tokens))
         sequence.store.count(len(prompt), num_cached)
@@ -100,7 +100,7 @@ def speculative_generate_step(original: Function) -> Function:
         arguments["prompt_cache"] = [c for s in sequences for c in working_caches(s)]
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         texts = [[*s.tokens, *prompt] for s in sequences]
-        num_cached = _adopt_equally(sequences, texts, len(prompt))
+        num_cached = _attach_equally(sequences, texts, len(prompt))
         for sequence in sequences:
             sequence.store.count(len(prompt), num_cached)
             sequence.expect_drafts(arguments["num_draft_tokens"])
@@ -224,7 +224,7 @@ def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> l
     return tokens
 
 
-def _adopt_equally(
+def _attach_equally(
     sequences: list[PagedSequence], texts: list[list[int]], num_prompt_tokens: int
 ) -> int:
     """Takes the same number of prompt tokens from each store; returns that number.
@@ -238,7 +238,7 @@ def _adopt_equally(
         for sequence, text, head in zip(sequences, texts, heads):
             number = min(number, sequence.cached_tokens(text, head + number) - head)
     for sequence, text, head in zip(sequences, texts, heads):
-        sequence.adopt(text, PrefixQuery(text, limit=head + number))
+        sequence.attach_prefix(text, PrefixQuery(text, limit=head + number))
     return number
 
 

@@ -151,7 +151,7 @@ class PagedStore:
         self._newest_states: list[mx.array] = []
         self._stream: mx.Stream | None = None  # for lazy calls
         # Lazy work that has not been started on the device.
-        self._lazy_leases: WeakSet[SequenceHandle] = WeakSet()
+        self._lazy_handles: WeakSet[SequenceHandle] = WeakSet()
         self._lazy_thread: int | None = None
         self._begun = self._scheduled
         self.set_limit(cache_bytes)
@@ -161,24 +161,24 @@ class PagedStore:
         """Lets `exclusive` find the store."""
         return self
 
-    # Leases.
+    # Handles.
 
     @exclusive
-    def lease(self) -> SequenceHandle:
+    def open_handle(self) -> SequenceHandle:
         """Returns a handle for a new sequence without blocks."""
         self.collect()
         return SequenceHandle(self.kv.open(array(TOKEN_TYPE)), self._ended)
 
     @exclusive
-    def fork(self, lease: SequenceHandle, num_known: int) -> SequenceHandle:
+    def fork(self, handle: SequenceHandle, num_known: int) -> SequenceHandle:
         """Returns a handle with the same blocks, for a sequence whose first `num_known` tokens are
         known.
 
         Nothing is copied on the device until one of the two is written.
         """
         self.collect()
-        tables = lease.tables
-        state = None if lease.state is None else self.flat.states.alone(lease.state)
+        tables = handle.tables
+        state = None if handle.state is None else self.flat.states.alone(handle.state)
         return SequenceHandle(self.kv.fork(tables, tables.tokens[:num_known]), self._ended, state)
 
     def hold(self, tables: BlockTables, state: State | None, position: int) -> SequenceHandle:
@@ -188,23 +188,23 @@ class PagedStore:
             state: Its recurrent state after `position` tokens. If its next step begins elsewhere,
                 that step reads a snapshot.
         """
-        lease = SequenceHandle(tables, self._ended, state)
-        lease.position = position
-        return lease
+        handle = SequenceHandle(tables, self._ended, state)
+        handle.position = position
+        return handle
 
-    def nbytes(self, leases: Sequence[SequenceHandle], layer: int) -> int:
+    def nbytes(self, handles: Sequence[SequenceHandle], layer: int) -> int:
         """Memory of a layer's blocks or states, including shared ones."""
         spec = self.flat.specs[layer]
         if isinstance(spec, StateSpec):
-            return sum(lease.state is not None for lease in leases) * spec.bytes_per_slot
+            return sum(handle.state is not None for handle in handles) * spec.bytes_per_slot
         if not isinstance(spec, LayerSpec):
             return 0
         number = self.flat.group_of(spec.group_spec)
-        num_blocks = sum(len(lease.tables.attention[number].live) for lease in leases)
+        num_blocks = sum(len(handle.tables.attention[number].live) for handle in handles)
         return num_blocks * self.block_size * spec.bytes_per_token
 
     def collect(self) -> None:
-        """Frees the blocks of ended leases, and gives back unused memory."""
+        """Frees the blocks of ended handles, and gives back unused memory."""
         if self._ended:
             while self._ended:
                 if self.kv.is_open(self._ended[0]):
@@ -220,7 +220,7 @@ class PagedStore:
     @exclusive
     def forward(
         self,
-        leases: Sequence[SequenceHandle],
+        handles: Sequence[SequenceHandle],
         starts: Sequence[int],
         lengths: Sequence[int],
         tokens: mx.array,
@@ -247,19 +247,19 @@ class PagedStore:
                 self._begin()
                 self._stream = mx.new_thread_unsafe_stream(mx.default_device())
             with mx.stream(self._stream):
-                logits = self._build(leases, starts, lengths, tokens, logit_rows, input_embeddings)
+                logits = self._build(handles, starts, lengths, tokens, logit_rows, input_embeddings)
             self._scheduled = self.flat.pools()
             self._lazy_thread = threading.get_ident()
-            self._lazy_leases.update(leases)
+            self._lazy_handles.update(handles)
             return logits
         self._begin()
-        logits = self._build(leases, starts, lengths, tokens, logit_rows, input_embeddings)
+        logits = self._build(handles, starts, lengths, tokens, logit_rows, input_embeddings)
         self._schedule()
         return logits
 
     def _build(
         self,
-        leases: Sequence[SequenceHandle],
+        handles: Sequence[SequenceHandle],
         starts: Sequence[int],
         lengths: Sequence[int],
         tokens: mx.array,
@@ -268,9 +268,11 @@ class PagedStore:
     ) -> mx.array:
         ends = [start + length for start, length in zip(starts, lengths)]
         if self.flat.windows:
-            for lease, start in zip(leases, starts):
-                self.kv.slide(lease.tables, max(0, start - lease.num_drafts))
-        tables = [self._own(leases, starts, ends, i) for i in range(self.flat.num_groups)]
+            for handle, start in zip(handles, starts):
+                self.kv.slide(handle.tables, max(0, start - handle.num_drafts))
+        tables = [
+            self._make_writable(handles, starts, ends, i) for i in range(self.flat.num_groups)
+        ]
         logits, states = self.flat.forward(
             tokens.astype(mx.int32),
             tables,
@@ -278,18 +280,18 @@ class PagedStore:
             lengths,
             logit_rows,
             input_embeddings,
-            [lease.state for lease in leases],
+            [handle.state for handle in handles],
         )
-        for lease, state, end in zip(leases, states, ends):
-            move = self.kv.move_state(lease.tables, end)
+        for handle, state, end in zip(handles, states, ends):
+            move = self.kv.move_state(handle.tables, end)
             assert move is not None
-            self._advance(lease, state, end, move.write)
+            self._advance(handle, state, end, move.write)
         return logits
 
-    def _advance(self, lease: SequenceHandle, state: State, position: int, slot: int) -> None:
+    def _advance(self, handle: SequenceHandle, state: State, position: int, slot: int) -> None:
         """Sets the state of a sequence, and keeps it if a snapshot is due there."""
-        lease.state, lease.position = state, position
-        pending = lease.tables.state.pending  # type: ignore[union-attr]
+        handle.state, handle.position = state, position
+        pending = handle.tables.state.pending  # type: ignore[union-attr]
         if pending and pending[-1][1] == slot:
             self.snapshots[slot] = self.flat.states.alone(state)
 
@@ -297,7 +299,7 @@ class PagedStore:
     def run(
         self,
         batch: StepBatch,
-        leases: Sequence[SequenceHandle],
+        handles: Sequence[SequenceHandle],
         tokens: mx.array,
         logit_rows: np.ndarray,
     ) -> mx.array:
@@ -314,9 +316,9 @@ class PagedStore:
         for number, copies in enumerate(batch.block_copies):
             if copies:
                 self.flat.copy_blocks(copies, number)
-        for lease, start, slots in zip(leases, batch.starts, batch.slots):
-            if lease.position != start:  # it takes cached tokens
-                lease.state = self.snapshots.get(slots.read)
+        for handle, start, slots in zip(handles, batch.starts, batch.slots):
+            if handle.position != start:  # it takes cached tokens
+                handle.state = self.snapshots.get(slots.read)
         ends = [start + length for start, length in zip(batch.starts, batch.query_lens)]
         logits, states = self.flat.forward(
             tokens,
@@ -327,17 +329,17 @@ class PagedStore:
             ends,
             batch.query_lens,
             logit_rows,
-            states=[lease.state for lease in leases],
+            states=[handle.state for handle in handles],
         )
-        for lease, state, end, slots in zip(leases, states, ends, batch.slots):
-            self._advance(lease, state, end, slots.write)
+        for handle, state, end, slots in zip(handles, states, ends, batch.slots):
+            self._advance(handle, state, end, slots.write)
         self._schedule()
         return logits
 
     @exclusive
     def plan_write(
         self,
-        leases: Sequence[SequenceHandle],
+        handles: Sequence[SequenceHandle],
         start: int,
         length: int,
         number: int,
@@ -350,52 +352,52 @@ class PagedStore:
             num_everywhere: Number of tokens that every layer has.
         """
         self._begin()
-        for lease in leases:
-            self.kv.slide(lease.tables, num_everywhere)
-        ends = [start + length] * len(leases)
-        tables = self._own(leases, [start] * len(leases), ends, number)
-        return build_plan(tables, ends, [length] * len(leases), block_size=self.block_size)
+        for handle in handles:
+            self.kv.slide(handle.tables, num_everywhere)
+        ends = [start + length] * len(handles)
+        tables = self._make_writable(handles, [start] * len(handles), ends, number)
+        return build_plan(tables, ends, [length] * len(handles), block_size=self.block_size)
 
-    def _own(
+    def _make_writable(
         self,
-        leases: Sequence[SequenceHandle],
+        handles: Sequence[SequenceHandle],
         starts: Sequence[int],
         ends: Sequence[int],
         number: int,
     ) -> list[list[int]]:
         """Makes ``[start, end)`` of each sequence writable; returns its tables in a group."""
         self.collect()
-        for lease, start, end in zip(leases, starts, ends):
-            tables = lease.tables
-            if lease.is_torn:
+        for handle, start, end in zip(handles, starts, ends):
+            tables = handle.tables
+            if handle.is_torn:
                 raise RuntimeError(
                     "[paged prompt cache] what was to be in it was never computed (an exception "
                     "came between, or another thread before the result was asked for): make a "
                     "new one"
                 )
-            lease.is_torn = True
+            handle.is_torn = True
             copies = self.kv.make_writable(tables, start, end, number)
             if copies:
                 # Copy now: the next sequence may evict a source block. Later writes take the pools
                 # from this copy, so they run after it.
                 self.flat.copy_blocks(copies, number)
                 self._schedule()
-            lease.is_torn = False
-        return [lease.tables.attention[number].blocks for lease in leases]
+            handle.is_torn = False
+        return [handle.tables.attention[number].blocks for handle in handles]
 
-    def fill(self, lease: SequenceHandle, num_tokens: int) -> None:
+    def fill(self, handle: SequenceHandle, num_tokens: int) -> None:
         """Gives a sequence blocks for `num_tokens` tokens in groups that nothing has written to."""
-        for number, table in enumerate(lease.tables.attention):
+        for number, table in enumerate(handle.tables.attention):
             if len(table.blocks) < self.kv.blocks_for(num_tokens):
-                self._own([lease], [num_tokens], [num_tokens], number)
+                self._make_writable([handle], [num_tokens], [num_tokens], number)
 
-    def can_trim(self, leases: Sequence[SequenceHandle], layer: int, num_tokens: int) -> bool:
+    def can_trim(self, handles: Sequence[SequenceHandle], layer: int, num_tokens: int) -> bool:
         """True if sequences still hold all that a layer reads after the first `num_tokens`
         tokens."""
         group_spec = self.flat.spec(layer).group_spec
         number = self.flat.group_of(group_spec)
         needed = group_spec.first_visible(num_tokens) if num_tokens else self.block_size << 32
-        firsts = (lease.tables.attention[number].first for lease in leases)
+        firsts = (handle.tables.attention[number].first for handle in handles)
         return all(first * self.block_size <= needed for first in firsts)
 
     # The device's side of the KV manager's pools.
@@ -418,9 +420,9 @@ class PagedStore:
         self.snapshots.pop(slot, None)
 
     @exclusive
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for all reads and writes; released blocks are then free."""
-        self.kv.settle()
+        self.kv.synchronize()
 
     def pools(self) -> list[mx.array]:
         """Returns the current pool arrays."""
@@ -433,7 +435,7 @@ class PagedStore:
         self._newest_states = states or self._newest_states
         self._scheduled = self._begun = self.flat.pools()
         self._lazy_thread = None
-        self._lazy_leases.clear()
+        self._lazy_handles.clear()
 
     def _begin(self) -> None:
         """Starts the work of lazy calls on the device."""
@@ -446,8 +448,8 @@ class PagedStore:
                 raise
             # Only the lazy thread could run it. The older pool arrays are the same memory, and the
             # lost writes never happened.
-            for lease in list(self._lazy_leases):
-                lease.is_torn = True
+            for handle in list(self._lazy_handles):
+                handle.is_torn = True
             self.flat.restore(self._begun)
             self._schedule()
 
@@ -465,12 +467,12 @@ class PagedStore:
 
     @exclusive
     def read(
-        self, layer: int, leases: Sequence[SequenceHandle], start: int, end: int
+        self, layer: int, handles: Sequence[SequenceHandle], start: int, end: int
     ) -> tuple[mx.array, mx.array]:
         """Dense ``[batch, num_kv_heads, end - start, head_dim]`` keys and values of one layer."""
         self._begin()
         number = self.flat.group_of(self.flat.spec(layer).group_spec)
-        tables = [lease.tables.attention[number].blocks for lease in leases]
+        tables = [handle.tables.attention[number].blocks for handle in handles]
         keys, values = self.flat.read(layer, tables, start, end)
         self._schedule(keys, values)
         return keys, values
@@ -530,7 +532,7 @@ class PagedStore:
         try:
             self.kv.check_recovery(lost)
         except Exception:
-            self.settle()
+            self.synchronize()
             self.kv.recount(lost)
             if self.kv.states is not None:
                 ref_count = self.kv.states.pool.ref_count

@@ -35,7 +35,7 @@ class PagedSequence:
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store
-        self.leases = [store.lease()]  # one per sequence of the batch
+        self.handles = [store.open_handle()]  # one per sequence of the batch
         self.offsets = [0] * len(store.flat.specs)
         self._begin()
 
@@ -50,7 +50,7 @@ class PagedSequence:
 
     @classmethod
     def of(
-        cls, store: PagedStore, lease: SequenceHandle, offset: int, *, is_known: bool
+        cls, store: PagedStore, handle: SequenceHandle, offset: int, *, is_known: bool
     ) -> PagedSequence:
         """Returns a copy of a scheduler's sequence with its first `offset` tokens.
 
@@ -59,7 +59,7 @@ class PagedSequence:
         """
         sequence = cls.__new__(cls)
         sequence.store = store
-        sequence.leases = [store.fork(lease, offset if is_known else 0)]
+        sequence.handles = [store.fork(handle, offset if is_known else 0)]
         sequence.offsets = [offset] * len(store.flat.specs)
         sequence._begin()
         sequence._is_foreign = not is_known
@@ -75,7 +75,7 @@ class PagedSequence:
     @property
     def tables(self) -> BlockTables:
         """Block tables of the first sequence."""
-        return self.leases[0].tables
+        return self.handles[0].tables
 
     @property
     def tokens(self) -> array[int]:
@@ -85,19 +85,19 @@ class PagedSequence:
     @property
     def is_known(self) -> bool:
         """True if every token in the cache is known."""
-        return len(self.tokens) >= self.offset and len(self.leases) == 1 and not self._is_foreign
+        return len(self.tokens) >= self.offset and len(self.handles) == 1 and not self._is_foreign
 
     @property
     def is_empty(self) -> bool:
         """True if the cache is empty."""
-        return self.offset == 0 and all(lease.state is None for lease in self.leases)
+        return self.offset == 0 and all(handle.state is None for handle in self.handles)
 
     @exclusive
     def fork(self) -> PagedSequence:
         """Returns a copy that shares every block until one of the two is written."""
         other = PagedSequence.__new__(PagedSequence)
         other.store = self.store
-        other.leases = [self.store.fork(lease, self.offset) for lease in self.leases]
+        other.handles = [self.store.fork(handle, self.offset) for handle in self.handles]
         other.offsets = list(self.offsets)
         other._begin()  # a write after the fork goes to new blocks
         other._is_foreign = self._is_foreign
@@ -148,7 +148,7 @@ class PagedSequence:
         if input_embeddings is not None:
             input_embeddings = input_embeddings.reshape(batch * length, -1)
         logits = self.store.forward(
-            self.leases,
+            self.handles,
             [start] * batch,
             [length] * batch,
             tokens.reshape(-1),
@@ -181,7 +181,7 @@ class PagedSequence:
             least = min(
                 o for o, spec in zip(self.offsets, flat.specs) if isinstance(spec, LayerSpec)
             )
-            plan = self.store.plan_write(self.leases, start, length, number, least)
+            plan = self.store.plan_write(self.handles, start, length, number, least)
             piece = start, length, self.store.kv.num_compactions
             if self._piece != piece:  # blocks may have moved
                 self._piece, self._plans = piece, {}
@@ -197,7 +197,7 @@ class PagedSequence:
         if start < self._num_written:
             # Backends order a write after reads of the same buffer in different ways. Finishing
             # the reads first works on all of them.
-            self.store.settle()
+            self.store.synchronize()
         self._num_written = end
 
     def _forget_plans(self) -> None:
@@ -219,7 +219,7 @@ class PagedSequence:
         return out
 
     def _joined_states(self) -> Arrays:
-        states = [lease.state for lease in self.leases if lease.state is not None]
+        states = [handle.state for handle in self.handles if handle.state is not None]
         return self.store.flat.states.joined(states)
 
     @exclusive
@@ -231,11 +231,13 @@ class PagedSequence:
         """
         number = self.store.flat.state_numbers[layer]
         checked = self.store.flat.states.checked(number, entries)
-        self._become(next((len(a) for a in checked if a is not None), len(self.leases)))
+        self._become(next((len(a) for a in checked if a is not None), len(self.handles)))
         arrays = list(self._joined_states())
         arrays[number] = checked
-        for lease, state in zip(self.leases, self.store.flat.states.of(arrays, len(self.leases))):
-            lease.state = state
+        for handle, state in zip(
+            self.handles, self.store.flat.states.of(arrays, len(self.handles))
+        ):
+            handle.state = state
         self._is_foreign = True
 
     @exclusive
@@ -244,10 +246,10 @@ class PagedSequence:
 
         The sequence lets go of the batch that it was computed with, and of pending snapshots.
         """
-        for lease in self.leases:
-            if lease.state is not None:
-                lease.state = self.store.flat.states.alone(lease.state)
-            self.store.kv.plan_snapshots(lease.tables, None)
+        for handle in self.handles:
+            if handle.state is not None:
+                handle.state = self.store.flat.states.alone(handle.state)
+            self.store.kv.plan_snapshots(handle.tables, None)
         self._expected = ()
 
     @exclusive
@@ -275,7 +277,7 @@ class PagedSequence:
     def is_trimmable(self, layer: int) -> bool:
         """True if a layer can be trimmed to any length, because nothing slid out of its window."""
         number = self.store.flat.group_of(self.store.flat.spec(layer).group_spec)
-        return all(lease.tables.attention[number].first == 0 for lease in self.leases)
+        return all(handle.tables.attention[number].first == 0 for handle in self.handles)
 
     def can_trim_all(self, num_tokens: int) -> bool:
         """True if every layer can drop its last tokens. Windows allow a few even after they
@@ -284,7 +286,7 @@ class PagedSequence:
             return False
         end = self.offset - num_tokens
         return end >= 0 and all(
-            self.store.can_trim(self.leases, layer, end)
+            self.store.can_trim(self.handles, layer, end)
             for layer, spec in enumerate(self.store.flat.specs)
             if isinstance(spec, LayerSpec)
         )
@@ -300,7 +302,7 @@ class PagedSequence:
         end = self.offsets[layer] - num_tokens
         spec = self.store.flat.specs[layer]
         is_paged = num_tokens and isinstance(spec, LayerSpec)
-        if is_paged and not self.store.can_trim(self.leases, layer, end):
+        if is_paged and not self.store.can_trim(self.handles, layer, end):
             raise ValueError(
                 f"[paged prompt cache] n must be at most what can_trim_prompt_cache allows but got "
                 f"{num_tokens}: the window of this layer has left token {end} behind"
@@ -321,20 +323,20 @@ class PagedSequence:
 
     def _shrink(self) -> None:
         del self.tokens[self.offset :]
-        for lease in self.leases:
-            self.store.kv.shrink(lease.tables, self.offset)
+        for handle in self.handles:
+            self.store.kv.shrink(handle.tables, self.offset)
 
     def _become(self, batch: int) -> None:
-        if batch == len(self.leases):
+        if batch == len(self.handles):
             return
         if not self.is_empty:
             raise ValueError(
-                f"[paged prompt cache] batch must be {len(self.leases)} as before but got {batch}"
+                f"[paged prompt cache] batch must be {len(self.handles)} as before but got {batch}"
             )
-        self.leases = [self.store.lease() for _ in range(batch)]
+        self.handles = [self.store.open_handle() for _ in range(batch)]
 
     def _become_empty(self) -> None:
-        self.leases = [self.store.lease()]
+        self.handles = [self.store.open_handle()]
         self.move_to(0)
         self._begin()
 
@@ -342,7 +344,7 @@ class PagedSequence:
 
     @exclusive
     def cached_tokens(self, tokens: Sequence[int], limit: int | None = None) -> int:
-        """Number of leading tokens of `tokens` that the sequence would have after `adopt`.
+        """Number of leading tokens of `tokens` that the sequence would have after `attach_prefix`.
 
         Args:
             limit: Maximum number of tokens; None means all but the last.
@@ -354,7 +356,7 @@ class PagedSequence:
         return max(self.offset, match.num_tokens(self.store.block_size))
 
     @exclusive
-    def adopt(self, tokens: Sequence[int], query: PrefixQuery | None = None) -> int:
+    def attach_prefix(self, tokens: Sequence[int], query: PrefixQuery | None = None) -> int:
         """Takes the stored prefix of `tokens` by reference; returns the new offset.
 
         Args:
@@ -369,7 +371,7 @@ class PagedSequence:
         if num_tokens > self.offset:
             self.store.kv.attach_prefix(self.tables, match)
             if self.tables.state is not None:
-                self.leases[0].state = self.store.snapshots[self.tables.state.slot]
+                self.handles[0].state = self.store.snapshots[self.tables.state.slot]
             self._extend(tokens, num_tokens)
             self.move_to(num_tokens)
             self._num_written = num_tokens
@@ -382,13 +384,13 @@ class PagedSequence:
 
     def expect_drafts(self, num_tokens: int) -> None:
         """Announces that the last `num_tokens` tokens may be trimmed, even across steps."""
-        for lease in self.leases:
-            lease.num_drafts = num_tokens
+        for handle in self.handles:
+            handle.num_drafts = num_tokens
 
     @exclusive
     def learn(self, tokens: Sequence[int]) -> None:
         """Records the sequence's tokens; their blocks can then be shared."""
-        if len(self.leases) == 1:
+        if len(self.handles) == 1:
             self._extend(tokens, self.offset)
             self.commit()
 
@@ -404,8 +406,8 @@ class PagedSequence:
 
     def dense(self, layer: int, start: int = 0) -> tuple[Any, Any]:
         """Returns copies of ``[batch, num_kv_heads, offset - start, head_dim]`` keys and values."""
-        return self.store.read(layer, self.leases, start, self.offsets[layer])
+        return self.store.read(layer, self.handles, start, self.offsets[layer])
 
     def nbytes(self, layer: int) -> int:
         """Memory of a layer's blocks, including shared ones."""
-        return self.store.nbytes(self.leases, layer)
+        return self.store.nbytes(self.handles, layer)

@@ -137,7 +137,7 @@ def test_a_plan_that_was_interrupted_leaves_nothing_behind() -> None:
     assert tables is not None and tables.num_cached_tokens == SIZE + 9  # a copy is due
     with pytest.raises(IntegrityError, match="planned but not run"):
         kv.check_recovery(())
-    kv.settle()
+    kv.synchronize()
     kv.recount([tables])
     kv.check_recovery(())
     assert kv.usage.num_used_blocks == 0 and kv.launch_step(1) == ((),)

@@ -646,7 +646,9 @@ def test_random_lives(seed: int) -> None:
     kv.step = 1
     kv.launch(1)
     for number in range(300):
-        action = rng.choice(["open", "fork", "shrink", "free", "adopt", *["write"] * 4, "settle"])
+        action = rng.choice(
+            ["open", "fork", "shrink", "free", "attach_prefix", *["write"] * 4, "synchronize"]
+        )
         if not lives or (action == "open" and len(lives) < 6):
             lives[number] = []
             kv.open(number, [])
@@ -661,7 +663,7 @@ def test_random_lives(seed: int) -> None:
         elif action == "free":
             del lives[name]
             kv.free(name)
-        elif action == "adopt":
+        elif action == "attach_prefix":
             wanted = [*text, *(rng.randrange(2) for _ in range(9))]
             match = kv.match(wanted)
             if (num_tokens := match.num_tokens(4)) > len(text):
@@ -681,7 +683,7 @@ def test_random_lives(seed: int) -> None:
                 block[position % 4] = text[position]
             kv.shrink(name, len(text))
             kv.commit(name, rng.choice([start, len(text)]))
-        elif action == "settle":
+        elif action == "synchronize":
             kv.on_step_evaluated(kv.step)
             kv.step += 1
             kv.launch(kv.step)
@@ -705,7 +707,16 @@ def test_random_lives_with_windows(seed: int) -> None:
     step = 1
     kv.launch_step(step)
     for _ in range(300):
-        actions = ["open", "fork", "shrink", "free", "adopt", "settle", "compact", *["write"] * 5]
+        actions = [
+            "open",
+            "fork",
+            "shrink",
+            "free",
+            "attach_prefix",
+            "synchronize",
+            "compact",
+            *["write"] * 5,
+        ]
         action = rng.choice(actions)
         if not lives or (action == "open" and len(lives) < 4):
             lives.append((kv.open([]), []))
@@ -720,7 +731,7 @@ def test_random_lives_with_windows(seed: int) -> None:
                 kv.shrink(tables, end)
         elif action == "free":
             kv.free(lives.pop(i)[0])
-        elif action == "adopt":
+        elif action == "attach_prefix":
             wanted = [*text, *(rng.randrange(2) for _ in range(9))]
             match = kv.match(PrefixQuery(wanted))
             if (num_tokens := match.num_tokens(4)) > len(text):
@@ -761,7 +772,7 @@ def test_random_lives_with_windows(seed: int) -> None:
                 kv.commit(tables, rng.choice([start, end]))
             else:
                 kv.slide(tables, rng.choice([start, end]))
-        elif action in ("settle", "compact"):
+        elif action in ("synchronize", "compact"):
             kv.on_step_evaluated(step)
             if action == "compact":
                 number = rng.randrange(2)

@@ -220,7 +220,7 @@ def test_quantised_caches_of_eight_bits_are_paged(model) -> None:
     assert len(tokens_of(model, long * 8, max_tokens=2, **options)) == 2  # (the pools grow)
     assert tokens_of(model, prompt, **options) == expected
     integrity(model)
-    keys, values = quantised.read(0, [PagedSequence(quantised).leases[0]], 0, 0)
+    keys, values = quantised.read(0, [PagedSequence(quantised).handles[0]], 0, 0)
     assert keys.dtype == values.dtype == mx.float32
 
 

@@ -190,7 +190,7 @@ def test_sequences_that_have_ended_hold_no_state_of_others(module, model) -> Non
         kept += [r.prompt_cache for r in responses if r.prompt_cache is not None][:1]
     del batch, responses
     [store] = stores_of(model)
-    store.settle()
+    store.synchronize()
     assert store.flat.states.nbytes == len(kept) * store.flat.layout.bytes_per_slot
     assert sum(c.nbytes for c in kept[0] if isinstance(c, PagedArraysCache)) == (
         store.flat.layout.bytes_per_slot

@@ -329,11 +329,11 @@ def test_what_is_cut_off_in_the_middle_of_the_kv_manager_is_counted_anew(
         mlx_lm_generate.generate_step(mx.array(PROMPTS[5] * 9), model).__next__()
     [store] = stores_of(model)
     assert store.kv.counters.num_resets == 1
-    store.settle()
+    store.synchronize()
     with monkeypatch.context() as patch, pytest.raises(Ended):
         patch.setattr(BlockPool, "on_step_launched", raise_ended)
-        store.settle()
-    store.settle()
+        store.synchronize()
+    store.synchronize()
     for i in range(len(PROMPTS)):
         assert streamed(model, i) == expected[streamed, i]
     check(model)

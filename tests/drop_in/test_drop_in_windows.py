@@ -232,7 +232,7 @@ def test_what_slid_out_of_a_window_is_found_by_others(kind, model) -> None:
 def test_where_a_window_is_lost_the_prompt_is_computed(kind, model) -> None:
     tokens_of(model, TEXT[:500])
     [store] = stores_of(model)
-    store.settle()
+    store.synchronize()
     store.kv.attention[1].keep_at_most(2)  # as memory pressure would
     for cut in (480, 200, 499):
         prompt = [*TEXT[:cut], 3, *TEXT[500:510]]
@@ -245,7 +245,7 @@ def test_a_prompt_continues_where_both_state_and_window_are(kind, model) -> None
     tokens_of(model, TEXT[:300])
     tokens_of(model, TEXT[:500])
     [store] = stores_of(model)
-    store.settle()
+    store.synchronize()
     tip = store.kv.match(PrefixQuery(TEXT[:500])).node
     assert tip.depth == 500 // BLOCK
     states = store.kv.states

@@ -1,8 +1,8 @@
 """ElasticKVManager: a KV store in pools that grow and shrink, for work that is evaluated lazily.
 
 Its callers build work for the device without knowing when it is evaluated. All work since the last
-`settle` therefore counts as one step that is always in flight: a released block is reused only
-after the next `settle`, which waits for everything. The steps of schedulers are parts of it.
+`synchronize` therefore counts as one step that is always in flight: a released block is reused only
+after the next `synchronize`, which waits for everything. The steps of schedulers are parts of it.
 
 A group of blocks grows up to `max_cached_blocks` before it evicts, and past that only for live
 sequences. It shrinks again once these are gone.
@@ -78,9 +78,9 @@ class ElasticKVManager(ForkingKVManager):
         return tuple(group.take_copies() for group in self.attention)
 
     def on_step_evaluated(self, step: int) -> None:
-        """Does nothing; see `settle`."""
+        """Does nothing; see `synchronize`."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for all work; released blocks are then free."""
         self._pools.wait()
         for group in self.attention:
@@ -90,7 +90,7 @@ class ElasticKVManager(ForkingKVManager):
         self.open_step()
 
     def open_step(self) -> None:
-        """Begins the next step, unless one is open: `settle` may have been interrupted."""
+        """Begins the next step, unless one is open: `synchronize` may have been interrupted."""
         for group in self.attention:
             pool = group.pool
             if pool.evaluated_step == pool.launched_step:
@@ -109,12 +109,12 @@ class ElasticKVManager(ForkingKVManager):
     def _supply(self, number: int, num_blocks: int) -> None:
         pool = self.attention[number].pool
         if pool.num_free < num_blocks and pool.num_quarantined:
-            self.settle()
+            self.synchronize()
         if pool.num_free < num_blocks and pool.num_blocks < self.max_cached_blocks:
             enough = pool.num_blocks + num_blocks - pool.num_free
             self._grow(number, min(max(2 * pool.num_blocks, enough), self.max_cached_blocks))
         if pool.num_free < num_blocks:
-            self.settle()  # so that evicted blocks are free at once
+            self.synchronize()  # so that evicted blocks are free at once
         missing = num_blocks - pool.num_available
         if missing > 0:
             self._grow(number, pool.num_blocks + max(missing, pool.num_blocks // 4))
@@ -130,7 +130,7 @@ class ElasticKVManager(ForkingKVManager):
         """Shrinks a group; moves used blocks into the remaining part."""
         if num_blocks >= self.attention[number].pool.num_blocks:
             return
-        self.settle()
+        self.synchronize()
         copies = self.compact(num_blocks, number)
         self.num_compactions += 1
         self._pools.resize(number, num_blocks, copies)
