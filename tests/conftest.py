@@ -24,6 +24,7 @@ import mlx_paged  # before mlx.core, so that its BLAS takes effect
 
 # isort: split
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -126,6 +127,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = items[shard - 1 :: shards]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children_without_torch() -> None:
+    """Keeps torch, which only oracles in this process need, out of the interpreters that tests
+    start.
+
+    transformers imports torch if it is there, which is more than half of an interpreter's start.
+    Set here and not at import, because the workers that run tests are children, too.
+    """
+    site = str(Path(__file__).parent / "support" / "child_site")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="session", autouse=True)

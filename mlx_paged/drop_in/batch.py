@@ -36,7 +36,7 @@ from mlx_paged.drop_in.locking import exclusive
 from mlx_paged.drop_in.paged_store import PagedStore, SequenceHandle
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
-from mlx_paged.engine.runner import KnownTokens, input_tokens
+from mlx_paged.engine.input_tokens import KnownTokens, input_tokens
 
 
 class Choice(NamedTuple):

@@ -24,7 +24,8 @@ from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.core.media import RejectedItem
 from mlx_paged.engine.active_wait import ActiveWait
 from mlx_paged.engine.faults import reason_of
-from mlx_paged.engine.runner import KnownTokens, LaunchedStep, ModelRunner
+from mlx_paged.engine.input_tokens import KnownTokens
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.step_parts import Part, add_results, cut, halves, is_state_spent, whole
 from mlx_paged.platform import is_out_of_memory
 

@@ -101,6 +101,16 @@ def test_the_order_of_imports_does_not_matter(imports) -> None:
     assert all(module.startswith("mlx_paged.drop_in.") for module in modules), modules
 
 
+@pytest.mark.parametrize(
+    "first", ["mlx_paged.cli.main", "mlx_paged.engine.detokenizer", "mlx_paged.model.loader"]
+)
+def test_mlx_lm_is_paged_whichever_of_our_modules_loads_it(first: str) -> None:
+    """The drop-in is imported in the middle of these modules, which import mlx-lm."""
+    modules = printed(f"import warnings; warnings.simplefilter('error')\nimport {first}\n{SHOW}")
+    assert len(modules) == 4
+    assert all(module.startswith("mlx_paged.drop_in.") for module in modules), modules
+
+
 def test_names_that_mlx_lm_imported_before_are_replaced_too() -> None:
     out = printed("""
         import mlx_lm, mlx_lm.chat, mlx_lm.server, mlx_lm.cache_prompt

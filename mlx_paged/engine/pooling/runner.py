@@ -12,8 +12,9 @@ import numpy.typing as npt
 from mlx_paged import ops
 from mlx_paged.core import PooledStates, StepBatch, StepResult
 from mlx_paged.engine.faults import HIDDEN_NOT_FINITE
+from mlx_paged.engine.input_tokens import KnownTokens
 from mlx_paged.engine.pooling.params import MEAN, PoolerConfig, PoolingParams
-from mlx_paged.engine.runner import KnownTokens, LaunchedStep, ModelRunner
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.model.classification import ClassificationHead
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.paged_model import PagedModel
