@@ -19,6 +19,7 @@ from mlx_paged.core import (
     SequenceStatus,
     StateGroupSpec,
     StopPolicy,
+    WindowGroupSpec,
 )
 from mlx_paged.errors import (
     DuplicateRequestError,
@@ -566,3 +567,19 @@ def test_requests_go_on_in_another_scheduler() -> None:
             assert list(seq.tokens[r.num_prompt_tokens :]) == expected
     assert many.is_finished and not after.scheduler.has_unfinished
     after.scheduler.check_integrity()
+
+
+def test_copies_of_a_step_do_not_read_what_others_write() -> None:
+    """A sequence back from its preemption has the whole prompt, but not yet its copy."""
+    window = WindowGroupSpec(8, 8, lambda position: max(0, position - 7))
+    engine = make(13, windows=[window], max_num_batched_tokens=8, watermark=0.1)
+    engine.scheduler.max_parked_tokens = 1
+    several = request("several", [0, 1, 0, 1, 0, 1, 0, 0, 1, 1], max_tokens=5, n=7)
+    short = request("short", [0], max_tokens=1)
+    engine.scheduler.add(several)
+    engine.scheduler.add(short)
+    engine.run()
+    for batch in engine.batches:
+        for copies in batch.block_copies:
+            assert not {copy.src for copy in copies} & {copy.dst for copy in copies}
+    check_outputs(engine, several, short)

@@ -622,6 +622,11 @@ class AttentionGroup(KVCacheGroup):
             self._deferred = [other for other in self._deferred if other is not table]
             self._copying.append(table)
 
+    def awaits_copy(self, tables: BlockTables, num_tokens: int) -> bool:
+        """True if the first `num_tokens` tokens of a sequence include a block whose copy is due."""
+        table = self._table(tables)
+        return table.copy_source is not None and num_tokens > table.num_shared * self.block_size
+
     def is_written_by_one(self, block: int) -> bool:
         """True if the one sequence that references `block` may write to it.
 

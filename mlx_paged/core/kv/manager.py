@@ -428,6 +428,8 @@ class KVManager:
             fork_of is not None
             and num_fork_tokens > match.num_tokens(size)
             and self.can_fork(fork_of, num_fork_tokens)
+            # A step makes its copies in any order, so none may read what another one writes.
+            and not any(group.awaits_copy(fork_of, num_fork_tokens) for group in self.attention)
         ):
             num_full, num_partial = divmod(num_fork_tokens, size)
             tip = None if fork_of.tip is None else fork_of.tip.ancestor(num_full)
