@@ -65,10 +65,9 @@ class Scheduler:
                 publish(running.sequences)
             running = output
 
-    `schedule` may return None while a step is in flight, because everything waits for it, and where
-    cached tokens lead a request to one of its stops. Otherwise it returns a step as long as
-    `has_unfinished`. Tokens of sequences that have finished since are
-    ignored.
+    `schedule` may return None while a step is in flight, because everything waits for it, and when
+    cached tokens take a request to one of its stops. Otherwise it returns a step as long as
+    `has_unfinished`. Tokens of sequences that have finished since are ignored.
 
     Attributes:
         waiting, running: The unfinished sequences, in service order.

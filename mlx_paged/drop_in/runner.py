@@ -183,7 +183,7 @@ class DropInRunner:
         self._paged.model = model
         with self.states.read_by(states):
             try:
-                logits = self._paged.forward(tokens, inputs)
+                logits = self._paged.forward(tokens, inputs, may_repeat=input_embeddings is None)
             finally:
                 self._paged.model = None  # type: ignore[assignment]
             made = self.states.made() if self.layout.has_states else []

@@ -1,4 +1,4 @@
-"""Input tokens of a step, some of which the step before is still sampling."""
+"""Builds the input tokens of a step. The previous step may still be sampling some of them."""
 
 from __future__ import annotations
 

@@ -272,9 +272,17 @@ class PagedModel:
 
     # Steps.
 
-    def forward(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        """Returns just the logits of `run`."""
-        return self.run(tokens, inputs, self.repetition_of(inputs, tokens.shape[0])).logits
+    def forward(self, tokens: mx.array, inputs: StepInputs, *, may_repeat: bool = True) -> mx.array:
+        """Returns just the logits of `run`.
+
+        Args:
+            may_repeat: False if the result depends on more than the arguments, such as on input
+                embeddings that the model was given.
+        """
+        repetition = self.repetition_of(inputs, tokens.shape[0])
+        if not may_repeat:
+            repetition = Repetition(Repeat.NOT, tokens.shape[0], False)
+        return self.run(tokens, inputs, repetition).logits
 
     def run(self, tokens: mx.array, inputs: StepInputs, repetition: Repetition) -> StepOutput:
         """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.

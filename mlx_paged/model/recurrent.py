@@ -170,27 +170,37 @@ class RecurrentCache(WindowedStates, ArraysCache):  # type: ignore[misc]
 
     @contextmanager
     def grouped(self, group: SequenceGroup) -> Iterator[None]:
-        """Shows the states of these sequences, and writes replaced ones to their slots."""
+        """Shows the states of these sequences, and keeps those that were replaced."""
         self._group, self._states, self._changed = group, {}, set()
         try:
             yield
             for i in sorted(self._changed):
-                pool = self.pools[i]
-                assert pool is not None, f"state {i} was not there in the observed forward"
-                state = self._states[i]
-                pool.write(pool.grown(state) if group.begins else state, group.writes)
+                self._keep(i, self._states[i], group)
         finally:
             self._group = None
             self._states = {}
             self._changed = set()
 
+    def _read(self, index: int, group: SequenceGroup) -> mx.array | None:
+        """Returns ``[num_seqs, ...]`` of a group; None if it begins, or if the entry is unused."""
+        pool = self.pools[index]  # An IndexError past the last, as some code unpacks its states.
+        return None if pool is None or group.begins else pool.read(group.reads)
+
+    def _keep(self, index: int, state: mx.array, group: SequenceGroup) -> None:
+        """Writes a replaced state to the slots of a group."""
+        pool = self.pools[index]
+        assert pool is not None, f"state {index} was not there in the observed forward"
+        pool.write(pool.grown(state) if group.begins else state, group.writes)
+
     def __getitem__(self, index: int) -> mx.array | None:
         if self._group is None:
             raise RuntimeError("recurrent state was read outside of a group of a step")
-        pool = self.pools[index]  # An IndexError past the last, as some code unpacks its states.
-        if index not in self._states and pool is not None and not self._group.begins:
-            self._states[index] = pool.read(self._group.reads)
-        return self._states.get(index)
+        if index not in self._states:
+            state = self._read(index, self._group)
+            if state is None:
+                return None
+            self._states[index] = state
+        return self._states[index]
 
     def __setitem__(self, index: int, state: mx.array) -> None:
         if self._group is None:

@@ -254,34 +254,11 @@ class ArrayStateCache(RecurrentCache):
         self._states: dict[int, mx.array] = {}
         self._changed: set[int] = set()
 
-    @contextmanager
-    def grouped(self, group: SequenceGroup) -> Iterator[None]:
-        """Exposes the states of these sequences, and records the entries that change."""
-        self._group = group
-        try:
-            yield
-            for index in sorted(self._changed):
-                self._source.write(self._number, index, group, self._states[index])
-        finally:
-            self._group = None
-            self._states = {}
-            self._changed = set()
+    def _read(self, index: int, group: SequenceGroup) -> mx.array | None:
+        return self._source.read(self._number, index, group)
 
-    def __getitem__(self, index: int) -> mx.array | None:
-        if self._group is None:
-            raise RuntimeError("recurrent state was read outside of a group of a step")
-        if index not in self._states:
-            state = self._source.read(self._number, index, self._group)
-            if state is None:
-                return None
-            self._states[index] = state
-        return self._states[index]
-
-    def __setitem__(self, index: int, state: mx.array) -> None:
-        if self._group is None:
-            raise RuntimeError("recurrent state was written outside of a group of a step")
-        self._states[index] = state
-        self._changed.add(index)
+    def _keep(self, index: int, state: mx.array, group: SequenceGroup) -> None:
+        self._source.write(self._number, index, group, state)
 
 
 def fitted(

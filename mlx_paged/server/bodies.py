@@ -78,10 +78,10 @@ class Unsupported(Body):
     prompt_cache_options: Any = Field(None, description="A hint.")
     prompt_cache_retention: Label | None = Field(None, description="A hint.")
     session_id: Label | None = Field(None, description="A hint.")
-    return_token_offsets: bool | None = Field(None, description="Means nothing here.")
-    return_mm_kwargs: bool | None = Field(None, description="Means nothing here.")
+    return_token_offsets: bool | None = Field(None, description="Has no effect here.")
+    return_mm_kwargs: bool | None = Field(None, description="Has no effect here.")
     store: bool | None = Field(
-        None, description="Taken, and nothing is stored: this API cannot ask for it again."
+        None, description="Accepted, but nothing is stored: this API has no way to retrieve it."
     )
 
     audio: Any = Field(None, description="Not supported: 400.")
@@ -144,10 +144,10 @@ class GenerationBody(Unsupported):
         None, description="Token id (as a string) to what is added to its logit."
     )
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = Field(
-        None, description="Nothing but these tokens is generated."
+        None, description="Only these tokens can be generated."
     )
     bad_words: Annotated[list[StopString], Field(max_length=256)] | None = Field(
-        None, description="Texts that are not generated."
+        None, description="Texts that must not be generated."
     )
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = Field(
         None, description="Makes a sampled answer repeatable."
@@ -189,10 +189,11 @@ class GenerationBody(Unsupported):
         description="Alternatives are these tokens, not the likeliest; needs log-probabilities.",
     )
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Log-probabilities of the prompt, and of so many alternatives."
+        None,
+        description="Log-probabilities of the prompt tokens, with this many alternatives for each.",
     )
     skip_special_tokens: bool | None = Field(
-        None, description="Leave special tokens out of the text; true by default."
+        None, description="Remove special tokens from the text; true by default."
     )
     spaces_between_special_tokens: bool | None = Field(
         None, description="true needs skip_special_tokens: this server adds no spaces."
@@ -227,7 +228,8 @@ class GenerationBody(Unsupported):
 
     # The prompt.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None, description="Keep only so many of the last tokens; -1: as many as the model takes."
+        None,
+        description="Keep only this many of the last tokens; -1: all that the model takes.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="right keeps the first tokens instead."
@@ -324,7 +326,7 @@ class ChatBody(GenerationBody, MediaFields):
     )
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     include_reasoning: bool | None = Field(None, description="false leaves reasoning out.")
-    enable_thinking: bool | None = Field(None, description="Handed to the template.")
+    enable_thinking: bool | None = Field(None, description="Passed to the template.")
     max_tokens: MaxTokens | None = Field(None, description="null: as many as the context allows.")
     max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name.")
     logprobs: bool | None = None
@@ -343,9 +345,9 @@ class ChatBody(GenerationBody, MediaFields):
         None, description="Jinja source; needs --trust-request-chat-template."
     )
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = Field(None, description="Handed to the template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="Passed to the template.")
     reasoning_effort: str | None = Field(
-        None, description="Handed to the template; none turns reasoning off."
+        None, description="Passed to the template; none turns reasoning off."
     )
     reasoning: ChatReasoning | None = Field(
         None, description='{"effort": ...}: another form of reasoning_effort and its like.'
@@ -402,7 +404,7 @@ class CompletionBody(GenerationBody):
         None, description="16 by default; 0 only with echo."
     )
     best_of: Annotated[int, Field(ge=1, le=256)] | None = Field(
-        None, description="Generate so many, return the n likeliest."
+        None, description="Generate this many answers; return the n likeliest."
     )
     logprobs: NumLogprobs | None = None
     echo: bool | None = Field(None, description="Begin with the prompt.")

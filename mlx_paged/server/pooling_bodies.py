@@ -30,7 +30,8 @@ class PoolingRequest(Body):
 
     model: str | None = Field(None, description="One of the served names; null: the first.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None, description="Keep only so many of the last tokens; -1: as many as the model takes."
+        None,
+        description="Keep only this many of the last tokens; -1: all that the model takes.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="right keeps the first tokens instead."
@@ -88,7 +89,7 @@ class EmbeddingBody(InputBody):
         None, description="base64: of float32, the lowest byte first. float by default."
     )
     dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
-        None, description="Only so many of the first numbers, scaled to length 1 again."
+        None, description="Return only this many of the first numbers, rescaled to length 1."
     )
     normalize: bool | None = Field(
         None, description="Scale to length 1; null: as the server was started."
@@ -130,13 +131,13 @@ class RerankBody(PoolingRequest):
         list[str | RerankDocument], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)
     ]
     top_n: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
-        None, description="Only so many of the best; null and 0: all."
+        None, description="Return only this many of the best; null and 0: all."
     )
     return_documents: bool | None = Field(
         None, description="The documents' texts in the answer; true by default."
     )
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
-        None, description="Keep only so many of the first tokens of a document (Cohere)."
+        None, description="Keep only this many of the first tokens of a document (Cohere)."
     )
     rank_fields: Annotated[list[str], Field(max_length=0)] | None = Field(
         None, description="Documents have no fields but text: only []."

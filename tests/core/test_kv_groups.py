@@ -224,7 +224,7 @@ def test_the_newest_snapshot_of_an_answer_replaces_the_one_before() -> None:
         kv.advance(1, len(tokens) - 1, len(tokens))
         if len(tokens) % 4 == 0:
             found.append((len(tokens), kv.group_usage[0].num_indexed_blocks))
-    # (The first is that of the prompt; 16 is kept on the way.)
+    # One snapshot is the prompt's. The one at 16 tokens is kept because of the interval.
     assert found == [(8, 2), (12, 2), (16, 2), (20, 3), (24, 3), (28, 3)]
     kv.free(1)
     assert kv.match([*tokens, 0]).num_tokens(4) == 28

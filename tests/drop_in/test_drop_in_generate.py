@@ -30,6 +30,7 @@ from mlx_paged.drop_in.registry import stores_of
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model import families
+from mlx_paged.model.graph_runner import GraphRunner, Repeat, StepOutput
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]  # (the package has a function of that name)
 # Chats that begin with it have some 180 tokens: five blocks and a part of one.
@@ -200,6 +201,26 @@ def test_input_embeddings_share_nothing(model) -> None:
     for _ in range(2):
         assert tokens_of(model, prompt, input_embeddings=other) == expected_of_other
         assert tokens_of(model, prompt) == expected
+
+
+@pytest.mark.usefixtures("paged")
+def test_a_step_of_embeddings_never_repeats_one_of_tokens(model, monkeypatch) -> None:
+    """A graph that was made of a step with tokens would ignore the embeddings."""
+    run, repeats = GraphRunner.run, []
+
+    def watched(self: GraphRunner, *args: Any) -> StepOutput:
+        repeats.append(args[-1])
+        return run(self, *args)
+
+    mlx_lm_cache.make_prompt_cache(model)  # makes the store, which runs a step
+    monkeypatch.setattr(GraphRunner, "run", watched)
+    tokens = chat(CHATS[1])[:9]
+    embeddings = model.model.embed_tokens(mx.array(tokens))
+    prompt = mx.array(tokens)
+    steps = mlx_lm_generate.generate_step(prompt, model, input_embeddings=embeddings, max_tokens=3)
+    next(steps)
+    # All embeddings but the last, the last one, and the first token, whose step may repeat.
+    assert repeats[:2] == [Repeat.NOT] * 2 and repeats[2] is Repeat.AS_GRAPH
 
 
 @pytest.mark.usefixtures("paged")

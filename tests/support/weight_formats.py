@@ -70,5 +70,5 @@ def assert_near(got: mx.array, x: Floats, weight: Floats, bias: Floats | None = 
     expected = x @ weight.T + (0 if bias is None else bias)
     terms = np.abs(x) @ np.abs(weight.T) + (0 if bias is None else np.abs(bias))
     error = np.abs(np.array(got).astype(np.float64) - expected)
-    # q * scale + bias cancels, so its rounding error is that of the larger term.
+    # q * scale and bias may cancel, so the rounding error scales with the larger of the two.
     assert (error <= 4e-6 * terms + 1e-30).all(), (error / (terms + 1e-30)).max()

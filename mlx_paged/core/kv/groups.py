@@ -38,7 +38,7 @@ from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixNode, PrefixQuery, common_prefix_len
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
-#: (group number, number of blocks): makes sure that so many are free or can be evicted.
+#: Called with (group number, num_blocks); makes that many blocks free or evictable.
 Supply = Callable[[int, int], None]
 
 

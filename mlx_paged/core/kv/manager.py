@@ -120,9 +120,9 @@ class KVManager:
         windows: The groups of windowed layers.
         states: Spec of the recurrent layers; None if there are none.
         tier: Stores evicted blocks; None drops them.
-        supply: Called with an attention group and a number of blocks when fewer are free. It makes
-            sure that so many are free or can be evicted: pools without a fixed size grow here. None
-            if the pools have a fixed size.
+        supply: Called with a group number and a number of blocks when a group has fewer free
+            blocks than it needs. It makes that many free or evictable, for example by growing the
+            pool. None for pools of fixed size.
 
     Attributes:
         groups: All KV cache groups. `attention` lists the groups with blocks, full attention first,
