@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -58,6 +58,9 @@ class _Expanded:
     inputs: MediaInputs
 
 
+# Placeholders: begin and end in the text, and kind.
+_Places: TypeAlias = Sequence[tuple[int, int, Kind]]
+_Items: TypeAlias = Sequence[tuple[Kind, _Expanded]]
 # Bytes of processed items kept for later prompts.
 _PROCESSED_BYTES = 512 << 20
 # Sides of the squares with which `sufficient_side` tests a processor.
@@ -265,7 +268,7 @@ class MediaModel:
         )
         return replace(result, rope_positions=positions, rope_delta=delta)
 
-    def _joined(self, text: str, expanded: Sequence[tuple[Kind, _Expanded]]) -> MediaPrompt:
+    def _joined(self, text: str, expanded: _Items) -> MediaPrompt:
         """Makes a prompt whose positions all see each other, with its items encoded together."""
         kind = expanded[0][0]
         tokens = self.encode(text, add_special_tokens=False)
@@ -386,16 +389,11 @@ class MediaModel:
         return [(*m.span(), markers[m.group()]) for m in pattern.finditer(text)]
 
     def _with_tokens(
-        self,
-        text: str,
-        places: Sequence[tuple[int, int, Kind]],
-        expanded: Sequence[tuple[Kind, _Expanded]],
-        special: bool | None,
+        self, text: str, places: _Places, expanded: _Items, special: bool | None
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens, and the offset of each span, with tokens for placeholders."""
-        if self._recipe.leads:
-            return self._with_tokens_first(text, places, expanded, special)
-        between = self._between(text, places, special)
+        find = self._before_text if self._recipe.leads else self._between
+        between = find(text, places, special)
         tokens, offsets = list(between[0]), []
         for i, ((_, item), following) in enumerate(zip(expanded, between[1:])):
             tokens += self._number(i + 1)
@@ -403,34 +401,22 @@ class MediaModel:
             tokens += [*item.token_ids, *following]
         return tokens, offsets
 
-    def _with_tokens_first(
-        self,
-        text: str,
-        places: Sequence[tuple[int, int, Kind]],
-        expanded: Sequence[tuple[Kind, _Expanded]],
-        special: bool | None,
-    ) -> tuple[list[int], list[int]]:
-        """Likewise, with all items before the text, wherever their placeholders are."""
+    def _before_text(self, text: str, places: _Places, special: bool | None) -> list[list[int]]:
+        """As `_between`, with all placeholders moved before the text, after the start token."""
         edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
         parts = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
-        behind = self.encode("".join(parts), add_special_tokens=special)
-        tokens: list[int] = []
-        if special is not False:
-            tokens, behind = behind[:1], behind[1:]
-        offsets = []
-        for _, item in expanded:
-            offsets.append(len(tokens) + int(item.rows[0]))
-            tokens += item.token_ids
-        return [*tokens, *behind], offsets
+        tokens = self.encode("".join(parts), add_special_tokens=special)
+        num_first = 0 if special is False else 1
+        if not places:
+            return [tokens]
+        return [tokens[:num_first], *([] for _ in places[1:]), tokens[num_first:]]
 
     def _number(self, index: int) -> list[int]:
         if self._recipe.number is None:
             return []
         return self._encode(self._recipe.number(self._processor, index), begins=False)
 
-    def _between(
-        self, text: str, places: Sequence[tuple[int, int, Kind]], special: bool | None
-    ) -> list[list[int]]:
+    def _between(self, text: str, places: _Places, special: bool | None) -> list[list[int]]:
         """The tokens before, between and behind placeholders."""
         if MARK in text:
             edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
@@ -456,11 +442,7 @@ class MediaModel:
         ]
 
     def _with_texts(
-        self,
-        text: str,
-        places: Sequence[tuple[int, int, Kind]],
-        expanded: Sequence[tuple[Kind, _Expanded]],
-        special: bool | None,
+        self, text: str, places: _Places, expanded: _Items, special: bool | None
     ) -> tuple[list[int], list[int]]:
         """Likewise, with texts for placeholders."""
         assert self._recipe.text is not None

@@ -43,13 +43,7 @@ class StepMediaBuilder:
         *,
         overlaps: bool,
     ) -> StepMedia | None:
-        """Returns the inputs of a step's rows besides tokens, or None if there are none.
-
-        Args:
-            context_lens: ``[num_seqs]`` tokens of each sequence after the step.
-            num_rows: ``[num_seqs]`` tokens of each sequence in the step.
-            overlaps: True if the step before has not been read yet.
-        """
+        """See `engine.media.StepMediaBuilder.build`."""
         self.store.begin(overlaps=overlaps)
         if batch.media is not None:
             self.store.drop(batch.media.evicted)

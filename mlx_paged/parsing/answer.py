@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from mlx_paged.parsing import events
 from mlx_paged.parsing.call_ids import new_call_id
 from mlx_paged.parsing.custom import InputReader
 from mlx_paged.parsing.definitions import Tool
-from mlx_paged.parsing.events import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ContentText,
-    Event,
-    ReasoningText,
-)
 from mlx_paged.parsing.format import Parser, PlainText, ToolFormat
 from mlx_paged.parsing.lexer import Lexeme, Lexer, Unseen
 from mlx_paged.parsing.reasoning import ReasoningFormat
 from mlx_paged.parsing.reasoning_reader import ContentTrimmer, ReasoningParser
 
 NewId = Callable[[str, int], str]
+_Kind = type[events.ReasoningText | events.ContentText]
 
 
 class ToolCall:
@@ -75,19 +69,21 @@ class Answer:
     """The contents of an answer so far."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[type[ReasoningText | ContentText], _Text] | ToolCall] = []
+        self._items: list[
+            tuple[type[events.ReasoningText | events.ContentText], _Text] | ToolCall
+        ] = []
         self._content = _Text()
         self._ends_in_space = True  # the content
 
     @property
-    def items(self) -> list[ReasoningText | ContentText | ToolCall]:
+    def items(self) -> list[events.ReasoningText | events.ContentText | ToolCall]:
         """Reasoning, texts and calls, in the order in which they were written."""
         return [i if isinstance(i, ToolCall) else i[0](i[1].text) for i in self._items]
 
     @property
     def reasoning(self) -> str:
         """All reasoning."""
-        return "".join(i.text for i in self.items if isinstance(i, ReasoningText))
+        return "".join(i.text for i in self.items if isinstance(i, events.ReasoningText))
 
     @property
     def content(self) -> str:
@@ -102,7 +98,7 @@ class Answer:
     def extend_content(self, text: str) -> bool:
         """Takes more text, if there was some last."""
         last = self._items[-1] if self._items else None
-        if not isinstance(last, tuple) or last[0] is not ContentText:
+        if not isinstance(last, tuple) or last[0] is not events.ContentText:
             return False
         last[1].add(text)
         self._content.add(text)
@@ -112,25 +108,25 @@ class Answer:
     def separator(self, text: str) -> str:
         """Returns the separator between the content so far and the next text."""
         last = self._items[-1] if self._items else None
-        is_separate = not isinstance(last, tuple) or last[0] is not ContentText
+        is_separate = not isinstance(last, tuple) or last[0] is not events.ContentText
         return "\n" if is_separate and not (self._ends_in_space or text[:1].isspace()) else ""
 
-    def add(self, event: Event, tools: Sequence[Tool]) -> None:
+    def add(self, event: events.Event, tools: Sequence[Tool]) -> None:
         """Takes the next event."""
         last = self._items[-1] if self._items else None
-        if isinstance(event, ContentText) and event.text:
+        if isinstance(event, events.ContentText) and event.text:
             self._content.add(event.separator + event.text)
             self._ends_in_space = event.text[-1].isspace()
-        if isinstance(event, (ReasoningText, ContentText)):
+        if isinstance(event, (events.ReasoningText, events.ContentText)):
             if isinstance(last, tuple) and last[0] is type(event):
                 last[1].add(event.text)
             else:
                 self._items.append((type(event), _Text(event.text)))
-        elif isinstance(event, CallBegin):
+        elif isinstance(event, events.CallBegin):
             tool = next((t for t in tools if t.name == event.name), None)
             assert event.id is not None
             self._items.append(ToolCall(event.id, event.name, tool))
-        elif isinstance(event, CallArguments):
+        elif isinstance(event, events.CallArguments):
             assert isinstance(last, ToolCall)
             last.add_arguments(event.text)
         else:
@@ -179,7 +175,7 @@ class AnswerReader:
         self.answer = Answer()
         self.num_reasoning_tokens = 0
 
-    def feed(self, token: int | None, text: str) -> Sequence[Event]:
+    def feed(self, token: int | None, text: str) -> Sequence[events.Event]:
         """Reads an update of the sequence; returns the events that became certain.
 
         Every call gets an id. The arguments of a custom tool become its input.
@@ -190,8 +186,8 @@ class AnswerReader:
             and (self._trimmer is None or self._trimmer.passes(text))
             and self.answer.extend_content(text)
         ):
-            return (ContentText(text),)
-        found: list[Event] = []
+            return (events.ContentText(text),)
+        found: list[events.Event] = []
         self._num_undecided += token is not None
         is_reasoning: bool | None = None
         for lexeme in self._lexer.feed(token, text):
@@ -203,7 +199,7 @@ class AnswerReader:
         self._count(is_reasoning)
         return found
 
-    def finish(self, *, is_cut: bool = False) -> Iterator[Event]:
+    def finish(self, *, is_cut: bool = False) -> Iterator[events.Event]:
         """Ends the answer.
 
         Args:
@@ -211,10 +207,10 @@ class AnswerReader:
         """
         # Without tools, no text is the beginning of a call.
         for event in self._rest(is_cut=is_cut and bool(self._tools)):
-            if isinstance(event, ContentText) and self._is_calls and is_cut:
+            if isinstance(event, events.ContentText) and self._is_calls and is_cut:
                 continue  # the beginning of a call that nobody can make
-            if isinstance(event, CallEnd) and event.lacks_end and is_cut:
-                event = CallEnd(is_complete=False)
+            if isinstance(event, events.CallEnd) and event.lacks_end and is_cut:
+                event = events.CallEnd(is_complete=False)
             yield from self._take(event)
         self._count(bool(getattr(self._parser, "in_reasoning", False)))
         if self._trimmer is not None:
@@ -222,12 +218,12 @@ class AnswerReader:
                 if not (self._is_calls and is_cut):
                     yield self._added(event)
 
-    def _rest(self, *, is_cut: bool) -> Iterator[Event]:
+    def _rest(self, *, is_cut: bool) -> Iterator[events.Event]:
         for lexeme in self._lexer.finish(is_cut=is_cut):
             yield from self._parsed(lexeme)
         for event in self._without_end(self._parser.finish()):
-            if is_cut and isinstance(event, ContentText):
-                event = ContentText(self._lexer.without_call(event.text))
+            if is_cut and isinstance(event, events.ContentText):
+                event = events.ContentText(self._lexer.without_call(event.text))
                 if not event.text:
                     continue
             yield event
@@ -238,7 +234,7 @@ class AnswerReader:
             self.num_reasoning_tokens += self._num_undecided if is_reasoning else 0
             self._num_undecided = 0
 
-    def _parsed(self, lexeme: Lexeme) -> Iterator[Event]:
+    def _parsed(self, lexeme: Lexeme) -> Iterator[events.Event]:
         """Returns the events of a lexeme.
 
         A parser returns a marker without meaning as text, but an end token never is text.
@@ -247,40 +243,40 @@ class AnswerReader:
         self._end = lexeme.text if is_end else ""
         return self._without_end(self._parser.feed(lexeme))
 
-    def _without_end(self, events: Iterable[Event]) -> Iterator[Event]:
-        for event in events:
-            if self._end and isinstance(event, (ContentText, ReasoningText)):
+    def _without_end(self, found: Iterable[events.Event]) -> Iterator[events.Event]:
+        for event in found:
+            if self._end and isinstance(event, (events.ContentText, events.ReasoningText)):
                 if rest := event.text.removesuffix(self._end):
                     yield type(event)(rest)
             else:
                 yield event
 
-    def _take(self, event: Event) -> Iterator[Event]:
-        if isinstance(event, CallBegin):
+    def _take(self, event: events.Event) -> Iterator[events.Event]:
+        if isinstance(event, events.CallBegin):
             id = event.id if event.id is not None else self._new_id(event.name, self._num_calls)
-            event = CallBegin(event.name, id)
+            event = events.CallBegin(event.name, id)
             self._num_calls += 1
             self._input = InputReader() if event.name in self._custom else None
         for read in (event,) if self._input is None else self._with_input(event):
             for certain in (read,) if self._trimmer is None else self._trimmer.take(read):
                 yield self._added(certain)
 
-    def _with_input(self, event: Event) -> Iterator[Event]:
+    def _with_input(self, event: events.Event) -> Iterator[events.Event]:
         """An event of a call of a custom tool: its input takes the place of its arguments."""
         assert self._input is not None
-        if isinstance(event, CallArguments):
+        if isinstance(event, events.CallArguments):
             if text := self._input.feed(event.text):
-                yield CallArguments(text)
+                yield events.CallArguments(text)
             return
-        if isinstance(event, CallEnd):
+        if isinstance(event, events.CallEnd):
             if text := self._input.finish():
-                yield CallArguments(text)
+                yield events.CallArguments(text)
             self._input = None
         yield event
 
-    def _added(self, event: Event) -> Event:
-        if isinstance(event, ContentText):
-            event = ContentText(event.text, self.answer.separator(event.text))
+    def _added(self, event: events.Event) -> events.Event:
+        if isinstance(event, events.ContentText):
+            event = events.ContentText(event.text, self.answer.separator(event.text))
         self.answer.add(event, self._tools)
         return event
 

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mlx_paged.parsing.bare_json import BareCallsParser
 from mlx_paged.parsing.call_syntax import (
@@ -32,7 +32,8 @@ from mlx_paged.parsing.json_calls import CallsReader, JsonCall, JsonCalls
 from mlx_paged.parsing.lark import MORE_CALLS, Lark
 from mlx_paged.parsing.lexer import Lexeme
 from mlx_paged.parsing.parameter_calls import ParameterCalls, ParameterTexts
-from mlx_paged.parsing.parameters import counts, parameter_lists, unenforced
+from mlx_paged.parsing.parameter_format import ParameterFormat
+from mlx_paged.parsing.parameters import parameter_lists
 from mlx_paged.parsing.python_calls import PythonCalls
 from mlx_paged.parsing.pythonic import python_call
 from mlx_paged.parsing.schemas import Schema, types_of
@@ -249,7 +250,7 @@ class _NamedFormat(DerivedFormat):
         return _sections(self, lambda: HeadedCalls(head, tail, names, separator, marks))
 
 
-class _PythonFormat(DerivedFormat):
+class _PythonFormat(ParameterFormat, DerivedFormat):
     """Calls as Python writes them."""
 
     @property
@@ -266,14 +267,8 @@ class _PythonFormat(DerivedFormat):
     def _call(self, lark: Lark, tool: Tool) -> str:
         return python_call(lark, tool, has_json_words=self.syntax.has_json_words)
 
-    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        return counts(parameters)
 
-    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        return unenforced(tool.parameters, tool.field)
-
-
-class _TaggedFormat(DerivedFormat):
+class _TaggedFormat(ParameterFormat, DerivedFormat):
     """Calls with separate parameters."""
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
@@ -291,12 +286,6 @@ class _TaggedFormat(DerivedFormat):
     def _parts(self) -> Parameters:
         assert self.syntax.parameters is not None
         return self.syntax.parameters
-
-    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        return counts(parameters)
-
-    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        return unenforced(tool.parameters, tool.field)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         parts = self._parts

@@ -14,16 +14,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from mlx_paged.parsing import events
 from mlx_paged.parsing.channels import channel_answer, message_rules
 from mlx_paged.parsing.definitions import Tool
-from mlx_paged.parsing.events import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ContentText,
-    Event,
-    ReasoningText,
-)
 from mlx_paged.parsing.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.parsing.json_blocks import CLOSERS
 from mlx_paged.parsing.json_calls import JsonArguments
@@ -49,7 +42,7 @@ _HEADER = re.compile(
 _WORDS = ("json", "code")
 _JSON_FOLLOWS = re.compile(r"json\s*(?=[{\[])")
 
-_Text: TypeAlias = type[ReasoningText] | type[ContentText]
+_Text: TypeAlias = type[events.ReasoningText] | type[events.ContentText]
 
 
 class HarmonyFormat(ToolFormat):
@@ -106,9 +99,9 @@ class HarmonyParser:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._known = {tool.name for tool in tools}
-        self._state: Callable[[Lexeme, list[Event]], None] = self._in_header
+        self._state: Callable[[Lexeme, list[events.Event]], None] = self._in_header
         self._header: list[str] = []
-        self._make: _Text = ContentText  # of a message that is no call
+        self._make: _Text = events.ContentText  # of a message that is no call
         self._written: set[_Text] = set()  # kinds with text so far
         self._is_new = False  # True if the open message has no text yet
         self._name = ""
@@ -118,18 +111,20 @@ class HarmonyParser:
         self._after: list[str] = []  # the text behind them
         self.in_reasoning = False
 
-    def feed(self, lexeme: Lexeme) -> Iterable[Event]:
-        out: list[Event] = []
-        self.in_reasoning = self._state == self._in_text and self._make is ReasoningText
+    def feed(self, lexeme: Lexeme) -> Iterable[events.Event]:
+        out: list[events.Event] = []
+        self.in_reasoning = self._state == self._in_text and self._make is events.ReasoningText
         self._state(lexeme, out)
-        self.in_reasoning = self.in_reasoning or any(isinstance(e, ReasoningText) for e in out)
+        if any(isinstance(event, events.ReasoningText) for event in out):
+            self.in_reasoning = True
         return out
 
     def passes(self, text: str) -> bool:
-        return self._state == self._in_text and self._make is ContentText and not self._is_new
+        is_content = self._state == self._in_text and self._make is events.ContentText
+        return is_content and not self._is_new
 
-    def finish(self) -> Iterable[Event]:
-        out: list[Event] = []
+    def finish(self) -> Iterable[events.Event]:
+        out: list[events.Event] = []
         if self._state == self._in_header:
             header = "".join(self._header)
             is_cut = START in header or (CHANNEL in header and _channel(header) != "final")
@@ -144,7 +139,7 @@ class HarmonyParser:
 
     # States.
 
-    def _in_header(self, lexeme: Lexeme, out: list[Event]) -> None:
+    def _in_header(self, lexeme: Lexeme, out: list[events.Event]) -> None:
         text, is_marker = lexeme
         if is_marker and text == MESSAGE:
             self._begin_message("".join(self._header))
@@ -163,7 +158,7 @@ class HarmonyParser:
         if not is_marker and not _may_be_header("".join(self._header)):
             self._end_header(out)
 
-    def _end_header(self, out: list[Event]) -> None:
+    def _end_header(self, out: list[events.Event]) -> None:
         """The header lacks ``<|message|>``: the part that does not fit is the message's text."""
         header, text = _split("".join(self._header))
         self._header = []
@@ -180,7 +175,7 @@ class HarmonyParser:
         role = header.removeprefix(START).split(CHANNEL)[0]
         channel = _channel(header)
         recipient = found[1] if (found := _RECIPIENT.search(header.replace(CHANNEL, " "))) else ""
-        self._make = ReasoningText if channel == "analysis" else ContentText
+        self._make = events.ReasoningText if channel == "analysis" else events.ContentText
         self._is_new = True
         self._state = self._in_text
         name = recipient.removeprefix("functions.")
@@ -201,13 +196,13 @@ class HarmonyParser:
             self._header = [lexeme.text]
             self._state = self._in_header
 
-    def _in_text(self, lexeme: Lexeme, out: list[Event]) -> None:
+    def _in_text(self, lexeme: Lexeme, out: list[events.Event]) -> None:
         if self._leaves(lexeme):
             self._leave(lexeme)
         else:
             self._write(lexeme.text, out)
 
-    def _write(self, text: str, out: list[Event]) -> None:
+    def _write(self, text: str, out: list[events.Event]) -> None:
         """Continues the open message, which begins on a new line."""
         if self._is_new and self._make in self._written:
             text = "\n" + text
@@ -215,7 +210,7 @@ class HarmonyParser:
         self._written.add(self._make)
         out.append(self._make(text))
 
-    def _in_call(self, lexeme: Lexeme, out: list[Event]) -> None:
+    def _in_call(self, lexeme: Lexeme, out: list[events.Event]) -> None:
         arguments = self._arguments
         if self._leaves(lexeme) and not arguments.in_string:
             self._end_call(out, is_cut=False)
@@ -237,33 +232,33 @@ class HarmonyParser:
         if arguments.has_begun and not self._has_begun:
             self._begin_call(out)
         if piece:
-            out.append(CallArguments(piece))
+            out.append(events.CallArguments(piece))
         self._after.append(text[at:])
 
-    def _begin_call(self, out: list[Event]) -> None:
-        out.append(CallBegin(self._name))
+    def _begin_call(self, out: list[events.Event]) -> None:
+        out.append(events.CallBegin(self._name))
         self._has_begun = True
 
-    def _end_call(self, out: list[Event], *, is_cut: bool) -> None:
+    def _end_call(self, out: list[events.Event], *, is_cut: bool) -> None:
         arguments = self._arguments
         is_empty = not "".join(arguments.raw).strip() and not self._has_begun
         if not self._has_begun:
             self._begin_call(out)
         if rest := arguments.rest():
-            out.append(CallArguments(rest))
+            out.append(events.CallArguments(rest))
         elif is_empty and not is_cut:
-            out.append(CallArguments("{}"))
-        out.append(CallEnd(arguments.is_complete or (is_empty and not is_cut)))
+            out.append(events.CallArguments("{}"))
+        out.append(events.CallEnd(arguments.is_complete or (is_empty and not is_cut)))
         if "".join(self._after).strip(CLOSERS):
-            self._make, self._is_new = ContentText, True
+            self._make, self._is_new = events.ContentText, True
             self._write("".join(self._after).strip(), out)
 
-    def _between(self, lexeme: Lexeme, out: list[Event]) -> None:
+    def _between(self, lexeme: Lexeme, out: list[events.Event]) -> None:
         """After a message."""
         if lexeme.is_marker and lexeme.text in (START, CHANNEL):
             self._leave(lexeme)
         elif not lexeme.is_marker and lexeme.text.strip():
-            self._make, self._is_new = ContentText, True
+            self._make, self._is_new = events.ContentText, True
             self._state = self._in_text
             self._write(lexeme.text.lstrip(), out)
 

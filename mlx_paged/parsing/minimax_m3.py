@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_paged.parsing import schemas
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.events import CallArguments, CallBegin, CallEnd, ContentText, Event
 from mlx_paged.parsing.format import Parser, arguments_schema
@@ -21,14 +22,6 @@ from mlx_paged.parsing.lark import ONE_TO_MOST_CALLS, Lark
 from mlx_paged.parsing.lexer import Lexeme
 from mlx_paged.parsing.nested_values import NestedFormat, SchemaRules
 from mlx_paged.parsing.parameters import parameter_lists
-from mlx_paged.parsing.schemas import (
-    ALL_TYPES,
-    Parameter,
-    Schema,
-    properties_of,
-    resolved,
-    types_of,
-)
 
 _TOKEN = "]<]minimax[>["
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -84,7 +77,7 @@ class _Value:
     """
 
     key: str
-    schema: Schema
+    schema: schemas.Schema
     closes: str = ""
     text: list[str] = field(default_factory=list)
     streams: bool = False
@@ -247,7 +240,7 @@ class MinimaxM3Parser:
     def _begin_value(self, key: str) -> Iterator[Event]:
         parent = self._open[-1]
         if not parent.closes:
-            types = types_of(parent.schema, self._root)
+            types = schemas.types_of(parent.schema, self._root)
             is_array = "array" in types and (key == _ITEM or "object" not in types)
             parent.closes, parent.text = ("]" if is_array else "}"), []
             if not is_array and not self._lists_keys(parent):
@@ -264,7 +257,7 @@ class MinimaxM3Parser:
         value = _Value(key, self._schema_within(parent, key))
         # An unknown parameter is a string.
         is_known = value.schema is not True or parent.closes == "]"
-        value.streams = not is_known or types_of(value.schema, self._root) == {"string"}
+        value.streams = not is_known or schemas.types_of(value.schema, self._root) == {"string"}
         self._open.append(value)
         if value.streams:
             yield from self._give('"')
@@ -289,16 +282,16 @@ class MinimaxM3Parser:
 
     def _lists_keys(self, value: _Value) -> bool:
         """True if the schema lists the keys of an object."""
-        schema = resolved(value.schema, self._root)
+        schema = schemas.resolved(value.schema, self._root)
         return isinstance(schema, Mapping) and "properties" in schema
 
-    def _schema_within(self, parent: _Value, key: str) -> Schema:
-        schema = resolved(parent.schema, self._root)
+    def _schema_within(self, parent: _Value, key: str) -> schemas.Schema:
+        schema = schemas.resolved(parent.schema, self._root)
         if not isinstance(schema, Mapping):
             return {}
         if parent.closes == "]":
             return schema.get("items", {})  # type: ignore[no-any-return]
-        known = properties_of({**self._root, **schema})
+        known = schemas.properties_of({**self._root, **schema})
         others = schema.get("additionalProperties")
         is_free = "properties" not in schema and parent.key != ""
         return known.get(key, others if isinstance(others, Mapping) else {} if is_free else True)
@@ -317,12 +310,13 @@ class MinimaxM3Parser:
         if value.streams:
             return '"'
         text = "".join(value.text)
-        types = types_of(value.schema, self._root)
+        types = schemas.types_of(value.schema, self._root)
         if not text.strip() and types and types <= {"array", "object"}:
             return "[]" if "array" in types else "{}"
         is_free = not isinstance(value.schema, Mapping) or not value.schema
-        parameter = Parameter(ALL_TYPES) if is_free else Parameter.of(value.schema, self._root)
-        return parameter.to_json(text)
+        if is_free:
+            return schemas.Parameter(schemas.ALL_TYPES).to_json(text)
+        return schemas.Parameter.of(value.schema, self._root).to_json(text)
 
 
 class _Values(SchemaRules):
@@ -335,7 +329,7 @@ class _Values(SchemaRules):
         end = lark.literal(f"{_TOKEN}{_INVOKE_END}")
         return lark.rule(" | ".join(f"{keys} {end}" for keys in self._keys(schema)))
 
-    def _keys(self, schema: Schema) -> list[str]:
+    def _keys(self, schema: schemas.Schema) -> list[str]:
         """Rules of an object's keys and values, one for each list of parameters."""
         lists = []
         for parameters, _ in parameter_lists(schema):
@@ -346,9 +340,9 @@ class _Values(SchemaRules):
             lists.append(" ".join(parts))
         return lists
 
-    def _value(self, schema: Schema, tag: str) -> str:
+    def _value(self, schema: schemas.Schema, tag: str) -> str:
         lark = self._lark
-        types = types_of(schema, self._root)
+        types = schemas.types_of(schema, self._root)
         end = f"{_TOKEN}</{tag}>"
         if not isinstance(schema, Mapping) or schema.keys() & {"const", "enum"}:
             return lark.value(schema, self._root, end, strict=self._is_strict)
@@ -362,7 +356,7 @@ class _Values(SchemaRules):
             alternatives.append(f"{self._items(schema)} {lark.literal(end)}")
         tagged = {name for name, has in (("object", is_object), ("array", is_array)) if has}
         if rest := sorted(types - tagged):
-            narrowed: Schema = {"allOf": [schema, {"type": rest}]} if tagged else schema
+            narrowed: schemas.Schema = {"allOf": [schema, {"type": rest}]} if tagged else schema
             alternatives.append(lark.value(narrowed, self._root, end, strict=self._is_strict))
         return " | ".join(alternatives)
 

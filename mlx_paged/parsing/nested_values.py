@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 from mlx_paged.parsing.definitions import Tool
-from mlx_paged.parsing.format import ToolFormat
 from mlx_paged.parsing.lark import Lark
-from mlx_paged.parsing.parameters import counts, unenforced
+from mlx_paged.parsing.parameter_format import ParameterFormat
 from mlx_paged.parsing.schemas import Schema, resolved
 
 
-class NestedFormat(ToolFormat):
+class NestedFormat(ParameterFormat):
     """A format of this kind: its grammar is a rule for each part of a tool's schema."""
 
-    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        return counts(parameters)
-
-    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        return unenforced(tool.parameters, tool.field, nested=True)
+    nests = True
 
 
 class SchemaRules(ABC):

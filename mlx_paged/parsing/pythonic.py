@@ -6,22 +6,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from mlx_paged.parsing.bare_json import BareCallsParser
 from mlx_paged.parsing.definitions import Tool
-from mlx_paged.parsing.format import Parser, ToolFormat
+from mlx_paged.parsing.format import Parser
 from mlx_paged.parsing.json_blocks import json_array
 from mlx_paged.parsing.lark import Lark
-from mlx_paged.parsing.parameters import counts, parameter_lists, unenforced
+from mlx_paged.parsing.parameter_format import ParameterFormat
+from mlx_paged.parsing.parameters import parameter_lists
 from mlx_paged.parsing.python_calls import PythonCalls
 from mlx_paged.parsing.schemas import Schema, types_of
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
 
 
-class PythonicFormat(ToolFormat):
+class PythonicFormat(ParameterFormat):
     """A list of calls on its own line."""
 
     names = ("pythonic",)
@@ -34,12 +34,6 @@ class PythonicFormat(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         ends = [marker for marker in self.markers if marker not in self.begins_call]
         return BareCallsParser(lambda: PythonCalls(tools), "[", self.begins_call, ends)
-
-    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        return counts(parameters)
-
-    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        return unenforced(tool.parameters, tool.field)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)

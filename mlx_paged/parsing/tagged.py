@@ -5,19 +5,20 @@ Families differ in their tags; the meaning is the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 from mlx_paged.parsing.definitions import Tool
-from mlx_paged.parsing.format import Parser, ToolFormat
+from mlx_paged.parsing.format import Parser
 from mlx_paged.parsing.lark import ONE_TO_MOST_CALLS, Lark
-from mlx_paged.parsing.parameters import counts, parameter_lists, unenforced
+from mlx_paged.parsing.parameter_format import ParameterFormat
+from mlx_paged.parsing.parameters import parameter_lists
 from mlx_paged.parsing.schemas import Schema, types_of
 from mlx_paged.parsing.tagged_parser import TaggedParser
 from mlx_paged.parsing.tags import Tags
 
 
-class TaggedFormat(ToolFormat):
+class TaggedFormat(ParameterFormat):
     """Calls in tags. A family is a subclass with its `tags`.
 
     Attributes:
@@ -30,12 +31,6 @@ class TaggedFormat(ToolFormat):
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return TaggedParser(self.tags, tools, takes_json=self.takes_json)
-
-    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        return counts(parameters)
-
-    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        return unenforced(tool.parameters, tool.field)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)

@@ -123,7 +123,29 @@ def _is_same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-class GenerationBody(Unsupported):
+class RequestFields(Body):
+    """Fields of every request with a prompt or texts."""
+
+    user: Label | None = Field(None, description="Logged.")
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
+        None, description="Lower is served first; needs --scheduling-policy priority."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="Requests of different salts share no cached blocks."
+    )
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = Field(
+        None, description="Instead of the X-Request-Id header."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None,
+        description="Keep only this many of the last tokens; -1: all that the model takes.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="right keeps the first tokens instead."
+    )
+
+
+class GenerationBody(Unsupported, RequestFields):
     """Fields that chat and plain completions share. null means the default everywhere."""
 
     model: str | None = Field(None, description="A served name; null and default: the first.")
@@ -211,28 +233,9 @@ class GenerationBody(Unsupported):
     )
 
     # The request as such.
-    user: Label | None = Field(None, description="Logged.")
     safety_identifier: Label | None = Field(None, description="Logged.")
     metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = Field(
         None, description="Logged."
-    )
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
-        None, description="Lower is served first; needs --scheduling-policy priority."
-    )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
-        None, description="Requests of different salts share no cached blocks."
-    )
-    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = Field(
-        None, description="Instead of the X-Request-Id header."
-    )
-
-    # The prompt.
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None,
-        description="Keep only this many of the last tokens; -1: all that the model takes.",
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        None, description="right keeps the first tokens instead."
     )
 
 
@@ -314,7 +317,16 @@ class ChatReasoning(Body):
     )
 
 
-class ChatBody(GenerationBody, MediaFields):
+class TemplateFields(Body):
+    """The request's own chat template, and arguments of a template."""
+
+    chat_template: str | None = Field(
+        None, description="Jinja source; needs --trust-request-chat-template."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(GenerationBody, MediaFields, TemplateFields):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
@@ -341,10 +353,6 @@ class ChatBody(GenerationBody, MediaFields):
     continue_final_message: bool | None = Field(
         None, description="Go on with the last message; needs add_generation_prompt false."
     )
-    chat_template: str | None = Field(
-        None, description="Jinja source; needs --trust-request-chat-template."
-    )
-    chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = Field(None, description="Passed to the template.")
     reasoning_effort: str | None = Field(
         None, description="Passed to the template; none turns reasoning off."

@@ -11,16 +11,9 @@ from starlette.responses import Response
 from mlx_paged.engine.media import IoOptions
 from mlx_paged.engine.outputs import CompletionOutput
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.parsing import events
 from mlx_paged.parsing.answer import Answer, ToolCall
 from mlx_paged.parsing.definitions import ToolChoice
-from mlx_paged.parsing.events import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ContentText,
-    Event,
-    ReasoningText,
-)
 from mlx_paged.server import requests, responses, tool_requests
 from mlx_paged.server.bodies import ChatBody
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
@@ -241,9 +234,9 @@ class ChatAdapter(OpenAIAdapter):
             return super().piece(piece)
         return self._parsed(piece, self._readers.read(piece))
 
-    def _parsed(self, piece: Piece, events: list[Event]) -> Iterable[bytes]:
+    def _parsed(self, piece: Piece, read: list[events.Event]) -> Iterable[bytes]:
         """A chunk for each event; log-probabilities and tokens are in the last one."""
-        deltas = [d for event in events if (d := self._delta(piece.index, event)) is not None]
+        deltas = [d for event in read if (d := self._delta(piece.index, event)) is not None]
         rest = piece.finish_reason or piece.logprobs or (self.return_token_ids and piece.token_ids)
         if rest and (piece.finish_reason or not deltas):
             deltas.append({})
@@ -259,33 +252,33 @@ class ChatAdapter(OpenAIAdapter):
                 self.add_ending(choice, piece)
             yield self.event(choice)
 
-    def _delta(self, index: int, event: Event) -> responses.Delta | None:
+    def _delta(self, index: int, event: events.Event) -> responses.Delta | None:
         """Returns the chunk of an event; None: it has none."""
-        if isinstance(event, ContentText):
+        if isinstance(event, events.ContentText):
             return {"content": event.separator + event.text}
-        if isinstance(event, ReasoningText):
+        if isinstance(event, events.ReasoningText):
             if not self._shows_reasoning:
                 return None
             return {"reasoning": event.text, "reasoning_content": event.text}
-        if isinstance(event, CallEnd):
+        if isinstance(event, events.CallEnd):
             return None
-        if isinstance(event, CallBegin):
+        if isinstance(event, events.CallBegin):
             self._num_calls[index] += 1
             self._calls_custom[index] = event.name in self._custom
             function: responses.FunctionDelta = {"name": event.name, "arguments": ""}
         else:
-            assert isinstance(event, CallArguments)
+            assert isinstance(event, events.CallArguments)
             function = {"arguments": event.text}
         if self._is_legacy:
             return {"function_call": function}
         is_custom = self._calls_custom[index]
         call: responses.ToolCallDelta = {"index": self._num_calls[index] - 1}
-        if isinstance(event, CallBegin):
+        if isinstance(event, events.CallBegin):
             assert event.id is not None
             call |= {"id": event.id, "type": "custom" if is_custom else "function"}
         if not is_custom:
             call["function"] = function
-        elif isinstance(event, CallBegin):
+        elif isinstance(event, events.CallBegin):
             call["custom"] = {"name": event.name, "input": ""}
         else:
             call["custom"] = {"input": event.text}

@@ -18,11 +18,12 @@ import asyncio
 import contextlib
 import json
 import socket
-from typing import cast
+from typing import Any, cast
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from mlx_paged.server.deadline import Deadline
 from mlx_paged.server.errors import ApiError, message_error, speaks_anthropic
 
 #: Maximum bytes of a request's line and headers.
@@ -49,7 +50,6 @@ class TimeoutProtocol(HttpToolsProtocol):
 
     head_timeout = 60.0
     idle_since: float | None = None
-    _deadline: asyncio.TimerHandle | None = None
     _in_head = False
     _is_new_head = False
     # Bytes of the head so far: parsed bytes (exact at its end), and whole received chunks, because
@@ -60,13 +60,17 @@ class TimeoutProtocol(HttpToolsProtocol):
     _is_upgraded = False
     _look: asyncio.Handle | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deadline = Deadline(self.loop, self._on_deadline)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.idle_since = self.loop.time()
-        self._set_deadline()
+        self._deadline.set(self.head_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._clear_deadline()
+        self._deadline.clear()
         if self._look is not None:
             self._look.cancel()
         self.idle_since = None
@@ -81,8 +85,8 @@ class TimeoutProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._is_refused or self._is_upgraded or self.transport.is_closing():
             return
-        if self._deadline is None and not self._is_answering:
-            self._set_deadline()
+        if not self._deadline.is_pending and not self._is_answering:
+            self._deadline.set(self.head_timeout)
         if self._in_head:
             if not self._is_new_head:
                 self._received_size += len(data)
@@ -106,7 +110,7 @@ class TimeoutProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_refused:
             return
-        self._clear_deadline()
+        self._deadline.clear()
         self._parsed_size += len(self.parser.get_method()) + _REST_OF_HEAD
         hosts = sum(name == b"host" for name, _ in self.headers)
         if self._parsed_size > MAX_HEAD_SIZE:
@@ -193,18 +197,10 @@ class TimeoutProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _set_deadline(self) -> None:
-        self._deadline = self.loop.call_later(self.head_timeout, self._on_deadline)
-
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
     def _on_deadline(self) -> None:
-        self._deadline = None
         if self._is_answering:
-            self._set_deadline()  # The next request may wait while this one is answered.
+            # The next request may wait while this one is answered.
+            self._deadline.set(self.head_timeout)
         elif self._in_head:
             message = f"the head of the request did not come within {self.head_timeout:g} s"
             self._refuse(408, message, "read_timeout")
@@ -225,7 +221,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
-        self._clear_deadline()
+        self._deadline.clear()
         cycle = self.cycle
         in_body = not self._in_head and cycle is not None and cycle.more_body
         if self._is_answering and not in_body:

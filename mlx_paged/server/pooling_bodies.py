@@ -5,15 +5,16 @@ Names follow OpenAI (embeddings), vLLM (pooling, score), and Jina and Cohere (re
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 from mlx_paged.server.bodies import (
     Body,
-    Label,
     Messages,
+    RequestFields,
+    TemplateFields,
     TokenIds,
 )
 from mlx_paged.server.responses import Usage
@@ -25,33 +26,16 @@ _Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fas
 _Text = str | _Texts
 
 
-class PoolingRequest(Body):
+class PoolingRequest(RequestFields):
     """Fields of every body with texts to embed. null means the default everywhere."""
 
     model: str | None = Field(None, description="One of the served names; null: the first.")
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None,
-        description="Keep only this many of the last tokens; -1: all that the model takes.",
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        None, description="right keeps the first tokens instead."
-    )
     add_special_tokens: bool | None = Field(
         None, description="Those that the tokenizer adds; true by default, for messages false."
     )
-    user: Label | None = Field(None, description="Logged.")
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
-        None, description="Lower is served first; needs --scheduling-policy priority."
-    )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
-        None, description="Requests of different salts share no cached blocks."
-    )
-    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = Field(
-        None, description="Instead of the X-Request-Id header."
-    )
 
 
-class InputBody(PoolingRequest):
+class InputBody(PoolingRequest, TemplateFields):
     """Texts, or a conversation."""
 
     input: (
@@ -68,10 +52,6 @@ class InputBody(PoolingRequest):
         None, description="Of messages, as the rest; false by default."
     )
     continue_final_message: bool | None = None
-    chat_template: str | None = Field(
-        None, description="Jinja source; needs --trust-request-chat-template."
-    )
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class ClassifyBody(InputBody):

@@ -6,10 +6,11 @@ when the process runs out of descriptors (`server.listener`).
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from mlx_paged.server.deadline import Deadline
 
 #: Key in a connection's state for the loop time since when it is idle; None while a request is
 #: answered.
@@ -31,11 +32,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """
 
     message_timeout = 60.0
-    _deadline: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.close_timeout = _CLOSE_TIMEOUT
+        self._deadline = Deadline(self.loop, self._on_deadline)
         app = self.app
 
         async def run_app(scope: Any, receive: Any, send: Any) -> None:
@@ -57,21 +58,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().data_received(data)
         is_partial = bool(self.frames or self.conn.reader.buffer)
         if not is_partial or self.transport.is_closing():
-            self._clear_deadline()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.message_timeout, self._on_deadline)
+            self._deadline.clear()
+        elif not self._deadline.is_pending:
+            self._deadline.set(self.message_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._clear_deadline()
+        self._deadline.clear()
         super().connection_lost(exc)
 
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
     def _on_deadline(self) -> None:
-        self._deadline = None
         if self.close_sent or self.transport.is_closing():
             return
         if self.handshake_complete:

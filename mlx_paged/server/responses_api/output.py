@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mlx_paged.parsing import events
 from mlx_paged.parsing.definitions import Tool
-from mlx_paged.parsing.events import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ContentText,
-    Event,
-    ReasoningText,
-)
 from mlx_paged.server.responses import ContentLogprob
 from mlx_paged.server.responses_api.answers import (
     CustomCallItem,
@@ -53,32 +46,32 @@ class Output:
         """True if there is an item besides reasoning."""
         return any(item["type"] != "reasoning" for item in self.items)
 
-    def take(self, event: Event, logprobs: list[ContentLogprob]) -> Iterator[Told]:
+    def take(self, event: events.Event, logprobs: list[ContentLogprob]) -> Iterator[Told]:
         """Converts the next event of the answer.
 
         Args:
             logprobs: Log-probabilities of its tokens; used with text only.
         """
-        if isinstance(event, ContentText):
+        if isinstance(event, events.ContentText):
             yield from self.text(event.text, logprobs)
-        elif isinstance(event, ReasoningText):
+        elif isinstance(event, events.ReasoningText):
             if not isinstance(self._open, _Reasoning):
                 yield from self.close()
                 self._open = _Reasoning(len(self.items), self._summarises, self._encrypts)
                 yield from self._open.begin()
             yield from self._open.more(event.text)
-        elif isinstance(event, CallBegin):
+        elif isinstance(event, events.CallBegin):
             yield from self.close()
             assert event.id is not None
             tool = self._tools.get(event.name) or Tool(event.name)
             of_kind = _CustomCall if tool.is_custom else _Call
             self._open = of_kind(len(self.items), event.id, tool)
             yield from self._open.begin()
-        elif isinstance(event, CallArguments):
+        elif isinstance(event, events.CallArguments):
             assert isinstance(self._open, _Call)
             yield from self._open.more(event.text)
         else:
-            assert isinstance(event, CallEnd)
+            assert isinstance(event, events.CallEnd)
             yield from self.close("completed" if event.is_complete else "incomplete")
 
     def text(self, text: str, logprobs: list[ContentLogprob]) -> Iterator[Told]:

@@ -1,0 +1,39 @@
+"""Deadline: a call at a later time of an event loop, unless it is cleared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Deadline:
+    """At most one pending call.
+
+    Args:
+        on_passed: Called when the time has passed; the deadline is not pending any more.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_passed: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_passed = on_passed
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """True between `set` and the call, or `clear`."""
+        return self._handle is not None
+
+    def set(self, seconds: float) -> None:
+        """Makes the call pending, in place of an earlier one."""
+        self.clear()
+        self._handle = self._loop.call_later(seconds, self._pass)
+
+    def clear(self) -> None:
+        """Cancels the call if it is pending."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _pass(self) -> None:
+        self._handle = None
+        self._on_passed()
