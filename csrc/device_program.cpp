@@ -139,8 +139,8 @@ std::vector<LaunchList> DeviceProgram::attention(const Arrays& inputs, Gpu gpu) 
     for (int i = PagedAttention::kPositions; i <= PagedAttention::kMerge; i++) {
       in.push_back(inputs[kind.inputs[i]]);
     }
-    if (!kind.sinks.empty()) {
-      in.push_back(shaped(kind.sinks, mx::float32));
+    if (!kind.per_head.empty()) {
+      in.push_back(shaped(kind.per_head, mx::float32));
     }
     mx::Shape out_shape{kind.queries[0], kind.queries[1], value_dim};
     PagedAttention node(mx::default_stream(mx::Device::cpu), kind.options);

@@ -135,7 +135,7 @@ class DeviceProgram {
     mx::Shape queries;
     mx::Shape key_pool;
     mx::Shape value_pool;
-    mx::Shape sinks;  // empty: none
+    mx::Shape per_head;  // empty: none
     mx::Dtype dtype;
     mx::Dtype key_dtype;
     mx::Dtype value_dtype;

@@ -579,7 +579,7 @@ class DeviceProgramReader {
         in[A::kValuePool].dtype()};
     AttentionStep step{};
     for (int i = 0; i < int(in.size()); i++) {
-      View v = i == A::kSinks ? dense_constant(in[i]) : view(in[i]);
+      View v = i == A::kPerHead ? dense_constant(in[i]) : view(in[i]);
       require(v.is_dense(), "a plan that is not dense");
       bool of_plan = i >= A::kPositions && i <= A::kMerge;
       const Buffer& buffer = buffers_[v.buffer];
@@ -592,8 +592,8 @@ class DeviceProgramReader {
       kind.inputs.push_back(of_plan ? buffer.index : -1);
       step.operands.push_back(operand(v));
     }
-    if (in.size() > A::kSinks) {
-      kind.sinks = in[A::kSinks].shape();
+    if (in.size() > A::kPerHead) {
+      kind.per_head = in[A::kPerHead].shape();
     }
     step.out = operand(new_value(node.outputs[0]));
     if (rotates_keys(format_of(in[A::kKeyPool].dtype()))) {

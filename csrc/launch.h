@@ -141,10 +141,7 @@ struct AttentionLayer {
   int group;  // query heads of a KV head
   int key_dim;
   int value_dim;
-  bool has_window;
-  bool has_softcap;
-  bool has_sinks;
-  bool has_bounds;  // of a step
+  int features;  // of a step's options (paged::features_of)
   PoolFormat key_format = PoolFormat::plain;
   PoolFormat value_format = PoolFormat::plain;
 

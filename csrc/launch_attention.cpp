@@ -29,24 +29,20 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr float kLog2e = 1.44269504088896340736f;
-
 using Inputs = PagedAttention;
 using paged::MergeItem;
 using paged::WorkItem;
 
-// In the order of attention_options.h.
+// In the order of pool_options.h and attention_variant.h.
 std::vector<uint8_t> function_constants(const AttentionLayer& layer) {
-  bool values[] = {
-      layer.has_window,
-      layer.has_softcap,
-      layer.has_sinks,
-      layer.has_bounds,
-      layer.key_format != PoolFormat::plain,
-      layer.key_format == PoolFormat::int4,
-      layer.value_format == PoolFormat::int4,
-      layer.key_format == PoolFormat::fp8};
-  return {std::begin(values), std::end(values)};
+  std::vector<uint8_t> values{
+      layer.key_format != PoolFormat::plain, layer.key_format == PoolFormat::int4,
+      layer.value_format == PoolFormat::int4, layer.key_format == PoolFormat::fp8};
+  values.resize(paged::FIRST_FEATURE);
+  for (int i = 0; i < paged::NUM_FEATURES; i++) {
+    values.push_back(layer.features >> i & 1);
+  }
+  return values;
 }
 
 struct Rows {
@@ -301,7 +297,6 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
   int num_kv_heads = keys.shape(2);
   int num_items = in[kWork].shape(0);
   int num_merges = in[kMerge].shape(0);
-  bool has_sinks = in.size() > kSinks;
   int output = int(in.size());
   int workspace = output + 1;
   LaunchList list;
@@ -324,14 +319,14 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
   uint64_t partial_bytes = uint64_t(plan.num_partials) * num_q_heads * (value_dim + 2) * 4;
   list.workspaces = {std::max<uint64_t>(partial_bytes, 16)};
   auto read = [&](int operand) { return Binding{operand, Access::read, in[operand].nbytes()}; };
-  // A kernel without sinks does not read them, but its argument must still be a buffer.
-  Binding sinks = read(has_sinks ? int(kSinks) : int(kPositions));
+  // A kernel that needs no numbers of heads does not read them, but its argument must be a buffer.
+  Binding per_head = read(in.size() > kPerHead ? int(kPerHead) : int(kPositions));
 
-  bool has_bounds = in[kPositions].ndim() == 2;
+  AttentionOptions options = options_;
+  options.bounded_rows = in[kPositions].ndim() == 2 ? in[kPositions].shape(1) : 0;
   std::vector<uint8_t> constants = function_constants(
-      {dtype, num_q_heads / num_kv_heads, key_dim, value_dim, options_.window > 0,
-       options_.softcap > 0, has_sinks, has_bounds, format_of(keys.dtype()),
-       format_of(in[kValuePool].dtype())});
+      {dtype, num_q_heads / num_kv_heads, key_dim, value_dim, paged::features_of(options),
+       format_of(keys.dtype()), format_of(in[kValuePool].dtype())});
   Binding queries_read = read(kQueries);
   if (rotates_keys(format_of(keys.dtype()))) {
     int rotated = workspace + 1;
@@ -348,21 +343,17 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     params.num_partials = plan.num_partials;
     params.min_rows = rows.fewest;
     params.max_rows = rows.most;
-    params.window = options_.window ? options_.window : std::numeric_limits<int>::max();
-    params.has_sinks = has_sinks;
-    params.softcap = options_.softcap;
-    params.bounded_rows = has_bounds ? in[kPositions].shape(1) : 0;
+    params.options = options;
     params.key_format = int(format_of(keys.dtype()));
     params.value_format = int(format_of(in[kValuePool].dtype()));
     params.writes_last_only = plan.has_one_row_each;
-    params.scale = options_.softcap ? options_.scale : options_.scale * kLog2e;
 
     Launch launch;
     launch.buffers.push_back(queries_read);
     for (int operand : {kKeyPool, kValuePool, kPositions, kTables, kWork}) {
       launch.buffers.push_back(read(operand));
     }
-    launch.buffers.push_back(sinks);
+    launch.buffers.push_back(per_head);
     launch.buffers.push_back({output, Access::write, out[0].nbytes()});
     launch.buffers.push_back({workspace, Access::write, list.workspaces[0]});
     launch.constants = bytes_of(params);
@@ -395,14 +386,14 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
   }
 
   if (plan.most_merge_rows > 0) {
-    paged::MergeParams params{num_q_heads, plan.num_partials, has_sinks};
+    paged::MergeParams params{num_q_heads, plan.num_partials, options};
     Launch launch;
     launch.kernel = merge_kernel(dtype, value_dim);
     launch.function_constants = constants;
     launch.buffers = {
         read(kMerge),
         {workspace, Access::read, list.workspaces[0]},
-        sinks,
+        per_head,
         {output, Access::write, out[0].nbytes()}};
     launch.constants = bytes_of(params);
     launch.grid = {

@@ -197,14 +197,15 @@ mx::array paged_attention(
 #endif
     inputs.push_back(dense(mx::astype(*sinks, mx::float32, s), s));
   }
+  auto options = paged::attention_options(scale, window, softcap, sinks.has_value());
+  auto of_step = options;
+  of_step.bounded_rows = has_bounds ? queries.shape(0) : 0;
   note_attention_layer(
-      {dtype_of(queries.dtype()), num_q_heads / num_kv_heads, key_dim, value_dim, window > 0,
-       softcap > 0, sinks.has_value(), has_bounds, format_of(key_pool.dtype()),
-       format_of(value_pool.dtype())});
+      {dtype_of(queries.dtype()), num_q_heads / num_kv_heads, key_dim, value_dim,
+       paged::features_of(of_step), format_of(key_pool.dtype()), format_of(value_pool.dtype())});
   return mx::array(
       {queries.shape(0), num_q_heads, value_dim}, queries.dtype(),
-      std::make_shared<PagedAttention>(s, AttentionOptions{scale, window, softcap}),
-      std::move(inputs));
+      std::make_shared<PagedAttention>(s, options), std::move(inputs));
 }
 
 mx::array apply_token_bitmask(
@@ -363,8 +364,8 @@ void PagedAttention::check(const Arrays& in) const {
         "[paged_attention] the partials of merge_items[", i, "] must be in [0, ", num_partials,
         "] but got [", item.partial_begin, ", ", end, ")");
   }
-  if (in.size() > kSinks) {
-    require_logits(Validator("paged_attention"), in[kSinks]);
+  if (options_.has_sinks) {
+    require_logits(Validator("paged_attention"), in[kPerHead]);
   }
 }
 

@@ -141,13 +141,7 @@ class GatherKV : public KernelNode {
   int max_context_len_;
 };
 
-struct AttentionOptions {
-  float scale;
-  int window = 0;     // keys in (position - window, position]; 0: all
-  float softcap = 0;  // scores become softcap * tanh(score / softcap); 0: off
-
-  bool operator==(const AttentionOptions&) const = default;
-};
+using paged::AttentionOptions;
 
 // Attention of every query row, which is one token, over its sequence's blocks. Rows that no work
 // item names come out as zeros.
@@ -156,11 +150,11 @@ struct AttentionOptions {
 // their sequences, or with bounds [3, num_rows]: then also the first and the last of the keys that
 // each row sees besides those that its position and the window let it see; block_tables
 // [num_seqs, max_blocks] int32, work_items [num_items, 6] int32 and merge_items [num_merges, 4]
-// int32 (metal/kernel_table.h has their columns); [sinks [num_q_heads] float32: logits that join
-// the softmax]. out: [num_rows, num_q_heads, value_dim].
+// int32 (metal/kernel_table.h has their columns); [numbers of each query head that the options
+// name, [n * num_q_heads] float32]. out: [num_rows, num_q_heads, value_dim].
 class PagedAttention : public KernelNode {
  public:
-  enum { kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork, kMerge, kSinks };  // inputs
+  enum { kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork, kMerge, kPerHead };  // inputs
 
   PagedAttention(mx::Stream stream, const AttentionOptions& options)
       : KernelNode(stream), options_(options) {}

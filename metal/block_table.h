@@ -6,7 +6,7 @@
 
 #include <metal_stdlib>
 
-#include "attention_options.h"
+#include "attention_variant.h"
 #include "kernel_table.h"
 
 using namespace metal;
@@ -29,49 +29,13 @@ struct KeyRange {
   int end;
 };
 
-// The same: positions of the first, which may be negative, and of the last.
-struct RowBounds {
-  int first;
-  int last;
-};
-
-// `positions` is [num_rows], or with bounds [3, num_rows]: a row sees what its position and the
-// window let it see, and from its first to its last bound.
-METAL_FUNC RowBounds
-bounds_of_row(device const int* positions, int row, constant AttentionParams& params) {
-  RowBounds bounds;
-  bounds.last = positions[row];
-  bounds.first = PAGED_HAS_WINDOW(params) ? bounds.last - params.window + 1 : 0;
-  if (PAGED_HAS_BOUNDS(params)) {
-    bounds.first = min(bounds.first, positions[params.bounded_rows + row]);
-    bounds.last = max(bounds.last, positions[2 * params.bounded_rows + row]);
-  }
-  return bounds;
-}
-
 METAL_FUNC KeyRange
 keys_of_row(device const int* positions, int row, constant AttentionParams& params) {
-  RowBounds bounds = bounds_of_row(positions, row, params);
+  RowBounds bounds = bounds_of_row(positions, row, params.options);
   KeyRange keys;
   keys.begin = max(bounds.first, 0);
   keys.end = bounds.last + 1;
   return keys;
-}
-
-// Bounds of a row that does not exist.
-METAL_FUNC RowBounds no_keys() {
-  RowBounds bounds;
-  bounds.first = 0;
-  bounds.last = -1;
-  return bounds;
-}
-
-// Without bounds the last one alone is needed: a register less a row.
-METAL_FUNC bool sees(RowBounds row, int token, constant AttentionParams& params) {
-  if (PAGED_HAS_BOUNDS(params)) {
-    return token <= row.last && (!PAGED_HAS_WINDOW(params) || token >= row.first);
-  }
-  return token <= row.last && (!PAGED_HAS_WINDOW(params) || token > row.last - params.window);
 }
 
 // The keys of an item that any of the rows [row_begin, row_end) sees.

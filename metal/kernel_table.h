@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include "attention_variant.h"
+
 // --- Structs
 
 namespace paged {
@@ -42,13 +44,8 @@ struct AttentionParams {
                      // values, then as many maxima and sums of the softmax, each without value_dim
   int min_rows;      // a launch serves the items of [min_rows, max_rows] query rows; others are
   int max_rows;      // another launch's
-  int window;        // keys in (position - window, position]
-  int has_sinks;     // this, and whether there are a window, a soft-cap and bounds, is a function
-                     // constant too (attention_options.h)
-  float scale;       // of the dot product; with log2(e) folded in unless there is a soft-cap
-  float softcap;     // 0: none
-  int bounded_rows;  // row length of positions and bounds [3, num_rows]; 0: there are no bounds
-  int key_format;    // FORMAT_..., function constants too
+  AttentionOptions options;
+  int key_format;  // FORMAT_..., function constants too (pool_options.h)
   int value_format;
   int writes_last_only;  // of the keys that rows see, the step writes each row's own alone
 };
@@ -57,9 +54,9 @@ static_assert(sizeof(AttentionParams) == 60, "the same for every compiler");
 struct MergeParams {
   int num_q_heads;
   int num_partials;
-  int has_sinks;
+  AttentionOptions options;
 };
-static_assert(sizeof(MergeParams) == 12, "the same for every compiler");
+static_assert(sizeof(MergeParams) == 28, "the same for every compiler");
 
 enum { DATA_THREADS = 256 };  // of a threadgroup of data.h
 

@@ -39,17 +39,17 @@ struct DecodeLane {
   float query[QUERIES][K_CHUNKS * CHUNK];
   float value[QUERIES][V_CHUNKS * CHUNK];
   SoftmaxState state[QUERIES];
-  RowBounds bounds[QUERIES];
+  AttentionRow rows[QUERIES];
 
   // Chunk c of lane `index` among TOKEN_LANES lies at element (c * TOKEN_LANES + index) * CHUNK.
   METAL_FUNC static int element(int c, int index) { return (c * TOKEN_LANES + index) * CHUNK; }
 
-  METAL_FUNC void load_query(device const T* row, int q, int index, RowBounds keys) thread {
+  METAL_FUNC void load_query(device const T* elements, int q, int index, AttentionRow row) thread {
     PAGED_UNROLL
     for (int c = 0; c < K_CHUNKS; c++) {
       uint4 chunk = uint4(0);
       if (element(c, index) < K_DIM) {
-        chunk = *(device const uint4*)(row + element(c, index));
+        chunk = *(device const uint4*)(elements + element(c, index));
       }
       unpack(chunk, query[q] + c * CHUNK, T(0));
     }
@@ -58,7 +58,7 @@ struct DecodeLane {
       value[q][d] = 0.0f;
     }
     state[q].clear();
-    bounds[q] = keys;
+    rows[q] = row;
   }
 
   // A token's codes, of which a lane has CHUNKS chunks. One lane loads a scale for all that share
@@ -171,8 +171,8 @@ struct DecodeLane {
         if (key_format(params) == FORMAT_INT8) {
           dots[q] *= k_scale[u];
         }
-        bool visible = sees(bounds[q], tokens[u], params) && tokens[u] < end;
-        weights[u][q] = visible ? logit(dots[q], params) : -INFINITY;
+        bool seen = visible(rows[q], tokens[u], params.options) && tokens[u] < end;
+        weights[u][q] = seen ? logit(dots[q], tokens[u], rows[q], params.options) : -INFINITY;
       }
     }
 
@@ -250,11 +250,12 @@ paged_decode(
     device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
     device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
     device const int* block_tables [[buffer(4)]],
-    device const paged::WorkItem* work_items [[buffer(5)]], device const float* sinks [[buffer(6)]],
-    device T* out [[buffer(7)]], device float* workspace [[buffer(8)]],
-    constant paged::AttentionParams& params [[buffer(9)]], threadgroup float* scratch PAGED_SCRATCH,
-    uint3 group_id [[threadgroup_position_in_grid]], uint thread_id [[thread_index_in_threadgroup]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    device const paged::WorkItem* work_items [[buffer(5)]],
+    device const float* per_head [[buffer(6)]], device T* out [[buffer(7)]],
+    device float* workspace [[buffer(8)]], constant paged::AttentionParams& params [[buffer(9)]],
+    threadgroup float* scratch PAGED_SCRATCH, uint3 group_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
   typedef DecodeLane<T, K_DIM, V_DIM, QUERIES, LOADS> Lane;
   constexpr int STEP = Lane::TOKENS * Lane::UNROLL;
@@ -271,7 +272,7 @@ paged_decode(
   for (int q = 0; q < QUERIES; q++) {
     state.load_query(
         queries + ours.query(q) * K_DIM, q, lane % Lane::TOKEN_LANES,
-        bounds_of_row(positions, ours.row(q), params));
+        ours.attention_row(q, positions, params));
   }
   for (int token = seen.begin + int(simd_id) * STEP; token < seen.end;
        token += DECODE_SIMD_GROUPS * STEP) {
@@ -322,8 +323,7 @@ paged_decode(
     ulong result = ours.result(q);
     float normaliser = 1.0f;
     if (ours.whole()) {
-      float sink = PAGED_HAS_SINKS(params) ? sinks[ours.head(q)] : 0.0f;
-      normaliser = joined.normaliser(PAGED_HAS_SINKS(params), sink);
+      normaliser = joined.normaliser(per_head, ours.head(q), params.options);
     } else if (thread_id == 0) {
       partials.maxima[result] = joined.maximum;
       partials.sums[result] = joined.sum;

@@ -34,7 +34,7 @@ struct TileSoftmax {
   static constexpr constant int STEPS = ceil_div(ROWS, ROWS_AT_ONCE);
 
   SoftmaxState state[STEPS];
-  RowBounds bounds[STEPS];
+  AttentionRow rows[STEPS];
 
   METAL_FUNC static int row_of(int step, uint simd_id, uint lane) {
     return step * ROWS_AT_ONCE + int(simd_id) * (32 / TOKENS) + int(lane) / TOKENS;
@@ -54,12 +54,12 @@ struct TileSoftmax {
     for (int i = 0; i < STEPS; i++) {
       int row = row_of(i, simd_id, lane);
       float value = -INFINITY;
-      if (row < ROWS && token < end && sees(bounds[i], token, params)) {
+      if (row < ROWS && token < end && visible(rows[i], token, params.options)) {
         float dot = 0.0f;
         for (int s = 0; s < SIMD_GROUPS; s++) {
           dot += dots[(s * ROWS + row) * TOKENS + column];
         }
-        value = logit(scaled_dot(dot, own, params), params);
+        value = logit(scaled_dot(dot, own, params), token, rows[i], params.options);
       }
       float maximum = max(state[i].maximum, value);
       for (ushort offset = TOKENS / 2; offset > 0; offset /= 2) {
@@ -98,10 +98,10 @@ paged_decode_matrix(
     device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
     device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
     device const int* block_tables [[buffer(4)]],
-    device const paged::WorkItem* work_items [[buffer(5)]], device const float* sinks [[buffer(6)]],
-    device T* out [[buffer(7)]], device float* workspace [[buffer(8)]],
-    constant paged::AttentionParams& params [[buffer(9)]], threadgroup uchar* scratch PAGED_SCRATCH,
-    uint3 group_id [[threadgroup_position_in_grid]],
+    device const paged::WorkItem* work_items [[buffer(5)]],
+    device const float* per_head [[buffer(6)]], device T* out [[buffer(7)]],
+    device float* workspace [[buffer(8)]], constant paged::AttentionParams& params [[buffer(9)]],
+    threadgroup uchar* scratch PAGED_SCRATCH, uint3 group_id [[threadgroup_position_in_grid]],
     uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
   constexpr int TOKENS = matrix_tokens(K_DIM, V_DIM, sizeof(T), ROWS, SIMD_GROUPS);
@@ -156,8 +156,7 @@ paged_decode_matrix(
   for (int i = 0; i < Softmax::STEPS; i++) {
     int q = Softmax::row_of(i, simd_id, lane);
     softmax.state[i].clear();
-    softmax.bounds[i] =
-        q < ours.num_queries ? bounds_of_row(positions, ours.row(q), params) : no_keys();
+    softmax.rows[i] = q < ours.num_queries ? ours.attention_row(q, positions, params) : no_row();
   }
   simdgroup_matrix<float, 8, 8> result[BANDS][V_COLUMNS];
   PAGED_UNROLL
@@ -261,8 +260,7 @@ paged_decode_matrix(
     int q = Softmax::row_of(i, simd_id, lane);
     if (q < ours.num_queries && lane % TOKENS == 0) {
       if (ours.whole()) {
-        float sink = PAGED_HAS_SINKS(params) ? sinks[ours.head(q)] : 0.0f;
-        factors[q] = softmax.state[i].normaliser(PAGED_HAS_SINKS(params), sink);
+        factors[q] = softmax.state[i].normaliser(per_head, ours.head(q), params.options);
       } else {
         partials.maxima[ours.result(q)] = softmax.state[i].maximum;
         partials.sums[ours.result(q)] = softmax.state[i].sum;

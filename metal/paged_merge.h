@@ -7,7 +7,6 @@
 
 #include <metal_stdlib>
 
-#include "attention_options.h"
 #include "attention_output.h"
 #include "attention_shape.h"
 #include "kernel_table.h"
@@ -21,7 +20,7 @@ template <typename T, int V_DIM>
 PAGED_KERNEL(32 * paged::MERGE_SIMD_GROUPS)
 paged_merge(
     device const paged::MergeItem* merge_items [[buffer(0)]],
-    device const float* workspace [[buffer(1)]], device const float* sinks [[buffer(2)]],
+    device const float* workspace [[buffer(1)]], device const float* per_head [[buffer(2)]],
     device T* out [[buffer(3)]], constant paged::MergeParams& params [[buffer(4)]],
     uint3 group_id [[threadgroup_position_in_grid]],
     uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
@@ -69,8 +68,7 @@ paged_merge(
     }
   }
 
-  float sink = PAGED_HAS_SINKS(params) ? sinks[head] : 0.0f;
-  float normaliser = joined.normaliser(PAGED_HAS_SINKS(params), sink);
+  float normaliser = joined.normaliser(per_head, head, params.options);
   device T* result = out + (ulong(item.row_begin + row) * params.num_q_heads + head) * V_DIM;
   PAGED_UNROLL
   for (int i = 0; i < PAIRS; i++) {

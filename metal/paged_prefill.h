@@ -39,7 +39,7 @@ METAL_FUNC float row_sum(float value) {
 template <typename T, int COLUMNS>
 METAL_FUNC float softmax_row(
     thread simdgroup_matrix<float, 8, 8>* dot, thread simdgroup_matrix<T, 8, 8>* share,
-    thread SoftmaxState& state, RowBounds bounds, threadgroup const T* scales, int pitch, int first,
+    thread SoftmaxState& state, AttentionRow row, threadgroup const T* scales, int pitch, int first,
     int end, constant AttentionParams& params, uint lane) {
   float values[COLUMNS][2];
   float maximum = state.maximum;
@@ -48,12 +48,12 @@ METAL_FUNC float softmax_row(
     PAGED_UNROLL
     for (int e = 0; e < 2; e++) {
       int token = first + 8 * n + matrix_column(lane) + e;
-      bool visible = token < end && sees(bounds, token, params);
+      bool seen = token < end && visible(row, token, params.options);
       threadgroup const float* own =
           (threadgroup const float*)(scales + (8 * n + matrix_column(lane) + e) * pitch);
       float product = scaled_dot(dot[n].thread_elements()[e], own, params);
-      float value = logit(product, params);
-      values[n][e] = visible ? value : -INFINITY;
+      float value = logit(product, token, row, params.options);
+      values[n][e] = seen ? value : -INFINITY;
       maximum = max(maximum, values[n][e]);
     }
   }
@@ -87,11 +87,12 @@ paged_prefill(
     device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
     device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
     device const int* block_tables [[buffer(4)]],
-    device const paged::WorkItem* work_items [[buffer(5)]], device const float* sinks [[buffer(6)]],
-    device T* out [[buffer(7)]], device float* workspace [[buffer(8)]],
-    constant paged::AttentionParams& params [[buffer(9)]], threadgroup uchar* scratch PAGED_SCRATCH,
-    uint3 group_id [[threadgroup_position_in_grid]], uint thread_id [[thread_index_in_threadgroup]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    device const paged::WorkItem* work_items [[buffer(5)]],
+    device const float* per_head [[buffer(6)]], device T* out [[buffer(7)]],
+    device float* workspace [[buffer(8)]], constant paged::AttentionParams& params [[buffer(9)]],
+    threadgroup uchar* scratch PAGED_SCRATCH, uint3 group_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
   constexpr int THREADS = 32 * PREFILL_SIMD_GROUPS;
   constexpr int BANDS = ROWS / 8 / PREFILL_SIMD_GROUPS;  // of 8 rows, of a SIMD-group
@@ -137,7 +138,7 @@ paged_prefill(
 
   // This lane's row of each band.
   SoftmaxState state[BANDS];
-  RowBounds bounds[BANDS];
+  AttentionRow rows[BANDS];
   int query_of_lane[BANDS];
   simdgroup_matrix<float, 8, 8> result[BANDS][V_DIM / 8];
   PAGED_UNROLL
@@ -145,7 +146,7 @@ paged_prefill(
     int q = (int(simd_id) * BANDS + band) * 8 + matrix_row(lane);
     query_of_lane[band] = q;
     state[band].clear();
-    bounds[band] = q < ours.num_queries ? bounds_of_row(positions, ours.row(q), params) : no_keys();
+    rows[band] = q < ours.num_queries ? ours.attention_row(q, positions, params) : no_row();
     PAGED_UNROLL
     for (int c = 0; c < V_DIM / 8; c++) {
       result[band][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -203,8 +204,8 @@ paged_prefill(
     PAGED_UNROLL
     for (int band = 0; band < BANDS; band++) {
       float factor = softmax_row<T, TOKENS / 8>(
-          dot[band], share[band], state[band], bounds[band], scales, K_PITCH, first, seen.end,
-          params, lane);
+          dot[band], share[band], state[band], rows[band], scales, K_PITCH, first, seen.end, params,
+          lane);
       PAGED_UNROLL
       for (int c = 0; c < V_DIM / 8; c++) {
         result[band][c].thread_elements()[0] *= factor;
@@ -234,8 +235,7 @@ paged_prefill(
       ulong at = ours.result(q);
       float factor = 1.0f;
       if (ours.whole()) {
-        float sink = PAGED_HAS_SINKS(params) ? sinks[ours.head(q)] : 0.0f;
-        factor = state[band].normaliser(PAGED_HAS_SINKS(params), sink);
+        factor = state[band].normaliser(per_head, ours.head(q), params.options);
       } else if (matrix_column(lane) == 0) {
         partials.maxima[at] = state[band].maximum;
         partials.sums[at] = state[band].sum;

@@ -10,10 +10,10 @@
 
 #include <metal_stdlib>
 
-#include "attention_options.h"
 #include "block_table.h"
 #include "kernel_table.h"
 #include "language.h"
+#include "pool_options.h"
 #include "vector_load.h"
 
 using namespace metal;

@@ -39,6 +39,11 @@ struct QueryTile {
     return ulong(row) * num_q_heads + head(q);
   }
 
+  METAL_FUNC AttentionRow
+  attention_row(int q, device const int* positions, constant AttentionParams& params) const thread {
+    return paged::attention_row(positions, row(q), params.options);
+  }
+
   // The keys of the item that any of these queries sees.
   METAL_FUNC KeyRange
   keys(device const int* positions, constant AttentionParams& params) const thread {

@@ -7,13 +7,11 @@
 
 #include <metal_stdlib>
 
-#include "attention_options.h"
+#include "attention_variant.h"
 
 using namespace metal;
 
 namespace paged {
-
-#define PAGED_LOG2E 1.44269504088896340736f
 
 // The factor that makes values relative to `from` relative to `to`, which is at least as large.
 // With no key seen yet both are -inf, and (-inf) - (-inf) would be a NaN.
@@ -26,13 +24,14 @@ METAL_FUNC float weight(float logit, float maximum) {
   return fast::exp2(logit - (maximum == -INFINITY ? 0.0f : maximum));
 }
 
-// A dot product as a logit in base 2. fast::tanh overflows to a NaN where tanh is 1.
-METAL_FUNC float logit(float dot, constant AttentionParams& params) {
-  float scaled = dot * params.scale;
-  if (PAGED_HAS_SOFTCAP(params)) {
-    return params.softcap * PAGED_LOG2E * precise::tanh(scaled / params.softcap);
-  }
-  return scaled;
+struct DeviceMath {
+  // fast::tanh overflows to a NaN where tanh is 1.
+  METAL_FUNC static float tanh(float x) { return precise::tanh(x); }
+};
+
+// A dot product as a logit.
+METAL_FUNC float logit(float dot, int token, AttentionRow row, constant AttentionOptions& options) {
+  return logit<DeviceMath>(dot * options.scale, float(token), row, options);
 }
 
 struct SoftmaxState {
@@ -44,15 +43,18 @@ struct SoftmaxState {
     sum = 0.0f;
   }
 
-  // The factor applied at the very end to a sum of values relative to `maximum`. The sink is a
-  // logit that joins the softmax and carries no value. A row that sees no key at all is zero.
-  METAL_FUNC float normaliser(bool has_sink, float sink) const thread {
+  // The factor applied at the very end to a sum of values of query head `head` relative to
+  // `maximum`. A row that sees no key at all is zero.
+  METAL_FUNC float normaliser(
+      device const float* per_head, int head, constant AttentionOptions& options) const thread {
     float factor = 1.0f;
     float total = sum;
-    if (has_sink) {
-      float joined = max(maximum, sink * PAGED_LOG2E);
+    (void)options;  // a function constant may be all that is asked of it
+    if (PAGED_HAS_SINKS(options)) {
+      float sink = per_head[head] * PAGED_LOG2E;
+      float joined = max(maximum, sink);
       factor = rescale(maximum, joined);
-      total = sum * factor + weight(sink * PAGED_LOG2E, joined);
+      total = sum * factor + weight(sink, joined);
     }
     return total == 0.0f ? 0.0f : factor / total;
   }

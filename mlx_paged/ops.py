@@ -34,7 +34,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict
 
 import mlx.core as mx
 import numpy as np
@@ -63,6 +63,16 @@ class AttentionPlan:
     # [3, num_rows] int32: positions, then the first and last position of a span that the row sees
     # in addition to its causal window; None if no row has such a span.
     bounds: mx.array | None = None
+
+
+class AttentionOptions(TypedDict, total=False):
+    """A layer's options of `paged_attention`, which documents them. Code between a model and the
+    operation passes them on as they are."""
+
+    scale: Required[float]
+    window: int | None
+    softcap: float | None
+    sinks: mx.array | None
 
 
 def allocate_pool(

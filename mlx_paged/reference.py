@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -91,17 +92,15 @@ def paged_attention(
     context_lens: Sequence[int],
     query_lens: Sequence[int],
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: np.ndarray | None = None,
     bounds: np.ndarray | None = None,
+    **options: Any,
 ) -> np.ndarray:
     """``[num_rows, num_q_heads, value_dim]`` float64.
 
     Args:
         queries: ``[num_rows, num_q_heads, key_dim]``.
         bounds: ``[2, num_rows]``.
+        options: Those of `attention`.
     """
     parts = [np.zeros((0, queries.shape[1], value_pool.shape[3]))]
     row = 0
@@ -112,11 +111,8 @@ def paged_attention(
                 queries[rows],
                 tokens_of(key_pool, table, context_len),
                 tokens_of(value_pool, table, context_len),
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
                 bounds=None if bounds is None else bounds[:, rows],
+                **options,
             )
         )
         row += query_len
@@ -153,29 +149,9 @@ def attention(
     used = seen.any(axis=0)
     seen, keys, values = seen[:, used], keys[used], values[used]
     queries, keys, values = (a.astype(np.float64) for a in (queries, keys, values))
-    if np.isfinite(values).all():
-        return _attend(queries, keys, values, seen, scale, softcap, sinks)
-    # One row at a time: 0 times a NaN that only another row sees would be NaN.
-    alone = [
-        _attend(queries[[i]], keys[mine], values[mine], seen[[i]][:, mine], scale, softcap, sinks)
-        for i, mine in enumerate(seen)
-    ]
-    return np.concatenate(alone)
-
-
-def _attend(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    seen: np.ndarray,  # [num_rows, num_tokens] bool
-    scale: float,
-    softcap: float | None,
-    sinks: np.ndarray | None,
-) -> np.ndarray:
-    num_rows, num_q_heads, _ = queries.shape
-    group = num_q_heads // keys.shape[1]
-    out = np.empty((num_rows, num_q_heads, values.shape[2]))
-    for head in range(num_q_heads):
+    group = queries.shape[1] // keys.shape[1]
+    out = np.empty((num_rows, queries.shape[1], values.shape[2]))
+    for head in range(queries.shape[1]):
         scores = scale * (queries[:, head] @ keys[:, head // group].T)
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
@@ -185,8 +161,15 @@ def _attend(
             scores = np.concatenate([scores, sink], axis=1)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
-        out[:, head] = weights[:, : len(values)] @ values[:, head // group]
+        out[:, head] = _mixed(weights[:, : len(values)], values[:, head // group], seen)
     return out
+
+
+def _mixed(weights: np.ndarray, values: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    if np.isfinite(values).all():
+        return weights @ values
+    # One row at a time: 0 times a NaN that only another row sees would be NaN.
+    return np.stack([row[mine] @ values[mine] for row, mine in zip(weights, seen)])
 
 
 # --- Layers ---------------------------------------------------------------------------------------

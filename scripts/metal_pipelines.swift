@@ -38,7 +38,7 @@ func limits(of path: String) throws -> [String: Limits] {
     for options in isAttention ? [false, true] : [false] {
       let constants = MTLFunctionConstantValues()
       var value = options
-      for index in 0..<3 {
+      for index in 4..<7 {
         constants.setConstantValue(&value, type: .bool, index: index)
       }
       let function = try library.makeFunction(name: name, constantValues: constants)

@@ -21,12 +21,11 @@ struct AttentionArgs {
   PoolView keys;
   PoolView values;
   void* out;                            // [num_rows, num_q_heads, values.head_dim]
-  const int32_t* positions;             // [num_rows]
-  const int32_t* bounds;                // [2, num_rows] or null
+  const int32_t* positions;             // [num_rows], or with bounds [3, num_rows]
   const int32_t* block_tables;          // [num_seqs, max_blocks]
   const paged::WorkItem* work_items;    // [num_items]
   const paged::MergeItem* merge_items;  // [num_merges]
-  const float* sinks;                   // [num_q_heads] or null
+  const float* per_head;                // numbers of each query head, or null
   float* partial_out;  // [partial rows, num_q_heads, values.head_dim], not normalised
   float* partial_max;  // [partial rows, num_q_heads], base-2 logits
   float* partial_sum;  // [partial rows, num_q_heads]
@@ -35,9 +34,7 @@ struct AttentionArgs {
   int num_kv_heads;
   int block_size;
   int max_blocks;
-  float scale;
-  float softcap;
-  int window;
+  paged::AttentionOptions options;
 };
 
 // One dtype's numbers to or from slots of a quantised pool.

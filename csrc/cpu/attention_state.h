@@ -14,11 +14,15 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 constexpr int kConvertFrom = 17;  // lanes from which it pays to convert a tile first
 constexpr int kChunk = 8;         // tokens; decode reads all heads of a chunk before the next one
-constexpr float kLog2e = 1.44269504088896340736f;
 
 inline int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
+
+// Functions of this namespace for the hooks of metal/attention_variant.h.
+struct VectorMath {
+  static VecF tanh(VecF x) { return MLX_PAGED_ISA::tanh(x); }
+};
 
 inline int min(int a, int b) {
   return a < b ? a : b;
@@ -37,23 +41,6 @@ struct Item {
   int partial_begin;
 };
 
-// Positions of the first and of the last key that a row sees; the first may be negative.
-struct RowBounds {
-  int first;
-  int last;
-};
-
-inline RowBounds bounds_of_row(const AttentionArgs& args, int row) {
-  int last = args.positions[row];
-  // (A window may be as long as an int goes.)
-  int first = args.window ? last - args.window + 1 : 0;
-  if (args.bounds) {
-    first = min(first, args.bounds[row]);
-    last = max(last, args.bounds[args.num_rows + row]);
-  }
-  return {first, last};
-}
-
 inline Item read_item(const AttentionArgs& args, int index) {
   const paged::WorkItem& work = args.work_items[index];
   Item item;
@@ -63,7 +50,7 @@ inline Item read_item(const AttentionArgs& args, int index) {
   int lowest = 0x7fffffff;
   int highest = -1;
   for (int r = work.row_begin; r < work.row_end; r++) {
-    RowBounds bounds = bounds_of_row(args, r);
+    paged::RowBounds bounds = paged::bounds_of_row(args.positions, r, args.options);
     lowest = min(lowest, bounds.first);
     highest = max(highest, bounds.last);
   }
@@ -126,15 +113,13 @@ inline void load_queries(
     const AttentionArgs& args, const Item& item, int kv_head, const Layout& at, float* out) {
   int group = args.num_q_heads / args.num_kv_heads;
   int dim = args.keys.head_dim;
-  // Without a soft-cap the softmax's change of base is folded into the scale.
-  float scale = args.softcap ? args.scale : args.scale * kLog2e;
   for (int lane = 0; lane < at.lanes; lane++) {
     int64_t row = item.row_begin + lane / group;
     const T* q = static_cast<const T*>(args.queries) +
                  (row * args.num_q_heads + kv_head * group + lane % group) * dim;
     float* dst = out + size_t(lane) * at.key_dim;
     for (int d = 0; d < at.key_dim; d += kWidth) {
-      store(dst + d, load_tail(q + d, min(kWidth, dim - d)) * scale);
+      store(dst + d, load_tail(q + d, min(kWidth, dim - d)) * args.options.scale);
     }
     if (rotates_keys(args.keys.format)) {
       rotate(dst, dim);

@@ -28,18 +28,16 @@ void PagedAttention::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.out = out[0].data<void>();
   args.positions = in[kPositions].data<int32_t>();
   args.num_rows = queries.shape(0);
-  args.bounds = in[kPositions].ndim() == 2 ? args.positions + args.num_rows : nullptr;
   args.block_tables = tables.data<int32_t>();
   args.work_items = reinterpret_cast<const paged::WorkItem*>(in[kWork].data<int32_t>());
   args.merge_items = reinterpret_cast<const paged::MergeItem*>(in[kMerge].data<int32_t>());
-  args.sinks = in.size() > kSinks ? in[kSinks].data<float>() : nullptr;
+  args.per_head = in.size() > kPerHead ? in[kPerHead].data<float>() : nullptr;
   args.num_q_heads = queries.shape(1);
   args.num_kv_heads = key_pool.shape(2);
   args.block_size = key_pool.shape(1);
   args.max_blocks = tables.shape(1);
-  args.scale = options_.scale;
-  args.softcap = options_.softcap;
-  args.window = options_.window;
+  args.options = options_;
+  args.options.bounded_rows = in[kPositions].ndim() == 2 ? args.num_rows : 0;
   int num_items = in[kWork].shape(0);
   int num_merges = in[kMerge].shape(0);
 

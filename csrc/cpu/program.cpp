@@ -158,14 +158,12 @@ AttentionArgs Program::attention_args(
   args.block_tables = in[p.tables].data<int32_t>();
   args.work_items = reinterpret_cast<const paged::WorkItem*>(in[p.work_items].data<int32_t>());
   args.merge_items = reinterpret_cast<const paged::MergeItem*>(in[p.merge_items].data<int32_t>());
-  args.sinks = p.sinks;
+  args.per_head = p.per_head;
   args.num_q_heads = p.num_q_heads;
   args.num_kv_heads = p.keys.num_kv_heads;
   args.block_size = p.keys.block_size;
   args.max_blocks = in[p.tables].shape(1);
-  args.scale = p.options.scale;
-  args.softcap = p.options.softcap;
-  args.window = p.options.window;
+  args.options = p.options;
   return args;
 }
 

@@ -123,7 +123,7 @@ struct AttentionPhase {
   View out;
   int key_pool, value_pool;                        // buffers,
   int positions, tables, work_items, merge_items;  // inputs
-  const float* sinks;                              // or null
+  const float* per_head;                           // or null
   AttentionOptions options;
   DType dtype;
   int num_q_heads;

@@ -330,7 +330,7 @@ class ProgramReader : public RowReader {
     p.tables = any_length(in[A::kTables]);
     p.work_items = any_length(in[A::kWork]);
     p.merge_items = any_length(in[A::kMerge]);
-    p.sinks = in.size() > A::kSinks ? constant(in[A::kSinks]) : nullptr;
+    p.per_head = in.size() > A::kPerHead ? constant(in[A::kPerHead]) : nullptr;
     p.options = attention.options();
     p.dtype = DType::float32;
     p.num_q_heads = queries.shape[1];

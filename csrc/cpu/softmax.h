@@ -9,19 +9,30 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
+// Positions of a vector's tokens, of which the first is `token`.
+inline VecF tokens_from(int token) {
+  VecF tokens;
+  for (int i = 0; i < kWidth; i++) {
+    tokens[i] = float(token + i);
+  }
+  return tokens;
+}
+
 // Turns one lane's scores, of `count` tokens of the tile that `token` is in, into probabilities
 // relative to its new running maximum. Returns what earlier sums must be multiplied by.
 inline float softmax_tile(
-    const AttentionArgs& args, RowBounds bounds, int token, int count, float* scores,
+    const AttentionArgs& args, paged::AttentionRow row, int token, int count, float* scores,
     float* row_max, float* row_sum) {
   int tile = token - token % kTile;
-  int visible_begin = max(bounds.first, token) - tile;
-  int visible_end = min(token + count, bounds.last + 1) - tile;
-  if (args.softcap) {
+  if (paged::changes_logits(args.options)) {
+    VecF tokens = tokens_from(tile);
     for (int t = 0; t < kTile; t += kWidth) {
-      store(scores + t, (args.softcap * kLog2e) * tanh(load(scores + t) / args.softcap));
+      VecF score = load(scores + t);
+      store(scores + t, paged::logit<VectorMath>(score, tokens + float(t), row, args.options));
     }
   }
+  int visible_begin = max(row.bounds.first, token) - tile;
+  int visible_end = min(token + count, row.bounds.last + 1) - tile;
   for (int t = 0; t < min(visible_begin, kTile); t++) {
     scores[t] = -kInf;
   }
@@ -53,9 +64,10 @@ inline void softmax_lanes(
     const State& state) {
   int group = args.num_q_heads / args.num_kv_heads;
   for (int lane = 0; lane < at.lanes; lane++) {
-    RowBounds bounds = bounds_of_row(args, item.row_begin + lane / group);
+    paged::AttentionRow row =
+        paged::attention_row(args.positions, item.row_begin + lane / group, args.options);
     state.alpha[lane] = softmax_tile(
-        args, bounds, token, count, state.scores + lane * kTile, state.row_max + lane,
+        args, row, token, count, state.scores + lane * kTile, state.row_max + lane,
         state.row_sum + lane);
   }
 }
@@ -65,8 +77,8 @@ inline void finish_lane(
     const AttentionArgs& args, const float* acc, float row_max, float row_sum, int64_t row,
     int head) {
   float scale = 1.0f;
-  if (args.sinks) {
-    float sink = args.sinks[head] * kLog2e;
+  if (args.options.has_sinks) {
+    float sink = args.per_head[head] * PAGED_LOG2E;
     float new_max = sink > row_max ? sink : row_max;
     float reference = new_max == -kInf ? 0.0f : new_max;  // as in softmax_tile
     scale = exp2(row_max - reference);

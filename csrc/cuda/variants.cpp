@@ -285,7 +285,7 @@ LaunchList with_variants(LaunchList list, const Arrays& in, Streams streams) {
       prefill_on_tensor_cores(launch, *attention);
     }
     bool portable = launch.kernel.file == file;
-    if (portable && params_of<paged::AttentionParams>(launch).bounded_rows > 0) {
+    if (portable && params_of<paged::AttentionParams>(launch).options.bounded_rows > 0) {
       with_bounds(launch, in);
     }
   }

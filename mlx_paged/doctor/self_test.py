@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -158,19 +159,17 @@ def _attention(
     *,
     group: int = 4,
     window: int | None = None,
-    softcap: float | None = None,
-    with_sinks: bool = False,
     split_tokens: int = 4096,
+    **options: Any,
 ) -> None:
+    """`options`: more of those that the operation and the oracle have in common."""
     pools = data.pools()
     queries = data.normal(sum(query_lens), group * _KV_HEADS, _HEAD_DIM)
-    sinks = data.normal(group * _KV_HEADS) if with_sinks else None
     plan = build_plan(
         _TABLES, _LENS, query_lens, block_size=_BLOCK_SIZE, window=window, split_tokens=split_tokens
     )
-    out = ops.paged_attention(
-        queries, *pools, plan, scale=_SCALE, window=window, softcap=softcap, sinks=sinks
-    )
+    out = ops.paged_attention(queries, *pools, plan, scale=_SCALE, window=window, **options)
+    exact_options = {k: exact(v) if isinstance(v, mx.array) else v for k, v in options.items()}
     key_pool, value_pool = map(exact, pools)
     expected = reference.paged_attention(
         exact(queries),
@@ -181,8 +180,7 @@ def _attention(
         query_lens,
         scale=_SCALE,
         window=window,
-        softcap=softcap,
-        sinks=None if sinks is None else exact(sinks),
+        **exact_options,
     )
     data.check(out, expected)
 
@@ -341,7 +339,8 @@ CASES: dict[str, Case] = {
     ),
     "paged_attention: window": Case(lambda d: _attention(d, [20, 1], window=24), gpu_dtypes=DTYPES),
     "paged_attention: softcap and sinks": Case(
-        lambda d: _attention(d, [1, 3], softcap=5.0, with_sinks=True), gpu_dtypes=DTYPES
+        lambda d: _attention(d, [1, 3], softcap=5.0, sinks=d.normal(4 * _KV_HEADS)),
+        gpu_dtypes=DTYPES,
     ),
     "rope_rotations": Case(_rope_rotations, dtypes=("float32",)),
     "rope": Case(_rope),

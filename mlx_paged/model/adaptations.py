@@ -36,7 +36,7 @@ def gemma2_attention(
     queries = self.rope(_heads(self.q_proj(x), self.n_heads), offset=cache.offset)
     keys = self.rope(_heads(self.k_proj(x), self.n_kv_heads), offset=cache.offset)
     cache.update_and_fetch(keys, _heads(self.v_proj(x), self.n_kv_heads))
-    out = cache.attend(queries, scale=self.scale, sinks=None, softcap=self.attn_logit_softcapping)
+    out = cache.attend(queries, scale=self.scale, softcap=self.attn_logit_softcapping)
     return self.o_proj(_joined(out))
 
 
@@ -60,7 +60,7 @@ def plamo_attention(
             .reshape(num_rows, -1, 1, x.shape[-1])
         )
 
-    out = cache.attend(regrouped(queries, shared), scale=self.scale, sinks=None)
+    out = cache.attend(regrouped(queries, shared), scale=self.scale)
     return self.o_proj(_joined(regrouped(out, self.k_num_heads)))
 
 
@@ -79,7 +79,7 @@ def llama4_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
         factors = mx.log(steps + 1.0) * self.attn_scale + 1.0
         queries = (queries * factors[:, None, None, None]).astype(queries.dtype)
     cache.update_and_fetch(keys, _heads(self.v_proj(x), self.n_kv_heads))
-    return self.o_proj(_joined(cache.attend(queries, scale=self.scale, sinks=None)))
+    return self.o_proj(_joined(cache.attend(queries, scale=self.scale)))
 
 
 def llama4_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
@@ -166,7 +166,7 @@ def afm7_reusing_attention(
     """AFM 7: layers without keys of their own take positions from the layer they attend to."""
     cache = keys.cache
     queries = self.q_norm(self.rope(_heads(self.q_proj(x), self.n_heads), offset=cache.offset))
-    return self.out_proj(_joined(cache.attend(queries, scale=self.scale, sinks=None)))
+    return self.out_proj(_joined(cache.attend(queries, scale=self.scale)))
 
 
 def dynamic_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:

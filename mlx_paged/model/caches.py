@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Unpack
 
 import mlx.core as mx
 
@@ -21,7 +21,7 @@ from mlx_paged.model import dense_prefill
 from mlx_paged.model.layout import FULL, KVCacheGroupSpec, LayerSpec
 from mlx_paged.model.media import MediaRows
 from mlx_paged.model.plan import StatePlan
-from mlx_paged.ops import AttentionPlan
+from mlx_paged.ops import AttentionOptions, AttentionPlan
 
 # --- The step -------------------------------------------------------------------------------------
 
@@ -358,53 +358,37 @@ class PagedLayerCache(KVPools):
         self,
         queries: mx.array,
         *,
-        scale: float,
-        sinks: mx.array | None,
         scores: Scores | None = None,
-        softcap: float | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> mx.array:
         """``[T, num_q_heads, 1, key_dim]`` queries -> ``[T, num_q_heads, 1, value_dim]``."""
         if scores is not None:
             raise LatentScores(self.spec)
-        queries = queries.squeeze(2)
-        return self._attend(queries, self.value_pool, scale=scale, sinks=sinks, softcap=softcap)
+        return self._attend(queries.squeeze(2), self.value_pool, options)
 
     def _attend(
-        self,
-        queries: mx.array,
-        value_pool: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None,
+        self, queries: mx.array, value_pool: mx.array, options: AttentionOptions
     ) -> mx.array:
+        options["window"] = self.spec.window
         # Some models upcast queries; the kernels accumulate in float32 anyway.
         rows = _pad(queries.astype(self.spec.dtype), self._dims[0])
         step = self._context.step
         pools = self.key_pool, value_pool
 
         def attend(rows: mx.array, plan: AttentionPlan) -> mx.array:
-            out = ops.paged_attention(
-                rows,
-                *pools,
-                plan,
-                scale=scale,
-                window=self.spec.window,
-                softcap=softcap,
-                sinks=sinks,
-            )
+            out = ops.paged_attention(rows, *pools, plan, **options)
             return out if out.shape[-1] == self.spec.value_dim else out[..., : self.spec.value_dim]
 
         written, self._written = self._written, None
         if (
             step.prefill is not None
             and self._group_spec == FULL
-            and dense_prefill.serves(self.spec, sinks=sinks, softcap=softcap)
+            and dense_prefill.serves(self.spec, options)
         ):
             own = None
             if written is not None and written.step is step:
                 own = written.keys, written.values
-            out = step.prefill.attend(rows, pools, own, scale)
+            out = step.prefill.attend(rows, pools, own, options["scale"])
             if step.layerwise is not None:
                 step.layerwise.attention_built(self.layer, out)
         else:
@@ -432,18 +416,17 @@ class LatentLayerCache(PagedLayerCache):
         self,
         queries: mx.array,
         *,
-        scale: float,
-        sinks: mx.array | None,
         scores: Scores | None = None,
-        softcap: float | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> mx.array:
         """Attends with ``[T, num_q_heads, 1, latent_dim]`` queries; returns the same shape."""
         if scores is None:
             raise TypeError("[paged_attention] latent attention came without its rotary scores")
         if self._context.step.plan_for(self._group_spec).bounds is not None:
             raise ValueError("[paged_attention] bounds must be None for latent attention")
-        whole = mx.concatenate([queries * scale, scores.queries], axis=-1).squeeze(2)
-        return self._attend(whole, self.key_pool, scale=1.0, sinks=sinks, softcap=softcap)
+        whole = mx.concatenate([queries * options["scale"], scores.queries], axis=-1).squeeze(2)
+        options["scale"] = 1.0
+        return self._attend(whole, self.key_pool, options)
 
 
 class UnusedCache:

@@ -21,7 +21,7 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.plan import PaddedTables, Tables, build_plan
-from mlx_paged.ops import AttentionPlan
+from mlx_paged.ops import AttentionOptions, AttentionPlan
 from mlx_paged.platform import Platform
 
 # Shorter chunks gain less than gathering and another shape cost.
@@ -191,12 +191,11 @@ def plan_dense_prefill(
     return DensePrefill(chunks, tuple(others), plan)
 
 
-def serves(spec: LayerSpec, *, sinks: mx.array | None, softcap: float | None) -> bool:
+def serves(spec: LayerSpec, options: AttentionOptions) -> bool:
     """True if MLX's fused attention can compute a layer's attention."""
     return (
         spec.window is None
-        and sinks is None
-        and softcap is None
+        and all(value is None for name, value in options.items() if name != "scale")
         and not spec.latent
         and spec.kv_format is None  # A quantized pool exists to avoid a dense copy.
         and spec.dtype in (mx.float16, mx.bfloat16)

@@ -203,9 +203,9 @@ SERVED = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.bfloat16)
 
 
 def test_layers_that_mlx_can_compute_are_served() -> None:
-    assert dense_prefill.serves(SERVED, sinks=None, softcap=None)
+    assert dense_prefill.serves(SERVED, {"scale": 1.0, "sinks": None})
     for change in ({"dtype": mx.float16}, {"key_dim": 128, "value_dim": 128}):
-        assert dense_prefill.serves(replace(SERVED, **change), sinks=None, softcap=None)
+        assert dense_prefill.serves(replace(SERVED, **change), {"scale": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -222,12 +222,12 @@ def test_layers_that_mlx_can_compute_are_served() -> None:
     ids=str,
 )
 def test_layers_of_another_kind_are_not(change: dict[str, Any]) -> None:
-    assert not dense_prefill.serves(replace(SERVED, **change), sinks=None, softcap=None)
+    assert not dense_prefill.serves(replace(SERVED, **change), {"scale": 1.0})
 
 
 def test_sinks_and_soft_caps_are_not_served() -> None:
-    assert not dense_prefill.serves(SERVED, sinks=mx.zeros(4), softcap=None)
-    assert not dense_prefill.serves(SERVED, sinks=None, softcap=30.0)
+    assert not dense_prefill.serves(SERVED, {"scale": 1.0, "sinks": mx.zeros(4)})
+    assert not dense_prefill.serves(SERVED, {"scale": 1.0, "softcap": 30.0})
 
 
 @pytest.mark.parametrize("reach", [{}, {"window": 4}, {"chunk": 16}], ids=str)

@@ -29,7 +29,7 @@ def check(batch: PagedBatch, limits: dict[str, int] | None = None, **options) ->
     options.setdefault("scale", 0.125)
     assert_close(run(batch, limits, **options), batch.expected(**options))
     ran = launches()
-    assert all(launch["function_constants"][3] for launch in ran)
+    assert all(launch["function_constants"][7] for launch in ran)
     return [launch["kernel"] for launch in ran]
 
 
@@ -74,7 +74,7 @@ def test_rows_beside_a_picture_keep_their_bits(rng, window) -> None:
     options = {"window": window} if window else {}
     beside = bits(run(batch, options, **options))
     alone = bits(run(replace(batch, bounds=None), options, **options))
-    assert not any(launch["function_constants"][3] for launch in launches())
+    assert not any(launch["function_constants"][7] for launch in launches())
     text = np.r_[0:1, 41:46]
     np.testing.assert_array_equal(beside[text], alone[text])
     assert (beside[1:41] != alone[1:41]).any()
@@ -98,7 +98,7 @@ def test_bounds_change_what_a_launch_is_compiled_for(rng) -> None:
     spans = replace(none, bounds=spans_of(lens, queries, [[], [(60, 80)]]))
     for text, media in zip(described(none), described(spans), strict=True):
         assert text["kernel"] == media["kernel"] and text["grid"] == media["grid"]
-        assert not text["function_constants"][3] and media["function_constants"][3]
+        assert not text["function_constants"][7] and media["function_constants"][7]
         assert text["buffers"][3][2] == 4 * 41 and media["buffers"][3][2] == 3 * 4 * 41
         # (Before the formats of the pools' keys and values.)
         rows = {name: launch["constants"][44:48] for name, launch in (("t", text), ("m", media))}
@@ -111,7 +111,7 @@ def test_pipelines_for_bounds_are_foreseen_once_a_graph_has_some(rng) -> None:
     pools = (batch.key_pool, batch.value_pool)
 
     def foreseen() -> set[bool]:
-        return {constants[3] for _, constants in sim_ext.pipelines_to_come() if constants}
+        return {constants[7] for _, constants in sim_ext.pipelines_to_come() if constants}
 
     with simulated():
         plan = replace(batch, bounds=None).plan()

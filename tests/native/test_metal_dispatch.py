@@ -115,7 +115,7 @@ def test_every_launch_is_compiled_for_its_options(rng, window, softcap, has_sink
     ]
     for launch in planned:
         plain = (False,) * 4
-        assert launch["function_constants"] == (window > 0, softcap > 0, has_sinks, False, *plain)
+        assert launch["function_constants"] == (*plain, window > 0, softcap > 0, has_sinks, False)
 
 
 @needs_simulator

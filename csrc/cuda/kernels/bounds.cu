@@ -3,7 +3,7 @@
 // The portable kernels of steps with bounds, of the largest tiles only: few steps have bounds, and
 // most rows of these are a picture's.
 
-#define PAGED_HAS_BOUNDS(params) true
+#define PAGED_HAS_BOUNDS(options) true
 
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 
 // Steps with bounds have kernels of their own (bounds.cu): these keep a register less for each row.
-#define PAGED_HAS_BOUNDS(params) false
+#define PAGED_HAS_BOUNDS(options) false
 
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"

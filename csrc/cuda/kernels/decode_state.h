@@ -28,7 +28,8 @@ __device__ __forceinline__ float softmax_of_column(
   for (int i = 0; i < 2 * TILES; i++) {
     float& value = logits[i / 2][i % 2 * 2 + e];
     int at = token + 8 * i;
-    value = at >= keys.begin && at < keys.end ? logit(value, params) : -INFINITY;
+    bool seen = at >= keys.begin && at < keys.end;
+    value = seen ? capped<DeviceMath>(value * params.options.scale, params.options) : -INFINITY;
     maximum = fmaxf(maximum, value - SMALLER);
   }
 #pragma unroll

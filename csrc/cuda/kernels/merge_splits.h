@@ -99,7 +99,7 @@ struct alignas(4 * sizeof(T)) FourOf {
 template <typename T, int V_DIM>
 __global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
     const paged::MergeItem* __restrict__ merge_items, const float* workspace,
-    const float* __restrict__ sinks, T* out,
+    const float* __restrict__ per_head, T* out,
     const __grid_constant__ paged::MergeParams params) {
   using namespace paged;
   typedef SplitValues<V_DIM> Values;
@@ -132,8 +132,7 @@ __global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
     next.load(workspace, maxima, at, first, item.num_splits, lane);
   }
 
-  float sink = params.has_sinks ? sinks[head] : 0.0f;
-  float normaliser = joined.normaliser(params.has_sinks, sink);
+  float normaliser = joined.normaliser(per_head, head, params.options);
   T* result = out + (size_t(item.row_begin + row) * params.num_q_heads + head) * V_DIM;
 #pragma unroll
   for (int v = 0; v < Values::VECTORS; v++) {

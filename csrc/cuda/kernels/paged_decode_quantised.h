@@ -4,8 +4,6 @@
 
 #pragma once
 
-#include <climits>
-
 #include "paged_decode_tensor.h"
 #include "quantised_state.h"
 
@@ -39,7 +37,7 @@ __global__ void __launch_bounds__(
 
   Results meeting = {shared};
   // Without a window the first token does not have to wait for the rows' positions.
-  int begin = params.window == INT_MAX ? item.first_block << params.block_shift : seen_of().begin;
+  int begin = params.options.window == WHOLE_CONTEXT ? item.first_block << params.block_shift : seen_of().begin;
   int first = begin / QUANTISED_TOKENS * QUANTISED_TOKENS + warp * QUANTISED_TOKENS;
   Ring ring(
       meeting.ring(warp), reinterpret_cast<const unsigned char*>(key_pool),
@@ -83,5 +81,5 @@ __global__ void __launch_bounds__(
     }
   }
   __syncthreads();
-  write_results<T, DIM>(meeting, item, num_queries, heads, kv_head, sinks, out, workspace, params);
+  write_results<T, DIM>(meeting, item, num_queries, heads, kv_head, per_head, out, workspace, params);
 }

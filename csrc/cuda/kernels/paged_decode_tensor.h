@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <climits>
-
 #include "attention_arguments.h"
 #include "attention_output.h"
 #include "decode_state.h"
@@ -82,7 +80,7 @@ struct WarpResults {
 template <typename T, int DIM, typename Results>
 __device__ __forceinline__ void write_results(
     const Results& meeting, const WorkItem& item, int num_queries, int heads, int kv_head,
-    const float* sinks, T* out, float* workspace, const AttentionParams& params) {
+    const float* per_head, T* out, float* workspace, const AttentionParams& params) {
   constexpr int THREADS = 32 * tensor_warps(DIM);
   bool whole = item.partial_begin < 0;
   Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, DIM);
@@ -95,7 +93,7 @@ __device__ __forceinline__ void write_results(
     size_t row = size_t((whole ? item.row_begin : item.partial_begin) + q / heads);
     size_t at = row * params.num_q_heads + head;
     if (whole) {
-      float factor = joined.normaliser(params.has_sinks, params.has_sinks ? sinks[head] : 0.0f);
+      float factor = joined.normaliser(per_head, head, params.options);
       unsigned int* to = reinterpret_cast<unsigned int*>(out + at * DIM + element);
       to[0] = pack(values[0] * factor, values[1] * factor, T(0.0f));
       to[1] = pack(values[2] * factor, values[3] * factor, T(0.0f));
@@ -139,7 +137,7 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
 
   WarpResults<DIM, COLUMNS * TENSOR_QUERIES> meeting = {shared};
   // Without a window the first token does not have to wait for the rows' positions.
-  int begin = params.window == INT_MAX ? item.first_block << params.block_shift : seen_of().begin;
+  int begin = params.options.window == WHOLE_CONTEXT ? item.first_block << params.block_shift : seen_of().begin;
   int first = begin / TENSOR_TOKENS * TENSOR_TOKENS + warp * TENSOR_TOKENS;
   Ring ring(
       meeting.ring(warp), key_pool, value_pool, table, item.last_block << params.block_shift,
@@ -166,5 +164,5 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   meeting.put(state, warp, lane);
   __syncthreads();
 
-  write_results<T, DIM>(meeting, item, num_queries, heads, kv_head, sinks, out, workspace, params);
+  write_results<T, DIM>(meeting, item, num_queries, heads, kv_head, per_head, out, workspace, params);
 }

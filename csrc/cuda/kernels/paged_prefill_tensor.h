@@ -54,5 +54,5 @@ __global__ void __launch_bounds__(32 * WARPS) prefill_tensor_entry(ATTENTION_PAR
   }
   state.join_lanes();
 
-  write_prefill(state, ours, first_query, sinks, out, workspace, params, lane);
+  write_prefill(state, ours, first_query, per_head, out, workspace, params, lane);
 }

@@ -69,6 +69,6 @@ __global__ void __launch_bounds__(32 * (WARPS + paged::WGMMA_WARPS), 1) prefill_
   PrefillState<T, DIM> state(query_of, keys_of, lane);
   attend_together(state, tiles, seen, first, params, lane);
   state.join_lanes();
-  write_prefill(state, ours, first_query, sinks, out, workspace, params, lane);
+  write_prefill(state, ours, first_query, per_head, out, workspace, params, lane);
 #endif
 }

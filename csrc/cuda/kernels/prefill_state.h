@@ -125,12 +125,13 @@ struct PrefillState {
       FragmentD (&logits)[TOKENS / 8], float (&factors)[2], int first,
       const AttentionParams& params, int lane) {
     // (One branch for all of them: a tanh behind a branch for each would not be overlapped.)
-    if (params.softcap > 0.0f) {
+    if (PAGED_HAS_SOFTCAP(params.options)) {
 #pragma unroll
       for (int n = 0; n < TOKENS / 8; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          logits[n][i] = logit(logits[n][i], params);
+          logits[n][i] =
+              capped<DeviceMath>(logits[n][i] * params.options.scale, params.options);
         }
       }
     } else {
@@ -138,7 +139,7 @@ struct PrefillState {
       for (int n = 0; n < TOKENS / 8; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          logits[n][i] *= params.scale;
+          logits[n][i] *= params.options.scale;
         }
       }
     }

@@ -33,7 +33,7 @@ __device__ __forceinline__ KeyRange keys_of_tile(
 // their partials.
 template <typename T, int DIM>
 __device__ __forceinline__ void write_prefill(
-    const PrefillState<T, DIM>& state, const QueryTile& ours, int first_query, const float* sinks,
+    const PrefillState<T, DIM>& state, const QueryTile& ours, int first_query, const float* per_head,
     T* out, float* workspace, const AttentionParams& params, int lane) {
   Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, DIM);
 #pragma unroll
@@ -44,8 +44,7 @@ __device__ __forceinline__ void write_prefill(
     }
     size_t at = ours.result(q);
     if (ours.whole()) {
-      float sink = params.has_sinks ? sinks[ours.head(q)] : 0.0f;
-      float factor = state.state[e].normaliser(params.has_sinks, sink);
+      float factor = state.state[e].normaliser(per_head, ours.head(q), params.options);
 #pragma unroll
       for (int c = 0; c < DIM / 8; c++) {
         *reinterpret_cast<unsigned int*>(out + at * DIM + c * 8 + lane % 4 * 2) =

@@ -3,7 +3,6 @@
 // The portable kernels of quantised pools. Which format a pool has, and whether there are bounds,
 // is asked at run time: a kernel of each would be compiled for too long.
 
-#define PAGED_HAS_BOUNDS(params) ((params).bounded_rows > 0)
 #define PAGED_QUANTISED(params) true
 #define PAGED_INT4_KEYS(params) ((params).key_format == paged::FORMAT_INT4)
 #define PAGED_INT4_VALUES(params) ((params).value_format == paged::FORMAT_INT4)

@@ -66,17 +66,11 @@ struct ThreadgroupMemory {
 #define PAGED_UNROLL _Pragma("unroll")
 #define PAGED_SCRATCH = ::metal::ThreadgroupMemory()
 #define PAGED_KERNEL(THREADS) __device__ __forceinline__ void
-#define PAGED_HAS_WINDOW(params) true
-#define PAGED_HAS_SOFTCAP(params) ((params).softcap > 0.0f)
-#define PAGED_HAS_SINKS(params) ((params).has_sinks)
 #ifndef PAGED_QUANTISED  // a file of kernels of quantised pools says which
 #define PAGED_QUANTISED(params) false
 #define PAGED_INT4_KEYS(params) false
 #define PAGED_INT4_VALUES(params) false
 #define PAGED_FP8(params) false
-#endif
-#ifndef PAGED_HAS_BOUNDS  // a file of kernels may know
-#define PAGED_HAS_BOUNDS(params) ((params).bounded_rows > 0)
 #endif
 
 // CUDA's own word uses `device`, which becomes a macro below.

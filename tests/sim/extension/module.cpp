@@ -176,7 +176,8 @@ void bind_simulator(nb::module_& m) {
         mx::array out(
             {queries.shape(0), queries.shape(1), value_pool.shape(3)}, queries.dtype(), nullptr,
             {});
-        PagedAttention node(mx::default_stream(mx::Device::cpu), {scale, window, softcap});
+        auto options = paged::attention_options(scale, window, softcap, sinks.has_value());
+        PagedAttention node(mx::default_stream(mx::Device::cpu), options);
         auto list = node.launches(in, {out}, cuda ? Gpu::nvidia : Gpu::apple);
         if (cuda) {
           list = cuda::with_variants(std::move(list), in, streams_named(streams));

@@ -1,0 +1,172 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The attention variant: the options that a layer has for its scores, and the hooks that apply
+// them. Metal's kernels, NVIDIA's and the CPU's all include this file, and so does the host; it
+// includes nothing itself.
+//
+// Logits are in base 2. A row of the score matrix is a query row and a query head.
+//
+// A new option needs a field of AttentionOptions, a condition PAGED_HAS_..., its term in a hook and
+// its bit in features_of; csrc/ops.cpp checks it and sets the field.
+
+#pragma once
+
+// --- Words that differ between compilers
+
+#if defined(__CUDACC__)
+#define PAGED_HOOK __device__ __forceinline__
+#define PAGED_SHARED const
+#define PAGED_BUFFER const
+#elif defined(__METAL_VERSION__) || defined(METAL_FUNC)
+#define PAGED_HOOK METAL_FUNC
+#define PAGED_SHARED constant
+#define PAGED_BUFFER device const
+#define PAGED_COMPILES_FEATURES
+#else
+// Static, because the CPU's kernels are compiled once for each instruction set: the linker must not
+// merge these functions.
+#define PAGED_HOOK static inline __attribute__((always_inline))
+#define PAGED_SHARED const
+#define PAGED_BUFFER const
+#define PAGED_HOST
+#endif
+
+// --- Which options a layer or a step has
+
+// In Metal these are function constants: a pipeline has no code for options that it lacks.
+// features_of lists their values.
+#ifndef PAGED_HAS_WINDOW
+#ifdef PAGED_COMPILES_FEATURES
+constant bool paged_has_window [[function_constant(4)]];
+constant bool paged_has_softcap [[function_constant(5)]];
+constant bool paged_has_sinks [[function_constant(6)]];
+constant bool paged_has_bounds [[function_constant(7)]];
+#define PAGED_HAS_WINDOW(options) paged_has_window
+#define PAGED_HAS_SOFTCAP(options) paged_has_softcap
+#define PAGED_HAS_SINKS(options) paged_has_sinks
+#define PAGED_HAS_BOUNDS(options) paged_has_bounds
+#else
+#define PAGED_HAS_WINDOW(options) true  // WHOLE_CONTEXT hides no token
+#define PAGED_HAS_SOFTCAP(options) ((options).softcap > 0.0f)
+#define PAGED_HAS_SINKS(options) ((options).has_sinks != 0)
+#ifndef PAGED_HAS_BOUNDS  // a file of kernels may know
+#define PAGED_HAS_BOUNDS(options) ((options).bounded_rows > 0)
+#endif
+#endif
+#endif
+
+#define PAGED_LOG2E 1.44269504088896340736f
+
+namespace paged {
+
+enum { WHOLE_CONTEXT = 0x7fffffff };  // a window without an end
+
+struct AttentionOptions {
+  float scale;       // of the dot product, with log2(e) folded in unless there is a soft cap
+  float softcap;     // scores become softcap * tanh(score / softcap); 0: none
+  int window;        // keys in (position - window, position]
+  int has_sinks;     // logits that join the softmax, one for each query head
+  int bounded_rows;  // row length of positions and bounds [3, num_rows]; 0: no bounds. A launch
+                     // sets it: bounds belong to a step.
+};
+static_assert(sizeof(AttentionOptions) == 20, "the same for every compiler");
+
+// Positions of the first key that a query row sees, which may be negative, and of the last.
+struct RowBounds {
+  int first;
+  int last;
+};
+
+// `positions` is [num_rows], or with bounds [3, num_rows]: a row sees what its position and the
+// window let it see, and from its first to its last bound.
+PAGED_HOOK RowBounds
+bounds_of_row(PAGED_BUFFER int* positions, int row, PAGED_SHARED AttentionOptions& options) {
+  RowBounds bounds;
+  bounds.last = positions[row];
+  bounds.first = PAGED_HAS_WINDOW(options) ? bounds.last - options.window + 1 : 0;
+  if (PAGED_HAS_BOUNDS(options)) {
+    int first = positions[options.bounded_rows + row];
+    int last = positions[2 * options.bounded_rows + row];
+    bounds.first = first < bounds.first ? first : bounds.first;
+    bounds.last = last > bounds.last ? last : bounds.last;
+  }
+  return bounds;
+}
+
+// A row of the score matrix, for the hooks.
+struct AttentionRow {
+  RowBounds bounds;
+};
+
+// `per_head` holds numbers of every query head: the sinks if there are any.
+PAGED_HOOK AttentionRow
+attention_row(PAGED_BUFFER int* positions, int row, PAGED_SHARED AttentionOptions& options) {
+  AttentionRow result;
+  result.bounds = bounds_of_row(positions, row, options);
+  return result;
+}
+
+// A row that does not exist.
+PAGED_HOOK AttentionRow no_row() {
+  AttentionRow result;
+  result.bounds.first = 0;
+  result.bounds.last = -1;
+  return result;
+}
+
+// True if the row sees the token. Without bounds the last key alone is needed: a register less a
+// row.
+PAGED_HOOK bool visible(AttentionRow row, int token, PAGED_SHARED AttentionOptions& options) {
+  if (PAGED_HAS_BOUNDS(options)) {
+    return token <= row.bounds.last && (!PAGED_HAS_WINDOW(options) || token >= row.bounds.first);
+  }
+  return token <= row.bounds.last &&
+         (!PAGED_HAS_WINDOW(options) || token > row.bounds.last - options.window);
+}
+
+// The logit of a scaled dot product, as far as it is the same for every row. `Math` has tanh. A
+// Value is a number or a vector of them.
+template <typename Math, typename Value>
+PAGED_HOOK Value capped(Value scaled, PAGED_SHARED AttentionOptions& options) {
+  if (PAGED_HAS_SOFTCAP(options)) {
+    return options.softcap * PAGED_LOG2E * Math::tanh(scaled / options.softcap);
+  }
+  return scaled;
+}
+
+// The logit of a scaled dot product of a row and a token.
+template <typename Math, typename Value>
+PAGED_HOOK Value logit(Value scaled, Value, AttentionRow, PAGED_SHARED AttentionOptions& options) {
+  return capped<Math>(scaled, options);
+}
+
+#ifdef PAGED_HOST
+static inline bool operator==(const AttentionOptions& a, const AttentionOptions& b) {
+  return __builtin_memcmp(&a, &b, sizeof(a)) == 0;
+}
+
+// True if a logit is more than the scaled dot product.
+static inline bool changes_logits(const AttentionOptions& options) {
+  return options.softcap > 0.0f;
+}
+
+// Bit i says that function constant FIRST_FEATURE + i is true.
+enum { FIRST_FEATURE = 4, NUM_FEATURES = 4 };
+static inline int features_of(const AttentionOptions& options) {
+  return (options.window != WHOLE_CONTEXT) | (options.softcap > 0.0f) << 1 |
+         (options.has_sinks != 0) << 2 | (options.bounded_rows > 0) << 3;
+}
+
+// The options of a layer from a user's; 0: no window, no soft cap.
+static inline AttentionOptions attention_options(
+    float scale, int window, float softcap, bool has_sinks) {
+  AttentionOptions options = {};
+  options.scale = softcap > 0.0f ? scale : scale * PAGED_LOG2E;
+  options.softcap = softcap;
+  options.window = window > 0 ? window : WHOLE_CONTEXT;
+  options.has_sinks = has_sinks;
+  return options;
+}
+#endif
+
+}  // namespace paged

@@ -1,0 +1,25 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Formats of a layer's pools. In Metal these are function constants, like the options of
+// attention_variant.h. A compiler without function constants defines the words below as conditions
+// on the params.
+
+#pragma once
+
+#include <metal_stdlib>
+
+#include "kernel_table.h"
+
+using namespace metal;
+
+#ifndef PAGED_QUANTISED
+// Pools are quantised; keys or values have 4 bits; both are e4m3. Neither of the last two: int8.
+constant bool paged_quantised [[function_constant(0)]];
+constant bool paged_int4_keys [[function_constant(1)]];
+constant bool paged_int4_values [[function_constant(2)]];
+constant bool paged_fp8 [[function_constant(3)]];
+#define PAGED_QUANTISED(params) paged_quantised
+#define PAGED_INT4_KEYS(params) paged_int4_keys
+#define PAGED_INT4_VALUES(params) paged_int4_values
+#define PAGED_FP8(params) paged_fp8
+#endif
