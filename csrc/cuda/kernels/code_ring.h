@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Codes and scales of quantised pools on their way to one warp: a ring of tiles in shared memory,
-// as kv_ring.h has one for 16 bits. A tile of 32 tokens may lie in two blocks.
+// A ring of tiles in shared memory that streams codes and scales of quantized pools to one warp,
+// like kv_ring.h for 16-bit pools. A tile of 32 tokens can span two blocks.
 
 #pragma once
 
@@ -11,13 +11,13 @@
 
 namespace paged {
 
-// The keys of a tile, or its values: a row of codes for each token, then the scales of each.
+// The keys or the values of a tile: one row of codes per token, then each token's scales.
 template <int FORMAT, int DIM>
 class CodeRows {
  public:
   static constexpr int ROW = quantised_code_bytes(FORMAT, DIM);
   static constexpr int TAIL = quantised_tail_bytes(FORMAT, DIM);
-  static constexpr int CHUNKS = ROW / 16;      // of 16 bytes
+  static constexpr int CHUNKS = ROW / 16;      // 16-byte chunks
   static constexpr int AT_ONCE = 32 / CHUNKS;  // rows that a warp copies at once
   static constexpr int SCALES = QUANTISED_TOKENS * ROW;
   static constexpr int BYTES = quantised_rows_bytes(FORMAT, DIM);
@@ -30,13 +30,13 @@ class CodeRows {
         block_bytes_((size_t(heads) << shift) * (ROW + TAIL)),
         pitch_(heads * ROW) {}
 
-  // Where 16 bytes of a row lie in a tile: those of eight rows in different banks.
+  // Offset of a 16-byte chunk in a tile. Chunks of eight rows fall into different banks.
   __device__ __forceinline__ static int offset(int row, int chunk) {
     return (row * CHUNKS + (chunk ^ (row / (8 / CHUNKS) % CHUNKS))) * 16;
   }
 
-  // Tokens [16 i, 16 i + 16) of the tile lie in blocks[i], from token in_block[i] on. Tokens that
-  // are not seen become zeros.
+  // Copies tokens [16 i, 16 i + 16) from blocks[i], starting at token in_block[i]. Tokens outside
+  // the visible range become zeros.
   template <typename Exists>
   __device__ __forceinline__ void copy(
       unsigned int tile, const int (&blocks)[2], const int (&in_block)[2], Exists exists,
@@ -64,7 +64,7 @@ class CodeRows {
   }
 
  private:
-  const unsigned char* codes_;  // the lane's 16 bytes of the first rows that are copied at once
+  const unsigned char* codes_;  // this lane's 16 bytes of the first rows copied at once
   const unsigned char* scales_;
   size_t block_bytes_;
   int pitch_;
@@ -78,7 +78,7 @@ class CodeRing {
   static constexpr int TILE = Keys::BYTES + Values::BYTES;
   static constexpr int STAGES = quantised_stages(TILE);
 
-  // As KVRing's. `first` is a multiple of 32.
+  // Same arguments as KVRing. `first` is a multiple of 32.
   template <typename Seen>
   __device__ __forceinline__ CodeRing(
       const void* shared, const unsigned char* key_pool, const unsigned char* value_pool,
@@ -107,8 +107,8 @@ class CodeRing {
 
   __device__ __forceinline__ KeyRange seen() const { return seen_; }
 
-  // Waits for the next tile and returns the address of its keys; the values follow. What the call
-  // before returned is overwritten from here on.
+  // Waits for the next tile and returns the address of its keys, which the values follow.
+  // Invalidates the tile that the previous call returned.
   __device__ __forceinline__ unsigned int advance(int lane) {
     wait_for_copies<STAGES - 2>();
     __syncwarp();
@@ -153,11 +153,11 @@ class CodeRing {
   int end_;
   KeyRange seen_;
   int step_;
-  int next_;       // first token of the tile to copy next
-  int blocks_[2];  // its blocks, looked up a tile ahead
+  int next_;       // first token of the next tile to copy
+  int blocks_[2];  // its blocks, looked up one tile ahead
   CachePolicy policy_;
-  int current_ = 0;  // bytes into the ring: the tile to be read
-  int target_ = 0;   // and the one to be filled
+  int current_ = 0;  // offset of the tile to read, in bytes
+  int target_ = 0;   // offset of the tile to fill
 };
 
 }  // namespace paged

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// A ring of stages in shared memory that the copy engine fills (sm_90 and later). One thread has it
-// copy tiles; warps wait until a stage is full, read it, and release it. Nothing else waits.
+// A ring of stages in shared memory that the copy engine (TMA, sm_90 and later) fills. One thread
+// issues the copies; each warp waits until a stage is full, reads it and releases it.
 
 #pragma once
 
@@ -17,10 +17,10 @@ namespace mlx_paged::cuda {
 
 template <int STAGES>
 struct CopyRing {
-  unsigned int barriers;  // where they are in shared memory: copy_ring_bytes(STAGES)
+  unsigned int barriers;  // their address in shared memory; copy_ring_bytes(STAGES) bytes
 
-  // By one thread, before any other uses it. `readers`: warps; `fillers`: threads that call `expect`
-  // for each use of a stage.
+  // Initializes the barriers. One thread calls it before any other use. `readers`: number of
+  // reading warps; `fillers`: number of threads that call `expect` for each use of a stage.
   __device__ __forceinline__ void begin(int readers, int fillers = 1) const {
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
@@ -30,8 +30,8 @@ struct CopyRing {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  // Waits until nobody reads what was in a stage before. It is full when `bytes` have come. `round`:
-  // how often it was used before.
+  // Waits until every warp has released the stage, then marks it full once `bytes` arrive. `round`:
+  // how often the stage was used before.
   __device__ __forceinline__ void expect(int stage, int round, int bytes) const {
     if (round > 0) {
       wait_until_released(stage, round - 1);
@@ -39,13 +39,13 @@ struct CopyRing {
     expect_at_once(stage, bytes);
   }
 
-  // The same where it is known that nobody reads it.
+  // expect() for a stage that is known to be free.
   __device__ __forceinline__ void expect_at_once(int stage, int bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full(stage)), "r"(bytes)
                  : "memory");
   }
 
-  // A box of a matrix, from row `row` and column `column` on, which is a multiple of 16 bytes.
+  // Copies a box of a matrix that starts at row `row` and column `column`, a multiple of 16 bytes.
   __device__ __forceinline__ void copy(
       int stage, unsigned int to, const CUtensorMap* map, int column, int row,
       paged::CachePolicy policy) const {
@@ -70,7 +70,7 @@ struct CopyRing {
     wait(full(stage), round & 1);
   }
 
-  // By every lane of a warp that has read it.
+  // Called by every lane of a warp that has read the stage.
   __device__ __forceinline__ void release(int stage, int lane) const {
     __syncwarp();
     if (lane == 0) {
@@ -78,7 +78,7 @@ struct CopyRing {
     }
   }
 
-  // Until all readers have released a stage once more than `round` times.
+  // Waits until all readers have released a stage `round` + 1 times.
   __device__ __forceinline__ void wait_until_released(int stage, int round) const {
     wait(free(stage), round & 1);
   }
@@ -106,7 +106,7 @@ struct CopyRing {
   }
 };
 
-// By one lane of each of so many warps that have read something: whether it is the last of them.
+// Counts `warps` arrivals, one lane per warp, and returns true to the last one.
 __device__ __forceinline__ bool is_last(unsigned int counter, int warps) {
   unsigned int before;
   asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
@@ -116,8 +116,8 @@ __device__ __forceinline__ bool is_last(unsigned int counter, int warps) {
   return before + 1 == warps;
 }
 
-// Blocks of this block's cluster; 1: it was launched without. (volatile: a call finds it again,
-// and no registers keep what follows from it.)
+// Number of blocks in this block's cluster; 1 without a cluster. volatile keeps the compiler from
+// holding the result in registers between calls.
 __device__ __forceinline__ int cluster_size() {
   unsigned int size;
   asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The kernels that move bytes, and the merge of partials. CUDA's grids are large along x only, and
-// tokens, pairs of blocks and blocks are many: those dims of Metal's grid lie along x here
-// (binder.cpp has the host's side).
+// Kernels that move data, and the merge of partials. CUDA grids are large only along x, so the long
+// dimension of Metal's grid (tokens, block pairs or blocks) is x here; binder.cpp swaps it on the
+// host.
 
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Metal's (x, y, z) of a grid that the host turned.
+// Metal's (x, y, z) in a grid whose dimensions the host swapped.
 __device__ __forceinline__ uint3 swap_xy(uint3 at) {
   return make_uint3(at.y, at.x, at.z);
 }

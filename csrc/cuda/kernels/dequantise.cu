@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Rows of a quantised embedding. MLX's own is a node of its own, which no step captures.
+// Dequantizes rows of an embedding. MLX's own dequantize is a graph node that no step can capture.
 
 #include "../compiled_kernels.h"
 #include "../quantised_shape.h"
@@ -8,7 +8,7 @@
 
 using namespace mlx_paged::cuda;
 
-// code * scale + bias, rounded as two operations of T. grid: chunks of eight elements.
+// Computes code * scale + bias, rounded as two operations of T. Grid: chunks of eight elements.
 template <typename T>
 __global__ void dequantise_rows_entry(
     const unsigned int* codes, const T* scales, const T* biases, T* out,

@@ -1,10 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products of rows with their experts: what a block serves, and how kernels follow each other.
+// Work items of expert products, and the order of their kernels.
 //
-// A mixture has two launches of products. The first one waits for the router's launch before it
-// lets the next begin. So the second one knows its items before it waits, and its weights are under
-// way while the first one ends.
+// A mixture launches products twice. The first launch waits for the router before it lets the
+// second start. So the second knows its items before its own wait, and loads weights while the
+// first ends.
 
 #pragma once
 
@@ -15,14 +15,14 @@ namespace mlx_paged::cuda {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// Pairs of one expert, side by side (route_experts in metal/experts.h).
+// Adjacent pairs (token, expert) of one expert; see route_experts in metal/experts.h.
 struct ExpertItem {
   int expert;
-  int first;  // place
-  int count;  // 0: the block has nothing to do
+  int first;  // index of the first pair
+  int count;  // 0: nothing to do
 };
 
-// Returns when the item is known. By all threads.
+// Waits until the items are known and returns this block's. Called by all threads.
 __device__ __forceinline__ ExpertItem
 begin_item(const ExpertProductParams& params, const int* items) {
   if (params.is_first) {
@@ -33,7 +33,7 @@ begin_item(const ExpertProductParams& params, const int* items) {
   return {item[0], item[1], item[2]};
 }
 
-// The rows of x that a lane of a warp copies.
+// The rows of x that each lane of a warp copies.
 template <int TILES>
 struct RowsOfLane {
   static constexpr int kMost = (8 * TILES + 31) / 32;
@@ -50,7 +50,7 @@ struct RowsOfLane {
     }
   }
 
-  // copy(at, row): row `at` of the item, which is row `row` of x.
+  // Calls copy(at, row) for row `at` of the item, which is row `row` of x.
   template <typename Copy>
   __device__ __forceinline__ void each(const ExpertItem& item, int lane, Copy copy) const {
 #pragma unroll
@@ -63,7 +63,7 @@ struct RowsOfLane {
   }
 };
 
-// Parts of one launch: gate's, if it is gated, and up's.
+// LinearParts of a launch: gate, if it is gated, and up.
 #define EXPERT_PARTS                                                                        \
   {                                                                                         \
     {nullptr, bias_0, out, params.product.n[0], params.product.has_bias[0] != 0},           \
@@ -72,7 +72,7 @@ struct RowsOfLane {
     }                                                                                       \
   }
 
-// Finishes the outputs of an item. `parts`: of the whole launch.
+// Finishes the outputs of an item. `parts`: those of the whole launch.
 template <typename T, int ROWS, typename Sums>
 __device__ __forceinline__ void finish_item(
     const ExpertProductParams& params, const ExpertItem& item, const int* sorted_pairs, int tile,

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// linear_quantised_stream of rows and their experts, as expert_stream.h is linear_stream of them.
+// linear_quantised_stream for rows with their experts; expert_stream.h is the 16-bit version.
 
 #pragma once
 
@@ -18,8 +18,8 @@ namespace mlx_paged::cuda {
       const int *sorted_pairs, const int *items,                             \
       const __grid_constant__ ExpertProductParams params
 
-// TILES: of eight pairs. WHOLE: of rows whose scales are no multiples of 16 bytes. grid: items x
-// tiles of an expert's weight.
+// TILES: tiles of eight pairs. WHOLE: for rows whose scales are not a multiple of 16 bytes. Grid:
+// items x tiles of an expert's weight.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE>
 __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_blocks(TILES))
     expert_quantised_stream_entry(
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
         },
         [] { paged::wait_for_kernel_before(); },
         [&](const auto& turn) {
-          __syncwarp();  // bytes are expected
+          __syncwarp();  // The barrier expects the bytes.
           const unsigned int xs = stream.xs_of(turn);
           if (params.is_first) {
             rows.each(item, lane, [&](int at, int row) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   if (warp < Stream::kMultipliers) {
     stream.multiply(sums, first_row, warp / 4, lane);
   }
-  __syncthreads();  // the ring has been read
+  __syncthreads();  // The ring has been read.
   paged::wait_for_kernel_before();
   float* results = reinterpret_cast<float*>(shared);
   stream.store(results, sums, warp, first_row, lane);

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// linear_stream of rows and their experts: a block has rows of one expert's weight. Rows of x that
-// lie anywhere are copied one by one. Sums have the order of linear_stream's.
+// linear_stream for rows with their experts; a block works on one expert's weight. Copies rows of x
+// one by one when they are scattered. Adds in the same order as linear_stream.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace mlx_paged::cuda {
       const int *sorted_pairs, const int *items,                                         \
       const __grid_constant__ ExpertProductParams params
 
-// TILES: of eight pairs. grid: items x tiles of an expert's weight.
+// TILES: tiles of eight pairs. Grid: items x tiles of an expert's weight.
 template <typename T, int TILES>
 __global__ void __launch_bounds__(kStreamThreads, 2)
     expert_stream_entry(EXPERT_PARAMETERS, const __grid_constant__ StreamMaps maps) {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
       const int stage = turn % kStages;
       const unsigned int tile = tiles + stage * kStageBytes + kWeightBytes;
       const int column = turn * kLinearChunk;
-      __syncwarp();  // bytes are expected
+      __syncwarp();  // The barrier expects the bytes.
       if (params.is_first) {
         rows.each(item, lane, [&](int at, int row) {
           ring.copy(stage, tile + at * kRowBytes, &maps.x, column, row, often);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
     const int chunks_of_part = (num_turns + kLinearParts - 1) / kLinearParts;
     multiply_parts<T>(sums, ring, tiles, kLinearParts, chunks_of_part, num_turns, warp, lane);
   }
-  __syncthreads();  // the ring has been read
+  __syncthreads();  // The ring has been read.
   paged::wait_for_kernel_before();
   float* results = reinterpret_cast<float*>(shared);
   if (warp < kMultipliers) {

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Mixtures of experts: the kernels of metal/experts.h, and products of weights of 16 bits.
+// Mixtures of experts: the kernels of metal/experts.h, and products with 16-bit weights.
 
 #include "expert_stream.h"
 

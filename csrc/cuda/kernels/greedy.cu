@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Greedy choice of the next tokens.
+// Greedy selection of the next tokens.
 
 #include "greedy.h"
 

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The kernels between a layer's attention and its products, and the copy of a step's inputs to
-// where its kernels look for them.
+// Kernels between a layer's attention and its products, and the copy of a step's inputs to the
+// fixed addresses that captured kernels read.
 
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"
@@ -12,14 +12,16 @@
 #include "layer.h"
 #include "ordered_rows.h"
 
-// Result: how it is written.
+// Result: writes chunks of a row; InPlace or InOrder.
 template <typename T, typename Result = paged::InPlace>
 __global__ void __launch_bounds__(paged::NORM_THREADS) add_rms_norm_entry(
     const T* x, const T* residual, const T* weight, T* sum, T* out,
     const __grid_constant__ paged::NormParams params) {
   constexpr int kLine = 8;  // chunks
   for (int i = threadIdx.x * kLine; i < params.row_chunks; i += blockDim.x * kLine) {
-    paged::fetch_to_l2(weight + i * paged::chunk_size<T>());  // which no kernel writes
+    paged::fetch_to_l2(
+        weight +
+        i * paged::chunk_size<T>());  // No kernel writes weights, so this may precede the wait.
   }
   paged::begin_after_kernel_before();
   add_rms_norm<T, Result>(x, residual, weight, sum, out, params);
@@ -44,7 +46,7 @@ __global__ void __launch_bounds__(32 * paged::ROPE_SIMD_GROUPS) rope_write_entry
       value_pool, params);
 }
 
-// grid: chunks of the first halves of all heads / 256 rounded up.
+// Grid: chunks of the first halves of all heads / 256, rounded up.
 template <typename T>
 __global__ void __launch_bounds__(paged::DATA_THREADS) rope_rows_entry(
     const uint4* x, const float4* rotations, uint4* out,
@@ -105,7 +107,7 @@ __global__ void __launch_bounds__(32 * paged::PRODUCT_SIMD_GROUPS) product_rows_
   product_rows<T>(x, weight, bias, residual, out, params);
 }
 
-// grid: (blocks of an input, inputs).
+// Grid: (blocks per input, inputs).
 __global__ void copy_inputs_entry(const __grid_constant__ mlx_paged::cuda::StepInputs inputs) {
   paged::begin_after_kernel_before();
   const mlx_paged::cuda::StepInput input = inputs.inputs[blockIdx.y];
@@ -116,7 +118,7 @@ __global__ void copy_inputs_entry(const __grid_constant__ mlx_paged::cuda::StepI
 }
 
 #define LAYER(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
-// (code_order.h has these runs and distances.)
+// The same runs and distances as in code_order.h.
 #define ORDERED_NORM(dtype, type, run, apart)              \
   {"add_rms_norm_" #dtype "_ordered_" #run "_" #apart,     \
    add_rms_norm_entry<type, mlx_paged::cuda::InOrder<run, apart>>},

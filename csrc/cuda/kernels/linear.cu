@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// x @ weight.T + bias for the few rows of a decode step, of up to three weights at once. The time
-// is that of reading the weights once, at memory speed: their rows are the left operand of
-// mma.m16n8k16, eight rows of x the right one. Both go straight into registers; there is no shared
-// memory before the end.
+// x @ weight.T + bias for the few rows of a decode step and up to three weights in one launch. Runs
+// at memory speed: the weights are read once, straight into registers as the left operand of
+// mma.m16n8k16, with eight rows of x as the right one. Shared memory is used only for the final
+// sums.
 
 #include "../compiled_kernels.h"
 #include "linear_math.h"
@@ -23,16 +23,18 @@ __device__ __forceinline__ Eight load_weight(const void* p) {
 
 }  // namespace
 
-// HEADS: of queries, keys and values (LinearParams::head_dim). TILES: of eight rows of x. GROUPS:
-// of sixteen rows of the weight, which share what is read of x. CHUNKS: of a part, read at once
-// while those before are multiplied. grid: rows of the weight x rows of x; what reads the same of
-// the weight runs at the same time. Of gate and up a block has a group each.
+// Computes GROUPS tiles of 16 weight rows for TILES tiles of 8 x rows. A block's warps split the
+// columns; each loads CHUNKS chunks while it multiplies the previous ones. HEADS: the outputs are
+// heads of queries, keys and values (LinearParams::head_dim). Gated launches use GROUPS == 2: one
+// group of gate, one of up.
+//
+// Grid: (weight rows, x rows), so blocks that read the same weight rows run at the same time.
 template <typename T, int TILES, int GROUPS, int CHUNKS, bool HEADS>
 __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMETERS) {
   constexpr int kRows = GROUPS * kLinearRows;
   constexpr int kSteps = CHUNKS * kLinearChunkSteps;
   constexpr int kStride =
-      kLinearParts * kLinearChunkSteps;  // steps from a part's chunk to its next
+      kLinearParts * kLinearChunkSteps;  // steps between consecutive chunks of a warp
   const LinearPart<T> parts_of_launch[kLinearMostWeights] = LINEAR_PARTS;
   const bool is_gated = GROUPS == 2 && params.is_gated;
   int block = blockIdx.x;
@@ -40,8 +42,8 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
   const T* weight = part_of(parts_of_launch, which).weight;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int row = lane / 4;         // of a tile, of the weight and of x
-  const int column = lane % 4 * 8;  // of a step
+  const int row = lane / 4;         // within a tile of the weight and of x
+  const int column = lane % 4 * 8;  // within a step
   const size_t k = params.k;
   const int first = block * (is_gated ? kLinearRows : kRows);
   const int first_x = blockIdx.y * TILES * 8;
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
 
   float sums[GROUPS][TILES][4] = {};
   int begin = warp * kLinearChunkSteps;
-  fetch_weights(begin);  // which no kernel writes
+  fetch_weights(begin);  // No kernel writes weights, so this need not wait.
   paged::begin_after_kernel_before();
   fetch_xs(begin);
   while (begin < num_steps) {
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
     }
   }
 
-  // Sums of each warp: [row of x][row of the weight].
+  // Partial sums of each warp: [row of x][row of the weight].
   extern __shared__ float parts[];
   constexpr int kPitch = kRows + 1;
   auto part = [&](int w, int at, int output) -> float& {

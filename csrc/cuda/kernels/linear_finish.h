@@ -1,9 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Epilogue of a block's sums: adds biases, applies gates, rotates and writes heads, adds a
-// residual, and brings the next product's input into its order.
+// Epilogue of the linear kernels: adds biases, applies gates, rotates and writes heads, adds a
+// residual, and stores the next product's input in code order.
 //
-// A block has UNIT / 2 rows of gate and up each, in turn; for heads head_row says which.
+// In gated launches a block interleaves UNIT / 2 rows of gate with UNIT / 2 rows of up; with heads,
+// head_row maps rows of a block to rows of the weight.
 
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace mlx_paged::cuda {
 
-// The row of a weight that row `row` of block `tile` is, and whether it is of up (gated ones).
+// Maps row `row` of block `tile` to a row of a weight. is_up: the row belongs to up, not gate.
 struct TileRow {
   int of_weight;
   bool is_up;
@@ -31,7 +32,8 @@ __device__ __forceinline__ TileRow row_of_tile(const LinearParams& params, int t
   return {tile * ROWS + row, false};
 }
 
-// write_rotated of four elements side by side, and those half a head behind them, which it changes.
+// write_rotated for four adjacent elements and their four partners half a head later. Modifies
+// both.
 template <typename T>
 __device__ __forceinline__ void write_rotated_four(
     const LinearParams& params, const float* rotations, const int* slots, T* out, int n, int weight,
@@ -59,12 +61,12 @@ constexpr int log2_of(int power) {
   return power > 1 ? 1 + log2_of(power / 2) : 0;
 }
 
-// Finishes every `stride`-th four outputs side by side, from number `begin` on. `sums_of(at, row)`:
-// those of row `at` of x and rows `row` to `row` + 3 of the tile. x has `num_rows`; `row_of(at)`:
-// which of the outputs' it is.
+// Finishes groups of four adjacent outputs, from number `begin` in steps of `stride`. `sums_of(at,
+// row)` returns the sums of row `at` of x with rows `row` to `row` + 3 of the tile; x has
+// `num_rows` rows, and `row_of(at)` is the output row of row `at`.
 //
-// (Every launch begins without this code in the cache of instructions: so it is short rather than
-// fast. One loop serves all kinds of products, without divisions where they can be left out.)
+// One loop with few divisions serves every kind of product: each launch starts with a cold
+// instruction cache, so short code beats fast code here.
 template <typename T, int ROWS, int UNIT, typename RowOf, typename Sums>
 __device__ __forceinline__ void finish_rows(
     const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights], int which,
@@ -73,11 +75,12 @@ __device__ __forceinline__ void finish_rows(
   const LinearPart<T> ours = part_of(parts, which);
   const bool has_heads = params.head_dim > 0;
   const int half_head = params.head_dim / 2;
-  // A thread finishes four outputs of a row of x; of gate and up, and of a head's halves, of both.
+  // A thread finishes four outputs of one row of x, or four pairs: gate and up, or two halves of a
+  // head.
   const bool has_pairs = params.is_gated || has_heads;
   constexpr int kShift = log2_of(ROWS / 8);
   const int shift = has_pairs ? kShift : kShift + 1;
-  const int fours = 1 << shift;  // of a row of x
+  const int fours = 1 << shift;  // per row of x
   const T* bias_of_mates = has_heads ? ours.bias : parts[1].bias;
   const bool has_bias_of_mates = has_heads ? ours.has_bias : parts[1].has_bias;
   auto with_bias = [&](float4 sum, const T* bias, bool has_bias, int column, T(&four)[4]) {
@@ -96,9 +99,10 @@ __device__ __forceinline__ void finish_rows(
 #pragma unroll 1
   for (int i = begin; i < num_rows << shift; i += stride) {
     const int at = i >> shift;
-    const int output = (i & (fours - 1)) * 4;  // of the tile's, or of those that are first of pairs
-    int row = output;                          // of the tile
-    int mate = 0;                              // the row of the other of a pair
+    const int output =
+        (i & (fours - 1)) * 4;  // within the tile, or among the first elements of its pairs
+    int row = output;           // within the tile
+    int mate = 0;               // the row of the other element of a pair
     int column = tile * (4 * fours) + output;
     if (has_heads) {
       const int half_unit = min(ROWS, params.head_dim) / 2;

@@ -1,10 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Helpers shared by the kernels of a linear layer.
+// Helpers shared by the kernels of linear layers.
 //
-// The columns of a product can be added up in any order, as long as both operands use the same.
-// So a lane takes eight columns in a row, 16 bytes, of each operand and passes them on as the pairs
-// that mma.m16n8k16 expects elsewhere: no shuffles.
+// A product can sum its columns in any order as long as both operands agree. So a lane loads eight
+// consecutive columns (16 bytes) of each operand and passes them as the column pairs of
+// mma.m16n8k16, without shuffles.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 
 namespace mlx_paged::cuda {
 
-// CUDA's own vector, before Metal's language (msl/) takes its name.
-using Eight = uint4;  // elements of 16 bits
+// An alias for CUDA's uint4, defined before Metal's language (msl/) takes the name.
+using Eight = uint4;  // eight 16-bit elements
 
 }  // namespace mlx_paged::cuda
 
@@ -25,7 +25,7 @@ using Eight = uint4;  // elements of 16 bits
 
 namespace mlx_paged::cuda {
 
-// One step: rows r and r + 8 of the weight (r: lane / 4) times row r of x.
+// Multiplies rows r and r + 8 of the weight by row r of x, for one step (r = lane / 4).
 template <typename T>
 __device__ __forceinline__ void multiply_step(float (&sum)[4], Eight low, Eight high, Eight x) {
   paged::multiply_accumulate(sum, {low.x, high.x, low.y, high.y}, {x.x, x.y}, T(0.0f));
@@ -49,7 +49,7 @@ __device__ __forceinline__ __half rounded(float v) {
   return __float2half(v);
 }
 
-// MLX's own rounds the product before it adds.
+// Rounds the product before adding, as MLX does.
 template <typename T>
 __device__ __forceinline__ T plus(T sum, const T* added, bool exists) {
   return exists ? rounded<T>(as_float(sum) + as_float(*added)) : sum;
@@ -62,13 +62,12 @@ __device__ __forceinline__ T gated(T gate, T up) {
   return rounded<T>(as_float(up) * (g / (1.0f + expf(-g))));
 }
 
-// Where the output of row `at` of x goes: a row of the queries, or a slot of a pool; negative:
-// nowhere.
+// Destination of row `at` of x: a query row or a pool slot. Negative: do not write.
 __device__ __forceinline__ int row_of_head(const int* slots, int weight, int at) {
   return weight == 0 ? at : slots[at];
 }
 
-// Two elements of a head, half a head apart, rotated.
+// Rotates two elements that are half a head apart.
 template <typename T>
 __device__ __forceinline__ void rotate(T& low, T& high, float cosine, float sine) {
   const float a = as_float(low);
@@ -77,8 +76,8 @@ __device__ __forceinline__ void rotate(T& low, T& high, float cosine, float sine
   high = rounded<T>(a * sine + b * cosine);
 }
 
-// Two elements of a head of row `at`, half a head apart: rotated if they are a query's or a key's,
-// and written where they belong. `column`: of the first, in the outputs of its weight.
+// Writes two elements of row `at` that are half a head apart, rotating those of queries and keys.
+// `column`: the first element's column in its weight's output.
 template <typename T>
 __device__ __forceinline__ void write_rotated(
     const LinearParams& params, const float* rotations, const int* slots, T* out, int n, int weight,
@@ -97,7 +96,7 @@ __device__ __forceinline__ void write_rotated(
   to[half] = high;
 }
 
-// The operands of one weight of a launch.
+// Operands and output of one weight of a launch.
 template <typename T>
 struct LinearPart {
   const T* weight;
@@ -107,7 +106,7 @@ struct LinearPart {
   bool has_bias;
 };
 
-// Parameters of all linear-layer kernels.
+// Parameters of every kernel for unquantized linear layers.
 #define LINEAR_PARAMETERS                                                     \
   const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0, \
       const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1, \
@@ -120,15 +119,16 @@ struct LinearPart {
    {weight_1, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
    {weight_2, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
 
-// (By comparisons: what they choose from is in constant memory, so that nothing has to be kept.)
+// Selects by comparison: dynamic indexing would copy the constant-memory parameters to local
+// memory.
 template <typename T>
 __device__ __forceinline__ LinearPart<T> part_of(
     const LinearPart<T> (&parts)[kLinearMostWeights], int index) {
   return index == 0 ? parts[0] : index == 1 ? parts[1] : parts[2];
 }
 
-// The weight whose blocks `block` is among; afterwards `block` counts from its first. The blocks of
-// a weight are of `rows` of its rows.
+// Returns the weight that `block` belongs to and makes `block` relative to that weight's first
+// block. A block covers `rows` rows of a weight.
 __device__ __forceinline__ int weight_of_block(const LinearParams& params, int rows, int& block) {
   int index = 0;
 #pragma unroll

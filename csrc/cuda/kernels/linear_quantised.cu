@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products with weights of PAGED_CODE_BITS bits: every instantiation of linear_quantised.h,
-// linear_quantised_stream.h and expert_quantised_stream.h.
+// Instantiates linear_quantised.h, linear_quantised_stream.h and expert_quantised_stream.h for
+// weights of PAGED_CODE_BITS bits.
 
 #include "expert_quantised_stream.h"
 

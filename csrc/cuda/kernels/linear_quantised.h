@@ -1,9 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// x @ weight.T + bias for the few rows of a decode step, of weights that mx.quantize made. As in
-// linear.cu and linear_stream.cu time is that of reading the weights once; here a block reads so
-// little that the time until it arrives counts. Copies run two chunks and more ahead of the
-// products.
+// x @ weight.T + bias for the few rows of a decode step, with weights from mx.quantize. Like
+// linear.cu, it is bound by reading the weights once. A block reads so little here that load
+// latency matters, so copies run at least two chunks ahead of the products.
 
 #pragma once
 
@@ -12,7 +11,7 @@
 
 namespace mlx_paged::cuda {
 
-// One weight of a launch, and where it is written.
+// Operands and output of one weight of a launch.
 #define QUANTISED_WEIGHT(i)                                                                  \
   const unsigned char* __restrict__ codes_##i, const unsigned char* __restrict__ scales_##i, \
       const unsigned char* __restrict__ biases_##i, const T* __restrict__ bias_##i, T* out_##i
@@ -27,7 +26,7 @@ namespace mlx_paged::cuda {
    {nullptr, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
    {nullptr, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
 
-// Rows of the tile from `first` on, in weight `which`: what QuantisedStage::Sources asks for.
+// The weight rows of the tile from `first` on; the callback that QuantisedStage::Sources takes.
 #define QUANTISED_ROWS_OF(tile, first)                                         \
   [&](int& row) -> QuantisedRowsOf {                                           \
     const TileRow at = row_of_tile<kRows, kUnit>(params, tile, (first) + row); \
@@ -38,8 +37,8 @@ namespace mlx_paged::cuda {
                          : QuantisedRowsOf{codes_2, scales_2, biases_2};       \
   }
 
-// A warp is a part, with all columns of it and sixteen rows of the weight. TILES: of eight rows of
-// x, which go straight to registers. grid: rows of the weight x rows of x.
+// Each warp multiplies all columns of its part by 16 rows of the weight. x goes straight to
+// registers, in TILES tiles of 8 rows. Grid: (weight rows, x rows).
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
 __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
     linear_quantised_entry(QUANTISED_PARAMETERS) {
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
   constexpr int kRows = kQuantisedRows;
   constexpr int kUnit = kRows;
   constexpr int kStages = quantised_rows_shape(FORMAT, BITS, GROUP, TILES).stages;
-  constexpr int kPieces = Group::kColumns / 8;  // of 16 bytes of x, of a lane's part of a group
+  constexpr int kPieces = Group::kColumns / 8;  // 16-byte pieces of x in a lane's share of a group
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
   int tile = blockIdx.x;
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
 
 #pragma unroll
   for (int turn = 0; turn < kStages - 1; turn++) {
-    copy_weights(turn);  // which no kernel writes
+    copy_weights(turn);  // No kernel writes weights, so this need not wait.
   }
   paged::begin_after_kernel_before();
   if (num_turns > 0) {
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
   float sums[1][TILES][4] = {};
   for (int turn = 0; turn < num_turns; turn++) {
     paged::wait_for_copies<kStages - 2>();
-    __syncwarp();  // all lanes' copies are there, and the stage before has been read
+    __syncwarp();  // Every lane's copies have arrived, and the previous stage has been read.
     copy_weights(turn + kStages - 1);
     const unsigned int stage = ring + turn % kStages * Stage::kBytes;
     typename Stage::Scales scales;
@@ -119,7 +118,7 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
     }
   }
   paged::wait_for_copies<0>();
-  __syncthreads();  // the rings have been read
+  __syncthreads();  // The rings have been read.
 
   // Sums of each part: [row of x][row of the weight].
   constexpr int kPitch = kRows + 4;

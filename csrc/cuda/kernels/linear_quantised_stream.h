@@ -1,10 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// linear_stream of weights that mx.quantize made. Codes, their scales and x come through a ring in
-// shared memory that one warp has the copy engine fill; the other warps multiply.
+// linear_stream for weights from mx.quantize. A producer warp has the copy engine (TMA) stream
+// codes, scales and x through a ring in shared memory; consumer warps multiply.
 //
-// Unlike in linear_quantised.h codes are scaled in 16 bits, rounded once, as where a prompt's
-// weights are dequantised: whatever is done to sums instead is done for each row of x.
+// Unlike linear_quantised.h, this scales codes in 16 bits with one rounding, as prefill does when
+// it dequantizes weights: scaling the sums instead would cost work for each row of x.
 
 #pragma once
 
@@ -16,10 +16,9 @@ namespace mlx_paged::cuda {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// A block's part of the product: rows of one tile of the weight, the columns of a rank of the
-// cluster. A turn has a chunk of them. WHOLE: all scales come with the first one, those of a row
-// side by side; the block is alone then.
-// WGMMA: for sm_90a, whose products read x themselves.
+// A block's share of a product: the rows of one weight tile and the columns of one cluster rank,
+// one chunk per turn. WHOLE: the block works alone, and all scales arrive with the first chunk,
+// stored row by row. WGMMA: for sm_90a, whose products read x from shared memory.
 template <
     typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE = false,
     bool WGMMA = false>
@@ -40,22 +39,22 @@ struct QuantisedStream {
   static constexpr int kXBytes = kChunk / kXBox * kXBoxBytes;
   static constexpr int kRun = quantised_stream_run(GROUP);
   static constexpr int kRuns = kChunk / kRun;
-  static constexpr int kRunsOfWarp = kRuns / 2;  // side by side
+  static constexpr int kRunsOfWarp = kRuns / 2;  // adjacent runs
   static constexpr int kGroupsOfWarp = kRunsOfWarp * kRun < GROUP ? 1 : kRunsOfWarp * kRun / GROUP;
   static constexpr int kScaleWords = (kGroupsOfWarp * kScaleBytes + 3) / 4;
   using Group = GroupOf<T, FORMAT, BITS, kRun>;
   using Sums = float[2][TILES][4];
   static_assert(kShape.stages >= 2 && kShape.scratch <= kQuantisedStreamBytes);
 
-  const unsigned int stages;  // in shared memory
+  const unsigned int stages;  // address in shared memory
   const CopyRing<kShape.stages> ring;
   const int num_ranks;
   const int rank;
   int tile_of_weight;
-  const int which;  // of the weights
+  const int which;  // index of the weight
   int first_chunk;
-  int num_turns;    // of the last ranks: none, maybe
-  int whole_pitch;  // bytes from one row's scales to the next's
+  int num_turns;    // can be 0 for the last ranks
+  int whole_pitch;  // bytes between the scales of consecutive rows
   int last_group;
 
   __device__ __forceinline__ QuantisedStream(const LinearParams& params, unsigned int shared)
@@ -68,7 +67,7 @@ struct QuantisedStream {
     divide(params);
   }
 
-  // Alone with a tile of the first weight.
+  // A block that computes a tile of the first weight alone, without a cluster.
   __device__ __forceinline__
   QuantisedStream(const LinearParams& params, unsigned int shared, int tile)
       : stages(shared),
@@ -81,7 +80,7 @@ struct QuantisedStream {
   }
 
   __device__ __forceinline__ void divide(const LinearParams& params) {
-    // (Columns that the last chunk does not have are copied as zeros.)
+    // Copies fill columns past the end of the last chunk with zeros.
     const int num_chunks = (params.k + kChunk - 1) / kChunk;
     const int of_rank = (num_chunks + num_ranks - 1) / num_ranks;
     first_chunk = rank * of_rank;
@@ -91,7 +90,7 @@ struct QuantisedStream {
   }
   __device__ __forceinline__ int pitch() const { return WHOLE ? whole_pitch : 16; }
 
-  // By all threads, before any other of these.
+  // Called by all threads before any other method.
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x == 0) {
       ring.begin(kMultipliers);
@@ -104,8 +103,8 @@ struct QuantisedStream {
     __syncthreads();
   }
 
-  // A chunk of this block, and where it is: found by counting, as divisions would take longer than
-  // what is done with it. A span's scales are copied with the first of its chunks.
+  // Position of a chunk in the ring. Advances by counting, because divisions would cost more than
+  // the work on the chunk. The scales of a span arrive with its first chunk.
   struct Turn {
     int number = 0;
     int stage = 0;
@@ -143,8 +142,8 @@ struct QuantisedStream {
     return stages + kShape.stages * kShape.stage_bytes + turn.slot * kShape.scales_bytes;
   }
 
-  // Where a tile's rows begin, which are two runs of a weight's: of gate and of up, or of a head's
-  // halves. The weight begins with row `first_row` of its arrays.
+  // First rows of a tile, which spans two runs of a weight: gate and up, or the halves of a head.
+  // The weight starts at row `first_row` of its arrays.
   struct Sources {
     const QuantisedMaps::Weight* low;
     const QuantisedMaps::Weight* high;
@@ -163,7 +162,7 @@ struct QuantisedStream {
         first_row + high.of_weight, high.is_up};
   }
 
-  // By one thread: what a turn reads of the weight. It expects `x_bytes` of x, too.
+  // Starts the copies of a turn's weights and expects `x_bytes` of x as well. Called by one thread.
   template <typename Scales>
   __device__ __forceinline__ void copy_weights(
       const Sources& from, const Turn& turn, int x_bytes, Scales scales_of_part) const {
@@ -207,10 +206,10 @@ struct QuantisedStream {
     }
   }
 
-  // By one warp, or its first thread alone: everything that this block reads, or (WGMMA) what it
-  // does first. The weight begins with row `first_row` of its arrays, x of a turn has `x_bytes`,
-  // and every lane calls `copy_x(turn)` for it when it has called `wait_for_x()`. WHOLE:
-  // `scales_of_part(is_up, is_bias)` is where an array begins.
+  // Copies everything this block reads; with WGMMA, only the first stages. Called by one warp or by
+  // its first thread alone. The weight starts at row `first_row` of its arrays. Each lane calls
+  // `wait_for_x()`, then `copy_x(turn)`, which copies `x_bytes`. WHOLE: `scales_of_part(is_up,
+  // is_bias)` returns the start of an array.
   template <typename Scales, typename Wait, typename CopyX>
   __device__ __forceinline__ void copy(
       const LinearParams& params, const QuantisedMaps& maps, int first_row, int x_bytes, int lane,
@@ -224,7 +223,7 @@ struct QuantisedStream {
     const int ahead = min(kShape.stages, num_turns);
     Turn turn = first_turn();
     for (; turn.number < ahead; turn.advance()) {
-      copy_of_weight(turn);  // which no kernel writes
+      copy_of_weight(turn);  // No kernel writes weights, so this need not wait.
     }
     wait_for_x();
     for (Turn again = first_turn(); again.number < ahead; again.advance()) {
@@ -236,7 +235,7 @@ struct QuantisedStream {
     }
   }
 
-  // By one thread: boxes of x of a turn, from row `row` on.
+  // Copies a turn's boxes of x from row `row` on. Called by one thread.
   __device__ __forceinline__ void copy_rows(
       const CUtensorMap& map, const Turn& turn, unsigned int to, int row) const {
 #pragma unroll
@@ -246,19 +245,19 @@ struct QuantisedStream {
     }
   }
 
-  // A lane's codes in a stage, of the warp's first run.
+  // Address of a lane's codes within a stage, for the warp's first run.
   __device__ __forceinline__ static unsigned int codes_of_lane(
       int first_row, int first_run, int lane) {
     const int row = lane / 4;
     return (first_row + row) * kRowBytes + codes_in_row(first_run, row, lane % 4);
   }
 
-  // Scales for a lane's two rows, r and r + 8 of sixteen, in one turn and for all of the warp's
-  // runs, as shared memory has them.
+  // Packed scales of a lane's two rows (r and r + 8 of sixteen) for all of the warp's runs in one
+  // turn.
   struct Scales {
     unsigned int words[2][kScaleArrays][kScaleWords];
 
-    // Those of run `i`.
+    // Scales of run `i`.
     __device__ __forceinline__ Scaling<Group> of(int i, int half) const {
       const int group = i * kRun / GROUP;
       auto both = [&](int array) -> unsigned int {
@@ -278,10 +277,10 @@ struct QuantisedStream {
     }
   };
 
-  // Loads the scales of the warp's rows `16 m` to `16 m + 15`.
+  // Loads the scales of rows `16 m` to `16 m + 15` of the warp.
   __device__ __forceinline__ Scales
   load_scales(const Turn& turn, int first_row, int first_run, int m, int lane) const {
-    const int group = (turn.in_span * kChunk + first_run * kRun) / GROUP;  // of the span
+    const int group = (turn.in_span * kChunk + first_run * kRun) / GROUP;  // within the span
     Scales scales;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -295,11 +294,11 @@ struct QuantisedStream {
     return scales;
   }
 
-  // A lane's codes of a run, of rows r and r + 8 of sixteen.
+  // A lane's codes of one run, for rows r and r + 8 of sixteen.
   struct Codes {
     unsigned int words[2][Group::kWords];
 
-    // As left operands of the run's products.
+    // Converts the codes to left operands of the run's products.
     __device__ __forceinline__ void scale_to(
         paged::FragmentA (&weights)[Group::kProducts], const Scales& scales, int i) const {
 #pragma unroll
@@ -313,7 +312,7 @@ struct QuantisedStream {
     }
   };
 
-  // Loads the codes of the warp's run `i` and rows `16 m` to `16 m + 15`. `codes`: codes_of_lane.
+  // Loads the codes of run `i` for rows `16 m` to `16 m + 15` of the warp. `codes`: codes_of_lane.
   __device__ __forceinline__ Codes
   load_codes(const Turn& turn, unsigned int codes, int i, int m, int lane) const {
     const unsigned int of_run =
@@ -327,10 +326,10 @@ struct QuantisedStream {
     return loaded;
   }
 
-  // The sum of what is in shared memory when all turns are over, of 32 rows of the weight from
-  // `first_row` on and half of each turn's columns.
+  // Multiplies every turn of the ring: 32 rows of the weight from `first_row` on, and half of each
+  // turn's columns.
   __device__ __forceinline__ void multiply(Sums& sums, int first_row, int half, int lane) const {
-    // Where the lane's part of a stage is: codes of its row, eight columns of its row of x.
+    // Offsets of the lane's data in a stage: its row's codes, and eight columns of its row of x.
     const int first_run = half * kRunsOfWarp;
     const int first_column = first_run * kRun + lane % 4 * Group::kColumns;
     const unsigned int codes = codes_of_lane(first_row, first_run, lane);
@@ -357,7 +356,7 @@ struct QuantisedStream {
         for (int t = 0; t < TILES; t++) {
 #pragma unroll
           for (int h = 0; h < Group::kProducts / 2; h++) {
-            // (The second eight columns are those beside the first: tile_offset.)
+            // The next eight columns are adjacent (see tile_offset).
             const Eight v = Group::pairs_of(load_shared((x ^ h * 16) + t * (8 * 128)));
 #pragma unroll
             for (int m = 0; m < 2; m++) {
@@ -371,22 +370,23 @@ struct QuantisedStream {
     }
   }
 
-  // Where warps that have read a stage are counted.
+  // Address of the counter of warps that have read a stage.
   __device__ __forceinline__ unsigned int counter(const Turn& turn) const {
     return stages + kShape.barriers + copy_ring_bytes(kShape.stages) + turn.stage * 4;
   }
 
 #ifdef PAGED_HAS_WGMMA
-  // By all multipliers: x of a turn, where it is, in the order in which the lanes' codes come
-  // (CodeOrder). Sixteen columns side by side are those of one product then.
+  // Reorders a turn's x in place into code order (CodeOrder), so that 16 adjacent columns belong to
+  // one product. Called by all consumer warps.
   __device__ __forceinline__ void order_x(const Turn& turn) const {
     static_assert(code_order(BITS, GROUP) == CodeOrder{kRun, Group::kColumnsApart});
-    constexpr int kPieces = Group::kProducts / 2;  // of eight columns, of a lane's part of a run
+    constexpr int kPieces =
+        Group::kProducts / 2;  // pieces of eight columns in a lane's share of a run
     constexpr int kUnits = 8 * TILES * kRuns * kPieces;
     constexpr int kAtOnce = 32 * kMultipliers;
     static_assert(kUnits % 32 == 0);
-    // Eight threads have eight rows, which lie in different banks. Pieces of a row are where other
-    // bits are set.
+    // Eight threads take eight rows, which lie in different banks. Pieces of a row differ in other
+    // address bits.
     const int lane = threadIdx.x % 32;
     const int piece = lane / 8 % kPieces;
 #pragma unroll
@@ -396,7 +396,7 @@ struct QuantisedStream {
         break;
       }
       const int tile = unit / (8 * kPieces) % TILES;
-      const int column = unit / (8 * kPieces * TILES) * kRun;  // of the run
+      const int column = unit / (8 * kPieces * TILES) * kRun;  // first column of the run
       const unsigned int rows = xs_of(turn) + column / kXBox * kXBoxBytes + tile * (8 * 128);
       const unsigned int of_box = column % kXBox * 2;
       const unsigned int from = rows + (paged::tile_offset<8>(lane % 8, piece) ^ of_box);
@@ -406,7 +406,7 @@ struct QuantisedStream {
       for (int c = 0; c < 4; c++) {
         v[c] = Group::pairs_of(load_shared(from ^ c * kPieces * 16));
       }
-      __syncwarp();  // what others of the warp write here has been read
+      __syncwarp();  // Other lanes have read the addresses that this lane writes.
       store_shared(to, make_uint4(v[0].x, v[1].x, v[2].x, v[3].x));
       store_shared(to ^ 16, make_uint4(v[0].y, v[1].y, v[2].y, v[3].y));
       store_shared(to ^ 32, make_uint4(v[0].z, v[1].z, v[2].z, v[3].z));
@@ -415,10 +415,10 @@ struct QuantisedStream {
     show_to_products();
   }
 
-  // multiply by four warps together, whose products read x themselves. While a batch of them is
-  // under way, the weights of the next one are scaled, or x of the next turn is ordered, unless it
-  // comes so (`is_ordered`). A stage's x is in order when all warps have "released" it, and the
-  // last one that has read a stage calls `copy(turn)` for what comes there next.
+  // multiply() by warpgroup products, which read x from shared memory. While one batch of products
+  // runs, the next batch's weights are scaled, or the next turn's x is reordered unless it arrives
+  // in code order (`is_ordered`). A stage's x is in order once every warp has released the stage.
+  // The last warp to finish reading a stage calls `copy(turn)` to refill it.
   template <typename Copy>
   __device__ __forceinline__ void multiply_together(
       Sums& sums, int first_row, int half, int lane, bool is_ordered, Copy copy) const {
@@ -460,7 +460,7 @@ struct QuantisedStream {
         for (int m = 0; m < 2; m++) {
           paged::FragmentA weights[Group::kProducts];
           codes.scale_to(weights, scales[m], i);
-          // Those of the next batch are on their way while this one is waited for.
+          // Load the next batch's codes while this batch runs.
           if (m == 0 || i + 1 < kRunsOfWarp) {
             codes = load_codes(turn, codes_begin, i + m, 1 - m, lane);
           }
@@ -492,8 +492,8 @@ struct QuantisedStream {
   }
 #endif
 
-  // To where the ring was, which everyone has read: the block's sums, [row of x][row of the
-  // weight], of both warps of each pair. By all threads.
+  // Stores the block's sums, added over both warps of each pair, as [row of x][row of the weight]
+  // in the ring's memory, which has been read by now. Called by all threads.
   __device__ __forceinline__ void store(
       float* results, const Sums& sums, int warp, int first_row, int lane) const {
 #pragma unroll
@@ -518,7 +518,7 @@ struct QuantisedStream {
     }
   }
 
-  // Each block of the cluster finishes some of the outputs. By all threads, after what they stored.
+  // Finishes this block's share of the cluster's outputs. Called by all threads after store().
   __device__ __forceinline__ void finish(
       const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights],
       const T* residual, const float* rotations, const int* slots, const float* results) const {
@@ -545,7 +545,7 @@ struct QuantisedStream {
   static constexpr int kRunBytes = kRun * BITS / 8;
   static constexpr bool kSwizzles = quantised_stream_swizzles(BITS);
 
-  // Where a lane's codes of a run are in a row; or the row's, if they do not begin with a word.
+  // Offset of a lane's codes of a run within a row, or of the run if codes do not start at a word.
   __device__ __forceinline__ static unsigned int codes_in_row(int run, int row, int column) {
     return kSwizzles ? run * kRunBytes + column * (Group::kWords * 4) ^ row * 16 : run * kRunBytes;
   }
@@ -559,7 +559,7 @@ struct QuantisedStream {
     }
   }
 
-  // `row`: where a row's scales begin.
+  // `row`: address of a row's scales.
   __device__ __forceinline__ void load_scales_of_row(
       unsigned int (&words)[kScaleWords], unsigned int row, int group) const {
     const unsigned int from = row + group * kScaleBytes;
@@ -570,7 +570,7 @@ struct QuantisedStream {
       }
 #pragma unroll
       for (int g = 0; g < kGroupsOfWarp; g++) {
-        // (The last one of columns that are not there, whose x are zeros.)
+        // Columns past the end take the last group's scale; their x are zeros.
         const unsigned int at = row + min(group + g, last_group) * kScaleBytes;
         const unsigned int scale = kScaleBytes == 2 ? load_shared_half(at) : load_shared_byte(at);
         words[g * kScaleBytes / 4] |= scale << g * kScaleBytes % 4 * 8;
@@ -588,7 +588,7 @@ struct QuantisedStream {
 
 #endif
 
-// TILES: of eight rows of x. grid: tiles of the weight x blocks of a cluster.
+// TILES: tiles of eight rows of x. Grid: weight tiles x blocks per cluster.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
 __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_blocks(TILES))
     linear_quantised_stream_entry(
@@ -615,7 +615,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   if (warp < Stream::kMultipliers) {
     stream.multiply(sums, first_row, warp / 4, lane);
   }
-  __syncthreads();  // the ring has been read
+  __syncthreads();  // The ring has been read.
   paged::wait_for_kernel_before();
 
   float* results = reinterpret_cast<float*>(shared);
@@ -624,12 +624,11 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
 #endif
 }
 
-// The same, in the same bits, by sm_90a's products of four warps. No warp copies alone: where
-// there are two blocks of eight warps each, a thread has 128 registers, and of nine 96.
+// The same result, to the bit, by warpgroup products of sm_90a. There is no producer warp: two
+// blocks of eight warps leave 128 registers per thread, two of nine would leave 96.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
 __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
-    linear_quantised_wgmma_entry(
-        QUANTISED_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
+    linear_quantised_wgmma_entry(QUANTISED_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
 #ifdef PAGED_HAS_WGMMA
   using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, false, true>;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -657,12 +656,12 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
         stream.copy_weights(sources, turn, Stream::kXBytes, no_parts);
         copy_x(turn);
       });
-  __syncthreads();  // the ring has been read
+  __syncthreads();  // The ring has been read.
   paged::wait_for_kernel_before();
 
   float* results = reinterpret_cast<float*>(shared);
   stream.store(results, sums, warp, first_row, lane);
-  // (Found again, so that no registers keep what is the block's while there are products.)
+  // Recomputed here so that it holds no registers during the products.
   const Stream finished(params, paged::shared_address(shared));
   finished.finish(params, parts_of_launch, residual, rotations, slots, results);
 #endif

@@ -1,7 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products with weights of PAGED_CODE_BITS bits on sm_90a: every instantiation of
-// linear_quantised_wgmma_entry.
+// Instantiates linear_quantised_wgmma_entry for weights of PAGED_CODE_BITS bits on sm_90a.
 
 #include "linear_quantised_stream.h"
 

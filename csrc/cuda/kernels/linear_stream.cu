@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products of weights of 16 bits: every instantiation of linear_stream.h.
+// Instantiates linear_stream.h for 16-bit weights.
 
 #include "linear_stream.h"
 

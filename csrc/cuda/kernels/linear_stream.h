@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// x @ weight.T + bias for up to 64 rows, on sm_90 and later, in the time in which the weight can be
-// read. One warp of a block has the copy engine fill a ring in shared memory with tiles of both
-// operands, the others multiply what has come, sixteen rows of the weight each. Weights are under
-// way before the kernel before has ended, as no kernel writes them.
+// x @ weight.T + bias for up to 64 rows on sm_90 and later, at the speed of reading the weight. A
+// producer warp has the copy engine (TMA) fill a ring in shared memory with tiles of both operands;
+// each consumer warp multiplies sixteen rows of the weight. No kernel writes weights, so their
+// copies start before the previous kernel ends.
 
 #pragma once
 
@@ -15,21 +15,20 @@
 
 namespace mlx_paged::cuda {
 
-// The sums of a block's parts, which come in order, added in pairs, pairs of pairs and so on. What
-// is kept meanwhile lies in registers; IN_MEMORY: but the first parts of pairs in shared memory.
-// (Else the compiler puts some into local memory. That has no cache here, as the ring takes all of
-// it, and every end of a part would wait for the L2 cache.)
+// Adds a block's partial sums pairwise as they arrive in order: pairs, then pairs of pairs. Pending
+// sums stay in registers. IN_MEMORY: the first of each pair goes to shared memory instead, because
+// the compiler would spill to local memory, which has no L1 cache here: the ring takes all of it.
 template <int TILES, bool IN_MEMORY = false>
 struct PartSums {
   static constexpr int kKept = IN_MEMORY ? 2 : 3;
-  float kept[kKept][TILES][4];  // of two parts (if not in memory), four and eight: the first half
-  float* in_memory;             // the thread's, each as far from the next as there are such threads
+  float kept[kKept][TILES][4];  // pending sums of 1 (unless in memory), 2 and 4 parts
+  float* in_memory;  // this thread's slots; consecutive slots are 2 * kStreamRows floats apart
 
-  // `memory`: for 2 * kStreamRows threads that multiply, of which this is number `number`.
+  // `memory`: space for 2 * kStreamRows consumer threads; `number`: this thread's index.
   __device__ __forceinline__ PartSums(float* memory, int number) : in_memory(memory + number) {}
   __device__ __forceinline__ PartSums() : in_memory(nullptr) {}
 
-  // Adds part `part` of the block to those before it that it makes a pair with.
+  // Adds part `part` of the block and combines every pair that it completes.
   __device__ __forceinline__ void add(int part, float (&sums)[TILES][4]) {
 #pragma unroll
     for (int level = 0; level < 3; level++) {
@@ -55,11 +54,11 @@ struct PartSums {
   }
 };
 
-// Adds a chunk's products to `sums`. `tile`: of the weight and behind it of x.
+// Adds a chunk's products to `sums`. `tile`: address of the weight's tile, followed by x's.
 template <typename T, int TILES>
 __device__ __forceinline__ void multiply_chunk(
     float (&sums)[TILES][4], unsigned int tile, int warp, int lane) {
-  constexpr int kPieces = kLinearChunk / 8;  // of 16 bytes, of a row
+  constexpr int kPieces = kLinearChunk / 8;  // 16-byte pieces of a row
   const int row = warp * kLinearRows + lane % 16;
   paged::FragmentA w[kPieces / 2];
 #pragma unroll
@@ -70,7 +69,7 @@ __device__ __forceinline__ void multiply_chunk(
   for (int s = 0; s < kPieces / 4; s++) {
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      paged::FragmentA v;  // of two products
+      paged::FragmentA v;  // operands of two products
       const int at = kStreamRows + 8 * t + lane % 8;
       paged::load_matrices(v, tile + paged::tile_offset<kPieces>(at, 4 * s + lane / 8));
       paged::multiply_accumulate(sums[t], w[2 * s], {v[0], v[1]}, T(0.0f));
@@ -90,7 +89,7 @@ __device__ __forceinline__ void clear(float (&sums)[TILES][4]) {
   }
 }
 
-// The sums of a block's parts of the columns, whose chunks come through a ring.
+// Sums a block's parts of the columns; the chunks arrive through a ring.
 template <typename T, int TILES, typename Ring>
 __device__ __forceinline__ void multiply_parts(
     float (&sums)[TILES][4], const Ring& ring, unsigned int tiles, int num_parts,
@@ -112,9 +111,9 @@ __device__ __forceinline__ void multiply_parts(
 }
 
 #ifdef PAGED_HAS_WGMMA
-// The same by four warps together. One batch of products is under way while the next is started.
-// (Sums begin as zeros and nothing but waiting for a stage depends on the turn: where products or
-// waits for them are conditional, the compiler has each product end before the next begins.)
+// multiply_parts by warpgroup products; one batch runs while the next one starts. The sums start at
+// zero and only the wait for a stage depends on the turn: with conditional products, or conditional
+// waits for them, the compiler would serialize all products.
 template <typename T, int TILES, typename Ring>
 __device__ __forceinline__ void multiply_parts_together(
     float (&sums)[TILES][4], PartSums<TILES, true> before, const Ring& ring, unsigned int tiles,
@@ -151,8 +150,8 @@ __device__ __forceinline__ void multiply_parts_together(
 }
 #endif
 
-// By those that copy: the operands of each turn. Weights of the first ones are under way before x
-// is waited for.
+// Copies the operands of every turn. Starts the first turns' weights before it waits for x. Called
+// by the producer.
 template <int STAGES, typename CopyWeights, typename Wait, typename CopyX>
 __device__ __forceinline__ void copy_turns(
     int num_turns, CopyWeights copy_weights, Wait wait_for_x, CopyX copy_x) {
@@ -170,7 +169,7 @@ __device__ __forceinline__ void copy_turns(
   }
 }
 
-// Stores a warp's sums to the block's results, [row of x][row of the weight].
+// Stores a warp's sums in the block's results, [row of x][row of the weight].
 template <int TILES>
 __device__ __forceinline__ void store_sums(
     float* results, const float (&sums)[TILES][4], int warp, int lane) {
@@ -185,7 +184,7 @@ __device__ __forceinline__ void store_sums(
   }
 }
 
-// TILES: of eight rows of x. WGMMA: for sm_90a. grid: tiles of the weight x blocks of a cluster.
+// TILES: tiles of eight rows of x. WGMMA: for sm_90a. Grid: weight tiles x blocks per cluster.
 template <typename T, int TILES, bool WGMMA>
 __global__ void __launch_bounds__(kStreamThreads, 2)
     linear_stream_entry(LINEAR_PARAMETERS, const __grid_constant__ StreamMaps maps) {
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   const int chunks_of_part = (num_chunks + kLinearParts - 1) / kLinearParts;
   const int num_parts = kLinearParts / num_ranks;  // of this block
   const int first_chunk = rank * num_parts * chunks_of_part;
-  // (Those of the last parts may be none.)
+  // The last ranks can have fewer turns, or none.
   const int num_turns = min(num_parts * chunks_of_part, num_chunks - first_chunk);
 
   if (threadIdx.x == 0) {
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   __syncthreads();
 
   if (warp == kMultipliers && lane == 0) {
-    // The tile's rows are two runs of a weight's: of gate and of up, or of a head's halves.
+    // The tile's rows are two runs of a weight: gate and up, or the halves of a head.
     const TileRow low = row_of_tile<kStreamRows, kStreamRows>(params, tile_of_weight, 0);
     const TileRow high =
         row_of_tile<kStreamRows, kStreamRows>(params, tile_of_weight, kStreamRows / 2);
@@ -263,7 +262,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
       multiply_parts<T>(sums, ring, tiles, num_parts, chunks_of_part, num_turns, warp, lane);
     }
   }
-  __syncthreads();  // the ring has been read
+  __syncthreads();  // The ring has been read.
   paged::wait_for_kernel_before();
 
   // Sums of the block, [row of x][row of the weight].
@@ -283,7 +282,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
           return *reinterpret_cast<const float4*>(results + at * kStreamPitch + output);
         }
         const unsigned int address = tiles + (at * kStreamPitch + output) * 4;
-        const float none = -0.0f;  // x + -0 is x, whatever the sign of a zero x
+        const float none = -0.0f;  // x + -0 is x, even for a zero x of either sign
         float4 sum[kLinearParts];
 #pragma unroll
         for (int r = 0; r < kLinearParts; r++) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The last argument of kernels whose operands the copy engine reads. (CUtensorMap is CUDA's, or of
-// a test that runs kernels without it.)
+// The last argument of kernels whose operands the copy engine reads. CUtensorMap is CUDA's type, or
+// a stand-in from a test that runs kernels without CUDA.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace mlx_paged::cuda {
 
-// The operands of a product as the copy engine sees them (matrix_maps.h).
+// Operands of a product as the copy engine sees them (matrix_maps.h).
 struct StreamMaps {
   CUtensorMap x;
   CUtensorMap weights[kLinearMostWeights];
@@ -19,13 +19,13 @@ struct QuantisedMaps {
   struct Weight {
     CUtensorMap codes;
     CUtensorMap scales;
-    CUtensorMap biases;  // scales: the format has none
+    CUtensorMap biases;  // equal to scales if the format has no biases
   };
   CUtensorMap x;
   Weight weights[kLinearMostWeights];
 };
 
-// The pools of an attention: [slots][KV heads x dims], in boxes of 16 tokens x 64 dims of a head.
+// KV pools for attention: [slots][KV heads x dims], in boxes of 16 tokens x 64 dims of a head.
 struct PoolMaps {
   CUtensorMap keys;
   CUtensorMap values;

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Rows of x in the order of a weight's codes. (Chunks are 16 bytes, whatever the type is called:
-// Metal's language, too, reads this.)
+// Writes rows of x in the order of a weight's codes. Chunks are 16 bytes and any vector type works,
+// because Metal's language reads this header too.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace mlx_paged::cuda {
 
-// Eight elements of 16 bits side by side as pairs of those that are `APART` apart.
+// Regroups eight adjacent 16-bit elements as pairs of elements `APART` apart.
 template <int APART, typename Chunk>
 __device__ __forceinline__ Chunk pairs_of(Chunk x) {
   static_assert(APART == 1 || APART == 2 || APART == 4);
@@ -30,7 +30,7 @@ __device__ __forceinline__ Chunk pairs_of(Chunk x) {
   return pairs;
 }
 
-// Writes chunks of a row where their pairs belong.
+// Writes a chunk's pairs to their places in code order.
 template <int RUN, int APART>
 struct InOrder {
   template <typename Chunk>

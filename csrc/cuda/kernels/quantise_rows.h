@@ -1,10 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Writing of quantised pools and the rotation of queries, to the same bits as
-// metal/quantised_pool.h, for head dims that are powers of two. A lane has eight dims side by side,
-// which are 16 bytes of 16 bits: a few lanes have a row, and most of a rotation is in registers.
-// The rows of all heads and tokens follow each other, first those of keys and then, in other blocks
-// of the grid, those of values.
+// Writes quantized pools and rotates queries for power-of-two head dims, with the same bits as
+// metal/quantised_pool.h. A lane holds eight adjacent dims (16 bytes of 16-bit elements), so a few
+// lanes share a row and most of a rotation stays in registers.
+//
+// Rows of all heads and tokens form one sequence; keys and values use separate blocks of the grid.
 
 #pragma once
 
@@ -14,10 +14,10 @@
 
 namespace paged {
 
-constexpr unsigned int turned_signs(int word) {  // of dims [32 word, 32 word + 32)
+constexpr unsigned int turned_signs(int word) {  // for dims [32 word, 32 word + 32)
   unsigned int bits = 0;
   for (int i = 0; i < 32; i++) {
-    unsigned int x = (32u * word + i + 1) * 0x9e3779b1u;  // changes_sign
+    unsigned int x = (32u * word + i + 1) * 0x9e3779b1u;  // the same hash as changes_sign
     x = (x ^ x >> 15) * 0x85ebca77u;
     bits |= ((x ^ x >> 13) >> 31) << i;
   }
@@ -29,7 +29,7 @@ struct TurnedSigns {
   static constexpr unsigned int BITS = turned_signs(WORD);
 };
 
-// The bits of all words up to LAST, of which `word` is asked for.
+// Selects the bits of `word` from the constants of words 0 to LAST.
 template <int LAST>
 __device__ __forceinline__ unsigned int turned_signs_of(int word) {
   unsigned int bits = TurnedSigns<LAST>::BITS;
@@ -41,10 +41,10 @@ __device__ __forceinline__ unsigned int turned_signs_of(int word) {
 
 template <int DIM>
 struct RowPart {
-  static constexpr int LANES = DIM / ROW_PART;  // that have a row together
+  static constexpr int LANES = DIM / ROW_PART;  // lanes that share a row
   static_assert(LANES <= 32 && (LANES & (LANES - 1)) == 0);
 
-  float x[ROW_PART];  // dims ROW_PART * part ...
+  float x[ROW_PART];  // dims [ROW_PART * part(), ROW_PART * (part() + 1))
 
   __device__ __forceinline__ static int part() { return threadIdx.x % LANES; }
 
@@ -80,7 +80,7 @@ struct RowPart {
     }
   }
 
-  // In the order of HeadRow::rotate, so that every sum is rounded as there.
+  // Same order of additions as HeadRow::rotate, so that every sum rounds the same.
   __device__ __forceinline__ void rotate() {
     unsigned int turned = turned_signs_of<DIM / 32 - 1>(part() * ROW_PART / 32);
     turned >>= part() * ROW_PART % 32;
@@ -115,7 +115,7 @@ struct RowPart {
     }
   }
 
-  // Folds this lane's value with those of the next ones, up to `lanes` of them, by `f`.
+  // Reduces this lane's value with its neighbors', over `lanes` lanes, by `f`.
   template <typename V, typename F>
   __device__ __forceinline__ static V over_lanes(V value, int lanes, F f) {
 #pragma unroll
@@ -125,7 +125,7 @@ struct RowPart {
     return value;
   }
 
-  // The bits of the largest magnitude; those of a number that is not finite are above all others.
+  // Bits of the largest magnitude. Non-finite values compare above all others.
   __device__ __forceinline__ unsigned int largest_magnitude(int lanes) const {
     unsigned int most = 0;
 #pragma unroll
@@ -135,7 +135,7 @@ struct RowPart {
     return over_lanes(most, lanes, [](unsigned int a, unsigned int b) { return ::max(a, b); });
   }
 
-  // Codes, the lower ROW_PART * 8 or ROW_PART * 4 bits, and where a part has them, the scales.
+  // Return codes in the low ROW_PART * 8 or ROW_PART * 4 bits, and set the scale.
   __device__ __forceinline__ uint2 to_int8(ushort& scale) const {
     unsigned int most = largest_magnitude(LANES);
     bool finite = most < 0x7f800000u;
@@ -155,7 +155,7 @@ struct RowPart {
     constexpr int GROUP_LANES = CODE_GROUP / ROW_PART;
     float less = -x[0];
     float largest = x[0];
-    float zero = x[0] * 0.0f;  // or NaN
+    float zero = x[0] * 0.0f;  // NaN if the element is not finite
 #pragma unroll
     for (int i = 1; i < ROW_PART; i++) {
       less = fmaxf(less, -x[i]);
@@ -173,7 +173,7 @@ struct RowPart {
     float size = float(as_type<half>(scale));
     float inverse = size > 0.0f ? 1.0f / size : 0.0f;
     group = scale | static_cast<unsigned int>(minimum) << 16;
-    unsigned int codes = -ROUNDED_ZERO * 0x11111111u;  // of what is above each code
+    unsigned int codes = -ROUNDED_ZERO * 0x11111111u;  // cancels the bits above each code
 #pragma unroll
     for (int i = 0; i < ROW_PART; i++) {
       float value = fminf(fmaxf((x[i] - base) * inverse, 0.0f), 15.0f);
@@ -192,7 +192,7 @@ struct RowPart {
   }
 
  private:
-  // To the nearest integer, in the lowest bits: 2^23 + 2^22 has no bits behind the point.
+  // Rounds to the nearest integer and leaves it in the low bits: 2^23 + 2^22 has no fraction bits.
   static constexpr unsigned int ROUNDED_ZERO = 0x4b400000u;
   __device__ __forceinline__ static unsigned int rounded(float value) {
     return __float_as_uint(value + __uint_as_float(ROUNDED_ZERO));
@@ -204,7 +204,7 @@ struct RowPart {
   }
 };
 
-// The thread's row of keys or of values.
+// Quantizes the thread's row of keys or values.
 template <typename T, int DIM, int FORMAT, bool KEYS>
 __device__ __forceinline__ void quantise_row(
     const T* rows, const int* slot_mapping, unsigned char* pool, const QuantiseParams& params) {
@@ -246,7 +246,7 @@ __device__ __forceinline__ void quantise_row(
 
 }  // namespace paged
 
-// grid: (rows of all tokens and heads / rows of a block, keys and values).
+// Grid: (rows of all tokens and heads / rows per block, keys and values).
 template <typename T, int DIM, int KEYS, int VALUES>
 __global__ void __launch_bounds__(paged::ROW_THREADS) quantise_rows_entry(
     const T* keys, const T* values, const int* slot_mapping, unsigned char* key_pool,
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(paged::ROW_THREADS) quantise_rows_entry(
   }
 }
 
-// grid: rows of all heads / rows of a block.
+// Grid: rows of all heads / rows per block.
 template <typename T, int DIM>
 __global__ void __launch_bounds__(paged::ROW_THREADS) rotate_rows_entry(
     const T* queries, T* rotated, const __grid_constant__ paged::RotateParams params) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Writing and gathering of quantised pools, and the rotation of queries. Tokens that are written
-// lie along x, see data.cu.
+// Kernels that write and gather quantized pools and rotate queries. Written tokens lie along x; see
+// data.cu.
 
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"

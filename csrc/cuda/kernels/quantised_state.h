@@ -1,14 +1,16 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// One warp's attention over its tokens of quantised pools, on tensor cores, as decode_state.h has
-// it for 16 bits. All products are of fp16 whatever the queries are, as it takes the fewest
-// instructions to get codes there and loses nothing of them:
-//   - a query is multiplied with a power of two that brings its largest number to 2^14, so numbers
-//     of bfloat16 are exact too unless they are 2^28 times smaller;
-//   - the scale of an int8 key multiplies the logit; those of a group of an int4 key, and its
-//     minimum, what that group adds to it;
-//   - values are scaled before the product, in fp16, as their scales are;
-//   - weights are relative to a maximum smaller by 2^12, so that small ones are as precise.
+// One warp's attention over its tokens of quantized pools, on tensor cores; decode_state.h is the
+// 16-bit version. All products are fp16 whatever the queries' dtype: converting codes to fp16 takes
+// the fewest instructions and is exact.
+//   - A power of two scales each query so that its largest element is near 2^14. Elements of
+//   bfloat16
+//     are then exact too unless they are 2^28 times smaller.
+//   - The scale of an int8 key multiplies the logit. The scale and minimum of an int4 group apply
+//   to
+//     that group's contribution.
+//   - Values are scaled in fp16 before the product, like their scales.
+//   - Weights are relative to a maximum that is 2^12 smaller, to keep small weights precise.
 
 #pragma once
 
@@ -41,7 +43,7 @@ __device__ __forceinline__ float read_shared_half(unsigned int at) {
   return __half2float(__ushort_as_half(half));
 }
 
-// COLUMNS: tiles of 8 queries, which were rotated as keys are. KEYS, VALUES: formats.
+// COLUMNS: tiles of 8 queries, rotated as keys are. KEYS, VALUES: formats.
 template <typename T, int DIM, int COLUMNS, int KEYS, int VALUES>
 struct QuantisedState {
   typedef CodeRing<KEYS, VALUES, DIM> Ring;
@@ -49,11 +51,11 @@ struct QuantisedState {
   typedef ValueCodes<VALUES> Value;
   static constexpr int SLICES = DIM / 16;
   static constexpr int TILES = QUANTISED_TOKENS / 16;
-  static constexpr int GROUPS = DIM / 32;      // of int4
-  static constexpr int WEIGHTS_EXPONENT = 12;  // weights are up to 2^12
+  static constexpr int GROUPS = DIM / 32;      // int4 groups
+  static constexpr int WEIGHTS_EXPONENT = 12;  // weights reach 2^12
 
   FragmentB query[COLUMNS][SLICES];
-  float query_unit[COLUMNS][2];                                    // what a 1 of them stands for
+  float query_unit[COLUMNS][2];                                    // the value of a 1 in `query`
   float query_sums[COLUMNS][KEYS == FORMAT_INT4 ? GROUPS : 1][2];  // over the dims of a group
   FragmentD result[COLUMNS][SLICES];
   SoftmaxState state[COLUMNS][2];
@@ -79,7 +81,7 @@ struct QuantisedState {
     }
   }
 
-  // Adds the tile of tokens [first, first + 32), of which some are `seen`.
+  // Adds the tile of tokens [first, first + 32), of which the range `seen` is visible.
   __device__ __forceinline__ void attend(
       unsigned int tile, int first, KeyRange seen, const AttentionParams& params, int lane) {
     unsigned int values = tile + Ring::Keys::BYTES;
@@ -108,7 +110,7 @@ struct QuantisedState {
     multiply_values(logits, values, lane);
   }
 
-  // The dim of result[n][s][0 or 1]; [2 or 3] are of the next.
+  // The dim of result[n][s][0 or 1]; [2 or 3] hold the next dim.
   __device__ __forceinline__ static int dim_of(int s, int lane) {
     return s / Value::SLICES * Value::SLICES * 16 + Value::dim(s % Value::SLICES, lane / 4);
   }
@@ -132,7 +134,7 @@ struct QuantisedState {
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    // The exponent of the power of two, and of its inverse, as they are stored.
+    // Biased exponent of the power of two, and of its inverse below.
     unsigned int exponent = min(127 + 14 + 127 - (__float_as_uint(largest) >> 23), 253u);
     float multiplier = __uint_as_float(exponent << 23);
     float unit = __uint_as_float((254 - exponent) << 23);
@@ -165,7 +167,7 @@ struct QuantisedState {
     }
   }
 
-  // A scale that is not seen may be NaN, and 0 x NaN would reach the results.
+  // Zeros the scales of hidden tokens: they may be NaN, and 0 x NaN would reach the results.
   __device__ __forceinline__ static void hide_scales(
       unsigned int scales, int token, KeyRange seen, int lane) {
     if (token < seen.begin || token >= seen.end) {
@@ -188,7 +190,7 @@ struct QuantisedState {
     typedef typename Ring::Keys Rows;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      unsigned int groups[2][GROUPS];  // int4: of tokens r and r + 8
+      unsigned int groups[2][GROUPS];  // int4: for tokens r and r + 8
       if (KEYS == FORMAT_INT4) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -204,7 +206,7 @@ struct QuantisedState {
       }
 #pragma unroll
       for (int chunk = 0; chunk < Rows::CHUNKS; chunk += 2) {
-        FragmentA words;  // of tokens r and r + 8, in two chunks
+        FragmentA words;  // for tokens r and r + 8, in two chunks
         load_matrices(words, tile + Rows::offset(16 * t + lane % 16, chunk + lane / 16));
 #pragma unroll
         for (int i = 0; i < 2; i++) {

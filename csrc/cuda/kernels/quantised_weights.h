@@ -1,14 +1,14 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Weights as mx.quantize packs them, as the left operand of mma.m16n8k16.
+// Weights packed by mx.quantize, as left operands of mma.m16n8k16.
 //
-// Codes become numbers that 16 bits hold exactly. Where they are not scaled in 16 bits, a group of
-// columns is multiplied and added up in fp32, and its scale and bias are applied to that sum:
+// Codes become 16-bit numbers exactly. Where they are not scaled in 16 bits, a group of columns is
+// multiplied and summed in fp32, and its scale and bias apply to that sum:
 //   x . (code * scale + bias) = scale * (x . code) + bias * (sum of x)
 //
-// Each of the four lanes of a row has a contiguous quarter of a group. Its columns may be permuted
-// among those of the product as long as x agrees. Where a word has whole pairs of codes 16 bits
-// apart, these are pairs of a fragment, and one logical operation extracts each of them.
+// Each of a row's four lanes holds a contiguous quarter of a group. The order of columns within a
+// product is free as long as x agrees. Where a word holds whole pairs of codes 16 bits apart, those
+// are the pairs of a fragment, and one logical operation extracts each.
 
 #pragma once
 
@@ -45,16 +45,16 @@ __device__ __forceinline__ float power_of_two(unsigned int code) {
   return __uint_as_float(code == 0 ? 0x00400000u : code << 23);
 }
 
-// Codes at the bottom of each half of a word, as numbers: code * kUnit + kOffset. (What else is in
-// the word is not looked at.)
+// Converts the codes in the low bits of each half of a word to code * kUnit + kOffset. Ignores the
+// other bits.
 template <typename T, CodeFormat FORMAT, int BITS>
 struct CodesOf;
 
-// Denormal numbers: the product takes them as they are.
+// Denormals, which the product accepts as they are.
 template <int BITS>
 struct CodesOf<__half, CodeFormat::affine, BITS> {
   static constexpr float kOffset = 0.0f;
-  static constexpr float kPerUnit = 16777216.0f;  // a number is a code's 2^-24th
+  static constexpr float kPerUnit = 16777216.0f;  // code * 2^-24
   __device__ __forceinline__ static unsigned int pair(unsigned int raw) {
     return raw & ((1u << BITS) - 1) * 0x10001u;
   }
@@ -70,7 +70,7 @@ struct CodesOf<__nv_bfloat16, CodeFormat::affine, BITS> {
   }
 };
 
-// code - 128: 128 + (its lower seven bits), less 128 or 256.
+// code - 128, as 128 + (the lower seven bits) - (128 or 256).
 template <>
 struct CodesOf<__nv_bfloat16, CodeFormat::affine, 8> {
   static constexpr float kOffset = -128.0f;
@@ -82,7 +82,8 @@ struct CodesOf<__nv_bfloat16, CodeFormat::affine, 8> {
   }
 };
 
-// The bits of small floats are those of fp16 with fewer bits of exponent: another power of two.
+// A small float has the bits of an fp16 with a shorter exponent, so the value differs by a power of
+// two.
 template <>
 struct CodesOf<__half, CodeFormat::mxfp4, 4> {
   static constexpr float kOffset = 0.0f;
@@ -101,7 +102,7 @@ struct CodesOf<__half, CodeFormat::mxfp8, 8> {
   }
 };
 
-// bf16's exponent is wider: products with its denormal numbers would be too small for fp32.
+// bf16's exponent range is wider: products with its denormals would underflow fp32.
 template <>
 struct CodesOf<__nv_bfloat16, CodeFormat::mxfp4, 4> {
   static constexpr float kOffset = 0.0f;
@@ -122,7 +123,7 @@ struct CodesOf<__nv_bfloat16, CodeFormat::mxfp8, 8> {
   }
 };
 
-// 2^(code - 127) in 16 bits. (fp16 has none below 2^-24 and above 2^15: 0 and infinity.)
+// 2^(code - 127) in 16 bits. fp16 gives 0 below 2^-24 and infinity above 2^15.
 template <typename T>
 __device__ __forceinline__ unsigned int scale_of_code(unsigned int code) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -143,8 +144,8 @@ __device__ __forceinline__ unsigned int bits_of(__half2 v) {
   return *reinterpret_cast<unsigned int*>(&v);
 }
 
-// Bits [at, at + 32) of words; of bits before the first or after the last anything. `at` is known
-// to the compiler.
+// Bits [at, at + 32) of `words`; bits outside of the array are arbitrary. `at` is a compile-time
+// constant after unrolling.
 template <int WORDS>
 __device__ __forceinline__ unsigned int bits_from(const unsigned int (&words)[WORDS], int at) {
   if (at < 0) {
@@ -157,7 +158,7 @@ __device__ __forceinline__ unsigned int bits_from(const unsigned int (&words)[WO
   return __funnelshift_r(words[word], words[word + 1], at % 32);
 }
 
-// Words that the codes of any of four lanes lie in: they need not begin with one of the row's.
+// Maximum number of words that a lane's codes span; they can start inside a word.
 constexpr int words_of_lane(int bits) {
   int most = 0;
   for (int lane = 0; lane < 4; lane++) {
@@ -167,8 +168,8 @@ constexpr int words_of_lane(int bits) {
   return most;
 }
 
-// A lane's part of a group of a row: kColumns columns side by side, of which pair p of the
-// fragments has two.
+// A lane's share of a group in a row: kColumns adjacent columns, two for each pair p of the
+// fragments.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
 struct GroupOf {
   using Element = T;
@@ -180,12 +181,12 @@ struct GroupOf {
   static constexpr bool kInWords = kLaneBits % 32 == 0;
   static constexpr int kWords = words_of_lane(kLaneBits);
   static constexpr int kGroupWords = GROUP * BITS / 32;
-  // Pairs are codes 16 bits apart, instead of neighbours.
+  // Pairs are codes 16 bits apart rather than neighbors.
   static constexpr bool kApart = kInWords && (BITS == 4 || BITS == 8);
   static constexpr int kColumnsApart = kApart ? 16 / BITS : 1;
   static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
 
-  // From shared memory. `group`: of the row, where its codes begin.
+  // Loads from shared memory. `group`: address of the row's codes of this group.
   __device__ __forceinline__ static void load(
       unsigned int group, int lane, unsigned int (&words)[kWords]) {
     if constexpr (kInWords) {
@@ -199,7 +200,7 @@ struct GroupOf {
     }
   }
 
-  // `from`: where the lane's codes begin.
+  // `from`: address of the lane's codes.
   __device__ __forceinline__ static void load_words(
       unsigned int from, unsigned int (&words)[kWords]) {
     if constexpr (kWords % 4 == 0) {
@@ -224,7 +225,7 @@ struct GroupOf {
     }
   }
 
-  // Shifts the loaded words so that they begin with the lane's first code.
+  // Shifts the loaded words so that they start with the lane's first code.
   __device__ __forceinline__ static void align(int lane, unsigned int (&words)[kWords]) {
     if constexpr (!kInWords) {
       const int shift = lane * kLaneBits % 32;
@@ -245,8 +246,8 @@ struct GroupOf {
     }
   }
 
-  // Pair p's codes alone, at the bottom of their halves or, to be moved less, `place_of(p)` bits
-  // above it.
+  // The codes of pair p, masked, at the bottom of their halves or `place_of(p)` bits above it,
+  // which saves a shift.
   __device__ __forceinline__ static unsigned int codes_in_place(
       const unsigned int (&words)[kWords], int p) {
     constexpr unsigned int kMask = (1u << BITS) - 1;
@@ -264,20 +265,19 @@ struct GroupOf {
     return kApart && BITS == 4 ? p % 2 * 4 : 0;
   }
 
-  // Eight elements of x side by side, as pairs.
+  // Regroups eight adjacent elements of x as pairs.
   __device__ __forceinline__ static Eight pairs_of(Eight x) {
     return cuda::pairs_of<kColumnsApart>(x);
   }
 };
 
-// How a row's codes of a group become weights of 16 bits, rounded once. `scale` and `bias` are in
-// both halves of a word.
+// Converts a row's codes of a group to 16-bit weights, rounded once. `scale` and `bias` fill both
+// halves of a word.
 //
-// The bits of a bf16 up to 255 are so many times 2^-133 (denormal numbers, and the first others).
-// So a code is one where it lies, if in the lower eight bits of its half: nothing is added that
-// must be taken off again. The scale is multiplied with 2^96, and the bias to fit; weights are then
-// 2^37 times too small, until sums are stored. (Scales are below 2^32, and what a weight has below
-// 2^-96 is lost.)
+// For bf16, the bits n <= 255 represent n * 2^-133 (the denormals and the first normal numbers). So
+// the low eight bits of a half are already the code as a number, with no offset to subtract. The
+// scale is multiplied by 2^96 and the bias to match, so weights are 2^37 too small until the sums
+// are stored. Scales stay below 2^32; parts of a weight below 2^-96 are lost.
 template <typename Group>
 class Scaling {
   using T = typename Group::Element;
@@ -291,7 +291,7 @@ class Scaling {
   __device__ __forceinline__ Scaling(unsigned int scale, unsigned int bias) {
     if constexpr (kTiny) {
       scale_[0] = bits_of(__hmul2(as_pair(scale), as_pair(0x6f806f80u)));
-      scale_[1] = bits_of(__hmul2(as_pair(scale), as_pair(0x6d806d80u)));  // a 16th
+      scale_[1] = bits_of(__hmul2(as_pair(scale), as_pair(0x6d806d80u)));  // divided by 16
       bias_ = bits_of(__hmul2(as_pair(bias), as_pair(0x2d002d00u)));
     } else {
       scale_[0] = scale;
@@ -299,7 +299,7 @@ class Scaling {
     }
   }
 
-  // Pair p of the group's.
+  // Pair p of the group.
   __device__ __forceinline__ unsigned int pair(
       const unsigned int (&words)[Group::kWords], int p) const {
     if constexpr (!Group::kHasBiases) {
@@ -328,15 +328,15 @@ class Scaling {
   }
 
  private:
-  unsigned int
-      scale_[kTiny ? 2 : 1];  // of codes at the bottom of their halves, and 4 bits above it
+  unsigned int scale_[kTiny ? 2 : 1];  // for codes at the bottom of their halves, and for codes 4
+                                       // bits above it
   unsigned int bias_;
 };
 
-// Adds one group's part of all products to `sums`. Of rows r + 8 i of the weight (r: lane / 4),
-// `codes_of(i)` is where their codes of the group begin in shared memory, `scale_of(i)` and
-// `bias_of(i)` what they are scaled with. `x_of(t, h)`: of tile t of x eight columns of the lane's,
-// number h. `c`: lane % 4.
+// Adds one group's contribution to all products in `sums`. For rows r + 8 i of the weight (r = lane
+// / 4), `codes_of(i)` is the shared-memory address of the group's codes, and `scale_of(i)` and
+// `bias_of(i)` scale them. `x_of(t, h)` returns the lane's h-th eight columns of tile t of x. `c`:
+// lane % 4.
 template <
     typename Group, int M_TILES, int TILES, typename Codes, typename Scale, typename Bias,
     typename X>
@@ -394,15 +394,14 @@ __device__ __forceinline__ void multiply_group(
   }
 }
 
-// Where a warp's rows of the weight begin: of one weight, or half of them of another.
+// First rows of a warp's weight; half of the rows can belong to another weight.
 struct QuantisedRowsOf {
   const unsigned char* codes;
   const unsigned char* scales;
   const unsigned char* biases;
 };
 
-// A stage of a warp's ring in shared memory: the codes and scales of a chunk's groups, for sixteen
-// rows.
+// A stage of a warp's ring in shared memory: codes and scales of a chunk's groups for sixteen rows.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
 struct QuantisedStage {
   using Group = GroupOf<T, FORMAT, BITS, GROUP>;
@@ -414,18 +413,18 @@ struct QuantisedStage {
   static constexpr int kPitch = quantised_pitch(BITS, GROUP);
   static constexpr int kScaleBytes = Group::kHasBiases ? 2 : 1;
   static constexpr int kArrays = Group::kHasBiases ? 2 : 1;
-  static constexpr int kScalesBytes = quantised_scale_bytes(FORMAT, GROUP);  // of a row
-  static constexpr int kRecord = kArrays * kScalesBytes;                     // and its biases
+  static constexpr int kScalesBytes = quantised_scale_bytes(FORMAT, GROUP);  // per row
+  static constexpr int kRecord = kArrays * kScalesBytes;                     // with biases
   static constexpr int kBytes = quantised_stage_bytes(FORMAT, BITS, GROUP, kRows);
 
-  // Where a lane's copies come from: of the first chunk. (Which rows a tile has takes divisions.)
+  // Source addresses of a lane's copies in the first chunk. Computed once, as it takes divisions.
   struct Sources {
     static constexpr int kCodes = (kRows * kPieces + 31) / 32;
     static constexpr int kScales = (kRows * kArrays + 31) / 32;
     const unsigned char* codes[kCodes];
     const unsigned char* scales[kScales];
 
-    // `rows_of(row)`: the weight that row `row` of the tile is of, and `row` becomes its place in
+    // `rows_of(row)` returns the weight of row `row` of the tile and sets `row` to the row within
     // it.
     template <typename RowsOf>
     __device__ __forceinline__ Sources(RowsOf rows_of, int num_groups, int lane) {
@@ -460,7 +459,7 @@ struct QuantisedStage {
         break;
       }
       const int piece = at % kPieces;
-      // (Rows need not end with a chunk.)
+      // Rows can end inside a chunk.
       const int left = max(0, min(row_bytes - begin - piece * 16, 16));
       copy_part_async(
           stage + at / kPieces * kPitch + piece * 16, from.codes[i] + (left > 0 ? begin : 0), left,
@@ -496,7 +495,7 @@ struct QuantisedStage {
     }
   }
 
-  // A lane's scales of rows r + 8 i, all groups of a stage.
+  // A lane's scales of rows r + 8 i for all groups of a stage.
   struct Scales {
     unsigned int words[2][(kRecord + 3) / 4];
 
@@ -521,7 +520,7 @@ struct QuantisedStage {
       }
     }
 
-    // Scale `g` of the row's; biases follow.
+    // Scale `g` of the row; biases follow the scales.
     __device__ __forceinline__ float at(int i, int g) const {
       if constexpr (kScaleBytes == 1) {  // 2^(code - 127)
         const unsigned int code = words[i][g / 4] >> 8 * (g % 4) & 0xff;
@@ -532,8 +531,8 @@ struct QuantisedStage {
     }
   };
 
-  // Adds one group's part of all products to `sums`. `x_of(t, h)`: of tile t of x eight columns of
-  // the lane's, number h.
+  // Adds one group's contribution to all products in `sums`. `x_of(t, h)` returns the lane's h-th
+  // eight columns of tile t of x.
   template <int TILES, typename X>
   __device__ __forceinline__ static void multiply(
       float (&sums)[1][TILES][4], unsigned int stage, const Scales& scales, int g, int r, int c,

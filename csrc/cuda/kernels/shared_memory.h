@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Reads, writes and copies of shared memory by address, and clusters of thread blocks (sm_90 and
+// Loads, stores and copies of shared memory by address, and thread block clusters (sm_90 and
 // later).
 
 #pragma once
@@ -44,7 +44,7 @@ __device__ __forceinline__ unsigned int load_shared_byte(unsigned int address) {
   return v;
 }
 
-// Makes 16 bytes zeros.
+// Zeros 16 bytes.
 __device__ __forceinline__ void clear_shared(unsigned int address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_shared_byte(unsigned int address, unsigned
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
-// Like paged::copy_async of 16 bytes, of which the first `bytes` exist; zeros follow.
+// paged::copy_async of 16 bytes; bytes from number `bytes` on become zeros.
 __device__ __forceinline__ void copy_part_async(
     unsigned int to, const void* from, int bytes, paged::CachePolicy policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
@@ -75,7 +75,7 @@ __device__ __forceinline__ void copy_part_async(
                : "memory");
 }
 
-// 4 or 8 bytes; zeros if `exists` is false.
+// Copies 4 or 8 bytes; zeros if `exists` is false.
 template <int BYTES>
 __device__ __forceinline__ void copy_few_async(unsigned int to, const void* from, bool exists) {
   static_assert(BYTES == 4 || BYTES == 8);
@@ -84,7 +84,7 @@ __device__ __forceinline__ void copy_few_async(unsigned int to, const void* from
                : "memory");
 }
 
-// Loads data that the previous kernel may have written: bypasses the read-only cache.
+// Loads data that the previous kernel may have written, so it bypasses the read-only cache.
 __device__ __forceinline__ Eight load_x(const void* p) {
   Eight v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -94,7 +94,7 @@ __device__ __forceinline__ Eight load_x(const void* p) {
   return v;
 }
 
-// (v & mask) | set, as one instruction: of constants, the compiler would make two.
+// (v & mask) | set in one instruction; for constants the compiler would emit two.
 __device__ __forceinline__ unsigned int masked_or(
     unsigned int v, unsigned int mask, unsigned int set) {
   unsigned int out;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void cluster_barrier() {
           : "memory");
 }
 
-// No block ends while its shared memory is being read. (What the others read of it they have: there
-// is nothing to wait for but that, least of all for what was written to device memory.)
+// Keeps a block alive while others read its shared memory. Relaxed: it orders no writes to device
+// memory.
 __device__ __forceinline__ void end_of_cluster() {
   asm volatile(
       "barrier.cluster.arrive.relaxed.aligned;\n"
@@ -120,7 +120,7 @@ __device__ __forceinline__ void end_of_cluster() {
           : "memory");
 }
 
-// Four floats at the same place in the shared memory of block `rank` of the cluster.
+// Loads four floats from the same address in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ float4 load_of_rank(unsigned int address, int rank) {
   unsigned int there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -137,7 +137,7 @@ __device__ __forceinline__ float4 sum_of(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Adds up the parts' sums as a tree: pairs, pairs of pairs and so on.
+// Adds the parts' sums as a tree: pairs, then pairs of pairs.
 __device__ __forceinline__ float4 sum_of_parts(float4 (&sum)[kLinearParts]) {
 #pragma unroll
   for (int apart = 1; apart < kLinearParts; apart *= 2) {

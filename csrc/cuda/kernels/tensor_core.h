@@ -1,7 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The instructions of sm_80 and later that attention and linear layers are made of. Fragments are
-// named by their part in D[16 x 8] += A[16 x 16] B[16 x 8]; lane 4 r + c of a warp holds
+// Tensor core and asynchronous copy instructions of sm_80 and later, for attention and linear
+// layers. Fragments are named by their part in D[16 x 8] += A[16 x 16] B[16 x 8]; lane 4 r + c of a
+// warp holds
 //   A  rows r, r + 8 x columns {2c, 2c+1}, {2c+8, 2c+9}: [r][2c], [r+8][2c], [r][2c+8], [r+8][2c+8]
 //   B  rows 2c, 2c+1 and 2c+8, 2c+9 of column r
 //   D  [r][2c], [r][2c+1], [r+8][2c], [r+8][2c+1].
@@ -20,7 +21,8 @@ __device__ __forceinline__ unsigned int shared_address(const void* at) {
   return static_cast<unsigned int>(__cvta_generic_to_shared(at));
 }
 
-// Four 8 x 8 matrices of 16 bits; lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
+// Loads four 8 x 8 matrices of 16-bit elements; lanes 8 i to 8 i + 7 give the row addresses of
+// matrix i.
 __device__ __forceinline__ void load_matrices(FragmentA& to, unsigned int row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -59,7 +61,7 @@ __device__ __forceinline__ unsigned int pack(float low, float high, __nv_bfloat1
   return *reinterpret_cast<unsigned int*>(&pair);
 }
 
-// D, rounded to T, as the B of a product over its rows.
+// Rounds D to T and transposes it into the B operand of a product over D's rows.
 template <typename T>
 __device__ __forceinline__ void transpose(FragmentB& to, const FragmentD& from) {
 #pragma unroll
@@ -70,8 +72,8 @@ __device__ __forceinline__ void transpose(FragmentB& to, const FragmentD& from) 
   }
 }
 
-// L2 cache policy of a line. Keys and values are read once, and partials soon after they were
-// written: without a policy the cache would write out the partials to keep the keys.
+// L2 cache policy of a line. Keys and values are read once; partials are read soon after they are
+// written. Without a policy the cache would evict partials to keep keys.
 struct CachePolicy {
   unsigned long long bits;
 };
@@ -108,7 +110,7 @@ __device__ __forceinline__ void store(float* to, const float (&v)[4], CachePolic
                : "memory");
 }
 
-// 16 bytes from device to shared memory, asynchronously; zeros if `exists` is false.
+// Copies 16 bytes from device to shared memory asynchronously; zeros if `exists` is false.
 __device__ __forceinline__ void copy_async(
     unsigned int to, const void* from, bool exists, CachePolicy policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
@@ -116,26 +118,26 @@ __device__ __forceinline__ void copy_async(
                : "memory");
 }
 
-// The same for what others read too: it may stay in the cache.
+// The same for data that other blocks read too, with the default cache policy.
 __device__ __forceinline__ void copy_async(unsigned int to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0)
                : "memory");
 }
 
-// Where 16 bytes of a row of keys or values lie in a tile. Rows are shifted against each other so
-// that the eight rows of a matrix lie in different banks.
+// Offset of a 16-byte chunk of a row in a tile. The XOR puts the eight rows of a matrix into
+// different banks.
 template <int ROW_CHUNKS>
 __device__ __forceinline__ unsigned int tile_offset(int row, int chunk) {
   return (row * ROW_CHUNKS + (chunk ^ (row & 7))) * 16;
 }
 
-// Makes all copies since the last commit one group.
+// Groups all copies since the last commit.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Until at most PENDING groups of this lane are under way.
+// Waits until at most PENDING groups of this lane are in flight.
 template <int PENDING>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

@@ -1,11 +1,11 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products of the four warps of a group together, which sm_90a alone has:
+// Warpgroup products (wgmma), available on sm_90a only:
 //   D[64 x N] += A[64 x 16] B[16 x N]
-// The transpose of B, or B, is a tile in shared memory, which the tensor cores read by themselves.
-// So is A, or it is in registers, as D is: each warp has sixteen rows, as of mma.m16n8k16
-// (tensor_core.h). Products are under way until they are waited for; before, nobody may touch their
-// registers or tiles.
+// The tensor cores read B, or its transpose, from a tile in shared memory. A is a tile too, or in
+// registers like D; each warp holds sixteen rows, laid out as for mma.m16n8k16 (tensor_core.h).
+// Products run asynchronously: until they are waited for, no thread may touch their registers or
+// tiles.
 
 #pragma once
 
@@ -16,23 +16,23 @@ namespace mlx_paged::cuda {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define PAGED_HAS_WGMMA
 
-// A tile with rows of 64 columns, as the copy engine lays it out when it swizzles 128 bytes, at a
-// multiple of 1024 bytes: its first sixteen columns. The next ones are kNextColumns further on.
+// Descriptor of the first sixteen columns of a tile with 64-column rows, in the copy engine's
+// 128-byte swizzle, aligned to 1024 bytes. The next sixteen columns are kNextColumns further.
 __device__ __forceinline__ unsigned int first_columns(unsigned int tile) {
   return (tile & 0x3ffff) >> 4 | 1u << 16;
 }
 constexpr unsigned int kNextColumns = 16 * 2 / 16;
-// The first sixteen rows of such a tile, of which the next 64 columns are `bytes` further on. The
-// next rows are kNextRows further on.
+// Descriptor of the first sixteen rows of such a tile, whose next 64 columns are `bytes` away. The
+// next sixteen rows are kNextRows further.
 __device__ __forceinline__ unsigned int first_rows(unsigned int tile, unsigned int bytes) {
   return (tile & 0x3ffff) >> 4 | bytes / 16 << 16;
 }
 constexpr unsigned int kNextRows = 16 * 128 / 16;
-// The rest of what a product is told of it: from eight rows to the next 1024 bytes, swizzle of 128.
+// The descriptor's other half: 1024 bytes between groups of eight rows, 128-byte swizzle.
 constexpr unsigned int kTileLayout = 1024 / 16 | 1u << 30;
 
-// By all warps of a group: from here on so many registers a thread, a multiple of 8, of those that
-// other groups of the block have left; or no more than so many.
+// Raises or lowers the register limit per thread to REGISTERS, a multiple of 8, using registers
+// that other warpgroups of the block released. Called by all warps of a group.
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -43,28 +43,28 @@ __device__ __forceinline__ void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Tells the compiler that a value is the same in all lanes of a warp, so that it computes the
-// addresses of tiles once for all of them.
+// Tells the compiler that a value is uniform across the warp, so that it computes tile addresses
+// once.
 __device__ __forceinline__ int same_in_warp(int v) {
   return __shfl_sync(0xffffffffu, v, 0);
 }
 
-// Between this thread's writes to shared memory and the barrier before products that read them.
+// Makes this thread's writes to shared memory visible to products. Called before the barrier.
 __device__ __forceinline__ void show_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Before products whose registers were touched.
+// Orders earlier register accesses before the products that follow.
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Those that were started since the last call become one batch.
+// Makes the products started since the last call one batch.
 __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Where products have been waited for: the compiler does not know that d changes until here.
+// Tells the compiler that d changes at this point, where products have been waited for.
 template <int TILES>
 __device__ __forceinline__ void take_product(float (&d)[TILES][4]) {
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ void take_product(float (&d)[TILES][4]) {
   }
 }
 
-// Until at most PENDING batches are under way.
+// Waits until at most PENDING batches are in flight.
 template <int PENDING, int TILES>
 __device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -82,7 +82,7 @@ __device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
   }
 }
 
-// (The instruction names its registers one by one.)
+// The instruction names its registers one by one.
 #define PAGED_D(t) "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])
 #define PAGED_START(shape, type, registers, of_a, of_b, of_layout, ...)          \
   asm volatile(                                                                  \
@@ -123,7 +123,8 @@ __device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
         PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6), PAGED_D(7));                          \
   }
 
-// Starts d += a b. `a`, `b`: columns of their tiles. TILES: of eight columns of D.
+// Starts d += a b. `a`, `b`: descriptors of columns of their tiles. TILES: tiles of eight columns
+// of D.
 template <int TILES>
 __device__ __forceinline__ void start_product(
     float (&d)[TILES][4], unsigned int a, unsigned int b, __nv_bfloat16) {
@@ -135,9 +136,8 @@ __device__ __forceinline__ void start_product(
     float (&d)[TILES][4], unsigned int a, unsigned int b, __half) {
   PAGED_START_ANY("f16")
 }
-
-// The same with A in registers. `b`: columns of the transpose of B, or IS_TRANSPOSED rows of B.
-// IS_FIRST: starts d = a b.
+// The same with A in registers. `b`: columns of B's transpose, or rows of B if IS_TRANSPOSED.
+// IS_FIRST: starts d = a b instead.
 #define PAGED_128                                                                                \
   PAGED_64                                                                                       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
