@@ -6,6 +6,7 @@ cli, server, doctor
         engine
             multimodal
                 core    model
+                            gguf
                             platform
                                 ops
                                     extension
@@ -41,7 +42,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "extension": ("blas", "cgroups", "linker", "_build", "_ext"),
     "ops": ("extension",),
     "platform": ("ops", "extension"),
-    "model": ("content", "platform", "ops", "extension", "demo", "descriptors"),
+    "model": ("content", "platform", "ops", "extension", "demo", "descriptors", "gguf"),
+    "gguf": ("extension",),
     "core": (),
     "multimodal": ("addresses", "content", "core", "model", "platform"),
     "templates": (),
@@ -86,6 +88,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "model",
         "extension",
         "descriptors",
+        "gguf",
         "mcp",
         "addresses",
         "parsing",

@@ -20,8 +20,8 @@ def load(
     """Loads a model for paged serving.
 
     Args:
-        path_or_hub_id: A directory in mlx-lm's format, or a Hugging Face id. None loads the model
-            embedded in this package.
+        path_or_hub_id: A directory in mlx-lm's format, a GGUF file, or a Hugging Face id. None
+            loads the model embedded in this package.
         dtype: "auto", "float32", "float16" or "bfloat16"; see `model.loader.load`.
         generation_config: Replaces the model's own ``generation_config.json``. Its end tokens are
             end tokens of the model, too.

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import safe_open
 
 from mlx_paged.errors import ModelLoadError
+from mlx_paged.gguf.reader import is_gguf
 
 _PYTORCH = ("pytorch_model*.bin", "model*.bin", "consolidated*.pth", "*.pth", "*.pt", "*.bin")
 # Files with the vocabulary of a tokenizer, and those of tokenizers that are code.
@@ -20,21 +21,23 @@ _VOCABULARIES = (
 
 
 def check_path(name: str) -> None:
-    """Refuses a path that is neither a directory nor a hub id.
+    """Refuses a path that is neither a directory nor a GGUF file nor a hub id.
 
     Raises:
         ModelLoadError: It gives the reason.
     """
     path = Path(name)
     if not name or not path.exists():
+        if path.suffix == ".gguf":
+            raise ModelLoadError(name, "there is no such file")
         if not name or name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
             raise ModelLoadError(
                 name, "there is no such directory, and it is no hub id ('owner/model') either"
             )
-    elif path.suffix == ".gguf":
-        raise ModelLoadError(name, _gguf(path.name))
-    elif not path.is_dir():
-        raise ModelLoadError(name, "it is a file; give the directory that holds config.json")
+    elif not path.is_dir() and not is_gguf(path):
+        raise ModelLoadError(
+            name, "it is a file, but none in GGUF; give the directory that holds config.json"
+        )
 
 
 def config_of(name: str, path: Path) -> Mapping[str, Any]:
@@ -80,7 +83,7 @@ def check_files(name: str, path: Path) -> None:
 def _other_weights(path: Path) -> str | None:
     """Returns a remedy for weights of another format; None if there are none."""
     if found := sorted(path.glob("*.gguf")):
-        return _gguf(found[0].name)
+        return f"its weights are in GGUF, a format of one file: give the path {found[0]}"
     found = sorted(file for pattern in _PYTORCH for file in path.glob(pattern))
     if found:
         return (
@@ -89,13 +92,6 @@ def _other_weights(path: Path) -> str | None:
             "conversion from https://huggingface.co/mlx-community"
         )
     return None
-
-
-def _gguf(file: str) -> str:
-    return (
-        f"{file} is of llama.cpp's format, GGUF, which is not read here: take the model's "
-        "safetensors, or a conversion from https://huggingface.co/mlx-community"
-    )
 
 
 def weight_names(path: Path) -> list[str]:

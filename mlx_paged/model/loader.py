@@ -1,4 +1,4 @@
-"""Loads a model directory or hub id with mlx-lm.
+"""Loads a model directory, hub id or GGUF file with mlx-lm.
 
 A caller that serves media passes `FindMultiModal`; `mlx_paged.engine.loading` does so.
 """
@@ -32,6 +32,7 @@ from mlx_lm.utils import (
 
 from mlx_paged import descriptors, ops
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged.gguf.reader import is_gguf
 from mlx_paged.model.classification import ClassificationHead, load_head, without_head
 from mlx_paged.model.config_files import (
     eos_token_ids,
@@ -134,8 +135,8 @@ def load(
     """Loads a model for paged serving.
 
     Args:
-        path_or_hub_id: A directory in mlx-lm's format, or a Hugging Face id. None loads the model
-            embedded in this package.
+        path_or_hub_id: A directory in mlx-lm's format, a GGUF file, or a Hugging Face id. None
+            loads the model embedded in this package.
         dtype: "auto", "float32", "float16" or "bfloat16". "auto" keeps the dtypes of the weights,
             except on the CPU, where activations are float32. There, the weights of linear layers,
             experts and embeddings stay quantized or in 16 bits, and all others become float32.
@@ -158,6 +159,8 @@ def load(
         path_or_hub_id = model_path()
     name = str(path_or_hub_id)
     check_path(name)
+    if is_gguf(name):
+        return _load_gguf(name, dtype, generation_config)
     reason, library = None, "mlx-lm"
     try:
         with descriptors.at_least(_MANY_FILES):
@@ -208,6 +211,41 @@ def load(
         reason,
         loaded.head,
     )
+
+
+def _load_gguf(name: str, dtype: str, generation_config: Mapping[str, Any] | None) -> LoadedModel:
+    """Loads a GGUF file, which holds the config and the tokenizer, too.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: See `load`.
+    """
+    from mlx_paged.gguf.checkpoint import Checkpoint
+    from mlx_paged.model.gguf_loading import make_model
+
+    try:
+        checkpoint = Checkpoint(name)
+        require_family(checkpoint.config)
+        model, config = make_model(checkpoint)
+        tokenizer = checkpoint.tokenizer()
+    except UnsupportedModelError:
+        raise
+    except OSError as error:
+        raise ModelLoadError(name, str(error)) from error
+    except ValueError as error:
+        raise ModelLoadError(name, _one_line(error)) from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        # Metadata without sense may fail anywhere in mlx-lm's code.
+        reason = f"its metadata describes no model ({type(error).__name__}: {_one_line(error)})"
+        raise ModelLoadError(name, reason) from error
+    _convert(model, dtype, keeps_weights=True)
+    if generation_config is None:
+        generation_config = checkpoint.generation_config()
+    tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
+    return LoadedModel(model, tokenizer, config, name, generation_config)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _load(name: str) -> LoadedFiles:
@@ -306,6 +344,8 @@ def _of_inner_weights(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 def model_directory(name: str) -> Path | None:
     """Returns the directory of a loaded model's files; None if it has none on this machine."""
+    if Path(name).is_file():  # GGUF
+        return None
     try:
         return _directory_of(name) if Path(name).exists() or name.count("/") == 1 else None
     except (OSError, ValueError):  # not downloaded; no hub id

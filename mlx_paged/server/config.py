@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.gguf.reader import is_gguf, stem_of
 from mlx_paged.model.config_files import GENERATION_CONFIG, read_generation_config
 from mlx_paged.parsing import registry
 from mlx_paged.server.sites import is_host
@@ -169,10 +170,12 @@ class ServerConfig:
 
 
 def default_model_name(model: str | None) -> str:
-    """Returns the default name of a model: its path or hub id, as in vLLM."""
+    """Returns the default name of a model: that of its directory or file, or its hub id."""
     if model is None:
         return "mlx-paged-demo"
     path = Path(model)
+    if is_gguf(path):
+        return stem_of(path)
     return path.resolve().name if path.is_dir() else model
 
 

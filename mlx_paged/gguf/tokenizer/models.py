@@ -1,0 +1,95 @@
+"""Tokenizers of Hugging Face's library, made of a file's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from mlx_paged.gguf.errors import GGUFError
+from mlx_paged.gguf.tokenizer.pre_tokenizers import pre_tokenizer_of
+from mlx_paged.gguf.tokenizer.vocabulary import Kind, Vocabulary
+
+_SPACE = "\u2581"
+
+
+def byte_level_bpe(vocabulary: Vocabulary) -> Tokenizer:
+    """GPT-2's kind: merges of bytes, which are spelled as characters.
+
+    Raises:
+        GGUFError: Its merges are damaged, or its pre-tokenizer is unknown.
+    """
+    kind = pre_tokenizer_of(vocabulary.meta.text("tokenizer.ggml.pre", "default"))
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary.ids, _merges(vocabulary), ignore_merges=kind.whole_words)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Pairs of tokens to merge, in order."""
+    ids, found = vocabulary.ids, []
+    for merge in vocabulary.meta.texts("tokenizer.ggml.merges"):
+        at = merge.find(" ", 1)  # A token may begin with a space.
+        left, right = (merge[:at], merge[at + 1 :]) if at > 0 else (merge, "")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise GGUFError(f"its vocabulary lacks the tokens of its merge {merge!r}")
+        found.append((left, right))
+    return found
+
+
+def sentencepiece_bpe(vocabulary: Vocabulary) -> Tokenizer:
+    """Llama's kind: merges in the order of the merged tokens' scores, with bytes as a fallback.
+
+    Raises:
+        GGUFError: It has no scores.
+    """
+    ids = vocabulary.ids
+    scores = vocabulary.meta.array("tokenizer.ggml.scores")
+    if len(scores) != len(vocabulary.tokens):
+        raise GGUFError(f"it has {len(vocabulary.tokens)} tokens but {len(scores)} scores")
+    merges = []
+    listed = scores.tolist()
+    for token in np.flatnonzero(np.isin(vocabulary.kinds, (Kind.NORMAL, Kind.UNUSED))).tolist():
+        text = vocabulary.tokens[token]
+        for at in range(1, len(text)):
+            left = ids.get(text[:at])
+            if left is not None and (right := ids.get(text[at:])) is not None:
+                merges.append((-listed[token], left, right))
+    merges.sort()
+    texts = vocabulary.tokens
+    unknown = vocabulary.special("unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            ids,
+            [(texts[left], texts[right]) for _, left, right in merges],
+            unk_token=None if unknown is None else texts[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    replaced = normalizers.Replace(" ", _SPACE)
+    if vocabulary.meta.flag("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replaced])
+        ends = [decoders.Strip(" ", 1, 0)]
+    else:
+        tokenizer.normalizer, ends = replaced, []
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends,
+    ])  # fmt: skip
+    return tokenizer
+
+
+#: By ``tokenizer.ggml.model``, with the default of ``add_bos_token``.
+MODELS: dict[str, tuple[Callable[[Vocabulary], Tokenizer], bool]] = {
+    "gpt2": (byte_level_bpe, False),
+    "llama": (sentencepiece_bpe, True),
+}

@@ -1,0 +1,266 @@
+"""Writes GGUF files with the `gguf` package: random models of an architecture, and vocabularies.
+
+A model's weights are those of a random model of mlx-lm. Their names in the file come from the
+package's own table, and the rest is what llama.cpp's converter does: it permutes rows of Llama's
+queries and keys, adds one to Gemma's norms, and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import gguf
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
+
+Values = dict[str, np.ndarray]
+TOKENS = [3, 17, 96, 5, 41, 41, 8, 2, 77, 60, 13, 29]
+VOCAB_SIZE = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """An architecture, with a small config.
+
+    Attributes:
+        architecture: GGUF's name.
+        config: A ``config.json``.
+        metadata: Keys without the architecture's name.
+        rename: Names of weights that the package's table does not have, as regular expressions.
+        change: Changes weights, as llama.cpp's converter does. It gets and returns names of GGUF.
+        extra: Tensors that the converter adds.
+        table: The package's name of the architecture, if it differs from GGUF's name in upper case.
+    """
+
+    architecture: str
+    config: dict[str, Any]
+    metadata: dict[str, Any]
+    rename: tuple[tuple[str, str], ...] = ()
+    change: Callable[[str, np.ndarray, Mapping[str, Any]], Mapping[str, np.ndarray]] | None = None
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+    table: str | None = None
+
+
+_EXPERTS = (
+    r"(.*layers\.)(\d+)\..*\.(?:switch_mlp|experts)\.(gate|up|down)_proj",
+    r"blk.\2.ffn_\3_exps",
+)
+
+
+def random_model(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
+    """A model of mlx-lm with float32 weights that every numpy makes alike."""
+    model_class, args_class = _get_classes(config=dict(config))
+    model = model_class(args_class.from_dict(dict(config)))
+    random = np.random.RandomState(seed)
+    weights = []
+    for name, array in sorted(tree_flatten(model.parameters())):
+        values = random.standard_normal(array.shape)
+        if "norm" in name and name.endswith("weight"):
+            values = 1 + values * 0.1
+        elif array.ndim > 1:
+            values = values / np.sqrt(array.shape[-1]) * 1.5
+        else:
+            values = values * 0.2
+        weights.append((name, mx.array(values.astype(np.float32))))
+    model.load_weights(weights)
+    model.eval()
+    return model
+
+
+def gguf_name(case: Case, name: str) -> str:
+    """The file's name of a weight of mlx-lm."""
+    path, _, suffix = name.rpartition(".")
+    for pattern, target in (*case.rename, _EXPERTS):
+        if match := re.fullmatch(pattern, name):
+            return match.expand(target)
+        if match := re.fullmatch(pattern, path):
+            return f"{match.expand(target)}.{suffix}"
+    kind = getattr(gguf.MODEL_ARCH, case.table or case.architecture.upper().replace("-", "_"))
+    table = gguf.get_tensor_name_map(kind, 64)
+    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, f"the package has no name for {name}"
+    return found
+
+
+def tensors_of(case: Case, model: nn.Module) -> Values:
+    """The file's tensors in float32, by the file's names."""
+    found: Values = dict(case.extra)
+    for name, array in tree_flatten(model.parameters()):
+        stored = gguf_name(case, name)
+        values = np.array(array.astype(mx.float32))
+        changed = (
+            {stored: values} if case.change is None else case.change(stored, values, case.config)
+        )
+        found.update(changed)
+    return found
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of the rows of queries or keys."""
+    shape = values.shape
+    return (
+        values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+    )
+
+
+def permute_llama(name: str, values: np.ndarray, config: Mapping[str, Any]) -> Values:
+    """The converter's change to Llama's weights."""
+    if ".attn_q." in name:
+        values = permuted(values, config["num_attention_heads"])
+    elif ".attn_k." in name:
+        values = permuted(values, config["num_key_value_heads"])
+    return {name: values}
+
+
+def write_file(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    *,
+    kinds: Callable[[str, np.ndarray], gguf.GGMLQuantizationType] | None = None,
+    tokens: Mapping[str, Any] | None = None,
+    split_max_tensors: int = 0,
+) -> Path:
+    """Writes a file.
+
+    Args:
+        metadata: Keys without the architecture's name.
+        kinds: Returns the type of a tensor; F32 by default.
+        tokens: Keys of the tokenizer without "tokenizer."; a small one of bytes by default.
+        split_max_tensors: Write several files with up to this number of tensors; 0: one file.
+    """
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
+    entries = {f"{architecture}.{name}": value for name, value in metadata.items()}
+    vocabulary = byte_vocabulary() if tokens is None else tokens
+    entries |= {f"tokenizer.{name}": value for name, value in vocabulary.items()}
+    for name, value in entries.items():
+        add_value(writer, name, value)
+    for name, values in tensors.items():
+        kind = gguf.GGMLQuantizationType.F32 if kinds is None else kinds(name, values)
+        stored = gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_value(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    """Adds a key of the metadata, with the type that llama.cpp expects for such a value."""
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_array(name, list(value))
+
+
+def byte_vocabulary(size: int = VOCAB_SIZE) -> dict[str, Any]:
+    """A byte-level tokenizer of `size` tokens, without letters outside ASCII."""
+    letters = [chr(code) for code in range(33, 127)]  # byte-level BPE spells these as themselves
+    specials = ["<s>", "</s>"]
+    words = ["\u0120", "\u010a", "\u0120a", "th"]
+    tokens = [*specials, *letters, *words]
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), size)]
+    kinds = [3, 3, *[1] * (len(letters) + len(words))]
+    kinds += [5] * (size - len(kinds))
+    return {
+        "ggml.model": "gpt2",
+        "ggml.pre": "gpt-2",
+        "ggml.tokens": tokens,
+        "ggml.token_type": kinds,
+        "ggml.merges": ["\u0120 a", "t h"],
+        "ggml.bos_token_id": 0,
+        "ggml.eos_token_id": 1,
+        "ggml.add_bos_token": False,
+    }
+
+
+def write_model(path: Path, case: Case, model: nn.Module, **options: Any) -> Path:
+    """Writes a model of a case."""
+    return write_file(path, case.architecture, case.metadata, tensors_of(case, model), **options)
+
+
+def dense_logits(model: nn.Module, tokens: list[int] | None = None) -> np.ndarray:
+    """Logits ``[len(tokens), vocab]`` float32 without a cache."""
+    found = model(mx.array([TOKENS if tokens is None else tokens]))
+    return np.array(found[0].astype(mx.float32))
+
+
+# --- Cases ----------------------------------------------------------------------------------------
+
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
+KEYS: dict[str, Any] = {
+    "block_count": 3,
+    "context_length": 512,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "rope.dimension_count": 16,
+    "rope.freq_base": 1e4,
+    "vocab_size": VOCAB_SIZE,
+}
+
+
+def case(
+    architecture: str,
+    model_type: str,
+    config: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Case:
+    """A case with the fields that most families share; None as a value removes a key."""
+    keys = {**KEYS, **(metadata or {})}
+    keys = {name: value for name, value in keys.items() if value is not None}
+    return Case(architecture, {**BASE, "model_type": model_type, **(config or {})}, keys, **fields)
+
+
+LLAMA = case("llama", "llama", change=permute_llama)
+CASES: dict[str, Case] = {
+    "llama": LLAMA,
+    "llama, tied, with biases": case(
+        "llama",
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True},
+        change=permute_llama,
+    ),
+    "mixtral": case(
+        "llama",
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {"expert_count": 4, "expert_used_count": 2},
+        change=permute_llama,
+    ),
+}
