@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// NVIDIA GPUs: hands launches to MLX's CUDA encoder.
+// Passes launches to MLX's CUDA encoder on NVIDIA GPUs.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -25,7 +25,7 @@ namespace mlx_paged::gpu {
 
 namespace {
 
-constexpr uint32_t kFreeSharedMemory = 48 * 1024;  // more must be requested
+constexpr uint32_t kFreeSharedMemory = 48 * 1024;  // larger sizes must be requested
 void check(cudaError_t status, const std::string& what) {
   if (status != cudaSuccess) {
     throw std::runtime_error("[cuda] " + what + ": " + cudaGetErrorString(status));
@@ -37,7 +37,7 @@ CUfunction function_of(const Launch& launch) {
   static std::mutex mutex;
   struct Found {
     CUfunction function;
-    uint32_t shared_memory;  // that it may have
+    uint32_t shared_memory;  // limit set so far
   };
   static std::unordered_map<std::string, Found> functions;
   const auto& name = launch.kernel.host_name;
@@ -46,7 +46,7 @@ CUfunction function_of(const Launch& launch) {
   if (found == functions.end()) {
     const void* symbol = cuda::find_kernel(name, launch.num_arguments());
     cudaFunction_t function;
-    check(cudaGetFuncBySymbol(&function, symbol), "kernel " + name);
+    check(cudaGetFuncBySymbol(&function, symbol), "cannot load kernel " + name);
     Found made{reinterpret_cast<CUfunction>(function), kFreeSharedMemory};
     found = functions.emplace(name, made).first;
   }
@@ -57,9 +57,9 @@ CUfunction function_of(const Launch& launch) {
   return found->second.function;
 }
 
-// CUDA updates a recorded graph in place when the next one looks the same, but leaves the clusters
-// of its kernels as they were; MLX, which decides what looks the same, counts all kernels as one
-// kind. So a graph that does nothing, of a kind of its own, goes before a kernel with clusters.
+// Adds an empty child graph before a kernel with clusters, so that MLX does not reuse an executable
+// graph with another cluster size. CUDA updates a recorded graph in place but keeps the old cluster
+// sizes, and MLX's check for equal graphs treats all kernels alike.
 void mark_cluster(mx::cu::CommandEncoder& encoder, uint32_t cluster) {
   static const bool graphs = [] {
     const char* set = std::getenv("MLX_USE_CUDA_GRAPHS");
@@ -69,16 +69,17 @@ void mark_cluster(mx::cu::CommandEncoder& encoder, uint32_t cluster) {
     static const cudaGraph_t nothing = [] {
       cudaGraph_t graph;
       cudaGraphNode_t node;
-      check(cudaGraphCreate(&graph, 0), "a graph");
-      check(cudaGraphAddEmptyNode(&node, graph, nullptr, 0), "a node that does nothing");
+      check(cudaGraphCreate(&graph, 0), "cannot create a graph");
+      check(cudaGraphAddEmptyNode(&node, graph, nullptr, 0), "cannot add an empty node");
       return graph;
     }();
     encoder.add_graph_node(nothing, "(C" + std::to_string(cluster) + ")", true);
   }
 }
 
-// Workspace i of a stream, kept from one operation to the next: what was left in it is overwritten
-// in the cache and never written out, and operations under way hold one instead of one each.
+// Returns workspace i of a stream. One buffer serves all operations: its old contents are
+// overwritten in the cache rather than written out, and concurrent operations hold one buffer
+// instead of many.
 mx::array workspace(size_t i, uint64_t bytes, mx::Stream stream) {
   thread_local std::map<std::pair<int, size_t>, mx::array> kept;
   auto found = kept.find({stream.index, i});
@@ -96,14 +97,14 @@ Gpu kind() {
   return Gpu::nvidia;
 }
 
-void prepare(const Pipeline&) {}  // nvcc has compiled every kernel
+void prepare(const Pipeline&) {}  // nvcc has compiled every kernel.
 
 void keep(const mx::array& a, mx::Stream stream) {
   mx::cu::get_command_encoder(stream).add_temporary(a);
 }
 
-// MLX's encoder orders a kernel after earlier writers of its arrays only, so a kernel that reads a
-// pool is registered as a writer of it: later writes then wait for it.
+// Registers a kernel that reads a pool as a writer of it. MLX's encoder orders a kernel only after
+// earlier writers of its arrays, so this makes later writes wait for the read.
 void encode(
     const LaunchList& portable, const Arrays& in, Arrays& out, const std::vector<int>& pools,
     mx::Stream stream) {
@@ -119,7 +120,7 @@ void encode(
   for (const auto& launch : list.launches) {
     Extent grid = cuda::kernel_grid(launch);
     if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
-      continue;  // nothing to do: CUDA reports an empty grid as an error
+      continue;  // CUDA rejects an empty grid.
     }
     if (launch.cluster) {
       mark_cluster(encoder, launch.cluster);
@@ -128,7 +129,7 @@ void encode(
     std::vector<void*> arguments;
     for (const auto& binding : launch.buffers) {
       auto& operand = operands[binding.operand];
-      // A pool or a workspace is written again, so its readers are registered as writers.
+      // A pool or workspace will be written again, so its readers are registered as writers.
       bool shared = size_t(binding.operand) >= num_arrays ||
                     std::find(pools.begin(), pools.end(), binding.operand) != pools.end();
       if (binding.access == Access::read && !shared) {

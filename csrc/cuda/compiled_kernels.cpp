@@ -40,14 +40,14 @@ const void* find_kernel(const std::string& host_name, size_t num_arguments) {
   const auto& kernel = kernel_of(host_name);
   if (kernel.num_arguments != num_arguments) {
     throw std::runtime_error(
-        "[cuda] " + host_name + " must be given " + std::to_string(kernel.num_arguments) +
+        "[cuda] " + host_name + " takes " + std::to_string(kernel.num_arguments) +
         " arguments but got " + std::to_string(num_arguments));
   }
   return kernel.symbol;
 }
 
 void allow_shared_memory(const void* symbol, const std::string& host_name, uint32_t bytes) {
-  static std::mutex mutex;  // between asking and setting
+  static std::mutex mutex;  // between query and update
   std::lock_guard lock(mutex);
   cudaFuncAttributes found;
   auto status = cudaFuncGetAttributes(&found, symbol);
@@ -55,10 +55,10 @@ void allow_shared_memory(const void* symbol, const std::string& host_name, uint3
     status = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   }
   if (status != cudaSuccess) {
-    cudaGetLastError();  // (the next call must not report it again)
+    cudaGetLastError();  // clears the error, so that the next call does not report it
     throw std::runtime_error(
-        "[cuda] " + std::to_string(bytes) + " bytes of shared memory for " + host_name + ": " +
-        cudaGetErrorString(status));
+        "[cuda] cannot get " + std::to_string(bytes) + " bytes of shared memory for " + host_name +
+        ": " + cudaGetErrorString(status));
   }
 }
 

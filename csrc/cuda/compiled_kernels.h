@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The compiled kernels by host name. Each file of kernels/ enters its own.
+// The compiled kernels by host name. Each file in kernels/ registers its own.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace mlx_paged::cuda {
 
 struct CompiledKernel {
   const char* host_name;
-  const void* symbol;  // of the __global__ function
+  const void* symbol;  // the __global__ function
   size_t num_arguments;
 
   template <typename... Arguments>
@@ -23,17 +23,17 @@ struct CompiledKernel {
         num_arguments(sizeof...(Arguments)) {}
 };
 
-// Called when the library is loaded; the result only gives the caller something to initialise.
+// Runs when the library is loaded; the return value only serves to initialize a static variable.
 bool add_kernels(const std::vector<CompiledKernel>& kernels);
 
 // Throws std::runtime_error with the name if this build has no such kernel.
 const void* find_kernel(const std::string& host_name);
 
-// The same, for a launch with so many arguments: of too few, CUDA reads others that are not there.
+// The same, and checks the number of arguments: with too few, CUDA would read past their end.
 const void* find_kernel(const std::string& host_name, size_t num_arguments);
 
-// Loads a kernel, and lets it have that many bytes of dynamic shared memory or more: one kernel is
-// launched with different sizes. Throws std::runtime_error.
+// Loads a kernel and raises its limit of dynamic shared memory to at least `bytes`; launches of one
+// kernel differ in size. Throws std::runtime_error.
 void allow_shared_memory(const void* symbol, const std::string& host_name, uint32_t bytes);
 
 }  // namespace mlx_paged::cuda

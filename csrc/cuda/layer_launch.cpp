@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Operations between the products of steps that are no programs, which are those of long prompts.
+// Element-wise operations of steps that run as separate primitives (long prompts), not as a
+// program.
 
 #include "../dense.h"
 #include "../gpu.h"
@@ -14,8 +15,8 @@ namespace {
 
 constexpr int kChunkSize = 16;  // bytes
 
-// Inputs that the kernel can read, and an output that takes the first one's buffer where nothing
-// else needs it.
+// Makes the inputs readable by the kernel and allocates the output, reusing the first input's
+// buffer if nothing else needs it.
 Arrays begin(const Arrays& in, Arrays& out, bool in_place, mx::Stream stream) {
   if (in_place && can_donate(in[0]) && can_read_on_gpu(in[0])) {
     out[0].copy_shared_buffer(in[0]);

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// MLX has loaded cuBLASLt, so it is looked up in this process. What is used of its interface, which
-// is the same in CUDA 12 and 13, is declared here: no package that a build could fetch has its
-// header without all of the library.
+// Matrix products by cuBLASLt, which MLX has loaded; this looks it up in the process. Declares the
+// part of its interface used here, the same in CUDA 12 and 13, because its header is only packaged
+// together with the whole library.
 
 #include "library_products.h"
 
@@ -52,9 +52,9 @@ constexpr int kBiasPointer = 8;
 constexpr int kBatchCount = 5;
 constexpr int kBatchOffset = 6;
 // cublasLtMatmulPreferenceAttributes_t
-constexpr int kMostWorkspace = 1;
+constexpr int kMaxWorkspace = 1;
 constexpr int kReductions = 3;
-constexpr int kLeastAlignment = 5;  // of A, then B, C and D
+constexpr int kMinAlignment = 5;  // of A; B, C and D follow
 
 struct Library {
   Status (*create)(Handle*);
@@ -74,7 +74,7 @@ struct Library {
       size_t workspace_bytes, cudaStream_t);
 };
 
-// Null where there is none.
+// Null if cuBLASLt cannot be loaded.
 const Library* library() {
   static const Library* found = []() -> const Library* {
     const std::string name = "libcublasLt.so." + std::to_string(CUDART_VERSION / 1000);
@@ -112,8 +112,8 @@ void check(Status status, const char* what) {
   }
 }
 
-// weight @ x.T as the library sees it: matrices by columns, so the weight's rows are the columns of
-// A, those of x the columns of B, and D has a column for each row of the result.
+// Shape of weight @ x.T in cuBLASLt's column-major terms: rows of the weight are columns of A, rows
+// of x are columns of B, and rows of the result are columns of D.
 struct Shape {
   int device;
   DType dtype;
@@ -121,11 +121,11 @@ struct Shape {
   int k;
   int num_rows;
   int x_stride;
-  int count;              // of products of one x at once
-  int64_t weight_offset;  // elements, from a weight to the next
+  int count;              // products of one x in one call
+  int64_t weight_offset;  // elements between consecutive weights
   int64_t out_offset;
   bool has_bias;
-  uint32_t alignment[4];  // bytes: of weight, x, residual, out
+  uint32_t alignment[4];  // of weight, x, residual and out, in bytes
 
   auto key() const {
     return std::tuple(
@@ -135,14 +135,14 @@ struct Shape {
   bool operator<(const Shape& other) const { return key() < other.key(); }
 };
 
-// How the library computes one shape of product. Made once, and never given back: CUDA may be gone
-// before it could be.
+// cuBLASLt's plan for one shape of product. Created once and never freed, because CUDA may be torn
+// down first.
 struct Plan {
   Handle handle;
   Description description;
   Layout weight;
   Layout x;
-  Layout out;  // and the residual's
+  Layout out;  // and residual
   Algorithm algorithm;
 };
 
@@ -150,36 +150,37 @@ Plan make_plan(const Shape& shape, Handle handle) {
   const Library& l = *library();
   Plan plan{};
   plan.handle = handle;
-  check(l.describe(&plan.description, kCompute32F, CUDA_R_32F), "a product");
+  check(l.describe(&plan.description, kCompute32F, CUDA_R_32F), "cannot create a product");
   check(
       l.set_description(plan.description, kTransA, &kTransposed, sizeof(kTransposed)),
-      "a transposed weight");
+      "cannot transpose the weight");
   if (shape.has_bias) {
     check(
         l.set_description(plan.description, kEpilogue, &kEpilogueBias, sizeof(kEpilogueBias)),
-        "a bias");
+        "cannot set the bias");
   }
   const int type = shape.dtype == DType::float16 ? CUDA_R_16F : CUDA_R_16BF;
   auto lay_out = [&](Layout& layout, int rows, int columns, int64_t ld, int64_t offset) {
-    check(l.lay_out(&layout, type, rows, columns, ld), "a matrix");
+    check(l.lay_out(&layout, type, rows, columns, ld), "cannot describe a matrix");
     if (shape.count > 1) {
-      check(l.set_layout(layout, kBatchCount, &shape.count, sizeof(int)), "several matrices");
-      check(l.set_layout(layout, kBatchOffset, &offset, sizeof(offset)), "several matrices");
+      check(
+          l.set_layout(layout, kBatchCount, &shape.count, sizeof(int)), "cannot describe a batch");
+      check(l.set_layout(layout, kBatchOffset, &offset, sizeof(offset)), "cannot describe a batch");
     }
   };
   lay_out(plan.weight, shape.k, shape.n, shape.k, shape.weight_offset);
   lay_out(plan.x, shape.k, shape.num_rows, shape.x_stride, 0);
   lay_out(plan.out, shape.n, shape.num_rows, shape.n, shape.out_offset);
   Preference preference;
-  check(l.prefer(&preference), "a preference");
+  check(l.prefer(&preference), "cannot create a preference");
   const uint64_t workspace_bytes = kLibraryWorkspaceBytes;
-  Status set = l.set_preference(preference, kMostWorkspace, &workspace_bytes, sizeof(uint64_t));
-  // Parts of a sum are added in float32: in place (1), or by another kernel (2).
+  Status set = l.set_preference(preference, kMaxWorkspace, &workspace_bytes, sizeof(uint64_t));
+  // Allow split reductions in float32, in place (1) or by another kernel (2).
   const uint32_t reductions = 1 | 2;
   set = set ? set : l.set_preference(preference, kReductions, &reductions, sizeof(reductions));
   for (int i = 0; i < 4 && set == 0; i++) {
     set = l.set_preference(
-        preference, kLeastAlignment + i, &shape.alignment[i], sizeof(shape.alignment[i]));
+        preference, kMinAlignment + i, &shape.alignment[i], sizeof(shape.alignment[i]));
   }
   Heuristic best{};
   int found = 0;
@@ -188,8 +189,8 @@ Plan make_plan(const Shape& shape, Handle handle) {
                             handle, plan.description, plan.weight, plan.x, plan.out, plan.out,
                             preference, 1, &best, &found);
   l.forget_preference(preference);
-  check(chosen, "the choice of an algorithm");
-  check(found > 0 ? best.status : -1, "an algorithm for this product");
+  check(chosen, "cannot choose an algorithm");
+  check(found > 0 ? best.status : -1, "found no algorithm");
   plan.algorithm = best.algorithm;
   return plan;
 }
@@ -199,7 +200,7 @@ std::mutex& mutex() {
   return made;
 }
 
-// (With the mutex held.)
+// Requires the mutex.
 const Plan& plan_of(const Shape& shape) {
   static auto* plans = new std::map<Shape, Plan>();
   static auto* handles = new std::map<int, Handle>();
@@ -208,7 +209,7 @@ const Plan& plan_of(const Shape& shape) {
     auto handle = handles->find(shape.device);
     if (handle == handles->end()) {
       Handle made;
-      check(library()->create(&made), "its start");
+      check(library()->create(&made), "cannot start");
       handle = handles->emplace(shape.device, made).first;
     }
     found = plans->emplace(shape, make_plan(shape, handle->second)).first;
@@ -221,9 +222,9 @@ uint32_t alignment_of(const char* address) {
   return uint32_t(bits & -bits);
 }
 
-// Bytes from one matrix to the next in one call. Kernels count them in 32 bits of elements, or copy
-// engines to 2^40; and memory that the host shares is farther than that from the device's own.
-constexpr ptrdiff_t kFarthestApart = ptrdiff_t(1) << 31;
+// Maximum distance in bytes between the matrices of one call. Kernels count elements in 32 bits and
+// the copy engine up to 2^40, and host-shared memory can be farther than that from device memory.
+constexpr ptrdiff_t kMaxDistance = ptrdiff_t(1) << 31;
 
 struct Matrices {
   const char* weight;
@@ -251,14 +252,14 @@ void run_library_product(
     size_t at = LibraryProductParams::kParts + 3 * i;
     parts.push_back({addresses[at], addresses[at + 1], addresses[at + 2]});
   }
-  // One call for all where the library can count from one to the next.
+  // Use one call for both parts if a stride can lead from one to the other.
   bool together = false;
   if (parts.size() == 2 && !params.has_bias) {
     if (parts[1].weight < parts[0].weight) {
       std::swap(parts[0], parts[1]);
     }
-    together = parts[0].out < parts[1].out && parts[1].weight - parts[0].weight < kFarthestApart &&
-               parts[1].out - parts[0].out < kFarthestApart;
+    together = parts[0].out < parts[1].out && parts[1].weight - parts[0].weight < kMaxDistance &&
+               parts[1].out - parts[0].out < kMaxDistance;
   }
   constexpr int kItemSize = 2;
   Shape shape{};
@@ -274,7 +275,7 @@ void run_library_product(
     shape.out_offset = (parts[1].out - parts[0].out) / kItemSize;
   }
   if (cudaGetDevice(&shape.device) != cudaSuccess) {
-    throw std::runtime_error("[cuda] there is no device");
+    throw std::runtime_error("[cuda] no current device");
   }
   const float one = 1.0f;
   const float beta = residual ? 1.0f : 0.0f;
@@ -294,14 +295,14 @@ void run_library_product(
     if (shape.has_bias) {
       check(
           library()->set_description(plan.description, kBiasPointer, &part.bias, sizeof(part.bias)),
-          "a bias");
+          "cannot set the bias");
     }
     check(
         library()->multiply(
             plan.handle, plan.description, &one, part.weight, plan.weight, x, plan.x, &beta, addend,
             plan.out, part.out, plan.out, &plan.algorithm,
             addresses[LibraryProductParams::kWorkspace], kLibraryWorkspaceBytes, stream),
-        "a product");
+        "cannot create a product");
   }
 }
 

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products of more rows than linear.cu serves, by cuBLASLt, as launches of a device program.
+// cuBLASLt products for more rows than linear.cu serves, as launches of a device program.
 
 #pragma once
 
@@ -19,9 +19,9 @@ inline bool is_library_product(const Launch& launch) {
   return launch.kernel.host_name == kLibraryProduct;
 }
 
-// Runs one on a stream, as its params say; `addresses` are those of its buffers. Throws
-// std::runtime_error. The library loads kernels when it first runs a product, which must not happen
-// while launches are captured.
+// Runs a library product on a stream; `addresses` are those of its buffers. Throws
+// std::runtime_error. cuBLASLt loads kernels when it first runs a product, so that must not happen
+// during a capture.
 void run_library_product(
     const Launch& launch, const std::vector<char*>& addresses, cudaStream_t stream);
 

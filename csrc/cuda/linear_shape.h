@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Contract between the host and the kernels of a linear layer: params, how the work is divided, and
-// every instantiation of linear_stream. Plain C++: nvcc reads it too.
+// Contract between the host and the kernels of linear layers: params, work division, and every
+// instantiation of linear_stream. Plain C++ that nvcc reads too.
 
 #pragma once
 
@@ -11,63 +11,61 @@ namespace mlx_paged::cuda {
 
 constexpr int kLinearMostWeights = 3;
 
-// Products of one x with several weights, side by side. `is_gated`: the weights are gate and up,
-// and the output is silu(x @ gate.T) * (x @ up.T), of which the first weight's output is written.
+// Parameters of products of one x with several weights. `is_gated`: the weights are gate and up,
+// and the output is silu(x @ gate.T) * (x @ up.T), written to the first weight's output.
 struct LinearParams {
   int num_rows;  // of x and the outputs
-  int k;         // inputs
-  int x_stride;  // elements from one row of x to the next
+  int k;         // columns of x and of the weights
+  int x_stride;  // elements between rows of x
   int num_weights;
   int is_gated;
-  int has_residual;  // that is added to the only output
-  // Head dim of the weights of queries, keys and values; 0 for others. Queries and keys are
-  // rotated, keys and values go to their slots of the pools. A block has rows of both halves of a
+  int has_residual;  // added to the single output
+  // Head dim if the weights are those of queries, keys and values; otherwise 0. Queries and keys
+  // are rotated; keys and values go to their pool slots. A block covers rows of both halves of a
   // head.
   int head_dim;
-  int n[kLinearMostWeights];  // outputs: rows of each weight
+  int n[kLinearMostWeights];  // rows of each weight
   int has_bias[kLinearMostWeights];
-  // linear_quantised_wgmma only: x is in the order of the weights' codes.
+  // linear_quantised_wgmma only: x is already in code order.
   int x_is_ordered;
-  CodeOrder out_order;  // of outputs, which are multiples of its run
+  CodeOrder out_order;  // order of the outputs, whose number is a multiple of its run
 };
 static_assert(sizeof(LinearParams) == 64, "the same for every compiler");
 
-// Products of rows with one weight of each of their experts (metal/experts.h), or its gate and
-// up. A launch has kernels for `max_items` items, of which those of the step are first.
+// Parameters of products of rows with one weight of each of their experts (metal/experts.h), or
+// with its gate and up. A launch covers `max_items` items; the step's items come first.
 struct ExpertProductParams {
-  LinearParams product;  // of one expert; x has a row for each row of the step, or for each pair
-  int num_tiles;         // of an expert's weight
+  LinearParams product;  // for one expert; x has one row per row of the step, or one per pair
+  int num_tiles;         // in an expert's weight
   int top_k;
-  int is_first;  // x is gathered by row of the step, and results are by place; else the reverse
+  int is_first;  // gathers x by row and stores results by place; otherwise the reverse
 };
 static_assert(sizeof(ExpertProductParams) == 76, "the same for every compiler");
 
-// Columns are added up in one order, however many rows x has, so that a row's result does not
-// depend on the others: the columns are kLinearParts parts, a part is added up in order, and the
-// parts are added in pairs, pairs of pairs and so on. Of linear, chunk i of two steps of 32 columns
-// belongs to part i % 8.
+// A row's columns are summed in one fixed order, so its result does not depend on the number of
+// rows: the columns form kLinearParts parts, each summed in order, and the parts are added
+// pairwise, then pairs of pairs. In `linear`, chunk i of two 32-column steps belongs to part i % 8.
 constexpr int kLinearStep = 32;
 constexpr int kLinearChunkSteps = 2;
 constexpr int kLinearChunk = kLinearChunkSteps * kLinearStep;
 constexpr int kLinearParts = 8;
 
-constexpr int kLinearMostRows = 64;  // of x, whichever kernel
+constexpr int kLinearMostRows = 64;  // maximum rows of x for any of these kernels
 
-// linear: a block has a warp for each part; a warp's tile is this many rows of the weight.
+// linear: one warp per part; a warp's tile covers this many rows of the weight.
 constexpr int kLinearRows = 16;
-constexpr int kLinearBlockRows = 32;  // of x, of a block: most
+constexpr int kLinearBlockRows = 32;  // maximum rows of x per block
 
-// linear_stream, which serves any number of rows where blocks can form clusters (sm_90 and later).
-// Its parts are runs of chunks, of which a block of a cluster has one or several.
-constexpr int kWgmmaTiles = 8;           // of eight rows of x: of sm_90a's kernel
-constexpr int kStreamRows = 64;          // of the weight, of a block: a warp for each sixteen
-constexpr int kStreamBytes = 96 * 1024;  // of a ring, at most: two blocks to a multiprocessor
+// linear_stream, for any number of rows where blocks can form clusters (sm_90 and later). Its parts
+// are runs of chunks; each block of a cluster takes one or more.
+constexpr int kWgmmaTiles = 8;           // tiles of eight rows of x in sm_90a's kernel
+constexpr int kStreamRows = 64;          // weight rows per block, sixteen per warp
+constexpr int kStreamBytes = 96 * 1024;  // maximum ring: two blocks fit a multiprocessor
 constexpr int kStreamMostBlocks =
-    264;  // that are made by dividing columns: two for each of 132 multiprocessors
-constexpr int kStreamFewestChunks = 4;                                // that are left to each
-constexpr int kStreamThreads = 32 * (kStreamRows / kLinearRows + 1);  // one warp copies
-constexpr int kStreamPitch =
-    kStreamRows + 4;  // floats from one row of a block's results to the next
+    264;  // limit when columns are divided: two for each of 132 multiprocessors
+constexpr int kStreamFewestChunks = 4;  // minimum per block after division
+constexpr int kStreamThreads = 32 * (kStreamRows / kLinearRows + 1);  // one producer warp
+constexpr int kStreamPitch = kStreamRows + 4;  // floats between rows of a block's results
 
 constexpr int stream_stage_bytes(int tiles) {
   return (kStreamRows + 8 * tiles) * kLinearChunk * 2;
@@ -82,7 +80,8 @@ constexpr int copy_ring_bytes(int stages) {
   return 16 * stages;
 }
 
-// A ring of tiles of both operands, and in its place at the end the block's results; then barriers.
+// Offset of the barriers, which follow the ring of operand tiles. The block's results later reuse
+// the ring's memory.
 constexpr int stream_barriers(int tiles) {
   int ring = stream_stages(tiles) * stream_stage_bytes(tiles);
   int results = 8 * tiles * kStreamPitch * 4;
@@ -93,13 +92,14 @@ constexpr int stream_scratch(int tiles) {
   return stream_barriers(tiles) + copy_ring_bytes(stream_stages(tiles));
 }
 
-// Behind these, of sm_90a's kernel: sums of parts for which registers have no room. (sm_120 has no
-// room for them in shared memory, either.)
+// sm_90a's kernel also keeps part sums there that do not fit its registers. sm_120 has too little
+// shared memory for them.
 constexpr int wgmma_scratch(int tiles) {
   return stream_scratch(tiles) + 8 * tiles * kStreamRows * 4;
 }
 
-// Blocks of a cluster, which divide `num_chunks` of so many tiles of the weight, each `fewest`.
+// Number of blocks per cluster: divides `num_chunks` chunks of `num_tiles` weight tiles, leaving
+// each block at least `fewest` chunks.
 constexpr int stream_cluster(int num_tiles, int num_chunks, int fewest) {
   int blocks = 1;
   while (blocks < kLinearParts && 2 * blocks * num_tiles <= kStreamMostBlocks &&
@@ -109,10 +109,11 @@ constexpr int stream_cluster(int num_tiles, int num_chunks, int fewest) {
   return blocks;
 }
 
-// Where rows of a weight of heads are, of which a block has `rows` (or several heads): those of the
-// first half that its row `row` is, or is `head_dim` / 2 before.
+// Position of row `row` of block `block` in a weight of heads. A block has `rows` rows, taken from
+// both halves of a head. `first` is the row within the first half; is_second: the row itself is
+// `head_dim` / 2 further.
 struct HeadRow {
-  int first;  // of the first half
+  int first;  // within the first half
   int is_second;
 };
 
@@ -127,7 +128,7 @@ constexpr HeadRow head_row(int block, int rows, int head_dim, int row) {
 
 }  // namespace mlx_paged::cuda
 
-// X(...) receives the arguments given after it, then tiles of eight rows of x.
+// X(...) receives the arguments after it, then the number of tiles of eight rows of x.
 #define PAGED_FOR_EACH_LINEAR_STREAM(X, ...) \
   X(__VA_ARGS__, 1)                          \
   X(__VA_ARGS__, 2)                          \

@@ -12,7 +12,7 @@ namespace mlx_paged::cuda {
 
 namespace {
 
-// (Of the driver, which is loaded already: nothing is linked with it.)
+// Looks the function up in the loaded driver, so nothing links against it.
 PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   static const auto found = [] {
     void* function = nullptr;
@@ -20,7 +20,7 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
     auto status = cudaGetDriverEntryPointByVersion(
         "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
     if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) {
-      cudaGetLastError();  // (the next call must not report it again)
+      cudaGetLastError();  // clears the error, so that the next call does not report it
       throw std::runtime_error("[cuda] the driver has no cuTensorMapEncodeTiled");
     }
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
@@ -42,8 +42,9 @@ void encode(CUtensorMap& to, const MatrixMap& map, char* address) {
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     std::ostringstream what;
-    what << "[cuda] a matrix of " << map.rows << " x " << map.columns << ", rows " << map.stride
-         << " apart, at " << static_cast<void*>(address) << ": error " << int(status);
+    what << "[cuda] cannot map a matrix of " << map.rows << " x " << map.columns
+         << " with row stride " << map.stride << " at " << static_cast<void*>(address) << ": error "
+         << int(status);
     throw std::runtime_error(what.str());
   }
 }

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The matrices of a launch as the copy engine is told of them (sm_90 and later).
+// Encodes the matrices of a launch as tensor maps for the copy engine (sm_90 and later).
 
 #pragma once
 
@@ -14,11 +14,10 @@
 
 namespace mlx_paged::cuda {
 
-// x, and of each weight its codes, scales and biases. A kernel takes what it needs of the
-// beginning.
+// x, then codes, scales and biases of each weight. A kernel reads as many as it needs.
 using EncodedMaps = std::array<CUtensorMap, 1 + 3 * kLinearMostWeights>;
 
-// `addresses`: of operands. Throws std::runtime_error with what is wrong with a matrix.
+// `addresses`: of the operands. Throws std::runtime_error, which describes the rejected matrix.
 EncodedMaps encode_maps(const Launch& launch, const std::vector<char*>& addresses);
 
 }  // namespace mlx_paged::cuda

@@ -13,9 +13,9 @@ namespace mlx_paged::gpu {
 
 namespace {
 
-// allocator::malloc would give memory that the CPU shares, page by page, and MLX's library does not
-// export its allocator of device memory. So a primitive of MLX's does it: a masked scatter whose
-// mask is empty allocates its output and launches nothing.
+// Allocates device memory through an MLX primitive: a masked scatter with an empty mask allocates
+// its output and launches nothing. allocator::malloc would return managed memory, which migrates by
+// page, and MLX's library does not export its device allocator.
 class Allocation {
  public:
   explicit Allocation(mx::Stream stream) {
@@ -29,7 +29,7 @@ class Allocation {
         return;
       }
     }
-    throw std::runtime_error("[cuda] mx.masked_scatter must be a primitive but is made of others");
+    throw std::runtime_error("[cuda] mx.masked_scatter is not a single primitive in this MLX");
   }
 
   void run(mx::array& a) const {

@@ -1,7 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The kernels of metal/ on NVIDIA's GPUs, whose threads have twice the registers of Apple's: larger
-// tiles, of which each key serves more queries. The host includes this file too.
+// Instantiations of the kernels of metal/ for NVIDIA GPUs. Threads there have twice the registers
+// of Apple's, so tiles are larger and each loaded key serves more queries. The host includes this
+// too.
 
 #pragma once
 
@@ -22,7 +23,7 @@ constexpr int portable_decode_most_queries(int) {
   return 3;
 }
 
-// Loads of keys that a lane has under way.
+// Key loads that a lane keeps in flight.
 constexpr int portable_decode_loads(int) {
   return 4;
 }
@@ -41,7 +42,7 @@ constexpr int portable_prefill_most_rows(int k_dim) {
 
 }  // namespace paged
 
-// Like the lists of metal/kernel_table.h.
+// Like the lists in metal/kernel_table.h.
 #define PORTABLE_FOR_EACH_DECODE(X, ...) \
   PAGED_FOR_EACH_HEAD_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)
 
@@ -60,7 +61,7 @@ constexpr int portable_prefill_most_rows(int k_dim) {
   PAGED_FOR_EACH_SMALL_DIM(PORTABLE_PREFILLS_64, X, __VA_ARGS__)  \
   PAGED_FOR_EACH_MIDDLE_DIM(PORTABLE_PREFILLS_64, X, __VA_ARGS__) \
   PAGED_FOR_EACH_LARGE_DIM(PAGED_PREFILLS_32, X, __VA_ARGS__)
-// The largest of each, for steps with bounds.
+// The largest tiles of each, for steps with bounds.
 #define PORTABLE_FOR_EACH_BOUNDS(X, ...)                          \
   PAGED_FOR_EACH_NARROW_DIM(PORTABLE_BOUNDS, X, __VA_ARGS__)      \
   PAGED_FOR_EACH_SMALL_DIM(PORTABLE_BOUNDS, X, __VA_ARGS__)       \

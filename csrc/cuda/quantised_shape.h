@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Contract between the host and the kernels of products with quantised weights: formats, how the
-// work is divided, and every instantiation. Plain C++: nvcc reads it too.
+// Contract between the host and the kernels for products with quantized weights: formats, work
+// division, and every instantiation. Plain C++ that nvcc reads too.
 
 #pragma once
 
@@ -10,12 +10,12 @@
 namespace mlx_paged::cuda {
 
 enum class CodeFormat {
-  affine,  // code * scale + bias; scales and biases of the dtype of x
+  affine,  // code * scale + bias, with scales and biases in the dtype of x
   mxfp4,   // E2M1 * 2^(scale - 127)
   mxfp8,   // E4M3 * 2^(scale - 127)
 };
 
-// Rows that were looked up of a quantised embedding: a thread makes eight elements.
+// Parameters for dequantizing rows looked up in an embedding. Each thread writes eight elements.
 struct DequantiseParams {
   int num_chunks;  // of eight elements
   int k;
@@ -25,18 +25,18 @@ struct DequantiseParams {
 };
 static_assert(sizeof(DequantiseParams) == 20, "the same for every compiler");
 
-// Columns are added up in one order, as in linear_shape.h: chunk i of so many columns belongs to
-// part i % 8, and a part adds its groups in order, each with its scale. (Copies of a row's scales
-// have 4 bytes or more.)
+// Columns are summed in one fixed order, as in linear_shape.h: chunk i of this many columns belongs
+// to part i % 8, and a part adds its groups in order, each with its scale. At least 4 bytes, so
+// that a row's scales can be copied asynchronously.
 constexpr int quantised_chunk(int group) {
   return group == 128 ? 256 : 128;
 }
 
-// linear_quantised: a block has a warp for each part, and sixteen rows of the weight.
+// linear_quantised: a block has one warp per part, and sixteen rows of the weight.
 constexpr int kQuantisedRows = 16;
 
-// From one row's codes of a chunk to the next's: what eight lanes read at once, a group's codes of
-// two or four rows, lies in different banks.
+// Bytes between the codes of consecutive rows of a chunk. Eight lanes read a group's codes of two
+// or four rows at once, so these must lie in different banks.
 constexpr int quantised_pitch(int bits, int group) {
   const int row = quantised_chunk(group) * bits / 8;
   const int of_group = group * bits / 8;
@@ -45,12 +45,12 @@ constexpr int quantised_pitch(int bits, int group) {
   return pitch / step % 2 == 1 ? pitch : pitch + step;
 }
 
-// A row's scales of a chunk (and as many biases).
+// Bytes of one row's scales in a chunk; biases take the same.
 constexpr int quantised_scale_bytes(CodeFormat format, int group) {
   return quantised_chunk(group) / group * (format == CodeFormat::affine ? 2 : 1);
 }
 
-// A warp's rows of the weight in a stage of a ring: their codes, then their scales and biases.
+// Bytes of a warp's weight rows in a ring stage: codes, then scales and biases.
 constexpr int quantised_stage_bytes(CodeFormat format, int bits, int group, int rows) {
   const int arrays = format == CodeFormat::affine ? 2 : 1;
   const int bytes =
@@ -58,13 +58,13 @@ constexpr int quantised_stage_bytes(CodeFormat format, int bits, int group, int 
   return (bytes + 15) / 16 * 16;
 }
 
-// Thread blocks that a multiprocessor should have at once, by tiles of eight rows of x. (By hand:
-// so that registers suffice.)
+// Thread blocks per multiprocessor, by tiles of eight rows of x. Tuned by hand so that registers
+// suffice.
 constexpr int quantised_blocks(int tiles) {
   return tiles == 1 ? 3 : 2;
 }
 
-// Stages of a ring: up to four, of which so many blocks have room.
+// Stages of a ring: as many as fit with `blocks` per multiprocessor, from two to four.
 constexpr int quantised_stages(int block_stage_bytes, int blocks) {
   const int room = 227 * 1024 / blocks - 1024;
   const int fit = room / block_stage_bytes;
@@ -72,9 +72,9 @@ constexpr int quantised_stages(int block_stage_bytes, int blocks) {
 }
 
 struct QuantisedShape {
-  int stage_bytes;  // of a block
+  int stage_bytes;  // per block
   int stages;
-  int scratch;  // bytes of shared memory: the ring, and in its place at the end the results
+  int scratch;  // bytes of shared memory for the ring; the results reuse it at the end
 };
 
 constexpr QuantisedShape quantised_rows_shape(CodeFormat format, int bits, int group, int tiles) {
@@ -84,15 +84,15 @@ constexpr QuantisedShape quantised_rows_shape(CodeFormat format, int bits, int g
   return {stage, stages, stages * stage > results ? stages * stage : results};
 }
 
-// linear_quantised_stream, where blocks can form clusters: of a block four pairs of warps have 32
-// rows of the weight each, a warp of a pair every other run of columns of a chunk. A run has the
-// columns of one group, 64 at most.
+// linear_quantised_stream, for GPUs whose blocks can form clusters. Four pairs of warps in a block
+// take 32 rows of the weight each; the warps of a pair take alternate runs of columns in a chunk. A
+// run has one group's columns, at most 64.
 constexpr int kQuantisedStreamRows = 128;
-constexpr int kQuantisedStreamThreads = 32 * (8 + 1);            // one warp copies
-constexpr int kQuantisedStreamPitch = kQuantisedStreamRows + 4;  // floats, of results
-constexpr int kQuantisedStreamFewestColumns = 1024;              // of a block of a cluster
+constexpr int kQuantisedStreamThreads = 32 * (8 + 1);            // one producer warp
+constexpr int kQuantisedStreamPitch = kQuantisedStreamRows + 4;  // floats between rows of results
+constexpr int kQuantisedStreamFewestColumns = 1024;              // per block of a cluster
 
-// Columns of a turn: a row's codes are one line of 128 bytes where that is possible.
+// Columns per turn: a row's codes fill one 128-byte line where possible.
 constexpr int quantised_stream_chunk(int bits) {
   return bits <= 4 ? 256 : 128;
 }
@@ -101,49 +101,49 @@ constexpr bool quantised_stream_swizzles(int bits) {
   return quantised_stream_chunk(bits) * bits / 8 == 128;
 }
 
-// Shared memory that a block must be able to have: all of sm_90's and sm_100's.
+// Shared memory that a block needs: all of sm_90's and sm_100's.
 constexpr int kQuantisedStreamBytes = 227 * 1024;
 
-// Blocks that a multiprocessor has at once, by tiles of eight rows of x: registers allow no more.
+// Blocks per multiprocessor by tiles of eight rows of x, limited by registers.
 constexpr int quantised_stream_blocks(int tiles) {
   return tiles <= 4 ? 2 : 1;
 }
 
-// linear_quantised_wgmma, sm_90a's, of so many tiles and more: of few rows x is not worth bringing
-// into order for all warps.
+// linear_quantised_wgmma (sm_90a), used from this many tiles on: with fewer rows, reordering x for
+// all warps costs more than it saves.
 constexpr int kQuantisedWgmmaTiles = 4;
 constexpr int kQuantisedWgmmaBlocks = 2;
-constexpr int kQuantisedWgmmaThreads = 32 * 8;  // all multiply: so a thread has 128 registers
+constexpr int kQuantisedWgmmaThreads = 32 * 8;  // no producer warp: 128 registers per thread
 
-// Tiles of the kernels for experts, which have one tile or this many.
+// Tiles of the kernels for experts: one or this many.
 constexpr int kQuantisedExpertTiles = 4;
 
-// Scales of rows that are no multiples of 16 bytes are copied all at once (`whole`): those of a
-// tile's rows lie side by side. A row's, at most, in bytes:
+// Maximum bytes of a row's scales that are copied all at once (`whole`), because they are not a
+// multiple of 16 bytes. Scales of a tile's rows are contiguous.
 constexpr int kQuantisedWholeScales = 48;
 
 constexpr int quantised_stream_run(int group) {
   return group < 64 ? group : 64;
 }
 
-// Where lanes have whole words of codes, and words whole pairs 16 bits apart, these are pairs;
-// else neighbours are.
+// Pairs are codes 16 bits apart if lanes hold whole words of codes and words hold whole such pairs;
+// otherwise pairs are neighbors.
 constexpr CodeOrder code_order(int bits, int group) {
   return {quantised_stream_run(group), bits == 4 || bits == 8 ? 16 / bits : 1};
 }
 
-// Scales (and biases) are copied 16 bytes a row at a time: of so many chunks.
+// Chunks whose scales (and biases) arrive in one copy of 16 bytes per row.
 constexpr int quantised_stream_span(CodeFormat format, int bits, int group) {
   return (format == CodeFormat::affine ? 8 : 16) * group / quantised_stream_chunk(bits);
 }
 
 struct QuantisedStreamShape {
-  int codes_bytes;  // of a stage: codes, then x
+  int codes_bytes;  // of a stage: codes, followed by x
   int stage_bytes;
-  int scales_bytes;  // of one slot
+  int scales_bytes;  // per slot
   int stages;
-  int slots;     // of scales, behind the stages: none is needed again before its stages are
-  int barriers;  // where they are: behind all of this, in whose place are the results at the end
+  int slots;     // for scales, after the stages; a slot is reused no earlier than its stages
+  int barriers;  // offset of the barriers; the results reuse the memory before them
   int scratch;   // bytes of shared memory
 };
 

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Contract between the host and copy_inputs. Plain C++: nvcc reads it too.
+// Contract between the host and copy_inputs. Plain C++ that nvcc reads too.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace mlx_paged::cuda {
 struct StepInput {
   const int* from;
   int* to;
-  int words;  // of 4 bytes
+  int words;  // 4-byte words
 };
 
 constexpr int kMostStepInputs = 32;

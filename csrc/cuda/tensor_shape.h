@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// How NVIDIA's own attention kernels divide their work, and every instantiation of them, once. The
-// host includes this file too. X(...) receives the arguments given after it and then an entry.
+// Work division and every instantiation of the NVIDIA-only attention kernels. The host includes
+// this file too. X(...) receives the arguments after it and then an entry.
 
 #pragma once
 
@@ -12,19 +12,17 @@ namespace paged {
 // --- paged_decode_tensor ---
 
 enum {
-  TENSOR_TOKENS = 16,  // of a tile: the rows of an mma
+  TENSOR_TOKENS = 16,  // tile size: the rows of an mma
   TENSOR_QUERIES = 8,  // its columns
 };
 
-// Warps of a thread block. Several blocks fit a multiprocessor and start and end at different
-// times, which keeps memory busy; head dim 256 leaves room for half as many
-// warps.
+// Warps per thread block. Several blocks fit a multiprocessor and start and end at different times,
+// which keeps memory busy; head dim 256 leaves room for half as many warps.
 constexpr int tensor_warps(int dim) {
   return dim <= 128 ? 4 : 2;
 }
 
-// Tiles that a warp has room for: one in use, the other being copied. More of them cost more in
-// blocks that no longer fit than they gain.
+// Tiles per warp: one in use, one being copied. More would cost more in lost blocks than they gain.
 constexpr int tensor_stages(int) {
   return 2;
 }
@@ -33,13 +31,13 @@ constexpr int tensor_tile_bytes(int dim) {
   return 2 * TENSOR_TOKENS * dim * 2;  // keys and values, 16 bits each
 }
 
-// Elements from one query's results to the next, where the warps join them: no two lanes of a
-// fragment use the same bank.
+// Elements between the queries' results where warps merge them; avoids bank conflicts within a
+// fragment.
 constexpr int tensor_result_pitch(int dim) {
   return dim + 4;
 }
 
-// A warp's ring of tiles, which at the end holds its results instead.
+// A warp's ring of tiles. Its results reuse the memory at the end.
 constexpr int tensor_ring_bytes(int dim, int queries) {
   int ring = tensor_stages(dim) * tensor_tile_bytes(dim);
   int results = queries * tensor_result_pitch(dim) * 4;
@@ -53,9 +51,9 @@ constexpr int tensor_scratch(int dim, int queries) {
 
 // --- paged_decode_quantised ---
 
-enum { QUANTISED_TOKENS = 32 };  // of a tile: about as many bytes as one of 16 bits
+enum { QUANTISED_TOKENS = 32 };  // per tile: about as many bytes as a 16-bit tile
 
-// Bytes of the codes of one head of a token.
+// Bytes of one head's codes per token.
 constexpr int quantised_code_bytes(int format, int dim) {
   return format == FORMAT_INT4 ? dim / 2 : dim;
 }
@@ -64,7 +62,7 @@ constexpr int quantised_tail_bytes(int format, int dim) {
   return format == FORMAT_INT8 ? 2 : format == FORMAT_INT4 ? dim / 8 : 0;
 }
 
-// Codes and scales of a tile of keys, or of values.
+// Codes and scales in a tile of keys or of values.
 constexpr int quantised_rows_bytes(int format, int dim) {
   return QUANTISED_TOKENS * (quantised_code_bytes(format, dim) + quantised_tail_bytes(format, dim));
 }
@@ -77,12 +75,12 @@ constexpr int quantised_warps(int dim) {
   return tensor_warps(dim);
 }
 
-// Tiles that a warp has room for: one in use, the other being copied.
+// Tiles per warp: one in use, one being copied.
 constexpr int quantised_stages(int) {
   return 2;
 }
 
-// A warp's ring of tiles, which at the end holds its results instead.
+// A warp's ring of tiles. Its results reuse the memory at the end.
 constexpr int quantised_ring_bytes(int key_format, int value_format, int dim, int queries) {
   int tile = quantised_tile_bytes(key_format, value_format, dim);
   int ring = quantised_stages(tile) * tile;
@@ -95,7 +93,7 @@ constexpr int quantised_scratch(int key_format, int value_format, int dim, int q
   return quantised_warps(dim) * (ring + queries * 2 * 4);
 }
 
-// Thread blocks of a multiprocessor, for which the registers must do.
+// Thread blocks per multiprocessor that the registers must allow.
 constexpr int quantised_blocks(int key_format, int dim, int columns) {
   return columns > 1 ? 2 : dim > 64 && key_format != FORMAT_INT4 ? 3 : 4;
 }
@@ -103,19 +101,19 @@ constexpr int quantised_blocks(int key_format, int dim, int columns) {
 // --- quantise_rows, rotate_rows ---
 
 enum {
-  ROW_THREADS = 128,  // of a thread block
-  ROW_PART = 8,       // dims of a lane
+  ROW_THREADS = 128,  // per thread block
+  ROW_PART = 8,       // dims per lane
 };
 
 // --- paged_prefill_tensor ---
 
 enum {
-  PREFILL_TENSOR_TOKENS = 64,   // of a tile of keys
-  PREFILL_TENSOR_QUERIES = 16,  // of a warp: the rows of an mma
-  PREFILL_TENSOR_WARPS = 8,     // of a thread block, at most
+  PREFILL_TENSOR_TOKENS = 64,   // keys per tile
+  PREFILL_TENSOR_QUERIES = 16,  // per warp: the rows of an mma
+  PREFILL_TENSOR_WARPS = 8,     // maximum per thread block
 };
 
-// Bytes: two tiles of keys and of values, one pair being read while the other is on its way.
+// Bytes: two tiles of keys and of values; one pair is read while the other is copied.
 constexpr int prefill_tensor_scratch(int dim) {
   return 2 * 2 * PREFILL_TENSOR_TOKENS * dim * 2;
 }
@@ -123,21 +121,21 @@ constexpr int prefill_tensor_scratch(int dim) {
 // --- paged_prefill_wgmma ---
 
 enum {
-  WGMMA_WARPS = 4,          // that multiply together, or that copy
-  PREFILL_BOX_TOKENS = 16,  // of a copy: a block has as many or more
+  WGMMA_WARPS = 4,          // consumer warps per group, and producer warps
+  PREFILL_BOX_TOKENS = 16,  // tokens per copy; blocks have at least as many
 };
 
-// Bytes of 64 dims of a tile of keys, or of values.
+// Bytes of 64 dims of a tile of keys or of values.
 constexpr int prefill_wgmma_part() {
   return PREFILL_TENSOR_TOKENS * 64 * 2;
 }
 
-// Tiles of keys and values that there is room for: two are in use, the others on their way.
+// Tiles of keys and values in flight: two in use, the others being copied.
 constexpr int prefill_wgmma_stages(int dim) {
   return dim == 64 ? 6 : 4;
 }
 
-// The tiles, where their barriers begin (kernels/copy_ring.h).
+// Offset of the barriers, after the tiles (kernels/copy_ring.h).
 constexpr int prefill_wgmma_barriers(int dim) {
   return prefill_wgmma_stages(dim) * 2 * (dim / 64) * prefill_wgmma_part();
 }
@@ -149,8 +147,8 @@ constexpr int prefill_wgmma_scratch(int dim) {
 // --- merge_splits ---
 
 enum {
-  MERGE_HEADS = 4,     // query heads of a thread block, a warp each
-  MERGE_VECTORS = 12,  // of four values of splits, that a lane has under way
+  MERGE_HEADS = 4,     // query heads per thread block, one warp each
+  MERGE_VECTORS = 12,  // vectors of four values of splits that a lane keeps in flight
 };
 
 }  // namespace paged
@@ -163,14 +161,14 @@ enum {
   X(__VA_ARGS__, 128, 2)              \
   X(__VA_ARGS__, 256, 1)
 
-// The formats of keys and values that have kernels: what names end with, and both.
+// Pairs of key and value formats with kernels: name suffix, key format, value format.
 #define PAGED_QUANTISED_FORMATS(X, ...)               \
   X(__VA_ARGS__, int8, FORMAT_INT8, FORMAT_INT8)      \
   X(__VA_ARGS__, int8_int4, FORMAT_INT8, FORMAT_INT4) \
   X(__VA_ARGS__, int4, FORMAT_INT4, FORMAT_INT4)      \
   X(__VA_ARGS__, fp8, FORMAT_FP8, FORMAT_FP8)
 
-// Head dim, tiles of 8 queries, and a line of the above.
+// Head dim, tiles of 8 queries, and a line of PAGED_QUANTISED_FORMATS.
 #define PAGED_FOR_EACH_QUANTISED_TENSOR(X, ...)   \
   PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64, 1)  \
   PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64, 2)  \
@@ -183,7 +181,7 @@ enum {
   X(__VA_ARGS__, 128)                       \
   X(__VA_ARGS__, 256)
 
-// Head dim and a line of the formats.
+// Head dim and a line of PAGED_QUANTISED_FORMATS.
 #define PAGED_FOR_EACH_QUANTISED_ROWS(X, ...)  \
   PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64)  \
   PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128) \
@@ -199,7 +197,7 @@ enum {
   X(__VA_ARGS__, 6)                   \
   X(__VA_ARGS__, 8)
 
-// The same of sm_90a's, where only those count that multiply.
+// The same for sm_90a; counts only consumer warps.
 #define PAGED_FOR_EACH_PREFILL_WGMMA(X, ...) \
   X(__VA_ARGS__, 64, 4)                      \
   X(__VA_ARGS__, 64, 8)                      \

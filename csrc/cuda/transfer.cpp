@@ -39,8 +39,8 @@ size_t size_of(const HostArray& a) {
   return size;
 }
 
-// Pinned buffers by size, kept for reuse: pinning one takes as long as a decode step. Never freed,
-// as CUDA may be gone before the program's statics are.
+// Pinned buffers by size, kept for reuse because pinning takes as long as a decode step. Never
+// freed, because CUDA may be torn down before static objects are.
 class StagingPool {
  public:
   static StagingPool& get() {
@@ -63,7 +63,7 @@ class StagingPool {
       auto status = cudaHostAlloc(&buffer, size, cudaHostAllocPortable);
       if (status != cudaSuccess) {
         throw std::runtime_error(
-            "[cuda] unable to allocate " + std::to_string(size) +
+            "[cuda] cannot allocate " + std::to_string(size) +
             " bytes of pinned memory: " + cudaGetErrorString(status));
       }
     }
@@ -80,7 +80,7 @@ class StagingPool {
   std::map<size_t, std::vector<void*>> free_;
 };
 
-// Makes `a` an array on pinned memory, which it keeps.
+// Sets `a` on pinned memory and keeps that memory alive.
 void place(mx::array& a, std::shared_ptr<std::byte> pinned, size_t bytes) {
   auto* buffer = new mx::cu::CudaBuffer{pinned.get(), bytes, -1};
   auto free = [pinned = std::move(pinned)](mx::allocator::Buffer owned) {
@@ -89,7 +89,7 @@ void place(mx::array& a, std::shared_ptr<std::byte> pinned, size_t bytes) {
   a.set_data(mx::allocator::Data(mx::allocator::Buffer(buffer), std::move(free)));
 }
 
-// Makes `part` a dense array that begins `offset` bytes behind `all`.
+// Makes `part` a dense array that starts `offset` bytes into `all`.
 void share(const mx::array& all, mx::array& part, size_t offset) {
   mx::Strides strides(part.ndim(), 1);
   for (int axis = int(part.ndim()) - 2; axis >= 0; axis--) {
@@ -102,8 +102,8 @@ void share(const mx::array& all, mx::array& part, size_t offset) {
 void copy_async(const mx::array& from, mx::array& to, mx::Stream stream) {
   Arrays out{to};
   gpu::encode(copy_strided_launches({from}, out), {from}, out, {}, stream);
-  // Pinned memory would be used again as soon as no array holds it, even if the GPU still has to
-  // read it.
+  // Keep the buffers until the GPU is done: the pool would reuse pinned memory once no array holds
+  // it.
   gpu::keep(from, stream);
   gpu::keep(to, stream);
 }

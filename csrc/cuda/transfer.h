@@ -1,11 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Numbers between host and GPU through pinned memory.
+// Transfers between host and GPU through pinned memory.
 //
-// An array that MLX makes of the host's numbers lies in memory that migrates by page, and so does
-// one that the host has read. Both faults cost more than the numbers, and MLX's cache hands
-// such buffers out again as activations. Pinned memory never moves, and device memory stays device
-// memory.
+// Arrays that MLX makes from host data, and arrays that the host has read, live in managed memory
+// that migrates by page. Page faults cost more than the transfer, and MLX's cache reuses such
+// buffers for activations. Pinned memory never migrates and leaves device memory alone.
 
 #pragma once
 
@@ -18,7 +17,7 @@
 
 namespace mlx_paged {
 
-// inputs: none. outputs: one array for each part, in one buffer.
+// Inputs: none. Outputs: one array per part, all in one buffer.
 class Upload : public mx::Primitive {
  public:
   Upload(
@@ -35,10 +34,10 @@ class Upload : public mx::Primitive {
  private:
   std::shared_ptr<std::byte> staged_;
   std::vector<size_t> offsets_;  // of each output, in bytes
-  size_t bytes_;                 // of all
+  size_t bytes_;                 // in total
 };
 
-// inputs: x. output: the same in pinned memory.
+// Input: x. Output: a copy in pinned memory.
 class ToHost : public mx::Primitive {
  public:
   explicit ToHost(mx::Stream stream) : Primitive(stream) {}
@@ -48,8 +47,8 @@ class ToHost : public mx::Primitive {
   bool is_equivalent(const mx::Primitive&) const override { return true; }
 };
 
-// Gives `a` pinned memory, which kernels can write and the host reads once they have. Whoever
-// launches them keeps `a` until then.
+// Gives `a` pinned memory that kernels can write and the host can read. The caller keeps `a` alive
+// until the kernels have run.
 void allocate_pinned(mx::array& a);
 
 }  // namespace mlx_paged

@@ -52,9 +52,8 @@ __device__ __forceinline__ __half2 from_e4m3_pair(unsigned int word, bool upper)
 #else
   unsigned int both = __byte_perm(word, 0, upper ? 0x3424 : 0x1404);  // each code above a zero byte
   unsigned int magnitude = both & 0x7f007f00u;
-  __half2 x = __hmul2(
-      as_halves((both & 0x80008000u) | magnitude >> 1),
-      as_halves(0x5c005c00u));  // by 2^8, the difference of the biases
+  __half2 x =
+      __hmul2(as_halves((both & 0x80008000u) | magnitude >> 1), as_halves(0x5c005c00u));  // by 2^8
   unsigned int nan = ((magnitude + 0x01000100u) & 0x80008000u) >> 15;
   return as_halves(bits_of(x) | nan * 0x7e00u);
 #endif

@@ -18,10 +18,9 @@ __global__ void __launch_bounds__(paged::NORM_THREADS) add_rms_norm_entry(
     const T* x, const T* residual, const T* weight, T* sum, T* out,
     const __grid_constant__ paged::NormParams params) {
   constexpr int kLine = 8;  // chunks
+  // No kernel writes weights, so this may precede the wait.
   for (int i = threadIdx.x * kLine; i < params.row_chunks; i += blockDim.x * kLine) {
-    paged::fetch_to_l2(
-        weight +
-        i * paged::chunk_size<T>());  // No kernel writes weights, so this may precede the wait.
+    paged::fetch_to_l2(weight + i * paged::chunk_size<T>());
   }
   paged::begin_after_kernel_before();
   add_rms_norm<T, Result>(x, residual, weight, sum, out, params);

@@ -99,8 +99,7 @@ __device__ __forceinline__ void finish_rows(
 #pragma unroll 1
   for (int i = begin; i < num_rows << shift; i += stride) {
     const int at = i >> shift;
-    const int output =
-        (i & (fours - 1)) * 4;  // within the tile, or among the first elements of its pairs
+    const int output = (i & (fours - 1)) * 4;  // in the tile, or among its first-of-pair elements
     int row = output;           // within the tile
     int mate = 0;               // the row of the other element of a pair
     int column = tile * (4 * fours) + output;

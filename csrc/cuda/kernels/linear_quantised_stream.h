@@ -380,8 +380,7 @@ struct QuantisedStream {
   // one product. Called by all consumer warps.
   __device__ __forceinline__ void order_x(const Turn& turn) const {
     static_assert(code_order(BITS, GROUP) == CodeOrder{kRun, Group::kColumnsApart});
-    constexpr int kPieces =
-        Group::kProducts / 2;  // pieces of eight columns in a lane's share of a run
+    constexpr int kPieces = Group::kProducts / 2;  // of eight columns, per lane and run
     constexpr int kUnits = 8 * TILES * kRuns * kPieces;
     constexpr int kAtOnce = 32 * kMultipliers;
     static_assert(kUnits % 32 == 0);

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// A SIMD-group is a warp, of which every lane takes part.
+// Maps a SIMD-group to a warp with all lanes active.
 
 #pragma once
 

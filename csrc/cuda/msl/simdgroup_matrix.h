@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Metal's 8 x 8 matrices on the tensor cores of sm_80 and later: mma m16n8k8, of whose 16 rows half
-// stay empty. fp32 has no such instruction that keeps its precision and goes through shuffles.
+// Metal's 8 x 8 matrices on the tensor cores of sm_80 and later: mma m16n8k8 with half of its 16
+// rows empty. fp32 uses shuffles, because no such instruction keeps its precision.
 
 #pragma once
 
@@ -13,9 +13,9 @@ namespace metal {
 template <typename T, int ROWS, int COLUMNS>
 class simdgroup_matrix;
 
-// Lane 4 * r + c (the hardware's number) holds (r, 2 c) and (r, 2 c + 1). The right factor of a
-// product is wanted the other way round, (2 c, r) and (2 c + 1, r): a matrix that was loaded has
-// both, and the compiler drops the one that is not used.
+// Lane 4 * r + c (hardware numbering) holds (r, 2 c) and (r, 2 c + 1). As the right factor of a
+// product a lane needs (2 c, r) and (2 c + 1, r) instead: a loaded matrix has both, and the
+// compiler drops the unused one.
 template <typename T>
 class simdgroup_matrix<T, 8, 8> {
  public:

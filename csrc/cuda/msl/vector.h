@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Metal's vector types, with their constructors and arithmetic. CUDA's own, of the same names, have
-// neither; the names are redefined for the kernels.
+// Metal's vector types with constructors and arithmetic, which CUDA's types of the same names lack.
+// The kernels see these names redefined.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The part of fmt that MLX's CUDA headers use: they format error messages in templates. No package
-// that pip can fetch has fmt itself. Numbers are left out of messages.
+// The subset of fmt that MLX's CUDA headers use to format error messages. fmt itself is in no
+// package that pip can fetch. Messages keep their placeholders instead of numbers.
 
 #pragma once
 
