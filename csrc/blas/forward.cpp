@@ -1,18 +1,18 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The three CBLAS names that libmlx imports, served by OpenBLAS.
+// Serves the three CBLAS functions that libmlx imports with OpenBLAS.
 //
-// MLX's Linux wheel links the reference BLAS. PyPI's scipy-openblas32 carries OpenBLAS under the
-// prefix `scipy_`. Loaded with RTLD_GLOBAL before libmlx, this library answers for the plain names;
-// mlx_paged/blas.py opens OpenBLAS with RTLD_GLOBAL first, where the lookups below find it.
+// MLX's Linux wheel links the reference BLAS. PyPI's scipy-openblas32 provides OpenBLAS with the
+// symbol prefix `scipy_`. This library, loaded with RTLD_GLOBAL before libmlx, provides the plain
+// names; mlx_paged/blas.py opens OpenBLAS with RTLD_GLOBAL first, so the lookups below find it.
 //
-// OpenBLAS runs single-threaded here, and our own parallel_for splits products into pieces.
-// OpenBLAS's threads wait for each other at every product: on a small machine where the host builds
-// the next step at the same time, one of them loses its core for a time slice (8 ms) and all wait.
-// Pieces are claimed instead: a thread that is not running delays no other.
+// OpenBLAS runs single-threaded, and our parallel_for splits products into pieces. OpenBLAS's own
+// threads synchronize at every product: on a small machine where the host also builds the next
+// step, one of them can lose its core for a time slice (8 ms) while the others wait. Our threads
+// claim pieces instead, so a preempted thread delays none of the others.
 //
-// A product of few rows with transposed weights, as decode has them, is our own: OpenBLAS packs the
-// weights first.
+// Products of few rows with transposed weights, as in decode, use our own kernel, because OpenBLAS
+// packs the weights first.
 
 #include <dlfcn.h>
 
@@ -67,7 +67,7 @@ void split(
 }
 
 const mlx_paged::cpu::ProductKernels& product_kernels() {
-  // None if MLX_PAGED_SIMD names no build: the extension, which can raise, reports it.
+  // Empty if MLX_PAGED_SIMD is invalid: the extension, which can raise exceptions, reports it.
   static const auto found = [] {
     try {
       return mlx_paged::cpu::kernels().product;
@@ -78,8 +78,8 @@ const mlx_paged::cpu::ProductKernels& product_kernels() {
   return found;
 }
 
-// A piece of a product of `m` rows, if that is one of few rows with a transposed matrix. Returns
-// whether it was.
+// Multiplies a piece of a product with few rows (`m`) and a transposed matrix by our own kernel.
+// Returns false if the product is of another kind.
 bool multiply_few_rows(
     int transpose_a, int transpose_b, int m, int rows, int columns, int k, float alpha,
     const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
@@ -92,13 +92,13 @@ bool multiply_few_rows(
   return true;
 }
 
-// Only float32 has such a product.
+// Only float32 has such a kernel.
 template <typename... Arguments>
 bool multiply_few_rows(Arguments...) {
   return false;
 }
 
-// dlopen runs this: OpenBLAS is loaded before us.
+// Runs in dlopen(), after OpenBLAS has been loaded.
 [[maybe_unused]] const bool single_threaded = [] {
   resolve<void (*)(int)>("scipy_openblas_set_num_threads")(1);
   return true;
@@ -106,7 +106,7 @@ bool multiply_few_rows(Arguments...) {
 
 }  // namespace
 
-// See parallel_for.h; this library has threads of its own.
+// See parallel_for.h. This library has its own threads.
 extern "C" __attribute__((visibility("default"))) void mlx_paged_limit_threads(int most) {
   mlx_paged::cpu::limit_threads(most);
 }

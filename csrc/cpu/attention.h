@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Paged attention on the CPU: what the vectorised kernel is given.
+// Arguments of the vectorized attention and pool kernels on the CPU.
 
 #pragma once
 
@@ -16,7 +16,7 @@ struct PoolView : PoolLayout {
 };
 
 struct AttentionArgs {
-  DType dtype;          // of queries and results, and of plain pools
+  DType dtype;          // dtype of queries, results and plain pools
   const void* queries;  // [num_rows, num_q_heads, keys.head_dim]
   PoolView keys;
   PoolView values;
@@ -25,7 +25,7 @@ struct AttentionArgs {
   const int32_t* block_tables;          // [num_seqs, max_blocks]
   const paged::WorkItem* work_items;    // [num_items]
   const paged::MergeItem* merge_items;  // [num_merges]
-  const float* per_head;                // numbers of each query head, or null
+  const float* per_head;                // values per query head, or null
   float* partial_out;  // [partial rows, num_q_heads, values.head_dim], not normalised
   float* partial_max;  // [partial rows, num_q_heads], base-2 logits
   float* partial_sum;  // [partial rows, num_q_heads]
@@ -37,7 +37,7 @@ struct AttentionArgs {
   paged::AttentionOptions options;
 };
 
-// One dtype's numbers to or from slots of a quantised pool.
+// Arguments for reading and writing slots of a quantized pool.
 struct PoolArgs {
   PoolView pool;
   DType dtype;
@@ -45,20 +45,21 @@ struct PoolArgs {
 };
 
 struct PoolKernels {
-  // Row i of [num_tokens, num_kv_heads, head_dim] to slot slots[i] if that is not negative, for the
-  // rows [begin, end).
+  // Quantizes rows [begin, end) of [num_tokens, num_kv_heads, head_dim]; row i goes to slot
+  // slots[i] unless that is negative.
   void (*quantise)(
       const PoolArgs& args, const void* rows, const int32_t* slots, int64_t begin, int64_t end);
-  // One head of a slot.
+  // Dequantizes one head of a slot.
   void (*dequantise)(const PoolArgs& args, int64_t slot, int head, void* out);
 };
 
 struct AttentionKernels {
-  // Floats of scratch that one task needs for an item of `rows` query rows and that many KV heads.
+  // Floats of scratch that a task needs for an item with `rows` query rows and `num_heads` KV
+  // heads.
   size_t (*scratch_size)(const AttentionArgs& args, int rows, int num_heads);
-  // One work item for the KV heads [head_begin, head_end).
+  // Computes one work item for KV heads [head_begin, head_end).
   void (*attend)(const AttentionArgs& args, int item, int head_begin, int head_end, float* scratch);
-  // One output row, all heads, from its partials.
+  // Merges the partials of one output row, for all heads.
   void (*merge)(const AttentionArgs& args, int merge_item, int row);
 };
 

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// One work item x some KV heads: every query row of the item and every query head of a group
-// ("lanes") against one pass over the item's keys and values, with an online softmax in base 2 and
-// fp32 (Milakov & Gimelshein 2018; the tiling of FlashAttention, Dao 2022). Compiled once for each
-// instruction set, see simd.h.
+// Attention of one work item for some KV heads. All query rows of the item and all query heads of a
+// group ("lanes") share one pass over the item's keys and values, with an fp32 online softmax in
+// base 2 (Milakov & Gimelshein 2018; tiled like FlashAttention, Dao 2022). Compiled once per
+// instruction set; see simd.h.
 
 #pragma once
 
@@ -27,7 +27,8 @@ inline void attend_as(
     }
     __builtin_memset(state.acc, 0, sizeof(float) * at.lanes * at.value_dim);
   }
-  // Tiles begin at whole multiples, wherever the item begins: a row's sums are in one order.
+  // Tiles are aligned to multiples of kTile regardless of the item's start, so that a row's sums
+  // have a fixed order.
   for (int token = item.token_begin, count; token < item.token_end; token += count) {
     count = min(kTile - token % kTile, item.token_end - token);
     if (at.lanes < kConvertFrom) {

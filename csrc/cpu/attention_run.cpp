@@ -19,9 +19,9 @@ float* thread_scratch(size_t num_floats) {
 
 namespace {
 
-// Into how many pieces the KV heads of an item are divided. Decode reads memory in order when a
-// task has all heads, so it splits them only to keep the threads busy. Prefill computes more than
-// it reads, and its state for many heads would not fit a core's cache.
+// Number of pieces that an item's KV heads are divided into. Decode reads memory in order when a
+// task has all heads, so it divides them only to keep the threads busy. Prefill is compute-bound,
+// and the state of many heads would not fit a core's cache.
 int head_pieces(const AttentionArgs& args, int num_items, int max_rows) {
   constexpr int kPrefillRows = 4;
   constexpr int kTasksPerThread = 4;

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// One attention operation as tasks that may run in any order: first all of `attend`, then all of
-// `merge`.
+// Attention as two phases of tasks: every `attend`, then every `merge`. Tasks of a phase can run in
+// any order.
 
 #pragma once
 
@@ -16,10 +16,10 @@ namespace mlx_paged::cpu {
 
 class AttentionRun {
  public:
-  // The arrays of `args` are read from here on, but for queries and pools, which `attend` reads.
+  // Reads the arrays of `args` from now on, except queries and pools, which attend() reads.
   AttentionRun(const AttentionArgs& args, int num_items, int num_merges);
 
-  // Floats of the workspace that `begin` is given.
+  // Floats of workspace that set_partials() needs.
   int64_t num_partial_floats() const;
   void set_partials(float* partials);
 
@@ -36,8 +36,8 @@ class AttentionRun {
   int max_rows_ = 0;
   int64_t partial_rows_ = 0;
   std::vector<std::pair<int, int>> merge_rows_;  // merge item, row
-  std::vector<int> empty_rows_;                  // without work: zero
-  int pieces_ = 1;                               // into which the KV heads of an item are divided
+  std::vector<int> empty_rows_;                  // rows without work items, set to zero
+  int pieces_ = 1;                               // pieces per item, which divide its KV heads
   int heads_each_ = 0;
   size_t scratch_ = 0;
 };

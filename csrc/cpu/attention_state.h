@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Working set of one attention task: its item of the plan, its scratch and the running state of its
-// lanes. Compiled once for each instruction set, see simd.h.
+// Working set of an attention task: its item of the plan, its scratch, and the running state of its
+// lanes. Compiled once per instruction set; see simd.h.
 
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-constexpr int kConvertFrom = 17;  // lanes from which it pays to convert a tile first
-constexpr int kChunk = 8;         // tokens; decode reads all heads of a chunk before the next one
+constexpr int kConvertFrom = 17;  // lanes from which converting a tile first pays off
+constexpr int kChunk = 8;         // tokens; decode reads all heads of a chunk before the next chunk
 
 inline int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -60,8 +60,7 @@ inline Item read_item(const AttentionArgs& args, int index) {
   return item;
 }
 
-// Offsets of the pieces of a task's scratch, in floats: rows that are not read where they lie, then
-// the state of each head.
+// Offsets in a task's scratch, in floats: converted rows, then the state of each head.
 struct Layout {
   int lanes, key_dim, value_dim;  // dims padded to whole vectors
   size_t shared_end;
@@ -71,7 +70,7 @@ struct Layout {
     lanes = rows * (args.num_q_heads / args.num_kv_heads);
     key_dim = round_up(args.keys.head_dim, kWidth);
     value_dim = round_up(args.values.head_dim, kWidth);
-    // Rows of keys, and then of values. Decode converts nibbles, a few tokens at a time.
+    // Rows of keys, later of values. Decode converts int4 codes, a few tokens at a time.
     bool has_nibbles =
         args.keys.format == PoolFormat::int4 || args.values.format == PoolFormat::int4;
     int converted = lanes >= kConvertFrom ? kTile : has_nibbles ? kChunk : 0;
@@ -87,7 +86,7 @@ struct Layout {
   }
 };
 
-// The running state of one KV head's lanes, in a task's scratch.
+// Running state of one KV head's lanes, in a task's scratch.
 struct State {
   float *queries, *acc, *row_max, *row_sum, *alpha, *scores;
 
@@ -107,7 +106,7 @@ inline size_t scratch_size(const AttentionArgs& args, int rows, int num_heads) {
   return at.shared_end + num_heads * at.per_head;
 }
 
-// The queries of the item's lanes, padded and scaled; lane = row * group + head.
+// Loads the queries of the item's lanes, padded and scaled; lane = row * group + head.
 template <typename T>
 inline void load_queries(
     const AttentionArgs& args, const Item& item, int kv_head, const Layout& at, float* out) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products of activations that are rounded to bfloat16 with weights that are, in pairs: twice as
-// many a second as of float32 numbers. Sums are float32. For AVX-512 with BF16.
+// Matrix products in bfloat16 pairs with float32 sums, which run at twice the rate of float32.
+// Activations are rounded to bfloat16. For AVX-512 with BF16.
 
 #pragma once
 
@@ -12,9 +12,9 @@
 namespace mlx_paged::cpu {
 
 constexpr int kBFloatTileColumns = 32;
-constexpr int kBFloatPart = 1024;  // of k, that lies in the second-level cache at a time
+constexpr int kBFloatPart = 1024;  // elements of k processed at a time, sized for the L2 cache
 
-// Elements from one row of rounded activations to the next; those behind k are zeros.
+// Elements between rows of rounded activations; elements past k are zero.
 inline int64_t bfloat_stride(int k) {
   return (int64_t(k) + 31) / 32 * 32;
 }
@@ -31,9 +31,9 @@ struct BFloatProductArgs {
 constexpr int64_t kBFloatScratch = int64_t(kBFloatTileColumns) * kBFloatPart / 2;
 
 struct BFloatKernels {
-  // `count` rows of x [.., k], to the nearest.
+  // Rounds `count` rows of x [.., k] to nearest.
   void (*round)(const float* x, int64_t stride, int count, int k, uint16_t* out);
-  // Columns [begin, end) of c. Denormal numbers count as zeros.
+  // Computes columns [begin, end) of c. Denormals count as zero.
   void (*product)(const BFloatProductArgs& args, int64_t begin, int64_t end);
 
   bool serves(const WeightView& w) const {

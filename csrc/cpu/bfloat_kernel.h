@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// See bfloat.h. Pairs of elements of 32 columns are laid out anew, so that a vector has a pair of
-// each of sixteen columns and no sum crosses a vector.
+// Implements bfloat.h. Repacks pairs of elements of 32 columns so that a vector holds one pair from
+// each of sixteen columns, and no sum crosses lanes.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-constexpr int kPairs = 16;  // of a vector
+constexpr int kPairs = 16;  // per vector
 constexpr int kTileVectors = kBFloatTileColumns / kWidth;
 
 inline void round_bfloat(const float* x, int64_t stride, int count, int k, uint16_t* out) {
@@ -27,8 +27,8 @@ inline void round_bfloat(const float* x, int64_t stride, int count, int k, uint1
   }
 }
 
-// Elements [begin, begin + count) of 32 columns: [pair, vector, kWidth, 2]. A pair whose second
-// element is missing has zero there.
+// Packs elements [begin, begin + count) of 32 columns as [pair, vector, kWidth, 2]. A missing
+// second element is zero.
 inline void fill_pairs(
     const WeightView& w, int64_t column, int columns, int begin, int count, __m512i* tile) {
   for (int v = 0; v < kTileVectors; v++) {
@@ -36,7 +36,7 @@ inline void fill_pairs(
       int left = count - first;
       __mmask32 mask = left >= 2 * kPairs ? ~0u : (1u << left) - 1;
       __m512i rows[kWidth];
-      for (int j = 0; j < kWidth; j++) {  // (those that are missing are the last one again)
+      for (int j = 0; j < kWidth; j++) {  // missing columns repeat the last one
         int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
         auto p = static_cast<const char*>(w.data) + (column + at) * w.row_bytes;
         rows[j] = _mm512_maskz_loadu_epi16(mask, p + 2 * int64_t(begin + first));
@@ -49,7 +49,7 @@ inline void fill_pairs(
   }
 }
 
-// Adds what a part of k gives to `Rows` rows of c, or stores it.
+// Adds the products of one part of k to `Rows` rows of c, or stores them.
 template <int Rows>
 inline void multiply_pairs(
     const __m512i* tile, int pairs, const uint16_t* x, int64_t stride, float* c, int64_t ldc,

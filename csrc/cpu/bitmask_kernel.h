@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Logits of tokens that must not come become -inf, by a bit a token; a NaN or inf stays. Compiled
-// once for each instruction set, see simd.h.
+// Sets logits of forbidden tokens to -inf, one bit per token; NaN and inf stay. Compiled once per
+// instruction set; see simd.h.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-// As many words of a logit's width as a vector has floats: logits are not computed with.
+// A vector of kWidth words of a logit's size. Logits are treated as integers.
 template <typename Word>
 struct BitmaskVector;
 
@@ -24,15 +24,15 @@ struct BitmaskVector<uint16_t> {
   typedef VecH Type;
 };
 
-// True if numbers, given by their bits, are not finite; `infinite` has the bits of infinities.
+// True for non-finite numbers, given as bits; `infinite` holds the bits of infinity.
 template <typename Word>
 inline auto is_not_finite(Word number, Word infinite) {
   Word magnitude = Word(~Word{}) >> 1;
   return (number & magnitude) >= (infinite & magnitude);
 }
 
-// `word` has the bits of the 32 tokens at `logits`, of which there are `count`. Where `logits` is
-// `out`, what is allowed is not touched.
+// Masks `count` tokens at `logits` by the bits of `word`, at most 32. If `logits` is `out`, allowed
+// logits are left untouched.
 template <typename Word>
 inline void mask_tokens(
     uint32_t word, const Word* logits, Word* out, int64_t count, Word forbidden) {
@@ -55,7 +55,7 @@ inline void mask_tokens(
     bit_of_lane[lane] = Word(1u << lane);
   }
   for (int i = 0; i < 32; i += kWidth) {
-    // (A variable: with UBSan, GCC takes the cast's operand for the scalar, which is too wide.)
+    // Needs a variable: with UBSan, GCC takes the cast's operand as the scalar, which is too wide.
     Word shifted = Word(word >> i);
     Vector bits = shifted & bit_of_lane;
     auto values = load_as<Vector>(logits + i);

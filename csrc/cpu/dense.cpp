@@ -10,7 +10,7 @@
 namespace mlx_paged::cpu {
 
 namespace {
-// Axes from `axis` on; `dst` moves along.
+// Copies the axes from `axis` on and advances `dst`.
 void copy_strided(
     const mx::Shape& shape, const mx::Strides& strides, int64_t item, size_t axis, const char* src,
     char*& dst) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 
 //
-// Arrays as plain, dense memory, for tasks that outlive the array handle.
+// Makes arrays dense for tasks that outlive the array handle.
 
 #pragma once
 
@@ -15,20 +15,20 @@ namespace mlx_paged::cpu {
 
 namespace mx = mlx::core;
 
-// The array itself where its rows are dense, else a copy kept until the queued work is done.
+// Returns the array itself if its rows are dense, else a copy kept until the queued work is done.
 mx::array dense(const mx::array& in, mx::cpu::CommandEncoder& encoder);
 
-// Allocates `out` and queues a copy of `in`, whatever its strides.
+// Allocates `out` and queues a copy of `in` with any strides.
 void copy_to_dense(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder);
 
-// A primitive's inputs, those from `first` on dense.
+// Returns a primitive's inputs, those from `first` on made dense.
 std::vector<mx::array> dense_inputs(
     const std::vector<mx::array>& in, size_t first, mx::cpu::CommandEncoder& encoder);
 
 struct Pool {
   char* data;
   int num_blocks, block_size, num_kv_heads;
-  int64_t token_bytes, head_bytes;  // of a quantised pool what they take on average
+  int64_t token_bytes, head_bytes;  // average in a quantized pool
 
   explicit Pool(mx::array& a)
       : data(a.data<char>()),
@@ -43,10 +43,10 @@ struct Pool {
   char* block(int64_t b) const { return data + b * block_bytes(); }
 };
 
-// Makes `out` the pool `in` in place or, where its layout rules that out, a counted copy of it.
+// Makes `out` alias the pool `in`, or a counted copy if its layout prevents that.
 void alias_or_copy_pool(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder);
 
-// The pool itself where it is dense, else a counted copy kept until the queued work is done.
+// Returns the pool itself if it is dense, else a counted copy kept until the queued work is done.
 mx::array dense_pool(const mx::array& in, mx::cpu::CommandEncoder& encoder);
 
 }  // namespace mlx_paged::cpu

@@ -19,7 +19,7 @@ Kernels with_rounded(const char* simd, Kernels kernels, const RoundedKernels& ro
 }
 #endif
 
-// Best first.
+// Returns the supported builds, best first.
 std::vector<const Kernels*> supported_kernels() {
   std::vector<const Kernels*> found;
 #ifdef __x86_64__
@@ -35,7 +35,8 @@ std::vector<const Kernels*> supported_kernels() {
     }
     found.push_back(&kAvx512Kernels);
   }
-  // F16C came with AVX2's first processors; __builtin_cpu_supports accepts it only from GCC 11 on.
+  // The first AVX2 processors also have F16C; __builtin_cpu_supports knows F16C only from GCC 11
+  // on.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c")) {
     found.push_back(&kAvx2Kernels);

@@ -15,8 +15,7 @@
 
 namespace mlx_paged::cpu {
 
-// Runs body(begin, end) over [0, count), in pieces of about this many bytes: below them one thread
-// is done before another has woken up.
+// Minimum bytes per task of for_ranges: for less, one thread finishes before another wakes up.
 constexpr int64_t kBytesPerTask = 1 << 16;
 
 template <typename Body>
@@ -28,8 +27,8 @@ void for_ranges(int64_t count, int64_t bytes_each, const Body& body) {
   });
 }
 
-// Queues work that writes `out`. If that fails, `out` is zeros: the operations behind it run all
-// the same, and may take its numbers for indices.
+// Queues work that writes `out`. Zeros `out` if the work fails: later operations run anyway and may
+// use its numbers as indices.
 template <typename Work>
 void dispatch(
     mlx::core::cpu::CommandEncoder& encoder, std::vector<mlx::core::array>& out, Work work) {
@@ -49,7 +48,8 @@ void dispatch(
   });
 }
 
-// Queues a vectorised kernel that does rows or elements [begin, end) of [0, count).
+// Queues a vectorized kernel over [0, count), which processes rows or elements [begin, end) per
+// call.
 template <typename Args>
 void dispatch_ranges(
     mlx::core::cpu::CommandEncoder& encoder, std::vector<mlx::core::array>& out,

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// eval_cpu of what a layer does between its matrix products.
+// CPU evaluation of the operations between a layer's matrix products.
 
 #include <cmath>
 #include <vector>
@@ -17,8 +17,8 @@ namespace mlx_paged {
 
 namespace {
 
-// Gives `out`, of the size of `in`, the buffer of that if nothing else needs it, else one of its
-// own.
+// Lets `out` take over the buffer of `in`, which has the same size, if nothing else needs it;
+// otherwise allocates one.
 void allocate_or_reuse(const mx::array& in, mx::array& out) {
   if (can_donate(in)) {
     out.copy_shared_buffer(in);
@@ -38,7 +38,7 @@ void RopeRotations::eval_cpu(const Arrays& inputs, Arrays& out) {
       [positions = in[0].data<int32_t>(), inv_freqs = in[1].data<float>(),
        rotations = out[0].data<float>(), num_rows = in[0].shape(0), half_dims = in[1].shape(0),
        scale = scale_] {
-        constexpr int64_t kBytesLikeOneAngle = 256;  // the time of a sine and a cosine, as memory
+        constexpr int64_t kBytesLikeOneAngle = 256;  // as slow as one sine and cosine
         cpu::for_ranges(num_rows, half_dims * kBytesLikeOneAngle, [&](int64_t begin, int64_t end) {
           for (int64_t row = begin; row < end; row++) {
             cpu::rotate(
@@ -152,7 +152,7 @@ void NucleusThresholds::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.top_p = in[2].data<float>();
   args.thresholds = out[0].data<float>();
   args.size = in[0].shape(1);
-  constexpr int64_t kBytesLikeOneLogit = 64;  // the time of three passes, as memory
+  constexpr int64_t kBytesLikeOneLogit = 64;  // as slow as three passes over a logit
   cpu::dispatch_ranges(
       encoder, out, cpu::kernels().layer.nucleus, args, in[0].shape(0),
       args.size * kBytesLikeOneLogit);

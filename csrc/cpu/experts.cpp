@@ -15,10 +15,10 @@ namespace mlx_paged::cpu {
 namespace {
 
 constexpr int kAlign = 16;     // columns: whole vectors and cache lines
-constexpr int kMostRows = 64;  // at a time, so that what is gathered of x stays in the cache
+constexpr int kMostRows = 64;  // rows at a time, so that the gathered x stays in cache
 constexpr int64_t kFixed = 8;  // rows that take as long as reading the weights
 
-// Columns [begin, end) of one expert, for `count` of its pairs.
+// Computes columns [begin, end) of one expert for `count` of its pairs.
 class Block {
  public:
   Block(const ExpertArgs& args, int expert, const int* pairs, int count, int begin, int end)
@@ -134,7 +134,7 @@ void run_experts(const ExpertArgs& args, const ExpertGroups& groups, int share, 
       std::fill_n(args.out + int64_t(pair) * n, n, std::nanf(""));
     }
   }
-  // Each share takes some units of kAlign columns of each group, by where they lie in the total
+  // Each share takes units of kAlign columns in each group, chosen by their position in the total
   // work.
   int64_t units = (n + kAlign - 1) / kAlign;
   auto unit_work = [](const ExpertGroups::Group& g) { return kFixed + g.end - g.begin; };
@@ -144,7 +144,7 @@ void run_experts(const ExpertArgs& args, const ExpertGroups& groups, int share, 
   }
   int64_t first = work * share / num_shares;
   int64_t last = work * (share + 1) / num_shares;
-  int64_t at = 0;  // where the group's work begins
+  int64_t at = 0;  // start of the group's work
   for (const auto& g : groups.groups()) {
     int64_t each = unit_work(g);
     auto units_before = [&](int64_t point) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// See integers.h. Four columns at a time, whose weights are read as they lie in memory. Compiled
-// once for each instruction set, see simd.h.
+// Implements integers.h, four columns at a time, reading weights in place. Compiled once per
+// instruction set; see simd.h.
 
 #pragma once
 
@@ -21,22 +21,21 @@ typedef uint8_t VecU8 __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t VecU16 __attribute__((vector_size(4 * kWidth)));
 typedef int16_t VecS16 __attribute__((vector_size(4 * kWidth)));
 
-constexpr int kUnits = kWidth / 4;               // groups that a vector has half of
-constexpr int kParts = kIntegerGroups / kUnits;  // vectors of half a chunk
+constexpr int kUnits = kWidth / 4;               // groups with one half in a vector
+constexpr int kParts = kIntegerGroups / kUnits;  // vectors per half chunk
 constexpr int kBlockOfColumns = 4;
 constexpr int kBlocksAhead = 2;
-constexpr int kScaleGroups = 16;  // of weights, whose scales are widened at once
+constexpr int kScaleGroups = 16;  // groups of weights whose scales are widened at once
 
-// Adds to each element of `sums` the products of four codes and digits. Codes of 4 bits are
-// below 16.
+// Adds the products of four codes and digits to each element of `sums`. 4-bit codes are below 16.
 template <int Bits>
 inline VecI add_products(VecI sums, VecU8 codes, VecU8 x) {
 #if defined(__AVX512VNNI__)
-  // (As an intrinsic GCC 12 copies the sums before each.)
+  // Inline assembly: with the intrinsic, GCC 12 copies the sums each time.
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(x));
   return sums;
 #elif defined(__ARM_FEATURE_DOTPROD)
-  // Signed by signed: eight bits in two halves.
+  // Signed by signed: splits eight bits into two halves.
   int32x4_t low = vdotq_s32((int32x4_t)sums, (int8x16_t)(codes & 15), (int8x16_t)x);
   if constexpr (Bits == 4) {
     return (VecI)low;
@@ -56,7 +55,7 @@ inline VecI add_products(VecI sums, VecU8 codes, VecU8 x) {
 #endif
   }
 #endif
-  // Bytes 0 and 2, and 1 and 3, as numbers of 16 bits.
+  // Bytes 0 and 2, then 1 and 3, as 16-bit numbers.
   VecS16 even = (VecS16)((VecU16)codes & 0xff);
   VecS16 odd = (VecS16)((VecU16)codes >> 8);
   VecS16 x_even = (VecS16)((VecU16)x << 8) >> 8;
@@ -79,8 +78,8 @@ inline VecI add_products(VecI sums, VecU8 codes, VecU8 x) {
 #endif
 }
 
-// Sums the four elements of each group (a quarter of a vector) of each column; the columns end up
-// side by side.
+// Sums the four elements of each group (a quarter of a vector) of each column and interleaves the
+// columns.
 inline VecI sum_columns(VecI a, VecI b, VecI c, VecI d) {
 #if defined(__AVX512F__)
   __m512i ab = _mm512_add_epi32(
@@ -106,7 +105,7 @@ inline VecI sum_columns(VecI a, VecI b, VecI c, VecI d) {
 #endif
 }
 
-// Both halves of the groups of part `part` of a chunk, whose weights begin at p.
+// Loads both halves of the groups in part `part` of a chunk, whose weights start at p.
 template <int Bits>
 inline void load_codes(const uint8_t* p, int part, VecU8& first, VecU8& second) {
   constexpr int kBytes = 4 * kWidth;
@@ -133,12 +132,12 @@ inline void load_codes(const uint8_t* p, int part, VecU8& first, VecU8& second) 
   }
 }
 
-// Scales or biases of four columns: of group i of weights at [4 * i].
+// Scales or biases of four columns; those of weight group i start at [4 * i].
 struct ColumnScales {
   alignas(64) float values[(kScaleGroups + 3) * kBlockOfColumns] = {};
 
-  // Those of a part of a chunk, whose first group of weights is `first`; a group of weights has
-  // 1 << shift of activations.
+  // Scales of a part of a chunk whose first weight group is `first`; a weight group spans 1 <<
+  // shift activation groups.
   VecF of(int first, int part, int shift) const {
     const float* at = values + first * kBlockOfColumns;
 #if defined(__AVX512F__)
@@ -193,12 +192,12 @@ inline void read_scales(const T* const* from, int first, int count, ColumnScales
 #endif
 }
 
-// How many times, as a power of two, a group of weights is one of activations.
+// log2 of the activation groups per weight group.
 inline int group_shift(int group_size) {
   return group_size == 32 ? 0 : group_size == 64 ? 1 : 2;
 }
 
-// Up to four columns; those that are missing are the last one again.
+// Computes up to four columns; missing ones repeat the last.
 template <int Bits, int Digits, int Rows>
 inline void integer_block(const IntegerProductArgs& args, int row, int64_t column, int columns) {
   constexpr int kBytes = kIntegerChunk * Bits / 8;
@@ -209,7 +208,7 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
   const int shift = group_shift(w.group_size);
   const uint8_t* p[kBlockOfColumns];
   int64_t first_scale[kBlockOfColumns];
-  // The last chunk of a row that ends within it, and zeros.
+  // A row's incomplete last chunk, padded with zeros.
   alignas(64) uint8_t last[kBlockOfColumns][kBytes];
   for (int j = 0; j < kBlockOfColumns; j++) {
     int64_t at = column + (j < columns ? j : columns - 1);
@@ -236,7 +235,7 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
   };
   auto x = static_cast<const IntegerChunk<Digits>*>(args.x) + int64_t(row) * chunks;
   VecF sums[Rows][kParts] = {};
-  // In one long run: the columns after the next ones, as are their scales.
+  // Prefetches one long run: the columns after the next ones, and their scales.
   const uint8_t* ahead = p[0] + kBlocksAhead * kBlockOfColumns * w.row_bytes;
   const int chunks_of_scales = kScaleGroups * w.group_size / kIntegerChunk;
   for (int c = 0; c < chunks; c++) {
@@ -315,8 +314,8 @@ typedef int8_t Bytes __attribute__((vector_size(kWidth)));
 typedef int8_t HalfBytes __attribute__((vector_size(kWidth / 2)));
 typedef uint16_t BytePairs __attribute__((vector_size(kWidth)));
 
-// How large the numbers of a row are, by their exponents: those of the larger of each pair of a
-// group's two halves. One far below the group's largest counts as at the end of what is far enough.
+// Measures how evenly a row's numbers are distributed, by the exponent of the larger of each pair
+// from a group's halves. Exponents far below the group's largest are clamped to kFar.
 struct Spread {
   static constexpr uint32_t kFar = kMostSpread + 4;
 
@@ -340,7 +339,7 @@ struct Spread {
   bool is_uneven() const { return finite && most * count > sum + kMostSpread * count; }
 };
 
-// A group's integers, and their scale. Their sum is returned.
+// Rounds a group to integers and a scale. Returns the sum of the integers.
 template <int Digits>
 inline int round_group(const float* x, VecI* integers, float& scale, Spread& spread) {
   constexpr int kVectors = kIntegerGroup / kWidth;
@@ -351,7 +350,7 @@ inline int round_group(const float* x, VecI* integers, float& scale, Spread& spr
     VecU magnitude = as_uint(values[i]) & 0x7fffffffu;
     largest = magnitude > largest ? magnitude : largest;
   }
-  uint32_t most = 0;  // infinities and what is no number are larger than all else
+  uint32_t most = 0;  // infinities and NaNs compare above all numbers
   for (int i = 0; i < kWidth; i++) {
     most = largest[i] > most ? largest[i] : most;
   }
@@ -371,7 +370,7 @@ inline int round_group(const float* x, VecI* integers, float& scale, Spread& spr
     scale = magnitude / 127.0f;
     inverse = 127.0f / magnitude;
   } else {
-    // A power of two, so that the largest is at least 2^21 and at most 2^22.
+    // A power of two, so that the largest integer is between 2^21 and 2^22.
     static_assert(Digits == 3);
     spread.add(largest, most);
     uint32_t exponent = (most >> 23) - 21;

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// See integers.h. Of many rows: the codes of 32 columns are laid out anew, so that a vector has
-// four codes of each of sixteen columns and no sum crosses a vector. For AVX-512 with VNNI.
+// Implements integers.h for many rows: repacks the codes of 32 columns so that a vector holds four
+// codes from each of sixteen columns, and no sum crosses lanes. For AVX-512 with VNNI.
 
 #pragma once
 
@@ -16,10 +16,10 @@ constexpr int kLeastTileRows = Digits == 1 ? 24 : 32;
 
 struct IntegerTile {
   static constexpr int kVectors = kIntegerTileColumns / kWidth;
-  static constexpr int kUnits = 8;  // of four codes, in a group
+  static constexpr int kUnits = 8;  // of four codes, per group
 
   uint8_t* codes;  // [chunk, group, unit, vector, kWidth, 4]
-  float* scales;   // [group of weights, 2: scale and bias, kIntegerTileColumns]
+  float* scales;   // [weight group, 2: scale and bias, kIntegerTileColumns]
 
   IntegerTile(float* scratch, const WeightView& w)
       : codes(reinterpret_cast<uint8_t*>(scratch)),
@@ -39,7 +39,7 @@ inline void fill_codes(const WeightView& w, int64_t column, int columns, const I
   const int row_bytes = w.k * Bits / 8;
   for (int v = 0; v < IntegerTile::kVectors; v++) {
     const uint8_t* p[kWidth];
-    for (int j = 0; j < kWidth; j++) {  // (those that are missing are the last one again)
+    for (int j = 0; j < kWidth; j++) {  // missing columns repeat the last one
       int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
       p[j] = static_cast<const uint8_t*>(w.data) + (column + at) * w.row_bytes;
     }
@@ -106,7 +106,7 @@ inline void tile_rows_of(
   const int groups = args.weights.k / kIntegerGroup;
   const int shift = group_shift(args.weights.group_size);
   auto x = static_cast<const IntegerChunk<Digits>*>(args.x) + int64_t(row) * chunks;
-  // Every fourth group is added up by itself: the order of integer_block.
+  // Every fourth group has its own sum, to match the order of integer_block.
   VecF sums[kIntegerGroups][Rows][kVectors] = {};
   for (int group = 0; group < groups; group++) {
     const int g = group % kIntegerGroups;

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The vectorised kernels, built once for each instruction set and chosen at run time.
+// The vectorized kernels, built once per instruction set and selected at run time.
 
 #pragma once
 
@@ -16,7 +16,7 @@ struct RoundedKernels {
   IntegerKernels int8;
   // Three-digit products that replace float32 ones. `product` is null where it would be slower.
   IntegerKernels wide;
-  BFloatKernels bfloat;  // none, but of AVX-512 with BF16
+  BFloatKernels bfloat;  // empty except for AVX-512 with BF16
 };
 
 struct Kernels {
@@ -32,15 +32,15 @@ extern const Kernels kBaselineKernels;
 #ifdef __x86_64__
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
-// The rest is AVX-512's.
+// Tables for rounded products; kAvx512Kernels supplies the rest.
 extern const RoundedKernels kAvx512VnniKernels;
 extern const RoundedKernels kAvx512Bf16Kernels;
 #endif
 
-// The kernels that multiply such activations with such weights as integers; null if there are none.
+// Returns the kernels that multiply such activations and weights as integers, or null.
 const IntegerKernels* integer_kernels(Activations activations, const WeightView& weights);
 
-// The best build that this processor runs, or the one MLX_PAGED_SIMD names.
+// Returns the best build for this processor, or the one that MLX_PAGED_SIMD selects.
 const Kernels& kernels();
 
 }  // namespace mlx_paged::cpu

@@ -1,7 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Compiled once for each instruction set: CMake defines MLX_PAGED_ISA (the namespace),
-// MLX_PAGED_KERNELS (the table's name) and MLX_PAGED_SIMD_NAME, and sets the flags.
+// Tables of the vectorized kernels. Compiled once per instruction set: CMake defines MLX_PAGED_ISA
+// (the namespace), MLX_PAGED_KERNELS (the table's name) and MLX_PAGED_SIMD_NAME, and sets the
+// flags.
 
 #include "attention_kernel.h"
 #include "bitmask_kernel.h"

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Fused fp32 kernels for everything between a layer's matrix products, and greedy sampling; each
-// makes one pass over memory. Compiled once for each instruction set, see simd.h.
+// makes one pass over memory. Compiled once per instruction set; see simd.h.
 
 #pragma once
 
@@ -34,7 +34,7 @@ template <typename T>
 inline void rope_head(const RopeArgs& args, const T* x, const float* cosines, T* out) {
   const float* sines = cosines + args.half_dims;
   int64_t step = args.dim_stride;
-  // Distance between the two of a pair, and between pairs.
+  // Distance between the elements of a pair, and between pairs.
   int64_t apart = args.traditional ? 1 : args.half_dims;
   int64_t pairs = args.traditional ? 2 : 1;
   int i = 0;
@@ -76,7 +76,7 @@ inline void rope(const RopeArgs& args, int64_t begin, int64_t end) {
 
 template <typename T>
 inline void rms_norm_row(const RmsNormArgs& args, const T* x, const T* weight, T* out) {
-  // Four sums: one addition would have to wait for the one before it.
+  // Four sums, because each addition waits for the previous one.
   VecF sums[4] = {};
   int64_t i = 0;
   for (; i + 4 * kWidth <= args.size; i += 4 * kWidth) {
@@ -115,7 +115,7 @@ inline void rms_norm(const RmsNormArgs& args, int64_t begin, int64_t end) {
 template <typename T>
 inline void layer_norm_row(
     const LayerNormArgs& args, const T* x, const T* weight, const T* bias, T* out) {
-  // The sum of f(element), four at a time as in rms_norm_row.
+  // Sum of f(element), with four sums as in rms_norm_row.
   auto total = [&](auto f) {
     VecF sums[4] = {};
     int64_t i = 0;
@@ -160,7 +160,7 @@ inline void layer_norm(const LayerNormArgs& args, int64_t begin, int64_t end) {
 }
 
 inline VecF sigmoid(VecF x) {
-  // By e^-|x|, which cannot overflow.
+  // Uses e^-|x|, which cannot overflow.
   VecF e = exp2(max(x, -x) * -1.44269504088896340736f);
   return select(x < 0.0f, e, splat(1.0f)) / (1.0f + e);
 }
@@ -169,7 +169,7 @@ inline VecF silu_mul(VecF gate, VecF x) {
   return gate * sigmoid(gate) * x;
 }
 
-// To 1e-7: near zero a polynomial of x^2, elsewhere 1 - e^p(|x|).
+// Accurate to 1e-7: a polynomial of x^2 near zero, 1 - e^p(|x|) elsewhere.
 inline VecF erf(VecF x) {
   VecF a = max(x, -x);
   VecF x2 = x * x;
@@ -201,8 +201,7 @@ inline VecF gelu(GeluKind kind, VecF x) {
   return x * sigmoid(1.702f * x);
 }
 
-// gate * sigmoid(alpha * gate) * (x + 1), of a gate that is clipped from above, and x on both
-// sides.
+// gate * sigmoid(alpha * gate) * (x + 1), with gate clipped from above and x on both sides.
 inline VecF clipped_swiglu(const ClippedSwigluArgs& args, VecF gate, VecF x) {
   VecF limit = splat(args.limit);
   gate = select(gate > limit, limit, gate);
@@ -210,7 +209,7 @@ inline VecF clipped_swiglu(const ClippedSwigluArgs& args, VecF gate, VecF x) {
   return (x + 1.0f) * (gate * sigmoid(args.alpha * gate));
 }
 
-// `f` of vectors of one input or two, and of what is left of them.
+// Applies `f` to vectors of one or two inputs, then to the remaining elements.
 template <typename F, typename T, typename... Inputs>
 inline void map_elements(F f, int64_t begin, int64_t end, T* out, const Inputs*... in) {
   int64_t i = begin;
@@ -252,7 +251,7 @@ inline void clipped_swiglu(const ClippedSwigluArgs& args, int64_t begin, int64_t
 template <typename T>
 inline void greedy_row(
     const GreedyArgs& args, const T* logits, int32_t* token, float* largest_logit) {
-  // Each lane keeps the first largest of its own column.
+  // Each lane keeps the first maximum of its column.
   VecF best = splat(-kInf);
   VecI at = {};
   VecI best_at;

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The two products of attention for a handful of lanes, over rows anywhere in memory and
-// in any of the pool's types. Compiled once for each instruction set, see simd.h.
+// The two products of attention for a few lanes, over rows at any address and in any pool type.
+// Compiled once per instruction set; see simd.h.
 
 #pragma once
 
@@ -18,7 +18,7 @@ template <int R, int N, typename T>
 inline void dot(
     const float* q, int q_stride, const T* const* keys, int offset, int dim, float* scores) {
   VecF sums[R][N];
-  // (Not `= {}`: GCC clears the stack for that with an instruction that takes as long as the sums.)
+  // Not `= {}`: GCC clears the stack for that with an instruction as slow as the sums.
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
@@ -49,7 +49,7 @@ inline void dot(
 }
 
 // out[r * out_stride + c] = alpha[r] * itself + sum_i a[r * a_stride + i] * b[i][b_offset + c], for
-// R rows and C vectors of columns, the last of which has `tail` elements (0: all are whole).
+// R rows and C vectors of columns. The last vector has `tail` elements (0: all are whole).
 template <int R, int C, bool Tail = false, typename T>
 inline void multiply(
     const float* a, int a_stride, const T* const* b, int b_offset, int depth, const float* alpha,
@@ -103,7 +103,7 @@ inline void multiply_rows(
   }
 }
 
-// Calls body(r, R) for groups of R = 4, then 3, 2 or 1, of `lanes`; R is a compile-time constant.
+// Splits `lanes` into groups of R = 4, then 3, 2 or 1, and calls body(r, R) with a compile-time R.
 template <int R>
 struct Lanes {
   static constexpr int kCount = R;

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// top-p without sorting: the threshold of a row is found digit by digit, as a radix select does, by
-// the probability mass of the digits and not by their counts. Three passes over the row. Compiled
-// once for each instruction set, see simd.h.
+// Top-p without sorting. Finds a row's threshold digit by digit like a radix select, but by the
+// probability mass of the digits instead of their counts. Makes three passes over the row. Compiled
+// once per instruction set; see simd.h.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-// e^x for x <= 0, to about 2e-7 relative; 0 below -87 or so; NaN stays NaN. (2^(x log2 e) would
-// lose a digit where x is far from 0.)
+// e^x for x <= 0, to about 2e-7 relative; 0 below about -87; NaN stays NaN. 2^(x log2 e) would lose
+// a digit far from 0.
 inline VecF exp_below_zero(VecF x) {
   VecF clamped = select(x < -104.0f, splat(-104.0f), x);
   VecF n = (clamped * 1.44269504088896340736f + 0x1.8p23f) - 0x1.8p23f;
@@ -25,7 +25,7 @@ inline uint32_t nucleus_key(float logit) {
   return uint32_t(__builtin_bit_cast(int32_t, logit)) & 0x7fffffff;
 }
 
-// The masses of the logits whose key begins with `prefix`, by the `num_bits` after that.
+// Masses of logits whose key starts with `prefix`, by the next `num_bits` bits.
 class NucleusDigit {
  public:
   static constexpr int kMaxBits = 11;
@@ -56,7 +56,7 @@ class NucleusDigit {
     return sum;
   }
 
-  // The last digit with less than `wanted` above it, or -1; `above` becomes what is above it.
+  // Returns the last digit with less than `wanted` mass above it, or -1; sets `above` to that mass.
   int last_inside(double wanted, double* above) const {
     int found = -1;
     double sum = *above;
@@ -97,7 +97,7 @@ inline float nucleus_row(const float* logits, int64_t size, float floor, float t
   double above = 0;
   int digit = first.last_inside(wanted, &above);
   if (digit < 0) {
-    return floor;  // NaNs: nothing has a mass
+    return floor;  // only NaNs: no digit has mass
   }
   uint32_t key = digit;
   for (int shift = 10; shift >= 0; shift -= 10) {

@@ -39,14 +39,14 @@ int choose_num_threads() {
   return std::min(detect_num_processors(), thread_limit.load());
 }
 
-// Work in progress. Held by every thread that may still read it, so that a worker that wakes late
-// finds an exhausted job and not a freed one.
+// A parallel job. Every thread that may still read it holds a reference, so a worker that wakes
+// late finds an exhausted job rather than a freed one.
 class Job {
  public:
   virtual ~Job() = default;
   virtual void work(int thread) = 0;
 
-  // Throws the first task's error, if one failed.
+  // Rethrows the first task's exception, if any.
   void rethrow() {
     if (error_) {
       std::rethrow_exception(error_);
@@ -64,7 +64,7 @@ class Job {
   std::exception_ptr error_;
 };
 
-// One parallel_for.
+// The job of one parallel_for call.
 class Tasks : public Job {
  public:
   Tasks(int num_tasks, const std::function<void(int, int)>& task)
@@ -106,7 +106,7 @@ void relax() {
 #endif
 }
 
-// One run_phases.
+// The job of one run_phases call.
 class PhasedJob : public Job {
  public:
   PhasedJob(const std::vector<int>& num_tasks, const std::function<void(int, int)>& task)
@@ -125,8 +125,9 @@ class PhasedJob : public Job {
       for (int i = phase.next++; i < phase.num_tasks; i = phase.next++) {
         run(p, i);
         if (++phase.num_done == phase.num_tasks) {
-          // Sequentially consistent, as notify_all() loads the number of those that sleep: before a
-          // store that only releases is seen it may find none, while one falls asleep for ever.
+          // Sequentially consistent, because notify_all() loads the number of sleepers. With
+          // release order, it could read zero before the store becomes visible, and a thread would
+          // sleep forever.
           current_.store(next_with_tasks(p + 1), std::memory_order_seq_cst);
           current_.notify_all();
         }
@@ -135,7 +136,7 @@ class PhasedJob : public Job {
   }
 
  private:
-  // A cache line each: all threads count in the one that runs.
+  // One cache line each, because all threads count in the running phase.
   struct alignas(64) Phase {
     std::atomic<int> next{0};
     std::atomic<int> num_done{0};
@@ -161,7 +162,7 @@ class PhasedJob : public Job {
     return p;
   }
 
-  // Most waits are for some microseconds, in which no thread can be woken.
+  // Spins first: most waits last microseconds, less than waking a thread takes.
   int wait_after(int p) const {
     constexpr int kSpins = 2000;
     for (int i = 0; i < kSpins; i++) {
@@ -176,7 +177,7 @@ class PhasedJob : public Job {
 
   const std::function<void(int, int)>* task_;
   std::vector<Phase> phases_;
-  std::atomic<int> current_{0};  // the phase that runs
+  std::atomic<int> current_{0};  // the running phase
   std::atomic<bool> failed_{false};
 };
 
@@ -188,7 +189,7 @@ class Workers {
         std::thread([this, i] { loop(i); }).detach();
       }
     } catch (const std::system_error&) {
-      // No memory for a stack. Tasks are claimed, so fewer threads do all of them.
+      // No memory for a stack. Threads claim tasks, so fewer of them still run all tasks.
     }
   }
 
@@ -235,15 +236,15 @@ void limit_threads(int most) {
 
 namespace {
 
-// Lets the workers help with a job, and works on it.
+// Runs a job on the workers and on this thread.
 void share(std::shared_ptr<Job> job) {
-  // Never destroyed: its threads may be waiting when the process exits.
+  // Never destroyed, because its threads may be waiting at process exit.
   static Workers* workers = new Workers(num_threads() - 1);
   workers->post(job);
   job->work(0);
 }
 
-// Each stream has a thread of its own; one job at a time keeps thread indices unique.
+// Each stream has its own thread; running one job at a time keeps thread indices unique.
 std::mutex& one_job() {
   static std::mutex mutex;
   return mutex;

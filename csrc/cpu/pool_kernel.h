@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Numbers to codes and back, a head of a token at a time. A scale is rounded up, so that no code is
-// out of range however small the numbers are. A NaN or an infinity makes a NaN of all that shares
-// its scale: none may turn into a plausible number. Compiled once for each instruction set, see
+// Converts one head of a token between numbers and codes. Scales are rounded up, so no code
+// overflows however small the numbers are. A NaN or infinity turns everything that shares its scale
+// into NaN, so that it cannot become a plausible number. Compiled once per instruction set; see
 // simd.h.
 
 #pragma once
@@ -15,14 +15,14 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 constexpr uint16_t kHalfNan = 0x7e00;
 constexpr float kLargestHalf = 65504.0f;
 
-// The least half not below x >= 0, or the largest half.
+// Smallest half not below x >= 0, or the largest half.
 inline uint16_t half_above(float x) {
   Half half;
   store_as(&half, x < kLargestHalf ? x : kLargestHalf);
   return half_to_float(half.bits) < x && half.bits < 0x7bff ? half.bits + 1 : half.bits;
 }
 
-// The largest half not above x, or the least half.
+// Largest half not above x, or the smallest half.
 inline uint16_t half_below(float x) {
   Half half;
   float clamped = x < -kLargestHalf ? -kLargestHalf : x > kLargestHalf ? kLargestHalf : x;
@@ -30,7 +30,7 @@ inline uint16_t half_below(float x) {
   if (half_to_float(half.bits) <= clamped) {
     return half.bits;
   }
-  // One less: away from zero for a negative number, past zero for the zero.
+  // The next smaller half: away from zero if negative; zero becomes the smallest negative.
   return half.bits & 0x8000 ? half.bits + 1 : half.bits == 0 ? 0x8001 : half.bits - 1;
 }
 
@@ -38,7 +38,7 @@ inline void put_half(char* p, int index, uint16_t bits) {
   __builtin_memcpy(p + 2 * index, &bits, 2);
 }
 
-// The nearest integers, ties to even, in the low bits.
+// Rounds to nearest integers, ties to even, which are then in the low bits.
 inline VecU nearest(VecF x) {
   return as_uint(x + 0x1.8p23f);
 }
@@ -51,7 +51,7 @@ inline bool all_finite(const float* x, int count) {
   return sum(check) == 0.0f;
 }
 
-// `x` is padded with zeros to whole vectors, in all of these.
+// In all encoders `x` is padded with zeros to whole vectors.
 inline void encode_int8(const float* x, int dim, char* codes, char* scales) {
   VecF largest = {};
   for (int d = 0; d < dim; d += kWidth) {
@@ -68,7 +68,7 @@ inline void encode_int8(const float* x, int dim, char* codes, char* scales) {
   float step = half_to_float(scale);
   float inverse = step > 0 ? 1.0f / step : 0.0f;
   for (int d = 0; d < dim; d += kWidth) {
-    // (Only where the scale is the largest half are there numbers out of range.)
+    // Clamping matters only if the scale is the largest half.
     VecF v = max(splat(-127.0f), load(x + d) * inverse);
     VecU bits = nearest(-max(splat(-127.0f), -v));
     for (int i = 0; i < kWidth && d + i < dim; i++) {
@@ -87,7 +87,7 @@ inline void encode_int4(const float* x, int dim, char* codes, char* scales) {
       check += x[d] * 0.0f;
     }
     int group = begin / kGroup;
-    if (check != 0.0f) {  // a NaN, too
+    if (check != 0.0f) {  // true for NaN as well
       put_half(scales, 2 * group, kHalfNan);
       put_half(scales, 2 * group + 1, kHalfNan);
       __builtin_memset(codes + begin / 2, 0, (end - begin) / 2);
@@ -112,7 +112,7 @@ inline void encode_int4(const float* x, int dim, char* codes, char* scales) {
   }
 }
 
-// Numbers beyond 448 become 448; infinities become NaNs.
+// Numbers beyond 448 become 448; infinities become NaN.
 inline uint8_t to_fp8(float x) {
   uint32_t u;
   __builtin_memcpy(&u, &x, 4);

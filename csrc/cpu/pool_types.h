@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Pool contents as fp32: elements and rows of every format, and the rotation of keys. Compiled once
-// for each instruction set, see simd.h.
+// Converts pool contents to fp32: elements and rows of every format, and the rotation of keys.
+// Compiled once per instruction set; see simd.h.
 
 #pragma once
 
@@ -18,8 +18,8 @@ struct Int8 {
 struct Fp8 {
   uint8_t bits;
 };
-// Two codes, the lower nibble first. Rows of fp32 have a group's even dims before its odd ones, as
-// vectors of nibbles do: queries are put in this order, and results are put back.
+// Two codes, the lower nibble first. fp32 rows hold a group's even dims before its odd ones, as
+// vectors of nibbles do: queries are converted to this order, and results back.
 struct Int4 {
   uint8_t codes;
 };
@@ -33,7 +33,7 @@ constexpr bool kIsInt4 = false;
 template <>
 constexpr bool kIsInt4<Int4> = true;
 
-// Calls body(T{}) with the type of a pool's elements.
+// Calls body(T{}) with the pool's element type.
 template <typename Body>
 inline void with_pool_type(DType dtype, PoolFormat format, const Body& body) {
   switch (format) {
@@ -71,11 +71,11 @@ inline VecI load_bytes(const void* p) {
 #endif
 }
 
-// e4m3: 448 is the largest, and all ones is a NaN.
+// e4m3: the largest number is 448, and all ones is NaN.
 inline VecF load(const Fp8* p) {
   VecU b = (VecU)load_bytes(p);
   VecU magnitude = b & 0x7f;
-  // Below the least normal number, 2^-6, the leading digit that a float has is taken off again.
+  // Below 2^-6, the smallest normal number, subtracts the implicit leading one of the float.
   VecI subnormal = (VecI)(magnitude < 8);
   VecF normal = as_float((magnitude << 20) + (120u << 23));
   VecF small = as_float((magnitude << 20) + (121u << 23)) - 0x1p-6f;
@@ -106,7 +106,7 @@ inline uint16_t half_at(const char* p, int index) {
   return bits;
 }
 
-// A group of int4 as fp32, even dims first.
+// Converts a group of int4 codes to fp32, even dims first.
 inline void convert_group(const Int4* codes, float scale, float minimum, int size, float* out) {
   if (size < kGroup) {
     for (int j = 0; j < size / 2; j++) {
@@ -118,7 +118,8 @@ inline void convert_group(const Int4* codes, float scale, float minimum, int siz
   for (int j = 0; j < kGroup / 2; j += kWidth) {
     VecI bytes = load_bytes(codes + j);
 #if defined(__AVX512F__)
-    // All values there are, by their code; a permutation looks at the lowest four bits only.
+    // All possible values, indexed by code; the permutation uses only the low four bits of each
+    // index.
     const VecF all = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     __m512 values = (__m512)(all * scale + minimum);
     store(out + j, (VecF)_mm512_permutexvar_ps((__m512i)bytes, values));
@@ -142,7 +143,7 @@ inline void for_pairs(int dim, const Move& move) {
   }
 }
 
-// To the order of rows of int4.
+// Reorders dims to the order of int4 rows.
 inline void evens_first(float* x, int dim) {
   float from[kMaxHeadDim];
   __builtin_memcpy(from, x, dim * sizeof(float));
@@ -152,7 +153,7 @@ inline void evens_first(float* x, int dim) {
   });
 }
 
-// And back.
+// Reorders dims back.
 inline void dims_in_order(float* x, int dim) {
   float from[kMaxHeadDim];
   __builtin_memcpy(from, x, dim * sizeof(float));
@@ -162,8 +163,8 @@ inline void dims_in_order(float* x, int dim) {
   });
 }
 
-// One head of a token as fp32, padded with zeros to whole vectors. `scales` is its tail; int8 may
-// be left without its scale.
+// Converts one head of a token to fp32, padded with zeros to whole vectors. `scales` is the head's
+// tail; without Scaled, int8 codes stay unscaled.
 template <bool Scaled = true, typename T>
 inline void convert_row(
     const PoolView& pool, const T* row, const char* scales, int padded_dim, float* out) {
@@ -197,7 +198,7 @@ inline void convert_row(
   }
 }
 
-// --- The rotation of keys, and of the queries that meet them
+// --- Rotation of keys and of the queries they meet
 
 struct Signs {
   float of[kMaxHeadDim];
@@ -221,7 +222,7 @@ inline void butterflies_within(float* x, int size) {
   }
 }
 
-// The orthonormal Walsh-Hadamard transform of each run.
+// Orthonormal Walsh-Hadamard transform of each run.
 inline void hadamard(float* x, int dim) {
   int run = rotated_run(dim);  // at least 8
   butterflies_within<1>(x, dim);

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// A block of rows x columns at a time, each element a vector of partial sums: both operands are
-// read along k as they lie in memory. Compiled once for each instruction set, see simd.h.
+// Computes blocks of rows x columns with one vector of partial sums per element, so both operands
+// are read along k in place. Compiled once per instruction set; see simd.h.
 
 #pragma once
 
@@ -23,8 +23,8 @@ constexpr int kMostProductRows = kWidth >= 8 ? 16 : 0;  // few registers
 #endif
 constexpr int kMostPackedRows = kMostProductRows > 16 ? kMostProductRows : 16;
 
-// Fetches `Ahead` vectors for each vector along k, so that memory is read in one long run while
-// the block is computed: four short ones side by side are too short for the prefetcher.
+// Prefetches `Ahead` vectors for each vector along k, so that memory is read in one long run while
+// the block is computed: four short parallel runs are too short for the hardware prefetcher.
 template <int Rows, int Columns, int Ahead>
 inline void product_block(
     const ProductArgs& args, int64_t row, int64_t column, const float*& ahead) {
@@ -59,8 +59,8 @@ inline void product_block(
   store_sums(sums, args.c + row * args.ldc + column, args.ldc);
 }
 
-// All rows of some columns. The columns after them are fetched by the first blocks of rows, `Ahead`
-// vectors at a time.
+// Computes all rows of some columns. The first blocks of rows prefetch the columns after them,
+// `Ahead` vectors at a time.
 template <int Columns, int Ahead>
 inline void product_rows(const ProductArgs& args, int64_t column) {
   auto ahead = reinterpret_cast<const float*>(
@@ -94,8 +94,8 @@ inline void product_columns(const ProductArgs& args, int64_t column) {
   }
 }
 
-// Weights of other formats: some columns are unpacked into the first-level cache, a part of k at a
-// time, and multiplied by all rows.
+// Other weight formats: unpacks some columns to the L1 cache, a part of k at a time, and multiplies
+// all rows by them.
 constexpr int kPart = 512;  // elements: whole groups
 
 template <int Rows, int Columns>
@@ -133,7 +133,7 @@ inline void part_block(
   }
 }
 
-// The few rows are at most kMostPackedRows.
+// Requires rows <= kMostPackedRows.
 template <int Columns>
 inline void packed_columns(const ProductArgs& args, int row, int rows, int64_t column) {
   alignas(64) float tile[Columns * kPart];
@@ -143,7 +143,7 @@ inline void packed_columns(const ProductArgs& args, int row, int rows, int64_t c
   for (int begin = 0; begin < w.k; begin += kPart) {
     int count = w.k - begin < kPart ? w.k - begin : kPart;
     for (int j = 0; j < Columns; j++) {
-      // The columns after these, while these are computed.
+      // Prefetches the next columns while these are computed.
       auto next = static_cast<const char*>(w.data) + (column + Columns + j) * w.row_bytes +
                   int64_t(begin) * w.bits / 8;
       for (int byte = 0; byte < count * w.bits / 8; byte += 64) {
@@ -178,13 +178,13 @@ inline void packed_columns(const ProductArgs& args, int row, int rows, int64_t c
 }
 
 #if defined(__AVX512F__)
-// Affine weights of 4 or 8 bits times so few rows that storing them costs more than unpacking them
-// once for every four: in registers, in the order of packed_columns and to the same bits.
+// Affine weights of 4 or 8 bits with so few rows that unpacking them in registers, once per four
+// rows, costs less than storing them. Same order as packed_columns, same bits.
 constexpr int kMostFusedRows = 8;
 
 template <int Bits, typename T, int Rows, int Columns>
 inline void fused_block(const ProductArgs& args, int64_t row, int64_t column) {
-  constexpr int kGroups = kWidth;  // whose scales are widened at once
+  constexpr int kGroups = kWidth;  // groups whose scales are widened at once
   const WeightView& w = args.weights;
   const int groups = w.k / w.group_size;
   const float* a = args.a + row * args.lda;
@@ -289,7 +289,7 @@ inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
 }
 
 inline void few_rows(const ProductArgs& args, int64_t begin, int64_t end) {
-  // (Float32 weights of many rows are copied for the cache's sake, to the same bits.)
+  // With many rows, float32 weights are copied too, for cache locality; same bits.
   if (args.weights.format != WeightFormat::dense || args.weights.dtype != DType::float32 ||
       args.rows > kMostPackedRows) {
     return packed_rows(args, begin, end);

@@ -9,9 +9,9 @@
 
 namespace mlx_paged::cpu {
 
-// Runs body(begin, end) over one side of a product of [m, k] and [k, n], `extent` long, in as many
-// pieces as are worth it: each some 50 microseconds, by arithmetic or by the weights that it
-// streams, and a few for each thread so that none waits long for another.
+// Runs body(begin, end) over one side, `extent` long, of a product of [m, k] and [k, n]. Each piece
+// takes some 50 microseconds of arithmetic or weight streaming, and each thread gets a few pieces
+// so that none waits long for another.
 template <typename Body>
 void for_product_pieces(
     int64_t m, int64_t n, int64_t k, int64_t weight_bits, int64_t extent, const Body& body,

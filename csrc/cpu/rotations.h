@@ -7,7 +7,7 @@
 
 namespace mlx_paged::cpu {
 
-// Cosines and sines of position * scale * inv_freqs into rotations [2, half_dims].
+// Writes the cosines and sines of position * scale * inv_freqs to rotations [2, half_dims].
 inline void rotate(
     int32_t position, float scale, const float* inv_freqs, int half_dims, float* rotations) {
   float scaled = float(position) * scale;

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The products of rounded activations for instruction sets that have more for these than for the
-// other kernels. Compiled like kernels_simd.cpp.
+// Products of rounded activations for instruction sets with additional instructions for them.
+// Compiled like kernels_simd.cpp.
 
 #if defined(__AVX512BF16__)
 #include "bfloat_kernel.h"

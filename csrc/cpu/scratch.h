@@ -6,8 +6,9 @@
 
 namespace mlx_paged::cpu {
 
-// Memory of the calling thread, 64-byte aligned, until its next call. It grows to the largest task
-// of the thread so far and stays: a step's layers need the same again. Throws OutOfMemory.
+// Returns the calling thread's scratch memory, 64-byte aligned, valid until the thread's next call.
+// It grows to the largest request and stays allocated, because every layer needs it again. Throws
+// OutOfMemory.
 float* thread_scratch(size_t num_floats);
 
 }  // namespace mlx_paged::cpu

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Vectors of floats in the compiler's own vector types. This file and the kernels on it are
-// compiled once for each instruction set, in a namespace of its own (MLX_PAGED_ISA), and include no
-// standard header with inline functions: a std:: template built with AVX-512 flags here could be
-// the copy that the linker keeps for all.
+// Vectors of floats in the compiler's vector types. This file and the kernels that use it are
+// compiled once per instruction set, each in its own namespace (MLX_PAGED_ISA). They include no
+// standard header with inline functions: the linker could keep a std:: template compiled with
+// AVX-512 for the whole program.
 
 #pragma once
 
@@ -112,7 +112,7 @@ inline VecF load(const Half* p) {
 #elif defined(__AVX2__)
   return (VecF)_mm256_cvtph_ps(load_as<__m128i>(p));
 #else
-  // Exponent and mantissa move to their place; multiplying by 2^112 fixes the bias and normalises
+  // Moves exponent and mantissa into place; multiplying by 2^112 fixes the bias and normalizes
   // subnormals; infinities and NaNs keep their exponent.
   VecU h = __builtin_convertvector(load_as<VecH>(p), VecU);
   VecU magnitude = h & 0x7fff;
@@ -122,11 +122,11 @@ inline VecF load(const Half* p) {
 #endif
 }
 
-// `count` < kWidth elements, zeros behind them.
+// Loads `count` < kWidth elements, followed by zeros.
 template <typename T>
 inline VecF load_tail(const T* p, int count) {
 #if defined(__AVX512F__)
-  // (What was stored in pieces cannot be loaded as a whole before it is in the cache.)
+  // A vector stored in pieces cannot be forwarded to a full load before it reaches the cache.
   const __mmask16 mask = (1u << count) - 1;
   if constexpr (sizeof(T) == 4) {
     return (VecF)_mm512_maskz_loadu_ps(mask, p);
@@ -139,7 +139,7 @@ inline VecF load_tail(const T* p, int count) {
   return load(padded);
 }
 
-// `count` bytes, zeros behind them up to `size`.
+// Copies `count` bytes and pads with zeros up to `size`.
 inline void copy_tail(void* to, const void* from, int count, int size) {
 #if defined(__AVX512F__)
   for (int i = 0; i < size; i += 64) {
@@ -170,7 +170,7 @@ inline void store_as(Half* p, float x) {
 #if defined(__AVX2__)
   p->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 #else
-  // Round to nearest even. Not every compiler has _Float16 on its baseline target.
+  // Rounds to nearest even. Not every compiler has _Float16 on its baseline target.
   uint32_t u;
   __builtin_memcpy(&u, &x, 4);
   uint32_t sign = (u >> 16) & 0x8000;
@@ -218,7 +218,7 @@ inline VecF exp2(VecF x) {
   // Adding 1.5 * 2^23 rounds to the nearest integer, which is then in the low mantissa bits.
   VecF shifted = clamped + 0x1.8p23f;
   VecF f = clamped - (shifted - 0x1.8p23f);
-  // Taylor of 2^f on [-0.5, 0.5]: ln2^n / n!.
+  // Taylor series of 2^f on [-0.5, 0.5]: ln2^n / n!.
   VecF p = f * 1.5403530e-4f + 1.3333558e-3f;
   p = p * f + 9.6181291e-3f;
   p = p * f + 5.5504109e-2f;

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Sums of the elements of several vectors. Compiled once for each instruction set, see simd.h.
+// Sums the elements of several vectors. Compiled once per instruction set; see simd.h.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 template <int Rows, int Columns>
 inline void store_sums(const VecF (&sums)[Rows][Columns], float* c, int64_t ldc) {
 #if defined(__AVX512F__)
-  // All sixteen at once: halves, quarters and eighths of several vectors are added in one.
+  // All sixteen at once: one addition combines halves, quarters or eighths of several vectors.
   __m512 v[16];
   for (int i = 0; i < 16; i++) {
     bool used = i / 4 < Rows && i % 4 < Columns;

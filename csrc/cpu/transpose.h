@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// For AVX-512, see simd.h.
+// For AVX-512; see simd.h.
 
 #pragma once
 
@@ -26,7 +26,7 @@ inline void transpose(__m512i (&v)[16]) {
   for (int i = 0; i < 4; i++) {
     __m512i low01 = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88);  // quarters 0 and 2
     __m512i low23 = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88);
-    __m512i high01 = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);  // 1 and 3
+    __m512i high01 = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);  // quarters 1 and 3
     __m512i high23 = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
     v[i] = _mm512_shuffle_i32x4(low01, low23, 0x88);
     v[4 + i] = _mm512_shuffle_i32x4(high01, high23, 0x88);

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Weights of every format as float32. Compiled once for each instruction set, see simd.h.
+// Unpacks weights of every format to float32. Compiled once per instruction set; see simd.h.
 
 #pragma once
 
@@ -31,12 +31,12 @@ inline float widen(Half x) {
 #endif
 }
 
-// 2^(e - 127); 255 is no number.
+// 2^(e - 127); 255, NaN in the format, gives infinity.
 inline float e8m0(uint8_t e) {
   return bits_as_float(e == 0 ? 0x00400000u : uint32_t(e) << 23);
 }
 
-// E4M3 as MLX reads it: 0x7f is 480. No denormal number appears on the way, as these are slow.
+// E4M3 as MLX reads it: 0x7f is 480. Avoids intermediate denormals, which are slow.
 inline VecF e4m3(VecU x) {
   VecU magnitude = (x & 0x7fu) << 20;
   VecF normal = as_float(magnitude + (120u << 23));
@@ -51,8 +51,8 @@ inline float e4m3(uint8_t x) {
 
 constexpr float kE2M1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
-// kWidth values of Bits each, lowest bits first, from p on. Above the value there may be bits of
-// the next ones: `& mask` where they matter.
+// Loads kWidth values of Bits bits each, lowest bits first. Higher bits of the result may hold the
+// next values; apply `& mask` where that matters.
 template <int Bits>
 inline VecU spread(const uint8_t* p, int element) {
   if constexpr (Bits == 8) {
@@ -66,7 +66,7 @@ inline VecU spread(const uint8_t* p, int element) {
     constexpr uint32_t B = Bits;
 #if defined(__AVX512F__)
     if constexpr (Bits <= 4) {
-      // Eight values of a word.
+      // Eight values per word.
       uint32_t word[2];
       for (int i = 0; i < 2; i++) {
         const uint8_t* q = p + (element / 8 + i) * Bits;
@@ -84,7 +84,7 @@ inline VecU spread(const uint8_t* p, int element) {
       __m512i v = _mm512_mask_set1_epi32(_mm512_set1_epi32(int(word[0])), 0xff00, int(word[1]));
       return (VecU)_mm512_srlv_epi32(v, shifts);
     } else {
-      // Each value is in two bytes.
+      // Each value spans at most two bytes.
       constexpr auto pair = [](int i) {
         return uint32_t(0x80800000 | (i * Bits / 8 + 1) << 8 | (i * Bits / 8));
       };
@@ -100,7 +100,7 @@ inline VecU spread(const uint8_t* p, int element) {
       return (VecU)_mm512_srlv_epi32(v, shifts);
     }
 #else
-    // Eight values are Bits bytes: the first and the last four of them in a word each.
+    // Eight values take Bits bytes: loads the first four and the last four into a word each.
     auto words = [p](int at, uint32_t& low, uint32_t& high) {
       const uint8_t* q = p + at / 8 * Bits;
       if constexpr (Bits == 2) {
@@ -139,22 +139,22 @@ inline VecF to_float(VecU q) {
 #if defined(__AVX512F__)
   return (VecF)_mm512_cvtepi32_ps((__m512i)q);
 #else
-  return __builtin_convertvector((VecI)q, VecF);  // (values are small)
+  return __builtin_convertvector((VecI)q, VecF);  // values are small
 #endif
 }
 
 #if defined(__AVX512F__)
-// The 16 values that 4 bits can stand for, already scaled.
+// The 16 values of a 4-bit code, already scaled.
 struct Table {
   VecF values;
   explicit Table(VecF v) : values(v) {}
-  VecF operator()(VecU index) const {  // its low four bits count
+  VecF operator()(VecU index) const {  // uses the low four bits
     return (VecF)_mm512_permutexvar_ps((__m512i)index, (__m512)values);
   }
 };
 #endif
 
-// `groups` groups of q * scale + bias.
+// Unpacks `groups` groups of q * scale + bias.
 template <int Bits, typename T>
 inline void unpack_affine(
     const uint8_t* p, const T* scales, const T* biases, int groups, int group_size, float* out) {
@@ -181,7 +181,7 @@ inline void unpack_affine(
   }
 }
 
-// Groups of E2M1.
+// Unpacks groups of E2M1 codes.
 template <typename Scale>
 inline void unpack_fp4(
     const uint8_t* p, const uint8_t* scales, int groups, int group_size, const Scale& scale_of,
@@ -232,7 +232,7 @@ inline void widen_row(const T* p, int count, float* out) {
   }
 }
 
-// Elements [begin, begin + count) of a row. In a quantised one both are whole groups.
+// Unpacks elements [begin, begin + count) of a row. In a quantized row both are whole groups.
 inline void unpack_row(const WeightView& w, int64_t row, int begin, int count, float* out) {
   auto p = static_cast<const uint8_t*>(w.data) + row * w.row_bytes + int64_t(begin) * w.bits / 8;
   if (w.format == WeightFormat::dense) {
