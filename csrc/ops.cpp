@@ -119,27 +119,53 @@ std::pair<mx::array, mx::array> gather_kv(
 constexpr float kLargestLogit = 2e38f;
 const std::string kPositive = "positive and at most 2e+38";
 
+// Numbers of each query head, and the range that keeps logits finite: one outside of it, or a NaN,
+// would make NaNs of all rows of its head.
+struct PerHead {
+  const char* name;
+  float least;
+  float most;
+  const char* expectation;
+};
+constexpr PerHead kSinks{
+    "sinks", -std::numeric_limits<float>::infinity(), kLargestLogit, "at most 2e+38, or -inf"};
+
 template <typename T>
-void require_logits_of(const Validator& v, const mx::array& sinks) {
-  for (int i = 0; i < sinks.shape(0); i++) {
-    float sink = float(sinks.data<T>()[i * sinks.strides(0)]);
+void require_numbers_of(
+    const Validator& v, const PerHead& kind, const mx::array& a, int begin, int end) {
+  for (int i = begin; i < end; i++) {
+    float number = float(a.data<T>()[i * a.strides(0)]);
     v.require(
-        sink <= kLargestLogit, "sinks[" + std::to_string(i) + "]", "at most 2e+38, or -inf", sink);
+        number >= kind.least && number <= kind.most,
+        std::string(kind.name) + "[" + std::to_string(i - begin) + "]", kind.expectation, number);
   }
 }
 
-// One larger, or a NaN, would make NaNs of all rows of its head.
-void require_logits(const Validator& v, const mx::array& sinks) {
-  switch (sinks.dtype()) {
+void require_numbers(
+    const Validator& v, const PerHead& kind, const mx::array& a, int begin, int end) {
+  switch (a.dtype()) {
     case mx::float16:
-      return require_logits_of<mx::float16_t>(v, sinks);
+      return require_numbers_of<mx::float16_t>(v, kind, a, begin, end);
     case mx::bfloat16:
-      return require_logits_of<mx::bfloat16_t>(v, sinks);
+      return require_numbers_of<mx::bfloat16_t>(v, kind, a, begin, end);
     case mx::float64:
-      return require_logits_of<double>(v, sinks);
+      return require_numbers_of<double>(v, kind, a, begin, end);
     default:
-      return require_logits_of<float>(v, sinks);
+      return require_numbers_of<float>(v, kind, a, begin, end);
   }
+}
+
+// A part of the input `per_head`.
+mx::array checked_per_head(
+    const Validator& v, const PerHead& kind, const mx::array& a, int num_q_heads, mx::Stream s) {
+  v.shape(a, kind.name, {num_q_heads});
+  v.require(mx::issubdtype(a.dtype(), mx::floating), kind.name, "floating point", a.dtype());
+#ifndef MLX_PAGED_CUDA  // there, reading an array moves it away from the GPU
+  if (is_on_host(a)) {
+    require_numbers(v, kind, a, 0, num_q_heads);
+  }
+#endif
+  return dense(mx::astype(a, mx::float32, s), s);
 }
 
 mx::array paged_attention(
@@ -186,16 +212,12 @@ mx::array paged_attention(
       dense(block_tables, s),
       dense(work_items, s),
       dense(merge_items, s)};
+  Arrays per_head;
   if (sinks) {
-    v.shape(*sinks, "sinks", {num_q_heads});
-    v.require(
-        mx::issubdtype(sinks->dtype(), mx::floating), "sinks", "floating point", sinks->dtype());
-#ifndef MLX_PAGED_CUDA  // there, reading an array moves it away from the GPU
-    if (is_on_host(*sinks)) {
-      require_logits(v, *sinks);
-    }
-#endif
-    inputs.push_back(dense(mx::astype(*sinks, mx::float32, s), s));
+    per_head.push_back(checked_per_head(v, kSinks, *sinks, num_q_heads, s));
+  }
+  if (!per_head.empty()) {
+    inputs.push_back(per_head.size() == 1 ? per_head[0] : mx::concatenate(per_head, s));
   }
   auto options = paged::attention_options(scale, window, softcap, sinks.has_value());
   auto of_step = options;
@@ -365,7 +387,7 @@ void PagedAttention::check(const Arrays& in) const {
         "] but got [", item.partial_begin, ", ", end, ")");
   }
   if (options_.has_sinks) {
-    require_logits(Validator("paged_attention"), in[kPerHead]);
+    require_numbers(Validator("paged_attention"), kSinks, in[kPerHead], 0, in[kQueries].shape(1));
   }
 }
 

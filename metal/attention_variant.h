@@ -51,7 +51,24 @@ constant bool paged_has_bounds [[function_constant(7)]];
 #define PAGED_HAS_SINKS(options) ((options).has_sinks != 0)
 #ifndef PAGED_HAS_BOUNDS  // a file of kernels may know
 #define PAGED_HAS_BOUNDS(options) ((options).bounded_rows > 0)
+#define PAGED_KEEPS_FIRST(options) true
 #endif
+#endif
+#endif
+
+// True if a row keeps the first key that it sees. Without bounds it follows from the last one, and
+// a register less is needed.
+#ifndef PAGED_KEEPS_FIRST
+#define PAGED_KEEPS_FIRST(options) PAGED_HAS_BOUNDS(options)
+#endif
+
+// True if a file of kernels serves options whose logits depend on the row: has_row_options. Most of
+// NVIDIA's do not, to have more registers, and csrc/cuda/variants.cpp then chooses others.
+#ifndef PAGED_SERVES_ROW_OPTIONS
+#ifdef __CUDACC__
+#define PAGED_SERVES_ROW_OPTIONS false
+#else
+#define PAGED_SERVES_ROW_OPTIONS true
 #endif
 #endif
 
@@ -98,9 +115,11 @@ struct AttentionRow {
   RowBounds bounds;
 };
 
-// `per_head` holds numbers of every query head: the sinks if there are any.
-PAGED_HOOK AttentionRow
-attention_row(PAGED_BUFFER int* positions, int row, PAGED_SHARED AttentionOptions& options) {
+// `per_head` holds [num_q_heads] numbers for each option that needs some, in the order of the
+// options' fields: the sinks, if there are any.
+PAGED_HOOK AttentionRow attention_row(
+    PAGED_BUFFER int* positions, int row, PAGED_BUFFER float*, int, int,
+    PAGED_SHARED AttentionOptions& options) {
   AttentionRow result;
   result.bounds = bounds_of_row(positions, row, options);
   return result;
@@ -114,10 +133,9 @@ PAGED_HOOK AttentionRow no_row() {
   return result;
 }
 
-// True if the row sees the token. Without bounds the last key alone is needed: a register less a
-// row.
+// True if the row sees the token.
 PAGED_HOOK bool visible(AttentionRow row, int token, PAGED_SHARED AttentionOptions& options) {
-  if (PAGED_HAS_BOUNDS(options)) {
+  if (PAGED_KEEPS_FIRST(options)) {
     return token <= row.bounds.last && (!PAGED_HAS_WINDOW(options) || token >= row.bounds.first);
   }
   return token <= row.bounds.last &&
@@ -148,6 +166,11 @@ static inline bool operator==(const AttentionOptions& a, const AttentionOptions&
 // True if a logit is more than the scaled dot product.
 static inline bool changes_logits(const AttentionOptions& options) {
   return options.softcap > 0.0f;
+}
+
+// True if the logit of a scaled dot product depends on the row.
+static inline bool has_row_options(const AttentionOptions&) {
+  return false;
 }
 
 // Bit i says that function constant FIRST_FEATURE + i is true.

@@ -272,7 +272,7 @@ paged_decode(
   for (int q = 0; q < QUERIES; q++) {
     state.load_query(
         queries + ours.query(q) * K_DIM, q, lane % Lane::TOKEN_LANES,
-        ours.attention_row(q, positions, params));
+        ours.attention_row(q, positions, per_head, params));
   }
   for (int token = seen.begin + int(simd_id) * STEP; token < seen.end;
        token += DECODE_SIMD_GROUPS * STEP) {

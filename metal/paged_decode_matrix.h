@@ -156,7 +156,8 @@ paged_decode_matrix(
   for (int i = 0; i < Softmax::STEPS; i++) {
     int q = Softmax::row_of(i, simd_id, lane);
     softmax.state[i].clear();
-    softmax.rows[i] = q < ours.num_queries ? ours.attention_row(q, positions, params) : no_row();
+    softmax.rows[i] =
+        q < ours.num_queries ? ours.attention_row(q, positions, per_head, params) : no_row();
   }
   simdgroup_matrix<float, 8, 8> result[BANDS][V_COLUMNS];
   PAGED_UNROLL

@@ -146,7 +146,8 @@ paged_prefill(
     int q = (int(simd_id) * BANDS + band) * 8 + matrix_row(lane);
     query_of_lane[band] = q;
     state[band].clear();
-    rows[band] = q < ours.num_queries ? ours.attention_row(q, positions, params) : no_row();
+    rows[band] =
+        q < ours.num_queries ? ours.attention_row(q, positions, per_head, params) : no_row();
     PAGED_UNROLL
     for (int c = 0; c < V_DIM / 8; c++) {
       result[band][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);

@@ -39,9 +39,11 @@ struct QueryTile {
     return ulong(row) * num_q_heads + head(q);
   }
 
-  METAL_FUNC AttentionRow
-  attention_row(int q, device const int* positions, constant AttentionParams& params) const thread {
-    return paged::attention_row(positions, row(q), params.options);
+  METAL_FUNC AttentionRow attention_row(
+      int q, device const int* positions, device const float* per_head,
+      constant AttentionParams& params) const thread {
+    return paged::attention_row(
+        positions, row(q), per_head, head(q), params.num_q_heads, params.options);
   }
 
   // The keys of the item that any of these queries sees.

@@ -31,13 +31,12 @@ inline float softmax_tile(
       store(scores + t, paged::logit<VectorMath>(score, tokens + float(t), row, args.options));
     }
   }
-  int visible_begin = max(row.bounds.first, token) - tile;
-  int visible_end = min(token + count, row.bounds.last + 1) - tile;
-  for (int t = 0; t < min(visible_begin, kTile); t++) {
-    scores[t] = -kInf;
-  }
-  for (int t = max(visible_end, 0); t < kTile; t++) {
-    scores[t] = -kInf;
+  if (count < kTile || row.bounds.first > tile || row.bounds.last < tile + kTile - 1) {
+    for (int t = 0; t < kTile; t++) {
+      bool exists = tile + t >= token && tile + t < token + count;
+      bool seen = exists && paged::visible(row, tile + t, args.options);
+      scores[t] = seen ? scores[t] : -kInf;
+    }
   }
   VecF tile_max = load(scores);
   for (int t = kWidth; t < kTile; t += kWidth) {
@@ -60,12 +59,13 @@ inline float softmax_tile(
 }
 
 inline void softmax_lanes(
-    const AttentionArgs& args, const Item& item, const Layout& at, int token, int count,
-    const State& state) {
+    const AttentionArgs& args, const Item& item, const Layout& at, int kv_head, int token,
+    int count, const State& state) {
   int group = args.num_q_heads / args.num_kv_heads;
   for (int lane = 0; lane < at.lanes; lane++) {
-    paged::AttentionRow row =
-        paged::attention_row(args.positions, item.row_begin + lane / group, args.options);
+    paged::AttentionRow row = paged::attention_row(
+        args.positions, item.row_begin + lane / group, args.per_head,
+        kv_head * group + lane % group, args.num_q_heads, args.options);
     state.alpha[lane] = softmax_tile(
         args, row, token, count, state.scores + lane * kTile, state.row_max + lane,
         state.row_sum + lane);

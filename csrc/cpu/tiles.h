@@ -235,7 +235,7 @@ inline void weigh(
   if (args.keys.format == PoolFormat::int8) {
     scale_lanes(args, args.keys, item, head, token, count, at.lanes, state.scores);
   }
-  softmax_lanes(args, item, at, token, count, state);
+  softmax_lanes(args, item, at, head, token, count, state);
   if (args.values.format == PoolFormat::int8) {
     scale_lanes(args, args.values, item, head, token, count, at.lanes, state.scores);
   }

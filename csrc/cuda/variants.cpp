@@ -212,8 +212,9 @@ bool prefill_by_four_warps(Launch& launch, const Attention& attention, const Arr
   return true;
 }
 
-// The portable kernel for bounds, which has the largest tiles, in place of a portable one.
-void with_bounds(Launch& launch, const Arrays& in) {
+// The portable kernel for bounds and options of rows, which has the largest tiles, in place of a
+// portable one.
+void with_all_options(Launch& launch, const Arrays& in) {
   auto params = params_of<paged::AttentionParams>(launch);
   int key_dim = in[Inputs::kKeyPool].shape(3);
   int value_dim = in[Inputs::kValuePool].shape(3);
@@ -269,10 +270,12 @@ LaunchList with_variants(LaunchList list, const Arrays& in, Streams streams) {
     if (!decode && file != "paged_prefill.h") {
       continue;
     }
-    auto attention = on_tensor_cores(launch, in);
+    auto options = params_of<paged::AttentionParams>(launch).options;
+    bool has_row_options = paged::has_row_options(options);
+    auto attention = has_row_options ? std::nullopt : on_tensor_cores(launch, in);
     if (is_quantised(in)) {
       bool served = attention && decode && quantised_on_tensor_cores(launch, *attention);
-      if (!served) {  // (these ask for bounds at run time)
+      if (!served) {  // (these serve all options)
         launch.kernel.host_name += "_quantised";
       }
       continue;
@@ -285,8 +288,8 @@ LaunchList with_variants(LaunchList list, const Arrays& in, Streams streams) {
       prefill_on_tensor_cores(launch, *attention);
     }
     bool portable = launch.kernel.file == file;
-    if (portable && params_of<paged::AttentionParams>(launch).options.bounded_rows > 0) {
-      with_bounds(launch, in);
+    if (portable && (has_row_options || options.bounded_rows > 0)) {
+      with_all_options(launch, in);
     }
   }
   return list;

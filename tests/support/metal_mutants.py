@@ -85,9 +85,9 @@ MUTANTS = [
     _mutant(VARIANT, "positions[options.bounded_rows + row]", "positions[options.bounded_rows]", "all rows have the first one's first bound", *BOUNDS),
     _mutant(VARIANT, "token >= row.bounds.first);", "token >= row.bounds.first - 1);", "a row sees one before its first bound", *BOUNDS),
     _mutant(VARIANT, "return token <= row.bounds.last && (", "return token <= row.bounds.last + 1 && (", "a row sees one behind its last bound", *BOUNDS),
-    _mutant(DECODE, "ours.attention_row(q, positions, params)", "ours.attention_row(0, positions, params)", "all queries have the first one's bounds", "bounds_decode"),
-    _mutant(MATRIX, "ours.attention_row(q, positions, params)", "ours.attention_row(0, positions, params)", "all steps have the first one's bounds", "bounds_matrix"),
-    _mutant(PREFILL, "ours.attention_row(q, positions, params)", "ours.attention_row(0, positions, params)", "all bands have the first one's bounds", "bounds_prefill"),
+    _mutant(DECODE, "ours.attention_row(q, positions, per_head, params)", "ours.attention_row(0, positions, per_head, params)", "all queries have the first one's bounds", "bounds_decode"),
+    _mutant(MATRIX, "ours.attention_row(q, positions, per_head, params)", "ours.attention_row(0, positions, per_head, params)", "all steps have the first one's bounds", "bounds_matrix"),
+    _mutant(PREFILL, "ours.attention_row(q, positions, per_head, params)", "ours.attention_row(0, positions, per_head, params)", "all bands have the first one's bounds", "bounds_prefill"),
     _mutant(TABLE, "seen.end = max(seen.end, keys.end);", "seen.end = keys.end;", "an item ends with what its last row sees", *BOUNDS),
     _mutant(VARIANT, "(options) paged_has_bounds", "(options) paged_has_sinks", "another option's constant for bounds", *BOUNDS),
     # Matrix units

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The portable kernels of steps with bounds, of the largest tiles only: few steps have bounds, and
-// most rows of these are a picture's.
+// The portable kernels of steps with bounds, and of layers with options that others do not serve;
+// of the largest tiles only. Few steps have bounds, and most rows of these are a picture's.
 
-#define PAGED_HAS_BOUNDS(options) true
+#define PAGED_SERVES_ROW_OPTIONS true
 
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"
@@ -11,17 +11,20 @@
 #include "../msl/metal_stdlib"
 #include "../portable_shape.h"
 #include "attention_arguments.h"
+#include "dependent_launch.h"
 #include "paged_decode_matrix.h"
 #include "paged_prefill.h"
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM)) paged_decode_matrix_bounds_entry(ATTENTION_PARAMETERS) {
+  paged::begin_after_kernel_before();
   paged_decode_matrix<T, K_DIM, V_DIM, ROWS, paged::portable_matrix_simd_groups(K_DIM)>(
       ATTENTION_ARGUMENTS);
 }
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS) paged_prefill_bounds_entry(ATTENTION_PARAMETERS) {
+  paged::wait_for_kernel_before();
   paged_prefill<
       T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
       ATTENTION_ARGUMENTS);

@@ -3,6 +3,7 @@
 // The portable kernels of quantised pools. Which format a pool has, and whether there are bounds,
 // is asked at run time: a kernel of each would be compiled for too long.
 
+#define PAGED_SERVES_ROW_OPTIONS true
 #define PAGED_QUANTISED(params) true
 #define PAGED_INT4_KEYS(params) ((params).key_format == paged::FORMAT_INT4)
 #define PAGED_INT4_VALUES(params) ((params).value_format == paged::FORMAT_INT4)
