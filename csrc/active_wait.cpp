@@ -10,12 +10,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// This thread was preempted for at least this long when another one had its turn. (Threads that
-// only need a moment, such as the GPU driver's, are no reason to sleep.)
+// Gap after which this thread counts as preempted by another. Threads that run only briefly, such
+// as the GPU driver's, are no reason to sleep.
 constexpr std::chrono::microseconds kTurn{500};
 
-// Times that this thread was made to give up its core. (Where nobody counts them, as many as it was
-// kept from running.)
+// Number of times this thread was preempted. Without such a count every call returns a new number,
+// so that any long gap counts as preemption.
 long times_preempted() {
 #ifdef RUSAGE_THREAD
   rusage usage;
@@ -26,7 +26,7 @@ long times_preempted() {
 #endif
 }
 
-// A microsecond or two in which the core's other thread has all of it.
+// Yields the core to its other hardware thread for a microsecond or two.
 void pause() {
   for (int i = 0; i < 32; i++) {
 #if defined(__x86_64__)
@@ -46,7 +46,7 @@ bool wait_actively(const mx::array& a, std::chrono::nanoseconds limit) {
   while (a.status() != mx::array::Status::unscheduled && !a.is_available() && last < end) {
     pause();
     auto now = Clock::now();
-    // (A virtual machine, or a driver's lock, can keep it from running too.)
+    // A virtual machine or a lock in the driver can also cause a gap.
     if (now - last > kTurn && times_preempted() != before) {
       return false;
     }

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Waiting for an array without sleeping. A thread that sleeps until a GPU has finished runs slower
-// for a while when it is woken: its core was switched off, and the caches of that are empty.
+// Waits for an array without sleeping. A thread that sleeps until a GPU has finished runs slower
+// for a while after it wakes up, because its core was powered down and its caches are cold.
 
 #pragma once
 
@@ -13,9 +13,9 @@ namespace mlx_paged {
 
 namespace mx = mlx::core;
 
-// Looks again and again until `a`, whose evaluation has begun, is available; at most for `limit`,
-// and no longer than nothing else runs on this thread's core. Returns whether nothing else did: to
-// that, a thread that does not sleep is a bad neighbour, and gets its own turn late.
+// Polls until `a`, whose evaluation has started, is available, for at most `limit`. Returns false
+// as soon as another thread runs on this core: polling would delay that thread, and the scheduler
+// would make this one wait in turn.
 bool wait_actively(const mx::array& a, std::chrono::nanoseconds limit);
 
 }  // namespace mlx_paged

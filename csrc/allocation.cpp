@@ -41,12 +41,13 @@ constexpr bool is_failing() {
 
 std::atomic<bool> is_bound{false};
 
-// Bytes that MLX's CPU allocator counts as active and did not get; taken back at the next occasion.
+// Bytes that MLX's CPU allocator counts as active although their allocation failed. correct_count()
+// subtracts them later.
 std::atomic<size_t> miscounted{0};
 
-// Has MLX's CPU allocator count fewer active bytes. It subtracts the size that a freed buffer's
-// header names. Two sizes that wrap around to `num_bytes` are both larger than any cache, so that
-// neither buffer is kept for reuse: they have no memory but for their headers.
+// Lowers MLX's count of active bytes. Its CPU allocator subtracts the size in a freed buffer's
+// header, so this frees two header-only buffers whose sizes wrap around to `num_bytes`. Both sizes
+// exceed any cache limit, so neither buffer is kept for reuse.
 void correct_count() {
   constexpr size_t kHalf = size_t{1} << (8 * sizeof(size_t) - 1);
   size_t num_bytes = miscounted.exchange(0);
@@ -68,7 +69,7 @@ void correct_count() {
   mlx.free(mx::allocator::Buffer(second));
 }
 
-// The error of a stream, taken from it; empty if it has none.
+// Takes the pending error of a stream; empty if there is none.
 std::string take_error(mx::Stream stream) {
   try {
     mx::scheduler::check_error(stream);
@@ -78,8 +79,8 @@ std::string take_error(mx::Stream stream) {
   return {};
 }
 
-// Waits until a CPU stream has done what is queued. Returns its error and takes it from the stream:
-// MLX refuses work from the main thread while there is one.
+// Waits until a CPU stream has finished its queued work. Returns its error and clears it, because
+// MLX rejects work from the main thread while a stream has an error.
 std::string drain(mx::Stream stream) {
   std::string error;
   for (bool is_queued = false; !is_queued;) {
@@ -91,7 +92,7 @@ std::string drain(mx::Stream stream) {
     try {
       mx::scheduler::enqueue(stream, [done] { done->set_value(); });
       is_queued = true;
-    } catch (const std::exception& found) {  // an error that has come since
+    } catch (const std::exception& found) {  // an error that came up since
       if (error.empty()) {
         error = found.what();
       }
@@ -115,14 +116,14 @@ std::vector<mx::Stream> cpu_streams() {
   return streams;
 }
 
-// MLX counts a task before it queues it. The main thread, which may not queue while a stream has an
-// error, leaves tasks counted that never come, and evaluations that wait for their end hang. Idle
-// streams have none under way. A task that another thread queues meanwhile may be taken for one of
-// these, so the least of a few counts is used; a count that is too low only lets MLX run ahead
-// further.
+// Corrects MLX's count of active tasks. MLX counts a task before it queues it, but the main thread
+// may not queue while a stream has an error: such tasks stay counted, and evaluations that wait for
+// them hang. All tasks counted while the streams are idle are lost ones. Another thread can queue a
+// task meanwhile, so this uses the minimum of several counts; a count that is too low only lets MLX
+// run further ahead.
 void correct_num_tasks(const std::vector<mx::Stream>& streams) {
   if (streams.empty() || mx::is_available(mx::Device::gpu)) {
-    return;  // a GPU's tasks are counted, too
+    return;  // the count includes the GPU's tasks
   }
   int num_lost = mx::scheduler::n_active_tasks();
   for (int i = 0; i < 2 && num_lost > 0; ++i) {
@@ -130,7 +131,7 @@ void correct_num_tasks(const std::vector<mx::Stream>& streams) {
       std::string error = drain(stream);
       if (!error.empty()) {
         mx::scheduler::enqueue(stream, [error] { throw std::runtime_error(error); });
-        return;  // at the next occasion
+        return;  // corrected next time
       }
     }
     num_lost = std::min(num_lost, mx::scheduler::n_active_tasks());
@@ -140,10 +141,9 @@ void correct_num_tasks(const std::vector<mx::Stream>& streams) {
   }
 }
 
-// Waits until the CPU's streams have done what is queued, frees what is cached and corrects what
-// MLX counts. What is queued holds memory, and must not outlive the arrays of an evaluation that is
-// given up. A stream's own thread, which is none of Python's, cannot wait for itself: it corrects
-// the count of bytes only.
+// Waits for the queued work of the CPU streams, frees MLX's cache and corrects MLX's counters.
+// Queued work holds memory and must not outlive the arrays of an abandoned evaluation. A stream's
+// own thread, which Python did not create, cannot wait for itself and only corrects the byte count.
 void make_room() {
   correct_count();
   if (!PyGILState_GetThisThreadState()) {
@@ -154,8 +154,8 @@ void make_room() {
     released.emplace();
   }
   std::vector<mx::Stream> streams = cpu_streams();
-  // MLX raises and forgets the errors of streams when it frees its cache; they belong to who waits
-  // for the arrays.
+  // MLX raises and discards stream errors when it frees its cache, so this keeps them for the
+  // threads that wait for the arrays.
   std::vector<std::pair<mx::Stream, std::string>> errors;
   for (const auto& stream : streams) {
     if (std::string error = drain(stream); !error.empty()) {
@@ -169,8 +169,8 @@ void make_room() {
   }
 }
 
-// Calls `allocate`, which returns whether it got memory, until it has; throws OutOfMemory if it has
-// not even when nothing is cached or under way.
+// Calls `allocate` until it returns true. Throws OutOfMemory if it fails even after everything
+// cached and queued has been released.
 template <typename Allocate>
 void retry(size_t num_bytes, const Allocate& allocate) {
   bool fails = is_failing();
@@ -185,7 +185,7 @@ void retry(size_t num_bytes, const Allocate& allocate) {
   throw OutOfMemory(num_bytes);
 }
 
-// After MLX's allocator has returned a null pointer. (A GPU's throws before it counts.)
+// Records that MLX's allocator returned null. A GPU allocator throws before it counts.
 void note_refusal([[maybe_unused]] size_t num_bytes) {
 #ifdef __linux__
   if (!mx::is_available(mx::Device::gpu)) {
@@ -222,7 +222,7 @@ class CheckedAllocator : public mx::allocator::Allocator {
 };
 
 CheckedAllocator& checked() {
-  // Never destroyed: arrays are freed until the process has ended.
+  // Never destroyed, because arrays are freed until the process ends.
   static auto* allocator = new CheckedAllocator(mx::allocator::allocator());
   return *allocator;
 }
@@ -251,7 +251,7 @@ mx::allocator::Data allocate(size_t num_bytes) {
     if (data->buffer().ptr() || num_bytes == 0) {
       return true;
     }
-    (void)data.release();  // (MLX would keep its null pointer for reuse)
+    (void)data.release();  // otherwise MLX would cache its null pointer
     note_refusal(num_bytes);
     return false;
   });
@@ -294,11 +294,11 @@ void bind_allocation(nb::module_& m) {
         checked_allocator();
         return reinterpret_cast<uintptr_t>(&checked_allocator);
       },
-      "Address of what MLX's `allocator()` has to become, so that a lack of memory raises.");
+      "Address of the replacement for MLX's `allocator()`, which raises when memory runs out.");
 
   m.def(
       "make_room", &make_room,
-      "Waits for the CPU's streams and frees what MLX has cached. Errors of streams stay theirs.");
+      "Waits for the CPU's streams and frees MLX's cache. Streams keep their errors.");
 
 #ifdef MLX_PAGED_BUILD_TESTS
   m.def(
@@ -307,13 +307,13 @@ void bind_allocation(nb::module_& m) {
         num_allocations = 0;
         failing = index;
       },
-      "index"_a, "Has an allocation from here on fail, by its index; -1: none.");
+      "index"_a, "Makes the allocation with this index, counted from now on, fail; -1: none.");
   m.def(
       "_num_allocations", [] { return num_allocations.load(); },
       "Allocations since `_fail_allocation`.");
   m.def(
       "_num_active_tasks", [] { return mx::scheduler::n_active_tasks(); },
-      "Tasks that MLX counts as under way, on all streams.");
+      "Tasks that MLX counts as active, on all streams.");
 #endif
 }
 

@@ -1,10 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Memory for arrays and kernels, checked where it is allocated: without memory OutOfMemory is
-// thrown, and nothing is stored.
+// Checked memory for arrays and kernels: a failed allocation throws OutOfMemory before anything is
+// stored.
 //
-// MLX's CPU allocator reports a lack of memory by a null pointer that MLX's own operations do not
-// look at. On Linux extension.py binds them to `checked_allocator`, which throws instead.
+// MLX's CPU allocator reports failure by a null pointer, which MLX's own operations do not check.
+// On Linux extension.py redirects them to `checked_allocator`, which throws instead.
 
 #pragma once
 
@@ -18,10 +18,10 @@ namespace mlx_paged {
 
 namespace mx = mlx::core;
 
-// In Python mlx_paged.errors.OutOfMemoryError.
+// Becomes mlx_paged.errors.OutOfMemoryError in Python.
 class OutOfMemory : public std::bad_alloc {
  public:
-  // The message is "[operation] cannot allocate N bytes" and `purpose`.
+  // The message is "[operation] cannot allocate N bytes", followed by `purpose`.
   explicit OutOfMemory(
       size_t num_bytes, const char* operation = "allocate", const char* purpose = "");
   const char* what() const noexcept override { return message_; }
@@ -29,16 +29,17 @@ class OutOfMemory : public std::bad_alloc {
 
  private:
   size_t num_bytes_;
-  char message_[200];  // a string might find no memory either
+  char message_[200];  // fixed size: a string could fail to allocate
 };
 
-// Memory of MLX's. Throws OutOfMemory.
+// Allocates from MLX. Throws OutOfMemory.
 mx::allocator::Data allocate(size_t num_bytes);
 
-// Gives an array memory of its own. Throws OutOfMemory.
+// Allocates the memory of an array. Throws OutOfMemory.
 void allocate(mx::array& a);
 
-// Memory that no array has, aligned to 64 bytes. It grows and stays; what it held is lost then.
+// Memory outside of arrays, aligned to 64 bytes. Grows on demand and is never shrunk; growing loses
+// the contents.
 class Scratch {
  public:
   Scratch() = default;
@@ -46,7 +47,7 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch();
 
-  // Throws OutOfMemory, and has no memory then.
+  // Throws OutOfMemory and then holds no memory.
   template <typename T>
   T* at_least(size_t count) {
     if (count * sizeof(T) > num_bytes_) {
@@ -62,8 +63,8 @@ class Scratch {
   size_t num_bytes_ = 0;
 };
 
-// MLX's allocator with a check of what it returns. The first call must come before anything of this
-// library is bound to it.
+// MLX's allocator with a check of its results. The first call must precede any use of it by this
+// library.
 mx::allocator::Allocator& checked_allocator();
 
 }  // namespace mlx_paged

@@ -6,8 +6,9 @@ namespace mlx_paged {
 
 namespace {
 
-// MLX gives out the descriptor's address only, which another array may have later. An explicit
-// instantiation may name a private member ([temp.spec.general]), and gives it to descriptor_in.
+// Reads an array's private descriptor. MLX exposes only its address, which another array may get
+// later. An explicit instantiation may name a private member ([temp.spec.general]) and passes it to
+// descriptor_in.
 template <auto Member>
 struct DescriptorAccess {
   friend std::shared_ptr<const void> descriptor_in(const mlx::core::array& a) { return a.*Member; }

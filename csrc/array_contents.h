@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// ArrayContents: tells later whether an array still has the contents that it has now.
+// ArrayContents: detects whether an array still has the contents it had.
 
 #pragma once
 
@@ -10,11 +10,12 @@
 
 namespace mlx_paged {
 
-// The descriptor that an array object has at the moment. Updates in place (`w -= x`, `w[...] = y`)
-// give the object another one.
+// Returns the array object's current descriptor. In-place updates (`w -= x`, `w[...] = y`) give the
+// object a new one.
 std::shared_ptr<const void> descriptor_of(const mlx::core::array& a);
 
-// Does not keep the array's data alive. A descriptor's address is not used again while this exists.
+// Identifies an array's contents without keeping its data alive. The descriptor's address is not
+// reused while this exists.
 class ArrayContents {
  public:
   explicit ArrayContents(const mlx::core::array& a) : descriptor_(descriptor_of(a)) {}

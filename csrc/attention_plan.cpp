@@ -11,57 +11,57 @@ namespace mlx_paged {
 
 namespace {
 
-// Most tokens of a piece. On a CPU a core works on one item, and the step would wait for a longer
-// one when all others are done; pieces end at multiples of it, whatever rows an item has. On a GPU
-// this bounds the pieces of a short prefill chunk.
+// Maximum tokens per piece. A CPU core works on one item, and the step would wait for a longer one
+// after all others are done; pieces end at multiples of this for any number of rows. On a GPU this
+// limits the pieces of a short prefill chunk.
 constexpr int64_t kLongest = 4096;
-// Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
-// four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
-// percent of its piece's keys and values at a head dim of 128 in 16 bits.
+// Minimum tokens per piece for decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176
+// threadgroups with 8 KV heads, while four per core on 40 cores are 160. A query head's partial,
+// written once and read once, is 0.5% of its piece's keys and values at head dim 128 in 16 bits.
 constexpr int64_t kShortest = 384;
-// More pieces of a long context fill no GPU better, and merging them takes time.
-constexpr int64_t kMostPieces = 48;
-// A short context that is alone would leave most of a GPU idle: 1024 tokens are 24 threadgroups at
-// 8 KV heads, or 48 where pieces are half as long. As many as a merge takes at once.
-constexpr int64_t kMostHalfPieces = 12;
-// A short prefill chunk behind a long cached prefix has few items, and each would have to go
-// through all of the prefix. 16 pieces of them at 8 KV heads are 128 threadgroups; a chunk of 16
-// items has as many by itself, and its items are not split however long the prefix. Every piece
-// leaves partials of all its rows, so that a step of short chunks needs room for up to eight times
-// its rows; behind prefixes so long that pieces reach kLongest there are more, up to 2048 a chunk.
+// More pieces of a long context keep no GPU busier, and merging them takes time.
+constexpr int64_t kMaxPieces = 48;
+// A short context that runs alone would leave most of a GPU idle: 1024 tokens are 24 threadgroups
+// with 8 KV heads, or 48 with pieces half as long. As many as a merge takes at once.
+constexpr int64_t kMaxHalfPieces = 12;
+// A short prefill chunk behind a long cached prefix has few items, each of which must read the
+// whole prefix. 16 pieces with 8 KV heads are 128 threadgroups; a chunk of 16 items has as many by
+// itself and is not split, however long the prefix. Every piece writes partials of all its rows, so
+// a step of short chunks needs room for up to eight times its rows. Behind prefixes so long that
+// pieces reach kLongest there are more, up to 2048 per chunk.
 constexpr int64_t kPrefillPieces = 16;     // of all items of a chunk together
-constexpr int64_t kMostPrefillPieces = 8;  // of an item
-constexpr int64_t kMostLongPieces = 64;    // of all items of a chunk, where they would be longer
+constexpr int64_t kMaxPrefillPieces = 8;   // per item
+constexpr int64_t kMaxLongPieces = 64;     // of all items, if pieces would be longer otherwise
 constexpr int64_t kShortestPrefill = 512;
 
 int64_t ceil_div(int64_t n, int64_t m) {
   return (n + m - 1) / m;
 }
 
-// Sizes that stay constant while contexts grow by some blocks: steps of one shape can be one graph
-// (mlx_paged/model/compiled.py).
+// Rounds a size so that it stays constant while contexts grow by some blocks: steps of equal shape
+// can share a graph (mlx_paged/model/graph_runner.py).
 int64_t in_strides(int64_t size) {
   int64_t stride = std::max(16, 1 << std::max(0, int(std::bit_width(uint64_t(size))) - 3));
   return ceil_div(size, stride) * stride;
 }
 
-// How many tokens of context one piece of an item covers at most. A row's result is summed in the
-// order of its pieces, so they depend on the row alone: on its context and on how many rows share
-// its pass over it. The rest of the batch does not change its bits.
+// Maximum tokens of context per piece of an item. A row's result is summed in the order of its
+// pieces, so they depend only on the row's context and on the number of rows that share its pass
+// over it. The rest of the batch does not change the row's bits.
 int64_t tokens_per_piece(int64_t num_tokens, int64_t num_rows, int64_t num_items) {
   if (num_rows <= kMostDraftRows) {
-    int64_t longest = std::max(ceil_div(num_tokens, kMostPieces), kShortest);
-    bool halves = num_tokens > longest && 2 * num_tokens <= longest * kMostHalfPieces;
+    int64_t longest = std::max(ceil_div(num_tokens, kMaxPieces), kShortest);
+    bool halves = num_tokens > longest && 2 * num_tokens <= longest * kMaxHalfPieces;
     return halves ? longest / 2 : longest;
   }
   if (num_items >= kPrefillPieces) {
     return std::max(num_tokens, kLongest);
   }
-  int64_t share = std::clamp<int64_t>(kPrefillPieces / num_items, 1, kMostPrefillPieces);
-  int64_t most = std::max<int64_t>(kMostLongPieces / num_items, 1);
+  int64_t share = std::clamp<int64_t>(kPrefillPieces / num_items, 1, kMaxPrefillPieces);
+  int64_t max_pieces = std::max<int64_t>(kMaxLongPieces / num_items, 1);
   return std::min(
       std::max(ceil_div(num_tokens, share), kShortestPrefill),
-      std::max(ceil_div(num_tokens, most), kLongest));
+      std::max(ceil_div(num_tokens, max_pieces), kLongest));
 }
 
 // Rows of one sequence that share a pass over their context.
@@ -93,8 +93,8 @@ bool is_plan(const PlanSequences& seqs, const PlanRules& rules) {
   if (seqs.bounds && seqs.num_bounds != num_rows) {
     return false;
   }
-  int64_t most = rules.num_rows ? rules.num_rows : std::numeric_limits<int32_t>::max();
-  return num_rows <= most && (!seqs.bounds || !rules.num_rows || num_rows == most);
+  int64_t max_rows = rules.num_rows ? rules.num_rows : std::numeric_limits<int32_t>::max();
+  return num_rows <= max_rows && (!seqs.bounds || !rules.num_rows || num_rows == max_rows);
 }
 
 void add_rows(AttentionPlan& plan, const PlanSequences& seqs, const PlanRules& rules) {
@@ -128,7 +128,7 @@ void add_tables(AttentionPlan& plan, const PlanSequences& seqs) {
   }
 }
 
-// The positions that the rows of an item see, together: from the first one to the end.
+// Range of positions that the rows of an item see.
 struct Span {
   int64_t begin;
   int64_t end;
@@ -137,7 +137,7 @@ struct Span {
 Span seen_by(
     const AttentionPlan& plan, const PlanSequences& seqs, const PlanRules& rules, int64_t row_begin,
     int64_t row_end) {
-  // The first row looks furthest back, and the last one sees everything up to its own position.
+  // The first row sees furthest back, and the last one sees everything up to its own position.
   int64_t first = plan.positions[row_begin] - (rules.window - 1);
   Span span{rules.window ? std::max<int64_t>(first, 0) : 0, plan.positions[row_end - 1] + 1};
   for (int64_t row = row_begin; seqs.bounds && row < row_end; row++) {
@@ -149,7 +149,7 @@ Span seen_by(
   return span;
 }
 
-// Blocks at whose multiples pieces end; 0: an item is split evenly.
+// Pieces end at multiples of this many blocks; 0: an item is split evenly.
 int64_t aligned_blocks(const PlanRules& rules) {
   return rules.split_tokens || rules.on_gpu ? 0 : kLongest / rules.block_size;
 }
@@ -175,15 +175,15 @@ std::vector<Item> items_of(
       items.push_back({i, begin, end, first_block, end_block, num_tokens, num_splits});
     }
   }
-  // (The longest first.)
+  // Longest first.
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
     return a.num_tokens > b.num_tokens;
   });
   return items;
 }
 
-// An item becomes as many pieces as it has splits: of as many blocks, within one, or up to the
-// multiples of `aligned`. Each leaves partials of all its rows, in the order of the pieces.
+// Adds the pieces of each item: equal to within one block, or ending at multiples of `aligned`.
+// Each piece writes partials of all its rows, in the order of the pieces.
 void add_items(AttentionPlan& plan, const std::vector<Item>& items, int64_t aligned) {
   int64_t num_pieces = 0;
   for (const auto& item : items) {
@@ -222,7 +222,7 @@ std::optional<AttentionPlan> plan_attention(const PlanSequences& seqs, const Pla
   add_rows(plan, seqs, rules);
   plan.num_seqs = seqs.count;
   plan.num_rows = int(plan.positions.size());
-  // (Steps with prompts repeat only where rows are added to them.)
+  // Shapes of steps with prompts repeat only if rows are added to them.
   bool pads = rules.pads && (plan.num_rows == seqs.count || rules.num_rows > 0);
   plan.table_width = int(pads ? in_strides(seqs.table_width) : seqs.table_width);
   add_tables(plan, seqs);
@@ -232,14 +232,14 @@ std::optional<AttentionPlan> plan_attention(const PlanSequences& seqs, const Pla
     plan.bounds.insert(plan.bounds.end(), seqs.bounds, seqs.bounds + 2 * size_t(seqs.num_bounds));
   }
   if (pads) {
-    // An item or merge of no rows does nothing, and no item leads to the additional blocks.
+    // An item or merge without rows does nothing, and no item reads the additional blocks.
     plan.work_items.resize(in_strides(int64_t(plan.work_items.size()) / 6) * 6);
     plan.merge_items.resize(in_strides(int64_t(plan.merge_items.size()) / 4) * 4);
   }
   if (rules.num_rows) {
     plan.num_rows = rules.num_rows;
     plan.positions.resize(rules.num_rows);
-    plan.slots.resize(rules.num_rows, -1);  // (they write nothing)
+    plan.slots.resize(rules.num_rows, -1);  // the added rows write nothing
   }
   return plan;
 }

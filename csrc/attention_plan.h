@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The plan of a step: where each row's key goes, and which blocks the attention of which rows
-// reads. mlx_paged/model/plan.py says what the numbers are and checks them; here they are made, in
-// a fraction of NumPy's time. The GPU waits for nothing else as often.
+// The plan of a step: the pool slot of each row's key, and the blocks that the attention of each
+// row reads. mlx_paged/model/plan.py defines and checks the numbers. Computed in C++, many times
+// faster than with NumPy, because the GPU waits for it.
 
 #pragma once
 
@@ -12,19 +12,19 @@
 
 namespace mlx_paged {
 
-// Items of up to so many query rows are decodes and drafts to verify, those of more are prefill
-// chunks: other kernels serve them, and their contexts are split in another way.
+// Maximum query rows of an item that is a decode or a draft. Items with more rows are prefill
+// chunks, which use other kernels and split their contexts differently.
 constexpr int kMostDraftRows = 8;
 
 struct PlanSequences {
   int count;
   int table_width;
   const int32_t* tables;        // [count, table_width]
-  const int64_t* num_blocks;    // [count], of each table
+  const int64_t* num_blocks;    // [count], blocks in each table
   const int64_t* context_lens;  // [count]
   const int64_t* query_lens;    // [count]
-  // [2, num_rows]: the first and the last position of the span that each row sees as a whole, as
-  // Python has checked them; nullptr: no row has one.
+  // [2, num_rows]: first and last position of the span that each row sees in full, checked by
+  // Python; nullptr: no row has one.
   const int32_t* bounds;
   int num_bounds;  // rows of `bounds`
 };
@@ -32,11 +32,11 @@ struct PlanSequences {
 struct PlanRules {
   int block_size;
   int64_t window;         // 0: none
-  int64_t rows_per_item;  // at most
-  int64_t split_tokens;   // of a piece of a context, about; 0: as the device needs
+  int64_t rows_per_item;  // maximum
+  int64_t split_tokens;   // approximate length of a piece of a context; 0: chosen by device
   bool on_gpu;
-  bool pads;     // sizes of what depends on contexts to strides, so that they change seldom
-  int num_rows;  // with rows of no sequence at the end; 0: those of the sequences
+  bool pads;     // rounds sizes that depend on contexts, so that shapes repeat
+  int num_rows;  // total, padded with rows that belong to no sequence; 0: no padding
 };
 
 struct AttentionPlan {
@@ -50,10 +50,10 @@ struct AttentionPlan {
   std::vector<int32_t> query_starts;  // [num_seqs + 1]
   std::vector<int32_t> work_items;    // [, 6]
   std::vector<int32_t> merge_items;   // [, 4]
-  std::vector<int32_t> bounds;        // [3, num_rows], with the positions; empty: there are none
+  std::vector<int32_t> bounds;  // [3, num_rows], including the positions; empty if there are none
 };
 
-// None for numbers that are no plan.
+// Returns nothing for invalid numbers.
 std::optional<AttentionPlan> plan_attention(const PlanSequences& seqs, const PlanRules& rules);
 
 }  // namespace mlx_paged

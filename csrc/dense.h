@@ -6,28 +6,27 @@
 
 namespace mlx_paged {
 
-// True if `a` is known to have dense rows while the graph is built.
+// True if `a` is known to have dense rows at graph-build time.
 inline bool is_dense(const mlx::core::array& a) {
   return a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous;
 }
 
-// True if `a` is a node of a graph that can still be changed: nothing of it has been evaluated, and
-// nobody traces it.
+// True if `a` is a graph node that can still be changed: nothing has evaluated or traced it.
 inline bool is_pending(const mlx::core::array& a) {
   return a.status() == mlx::core::array::Status::unscheduled && a.has_primitive() && !a.is_tracer();
 }
 
-// True if the numbers of `a` are known now. array::is_available is also true for results of the
-// current evaluation: they have no event yet.
+// True if the contents of `a` are available now. array::is_available is also true for results of
+// the current evaluation, which have no event yet.
 inline bool is_on_host(const mlx::core::array& a) {
   using Status = mlx::core::array::Status;
   return a.status() == Status::available ||
          (a.status() == Status::evaluated && a.event().valid() && a.is_available());
 }
 
-// Kernels read dense rows. On the CPU eval_cpu makes them (cpu/dense.h), with CUDA eval_gpu. With
-// Metal arrays known to be dense cost nothing here, others a graph node, and a copy only if they
-// turn out not to be.
+// Makes rows dense, as kernels require. On the CPU and with CUDA this happens at evaluation
+// (cpu/dense.h, gpu_eval.cpp). With Metal it costs nothing for arrays known to be dense; others get
+// a graph node, which copies only if the rows turn out not to be dense.
 inline mlx::core::array dense(const mlx::core::array& a, [[maybe_unused]] mlx::core::Stream s) {
 #ifdef MLX_PAGED_CUDA
   return a;

@@ -42,7 +42,7 @@ bool is_supported(const mlx::core::Dtype& dtype) {
 DType dtype_of(const mlx::core::Dtype& dtype) {
   const auto* entry = find(dtype);
   if (!entry) {
-    throw std::logic_error("[mlx_paged] no kernel takes arrays of this dtype");
+    throw std::logic_error("[mlx_paged] no kernel supports this dtype");
   }
   return entry->dtype;
 }

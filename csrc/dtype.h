@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The dtypes of activations and pools, from the list in metal/kernel_table.h. No standard headers
-// here: the vectorised CPU kernels include this file (cpu/simd.h says why).
+// Dtypes of activations and pools, from the list in metal/kernel_table.h. Includes no standard
+// headers, because the vectorized CPU kernels include this file (see cpu/simd.h).
 
 #pragma once
 
@@ -19,7 +19,7 @@ namespace mlx_paged {
 enum class DType { PAGED_FOR_EACH_DTYPE(MLX_PAGED_DTYPE, unused) };
 #undef MLX_PAGED_DTYPE
 
-// As kernels' host names have it: "float32", "float16" or "bfloat16".
+// The dtype's part of kernel host names: "float32", "float16" or "bfloat16".
 const char* name_of(DType dtype);
 
 bool is_supported(const mlx::core::Dtype& dtype);
@@ -27,11 +27,11 @@ bool is_supported(const mlx::core::Dtype& dtype);
 // Converts a dtype that Validator has checked.
 DType dtype_of(const mlx::core::Dtype& dtype);
 
-// True if pools may have this dtype, and the format that it stands for.
+// True if pools can have this dtype. format_of() returns the format it stands for.
 bool is_pool_dtype(const mlx::core::Dtype& dtype);
 PoolFormat format_of(const mlx::core::Dtype& dtype);
 
-// The last extent of a pool, which stands in place of the head dim.
+// Last extent of a pool with this head dim.
 int last_extent(const mlx::core::Dtype& dtype, int head_dim);
 
 // The layout of a pool that Validator has checked.

@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// eval_gpu of every KernelNode: allocate or alias the outputs, make the inputs readable, encode.
+// GPU evaluation of every KernelNode: allocates or aliases the outputs, makes the inputs readable,
+// and encodes the launches.
 
 #include "dense.h"
 #include "gpu.h"
@@ -11,7 +12,7 @@ namespace mlx_paged {
 
 namespace {
 
-// With leading axes of size 1, as copy_strided takes it.
+// Adds leading axes of size 1, as copy_strided requires.
 mx::array of_rank_4(const mx::array& a) {
   mx::Shape shape(4 - a.ndim(), 1);
   mx::Strides strides(4 - a.ndim(), 0);
@@ -61,7 +62,7 @@ mx::array gpu::readable(const mx::array& a, mx::Stream stream) {
 }
 
 void KernelNode::eval_gpu(const Arrays& in, Arrays& out) {
-  // (Before anything takes a handle of it.)
+  // Must be checked before anything takes another reference to it.
   bool donates = donated() >= 0 && can_donate(in[donated()]) && can_read_on_gpu(in[donated()]);
   check_ids(in);
   auto [first, count, written] = pools(in);
@@ -85,8 +86,8 @@ void KernelNode::eval_gpu(const Arrays& in, Arrays& out) {
       read_pools.push_back(i);
     }
   }
-  // Inputs that the host reads usually came from the host, which kept a copy; inputs that the GPU
-  // computed are waited for.
+  // Inputs that the host reads usually came from the host, which kept a copy. Waits for inputs that
+  // the GPU computed.
   for (int i : read_by_host()) {
     bool copied = inputs[i].data_shared_ptr() != in[i].data_shared_ptr();
     if (!find_host_copy(inputs[i]) && (copied || !is_on_host(in[i]))) {

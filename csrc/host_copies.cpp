@@ -16,13 +16,13 @@ struct HostCopy {
   std::shared_ptr<const std::byte> copy;
 };
 
-// Enough for the plans of the steps under way, on several threads.
+// Enough for the plans of all steps in flight, on several threads.
 using HostCopies = std::array<HostCopy, 32>;
 
 std::mutex mutex;
 size_t next = 0;
 
-// Never destroyed: when the process ends, MLX's allocator may be gone before its buffers are.
+// Never destroyed, because MLX's allocator may be gone before its buffers at process exit.
 HostCopies& host_copies() {
   static auto* kept = new HostCopies;
   return *kept;

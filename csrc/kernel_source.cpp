@@ -21,8 +21,7 @@ void append(
   }
   std::ifstream file(folder / name);
   if (!file) {
-    throw std::runtime_error(
-        "[metal] kernel source must be readable but got no " + (folder / name).string());
+    throw std::runtime_error("[metal] cannot read kernel source " + (folder / name).string());
   }
   out << "#line 1 \"" << name << "\"\n";
   std::string line;
@@ -45,7 +44,7 @@ void append(
 std::filesystem::path kernel_folder() {
   Dl_info info;
   if (!dladdr(reinterpret_cast<const void*>(&kernel_folder), &info) || !info.dli_fname) {
-    throw std::runtime_error("[metal] cannot tell where mlx_paged is installed");
+    throw std::runtime_error("[metal] cannot find the folder of mlx_paged");
   }
   return std::filesystem::path(info.dli_fname).parent_path() / "metal";
 }

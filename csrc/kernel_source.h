@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The text that a GPU's run-time compiler gets for one kernel. Users need no Metal toolchain, and
-// a process compiles only the instantiations that it uses.
+// Assembles the source of one kernel for a GPU's run-time compiler. Users need no Metal toolchain,
+// and a process compiles only the instantiations it uses.
 
 #pragma once
 
@@ -12,11 +12,11 @@
 
 namespace mlx_paged {
 
-// metal/ as it is installed: beside the extension.
+// Installed location of metal/, beside the extension.
 std::filesystem::path kernel_folder();
 
-// The kernel's file with its includes of metal/ in their places, each once, and, for a template,
-// the one instantiation that `kernel` names. Lines keep their numbers by #line directives.
+// Returns the kernel's file with its includes from metal/ inlined, each once, and for a template
+// the one instantiation that `kernel` names. #line directives preserve line numbers.
 std::string kernel_source(const KernelName& kernel, const std::filesystem::path& folder);
 
 }  // namespace mlx_paged

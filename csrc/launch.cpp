@@ -37,7 +37,7 @@ static_assert(int(PoolFormat::int8) == paged::FORMAT_INT8);
 static_assert(int(PoolFormat::int4) == paged::FORMAT_INT4);
 static_assert(int(PoolFormat::fp8) == paged::FORMAT_FP8);
 
-constexpr int kHeadsAtOnce = paged::DATA_THREADS / 32;  // a SIMD-group has one
+constexpr int kHeadsAtOnce = paged::DATA_THREADS / 32;  // one per SIMD-group
 
 KernelName kernel_of(const char* function, const mx::array& numbers, int most_dims) {
   return quantised_kernel(function, dtype_of(numbers.dtype()), most_dims);
@@ -103,7 +103,7 @@ Launch rotate_queries_launch(const mx::array& queries, int from, int to) {
 }
 
 mx::Shape workspace_shape(uint64_t bytes) {
-  constexpr uint64_t kRow = 4096;  // float32s
+  constexpr uint64_t kRow = 4096;  // float32 elements
   uint64_t rows = std::max<uint64_t>(1, (bytes + 4 * kRow - 1) / (4 * kRow));
   uint64_t step = std::max<uint64_t>(1, std::bit_floor(rows) / 8);
   return {int((rows + step - 1) / step * step), int(kRow)};
@@ -135,7 +135,7 @@ LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
 }
 
 LaunchList CopyBlocks::launches(const Arrays& in, const Arrays& out, Gpu) const {
-  constexpr int kLoads = 4;  // of a thread
+  constexpr int kLoads = 4;  // per thread
   int num_pairs = in.back().shape(0);
   LaunchList list;
   for (size_t i = 0; i < out.size() && num_pairs > 0; i++) {
@@ -231,7 +231,7 @@ LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
 }
 
 LaunchList ApplyTokenBitmask::launches(const Arrays& in, const Arrays& out, Gpu) const {
-  constexpr int kLoads = 4;  // of a thread
+  constexpr int kLoads = 4;  // per thread
   const auto& logits = in[0];
   bool in_place = out[0].data_shared_ptr() == logits.data_shared_ptr();
   paged::BitmaskParams params{};
@@ -252,7 +252,7 @@ LaunchList ApplyTokenBitmask::launches(const Arrays& in, const Arrays& out, Gpu)
   }
   Launch launch;
   launch.kernel = kernel_named("apply_token_bitmask_" + std::to_string(8 * logits.itemsize()));
-  // In place they are read through `out`, but the argument must still be a buffer.
+  // In place, the kernel reads through `out`, but the argument must still be a buffer.
   launch.buffers = {
       bind(in, out, in_place ? 1 : 0), bind(in, out, 1), bind(in, out, 2), bind(in, out, 3)};
   launch.buffers[3].access = in_place ? Access::read_write : Access::write;
@@ -283,7 +283,7 @@ LaunchList copy_strided_launches(const Arrays& in, const Arrays& out) {
   }
   Launch launch;
   launch.kernel = kernel_named("copy_strided_" + std::to_string(8 * a.itemsize()));
-  // The input's bytes from its first element on; how far it reaches depends on its strides.
+  // Bytes from the input's first element on; how many it spans depends on its strides.
   launch.buffers = {{0, Access::read, a.buffer_size() - a.offset()}, bind(in, out, 1)};
   launch.constants = bytes_of(params);
   launch.grid = {div_up(int64_t(params.shape_2) * params.shape_3, kThreads), rows[1], rows[2]};

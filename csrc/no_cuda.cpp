@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Linked without the CUDA backend: there MLX's own arrays and products are used.
+// Stubs for builds without the CUDA backend, which use MLX's own arrays and products.
 
 #include <stdexcept>
 
@@ -58,7 +58,7 @@ void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
   Node::eval_gpu(in, out);
 }
 
-// (Launches for NVIDIA are described for tests.)
+// Tests inspect launches for NVIDIA in any build.
 cuda::Streams cuda::streams() {
   return Streams::any;
 }

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Allocates pools, and decides whether an output shares the buffer of an input.
+// Allocates pools and decides whether an output shares an input's buffer.
 
 #include <atomic>
 #include <cstdlib>
@@ -30,7 +30,7 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t byte
   auto begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
   auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / kHugePage * kHugePage;
   if (begin < end) {
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: may be refused
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only a hint
   }
 #endif
 }
@@ -41,7 +41,7 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   Validator("allocate_pool").pool_layout(shape, dtype, "pool");
   mx::Shape extents(shape.begin(), shape.end());
   extents[3] = last_extent(dtype, shape[3]);
-  size_t bytes = mx::size_of(dtype);  // (cannot overflow: see pool_layout)
+  size_t bytes = mx::size_of(dtype);  // cannot overflow; see pool_layout
   for (int extent : extents) {
     bytes *= extent;
   }
@@ -50,7 +50,7 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
     return OutOfMemory(bytes, "allocate_pool", purpose.c_str());
   };
 #ifdef MLX_PAGED_CUDA
-  // Memory of MLX's allocator is shared with the CPU; the GPU's own comes from its operations.
+  // MLX's allocator returns managed memory; MLX's operations allocate the GPU's own memory.
   if (mx::default_device() == mx::Device::gpu) {
     auto pool = mx::zeros(extents, dtype);
     try {

@@ -1,13 +1,13 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// How a pool stores the numbers of a token and head, and where they lie. mlx_paged/ops.py describes
-// the formats for users. No standard headers here: the vectorised CPU kernels include this file.
+// Formats and memory layout of KV pools. mlx_paged/ops.py describes the formats for users. Includes
+// no standard headers, because the vectorized CPU kernels include this file.
 //
-// A pool's dtype tells its format, and its last extent the head dim. A plain pool
-// is `[num_blocks, block_size, num_kv_heads, head_dim]` of a float dtype. A quantised one has the
-// same first three extents, and in the last one what a token and head takes on average, but a block
-// is not laid out so: it is `[block_size][num_kv_heads]` codes of a head, as in a plain pool, and
-// behind them, as a tail, `[num_kv_heads][block_size]` fp16 scales of a head.
+// A pool's dtype determines its format, and its last extent the head dim. A plain pool is
+// `[num_blocks, block_size, num_kv_heads, head_dim]` with a float dtype. A quantized pool has the
+// same first three extents, and its last one is the average size of a token and head; its blocks
+// have another layout: `[block_size][num_kv_heads]` codes per head, as in a plain pool, followed by
+// a tail of `[num_kv_heads][block_size]` fp16 scales per head.
 
 #pragma once
 
@@ -16,20 +16,20 @@
 
 namespace mlx_paged {
 
-// Inlined always: the compiler would keep a copy for each instruction set, and the linker would
-// choose any one of them.
+// Always inlined: otherwise each instruction set's object would contain a copy, and the linker
+// would keep an arbitrary one.
 #define PAGED_ALWAYS_INLINE [[gnu::always_inline]] constexpr
 
 enum class PoolFormat {
   plain,
-  int8,  // int8: a code for a number, a scale for a head
-  int4,  // uint32: a nibble for a number; a scale and a minimum for each group of 32
+  int8,  // int8: one code per number, one scale per head
+  int4,  // uint32: one nibble per number; a scale and a minimum per group of 32
   fp8,   // uint8: e4m3, no scales
 };
 
 constexpr int kGroup = 32;  // dims that share a scale in int4
 
-// One head of one token.
+// Groups of one head of one token.
 PAGED_ALWAYS_INLINE int num_groups(int head_dim) {
   return (head_dim + kGroup - 1) / kGroup;
 }
@@ -44,7 +44,7 @@ PAGED_ALWAYS_INLINE int tail_bytes(PoolFormat format, int head_dim) {
   return format == PoolFormat::int8 ? 2 : format == PoolFormat::int4 ? 4 * num_groups(head_dim) : 0;
 }
 
-// The head dim of a quantised pool whose token and head takes `bytes`; 0: there is none.
+// Head dim of a quantized pool with `bytes` per token and head; 0 if there is none.
 PAGED_ALWAYS_INLINE int head_dim_of(PoolFormat format, int bytes) {
   if (format == PoolFormat::int8) {
     return bytes > 2 ? bytes - 2 : 0;
@@ -57,14 +57,14 @@ PAGED_ALWAYS_INLINE int head_dim_of(PoolFormat format, int bytes) {
   return bytes;
 }
 
-// Keys of integer codes are rotated: outliers of single dims are spread over all, and scores do not
-// change where queries are rotated alike.
+// Integer keys are rotated, which spreads outliers of single dims over all dims. Scores do not
+// change as long as queries are rotated too.
 PAGED_ALWAYS_INLINE bool rotates_keys(PoolFormat format) {
   return format == PoolFormat::int8 || format == PoolFormat::int4;
 }
 
-// A rotation is the Walsh-Hadamard transform of each run of as many dims as is the largest power of
-// two that divides the head dim, after the signs of some dims have been changed.
+// Dims per run of the rotation: the largest power of two that divides the head dim. The rotation
+// flips the signs of some dims and then applies a Walsh-Hadamard transform to each run.
 PAGED_ALWAYS_INLINE int rotated_run(int head_dim) {
   return head_dim & -head_dim;
 }
@@ -75,7 +75,7 @@ PAGED_ALWAYS_INLINE bool changes_sign(int dim) {
   return (x ^ x >> 13) >> 31;
 }
 
-// A pool in memory.
+// Layout of a pool in memory.
 struct PoolLayout {
   PoolFormat format;
   int num_blocks, block_size, num_kv_heads, head_dim;
@@ -88,7 +88,8 @@ struct PoolLayout {
   PAGED_ALWAYS_INLINE int64_t block_bytes() const {
     return tail_begin() + block_size * num_kv_heads * tail_head_bytes();
   }
-  // From the beginning of the pool: all codes of a slot; the scales of one head of a block's token.
+  // Byte offsets in the pool: of a slot's codes, and of the scales of one head and token in a
+  // block.
   PAGED_ALWAYS_INLINE int64_t codes_at(int64_t slot) const {
     return slot / block_size * block_bytes() + slot % block_size * token_bytes();
   }

@@ -1,6 +1,5 @@
-# MLX links the shared libstdc++. With a static one in the extension there are two of them in a
-# process, and the first object of one that the other destroys or prints is a segmentation fault
-# (seen in allocate_pool). So a compiler that links it statically is refused.
+# Rejects a compiler that links libstdc++ statically. MLX links the shared one, and with two of them
+# in a process, destroying or printing an object of the other copy crashes (seen in allocate_pool).
 if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux")
   return()
 endif()
@@ -12,11 +11,11 @@ try_compile(probe_links ${probe} SOURCES ${probe}.cpp COPY_FILE ${probe}.bin
 if(NOT probe_links)
   message(FATAL_ERROR "mlx_paged: ${CMAKE_CXX_COMPILER} cannot link a program\n${probe_output}")
 endif()
-# The name of a shared library is in the program's table of what it needs.
+# A shared library's name is in the program's dynamic section.
 file(STRINGS ${probe}.bin shared_library REGEX "^libstdc\\+\\+\\.so" LIMIT_COUNT 1)
 if(NOT shared_library)
   message(
-    FATAL_ERROR  # (CMake breaks no line that begins with a space)
+    FATAL_ERROR  # CMake does not wrap lines that start with a space
       " mlx_paged: ${CMAKE_CXX_COMPILER} links libstdc++ statically (or another C++ library), and \
 MLX links the shared one: two in a process crash. Choose another compiler: \
 CXX=/usr/bin/g++ pip install . (or without -static-libstdc++ in CXXFLAGS and LDFLAGS)")

@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// A step's numbers to the GPU and back, for backends where MLX's own way is slow (CUDA).
+// Transfers of a step's data to the GPU and back, for backends where MLX's own transfers are slow
+// (CUDA).
 
 #pragma once
 
@@ -11,21 +12,21 @@
 
 namespace mlx_paged {
 
-// Numbers of the host: dense, 4 bytes each.
+// Dense host data with 4-byte elements.
 struct HostArray {
   const void* data;
   mx::Shape shape;
   mx::Dtype dtype;
 };
 
-// True if `upload` and `to_host` are there.
+// True if `upload` and `to_host` are available.
 bool has_transfers();
 
-// The arrays on the GPU, sent as one. The numbers are copied before this returns. With `stays` they
-// lie in pinned memory, for a kernel that reads them once, and nothing has to be evaluated.
+// Sends the arrays to the GPU in one transfer. Copies the data before it returns. With `stays` the
+// arrays are in pinned memory, for a kernel that reads them once, and need no evaluation.
 Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s = {}, bool stays = false);
 
-// An int32 array where the host can read it without moving it.
+// Returns an int32 array that the host can read without migrating it.
 mx::array to_host(const mx::array& a, mx::StreamOrDevice s = {});
 
 }  // namespace mlx_paged

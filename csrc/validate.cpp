@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kDTypes = "float32, float16 or bfloat16";
 constexpr const char* kPoolDTypes =
-    "float32, float16 or bfloat16, or of a quantised pool int8, uint32 or uint8";
+    "float32, float16 or bfloat16, or int8, uint32 or uint8 for a quantized pool";
 
 std::string shape_string(const std::vector<int>& dims) {
   std::ostringstream s;
@@ -85,17 +85,17 @@ void Validator::pool_layout(
   require(
       head_dim > 0 && head_dim <= 576 && head_dim % 8 == 0, "head_dim" + of,
       "a multiple of 8 up to 576", head_dim);
-  // Kernels count within a block in 32 bits, and slots are 32 bits. The bytes of a pool fit 64.
-  constexpr int kMost = std::numeric_limits<int>::max();
-  int most_blocks = kMost / block_size;
+  // Kernels index within a block in 32 bits, and slots are 32 bits. A pool's bytes fit 64 bits.
+  constexpr int kMax = std::numeric_limits<int>::max();
+  int max_blocks = kMax / block_size;
   require(
-      shape[0] <= most_blocks, "num_blocks" + of,
-      "at most " + std::to_string(most_blocks) + " at block_size " + std::to_string(block_size),
+      shape[0] <= max_blocks, "num_blocks" + of,
+      "at most " + std::to_string(max_blocks) + " at block_size " + std::to_string(block_size),
       shape[0]);
-  int most_heads = kMost / (block_size * head_dim);
+  int max_heads = kMax / (block_size * head_dim);
   require(
-      shape[2] <= most_heads, "num_kv_heads" + of,
-      "at most " + std::to_string(most_heads) + " at block_size " + std::to_string(block_size) +
+      shape[2] <= max_heads, "num_kv_heads" + of,
+      "at most " + std::to_string(max_heads) + " at block_size " + std::to_string(block_size) +
           " and head_dim " + std::to_string(head_dim),
       shape[2]);
 }
@@ -106,12 +106,12 @@ void Validator::pool(const mx::array& a, const char* what, mx::Stream stream) co
     int dim = layout_of(a).head_dim;
     require(
         dim > 0 && last_extent(a.dtype(), dim) == shape[3],
-        std::string("the last extent of ") + what, "that of a pool of its dtype", shape[3]);
+        std::string("the last extent of ") + what, "valid for a pool of its dtype", shape[3]);
     shape[3] = dim;
   }
   pool_layout(shape, a.dtype(), what);
-  // Work on a pool is ordered by its stream alone: a second stream could read what the first has
-  // not written yet, or overwrite what it has yet to read.
+  // Only the stream orders work on a pool: a second stream could read data before the first has
+  // written it, or overwrite data before the first has read it.
   if (a.status() == mx::array::Status::unscheduled && a.has_primitive()) {
     std::ostringstream expected;
     expected << "on the op's stream " << stream;
@@ -122,7 +122,7 @@ void Validator::pool(const mx::array& a, const char* what, mx::Stream stream) co
 void Validator::pools(const mx::array& keys, const mx::array& values, mx::Stream stream) const {
   pool(keys, "key_pool", stream);
   pool(values, "value_pool", stream);
-  // Kernels are made for the pairs of `mlx_paged/model/kv_formats.py` alone.
+  // Kernels exist only for the format pairs in `mlx_paged/model/kv_formats.py`.
   if (keys.dtype() == mx::int8) {
     require(
         values.dtype() == mx::int8 || values.dtype() == mx::uint32, "value_pool",

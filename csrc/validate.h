@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// One form for every error: "[op] <what> must be <expectation> but got <actual>".
+// Validator: gives every error the form "[op] <what> must be <expectation> but got <actual>".
 
 #pragma once
 
@@ -33,19 +33,19 @@ class Validator {
     }
   }
 
-  // -1 in `dims` stands for any extent.
+  // -1 in `dims` matches any extent.
   void shape(const mx::array& a, const char* what, std::initializer_list<int> dims) const;
   void int32(const mx::array& a, const char* what) const;
-  void floating(const mx::array& a, const char* what) const;  // one of the pools' dtypes
+  void floating(const mx::array& a, const char* what) const;  // one of the activation dtypes
   void same_shape(
       const mx::array& a, const char* what, const mx::array& b, const char* other) const;
   void same_dtype(
       const mx::array& a, const char* what, const mx::array& b, const char* other) const;
-  // The layout alone, of a pool that does not exist yet; the last extent is the head dim.
+  // Checks the layout of a pool that does not exist yet; the last extent is the head dim.
   void pool_layout(const std::vector<int>& shape, mx::Dtype dtype, const char* what) const;
-  // A pool of a supported dtype, rank, block size and head dim whose pending work is on `stream`.
+  // Checks a pool's dtype, rank, block size and head dim, and that pending work is on `stream`.
   void pool(const mx::array& a, const char* what, mx::Stream stream) const;
-  // Key and value pool that belong together.
+  // Checks that a key pool and a value pool match.
   void pools(const mx::array& keys, const mx::array& values, mx::Stream stream) const;
 
  private:

@@ -15,7 +15,7 @@ namespace mlx_paged::cpu {
 namespace {
 
 constexpr int kAlign = 16;     // columns: whole vectors and cache lines
-constexpr int kMostRows = 64;  // rows at a time, so that the gathered x stays in cache
+constexpr int kMaxRows = 64;   // rows at a time, so that the gathered x stays in cache
 constexpr int64_t kFixed = 8;  // rows that take as long as reading the weights
 
 // Computes columns [begin, end) of one expert for `count` of its pairs.
@@ -120,11 +120,11 @@ void ExpertGroups::assign(const ExpertArgs& args) {
 }
 
 int expert_shares(const ExpertArgs& args) {
-  constexpr int64_t kLeastWeights = 1 << 13;
+  constexpr int64_t kMinWeights = 1 << 13;
   constexpr int kSharesPerThread = 8;
   int64_t active = std::min(args.num_pairs(), args.weights.num_experts);
   int64_t weights = active * args.weights.n() * args.weights.all.k * (args.up ? 2 : 1);
-  return int(std::clamp<int64_t>(weights / kLeastWeights, 1, kSharesPerThread * num_threads()));
+  return int(std::clamp<int64_t>(weights / kMinWeights, 1, kSharesPerThread * num_threads()));
 }
 
 void run_experts(const ExpertArgs& args, const ExpertGroups& groups, int share, int num_shares) {
@@ -152,8 +152,8 @@ void run_experts(const ExpertArgs& args, const ExpertGroups& groups, int share, 
     };
     int begin = int(units_before(first) * kAlign);
     int end = std::min(n, int(units_before(last) * kAlign));
-    for (int i = g.begin; begin < end && i < g.end; i += kMostRows) {
-      int count = std::min(kMostRows, g.end - i);
+    for (int i = g.begin; begin < end && i < g.end; i += kMaxRows) {
+      int count = std::min(kMaxRows, g.end - i);
       Block(args, g.expert, groups.pairs().data() + i, count, begin, end).run();
     }
     at += units * each;

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Apple GPUs: hands launches to MLX's Metal encoder.
+// Passes launches to MLX's Metal encoder on Apple GPUs.
 
 #include "binder.h"
 
@@ -63,11 +63,11 @@ void keep(const mx::array& a, mx::Stream stream) {
 }
 
 void allocate_for_host(mx::array& a, mx::Stream stream) {
-  allocate(a, stream);  // (the CPU sees the same memory)
+  allocate(a, stream);  // the CPU sees the same memory
 }
 
-// Metal's encoder orders reads and writes of a buffer by itself. Launches beside each other write
-// other rows of one buffer; within a ConcurrentContext MLX puts no barrier between them.
+// Encodes launches. Metal's encoder orders reads and writes of a buffer. Within a ConcurrentContext
+// MLX adds no barriers, which suits launches that write different rows of one buffer.
 void encode_launches(
     const std::vector<Launch>& launches, size_t begin, size_t end, std::vector<Place>& places,
     mx::Stream stream) {
@@ -90,7 +90,7 @@ void encode_launches(
       if (binding.access == Access::read) {
         encoder.set_input_array(place.array, index, place.offset);
       } else {
-        encoder.set_output_array(place.array, index, place.offset);  // (an input too)
+        encoder.set_output_array(place.array, index, place.offset);  // also an input
       }
       index++;
     }

@@ -11,13 +11,13 @@
 
 namespace mlx_paged::gpu {
 
-// Where an operand lies.
+// Location of an operand.
 struct Place {
   mx::array array;
-  int64_t offset;  // bytes from where the array begins
+  int64_t offset;  // bytes into the array
 };
 
-// Hands launches [begin, end) to the encoder of a stream; `places` by operand.
+// Passes launches [begin, end) to a stream's encoder; `places` is indexed by operand.
 void encode_launches(
     const std::vector<Launch>& launches, size_t begin, size_t end, std::vector<Place>& places,
     mx::Stream stream);

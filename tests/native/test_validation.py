@@ -117,7 +117,7 @@ def test_the_arguments_that_these_tests_spoil_are_accepted(op) -> None:
 BAD_POOLS = {
     "int32": (
         i32(*KEY_POOL),
-        "{} must be float32, float16 or bfloat16, or of a quantised pool int8, uint32 or uint8 "
+        "{} must be float32, float16 or bfloat16, or int8, uint32 or uint8 for a quantized pool "
         "but got int32",
     ),
     "rank": (
