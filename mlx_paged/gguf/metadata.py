@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ class Metadata:
 
     Attributes:
         architecture: GGUF's name of the architecture.
+        values: All values by whole keys.
 
     Raises:
         GGUFError: The file names no architecture.
@@ -32,10 +35,17 @@ class Metadata:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        found = file.metadata.get("general.architecture")
+        self.values = file.metadata
+        found = self.values.get("general.architecture")
         if not isinstance(found, str) or not found:
             raise GGUFError("its metadata has no general.architecture")
         self.architecture = found
+
+    def with_value(self, name: str, value: Any) -> Metadata:
+        """Returns the same metadata with another value of a key."""
+        found = copy(self)
+        found.values = {**self.values, self.key(name): value}
+        return found
 
     def key(self, name: str) -> str:
         """The whole key."""
@@ -44,10 +54,10 @@ class Metadata:
         return f"{self.architecture}.{name}"
 
     def __contains__(self, name: str) -> bool:
-        return self.key(name) in self.file.metadata
+        return self.key(name) in self.values
 
     def _get(self, name: str, default: Any, expected: str, *kinds: type) -> Any:
-        found = self.file.metadata.get(self.key(name))
+        found = self.values.get(self.key(name))
         if found is None:
             if default is _REQUIRED:
                 raise GGUFError(f"its metadata has no {self.key(name)}")
@@ -134,8 +144,11 @@ class Metadata:
         """True if the file has one of these tensors."""
         return any(name in self.file for name in names)
 
-    def count_layers(self) -> int:
-        """Number of layers; every one has a tensor.
+    @cached_property
+    def num_layers(self) -> int:
+        """Number of layers that compute the answer; every one has a tensor.
+
+        Some models have further layers behind them, which draft tokens.
 
         Raises:
             GGUFError: The metadata says another number.
@@ -146,7 +159,10 @@ class Metadata:
             raise GGUFError(
                 f"its metadata says {count} layers, but it has tensors of {len(numbers)}"
             )
-        return count
+        drafting: int = self.integer("nextn_predict_layers", 0)
+        if drafting >= count:
+            raise GGUFError(f"its metadata says that {drafting} of {count} layers draft tokens")
+        return count - drafting
 
 
 def _is_block(parts: Sequence[str]) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from support.gguf_files import CASES, LLAMA, dense_logits, random_model, write_model
+from support.gguf_cases import CASES, LLAMA
+from support.gguf_files import dense_logits, random_model, write_model
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.loading import load

@@ -7,7 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from support.gguf_files import LLAMA, random_model, write_file, write_model
+from support.gguf_cases import LLAMA
+from support.gguf_files import random_model, write_file, write_model
 
 from mlx_paged.gguf.errors import GGUFError
 from mlx_paged.gguf.metadata import Metadata

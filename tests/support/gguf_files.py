@@ -23,6 +23,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from mlx_paged.model.deviations import conform
+from mlx_paged.model.mlx_lm_config import mlx_lm_config
+
 Values = dict[str, np.ndarray]
 TOKENS = [3, 17, 96, 5, 41, 41, 8, 2, 77, 60, 13, 29]
 VOCAB_SIZE = 128
@@ -58,9 +61,13 @@ _EXPERTS = (
 
 
 def random_model(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
-    """A model of mlx-lm with float32 weights that every numpy makes alike."""
-    model_class, args_class = _get_classes(config=dict(config))
-    model = model_class(args_class.from_dict(dict(config)))
+    """A model of mlx-lm with float32 weights that every numpy makes alike.
+
+    It is made as from a directory with this ``config.json``.
+    """
+    normalized = mlx_lm_config(config)
+    model_class, args_class = _get_classes(config=normalized)
+    model = model_class(args_class.from_dict(normalized))
     random = np.random.RandomState(seed)
     weights = []
     for name, array in sorted(tree_flatten(model.parameters())):
@@ -74,6 +81,7 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
         weights.append((name, mx.array(values.astype(np.float32))))
     model.load_weights(weights)
     model.eval()
+    conform(model, normalized, config)
     return model
 
 
@@ -201,66 +209,3 @@ def dense_logits(model: nn.Module, tokens: list[int] | None = None) -> np.ndarra
     """Logits ``[len(tokens), vocab]`` float32 without a cache."""
     found = model(mx.array([TOKENS if tokens is None else tokens]))
     return np.array(found[0].astype(mx.float32))
-
-
-# --- Cases ----------------------------------------------------------------------------------------
-
-BASE: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 512,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-}
-KEYS: dict[str, Any] = {
-    "block_count": 3,
-    "context_length": 512,
-    "embedding_length": 64,
-    "feed_forward_length": 96,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "attention.key_length": 16,
-    "attention.value_length": 16,
-    "rope.dimension_count": 16,
-    "rope.freq_base": 1e4,
-    "vocab_size": VOCAB_SIZE,
-}
-
-
-def case(
-    architecture: str,
-    model_type: str,
-    config: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    **fields: Any,
-) -> Case:
-    """A case with the fields that most families share; None as a value removes a key."""
-    keys = {**KEYS, **(metadata or {})}
-    keys = {name: value for name, value in keys.items() if value is not None}
-    return Case(architecture, {**BASE, "model_type": model_type, **(config or {})}, keys, **fields)
-
-
-LLAMA = case("llama", "llama", change=permute_llama)
-CASES: dict[str, Case] = {
-    "llama": LLAMA,
-    "llama, tied, with biases": case(
-        "llama",
-        "llama",
-        {"tie_word_embeddings": True, "attention_bias": True},
-        change=permute_llama,
-    ),
-    "mixtral": case(
-        "llama",
-        "mixtral",
-        {"num_local_experts": 4, "num_experts_per_tok": 2},
-        {"expert_count": 4, "expert_used_count": 2},
-        change=permute_llama,
-    ),
-}

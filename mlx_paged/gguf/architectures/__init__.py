@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from mlx_paged.gguf.architectures import llama
+from collections.abc import Callable
+
+from mlx_paged.gguf.architectures import deepseek, gemma, glm, gpt, llama, others, phi, qwen
 from mlx_paged.gguf.architectures.base import Architecture
 from mlx_paged.gguf.errors import GGUFError
 from mlx_paged.gguf.metadata import Metadata
 
-#: By GGUF's name. A mixture of experts under the name of a dense model is "NAME+experts".
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": llama.LLAMA,
-    "llama+experts": llama.MIXTRAL,
+#: By GGUF's name. A function chooses among several kinds of models of one name.
+ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
+    "cohere2": others.COHERE2,
+    "command-r": others.COHERE,
+    "deepseek2": deepseek.deepseek2,
+    "dots1": deepseek.DOTS1,
+    "ernie4_5": others.ERNIE4_5,
+    "exaone": others.EXAONE,
+    "exaone4": others.EXAONE4,
+    "gemma": gemma.GEMMA,
+    "gemma2": gemma.GEMMA2,
+    "gemma3": gemma.GEMMA3,
+    "glm4": glm.GLM4,
+    "glm4moe": glm.GLM4_MOE,
+    "gpt-oss": gpt.GPT_OSS,
+    "gpt2": gpt.GPT2,
+    "granite": others.GRANITE,
+    "granitemoe": others.GRANITE_MOE,
+    "hunyuan-dense": others.HUNYUAN,
+    "lfm2": others.LFM2,
+    "llama": llama.llama,
+    "minicpm": others.MINICPM,
+    "nemotron": others.NEMOTRON,
+    "olmo2": others.OLMO2,
+    "olmoe": others.OLMOE,
+    "phi2": phi.PHI2,
+    "phi3": phi.PHI3,
+    "qwen2": qwen.QWEN2,
+    "qwen2moe": qwen.QWEN2_MOE,
+    "qwen3": qwen.QWEN3,
+    "qwen3moe": qwen.QWEN3_MOE,
+    "seed_oss": others.SEED_OSS,
+    "smollm3": others.SMOLLM3,
+    "stablelm": others.STABLELM,
+    "starcoder2": others.STARCODER2,
 }
 
 
@@ -21,14 +54,14 @@ def architecture_of(meta: Metadata) -> Architecture:
         GGUFError: It is not read.
     """
     name = meta.architecture
-    mixture = f"{name}+experts"
-    if mixture in ARCHITECTURES and meta.integer("expert_count", 0):
-        return ARCHITECTURES[mixture]
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
     if name == "clip":
         raise GGUFError(
             "it is the image encoder of a multimodal model (mmproj), not its text model"
         )
-    known = ", ".join(sorted({name.partition("+")[0] for name in ARCHITECTURES}))
-    raise GGUFError(f"its architecture {name!r} is not read from GGUF; those that are: {known}")
+    if name not in ARCHITECTURES:
+        raise GGUFError(
+            f"its architecture {name!r} is not read from GGUF; those that are: "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
+    found = ARCHITECTURES[name]
+    return found if isinstance(found, Architecture) else found(meta)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_paged.gguf import formats
 from mlx_paged.gguf.errors import GGUFError
 from mlx_paged.gguf.metadata import Metadata
 from mlx_paged.gguf.types import Tensor
@@ -51,6 +52,8 @@ class Architecture:
         if match is None:
             raise GGUFError(f"its tensor {tensor.name!r} is unknown")
         layer, stem, suffix = match.groups()
+        if layer is not None and int(layer) >= meta.num_layers:
+            return {}  # It drafts tokens.
         whole = stem if suffix is None else f"{stem}.{suffix}"
         if stem in self.ignored or whole in self.ignored:
             return {}
@@ -75,7 +78,7 @@ def common(meta: Metadata, model_type: str, **fields: Any) -> Config:
     Args:
         fields: Further fields, or other values of these.
     """
-    layers, heads = meta.count_layers(), None
+    layers = meta.num_layers
     hidden = meta.size("embedding_length")
     heads = meta.same("attention.head_count", layers)
     if heads < 1:
@@ -162,6 +165,47 @@ def _long(short: list[float], long: list[float], original: int, scale: float | N
     return found
 
 
+def layer_norm(meta: Metadata) -> float:
+    """Returns the epsilon of norms that subtract the mean."""
+    epsilon: float = meta.number("attention.layer_norm_epsilon")
+    return epsilon
+
+
+def rotated_part(meta: Metadata, config: Config) -> float:
+    """Returns the part of a head that is rotated."""
+    dims: int = meta.size("rope.dimension_count", config["head_dim"])
+    return dims / float(config["head_dim"])
+
+
+def expert_size(meta: Metadata) -> int:
+    """Returns the width of an expert's MLP."""
+    size: int | None = meta.size("expert_feed_forward_length", None)
+    if size is not None:
+        return size
+    for name in meta.file.names():
+        if name.endswith(".ffn_up_exps.weight"):
+            return meta.file.tensor(name).shape[-2]
+    raise GGUFError(f"its metadata has no {meta.key('expert_feed_forward_length')}")
+
+
+def window_layers(meta: Metadata, period: int) -> list[str]:
+    """Returns ``layer_types`` of a model in which every `period`-th layer sees all tokens.
+
+    The file may have another period, or say it for each layer.
+    """
+    key = "attention.sliding_window_pattern"
+    if key in meta:
+        found = meta.per_layer(key, meta.num_layers)
+        if isinstance(meta.values[meta.key(key)], int):
+            period = max(found[0], 1)
+        else:
+            return ["sliding_attention" if each else "full_attention" for each in found]
+    return [
+        "full_attention" if i % period == period - 1 else "sliding_attention"
+        for i in range(meta.num_layers)
+    ]
+
+
 # --- Edits ----------------------------------------------------------------------------------------
 
 
@@ -175,7 +219,7 @@ def unpermuted(heads: str) -> Edit:
     """
 
     def edit(tensor: Tensor, name: str, meta: Metadata) -> Mapping[str, Content]:
-        layers = meta.count_layers()
+        layers = meta.num_layers
         count = meta.same(heads, layers, meta.same("attention.head_count", layers))
         vector = len(tensor.shape) == 1
         if vector and tensor.type.is_quantized:
@@ -191,3 +235,62 @@ def unpermuted(heads: str) -> Edit:
         return {name: tensor.with_rows(rows)}
 
     return edit
+
+
+def shifted(tensor: Tensor, name: str, meta: Metadata) -> Mapping[str, Content]:
+    """Undoes llama.cpp's addition of one to the weights of norms."""
+    return {name: (formats.values(tensor).astype(np.float64) - 1).astype(np.float32)}
+
+
+def reshaped(*shape: int) -> Edit:
+    """Returns an edit that gives a plain tensor another shape; -1 is what remains."""
+
+    def edit(tensor: Tensor, name: str, meta: Metadata) -> Mapping[str, Content]:
+        return {name: formats.values(tensor).reshape(shape)}
+
+    return edit
+
+
+def split_rows(*parts: tuple[str, Callable[[Metadata], int]]) -> Edit:
+    """Returns an edit that splits a matrix, or its bias, into several.
+
+    Args:
+        parts: For each part, the end of its path in place of the last module's name, and its rows.
+    """
+
+    def edit(tensor: Tensor, name: str, meta: Metadata) -> Mapping[str, Content]:
+        path, _, suffix = name.rpartition(".")
+        base = path.rpartition(".")[0]
+        vector = len(tensor.shape) == 1
+        rows = tensor.rows.reshape(-1, tensor.type.nbytes) if vector else tensor.rows
+        sizes = [size(meta) for _, size in parts]
+        if sum(sizes) != len(rows):
+            raise GGUFError(f"its tensor {tensor.name!r} has {len(rows)} rows, not {sum(sizes)}")
+        pieces = np.split(rows, np.cumsum(sizes)[:-1])
+        return {
+            f"{base}.{end}.{suffix}": tensor.with_rows(piece.reshape(-1) if vector else piece)
+            for (end, _), piece in zip(parts, pieces)
+        }
+
+    return edit
+
+
+def query_rows(meta: Metadata) -> int:
+    """Rows of a layer's query projection."""
+    heads: int = meta.same("attention.head_count", meta.num_layers)
+    return heads * _head_dim(meta)
+
+
+def key_rows(meta: Metadata) -> int:
+    """Rows of a layer's key projection, and of its value projection."""
+    layers = meta.num_layers
+    heads: int = meta.same(
+        "attention.head_count_kv", layers, meta.same("attention.head_count", layers)
+    )
+    return heads * _head_dim(meta)
+
+
+def _head_dim(meta: Metadata) -> int:
+    heads: int = meta.same("attention.head_count", meta.num_layers)
+    found: int = meta.size("attention.key_length", meta.size("embedding_length") // max(heads, 1))
+    return found

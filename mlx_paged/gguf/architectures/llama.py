@@ -40,3 +40,8 @@ MIXTRAL = Architecture(
     PERMUTED,
     ignored=frozenset({"rope_freqs"}),
 )
+
+
+def llama(meta: Metadata) -> Architecture:
+    """Returns the dense model or the mixture of experts."""
+    return MIXTRAL if meta.integer("expert_count", 0) else LLAMA
