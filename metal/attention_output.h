@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Where the result of an item goes: the output, or an fp32 partial that paged_merge reads.
+// Destination of an item's results: the output, or fp32 partials that paged_merge reads.
 
 #pragma once
 
@@ -13,7 +13,7 @@ using namespace metal;
 
 namespace paged {
 
-// The workspace of partials, see AttentionParams.
+// Workspace of partials; see AttentionParams.
 struct Partials {
   device float* values;
   device float* maxima;

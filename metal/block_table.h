@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// From a token of a sequence to its place in a pool [num_blocks, block_size, num_kv_heads, dim].
+// Maps a token of a sequence to its place in a pool [num_blocks, block_size, num_kv_heads, dim].
 
 #pragma once
 
@@ -13,7 +13,7 @@ using namespace metal;
 
 namespace paged {
 
-// The block size is a power of two.
+// The block table of a sequence. The block size is a power of two.
 struct BlockTable {
   device const int* blocks;
   int shift;
@@ -23,7 +23,7 @@ struct BlockTable {
   }
 };
 
-// Positions of the keys that a query row sees: [begin, end).
+// Positions of keys that a query row sees: [begin, end).
 struct KeyRange {
   int begin;
   int end;
@@ -38,7 +38,7 @@ keys_of_row(device const int* positions, int row, constant AttentionParams& para
   return keys;
 }
 
-// The keys of an item that any of the rows [row_begin, row_end) sees.
+// Keys of an item that any of the rows [row_begin, row_end) sees.
 METAL_FUNC KeyRange keys_of_rows(
     WorkItem item, device const int* positions, int row_begin, int row_end,
     constant AttentionParams& params) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The kernels that compute nothing. Those of keys and values move 16 bytes a thread where rows are
-// dense.
+// Kernels that only move data, and masks. Those for keys and values move 16 bytes per thread where
+// rows are dense.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 using namespace metal;
 
-// Copies the key and the value of each token to its slot, in place. A token's heads lie one after
-// the other on both sides, so this moves bytes: 16 a thread, whatever the dtype.
+// Copies each token's key and value to its slot, in place. A token's heads are contiguous on both
+// sides, so this moves 16 bytes per thread for any dtype.
 // grid: (chunks of a token / 256 rounded up, tokens).
 PAGED_KERNEL(paged::DATA_THREADS)
 write_kv(
@@ -38,8 +38,8 @@ write_kv(
   }
 }
 
-// Copies whole blocks of one pool, for each pair (source, destination), in place. Four chunks of 16
-// bytes a thread, all loaded before the first is stored.
+// Copies whole blocks of a pool in place, for each pair (source, destination). Each thread loads
+// four 16-byte chunks before it stores the first.
 // grid: (chunks of a block / 1024 rounded up, pairs).
 PAGED_KERNEL(paged::DATA_THREADS)
 copy_blocks(
@@ -69,8 +69,8 @@ copy_blocks(
   }
 }
 
-// Dense [num_seqs, num_kv_heads, max_context_len, dim] keys or values of whole sequences, zeros
-// past each context. Moves bytes: 16 a thread, whatever the dtype.
+// Gathers keys or values of whole sequences into a dense [num_seqs, num_kv_heads, max_context_len,
+// dim], with zeros past each context. Moves 16 bytes per thread for any dtype.
 // grid: (chunks of a head's tokens / 256 rounded up, KV heads, sequences).
 PAGED_KERNEL(paged::DATA_THREADS)
 gather_kv(
@@ -96,7 +96,7 @@ gather_kv(
   dense[row * params.head_chunks + chunk] = bytes;
 }
 
-// Zeros an output of which the attention kernels will write only some rows.
+// Zeros an output before the attention kernels write only some of its rows.
 // grid: chunks of 16 bytes / 256 rounded up.
 PAGED_KERNEL(paged::DATA_THREADS)
 fill_zero(
@@ -109,8 +109,8 @@ fill_zero(
   }
 }
 
-// Makes a dense copy of an array whose elements are not contiguous, or do not begin at
-// a multiple of 16 bytes. The other kernels read nothing else. Rare: pools and activations do.
+// Copies an array to dense memory if its elements are not contiguous or not aligned to 16 bytes,
+// which the other kernels require. Rarely needed: pools and activations satisfy both.
 // grid: (elements of the last two dims / 256 rounded up, second dim, first dim).
 template <typename T>
 PAGED_KERNEL(paged::DATA_THREADS)
@@ -130,18 +130,18 @@ copy_strided(
   out[(ulong(group_id.z) * grid.y + group_id.y) * row_size + element] = in[from];
 }
 
-// True if a number, given by its bits, is not finite; `infinite` has the bits of an infinity.
+// True for non-finite numbers, given as bits; `infinite` holds the bits of infinity.
 template <typename T>
 constexpr bool is_not_finite(T number, T infinite) {
   T magnitude = T(~T(0)) >> 1;
   return (number & magnitude) >= (infinite & magnitude);
 }
 
-// Logits of tokens that must not come become -inf, unless they are NaN or inf, which a mask must
-// not hide; T is an unsigned integer as wide as a logit. The rows of a vocabulary begin anywhere,
-// so this goes by elements: four a thread, all loaded before the first is stored. The 32 lanes of
-// a SIMD-group need one word of the mask. grid: (elements of a row / 1024 rounded up, masks; where
-// logits are copied: rows).
+// Sets logits of forbidden tokens to -inf, except NaN and inf, which a mask must not hide. T: an
+// unsigned integer as wide as a logit. Rows of a vocabulary can start anywhere, so this works on
+// elements: each thread loads four before it stores the first. The 32 lanes of a SIMD-group share
+// one word of the mask.
+// grid: (elements of a row / 1024 rounded up, masks, or rows if logits are copied).
 template <typename T>
 PAGED_KERNEL(paged::DATA_THREADS)
 apply_token_bitmask(

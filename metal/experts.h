@@ -1,10 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Mixtures of experts in steps of few rows: which experts a row has and how much each counts,
-// products in which every pair has the matrix of its expert, and their weighted sum. A pair is a
-// row and one of its experts; pairs of one expert lie side by side, so that its matrix is read
-// once. All compute in fp32; what other code would have rounded between two operations is rounded
-// here too.
+// Mixtures of experts in steps of few rows: routing, products of each pair with its expert's
+// matrix, and their weighted sum. A pair is a row and one of its experts; pairs of one expert are
+// adjacent, so its matrix is read once. All kernels compute in fp32 and round where separate
+// operations would have rounded.
 
 #pragma once
 
@@ -19,7 +18,7 @@ using namespace metal;
 
 namespace paged {
 
-// The largest key seen so far, and where it is. Of equal ones the last, or the first.
+// Largest key so far and its place. Of equal keys, keeps the last or the first.
 struct LargestKey {
   uint key;
   int place;
@@ -33,7 +32,7 @@ struct LargestKey {
   }
 };
 
-// In the order of the numbers, and above 0.
+// Maps a float to a key with the same order, above 0.
 METAL_FUNC uint sort_key(float value) {
   uint bits = as_type<uint>(value);
   uint key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -42,11 +41,10 @@ METAL_FUNC uint sort_key(float value) {
 
 }  // namespace paged
 
-// From the router's logits: the weight of each pair, the pairs in the order of their experts
-// (`sorted_pairs`: row * top_k + i by place), and what products are to do: items of up to
-// `item_rows` pairs of one expert (`items`: expert, first place, how many; none behind the last).
-// The order of a row's experts, and which of equal ones it has, is that of a stable sort, whose
-// first or last `top_k` are taken.
+// Routes rows to experts. From the router's logits it computes the weight of each pair, the pairs
+// sorted by expert (`sorted_pairs`: row * top_k + i by place), and items of up to `item_rows` pairs
+// of one expert (`items`: expert, first place, count; count 0 past the last). Experts of a row, and
+// ties, are ordered as in a stable sort whose first or last `top_k` are taken.
 // grid: one threadgroup.
 template <typename T>
 PAGED_KERNEL(paged::ROUTE_THREADS)
@@ -61,10 +59,10 @@ route_experts(
   int top_k = params.top_k;
   int num_pairs = params.num_rows * top_k;
   int num_fours = (num_pairs + 3) / 4;
-  // By place, whether an item begins there: bytes, whose bits are counted.
+  // One byte per place: 1 if an item begins there. Counted by popcount.
   threadgroup uint* begins = (threadgroup uint*)experts + 4 * num_fours;
   if (int(thread_id) < 4 * num_fours - num_pairs) {
-    experts[num_pairs + int(thread_id)] = 0x7fffffff;  // (behind all others)
+    experts[num_pairs + int(thread_id)] = 0x7fffffff;  // sorts after all others
   }
   for (int i = int(thread_id); i < num_fours; i += threads) {
     begins[i] = 0;
@@ -93,7 +91,7 @@ route_experts(
         values[i] = rounded<T>(values[i] * factor);
       }
     }
-    uint keys[ROUTE_CHUNKS];  // 0: it is chosen already, or there is none
+    uint keys[ROUTE_CHUNKS];  // 0: already chosen, or no such expert
     PAGED_UNROLL
     for (int i = 0; i < ROUTE_CHUNKS; i++) {
       keys[i] = int(lane) + 32 * i < params.num_experts ? sort_key(values[i]) : 0u;
@@ -192,9 +190,9 @@ route_experts(
   }
 }
 
-// out = x @ weight[expert].T + bias[expert] of an item's pairs: a SIMD-group reads a row of the
-// weight once for all of them. Rows of x are by place, or (`gathers`) by row of the step; rows of
-// `out` are by place, or (`scatters`) by pair in the order of rows.
+// Computes out = x @ weight[expert].T + bias[expert] for an item's pairs; a SIMD-group reads a row
+// of the weight once for all of them. Rows of x are by place, or by row of the step (`gathers`);
+// rows of `out` are by place, or by pair in row order (`scatters`).
 // grid: (rows of the weight / PRODUCT_SIMD_GROUPS rounded up, items).
 template <typename T>
 PAGED_KERNEL(32 * paged::PRODUCT_SIMD_GROUPS)
@@ -237,7 +235,7 @@ expert_rows(
   }
 }
 
-// The sum of a row's pairs, each times its weight.
+// Sums a row's pairs, each times its weight.
 // grid: (rows, chunks of a row / DATA_THREADS rounded up).
 template <typename T>
 PAGED_KERNEL(paged::DATA_THREADS)

@@ -14,8 +14,8 @@ using namespace metal;
 
 namespace paged {
 
-// Multiplies rows `rows` of x, `count` of them, with the row `weight`. The lanes of a SIMD-group
-// each have a part of the sums; their totals are the products.
+// Multiplies `count` rows of x, listed in `rows`, by the row `weight`. Each lane of a SIMD-group
+// returns a partial sum per row; their totals are the products.
 template <typename T>
 METAL_FUNC void multiply_rows(
     device const T* weight, int k, device const T* x, int x_stride,

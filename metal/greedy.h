@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Greedy choice of the next tokens.
+// Greedy selection of the next tokens.
 
 #pragma once
 
@@ -14,14 +14,14 @@ using namespace metal;
 
 namespace paged {
 
-// The largest logit seen so far, and the first place where it is. NaNs are counted aside.
+// Largest logit so far and its first place. Tracks NaNs separately.
 struct LargestLogit {
   float value;
   int place;
   int has_nan;
 
   METAL_FUNC void see(float logit, int at) thread {
-    // (By its bits: compilers may take a number to be equal to itself.)
+    // Tests the bits, because compilers may assume that a number equals itself.
     has_nan |= (as_type<uint>(logit) & 0x7fffffffu) > 0x7f800000u;
     if (logit > value) {
       value = logit;
@@ -40,8 +40,8 @@ struct LargestLogit {
 
 }  // namespace paged
 
-// The first largest of each row of logits, and its logit: NaN where the row holds one, whose token
-// is then any. `reported` is the token for the host; -1: there is none, as the largest is not
+// Finds the first maximum of each row of logits, and its logit: NaN if the row holds one; the token
+// is then arbitrary. `reported` is the token for the host, or -1 if the largest logit is not
 // finite.
 // grid: rows.
 template <typename T>
@@ -55,7 +55,7 @@ greedy_tokens(
     uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
   constexpr int CHUNK = chunk_size<T>();
-  constexpr int AT_ONCE = 4;  // chunks of a thread that are under way
+  constexpr int AT_ONCE = 4;  // chunks that a thread keeps in flight
   int threads = int(group_size.x);
   device const T* row = logits + ulong(group_id.x) * params.vocab_size;
   LargestLogit best{-INFINITY, params.vocab_size, 0};
@@ -107,7 +107,7 @@ greedy_tokens(
   for (int i = 1; i < num_parts; i++) {
     best.join(parts[i], as_type<int>(parts[num_parts + i]), as_type<int>(parts[2 * num_parts + i]));
   }
-  int token = best.place < params.vocab_size ? best.place : 0;  // (all of them are -inf, or NaN)
+  int token = best.place < params.vocab_size ? best.place : 0;  // all are -inf or NaN
   bool is_finite = !best.has_nan && best.value > -INFINITY && best.value < INFINITY;
   tokens[group_id.x] = token;
   largest[group_id.x] = best.has_nan ? NAN : best.value;

@@ -1,22 +1,21 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Spellings that differ for the other compilers that read these kernels.
+// Keywords that differ for the other compilers that read these kernels.
 
 #pragma once
 
-// Before loops over arrays that must stay in registers: an index known at compile time keeps them
-// there.
+// Placed before loops over arrays that must stay in registers, which requires compile-time indices.
 #ifndef PAGED_UNROLL
 #define PAGED_UNROLL _Pragma("clang loop unroll(full)")
 #endif
 
-// After a parameter that is the kernel's threadgroup memory, of the size that the host asks for.
+// Marks the parameter that is the kernel's threadgroup memory, sized by the host.
 #ifndef PAGED_SCRATCH
 #define PAGED_SCRATCH [[threadgroup(0)]]
 #endif
 
-// Before a kernel's name. A pipeline of it takes at most THREADS threads, and the compiler gives
-// each of them as many registers as so few can have.
+// Declares a kernel whose pipeline takes at most THREADS threads, so that the compiler can give
+// each thread as many registers as that limit allows.
 #ifndef PAGED_KERNEL
 #define PAGED_KERNEL(THREADS) [[kernel, max_total_threads_per_threadgroup(THREADS)]] void
 #endif

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Layer operations around attention, in as few kernels as possible: each reads its input once and
-// writes what the next one needs. All compute in fp32; values that other code would have rounded
-// between two operations are rounded here too, so that results are the same.
+// Layer operations around attention, fused into few kernels: each reads its input once and writes
+// what the next one needs. All compute in fp32 and round where separate operations would have
+// rounded, so results are the same.
 
 #pragma once
 
@@ -17,15 +17,15 @@ using namespace metal;
 
 namespace paged {
 
-// How a norm writes its result. (csrc/cuda/kernels/ordered_rows.h has another way.)
+// Writes a norm's result in row order. csrc/cuda/kernels/ordered_rows.h has an alternative.
 struct InPlace {
   METAL_FUNC static void write(device uint4* row, int chunk, uint4 values) { row[chunk] = values; }
 };
 
 }  // namespace paged
 
-// sum = x + residual; out = sum / sqrt(mean(sum^2) + eps) * weight, row by row. Without a residual
-// there is no sum to write. The sum stays in registers.
+// Computes sum = x + residual and out = sum / sqrt(mean(sum^2) + eps) * weight, row by row. The sum
+// stays in registers; without a residual it is not written.
 // grid: rows.
 template <typename T, typename Result = paged::InPlace>
 PAGED_KERNEL(paged::NORM_THREADS)
@@ -86,7 +86,7 @@ add_rms_norm(
   }
 }
 
-// Cosines and sines of the angle position * scale * inv_freq, [rows, 2, half_dims].
+// Computes cosines and sines of position * scale * inv_freq, [rows, 2, half_dims].
 // grid: rows * half_dims / 256 rounded up.
 template <typename T>
 PAGED_KERNEL(paged::DATA_THREADS)
@@ -108,7 +108,7 @@ rope_rotations(
 
 namespace paged {
 
-// A head on its way: normed if the layer norms heads.
+// A head being loaded, normalized if the layer has head norms.
 template <typename T>
 struct HeadOfRow {
   device const T* from;
@@ -135,8 +135,8 @@ struct HeadOfRow {
 
 }  // namespace paged
 
-// The queries and keys of a row are normed and rotated; queries go to `out`, keys and values to
-// their slot of the pools. A SIMD-group has a head: queries first, then keys, then values.
+// Normalizes and rotates a row's queries and keys; writes queries to `out`, and keys and values to
+// their pool slots. A SIMD-group handles one head: queries first, then keys, then values.
 // grid: (rows, heads / ROPE_SIMD_GROUPS rounded up).
 template <typename T>
 PAGED_KERNEL(32 * paged::ROPE_SIMD_GROUPS)
@@ -199,7 +199,7 @@ rope_write(
   }
 }
 
-// silu(gate) * up. Both may be parts of wider rows.
+// Computes silu(gate) * up. Both can be parts of wider rows.
 // grid: (rows, chunks of a row / 256 rounded up).
 template <typename T>
 PAGED_KERNEL(paged::DATA_THREADS)
@@ -226,8 +226,8 @@ silu_mul(
   ((device uint4*)out)[row * params.row_chunks + chunk] = pack(values, T(0.0f));
 }
 
-// Rows of a table, such as embeddings of tokens; negative ones count from the end, and one that
-// there is not becomes NaNs.
+// Gathers rows of a table, such as token embeddings. Negative indices count from the end; rows out
+// of range become NaN.
 // grid: (rows, chunks of a row / 256 rounded up).
 template <typename T>
 PAGED_KERNEL(paged::DATA_THREADS)
@@ -243,15 +243,15 @@ gather_rows(
   }
   int from = rows[row];
   from += from < 0 ? params.num_rows : 0;
-  uint4 values = uint4(0x7fc07fc0u);  // NaNs of every dtype
+  uint4 values = uint4(0x7fc07fc0u);  // NaN in every dtype
   if (from >= 0 && from < params.num_rows) {
     values = ((device const uint4*)table)[ulong(from) * params.row_chunks + chunk];
   }
   ((device uint4*)out)[row * params.row_chunks + chunk] = values;
 }
 
-// x @ weight.T + bias + residual for few rows: a SIMD-group reads a row of the weight once for up
-// to PRODUCT_ROWS rows of x.
+// Computes x @ weight.T + bias + residual for few rows; a SIMD-group reads a row of the weight once
+// for up to PRODUCT_ROWS rows of x.
 // grid: (rows of the weight / PRODUCT_SIMD_GROUPS rounded up, rows of x / PRODUCT_ROWS likewise).
 template <typename T>
 PAGED_KERNEL(32 * paged::PRODUCT_SIMD_GROUPS)

@@ -17,7 +17,7 @@ using namespace metal;
 
 namespace paged {
 
-// The elements of an 8 x 8 matrix that a lane holds: (row, column) and (row, column + 1). All Apple
+// Elements of an 8 x 8 matrix that a lane holds: (row, column) and (row, column + 1). All Apple
 // GPUs share this layout, and MLX's kernels rely on it too.
 METAL_FUNC int matrix_row(uint lane) {
   return int(((lane / 4) & 4) + (lane / 2) % 4);
@@ -27,7 +27,7 @@ METAL_FUNC int matrix_column(uint lane) {
   return int(((lane / 4) & 2) * 2 + (lane % 2) * 2);
 }
 
-// Columns [begin, end) of a head, in elements: those that one SIMD-group works on.
+// Columns [begin, end) of a head that one SIMD-group works on, in elements.
 struct Slice {
   int begin;
   int end;
@@ -40,8 +40,8 @@ METAL_FUNC Slice slice_of(int dim, int columns, uint simd_id) {
   return slice;
 }
 
-// TOKENS rows of WIDTH elements, loaded by THREADS threads (a SIMD-group, or a threadgroup), 16
-// bytes each. First all loads, which are then in flight together, later the stores.
+// Loads TOKENS rows of WIDTH elements with THREADS threads (a SIMD-group or a threadgroup), 16
+// bytes each. All loads are issued first, so that they are in flight together; the stores follow.
 template <typename T, int TOKENS, int WIDTH, int THREADS>
 struct TileLoader {
   static constexpr constant int CHUNK = chunk_size<T>();
@@ -50,7 +50,7 @@ struct TileLoader {
 
   uint4 chunks[LOADS];
 
-  // Tokens [first, first + TOKENS) of a sequence; those at `end` and after become zeros.
+  // Loads tokens [first, first + TOKENS) of a sequence; tokens from `end` on become zeros.
   METAL_FUNC void load(
       device const T* pool, int dim, int num_heads, int head, BlockTable table, int first, int end,
       Slice slice, uint thread_id) thread {
@@ -67,13 +67,13 @@ struct TileLoader {
     }
   }
 
-  // Chunks next to each other in a row that have one group of int4: the first lane loads its scale.
+  // Adjacent chunks of a row that share an int4 group; the first of their lanes loads its scale.
   static constexpr constant int GROUP_CHUNKS = ROW_CHUNKS % (CODE_GROUP / CHUNK) == 0
                                                    ? CODE_GROUP / CHUNK
                                                : ROW_CHUNKS % 2 == 0 ? 2
                                                                      : 1;
 
-  // The same of a quantised pool.
+  // The same for a quantized pool.
   METAL_FUNC void load_quantised(
       device const uchar* pool, int format, int dim, int num_heads, int head, BlockTable table,
       int first, int end, Slice slice, uint thread_id) thread {
@@ -97,7 +97,7 @@ struct TileLoader {
     }
   }
 
-  // Stores the numbers that a quantised pool's codes stand for, in int8 without the scale.
+  // Stores numbers decoded from a quantized pool; int8 stays unscaled.
   METAL_FUNC void store(threadgroup T* tile, int pitch, int format, uint thread_id) const thread {
     PAGED_UNROLL
     for (int i = 0; i < LOADS; i++) {

@@ -1,12 +1,12 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Decode attention for few query heads a KV head, on the vector units. A threadgroup serves one
-// work item and one KV head: every key and value is read once, for all QUERIES (= query rows x
-// heads of the group) of the item.
+// Decode attention for few query heads per KV head, on the vector units. A threadgroup serves one
+// work item and one KV head: every key and value is read once for all QUERIES (= query rows x heads
+// per group) of the item.
 //
-// TOKEN_LANES lanes share a token, 16 bytes each, so a SIMD-group reads several tokens at once,
-// and it takes UNROLL such steps together to have their loads in flight at the same time. Each set
-// of TOKEN_LANES lanes keeps its own softmax; they are joined at the end.
+// TOKEN_LANES lanes share a token, 16 bytes each, so a SIMD-group reads several tokens at once. It
+// processes UNROLL such steps together to keep their loads in flight. Each set of TOKEN_LANES lanes
+// keeps its own softmax; they are merged at the end.
 
 #pragma once
 
@@ -26,12 +26,12 @@ using namespace metal;
 
 namespace paged {
 
-// One lane's share of the queries and of their results.
+// One lane's share of the queries and results.
 template <typename T, int K_DIM, int V_DIM, int QUERIES, int LOADS>
 struct DecodeLane {
   static constexpr constant int CHUNK = chunk_size<T>();
   static constexpr constant int TOKEN_LANES = decode_token_lanes(K_DIM, V_DIM, CHUNK);
-  static constexpr constant int TOKENS = 32 / TOKEN_LANES;  // of a SIMD-group at once
+  static constexpr constant int TOKENS = 32 / TOKEN_LANES;  // per SIMD-group at once
   static constexpr constant int K_CHUNKS = decode_lane_chunks(K_DIM, CHUNK, TOKEN_LANES);
   static constexpr constant int V_CHUNKS = decode_lane_chunks(V_DIM, CHUNK, TOKEN_LANES);
   static constexpr constant int UNROLL = decode_unroll(K_CHUNKS, LOADS);
@@ -61,8 +61,8 @@ struct DecodeLane {
     rows[q] = row;
   }
 
-  // A token's codes, of which a lane has CHUNKS chunks. One lane loads a scale for all that share
-  // it. Returns that of int8; no token has zeros, with scales of zero.
+  // Loads a lane's CHUNKS chunks of a token's codes. One lane loads the scale for all lanes that
+  // share it. Returns the int8 scale; a missing token has zeros with zero scales.
   template <int DIM, int CHUNKS>
   METAL_FUNC static float load_quantised(
       device const uchar* pool, BlockTable table, int token, bool exists, int kv_head, int format,
@@ -98,7 +98,7 @@ struct DecodeLane {
     return scale;
   }
 
-  // Adds UNROLL steps of TOKENS tokens from `first` on; those at `end` and after are masked.
+  // Adds UNROLL steps of TOKENS tokens from `first` on; tokens from `end` on are masked.
   METAL_FUNC void attend(
       device const T* key_pool, device const T* value_pool, BlockTable table, int first, int end,
       int kv_head, constant AttentionParams& params, uint lane) thread {
@@ -221,7 +221,7 @@ struct DecodeLane {
     }
   }
 
-  // Joins the softmaxes of query q of all lanes that hold the same elements.
+  // Merges query q's softmaxes of all lanes that hold the same elements.
   METAL_FUNC void join_lanes(int q) thread {
     PAGED_UNROLL
     for (ushort offset = TOKEN_LANES; offset < 32; offset *= 2) {
@@ -279,7 +279,7 @@ paged_decode(
     state.attend(key_pool, value_pool, ours.table, token, seen.end, ours.kv_head, params, lane);
   }
 
-  // The SIMD-groups join through threadgroup memory, a query at a time, so that it stays small.
+  // Merges the SIMD-groups through threadgroup memory, one query at a time to keep it small.
   threadgroup float* values = scratch;                              // [SIMD-group][V_DIM]
   threadgroup float* maxima = values + DECODE_SIMD_GROUPS * V_DIM;  // [SIMD-group]
   threadgroup float* sums = maxima + DECODE_SIMD_GROUPS;            // [SIMD-group]
@@ -288,7 +288,7 @@ paged_decode(
   for (int q = 0; q < QUERIES; q++) {
     state.join_lanes(q);
     if (q > 0) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // the query before has been read
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // the previous query has been read
     }
     if (int(lane) < Lane::TOKEN_LANES) {
       PAGED_UNROLL

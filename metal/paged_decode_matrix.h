@@ -1,12 +1,12 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Decode attention for many query heads a KV head, or several query rows, on the matrix units. The
-// queries of an item (its rows x the heads of a group) are the rows of a matrix.
+// Decode attention for many query heads per KV head, or several query rows, on the matrix units.
+// The queries of an item (its rows x heads per group) are the rows of a matrix.
 //
 // The SIMD-groups divide the head dims, not the tokens: each has the slice [begin, end) of every
-// query, key, value and result. So a key goes from device memory to one SIMD-group's part of
-// threadgroup memory and on to its matrix units, once, and no result has to be moved at the end.
-// They exchange little: the partial dot products of a tile of tokens, and its weights.
+// query, key, value and result. So each key passes once from device memory through one SIMD-group's
+// part of threadgroup memory to its matrix units, and results need no exchange at the end. The
+// SIMD-groups exchange only the partial dot products of a tile of tokens, and its weights.
 
 #pragma once
 
@@ -26,8 +26,8 @@ using namespace metal;
 
 namespace paged {
 
-// The softmax of a tile of ROWS x TOKENS logits. TOKENS lanes share a row, and each row stays with
-// the same lanes from tile to tile.
+// Softmax of a tile of ROWS x TOKENS logits. TOKENS lanes share a row, and a row keeps its lanes
+// from tile to tile.
 template <int ROWS, int TOKENS, int SIMD_GROUPS>
 struct TileSoftmax {
   static constexpr constant int ROWS_AT_ONCE = SIMD_GROUPS * 32 / TOKENS;
@@ -40,8 +40,8 @@ struct TileSoftmax {
     return step * ROWS_AT_ONCE + int(simd_id) * (32 / TOKENS) + int(lane) / TOKENS;
   }
 
-  // Turns the partial dot products of each SIMD-group into weights, and gives the factor by which
-  // the results of each row shrink.
+  // Turns each SIMD-group's partial dot products into weights and stores the factor for each row's
+  // earlier results.
   template <typename T>
   METAL_FUNC void step(
       threadgroup const float* dots, threadgroup T* weights, threadgroup float* factors, int first,
@@ -68,7 +68,7 @@ struct TileSoftmax {
       float share = weight(value, maximum);
       float factor = rescale(state[i].maximum, maximum);
       state[i].maximum = maximum;
-      state[i].sum = state[i].sum * factor + share;  // this lane's tokens only, until `join`
+      state[i].sum = state[i].sum * factor + share;  // this lane's tokens only, until join()
       if (row < ROWS) {
         weights[row * TOKENS + column] = T(scaled_weight(share, own, params));
         if (column == 0) {
@@ -106,7 +106,7 @@ paged_decode_matrix(
   using namespace paged;
   constexpr int TOKENS = matrix_tokens(K_DIM, V_DIM, sizeof(T), ROWS, SIMD_GROUPS);
   constexpr int PITCH = matrix_pitch(K_DIM, V_DIM, sizeof(T), SIMD_GROUPS);
-  constexpr int K_COLUMNS = matrix_slice(K_DIM, SIMD_GROUPS);  // of 8
+  constexpr int K_COLUMNS = matrix_slice(K_DIM, SIMD_GROUPS);  // 8 wide
   constexpr int V_COLUMNS = matrix_slice(V_DIM, SIMD_GROUPS);
   constexpr int BANDS = ROWS / 8;  // of 8 rows
   constexpr MatrixScratch AT = matrix_scratch(K_DIM, V_DIM, sizeof(T), ROWS, SIMD_GROUPS);
@@ -127,7 +127,7 @@ paged_decode_matrix(
   Slice k_slice = slice_of(K_DIM, 8 * K_COLUMNS, simd_id);
   Slice v_slice = slice_of(V_DIM, 8 * V_COLUMNS, simd_id);
 
-  // Queries pass through the tile, eight at a time; rows past the last are zeros.
+  // Loads queries through the tile, eight at a time; rows past the last are zeros.
   simdgroup_matrix<T, 8, 8> query[BANDS][K_COLUMNS];
   constexpr int CHUNK = chunk_size<T>();
   constexpr int ROW_CHUNKS = 8 * K_COLUMNS / CHUNK;
@@ -217,7 +217,7 @@ paged_decode_matrix(
             dot[band], dots + (int(simd_id) * ROWS + 8 * band) * TOKENS + 8 * n, TOKENS);
       }
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);  // the keys have been read
+    simdgroup_barrier(mem_flags::mem_threadgroup);  // The keys have been read.
     values.store(tile, PITCH, value_format(params), lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -250,11 +250,11 @@ paged_decode_matrix(
         }
       }
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);  // the values have been read
+    simdgroup_barrier(mem_flags::mem_threadgroup);  // The values have been read.
   }
 
   softmax.join();
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the factors of the last tile have been read
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // The factors of the last tile have been read.
   Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, V_DIM);
   PAGED_UNROLL
   for (int i = 0; i < Softmax::STEPS; i++) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Joins the partials of rows that were split over several work items. A SIMD-group serves one row
-// and one query head; the splits are few and their partials still in the cache.
+// Merges the partials of rows that were split over several work items. A SIMD-group handles one row
+// and one query head; the splits are few and their partials are still in the cache.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 using namespace metal;
 
-// grid: (merge items, query heads / MERGE_SIMD_GROUPS rounded up, most rows of an item).
+// grid: (merge items, query heads / MERGE_SIMD_GROUPS rounded up, maximum rows per item).
 template <typename T, int V_DIM>
 PAGED_KERNEL(32 * paged::MERGE_SIMD_GROUPS)
 paged_merge(
@@ -25,7 +25,7 @@ paged_merge(
     uint3 group_id [[threadgroup_position_in_grid]],
     uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
-  constexpr int PAIRS = ceil_div(V_DIM, 64);  // of values a lane holds
+  constexpr int PAIRS = ceil_div(V_DIM, 64);  // pairs of values per lane
 
   MergeItem item = merge_items[group_id.x];
   int num_rows = item.row_end - item.row_begin;

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Attention of a prefill chunk over the pool itself, tiled like FlashAttention-2 (Dao 2023). The
-// rows of the score matrix are the query rows x the heads of a group, so that a key serves the
-// whole group; each SIMD-group has rows of its own and keeps their queries, scores and results in
-// registers. Keys and values pass through threadgroup memory, shared by all.
+// Attention of a prefill chunk over the pool, tiled like FlashAttention-2 (Dao 2023). Rows of the
+// score matrix are query rows x heads per group, so that a key serves the whole group. Each
+// SIMD-group keeps the queries, scores and results of its own rows in registers. Keys and values
+// pass through threadgroup memory, which all SIMD-groups share.
 
 #pragma once
 
@@ -23,7 +23,7 @@ using namespace metal;
 
 namespace paged {
 
-// Reduction over the four lanes that share a row of an 8 x 8 matrix.
+// Reduces over the four lanes that share a row of an 8 x 8 matrix.
 METAL_FUNC float row_max(float value) {
   value = max(value, simd_shuffle_xor(value, ushort(1)));
   return max(value, simd_shuffle_xor(value, ushort(8)));
@@ -34,8 +34,8 @@ METAL_FUNC float row_sum(float value) {
   return value + simd_shuffle_xor(value, ushort(8));
 }
 
-// One row's softmax over a tile of scores, of which this lane holds two in every matrix. Leaves
-// the weights in `share` and returns by which factor the row's results shrink.
+// Computes one row's softmax over a tile of scores; this lane holds two in every matrix. Stores the
+// weights in `share` and returns the factor for the row's earlier results.
 template <typename T, int COLUMNS>
 METAL_FUNC float softmax_row(
     thread simdgroup_matrix<float, 8, 8>* dot, thread simdgroup_matrix<T, 8, 8>* share,
@@ -95,7 +95,7 @@ paged_prefill(
     uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
   constexpr int THREADS = 32 * PREFILL_SIMD_GROUPS;
-  constexpr int BANDS = ROWS / 8 / PREFILL_SIMD_GROUPS;  // of 8 rows, of a SIMD-group
+  constexpr int BANDS = ROWS / 8 / PREFILL_SIMD_GROUPS;  // of 8 rows, per SIMD-group
   constexpr int K_PITCH = prefill_pitch(K_DIM, sizeof(T));
   constexpr int V_PITCH = prefill_pitch(V_DIM, sizeof(T));
 
@@ -109,7 +109,7 @@ paged_prefill(
   threadgroup T* value_tile = key_tile + TOKENS * K_PITCH;
   threadgroup T* scales = key_tile + K_DIM;
 
-  // Queries pass through the tile of keys, eight rows at a time; rows past the last are zeros.
+  // Loads queries through the tile of keys, eight rows at a time; rows past the last are zeros.
   constexpr int CHUNK = chunk_size<T>();
   constexpr int ROW_CHUNKS = K_DIM / CHUNK;
   simdgroup_matrix<T, 8, 8> query[BANDS][K_DIM / 8];
@@ -172,7 +172,7 @@ paged_prefill(
           value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
           {0, V_DIM}, thread_id);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before have been read
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // The previous tiles have been read.
     key_loader.store(key_tile, K_PITCH, key_format(params), thread_id);
     value_loader.store(value_tile, V_PITCH, value_format(params), thread_id);
     if (has_scales(params) && int(thread_id) < TOKENS) {

@@ -1,10 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Quantised pools: where a head's codes and scales lie, and what they stand for. csrc/pool_format.h
-// says the same for the CPU.
+// Codes and scales of quantized pools: their places and values. csrc/pool_format.h is the CPU's
+// version.
 //
-// A `chunk` of codes is as many elements as 16 bytes of T hold. It takes fewer bytes, so there is
-// room in a uint4 for the scales of int4 beside them.
+// A `chunk` of codes has as many elements as 16 bytes of T. It takes fewer bytes, so a uint4 has
+// room for the scales of int4 as well.
 
 #pragma once
 
@@ -32,7 +32,7 @@ METAL_FUNC int tail_bytes(int format, int dim) {
                                  : 0;
 }
 
-// One head of a token: bytes from the beginning of the pool.
+// Byte offsets of one head of a token within the pool.
 struct CodePlace {
   ulong codes;
   ulong scales;
@@ -57,7 +57,7 @@ code_place(BlockTable table, int token, int heads, int head, int format, int dim
       ulong(table.blocks[token >> table.shift]), in_block, table.shift, heads, head, format, dim);
 }
 
-// Codes of chunk elements from `element` on.
+// Loads the codes of a chunk of elements from `element` on.
 template <typename T>
 METAL_FUNC uint4 load_codes(device const uchar* pool, CodePlace place, int element, int format) {
   uint4 chunk = uint4(0);
@@ -82,12 +82,12 @@ METAL_FUNC uint4 load_codes(device const uchar* pool, CodePlace place, int eleme
   return chunk;
 }
 
-// The scale (lower half) and the minimum of an element's group in int4.
+// Loads the scale (lower half) and the minimum of an element's int4 group.
 METAL_FUNC uint load_group(device const uchar* pool, CodePlace place, int element) {
   return *(device const uint*)(pool + place.scales + element / CODE_GROUP * 4);
 }
 
-// The scale of a head in int8.
+// Loads the scale of an int8 head.
 METAL_FUNC float load_scale(device const uchar* pool, CodePlace place) {
   return float(*(device const half*)(pool + place.scales));
 }
@@ -100,7 +100,7 @@ METAL_FUNC float from_e4m3(uint code) {
   return code & 0x80 ? -value : value;
 }
 
-// A chunk as fp32, in int8 without the scale.
+// Converts a chunk to fp32; int8 stays unscaled.
 template <typename T>
 METAL_FUNC void unpack_codes(uint4 chunk, thread float* out, int format) {
   constexpr int CHUNK = chunk_size<T>();
@@ -125,9 +125,9 @@ METAL_FUNC void unpack_codes(uint4 chunk, thread float* out, int format) {
   }
 }
 
-// The formats of a pipeline's pools, or FORMAT_PLAIN.
+// Formats of a pipeline's pools, or FORMAT_PLAIN.
 METAL_FUNC int key_format(constant AttentionParams& params) {
-  (void)params;  // function constants need none
+  (void)params;  // not needed by function constants
   return !PAGED_QUANTISED(params)  ? FORMAT_PLAIN
          : PAGED_FP8(params)       ? FORMAT_FP8
          : PAGED_INT4_KEYS(params) ? FORMAT_INT4
@@ -135,17 +135,17 @@ METAL_FUNC int key_format(constant AttentionParams& params) {
 }
 
 METAL_FUNC int value_format(constant AttentionParams& params) {
-  (void)params;  // function constants need none
+  (void)params;  // not needed by function constants
   return !PAGED_QUANTISED(params)    ? FORMAT_PLAIN
          : PAGED_FP8(params)         ? FORMAT_FP8
          : PAGED_INT4_VALUES(params) ? FORMAT_INT4
                                      : FORMAT_INT8;
 }
 
-// The int8 scales of a token's key and value, which scores and weights are multiplied with. They
-// lie in threadgroup memory behind the token's row of a tile, where 16 bytes are left free.
+// True if scores and weights are multiplied by int8 scales of a token's key and value. The scales
+// are in threadgroup memory, in the 16 bytes left free after the token's row of a tile.
 METAL_FUNC bool has_scales(constant AttentionParams& params) {
-  (void)params;  // function constants need none
+  (void)params;  // not needed by function constants
   return PAGED_QUANTISED(params) && !PAGED_FP8(params) &&
          !(PAGED_INT4_KEYS(params) && PAGED_INT4_VALUES(params));
 }

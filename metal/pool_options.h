@@ -1,8 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Formats of a layer's pools. In Metal these are function constants, like the options of
-// attention_variant.h. A compiler without function constants defines the words below as conditions
-// on the params.
+// Formats of a layer's pools. Function constants in Metal, like the options of attention_variant.h;
+// compilers without function constants define these macros as conditions on the params.
 
 #pragma once
 
@@ -13,7 +12,7 @@
 using namespace metal;
 
 #ifndef PAGED_QUANTISED
-// Pools are quantised; keys or values have 4 bits; both are e4m3. Neither of the last two: int8.
+// Quantized pools; 4-bit keys; 4-bit values; both e4m3. int8 unless one of the latter is set.
 constant bool paged_quantised [[function_constant(0)]];
 constant bool paged_int4_keys [[function_constant(1)]];
 constant bool paged_int4_values [[function_constant(2)]];

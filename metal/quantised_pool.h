@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Writing and gathering of quantised pools, and the rotation of queries that meet rotated keys. A
-// SIMD-group has a head of a token; lane l holds its dims l, l + 32, ...
+// Kernels that write and gather quantized pools, and rotate the queries that meet rotated keys. A
+// SIMD-group handles one head of a token; lane l holds its dims l, l + 32, ...
 
 #pragma once
 
@@ -22,7 +22,7 @@ METAL_FUNC bool changes_sign(int dim) {
   return ((x ^ (x >> 13)) >> 31) != 0;
 }
 
-// PARTS: of 32 dims, as many as the largest head dim of a kernel has.
+// PARTS: groups of 32 dims, enough for the kernel's largest head dim.
 template <int PARTS>
 struct HeadRow {
   float x[PARTS];  // zeros past the head dim
@@ -56,7 +56,7 @@ struct HeadRow {
     }
   }
 
-  // The orthonormal Walsh-Hadamard transform of each run of dims.
+  // Orthonormal Walsh-Hadamard transform of each run of dims.
   METAL_FUNC void transform(int dim, uint lane) thread {
     int run = dim & -dim;
     for (int stride = 1; stride < min(run, 32); stride *= 2) {
@@ -103,14 +103,14 @@ struct HeadRow {
 
 enum { HALF_NAN = 0x7e00, LARGEST_HALF = 0x7bff };
 
-// The least half not below x >= 0, or the largest half.
+// Smallest half not below x >= 0, or the largest half.
 METAL_FUNC ushort half_above(float x) {
   ushort bits = as_type<ushort>(half(min(x, 65504.0f)));
   bool below = float(as_type<half>(bits)) < x;
   return below && bits < LARGEST_HALF ? ushort(bits + 1) : bits;
 }
 
-// The largest half not above x, or the least half.
+// Largest half not above x, or the smallest half.
 METAL_FUNC ushort half_below(float x) {
   float clamped = clamp(x, -65504.0f, 65504.0f);
   ushort bits = as_type<ushort>(half(clamped));
@@ -124,7 +124,7 @@ METAL_FUNC bool is_finite_number(float x) {
   return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u;
 }
 
-// Numbers beyond 448 become 448; infinities become NaNs.
+// Numbers beyond 448 become 448; infinities become NaN.
 METAL_FUNC uint to_e4m3(float x) {
   uint u = as_type<uint>(x);
   uint sign = (u >> 24) & 0x80;
@@ -238,7 +238,7 @@ METAL_FUNC bool rotates_keys(int format) {
 
 }  // namespace paged
 
-// Quantises the key and the value of each token to its slot, in place.
+// Quantizes each token's key and value into its slot, in place.
 // grid: (KV heads of keys, then of values, / 8 rounded up, tokens).
 template <typename T, int PARTS>
 PAGED_KERNEL(paged::DATA_THREADS)
@@ -271,8 +271,8 @@ quantise_kv(
   encode(row, is_key ? key_pool : value_pool, place, format, dim, lane);
 }
 
-// Dense [num_seqs, num_kv_heads, max_context_len, dim] keys or values of whole sequences, as they
-// were before they were rotated, zeros past each context.
+// Gathers keys or values of whole sequences into a dense [num_seqs, num_kv_heads, max_context_len,
+// dim], with rotations undone and zeros past each context.
 // grid: (tokens / 8 rounded up, KV heads, sequences).
 template <typename T, int PARTS>
 PAGED_KERNEL(paged::DATA_THREADS)
@@ -308,7 +308,8 @@ gather_quantised(
   row.store(dense + at * params.dim, params.dim, lane);
 }
 
-// Queries as rotated keys need them. grid: rows of all heads / 8 rounded up.
+// Rotates queries to match rotated keys.
+// grid: rows of all heads / 8 rounded up.
 template <typename T, int PARTS>
 PAGED_KERNEL(paged::DATA_THREADS)
 rotate_queries(

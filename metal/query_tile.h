@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The share of one threadgroup: queries of a work item, for one KV head. A query is a query row
+// The queries of a work item that one threadgroup handles, for one KV head. A query is a query row
 // times a query head of the group; an item's queries are numbered row by row.
 
 #pragma once
@@ -18,22 +18,22 @@ struct QueryTile {
   WorkItem item;
   BlockTable table;
   int num_q_heads;
-  int heads;  // of a group
+  int heads;  // per group
   int kv_head;
-  int first_query;  // of the item's
-  int num_queries;  // at most 0: nothing to do, as the item ends before or is another launch's
+  int first_query;  // within the item
+  int num_queries;  // <= 0: nothing to do, because the item ends earlier or is another launch's
 
   METAL_FUNC int row(int q) const thread { return item.row_begin + (first_query + q) / heads; }
 
   METAL_FUNC int head(int q) const thread { return kv_head * heads + (first_query + q) % heads; }
 
-  // Query q in [num_rows, num_q_heads].
+  // Index of query q in [num_rows, num_q_heads].
   METAL_FUNC ulong query(int q) const thread { return ulong(row(q)) * num_q_heads + head(q); }
 
-  // True if results go to the output; otherwise they are partials, see WorkItem.
+  // True if results go to the output; otherwise they are partials (see WorkItem).
   METAL_FUNC bool whole() const thread { return item.partial_begin < 0; }
 
-  // The result of query q in [num_rows, num_q_heads], of the output or of the workspace.
+  // Index of query q's result in [num_rows, num_q_heads] of the output or the workspace.
   METAL_FUNC ulong result(int q) const thread {
     int row = (whole() ? item.row_begin : item.partial_begin) + (first_query + q) / heads;
     return ulong(row) * num_q_heads + head(q);
@@ -46,7 +46,7 @@ struct QueryTile {
         positions, row(q), per_head, head(q), params.num_q_heads, params.options);
   }
 
-  // The keys of the item that any of these queries sees.
+  // Keys of the item that any of these queries sees.
   METAL_FUNC KeyRange
   keys(device const int* positions, constant AttentionParams& params) const thread {
     return keys_of_rows(item, positions, row(0), row(num_queries - 1) + 1, params);

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The online softmax in base 2 and fp32 (Milakov & Gimelshein 2018): a running maximum of logits,
-// and sums relative to it.
+// Online softmax in base 2 and fp32 (Milakov & Gimelshein 2018): a running maximum of logits and
+// sums relative to it.
 
 #pragma once
 
@@ -13,23 +13,23 @@ using namespace metal;
 
 namespace paged {
 
-// The factor that makes values relative to `from` relative to `to`, which is at least as large.
-// With no key seen yet both are -inf, and (-inf) - (-inf) would be a NaN.
+// Factor that rebases values from maximum `from` to maximum `to` >= `from`. Before the first key
+// both are -inf, and (-inf) - (-inf) would be NaN.
 METAL_FUNC float rescale(float from, float to) {
   return to == -INFINITY ? 0.0f : fast::exp2(from - to);
 }
 
-// exp2(logit - maximum); a masked logit is -inf and its weight 0, even if nothing else is seen.
+// exp2(logit - maximum). A masked logit is -inf and gets weight 0, even if all are masked.
 METAL_FUNC float weight(float logit, float maximum) {
   return fast::exp2(logit - (maximum == -INFINITY ? 0.0f : maximum));
 }
 
 struct DeviceMath {
-  // fast::tanh overflows to a NaN where tanh is 1.
+  // fast::tanh overflows to NaN where tanh is 1.
   METAL_FUNC static float tanh(float x) { return precise::tanh(x); }
 };
 
-// A dot product as a logit.
+// Converts a dot product to a logit.
 METAL_FUNC float logit(float dot, int token, AttentionRow row, constant AttentionOptions& options) {
   return logit<DeviceMath>(dot * options.scale, float(token), row, options);
 }
@@ -43,13 +43,13 @@ struct SoftmaxState {
     sum = 0.0f;
   }
 
-  // The factor applied at the very end to a sum of values of query head `head` relative to
-  // `maximum`. A row that sees no key at all is zero.
+  // Final factor for a sum of values of query head `head` relative to `maximum`. 0 for a row that
+  // sees no key.
   METAL_FUNC float normaliser(
       device const float* per_head, int head, constant AttentionOptions& options) const thread {
     float factor = 1.0f;
     float total = sum;
-    (void)options;  // a function constant may be all that is asked of it
+    (void)options;  // unused with function constants
     if (PAGED_HAS_SINKS(options)) {
       float sink = per_head[head] * PAGED_LOG2E;
       float joined = max(maximum, sink);

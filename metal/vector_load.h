@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Device memory is read and written 16 bytes a lane: a `chunk` is uint4, whatever its contents.
+// Loads and stores of 16 bytes per lane: a `chunk` is a uint4 with any contents.
 
 #pragma once
 
@@ -10,7 +10,7 @@ using namespace metal;
 
 namespace paged {
 
-// Elements of T in a chunk.
+// Elements of T per chunk.
 template <typename T>
 METAL_FUNC constexpr int chunk_size() {
   return 16 / int(sizeof(T));

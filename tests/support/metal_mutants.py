@@ -29,7 +29,7 @@ def _mutant(file: str, old: str, new: str, what: str, *checks: str) -> Mutant:
 
 MUTANTS = [
     # Vector units
-    _mutant(DECODE, f"{BARRIER}  // the query before has been read", "", "no barrier before values are overwritten", *VECTOR),
+    _mutant(DECODE, f"{BARRIER}  // the previous query has been read", "", "no barrier before values are overwritten", *VECTOR),
     _mutant(DECODE, f"    }}\n    {BARRIER}\n\n    SoftmaxState joined;", "    }\n    SoftmaxState joined;", "no barrier before values are joined", *VECTOR),
     _mutant(DECODE, "bool exists = token < end;", "bool exists = token <= end;", "a token past the end is read", *VECTOR),
     _mutant(DECODE, "if (element(c, index) < K_DIM) {", "if (element(c, index) <= K_DIM) {", "a chunk past the query is read", *VECTOR),
@@ -93,9 +93,9 @@ MUTANTS = [
     # Matrix units
     _mutant(MATRIX, f"    values.store(tile, PITCH, value_format(params), lane);\n    {BARRIER}", "    values.store(tile, PITCH, value_format(params), lane);", "weights are made of unfinished dot products", *MATRICES),
     _mutant(MATRIX, f"first, seen.end, scales, PITCH, params, simd_id, lane);\n    {BARRIER}", "first, seen.end, scales, PITCH, params, simd_id, lane);", "no barrier before weights are used", *MATRICES),
-    _mutant(MATRIX, f"{BARRIER}  // the factors of the last tile have been read", "", "normalisers overwrite factors in use", *MATRICES),
-    _mutant(MATRIX, "simdgroup_barrier(mem_flags::mem_threadgroup);  // the keys have been read", "", "values overwrite keys in use", *MATRICES),
-    _mutant(MATRIX, "simdgroup_barrier(mem_flags::mem_threadgroup);  // the values have been read", "", "keys overwrite values in use", *MATRICES),
+    _mutant(MATRIX, f"{BARRIER}  // The factors of the last tile have been read.", "", "normalisers overwrite factors in use", *MATRICES),
+    _mutant(MATRIX, "simdgroup_barrier(mem_flags::mem_threadgroup);  // The keys have been read.", "", "values overwrite keys in use", *MATRICES),
+    _mutant(MATRIX, "simdgroup_barrier(mem_flags::mem_threadgroup);  // The values have been read.", "", "keys overwrite values in use", *MATRICES),
     _mutant(MATRIX, "simdgroup_load(key, tile + 8 * n * PITCH + 8 * c, PITCH, ulong2(0), true);", "simdgroup_load(key, tile + 8 * n * PITCH + 8 * c, PITCH);", "keys are not transposed", *MATRICES),
     _mutant(MATRIX, "float factor = factors[8 * band + matrix_row(lane)];", "float factor = factors[8 * band];", "all rows shrink by the first row's factor", *MATRICES),
     _mutant(MATRIX, "for (int s = 0; s < SIMD_GROUPS; s++) {", "for (int s = 1; s < SIMD_GROUPS; s++) {", "the first slice of the dot products is left out", *MATRICES),
@@ -110,7 +110,7 @@ MUTANTS = [
     _mutant(MATRIX, "offset = TOKENS / 2; offset > 0; offset /= 2) {\n        maximum", "offset = TOKENS / 4; offset > 0; offset /= 2) {\n        maximum", "the maximum of half a row", *MATRICES),
     _mutant(TILE, "(lane / 2) % 4);", "(lane / 2) % 2);", "another lane's row of a matrix", *MATRICES),
     # Prefill
-    _mutant(PREFILL, f"{BARRIER}  // the tiles before have been read", "", "tiles are overwritten while in use", *CHUNKS),
+    _mutant(PREFILL, f"{BARRIER}  // The previous tiles have been read.", "", "tiles are overwritten while in use", *CHUNKS),
     _mutant(PREFILL, f"    }}\n    {BARRIER}\n\n    simdgroup_matrix<float, 8, 8> dot", "    }\n\n    simdgroup_matrix<float, 8, 8> dot", "tiles are used unfinished", *CHUNKS),
     _mutant(PREFILL, "simd_shuffle_xor(value, ushort(8)));", "simd_shuffle_xor(value, ushort(4)));", "maxima of two rows are mixed", *CHUNKS),
     _mutant(PREFILL, "return value + simd_shuffle_xor(value, ushort(8));", "return value;", "half of a row's sum", *CHUNKS),

@@ -1,7 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The portable kernels of steps with bounds, and of layers with options that others do not serve;
-// of the largest tiles only. Few steps have bounds, and most rows of these are a picture's.
+// Portable kernels for steps with bounds, and for layers with options that no other kernel serves.
+// They have the largest tiles only: few steps have bounds, and most rows of those belong to an
+// image.
 
 #define PAGED_SERVES_ROW_OPTIONS true
 

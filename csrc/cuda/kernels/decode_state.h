@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// One warp's attention over its tokens, on tensor cores. Keys are the 16-row side of a product and
-// queries the 8-column side, so a group of up to 8 query heads wastes little:
-// logits[token][query] = K q, results[dim][query] = V^T p. A lane's columns are the same two
-// queries in both, and so is their softmax.
+// One warp's attention over its tokens, on tensor cores. Keys take the 16-row side of a product and
+// queries the 8-column side, so groups of up to 8 query heads waste little: logits[token][query] =
+// K q, results[dim][query] = V^T p. A lane's columns are the same two queries in both products, and
+// it keeps their softmax.
 
 #pragma once
 
@@ -16,9 +16,10 @@
 
 namespace paged {
 
-// Turns logits of tokens `token` + 16 i and `token` + 16 i + 8 for each tile i, of which a query e
-// of a lane's two sees `keys`, into weights; the factor by which its results shrink. The maximum
-// that weights are relative to is SMALLER by that much, in base 2, than that of the logits.
+// Turns logits into weights and returns the factor to apply to earlier results. Tile i holds the
+// logits of tokens `token` + 16 i and `token` + 16 i + 8; e selects one of the lane's two queries,
+// which sees `keys`. Weights are relative to a maximum that is SMALLER less, in base 2, than that
+// of the logits.
 template <int SMALLER = 0, int TILES>
 __device__ __forceinline__ float softmax_of_column(
     SoftmaxState& state, KeyRange keys, int e, FragmentD (&logits)[TILES], int token,
@@ -48,7 +49,7 @@ __device__ __forceinline__ float softmax_of_column(
   return factor;
 }
 
-// A lane has summed its own tokens only.
+// Adds the sums of all lanes; each lane has summed its own tokens only.
 template <int COLUMNS>
 __device__ __forceinline__ void join_sums(SoftmaxState (&state)[COLUMNS][2]) {
 #pragma unroll
@@ -67,15 +68,15 @@ __device__ __forceinline__ void join_sums(SoftmaxState (&state)[COLUMNS][2]) {
 template <typename T, int DIM, int COLUMNS>
 struct DecodeState {
   typedef KVRing<T, DIM> Ring;
-  static constexpr int SLICES = DIM / 16;  // of 16 dims
+  static constexpr int SLICES = DIM / 16;  // slices of 16 dims
 
   FragmentB query[COLUMNS][SLICES];
   FragmentD result[COLUMNS][SLICES];
   SoftmaxState state[COLUMNS][2];
   KeyRange keys[COLUMNS][2];
 
-  // `query_of(q)` is where the elements of query q begin, or null past the last; `keys_of(q)` are
-  // the keys that it sees.
+  // `query_of(q)` returns the elements of query q, or null past the last; `keys_of(q)` the keys
+  // that it sees.
   template <typename Query, typename Keys>
   __device__ __forceinline__ DecodeState(Query query_of, Keys keys_of, int lane) {
 #pragma unroll

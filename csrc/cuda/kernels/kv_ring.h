@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Keys and values on their way to one warp: a ring of tiles in shared memory, filled ahead by
+// Streams keys and values to one warp through a ring of tiles in shared memory, filled ahead by
 // asynchronous copies. A warp waits only for its own copies.
 
 #pragma once
@@ -16,15 +16,15 @@ template <typename T, int DIM>
 class KVRing {
  public:
   static constexpr int STAGES = tensor_stages(DIM);
-  static constexpr int ROW_CHUNKS = DIM / 8;  // of 16 bytes
+  static constexpr int ROW_CHUNKS = DIM / 8;  // 16-byte chunks
   static constexpr int ROWS_AT_ONCE = 32 / ROW_CHUNKS;
   static constexpr int TILE = TENSOR_TOKENS * DIM * 2;  // bytes of keys, and of values
 
-  // `first` is the warp's first token, a multiple of 16, and `step` the way to its next tile.
-  // Tokens that are not seen become zeros: 0 x NaN would reach the results. `seen_of()` looks at
-  // memory to find them, so the blocks of the first tokens before `end` are looked up in parallel.
-  // Waits for the kernel before, which may write keys and values. Where it `writes_last_only`, what
-  // is seen but for the last token is on its way before that.
+  // `first`: the warp's first token, a multiple of 16; `step`: distance to its next tile. Tokens
+  // that are not visible become zeros, because 0 x NaN would reach the results. `seen_of()` reads
+  // memory to find the visible range, so the blocks of the first tokens before `end` are looked up
+  // in parallel. Waits for the previous kernel, which may write keys and values. With
+  // `writes_last_only` the copies of all visible tokens but the last start before that wait.
   template <typename Seen>
   __device__ __forceinline__ KVRing(
       const void* shared, const T* key_pool, const T* value_pool, BlockTable table, int end,
@@ -66,8 +66,8 @@ class KVRing {
 
   __device__ __forceinline__ KeyRange seen() const { return seen_; }
 
-  // Waits for the next tile and returns the address of its keys; the values follow. What the call
-  // before returned is overwritten from here on.
+  // Waits for the next tile and returns the address of its keys, which the values follow.
+  // Invalidates the tile that the previous call returned.
   __device__ __forceinline__ unsigned int advance(int lane) {
     wait_for_copies<STAGES - 2>();
     __syncwarp();
@@ -79,7 +79,7 @@ class KVRing {
     return tile;
   }
 
-  // Where 16 bytes of a row lie in a tile.
+  // Offset of a 16-byte chunk of a row in a tile.
   __device__ __forceinline__ static unsigned int offset(int row, int chunk) {
     return tile_offset<ROW_CHUNKS>(row, chunk);
   }
@@ -93,8 +93,8 @@ class KVRing {
     return token < end_ ? table_.blocks[token >> table_.shift] : 0;
   }
 
-  // The next tile, of keys and then of values. A block has at least 16 tokens, so a tile lies in
-  // one. Past the end the group is empty.
+  // Copies the next tile, keys and then values. Blocks have at least 16 tokens, so a tile lies in
+  // one. Past the end it commits an empty group.
   __device__ __forceinline__ void copy(int block, int lane) {
     if (next_ < seen_.end) {
       int in_block = next_ & ((1 << table_.shift) - 1);
@@ -126,11 +126,11 @@ class KVRing {
   int pitch_;
   int step_;
   int row_;
-  int next_;   // first token of the tile to copy next
-  int block_;  // its block, looked up a tile ahead
+  int next_;   // first token of the next tile to copy
+  int block_;  // its block, looked up one tile ahead
   CachePolicy policy_;
-  int current_ = 0;  // bytes into the ring: the tile to be read
-  int target_ = 0;   // and the one to be filled
+  int current_ = 0;  // offset of the tile to read, in bytes
+  int target_ = 0;   // offset of the tile to fill
 };
 
 }  // namespace paged

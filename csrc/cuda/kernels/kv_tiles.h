@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Keys and values on their way to a thread block: two tiles in shared memory, of which one is
-// filled by asynchronous copies while all warps read the other.
+// Streams keys and values to a thread block through two tiles in shared memory: asynchronous copies
+// fill one while all warps read the other.
 
 #pragma once
 
@@ -15,16 +15,16 @@ template <typename T, int DIM, int THREADS>
 class KVTiles {
  public:
   static constexpr int TOKENS = PREFILL_TENSOR_TOKENS;
-  static constexpr int ROW_CHUNKS = DIM / 8;  // of 16 bytes
+  static constexpr int ROW_CHUNKS = DIM / 8;  // 16-byte chunks
   static constexpr int ROWS_AT_ONCE = THREADS / ROW_CHUNKS;
   static constexpr int TILE = TOKENS * DIM * 2;  // bytes of keys, and of values
-  // Blocks have at least 16 tokens and tiles begin at multiples of 16, so a thread's rows within 16
+  // Blocks have at least 16 tokens and tiles start at multiples of 16, so a thread's rows within 16
   // tokens lie in one block.
   static constexpr int GROUP = 16 % ROWS_AT_ONCE == 0 ? 16 : ROWS_AT_ONCE;
   static constexpr int GROUPS = (TOKENS + GROUP - 1) / GROUP;
 
-  // `first`: a multiple of 16. Tokens outside [seen.begin, seen.end) become zeros: 0 x NaN would
-  // reach the results.
+  // `first`: a multiple of 16. Tokens outside [seen.begin, seen.end) become zeros, because 0 x NaN
+  // would reach the results.
   __device__ __forceinline__ KVTiles(
       const void* shared, const T* key_pool, const T* value_pool, BlockTable table, KeyRange seen,
       int num_kv_heads, int kv_head, int first)
@@ -40,8 +40,8 @@ class KVTiles {
     copy();
   }
 
-  // Waits for the next tile and returns the address of its keys; the values follow. What the call
-  // before returned is overwritten from here on.
+  // Waits for the next tile and returns the address of its keys, which the values follow.
+  // Invalidates the tile that the previous call returned.
   __device__ __forceinline__ unsigned int advance() {
     wait_for_copies<0>();
     __syncthreads();
@@ -51,7 +51,7 @@ class KVTiles {
   }
 
  private:
-  // The blocks of the next tile, a tile ahead of their use.
+  // Looks up the blocks of the next tile, one tile ahead of their use.
   __device__ __forceinline__ void look_up() {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
@@ -70,7 +70,7 @@ class KVTiles {
           bool exists = token >= seen_.begin && token < seen_.end;
           int in_block = token & ((1 << table_.shift) - 1);
           size_t slot = (size_t(blocks_[i / GROUP]) << table_.shift) + in_block;
-          // (Other items of the same sequence read it too.)
+          // Default cache policy: other items of the sequence read it too.
           unsigned int to =
               shared_ + target_ + tile_offset<ROW_CHUNKS>(row, threadIdx.x % ROW_CHUNKS);
           copy_async(to, keys_ + slot * pitch_, exists);
@@ -91,9 +91,9 @@ class KVTiles {
   KeyRange seen_;
   int pitch_;
   int row_;
-  int next_;  // first token of the tile to copy next
+  int next_;  // first token of the next tile to copy
   int blocks_[GROUPS];
-  int target_ = 0;  // bytes to the tile to be filled
+  int target_ = 0;  // offset of the tile to fill, in bytes
 };
 
 }  // namespace paged

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Joins the partials of rows that were split, as metal/paged_merge.h does, with a warp for a row and a
-// query head. The kernel runs alone, between two that wait for it, so what counts is how often it
-// waits for memory: all values of up to a dozen splits are under way before their maxima are known.
+// Merges the partials of split rows like metal/paged_merge.h, with one warp per row and query head.
+// The kernel runs alone between two that wait for it, so its time is the number of waits for
+// memory: it loads all values of up to a dozen splits before it knows their maxima.
 
 #pragma once
 
@@ -15,13 +15,13 @@
 
 namespace paged {
 
-// The values of the next splits, 4 elements a lane and vector, and a maximum a lane. Where 16 lanes
-// are enough for a row, the other half of the warp takes every second split.
+// Values of the next splits, 4 elements per lane and vector, and one maximum per lane. If 16 lanes
+// suffice for a row, the warp's halves take alternate splits.
 template <int V_DIM>
 struct SplitValues {
   static constexpr int VECTORS = (V_DIM + 127) / 128;
   static constexpr int HALVES = V_DIM <= 64 ? 2 : 1;
-  static constexpr int EACH = MERGE_VECTORS / VECTORS / HALVES;  // splits of a half
+  static constexpr int EACH = MERGE_VECTORS / VECTORS / HALVES;  // splits per half
   static constexpr int AT_ONCE = EACH * HALVES;
   static_assert(AT_ONCE <= 32);
 
@@ -33,7 +33,7 @@ struct SplitValues {
     return vector * 128 + (HALVES == 2 ? lane % 16 : lane) * 4;
   }
 
-  // `at(split)` is the workspace row of a split; those from `end` on are zeros.
+  // `at(split)` returns the workspace row of a split; splits from `end` on become zeros.
   template <typename At>
   __device__ __forceinline__ void load(
       const float* rows, const float* maxima, At at, int first, int end, int lane) {
@@ -51,7 +51,7 @@ struct SplitValues {
     maximum = first + lane < end ? maxima[at(first + lane)] : -INFINITY;
   }
 
-  // Adds all of them, relative to `joined`, the maximum of the whole row.
+  // Adds all loaded splits relative to `joined`, the maximum of the whole row.
   __device__ __forceinline__ void add_to(float4 (&sum)[VECTORS], float joined, int lane) const {
     float factors = rescale(maximum, joined);
 #pragma unroll
@@ -68,7 +68,7 @@ struct SplitValues {
   }
 };
 
-// The softmax of a whole row: lanes take a split each. All lanes return it.
+// Computes the softmax of a whole row, one split per lane at a time, and returns it in all lanes.
 template <typename At>
 __device__ __forceinline__ SoftmaxState
 join_splits(const float* maxima, const float* sums, At at, int num_splits, int lane) {
@@ -87,7 +87,7 @@ join_splits(const float* maxima, const float* sums, At at, int num_splits, int l
   return joined;
 }
 
-// Four elements in one store.
+// Four elements written by one store.
 template <typename T>
 struct alignas(4 * sizeof(T)) FourOf {
   T values[4];
@@ -95,7 +95,7 @@ struct alignas(4 * sizeof(T)) FourOf {
 
 }  // namespace paged
 
-// grid: (merge items x blocks of query heads, most rows of an item).
+// Grid: (merge items x blocks of query heads, maximum rows per item).
 template <typename T, int V_DIM>
 __global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
     const paged::MergeItem* __restrict__ merge_items, const float* workspace,

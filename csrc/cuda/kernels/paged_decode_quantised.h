@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Decode attention of quantised pools on tensor cores. Work is divided as in paged_decode_tensor.h.
+// Decode attention for quantized pools on tensor cores. Divides its work like
+// paged_decode_tensor.h.
 
 #pragma once
 
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(
   }
   int warp = threadIdx.x / 32;
   int lane = threadIdx.x % 32;
-  int heads = params.num_q_heads / params.num_kv_heads;  // of a group
+  int heads = params.num_q_heads / params.num_kv_heads;  // per group
   int num_queries = num_rows * heads;
   BlockTable table = {block_tables + size_t(item.sequence) * params.max_blocks, params.block_shift};
   auto seen_of = [&]() -> KeyRange {
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(
   };
 
   Results meeting = {shared};
-  // Without a window the first token does not have to wait for the rows' positions.
+  // Without a window, the first token is known before the rows' positions are loaded.
   int begin = params.options.window == WHOLE_CONTEXT ? item.first_block << params.block_shift : seen_of().begin;
   int first = begin / QUANTISED_TOKENS * QUANTISED_TOKENS + warp * QUANTISED_TOKENS;
   Ring ring(
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(
   }
   join_sums(state.state);
   wait_for_copies<0>();
-  __syncwarp();  // the last tile has been read
+  __syncwarp();  // The last tile has been read.
 
 #pragma unroll
   for (int n = 0; n < COLUMNS; n++) {

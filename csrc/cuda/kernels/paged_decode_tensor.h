@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Decode attention in 16 bits on NVIDIA's tensor cores. A thread block serves one work item and one
-// KV head, as the portable kernels do; its warps divide the tokens, a tile of 16 each in turn,
-// and combine their results at the end.
+// KV head, like the portable kernels. Its warps take tiles of 16 tokens in turn and combine their
+// results at the end.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace paged {
 
-// Results that the warps of a block exchange through shared memory. RING: bytes of each warp.
+// Results that a block's warps exchange through shared memory. RING: bytes per warp.
 template <int DIM, int QUERIES, int RING = tensor_ring_bytes(DIM, QUERIES)>
 struct WarpResults {
   static constexpr int WARPS = tensor_warps(DIM);
@@ -22,7 +22,7 @@ struct WarpResults {
 
   unsigned char* shared;
 
-  // Tiles of a warp first, and [QUERIES][PITCH] results when they have been read.
+  // Holds a warp's tiles, and [QUERIES][PITCH] results after those have been read.
   __device__ __forceinline__ unsigned char* ring(int warp) const { return shared + warp * RING; }
   __device__ __forceinline__ float* result(int warp, int q) const {
     return reinterpret_cast<float*>(ring(warp)) + q * PITCH;
@@ -54,7 +54,7 @@ struct WarpResults {
     }
   }
 
-  // Four elements of query q over all warps, and its softmax.
+  // Combines four elements of query q over all warps and returns its softmax.
   __device__ __forceinline__ SoftmaxState join(int q, int element, float (&values)[4]) const {
     SoftmaxState joined;
     joined.clear();
@@ -76,7 +76,7 @@ struct WarpResults {
   }
 };
 
-// Joins the warps' results and writes an item's rows, or its partials.
+// Combines the warps' results and writes an item's rows or partials.
 template <typename T, int DIM, typename Results>
 __device__ __forceinline__ void write_results(
     const Results& meeting, const WorkItem& item, int num_queries, int heads, int kv_head,
@@ -109,7 +109,7 @@ __device__ __forceinline__ void write_results(
 
 }  // namespace paged
 
-// grid: work items x KV heads, the heads of an item side by side, as their keys lie in memory.
+// Grid: work items x KV heads. Heads of an item are adjacent, like their keys in memory.
 template <typename T, int DIM, int COLUMNS>
 __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
     decode_tensor_entry(ATTENTION_PARAMETERS) {
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   }
   int warp = threadIdx.x / 32;
   int lane = threadIdx.x % 32;
-  int heads = params.num_q_heads / params.num_kv_heads;  // of a group
+  int heads = params.num_q_heads / params.num_kv_heads;  // per group
   int num_queries = num_rows * heads;
   BlockTable table = {block_tables + size_t(item.sequence) * params.max_blocks, params.block_shift};
   auto seen_of = [&]() -> KeyRange {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   };
 
   WarpResults<DIM, COLUMNS * TENSOR_QUERIES> meeting = {shared};
-  // Without a window the first token does not have to wait for the rows' positions.
+  // Without a window, the first token is known before the rows' positions are loaded.
   int begin = params.options.window == WHOLE_CONTEXT ? item.first_block << params.block_shift : seen_of().begin;
   int first = begin / TENSOR_TOKENS * TENSOR_TOKENS + warp * TENSOR_TOKENS;
   Ring ring(
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   }
   join_sums(state.state);
   wait_for_copies<0>();
-  __syncwarp();  // the last tile has been read
+  __syncwarp();  // The last tile has been read.
   meeting.put(state, warp, lane);
   __syncthreads();
 

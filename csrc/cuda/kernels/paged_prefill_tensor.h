@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Attention of a prefill chunk in 16 bits on NVIDIA's tensor cores: FlashAttention-2 (Dao 2023)
-// over the pool. As in paged_prefill the rows of the score matrix are query rows x heads of a
-// group, and a warp keeps its sixteen rows, their scores and results in registers; but all sixteen
-// rows of an mma are in use, and tiles are copied while the one before is worked on.
+// over the pool. As in paged_prefill, rows of the score matrix are query rows x heads per group,
+// and a warp keeps its sixteen rows, their scores and results in registers. Unlike there, all
+// sixteen rows of an mma are used, and tiles are copied while the previous ones are processed.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 #include "prefill_state.h"
 #include "prefill_tile.h"
 
-// grid: (work items, KV heads, tiles of 16 WARPS queries).
+// Grid: (work items, KV heads, tiles of 16 WARPS queries).
 template <typename T, int DIM, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS) prefill_tensor_entry(ATTENTION_PARAMETERS) {
   using namespace paged;

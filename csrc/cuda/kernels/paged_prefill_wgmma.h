@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The computation of paged_prefill_tensor for sm_90a, to the same bits: four warps of a block have
-// the copy engine fill a ring with tiles of keys and values, the others multiply what has arrived,
-// four together (FlashAttention-3, Shah et al. 2024).
+// paged_prefill_tensor for sm_90a, with the same bits. Four producer warps have the copy engine
+// fill a ring with tiles of keys and values; consumer warps multiply in warpgroups
+// (FlashAttention-3, Shah et al. 2024).
 
 #pragma once
 
@@ -12,15 +12,16 @@
 #include "prefill_tile.h"
 #include "prefill_together.h"
 
-// WARPS: that multiply; four more copy. grid: (work items, KV heads, tiles of 16 WARPS queries).
+// WARPS: consumer warps; four producer warps come in addition. Grid: (work items, KV heads, tiles
+// of 16 WARPS queries).
 template <typename T, int DIM, int WARPS>
 __global__ void __launch_bounds__(32 * (WARPS + paged::WGMMA_WARPS), 1) prefill_wgmma_entry(
     ATTENTION_PARAMETERS, const __grid_constant__ mlx_paged::cuda::PoolMaps maps) {
 #ifdef PAGED_HAS_WGMMA
   using namespace mlx_paged::cuda;
   using namespace paged;
-  // Three groups of warps have 168 registers each, which are too few to multiply and more than it
-  // takes to copy.
+  // Three warpgroups have 168 registers per thread each: too few for consumers, more than producers
+  // need.
   constexpr bool MOVES_REGISTERS = WARPS > WGMMA_WARPS;
   constexpr int QUERIES = WARPS * PREFILL_TENSOR_QUERIES;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(32 * (WARPS + paged::WGMMA_WARPS), 1) prefill_
     return first_query + q < ours.num_queries ? queries + ours.query(first_query + q) * DIM
                                               : nullptr;
   };
-  // (Queries past the last see all: a warp of such tokens then masks no tile for them.)
+  // Queries past the last see everything, so that their warp masks no tile because of them.
   auto keys_of = [&](int q) -> KeyRange {
     if (first_query + q >= ours.num_queries) {
       return seen;

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 
-// Steps with bounds have kernels of their own (bounds.cu): these keep a register less for each row.
+// Steps with bounds use bounds.cu; without them these kernels save a register per row.
 #define PAGED_HAS_BOUNDS(options) false
 
 #include "../../../metal/kernel_table.h"

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // One warp's attention of sixteen queries: logits[query][token] = Q K^T, results[query][dim] = P V.
-// A lane holds parts of rows lane / 4 and lane / 4 + 8 of both, and what the first product leaves
-// is the second one's left operand as it is. Products are the warp's own, or those of four warps
-// together (prefill_together.h), which give the same bits.
+// A lane holds parts of rows lane / 4 and lane / 4 + 8 of both, and the first product's result is
+// the second one's left operand as it is. The warp multiplies alone or as part of a warpgroup
+// (prefill_together.h), with the same bits.
 
 #pragma once
 
@@ -18,18 +18,18 @@ namespace paged {
 template <typename T, int DIM>
 struct PrefillState {
   static constexpr int TOKENS = PREFILL_TENSOR_TOKENS;
-  static constexpr int SLICES = DIM / 16;  // of 16 dims
+  static constexpr int SLICES = DIM / 16;  // slices of 16 dims
   static constexpr int ROW_CHUNKS = DIM / 8;
 
   FragmentA query[SLICES];
   FragmentD result[DIM / 8];
   SoftmaxState state[2];
   KeyRange keys[2];
-  KeyRange any;   // of the warp's queries: the keys that one of them sees,
-  KeyRange each;  // and those that every one does, queries past the last included
+  KeyRange any;   // keys that any of the warp's queries sees
+  KeyRange each;  // keys that all of its queries see, including those past the last
 
-  // `query_of(q)` is where the elements of query q begin, or null past the last; `keys_of(q)` are
-  // the keys that it sees.
+  // `query_of(q)` returns the elements of query q, or null past the last; `keys_of(q)` the keys
+  // that it sees.
   template <typename Query, typename Keys>
   __device__ __forceinline__ PrefillState(Query query_of, Keys keys_of, int lane) {
     any = {0x7fffffff, 0};
@@ -67,7 +67,7 @@ struct PrefillState {
     }
   }
 
-  // True if any query sees a token of the tile that begins at `first`. The warp agrees on it.
+  // True if any query can see the tile at `first`. Uniform across the warp.
   __device__ __forceinline__ bool sees(int first) const {
     return first < any.end && first + TOKENS > any.begin;
   }
@@ -76,7 +76,7 @@ struct PrefillState {
   __device__ __forceinline__ void attend(
       unsigned int tile, int first, const AttentionParams& params, int lane) {
     FragmentD logits[TOKENS / 8] = {};
-    // As left operands are four matrices, as right ones two tiles of eight columns.
+    // Four matrices make one left operand, or right operands of two 8-column tiles.
     int token = lane / 16 * 8 + lane % 8;
     int half = lane / 8 % 2;
 #pragma unroll
@@ -110,7 +110,7 @@ struct PrefillState {
     }
   }
 
-  // A lane has summed its own tokens only.
+  // Adds the sums of the lanes; each lane has summed its own tokens only.
   __device__ __forceinline__ void join_lanes() {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -119,12 +119,12 @@ struct PrefillState {
     }
   }
 
-  // Turns logits of the tokens [first, first + 64) into weights. `factors`: what brings results so
-  // far, of both rows, to the new maxima.
+  // Turns logits of tokens [first, first + 64) into weights. Sets `factors`, which rescale earlier
+  // results of both rows to the new maxima.
   __device__ __forceinline__ void softmax(
       FragmentD (&logits)[TOKENS / 8], float (&factors)[2], int first,
       const AttentionParams& params, int lane) {
-    // (One branch for all of them: a tanh behind a branch for each would not be overlapped.)
+    // One branch for all of them, because a tanh behind its own branch would not be overlapped.
     if (PAGED_HAS_SOFTCAP(params.options)) {
 #pragma unroll
       for (int n = 0; n < TOKENS / 8; n++) {
@@ -144,7 +144,7 @@ struct PrefillState {
       }
     }
     if (first < each.begin || first + TOKENS > each.end) {
-      int token = first + lane % 4 * 2;  // of this lane's first column
+      int token = first + lane % 4 * 2;  // the lane's first column
 #pragma unroll
       for (int n = 0; n < TOKENS / 8; n++) {
 #pragma unroll
@@ -192,7 +192,7 @@ struct PrefillState {
     }
   }
 
-  // Weights of the tile's tokens [16 n, 16 n + 16) as a left operand.
+  // Packs the weights of tokens [16 n, 16 n + 16) of the tile as a left operand.
   __device__ __forceinline__ static void pack_weights(
       FragmentA& to, const FragmentD (&weights)[TOKENS / 8], int n) {
 #pragma unroll

@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// A thread block's share of a prefill chunk: the keys that its queries see, and where results go.
+// A thread block's share of a prefill chunk: the keys that its queries see, and the output of
+// results.
 
 #pragma once
 
@@ -10,7 +11,7 @@
 
 namespace paged {
 
-// The keys that any of an item's rows sees, as `keys_of_rows`; but the lanes divide the rows.
+// keys_of_rows for the rows of a tile, divided among the lanes.
 __device__ __forceinline__ KeyRange keys_of_tile(
     const QueryTile& ours, const int* positions, const AttentionParams& params, int lane) {
   KeyRange seen = {0x7fffffff, 0};
@@ -29,8 +30,8 @@ __device__ __forceinline__ KeyRange keys_of_tile(
   return seen;
 }
 
-// Writes the rows of a warp's queries, of which the first is query `first_query` of the tile, or
-// their partials.
+// Writes the rows of a warp's queries, or their partials. `first_query`: the warp's first query
+// within the tile.
 template <typename T, int DIM>
 __device__ __forceinline__ void write_prefill(
     const PrefillState<T, DIM>& state, const QueryTile& ours, int first_query, const float* per_head,

@@ -1,8 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Attention of 64 queries by four warps together (warpgroup.h), sixteen each. The tensor cores
-// multiply the weights of a tile with its values while the warps turn the next tile's logits into
-// weights.
+// Attention of 64 queries by a warpgroup (warpgroup.h), sixteen per warp. The tensor cores multiply
+// a tile's weights by its values while the warps turn the next tile's logits into weights.
 
 #pragma once
 
@@ -16,18 +15,18 @@ namespace paged {
 
 #ifdef PAGED_HAS_WGMMA
 
-// Tiles of 64 tokens on their way through shared memory: 64 dims of all keys, the next 64, and then
-// values likewise, as products read them (warpgroup.h).
+// Ring of tiles of 64 tokens in shared memory: keys in parts of 64 dims, then values likewise, in
+// the layout that warpgroup products read (warpgroup.h).
 template <int DIM, int WARPS>
 struct TileRing {
   static constexpr int TOKENS = PREFILL_TENSOR_TOKENS;
   static constexpr int STAGES = prefill_wgmma_stages(DIM);
-  static constexpr int PART = prefill_wgmma_part();  // of 64 dims
-  static constexpr int VALUES = PART * (DIM / 64);   // where they begin
+  static constexpr int PART = prefill_wgmma_part();  // 64 dims
+  static constexpr int VALUES = PART * (DIM / 64);   // offset of the values
   static constexpr int BOX = PREFILL_BOX_TOKENS * 64 * 2;
-  static constexpr int BOXES = TOKENS / PREFILL_BOX_TOKENS;  // of a part
+  static constexpr int BOXES = TOKENS / PREFILL_BOX_TOKENS;  // per part
 
-  unsigned int tiles;  // where they are in shared memory
+  unsigned int tiles;  // address in shared memory
   mlx_paged::cuda::CopyRing<STAGES> ring;
 
   __device__ __forceinline__ explicit TileRing(unsigned int tiles)
@@ -37,17 +36,17 @@ struct TileRing {
     return tiles + turn % STAGES * (2 * VALUES);
   }
 
-  // By one thread, before any other uses it.
+  // Initializes the barriers. One thread calls it before any other use.
   __device__ __forceinline__ void begin() const { ring.begin(WARPS, BOXES); }
 
-  // Copies the tiles of `seen`, of which the first begins at token `first`, a multiple of 16. By
-  // BOXES warps, of which warp `box` copies the tokens [16 box, 16 box + 16) of each: a block of a
-  // pool has 16 or more.
+  // Copies the tiles of `seen`; the first starts at token `first`, a multiple of 16. BOXES warps
+  // call it; warp `box` copies tokens [16 box, 16 box + 16) of each tile, which lie in one block of
+  // the pool.
   __device__ __forceinline__ void fill(
       const mlx_paged::cuda::PoolMaps& maps, BlockTable table, KeyRange seen, int first,
       int kv_head, int box, int lane) const {
-    const CachePolicy policy = evict_normal();  // (other items of the sequence read it, too)
-    int slot = 0;                               // of the box in 32 tiles, by lane
+    const CachePolicy policy = evict_normal();  // other items of the sequence read it too
+    int slot = 0;                               // of the box in 32 tiles, one per lane
     for (int turn = 0; first < seen.end; turn++, first += TOKENS) {
       int token = first + box * PREFILL_BOX_TOKENS;
       if (turn % 32 == 0) {
@@ -71,8 +70,9 @@ struct TileRing {
     }
   }
 
-  // Waits for a turn's tile, which begins at token `first`. By all warps that multiply. Values of
-  // tokens outside `seen` become zeros: 0 x NaN would reach the results. (Their logits are masked.)
+  // Waits for a turn's tile, which starts at token `first`. Called by all consumer warps. Zeros
+  // values of tokens outside `seen`, because 0 x NaN would reach the results; their logits are
+  // masked.
   __device__ __forceinline__ void wait(int turn, int first, KeyRange seen) const {
     ring.wait_until_full(turn % STAGES, turn / STAGES);
     if (first < seen.begin || first + TOKENS > seen.end) {
@@ -126,9 +126,9 @@ __device__ __forceinline__ void start_results(
   commit_products();
 }
 
-// Adds the tiles of `seen`, of which the first begins at token `first`. By all warps that multiply,
-// alike. (Where products or waits for them were conditional, or one of them was under way from a
-// turn to the next, the compiler would have each product end before the next begins.)
+// Adds the tiles of `seen`; the first starts at token `first`. All consumer warps call it
+// uniformly. With conditional products or waits, or a product in flight from one turn to the next,
+// the compiler would serialize all products.
 template <typename T, int DIM, int WARPS>
 __device__ __forceinline__ void attend_together(
     PrefillState<T, DIM>& state, const TileRing<DIM, WARPS>& tiles, KeyRange seen, int first,
@@ -168,7 +168,8 @@ __device__ __forceinline__ void attend_together(
     wait_for_products<1>(logits);
     take_product(logits);
     state.softmax(logits, factors, first + turn * TOKENS, params, lane);
-    wait(turn + 1);  // (before the next line, which the assembler else moves before the softmax)
+    // Comes before the next line, which the assembler would otherwise move above the softmax.
+    wait(turn + 1);
     wait_for_products<0>(state.result);
     tiles.release(turn - 1, lane);
     state.scale_results(factors);

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The portable kernels of quantised pools. Which format a pool has, and whether there are bounds,
-// is asked at run time: a kernel of each would be compiled for too long.
+// Portable attention kernels for quantized pools. They test the pool's format and the bounds at run
+// time; one kernel per combination would take too long to compile.
 
 #define PAGED_SERVES_ROW_OPTIONS true
 #define PAGED_QUANTISED(params) true
