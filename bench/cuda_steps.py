@@ -105,7 +105,7 @@ def compare(paged: Any, contexts: tuple[int, ...], repeat: int) -> dict[str, Any
     for runner in (graph, program):
         for _ in range(5):  # A shape is compiled on its third occurrence.
             mx.eval(runner.forward())
-    most_rows = ops.most_device_program_rows()
+    most_rows = ops.max_gpu_step_rows()
     is_program = program.steps.uses_device_programs and len(contexts) <= most_rows
     expected, actual = fp32(graph.forward()), fp32(program.forward())
     error = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)

@@ -88,8 +88,8 @@ void bind_extension(nb::module_& m) {
   bind_allocation(m);
   bind_kernel_ops(m);
   bind_layer_ops(m);
-  bind_device_program(m);
-  bind_step_program(m);
+  bind_gpu_executable(m);
+  bind_cpu_executable(m);
 
   if (!nb::type<ArrayContents>().is_valid()) {  // else this is the simulator, beside the extension
     nb::class_<ArrayContents>(m, "ArrayContents", "An array's contents, known but not kept.")

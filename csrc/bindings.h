@@ -20,8 +20,8 @@ using namespace nb::literals;
 
 void bind_kernel_ops(nb::module_& m);      // ops.cpp
 void bind_layer_ops(nb::module_& m);       // layer_ops.cpp
-void bind_step_program(nb::module_& m);    // step_program.cpp
-void bind_device_program(nb::module_& m);  // device_step.cpp
+void bind_cpu_executable(nb::module_& m);    // cpu/step.cpp
+void bind_gpu_executable(nb::module_& m);  // gpu/step.cpp
 void bind_allocation(nb::module_& m);      // allocation.cpp
 void bind_extension(nb::module_& m);       // these, and the rest of mlx_paged._ext
 

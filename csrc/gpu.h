@@ -10,7 +10,7 @@
 #include "launch.h"
 #include "mlx/array.h"
 #include "mlx/stream.h"
-#include "step_runner.h"
+#include "gpu/execution.h"
 
 namespace mlx_paged::gpu {
 
@@ -37,11 +37,11 @@ void encode(
     const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>& pools,
     mx::Stream stream);
 
-// Runs the steps of device programs on a stream. Only within eval_gpu.
+// Runs the steps of executables on a stream. Only within eval_gpu.
 std::unique_ptr<StepDevice> step_device(mx::Stream stream);
 
-// Rows of a step up to which device programs serve; 0: they do not.
-int most_program_rows();
+// Rows of a step up to which a GpuExecutable serves; 0: none does.
+int max_step_rows();
 
 // The array itself where kernels can read it (can_read_on_gpu), else a dense copy (gpu_eval.cpp).
 mx::array readable(const mx::array& a, mx::Stream stream);

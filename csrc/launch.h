@@ -9,6 +9,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "../metal/kernel_table.h"
@@ -59,6 +60,14 @@ struct Pipeline {
   bool operator==(const Pipeline&) const = default;
 };
 
+// An operation of MLX that all ranks of a group run together, in the place of a kernel.
+struct Collective {
+  std::shared_ptr<mx::Primitive> primitive;
+  mx::Shape in_shape;
+  mx::Shape out_shape;
+  mx::Dtype dtype;
+};
+
 struct Launch : Pipeline {
   std::vector<Binding> buffers;      // buffers[i] is [[buffer(i)]]
   std::vector<std::byte> constants;  // the params struct, at [[buffer(buffers.size())]]
@@ -72,6 +81,7 @@ struct Launch : Pipeline {
   bool beside_previous = false;
   // It does not begin while the launch before it ends, where a GPU could do that; NVIDIA's only.
   bool after_previous = false;
+  std::shared_ptr<const Collective> collective;  // null: a kernel
 
   size_t num_arguments() const { return buffers.size() + 1 + !maps.empty(); }
 

@@ -16,9 +16,8 @@
 #include "cpu/blas.h"
 #include "cpu/kernels.h"
 #include "dense.h"
+#include "graph/passes.h"
 #include "primitives.h"
-#include "residual_sum.h"
-#include "selected_rows.h"
 #include "validate.h"
 
 namespace mlx_paged {
@@ -107,8 +106,8 @@ mx::array gelu(const mx::array& x, const std::string& approximation, mx::StreamO
   auto s = mx::to_stream(s_);
   Validator v("gelu");
   v.floating(x, "x");
-  static const std::map<std::string, cpu::GeluKind> kinds{
-      {"none", cpu::GeluKind::none}, {"tanh", cpu::GeluKind::tanh}, {"fast", cpu::GeluKind::fast}};
+  static const std::map<std::string, GeluKind> kinds{
+      {"none", GeluKind::none}, {"tanh", GeluKind::tanh}, {"fast", GeluKind::fast}};
   auto kind = kinds.find(approximation);
   v.require(kind != kinds.end(), "approximation", "'none', 'tanh' or 'fast'", approximation);
   return mx::array(x.shape(), x.dtype(), std::make_shared<Gelu>(s, kind->second), {dense(x, s)});
@@ -167,7 +166,7 @@ std::vector<std::string> activations() {
   return names;
 }
 
-cpu::Activations activations_named(const Validator& v, const std::string& name) {
+Activations activations_named(const Validator& v, const std::string& name) {
   auto names = activations();
   std::string expected;
   for (const auto& known : names) {
@@ -175,9 +174,9 @@ cpu::Activations activations_named(const Validator& v, const std::string& name) 
   }
   bool is_known = std::find(names.begin(), names.end(), name) != names.end();
   v.require(is_known, "activations", "one of " + expected + " on this processor", name);
-  return name == "int8"       ? cpu::Activations::int8
-         : name == "bfloat16" ? cpu::Activations::bfloat16
-                              : cpu::Activations::float32;
+  return name == "int8"       ? Activations::int8
+         : name == "bfloat16" ? Activations::bfloat16
+                              : Activations::float32;
 }
 
 // Weights that would have to be made dense in every step are left to MLX.
@@ -221,14 +220,14 @@ mx::array linear(
 }
 
 struct Quantized {
-  cpu::WeightFormat format;
+  WeightFormat format;
   std::vector<int> bits;
   std::vector<int> group_sizes;
 };
 
 // Bits and group sizes that a mode of mx.quantize supports.
 const Quantized& quantized_mode(const std::string& mode) {
-  using enum cpu::WeightFormat;
+  using enum WeightFormat;
   static const std::map<std::string, Quantized> modes{
       {"affine", {affine, {2, 3, 4, 5, 6, 8}, {32, 64, 128}}},
       {"mxfp4", {mxfp4, {4}, {32}}},
@@ -253,7 +252,7 @@ mx::array quantized_linear(
   Validator v("quantized_linear");
   auto rounded = activations_named(v, activations);
   const auto& quantized = quantized_mode(mode);
-  bool is_affine = quantized.format == cpu::WeightFormat::affine;
+  bool is_affine = quantized.format == WeightFormat::affine;
   auto is_scale = [&](const mx::array& a) {
     return is_affine ? is_supported(a.dtype()) : a.dtype() == mx::uint8;
   };
@@ -309,8 +308,8 @@ mx::array quantized_linear(
 }
 
 // Checks weights [..., n, k] that mx.quantize may have made, and puts them to the inputs.
-// Returns their format, and k.
-std::pair<cpu::WeightFormat, int> add_weights(
+// Returns how they are packed, and k.
+std::pair<WeightCodes, int> add_weights(
     const Validator& v, const mx::array& weight, const std::optional<mx::array>& scales,
     const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,
     Arrays& inputs) {
@@ -318,7 +317,7 @@ std::pair<cpu::WeightFormat, int> add_weights(
   if (!scales) {
     v.floating(weight, "weight");
     v.require(!biases, "biases", "None where there are no scales", "an array");
-    return {cpu::WeightFormat::dense, weight.shape(-1)};
+    return {kDenseWeight, weight.shape(-1)};
   }
   const auto& quantized = quantized_mode(mode);
   v.require(
@@ -332,7 +331,7 @@ std::pair<cpu::WeightFormat, int> add_weights(
   shape.back() = int(k / group_size);
   v.require(scales->shape() == shape, "the shape of scales", shape, scales->shape());
   inputs.push_back(*scales);
-  if (quantized.format == cpu::WeightFormat::affine) {
+  if (quantized.format == WeightFormat::affine) {
     v.floating(*scales, "scales");
     v.require(bool(biases), "biases", "an array", "None");
     v.require(biases->shape() == shape, "the shape of biases", shape, biases->shape());
@@ -342,7 +341,7 @@ std::pair<cpu::WeightFormat, int> add_weights(
     v.require(scales->dtype() == mx::uint8, "scales", "uint8", scales->dtype());
     v.require(!biases, "biases", "None for " + mode, "an array");
   }
-  return {quantized.format, int(k)};
+  return {{quantized.format, bits, group_size}, int(k)};
 }
 
 mx::array lookup(
@@ -356,12 +355,38 @@ mx::array lookup(
   v.shape(weight, "weight", {-1, -1});
   v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
   Arrays inputs{ids};
-  auto [format, k] = add_weights(v, weight, scales, biases, group_size, bits, mode, inputs);
+  auto [codes, k] = add_weights(v, weight, scales, biases, group_size, bits, mode, inputs);
   auto shape = ids.shape();
   shape.push_back(k);
   return mx::array(
-      std::move(shape), mx::float32, std::make_shared<Lookup>(s, format, bits, group_size),
-      std::move(inputs));
+      std::move(shape), mx::float32, std::make_shared<Lookup>(s, codes), std::move(inputs));
+}
+
+mx::array lora(
+    const mx::array& base, const mx::array& x, const mx::array& adapters, const mx::array& a,
+    const mx::array& b, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("lora");
+  v.floating(a, "a");
+  v.require(base.ndim() > 1, "base", "of at least two axes", base.shape());
+  v.shape(a, "a", {-1, -1, x.shape(-1)});
+  v.shape(b, "b", {a.shape(0), base.shape(-1), a.shape(1)});
+  v.same_dtype(b, "b", a, "a");
+  v.same_dtype(x, "x", base, "base");
+  if (s.device == mx::Device::gpu) {
+    v.same_dtype(a, "a", x, "x");
+    v.require(
+        x.shape(-1) * x.itemsize() % 16 == 0, "x", "of rows of a multiple of 16 bytes", x.shape());
+  }
+  int rows = base.shape(0);
+  v.shape(adapters, "adapters", {rows});
+  v.int32(adapters, "adapters");
+  v.require(
+      int64_t(base.size()) == int64_t(rows) * base.shape(-1) &&
+          int64_t(x.size()) == int64_t(rows) * x.shape(-1),
+      "x", "one vector for each adapter, like base", x.shape());
+  return mx::array(
+      base.shape(), base.dtype(), std::make_shared<Lora>(s), {base, x, adapters, a, b});
 }
 
 mx::array expert_linear(
@@ -385,7 +410,7 @@ mx::array expert_linear(
       weight.size() > 0 && int64_t(weight.shape(0)) * weight.shape(1) <= INT32_MAX, "weight",
       "of at least one row and at most 2^31 - 1", weight.shape());
   Arrays weights;
-  auto [format, k] = add_weights(v, weight, scales, biases, group_size, bits, mode, weights);
+  auto [codes, k] = add_weights(v, weight, scales, biases, group_size, bits, mode, weights);
   v.require(
       x.ndim() >= 2 && x.shape(-1) == k && x.shape(-2) == 1, "the last axes of x",
       "1 and " + std::to_string(k) + " like weight's", x.shape());
@@ -395,7 +420,8 @@ mx::array expert_linear(
   }
   if (global_scale) {
     v.shape(*global_scale, "global_scale", {weight.shape(0)});
-    v.require(format == cpu::WeightFormat::nvfp4, "global_scale", "None but for nvfp4", "an array");
+    v.require(
+        codes.format == WeightFormat::nvfp4, "global_scale", "None but for nvfp4", "an array");
     // The largest value of the format times the largest scale.
     auto factors = mx::divide(
         mx::astype(*global_scale, mx::float32, s), mx::array(6.0f * 448.0f, mx::float32), s);
@@ -419,17 +445,17 @@ mx::array expert_linear(
   inputs.insert(inputs.end(), weights.begin(), weights.end());
   shape.insert(shape.end(), {1, weight.shape(1)});
   return mx::array(
-      std::move(shape), x.dtype(),
-      std::make_shared<ExpertLinear>(s, format, bits, group_size, bool(bias)), std::move(inputs));
+      std::move(shape), x.dtype(), std::make_shared<ExpertLinear>(s, codes, bool(bias)),
+      std::move(inputs));
 }
 
-const char* mode_of(cpu::WeightFormat format) {
+const char* mode_of(WeightFormat format) {
   switch (format) {
-    case cpu::WeightFormat::mxfp4:
+    case WeightFormat::mxfp4:
       return "mxfp4";
-    case cpu::WeightFormat::mxfp8:
+    case WeightFormat::mxfp8:
       return "mxfp8";
-    case cpu::WeightFormat::nvfp4:
+    case WeightFormat::nvfp4:
       return "nvfp4";
     default:
       return "affine";
@@ -499,6 +525,9 @@ void bind_layer_ops(nb::module_& m) {
       "rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
       "stream"_a = nb::none());
   m.def("silu_mul", &silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def(
+      "lora", &lora, "base"_a, "x"_a, "adapters"_a, "a"_a, "b"_a, nb::kw_only(),
+      "stream"_a = nb::none());
   m.def("add_in_product", &add_in_product, "sum"_a);
   m.def("select_rows", &select_rows, "a"_a, "rows"_a, nb::kw_only(), "kept"_a, "known"_a);
   m.def("serves_rope", &Rope::served_on_gpu, "x"_a, "rotations"_a, "traditional"_a);

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "device_program.h"
+#include "gpu/executable.h"
 #include "gpu.h"
 #include "primitives.h"
 
@@ -17,7 +17,7 @@ Gpu gpu::kind() {
 
 void gpu::prepare(const Pipeline&) {}
 
-int gpu::most_program_rows() {
+int gpu::max_step_rows() {
   return 0;
 }
 
@@ -28,8 +28,8 @@ void KernelNode::eval_gpu(const Arrays&, Arrays&) {
       "call mx.set_default_device(mx.cpu) first.");
 }
 
-void DeviceStep::eval_gpu(const Arrays&, Arrays&) {
-  throw std::runtime_error("[device_step] this build of mlx_paged has no GPU backend");
+void GpuStep::eval_gpu(const Arrays&, Arrays&) {
+  throw std::runtime_error("[gpu_step] this build of mlx_paged has no GPU backend");
 }
 
 }  // namespace mlx_paged

@@ -23,11 +23,9 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/experts.h"
-#include "cpu/layer.h"
-#include "cpu/product.h"
 #include "launch.h"
 #include "mlx/primitives.h"
+#include "weight_format.h"
 
 namespace mlx_paged {
 
@@ -267,16 +265,16 @@ class LayerNorm : public Node {
 // in: x. out: like x.
 class Gelu : public Node {
  public:
-  Gelu(mx::Stream stream, cpu::GeluKind kind) : Node(stream), kind_(kind) {}
+  Gelu(mx::Stream stream, GeluKind kind) : Node(stream), kind_(kind) {}
   MLX_PAGED_NODE("gelu")
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
   bool is_equivalent(const mx::Primitive& other) const override {
     return kind_ == static_cast<const Gelu&>(other).kind_;
   }
-  cpu::GeluKind kind() const { return kind_; }
+  GeluKind kind() const { return kind_; }
 
  private:
-  cpu::GeluKind kind_;
+  GeluKind kind_;
 };
 
 // gpt-oss's form of SwiGLU: g * sigmoid(alpha * g) * (clip(x, -limit, limit) + 1) with
@@ -341,14 +339,13 @@ class NucleusThresholds : public Node {
 // [..., k], weight [n, k][, bias [n]]. out: [..., n].
 class Linear : public Node {
  public:
-  Linear(mx::Stream s, cpu::Activations activations, bool by_rows)
+  Linear(mx::Stream s, Activations activations, bool by_rows)
       : Node(s), activations_(activations), by_rows_(by_rows) {}
   MLX_PAGED_NODE("linear")
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const Linear&>(other);
     return activations_ == o.activations_ && by_rows_ == o.by_rows_;
   }
-  static cpu::WeightView weights(const mx::array& weight);  // dense, with data
   // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's.
   static bool served_on_gpu(
       const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias);
@@ -360,17 +357,8 @@ class Linear : public Node {
   }
 
  private:
-  cpu::Activations activations_;  // on the CPU,
-  bool by_rows_;                  // as is this: no BLAS, whose sums depend on the number of rows
-};
-
-// How mx.quantize packed a weight.
-struct WeightCodes {
-  cpu::WeightFormat format;
-  int bits;
-  int group_size;
-
-  bool operator==(const WeightCodes&) const = default;
+  Activations activations_;  // on the CPU,
+  bool by_rows_;             // as is this: no BLAS, whose sums depend on the number of rows
 };
 
 // The same with a weight that mx.quantize made: of float32 rows on the CPU, and with CUDA of 16
@@ -379,17 +367,16 @@ struct WeightCodes {
 // dtype of x; so is bias, and with CUDA scales and biases that are no bytes.
 class QuantizedLinear : public Node {
  public:
-  QuantizedLinear(mx::Stream s, WeightCodes codes, cpu::Activations activations, bool by_rows)
+  QuantizedLinear(mx::Stream s, WeightCodes codes, Activations activations, bool by_rows)
       : Node(s), codes_(codes), activations_(activations), by_rows_(by_rows) {}
   MLX_PAGED_NODE("quantized_linear")
-  cpu::WeightView weights(const Arrays& in) const;  // dense, with data
-  cpu::Activations activations() const { return activations_; }
+  Activations activations() const { return activations_; }
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const QuantizedLinear&>(other);
     return codes_ == o.codes_ && activations_ == o.activations_ && by_rows_ == o.by_rows_;
   }
   const WeightCodes& codes() const { return codes_; }
-  bool has_biases() const { return codes_.format == cpu::WeightFormat::affine; }
+  bool has_biases() const { return codes_.format == WeightFormat::affine; }
   // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's. in: as above.
   static bool served_on_gpu(const Arrays& in, const WeightCodes& codes);
   void eval_gpu(const Arrays& in, Arrays& out) override;
@@ -407,8 +394,8 @@ class QuantizedLinear : public Node {
 
  private:
   WeightCodes codes_;
-  cpu::Activations activations_;  // on the CPU,
-  bool by_rows_;                  // as is this, see Linear
+  Activations activations_;  // on the CPU,
+  bool by_rows_;             // as is this, see Linear
 };
 
 // Rows of an embedding's weight, on the CPU. No id that it has not is read for: that row is NaN.
@@ -416,20 +403,15 @@ class QuantizedLinear : public Node {
 // linear layers. out: [..., k] float32.
 class Lookup : public Node {
  public:
-  Lookup(mx::Stream s, cpu::WeightFormat format, int bits, int group_size)
-      : Node(s), format_(format), bits_(bits), group_size_(group_size) {}
+  Lookup(mx::Stream s, WeightCodes codes) : Node(s), codes_(codes) {}
   MLX_PAGED_NODE("lookup")
-  cpu::WeightView weights(const Arrays& in) const;  // dense, with data
-  static void read(const cpu::WeightView& weights, int64_t id, float* out);
   bool is_equivalent(const mx::Primitive& other) const override {
-    auto& o = static_cast<const Lookup&>(other);
-    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_;
+    return codes_ == static_cast<const Lookup&>(other).codes_;
   }
+  const WeightCodes& codes() const { return codes_; }
 
  private:
-  cpu::WeightFormat format_;
-  int bits_;
-  int group_size_;
+  WeightCodes codes_;  // the format may be dense
 };
 
 // Each row times the matrix of its expert: mlx-lm's `SwitchLinear`, with a weight of any format
@@ -439,19 +421,17 @@ class Lookup : public Node {
 // quantised, scales and biases; [bias [num_experts, n] like x]. out: [..., rows, 1, n] like x.
 class ExpertLinear : public Node {
  public:
-  ExpertLinear(mx::Stream s, cpu::WeightFormat format, int bits, int group_size, bool has_bias)
-      : Node(s), format_(format), bits_(bits), group_size_(group_size), has_bias_(has_bias) {}
+  ExpertLinear(mx::Stream s, WeightCodes format, bool has_bias)
+      : Node(s), format_(format), has_bias_(has_bias) {}
   MLX_PAGED_NODE("expert_linear")
-  cpu::ExpertWeights weights(const Arrays& in) const;  // dense, with data
-  std::optional<WeightCodes> codes() const {           // none: it is not quantised
-    bool is_dense = format_ == cpu::WeightFormat::dense;
-    return is_dense ? std::nullopt : std::optional(WeightCodes{format_, bits_, group_size_});
+  const WeightCodes& format() const { return format_; }  // of dense weights, too
+  std::optional<WeightCodes> codes() const {             // none: the weight is dense
+    return format_.format == WeightFormat::dense ? std::nullopt : std::optional(format_);
   }
   bool has_bias() const { return has_bias_; }
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const ExpertLinear&>(other);
-    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_ &&
-           has_bias_ == o.has_bias_;
+    return format_ == o.format_ && has_bias_ == o.has_bias_;
   }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     auto shape = in[1].shape();
@@ -460,10 +440,23 @@ class ExpertLinear : public Node {
   }
 
  private:
-  cpu::WeightFormat format_;
-  int bits_;
-  int group_size_;
+  WeightCodes format_;
   bool has_bias_;
+};
+
+// base + (x @ a[adapter].T) @ b[adapter].T: low-rank adapters, of which each row has its own. A row
+// whose adapter is out of range keeps its base. Adapters of a smaller rank are padded with zeros.
+// in: base [num_rows, ..., n], x [num_rows, ..., k], adapters [num_rows] int32, a [num_adapters,
+// rank, k], b [num_adapters, n, rank], scaled. On a GPU all are of one dtype; on the CPU base and x
+// are float32. out: like base.
+class Lora : public KernelNode {
+ public:
+  enum { kBase, kX, kAdapters, kA, kB };  // inputs
+
+  using KernelNode::KernelNode;
+  MLX_PAGED_KERNEL_NODE("lora")
+  Pools pools(const Arrays&) const override { return {0, 0, false}; }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[kBase].shape()}; }
 };
 
 #undef MLX_PAGED_NODE

@@ -67,6 +67,7 @@ enum {
   PRODUCT_ROWS = 8,      // of x, of a threadgroup of product_rows
   PRODUCT_SIMD_GROUPS = 4,
   GREEDY_THREADS = 1024,  // of greedy_tokens, at most
+  LORA_THREADS = 128,
   ROUTE_THREADS = 512,    // of route_experts, at most
   ROUTE_CHUNKS = 8,       // of 32 experts: the most that it chooses from
   ROUTE_PAIRS = 2,        // of a thread
@@ -243,6 +244,15 @@ struct CombineParams {
 };
 static_assert(sizeof(CombineParams) == 8, "the same for every compiler");
 
+// Params of lora.h.
+struct LoraParams {
+  int num_adapters;
+  int rank;
+  int k;
+  int n;
+};
+static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
+
 }  // namespace paged
 
 // --- Kernels
@@ -297,6 +307,11 @@ static_assert(sizeof(CombineParams) == 8, "the same for every compiler");
   X("expert_rows_" #dtype, expert_rows, type)        \
   X("combine_experts_" #dtype, combine_experts, type)
 #define PAGED_FOR_EACH_EXPERT_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_EXPERT_KERNEL, X)
+
+#define PAGED_FOR_EACH_LORA_KERNEL(X, dtype, type) \
+  X("lora_down_" #dtype, lora_down, type)          \
+  X("lora_up_" #dtype, lora_up, type)
+#define PAGED_FOR_EACH_LORA_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_LORA_KERNEL, X)
 
 #define PAGED_FOR_EACH_GREEDY_KERNEL(X, dtype, type) X("greedy_tokens_" #dtype, greedy_tokens, type)
 #define PAGED_FOR_EACH_GREEDY_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_GREEDY_KERNEL, X)

@@ -65,22 +65,22 @@ def expert_linear(x: mlx.core.array, indices: mlx.core.array, weight: mlx.core.a
 
 def lookup(ids: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
-def most_device_program_rows() -> int:
+def max_gpu_step_rows() -> int:
     """Rows of a step up to which GPU programs serve; 0: none do."""
 
-def make_device_program(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
+def make_gpu_executable(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
 
-def run_device_program(program: CapsuleType, inputs: Sequence[mlx.core.array], *, returns_pools: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
+def run_gpu_executable(program: CapsuleType, inputs: Sequence[mlx.core.array], *, returns_pools: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
 
 def placeholders(arrays: Sequence[mlx.core.array]) -> list[mlx.core.array]:
     """
     Arrays of the same shapes and dtypes that have no values: evaluating one is an error.
     """
 
-def most_program_rows() -> int:
-    """Rows of a step up to which a StepProgram serves; 0: none does."""
+def max_cpu_step_rows() -> int:
+    """Rows of a step up to which a CpuExecutable serves; 0: none does."""
 
-class StepProgram:
+class CpuExecutable:
     """A graph that runs as one operation on the CPU."""
 
     def __init__(self, inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array]) -> None: ...

@@ -410,7 +410,11 @@ def add_in_product(sum: mx.array) -> bool:
     Returns:
         True if `sum` was fused; otherwise it is unchanged.
     """
-    return ext.add_in_product(sum)
+    fused = ext.add_in_product(sum)
+    if fused is None:
+        return False
+    sum[...] = fused  # model code holds this very array
+    return True
 
 
 def select_rows(
@@ -717,7 +721,7 @@ def expert_linear(
         biases: Like `scales`, for the mode "affine" only.
         bias: ``[num_experts, n]``, added to the products.
         global_scale: ``[num_experts]``, for the mode "nvfp4" only, as in `mx.quantize`.
-        for_program: True if the result is only part of a graph for a `DeviceProgram` and is not
+        for_program: True if the result is only part of a graph for a `GpuExecutable` and is not
             evaluated itself. `x` may then be float16 or bfloat16, and the stream may be a GPU's.
 
     Returns:
@@ -739,6 +743,37 @@ def expert_linear(
     )
 
 
+def lora(
+    base: mx.array,
+    x: mx.array,
+    adapters: mx.array,
+    a: mx.array,
+    b: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Adds the low-rank adapter of each row: ``base + (x @ a[adapter].T) @ b[adapter].T``.
+
+    The sums of a row do not depend on the other rows.
+
+    Args:
+        base: ``[num_rows, ..., n]``, one vector per row: float32 on the CPU, else the dtype of `a`.
+        x: ``[num_rows, ..., k]`` like `base`, one vector per row. On a GPU `k` is a multiple of 16
+            bytes.
+        adapters: ``[num_rows]`` int32. A row whose adapter is out of range keeps its base.
+        a: ``[num_adapters, rank, k]`` float32, float16 or bfloat16. Pad adapters of a smaller rank
+            with zeros.
+        b: ``[num_adapters, n, rank]`` like `a`, multiplied with the adapter's scale.
+
+    Returns:
+        Like `base`.
+
+    Raises:
+        ValueError: An argument has the wrong shape or dtype.
+    """
+    return ext.lora(base, x, adapters, a, b, stream=stream)
+
+
 def has_product(mode: str, bits: int, group_size: int) -> bool:
     """True if the CPU multiplies this ``mx.quantize`` format natively."""
     if mode == "affine":
@@ -746,12 +781,12 @@ def has_product(mode: str, bits: int, group_size: int) -> bool:
     return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
 
 
-def most_program_rows() -> int:
-    """Maximum rows per step for a `StepProgram` on this machine; 0 if unsupported.
+def max_cpu_step_rows() -> int:
+    """Maximum rows per step for a `CpuExecutable` on this machine; 0 if unsupported.
 
-    Also 0 with ``MLX_PAGED_CHECK=1``, because a program does not check ids.
+    Also 0 with ``MLX_PAGED_CHECK=1``, because executables do not check ids.
     """
-    return ext.most_program_rows()
+    return ext.max_cpu_step_rows()
 
 
 def placeholders(arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -759,22 +794,23 @@ def placeholders(arrays: Sequence[mx.array]) -> list[mx.array]:
     return ext.placeholders(list(arrays))
 
 
-class StepProgram:
-    """A graph of few rows that runs as a single operation on the CPU.
+class CpuExecutable:
+    """A step of few rows that runs as a single operation on the CPU.
 
-    Its operations run in sequence, each on all threads; products that share an input run together.
+    Its graph is compiled to phases, which run in sequence, each on all threads. Products that share
+    an input are one phase.
 
     It runs these natively, on float32 values whose first axis is the step's rows: the operations of
-    this module, including `linear`, `quantized_linear`, `expert_linear` and `lookup` with weights
-    of any format; elementwise arithmetic and some functions; softmax, sums, partitions and lookups
-    along a row; and reshapes. Any other MLX operation runs on whole arrays in between, at its usual
-    cost.
+    this module, including `linear`, `quantized_linear`, `expert_linear`, `lookup` and `lora` with
+    weights of any format; elementwise arithmetic and some functions; softmax, sums, partitions and
+    lookups along a row; and reshapes. Any other MLX operation runs on whole arrays in between, at
+    its usual cost.
 
     Args:
-        inputs: `placeholders`. Inputs that only attention reads, as a plan's block tables, work and
-            merges, may have other sizes in a call, and so may unused inputs.
-        outputs: Arrays built on the inputs: the result, and pools among the inputs, which are
-            written in place.
+        inputs: `placeholders`. Inputs that only attention reads, such as a plan's block tables,
+            work and merges, may have other sizes in a call, and so may unused inputs.
+        outputs: Arrays built on the inputs: float32 results, such as logits and the hidden states
+            of some layers, followed by pools among the inputs, which are written in place.
 
     Raises:
         ValueError: The graph is not supported; the message says why. Parts that do not depend on
@@ -782,45 +818,46 @@ class StepProgram:
     """
 
     def __init__(self, inputs: Sequence[mx.array], outputs: Sequence[mx.array]) -> None:
-        self._program = ext.StepProgram(list(inputs), list(outputs))
+        self._executable = ext.CpuExecutable(list(inputs), list(outputs))
 
     @property
-    def num_nodes(self) -> int:
-        """Number of operations that run as MLX's own."""
-        return self._program.num_nodes
+    def foreign(self) -> list[str]:
+        """The MLX primitives that have no native form, once for each operation."""
+        return self._executable.foreign
 
     def __call__(
         self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
     ) -> list[mx.array]:
-        """Runs the program. Consumes the pools among the inputs, like `write_kv`.
+        """Runs the step. Consumes the pools among the inputs, like `write_kv`.
 
         Raises:
             ValueError: An input has the wrong shape or dtype.
         """
-        return self._program(list(inputs), stream=stream)
+        return self._executable(list(inputs), stream=stream)
 
 
-def most_device_program_rows() -> int:
-    """Maximum rows per step for a `DeviceProgram` on this machine; 0 if unsupported.
+def max_gpu_step_rows() -> int:
+    """Maximum rows per step for a `GpuExecutable` on this machine; 0 if unsupported.
 
-    Also 0 with ``MLX_PAGED_CHECK=1``, because a program does not check ids.
+    Also 0 with ``MLX_PAGED_CHECK=1``, because executables do not check ids.
     """
-    return ext.most_device_program_rows()
+    return ext.max_gpu_step_rows()
 
 
-class DeviceProgram:
+class GpuExecutable:
     """A decode step as a single GPU operation: a sequence of kernels over persistent memory.
 
     With CUDA, it is captured as a graph and replayed.
 
     The graph may contain `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,
-    `paged_attention` without bounds, `greedy_tokens`, additions before a norm or after a linear
-    layer, row lookups, and reshapes without copies.
+    `paged_attention` without bounds, `greedy_tokens`, `lora`, additions before a norm or after a
+    linear layer, row lookups, all-reduces and all-gathers, and reshapes without copies.
 
     Args:
         inputs: Arrays from `placeholders`.
-        outputs: Arrays built on the inputs: results, followed by pools among the inputs, which are
-            written in place. `greedy_tokens` puts tokens for the host in the memory of `to_host`.
+        outputs: Arrays built on the inputs: results, such as logits and the hidden states of some
+            layers, followed by pools among the inputs, which are written in place. `greedy_tokens`
+            puts tokens for the host in the memory of `to_host`.
         residual_in_product: Fuse an addition after a linear layer into that layer if possible;
             otherwise into the norm that follows.
 
@@ -837,7 +874,7 @@ class DeviceProgram:
         residual_in_product: bool = True,
     ) -> None:
         self._ext = ext  # only the extension that made the capsule can use it
-        self._program = ext.make_device_program(
+        self._executable = ext.make_gpu_executable(
             list(inputs), list(outputs), residual_in_product=residual_in_product
         )
 
@@ -848,7 +885,7 @@ class DeviceProgram:
         returns_pools: bool = True,
         stream: mx.Stream | mx.Device | None = None,
     ) -> list[mx.array]:
-        """Runs the program. Consumes the pools among the inputs, like `write_kv`.
+        """Runs the step. Consumes the pools among the inputs, like `write_kv`.
 
         Args:
             returns_pools: False returns only the results, which saves much host time. Then start
@@ -858,8 +895,8 @@ class DeviceProgram:
         Raises:
             ValueError: An input has the wrong shape or dtype.
         """
-        return self._ext.run_device_program(
-            self._program, list(inputs), returns_pools=returns_pools, stream=stream
+        return self._ext.run_gpu_executable(
+            self._executable, list(inputs), returns_pools=returns_pools, stream=stream
         )
 
 

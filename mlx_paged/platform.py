@@ -37,8 +37,8 @@ class Platform:
             simulator.
         simd: Instruction set of the CPU kernels.
         activations: Formats to which linear layers can round their inputs; see `ops.activations`.
-        most_program_rows: Maximum rows per step for `ops.StepProgram`; 0 if unsupported.
-        most_device_program_rows: Maximum rows per step for `ops.DeviceProgram`; 0 if unsupported.
+        max_cpu_step_rows: Maximum rows per step for `ops.CpuExecutable`; 0 if unsupported.
+        max_gpu_step_rows: Maximum rows per step for `ops.GpuExecutable`; 0 if unsupported.
         pinned_uploads: True if `ops.upload` sends arrays from pinned memory, where they may stay.
         native_dtypes: Dtypes that `ops.linear` multiplies natively on this device.
         repeats_steps: True if the GPU replays whole steps of equal shape. The arrays of a plan
@@ -50,8 +50,8 @@ class Platform:
     plans_for_gpu: bool
     simd: str
     activations: tuple[str, ...]
-    most_program_rows: int
-    most_device_program_rows: int
+    max_cpu_step_rows: int
+    max_gpu_step_rows: int
     pinned_uploads: bool
     native_dtypes: tuple[mx.Dtype, ...]
     repeats_steps: bool = field(init=False)
@@ -66,14 +66,14 @@ class Platform:
             plans_for_gpu=not on_cpu or os.environ.get("MLX_PAGED_SIM") == "1",
             simd=extension.ext.build_info()["simd"],
             activations=tuple(ops.activations()),
-            most_program_rows=ops.most_program_rows(),
-            most_device_program_rows=ops.most_device_program_rows(),
+            max_cpu_step_rows=ops.max_cpu_step_rows(),
+            max_gpu_step_rows=ops.max_gpu_step_rows(),
             pinned_uploads=has_cuda,
             native_dtypes=(mx.float32,) if on_cpu else (mx.float16, mx.bfloat16),
         )
 
     def __post_init__(self) -> None:
-        repeats = self.has_cuda or self.most_device_program_rows > 0
+        repeats = self.has_cuda or self.max_gpu_step_rows > 0
         object.__setattr__(self, "repeats_steps", repeats)
 
 

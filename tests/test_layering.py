@@ -267,7 +267,7 @@ def test_a_decode_step_asks_no_device(monkeypatch) -> None:
         function = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda: asked.append(name) or function())
 
-    for name in ("has_cuda", "most_program_rows", "most_device_program_rows", "activations"):
+    for name in ("has_cuda", "max_cpu_step_rows", "max_gpu_step_rows", "activations"):
         watched(name)
     for _ in range(8):
         engine.step()

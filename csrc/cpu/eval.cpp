@@ -10,11 +10,12 @@
 #include <vector>
 
 #include "../allocation.h"
-#include "../device_program.h"
+#include "../gpu/executable.h"
 #include "../primitives.h"
 #include "dense.h"
 #include "eval.h"
 #include "kernels.h"
+#include "lora.h"
 #include "mlx/backend/cpu/encoder.h"
 
 namespace mlx_paged {
@@ -225,8 +226,28 @@ void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
   cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.greedy, args, num_rows, row_bytes);
 }
 
-void DeviceStep::eval_cpu(const Arrays&, Arrays&) {
-  throw std::runtime_error("[device_step] must run on a GPU");
+void Lora::eval_cpu(const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  allocate(out[0]);
+  auto shape = cpu::lora_shape(in);
+  cpu::LoraRow first{in[kBase].data<float>(), in[kX].data<float>(), -1,
+                     in[kA].data<char>(),     in[kB].data<char>(),  out[0].data<float>()};
+  const int32_t* adapters = in[kAdapters].data<int32_t>();
+  int64_t rows = in[kAdapters].size();
+  cpu::dispatch(encoder, out, [=] {
+    cpu::for_ranges(rows, shape.n * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        cpu::add_lora(
+            shape, {first.base + i * shape.n, first.x + i * shape.k, adapters[i], first.a, first.b,
+                    first.out + i * shape.n});
+      }
+    });
+  });
+}
+
+void GpuStep::eval_cpu(const Arrays&, Arrays&) {
+  throw std::runtime_error("[gpu_step] must run on a GPU");
 }
 
 }  // namespace mlx_paged

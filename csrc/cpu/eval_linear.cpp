@@ -17,6 +17,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "product_pieces.h"
 #include "scratch.h"
+#include "weights.h"
 
 namespace mlx_paged {
 
@@ -118,18 +119,18 @@ void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out,
 // x [m, k] times the rows of weights, plus bias where there is one.
 void multiply(
     const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m,
-    cpu::Activations activations, bool by_rows) {
+    Activations activations, bool by_rows) {
   if (m == 0) {
     return;
   }
   int n = weights.n;
   int k = weights.k;
   const auto& product = cpu::kernels().product;
-  bool is_float = weights.format == cpu::WeightFormat::dense && weights.dtype == DType::float32;
+  bool is_float = weights.format == WeightFormat::dense && weights.dtype == DType::float32;
   if (const auto* integers = cpu::integer_kernels(activations, weights)) {
     multiply_integers(*integers, x, weights, out, m);
   } else if (
-      activations == cpu::Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
+      activations == Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
       m > product.most_rows(weights)) {
     multiply_bfloat(x, weights, out, m);
   } else if (by_rows || m <= product.most_rows(weights) || !cpu::find_sgemm()) {
@@ -153,38 +154,56 @@ void multiply(
   });
 }
 
-// Matrices of several experts are one, one after the other.
-cpu::WeightView quantized_view(
-    const mx::array* in, cpu::WeightFormat format, int bits, int group_size) {
-  int words = in[0].shape(-1);
-  cpu::WeightView w;
-  w.data = in[0].data<void>();
-  w.scales = in[1].data<void>();
-  w.n = int(int64_t(in[0].size()) / words);
-  w.k = int(int64_t(words) * 32 / bits);
-  w.format = format;
-  w.bits = bits;
-  w.group_size = group_size;
-  w.row_bytes = int64_t(words) * 4;
-  if (format == cpu::WeightFormat::affine) {
-    w.dtype = dtype_of(in[1].dtype());
-    w.biases = in[2].data<void>();
+}  // namespace
+
+namespace cpu {
+
+WeightView weights_of(const mx::array* weight, const WeightCodes& codes) {
+  WeightView w;
+  w.data = weight->data<void>();
+  if (codes.format == WeightFormat::dense) {
+    w.k = weight->shape(-1);
+    w.dtype = dtype_of(weight->dtype());
+    w.bits = int(weight->itemsize()) * 8;
+  } else {
+    w.k = int(int64_t(weight->shape(-1)) * 32 / codes.bits);
+    w.format = codes.format;
+    w.bits = codes.bits;
+    w.group_size = codes.group_size;
+    w.scales = weight[1].data<void>();
+  }
+  w.n = int(int64_t(weight->size()) / weight->shape(-1));
+  w.row_bytes = int64_t(weight->shape(-1)) * int64_t(weight->itemsize());
+  if (codes.format == WeightFormat::affine) {
+    w.dtype = dtype_of(weight[1].dtype());
+    w.biases = weight[2].data<void>();
   }
   return w;
 }
 
-}  // namespace
-
-cpu::WeightView Linear::weights(const mx::array& weight) {
-  cpu::WeightView w;
-  w.data = weight.data<void>();
-  w.k = weight.shape(-1);
-  w.n = int(int64_t(weight.size()) / w.k);
-  w.dtype = dtype_of(weight.dtype());
-  w.bits = int(weight.itemsize()) * 8;
-  w.row_bytes = int64_t(w.k) * weight.itemsize();
+ExpertWeights weights_of(const ExpertLinear& node, const Arrays& in) {
+  constexpr size_t kWeight = 2;
+  ExpertWeights w;
+  w.all = weights_of(&in[kWeight], node.format());
+  w.num_experts = in[kWeight].shape(0);
+  size_t next = kWeight + 1 + bool(w.all.scales) + bool(w.all.biases);
+  if (node.has_bias()) {
+    w.bias = in[next++].data<float>();
+  }
+  w.scales = in.size() > next ? in[next].data<float>() : nullptr;
   return w;
 }
+
+void read_row(const WeightView& weights, int64_t id, float* out) {
+  id += id < 0 ? weights.n : 0;
+  if (id < 0 || id >= weights.n) {
+    std::fill_n(out, weights.k, std::nanf(""));
+    return;
+  }
+  kernels().product.unpack(weights, id, id + 1, out);
+}
+
+}  // namespace cpu
 
 void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
@@ -192,21 +211,18 @@ void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
   allocate(out[0]);
   cpu::dispatch(
       encoder, out,
-      [m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(), weights = weights(in[1]),
+      [m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(),
+       weights = cpu::weights_of(&in[1], kDenseWeight),
        bias = in.size() > 2 ? in[2].data<float>() : nullptr, out = out[0].data<float>(),
        activations = activations_,
        by_rows = by_rows_] { multiply(x, weights, bias, out, m, activations, by_rows); });
-}
-
-cpu::WeightView QuantizedLinear::weights(const Arrays& in) const {
-  return quantized_view(&in[1], codes_.format, codes_.bits, codes_.group_size);
 }
 
 void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   allocate(out[0]);
-  auto w = weights(in);
+  auto w = cpu::weights_of(&in[1], codes_);
   size_t bias = w.biases ? 4 : 3;
   cpu::dispatch(
       encoder, out,
@@ -216,48 +232,20 @@ void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
        by_rows = by_rows_] { multiply(x, w, bias, out, m, activations, by_rows); });
 }
 
-cpu::WeightView Lookup::weights(const Arrays& in) const {
-  return format_ == cpu::WeightFormat::dense ? Linear::weights(in[1])
-                                             : quantized_view(&in[1], format_, bits_, group_size_);
-}
-
-void Lookup::read(const cpu::WeightView& weights, int64_t id, float* out) {
-  id += id < 0 ? weights.n : 0;
-  if (id < 0 || id >= weights.n) {
-    std::fill_n(out, weights.k, std::nanf(""));
-    return;
-  }
-  cpu::kernels().product.unpack(weights, id, id + 1, out);
-}
-
 void Lookup::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   allocate(out[0]);
-  auto w = weights(in);
+  auto w = cpu::weights_of(&in[1], codes_);
   cpu::dispatch(
       encoder, out,
       [size = int64_t(in[0].size()), ids = in[0].data<int32_t>(), w, out = out[0].data<float>()] {
         cpu::for_ranges(size, w.k * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; i++) {
-            read(w, ids[i], out + i * w.k);
+            cpu::read_row(w, ids[i], out + i * w.k);
           }
         });
       });
-}
-
-cpu::ExpertWeights ExpertLinear::weights(const Arrays& in) const {
-  cpu::ExpertWeights w;
-  bool is_quantized = format_ != cpu::WeightFormat::dense;
-  w.all =
-      is_quantized ? quantized_view(&in[2], format_, bits_, group_size_) : Linear::weights(in[2]);
-  w.num_experts = in[2].shape(0);
-  size_t next = !is_quantized ? 3 : w.all.biases ? 5 : 4;
-  if (has_bias_) {
-    w.bias = in[next++].data<float>();
-  }
-  w.scales = in.size() > next ? in[next].data<float>() : nullptr;
-  return w;
 }
 
 void ExpertLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
@@ -269,7 +257,7 @@ void ExpertLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   allocate(out[0]);
   cpu::ExpertArgs args;
-  args.weights = weights(in);
+  args.weights = cpu::weights_of(*this, in);
   int64_t k = args.weights.all.k;
   bool shares_rows = in[0].size() != in[1].size() * k;
   args.x = in[0].data<float>();

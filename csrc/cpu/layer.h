@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "../dtype.h"
+#include "../weight_format.h"
 
 namespace mlx_paged::cpu {
 
@@ -51,9 +52,6 @@ struct LayerNormArgs {
   int64_t size;
   float eps;
 };
-
-// x * P(X <= x) of a normal X: exact, by a hyperbolic tangent of a cubic, by a sigmoid.
-enum class GeluKind : uint8_t { none, tanh, fast };
 
 struct GeluArgs {
   DType dtype;

@@ -5,9 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <map>
 #include <numeric>
-#include <string>
 
 #include "mlx/backend/cpu/simd/simd.h"
 #include "mlx/backend/cpu/unary_ops.h"
@@ -101,16 +99,29 @@ float mlx_maximum(float a, float b) {
   return std::isnan(a) ? a : a > b ? a : b;
 }
 
-std::optional<ElementFunction> mlx_function(const char* primitive) {
-  static const std::map<std::string, ElementFunction> functions{
-      {"Abs", each<detail::Abs>},     {"Erf", each<detail::Erf>},
-      {"Exp", each<detail::Exp>},     {"Negative", each<detail::Negative>},
-      {"Rsqrt", each<detail::Rsqrt>}, {"Sigmoid", each<detail::Sigmoid>},
-      {"Sqrt", each<detail::Sqrt>},   {"Square", each<detail::Square>},
-      {"Tanh", each<detail::Tanh>},
-  };
-  auto found = functions.find(primitive);
-  return found == functions.end() ? std::nullopt : std::optional(found->second);
+std::optional<ElementFunction> mlx_function(Op op) {
+  switch (op) {
+    case Op::abs:
+      return each<detail::Abs>;
+    case Op::erf:
+      return each<detail::Erf>;
+    case Op::exp:
+      return each<detail::Exp>;
+    case Op::negative:
+      return each<detail::Negative>;
+    case Op::rsqrt:
+      return each<detail::Rsqrt>;
+    case Op::sigmoid:
+      return each<detail::Sigmoid>;
+    case Op::sqrt:
+      return each<detail::Sqrt>;
+    case Op::square:
+      return each<detail::Square>;
+    case Op::tanh:
+      return each<detail::Tanh>;
+    default:
+      return std::nullopt;
+  }
 }
 
 }  // namespace mlx_paged::cpu

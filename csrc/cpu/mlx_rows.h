@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "../graph/op.h"
+
 namespace mlx_paged::cpu {
 
 // All of `size` numbers; out may be x.
@@ -22,8 +24,8 @@ void mlx_sum(const float* x, float* out, int64_t count, int64_t inner);
 
 float mlx_maximum(float a, float b);  // NaN where one is
 
-// By the name of the primitive, a function of each element; out may be x.
+// The function of each element that an operation computes; none for other operations. out may be x.
 using ElementFunction = void (*)(const float* x, float* out, int64_t size);
-std::optional<ElementFunction> mlx_function(const char* primitive);
+std::optional<ElementFunction> mlx_function(Op op);
 
 }  // namespace mlx_paged::cpu

@@ -9,23 +9,9 @@
 #include <stdint.h>
 
 #include "../dtype.h"
+#include "../weight_format.h"
 
 namespace mlx_paged::cpu {
-
-enum class WeightFormat : uint8_t {
-  dense,   // elements of `dtype`
-  affine,  // q * scale + bias, q unsigned of `bits` bits; scales and biases of `dtype`
-  mxfp4,   // E2M1 * 2^(scale - 127)
-  mxfp8,   // E4M3 * 2^(scale - 127)
-  nvfp4,   // E2M1 * scale, which is E4M3
-};
-
-// How activations are rounded before a product.
-enum class Activations : uint8_t {
-  float32,   // not at all
-  bfloat16,  // of many rows, where the weights are, see bfloat.h
-  int8,      // in groups, where the weights have 4 or 8 bits and are affine, see integers.h
-};
 
 // A matrix [n, k]. Of a quantised one each row is k * bits / 8 bytes, lowest bits first, as MLX
 // packs them, and has k / group_size scales.

@@ -5,20 +5,15 @@
 
 #pragma once
 
+#include "../gpu/column_order.h"
+
 namespace mlx_paged::cuda {
 
 // Order of x for quantised products. Four lanes share each run of columns: each has a quarter, in
 // pieces of eight adjacent columns, and columns of a piece that are a fixed distance apart form a
 // pair. Ordered x has the first pieces of all lanes, then the second ones; within these the first
 // pairs of all lanes, then the second ones.
-struct CodeOrder {
-  int run;    // 32 or 64; 0: columns are where they are
-  int apart;  // 1, 2 or 4
-};
-
-constexpr bool operator==(CodeOrder a, CodeOrder b) {
-  return a.run == b.run && a.apart == b.apart;
-}
+using CodeOrder = ColumnOrder;
 
 // Where pair `pair` of the eight columns from `column` on goes.
 constexpr int place_of_pair(CodeOrder order, int column, int pair) {

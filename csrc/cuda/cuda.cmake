@@ -63,6 +63,7 @@ add_cuda_kernels(experts experts)
 add_cuda_kernels(greedy greedy)
 add_cuda_kernels(layer layer)
 add_cuda_kernels(linear linear)
+add_cuda_kernels(lora lora)
 add_cuda_kernels(linear_stream linear_stream)
 # (Of sm_90 what it has alone, too; PTX of that runs on no other.)
 set(sm90a ${CMAKE_CUDA_ARCHITECTURES})
@@ -104,7 +105,7 @@ target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA)
 # CUDA's and, among MLX's, those of the C++ library for CUDA: none of them are ours to warn of.
 target_include_directories(cuda_backend SYSTEM INTERFACE csrc/cuda/fmt
                            ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/gpu_step.cpp csrc/cuda/binder.cpp
+set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/gpu/eval_step.cpp csrc/cuda/binder.cpp
                  csrc/cuda/compiled_kernels.cpp csrc/cuda/library_products.cpp
                  csrc/cuda/layer_launch.cpp csrc/cuda/linear_launch.cpp
                  csrc/cuda/matrix_maps.cpp csrc/cuda/memory.cpp

@@ -82,7 +82,7 @@ bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes) 
   const auto& x = in[0];
   const auto& weight = in[1];
   auto dtype = x.dtype();
-  bool is_affine = codes.format == cpu::WeightFormat::affine;
+  bool is_affine = codes.format == WeightFormat::affine;
   int64_t k = int64_t(weight.shape(1)) * 32 / codes.bits;
   bool is_small = k > 0 && x.size() <= size_t(cuda::kLinearMostRows) * k;
   if ((dtype != mx::float16 && dtype != mx::bfloat16) || x.ndim() > 4 || !is_small ||

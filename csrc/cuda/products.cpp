@@ -112,7 +112,7 @@ Launch linear_launch(
 namespace {
 
 std::optional<CodeFormat> kernel_format(const WeightCodes& codes) {
-  using Format = cpu::WeightFormat;
+  using Format = WeightFormat;
   auto is_one_of = [](int value, std::initializer_list<int> all) {
     return std::find(all.begin(), all.end(), value) != all.end();
   };
@@ -365,7 +365,7 @@ namespace {
     what << " with weights of " << step.codes->bits << " bits in groups of "
          << step.codes->group_size;
   }
-  throw NoProgram(what.str());
+  throw UnsupportedGraph(what.str());
 }
 
 Launch kernel_product(const ProductStep& step, Streams streams) {
@@ -442,7 +442,7 @@ std::vector<Launch> library_products(const ProductStep& step, int workspace) {
 }  // namespace
 
 std::vector<Launch> product_launches(
-    const ProductStep& step, const std::vector<ProgramOperand>& operands, int workspace,
+    const ProductStep& step, const std::vector<StepOperand>& operands, int workspace,
     Streams streams) {
   bool is_many = step.num_rows > kLinearMostRows;
   for (const auto& part : step.parts) {

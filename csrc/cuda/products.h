@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "../device_program.h"
+#include "../gpu/executable.h"
 #include "../launch.h"
 #include "quantised_shape.h"
 
@@ -97,10 +97,10 @@ struct LibraryProductParams {
   DType dtype;
 };
 
-// The launches of one step of products. `workspace`: an operand. Throws NoProgram where nothing
+// The launches of one step of products. `workspace`: an operand. Throws UnsupportedGraph where nothing
 // serves it.
 std::vector<Launch> product_launches(
-    const ProductStep& step, const std::vector<ProgramOperand>& operands, int workspace,
+    const ProductStep& step, const std::vector<StepOperand>& operands, int workspace,
     Streams streams);
 
 }  // namespace mlx_paged::cuda

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// A decode step on an NVIDIA GPU: its launches (step_runner.h) captured once as a CUDA graph and
+// A decode step on an NVIDIA GPU: its launches (gpu/execution.h) captured once as a CUDA graph and
 // replayed with one launch a step.
 //
-// (step_runner.h says what a step is in the stream.)
+// (gpu/execution.h says what a step is in the stream.)
 //
 // This relies on MLX's encoder (mlx/backend/cuda/device.cpp, 0.32):
 //   - it collects what it is given in a graph of its own and launches that on its stream in
@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "../gpu.h"
-#include "../step_runner.h"
+#include "../gpu/execution.h"
 #include "compiled_kernels.h"
 #include "library_products.h"
 #include "matrix_maps.h"
@@ -47,7 +47,7 @@ constexpr uint64_t kSmallestMemory = 256;  // bytes of memory
 void check(cudaError_t status, const std::string& what) {
   if (status != cudaSuccess) {
     cudaGetLastError();  // (the next call must not report it again)
-    throw std::runtime_error("[device_step] " + what + ": " + cudaGetErrorString(status));
+    throw std::runtime_error("[gpu_step] " + what + ": " + cudaGetErrorString(status));
   }
 }
 
@@ -166,19 +166,19 @@ class CudaStepDevice : public StepDevice {
 
   // (Loading a kernel must not happen in a capture, nor what a library does when it first runs a
   // product. All of it has happened when they first ran.)
-  std::shared_ptr<void> capture(PlacedLaunches& launches, size_t end) override {
+  std::shared_ptr<void> capture(PlacedLaunches& launches, size_t begin, size_t end) override {
     static const bool wanted = [] {
       const char* set = std::getenv("MLX_PAGED_STEP_GRAPHS");
       return !set || std::atoi(set) != 0;
     }();
-    if (!wanted || end == 0) {
+    if (!wanted || begin == end) {
       return nullptr;
     }
     cudaStream_t stream = capture_stream();
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "a capture");
     cudaGraph_t graph = nullptr;
     try {
-      run_launches(launches, 0, end, stream);
+      run_launches(launches, begin, end, stream);
     } catch (...) {
       cudaStreamEndCapture(stream, &graph);
       if (graph) {
@@ -231,6 +231,19 @@ class CudaStepDevice : public StepDevice {
     run_launches(launches, begin, end, encoder_.stream());
   }
 
+  // MLX encodes it after everything launched so far. begin() launches that, so that what follows here
+  // comes after it.
+  void run_collective(const Collective& collective, const mx::array& in, char* to) override {
+    Arrays out{mx::array(collective.out_shape, collective.dtype, nullptr, {})};
+    collective.primitive->eval_gpu({in}, out);
+    begin();
+    check(
+        cudaMemcpyAsync(
+            to, address_of(out[0]), out[0].nbytes(), cudaMemcpyDeviceToDevice, encoder_.stream()),
+        "a collective");
+    keep(out[0]);
+  }
+
   void keep(const mx::array& a) override { encoder_.add_temporary(a); }
 
   // (Handlers run on a thread of MLX's, which may call CUDA.)
@@ -254,7 +267,7 @@ void gpu::allocate_for_host(mx::array& a, mx::Stream) {
 }
 
 // (Elsewhere than on a GPU the same build serves the CPU.)
-int gpu::most_program_rows() {
+int gpu::max_step_rows() {
   if (!has_transfers()) {
     return 0;
   }

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "../../metal/kernel_table.h"
@@ -41,7 +43,7 @@ class MetalStepDevice : public StepDevice {
     return begin;
   }
 
-  std::shared_ptr<void> capture(PlacedLaunches&, size_t) override { return nullptr; }
+  std::shared_ptr<void> capture(PlacedLaunches&, size_t, size_t) override { return nullptr; }
   void begin() override {}
   void copy(const std::vector<StepCopy>&) override {}
   void replay(void*) override {}
@@ -49,6 +51,12 @@ class MetalStepDevice : public StepDevice {
   void run(PlacedLaunches& placed, size_t begin, size_t end) override {
     auto places = places_of(placed.addresses);
     gpu::encode_launches(placed.launches, begin, end, places, stream_);
+  }
+
+  // MLX's groups of Macs exchange data on the CPU, and a step does not leave the GPU.
+  void run_collective(const Collective& collective, const mx::array&, char*) override {
+    throw std::runtime_error(
+        std::string("[gpu_step] Metal has no ") + collective.primitive->name());
   }
 
   void keep(const mx::array& a) override { gpu::keep(a, stream_); }
@@ -96,7 +104,7 @@ std::unique_ptr<StepDevice> gpu::step_device(mx::Stream stream) {
 
 // As many as read each weight once or twice. No Apple GPU has run these steps yet, so they have to
 // be asked for: bench/mac_report.py does (docs/metal-kernels.md).
-int gpu::most_program_rows() {
+int gpu::max_step_rows() {
   static const bool is_wanted = [] {
     const char* set = std::getenv("MLX_PAGED_UNCHECKED_KERNELS");
     return set && std::atoi(set) != 0;

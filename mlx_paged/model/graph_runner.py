@@ -4,14 +4,14 @@ Half of the host's time in a decode step is model code in Python, which builds t
 every step of one shape, and most steps have as many rows as the one before. So it runs once for
 each shape.
 
-With CUDA, the graph becomes one operation (`ops.DeviceProgram`), which a GPU replays as a whole, so
+With CUDA, the graph becomes one operation (`ops.GpuExecutable`), which a GPU replays as a whole, so
 the host has almost nothing to do. If the step has more rows or other operations than that supports,
 `mx.compile` repeats the graph; its arrays keep their sizes because those of a plan grow in strides
 (`plan.build_plan`). A shape is compiled at its third occurrence, so that model code has run on real
 arrays before, and shapes that do not repeat cost nothing. With Metal, the same operation is encoded
 as a whole if it is enabled (docs/metal-kernels.md).
 
-On the CPU, the graph becomes one operation (`ops.StepProgram`). Reading it costs no more than
+On the CPU, the graph becomes one operation (`ops.CpuExecutable`). Reading it costs no more than
 evaluating it, so that happens immediately, and a plan's work may have any size.
 """
 
@@ -147,9 +147,9 @@ class GraphRunner:
             return Repeat.NOT
         platform, is_decode = self.platform, num_rows == num_sequences
         if not platform.repeats_steps:
-            fits = platform.on_cpu and num_rows <= platform.most_program_rows
+            fits = platform.on_cpu and num_rows <= platform.max_cpu_step_rows
             return Repeat.AS_GRAPH if fits else Repeat.NOT
-        if is_decode and (platform.has_cuda or num_rows <= platform.most_device_program_rows):
+        if is_decode and (platform.has_cuda or num_rows <= platform.max_gpu_step_rows):
             return Repeat.AS_GRAPH
         # A graph of `mx.compile` would begin later than a step with prompts is built now.
         repeats = self.takes_prompts(num_rows) and num_rows % _ROWS_OF_PROMPTS == 0
@@ -178,7 +178,7 @@ class GraphRunner:
         )
 
     def _fits_device_program(self, num_rows: int) -> bool:
-        most = self.platform.most_device_program_rows
+        most = self.platform.max_gpu_step_rows
         return num_rows <= (min(most, _FEW_ROWS) if self._refuses_many_rows else most)
 
     def takes_prompts(self, num_rows: int) -> bool:
@@ -281,7 +281,7 @@ def _device_program(
     with patches.graph_for_program():
         logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
     greedy = ops.greedy_tokens(logits) if chooses else ()
-    program = ops.DeviceProgram(inputs, [logits, *greedy, *written])
+    program = ops.GpuExecutable(inputs, [logits, *greedy, *written])
 
     def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
         logits, *greedy = program([tokens, *arrays, *pools], returns_pools=False)
@@ -311,7 +311,7 @@ def _program(
     end = 1 + len(arrays)
     inputs = ops.placeholders([tokens, *arrays, *pools])
     logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
-    program = ops.StepProgram(inputs, [logits, *written])
+    program = ops.CpuExecutable(inputs, [logits, *written])
 
     def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
         logits, *pools = program([tokens, *arrays, *pools])

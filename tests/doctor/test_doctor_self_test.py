@@ -28,8 +28,8 @@ NOT_PRIMITIVES = {
     *("accepts", "build_info", "kernel_names", "pool_copies", "has_transfers", "limit_threads"),
     *("activations", "pipelines_to_come", "prepare_pipeline", "token_bytes"),
     # Whole steps are made of primitives.
-    *("StepProgram", "most_program_rows", "most_device_program_rows", "placeholders"),
-    *("make_device_program", "run_device_program", "plan_attention"),
+    *("CpuExecutable", "max_cpu_step_rows", "max_gpu_step_rows", "placeholders"),
+    *("make_gpu_executable", "run_gpu_executable", "plan_attention"),
     *("serves_rope", "serves_silu_mul"),
     *("add_in_product", "select_rows", "wait_actively", "has_wgmma"),
     *("ArrayContents", "allocator_function", "make_room"),

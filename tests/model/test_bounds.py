@@ -206,7 +206,7 @@ def bounded_plan() -> ops.AttentionPlan:
     return build_plan([[1]], [8], [1], block_size=8, window=2, bounds=np.array([[3], [7]]))
 
 
-@pytest.mark.parametrize("fields", [CUDA, {"has_cuda": False, "most_program_rows": 16}])
+@pytest.mark.parametrize("fields", [CUDA, {"has_cuda": False, "max_cpu_step_rows": 16}])
 def test_a_step_with_bounds_does_not_repeat(model, fields) -> None:
     paged = build_paged_model(model, CONFIG, block_size=8)
     run_as_on(paged, **fields)

@@ -241,7 +241,7 @@ def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> No
             raise ValueError("a product with quantised weights")
         return lambda *args: graph_runner.StepOutput(*forward(*args))
 
-    steps.platform = platform_with(**{**CUDA, "most_device_program_rows": 512})
+    steps.platform = platform_with(**{**CUDA, "max_gpu_step_rows": 512})
     monkeypatch.setattr(graph_runner, "_device_program", device_program)
     refused_from = 64
     for num_seqs in (65, 100, 64):
@@ -259,7 +259,7 @@ def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> No
 def test_what_a_program_reads_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, logit rows and plan, of decodes and of few rows with prompts."""
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    monkeypatch.setattr(ops, "max_gpu_step_rows", lambda: 64)
     monkeypatch.setattr(graph_runner, "_device_program", lambda forward, *_: forward)
     driver = StepDriver(tiny_model(tiny_config("llama", head_dim=64)), "llama", block_size=8)
     stayed: list[bool] = []

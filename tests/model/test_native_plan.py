@@ -94,7 +94,7 @@ class Steps:
 )
 def test_it_is_what_numpy_plans(place: str, kind: str, has_bounds: bool) -> None:
     platform = platform_with(
-        plans_for_gpu=place != "cpu", has_cuda=place == "cuda", most_device_program_rows=0
+        plans_for_gpu=place != "cpu", has_cuda=place == "cuda", max_gpu_step_rows=0
     )
     steps = Steps(kind, has_bounds=has_bounds)
     num_split = num_bounded = 0

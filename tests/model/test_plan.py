@@ -22,14 +22,14 @@ def _no_strides() -> Iterator[None]:
     """On GPUs plans are padded; here they are as large as they need to be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "has_cuda", lambda: False)
-        patch.setattr(ops, "most_device_program_rows", lambda: 0)
+        patch.setattr(ops, "max_gpu_step_rows", lambda: 0)
         yield
 
 
 def test_strides_add_items_and_blocks_that_do_nothing(monkeypatch) -> None:
     lengths = [(n, 1) for n in (700, 3, 64)]
     exact = plan_of(lengths, split_tokens=64)
-    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    monkeypatch.setattr(ops, "max_gpu_step_rows", lambda: 64)
     padded = plan_of(lengths, split_tokens=64)
     for name in ("block_tables", "work_items", "merge_items"):
         small, large = (np.array(getattr(plan, name)) for plan in (exact, padded))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.utils import dequantize_model
-from support.device_programs import with_programs
+from support.gpu_executables import with_programs
 from support.models import StepDriver, tiny_config, tiny_model
 from support.reference import bits
 from support.weight_formats import dequantised, quantised
@@ -146,7 +146,7 @@ def test_a_layer_is_one_operation_within_a_step() -> None:
 
 def run(build: Any, *inputs: mx.array) -> mx.array:
     unknown = ops.placeholders(inputs)
-    program = ops.DeviceProgram(unknown, [build(*unknown)])
+    program = ops.GpuExecutable(unknown, [build(*unknown)])
     first, second = program(list(inputs))[0], program(list(inputs))[0]
     mx.eval(first, second)
     np.testing.assert_array_equal(bits(first), bits(second))
@@ -197,7 +197,7 @@ def test_values_in_the_order_of_codes(rng, form, rows: int, dtype: mx.Dtype) -> 
     outputs = []
     for num_results in (1, 2, 3):  # neither value, one and both
         unknown = ops.placeholders(inputs)
-        program = ops.DeviceProgram(unknown, build(*unknown)[:num_results])
+        program = ops.GpuExecutable(unknown, build(*unknown)[:num_results])
         outputs.append(program(inputs))
     alone, with_gated, with_both = outputs
     assert np.isfinite(exact(alone[0])).all() and np.ptp(exact(alone[0])) > 0

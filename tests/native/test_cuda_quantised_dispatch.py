@@ -159,7 +159,7 @@ def launches_of(
 ) -> list[dict[str, Any]]:
     with simulated():
         [x] = ops.placeholders([mx.zeros((rows, k), mx.bfloat16)])
-        return sim_ext.cuda_program_launches([x], build(x), streams=streams)
+        return sim_ext.cuda_executable_launches([x], build(x), streams=streams)
 
 
 def params_of(launch: dict[str, Any]) -> dict[str, int]:
@@ -223,7 +223,7 @@ def test_a_refusal_names_the_format() -> None:
         launches_of(lambda x: [layer(x)], rows=65)
     with simulated(), pytest.raises(ValueError, match=r"has a product with quantised weights$"):
         [x] = ops.placeholders([mx.zeros((8, 256), mx.bfloat16)])
-        ops.DeviceProgram([x], [layer(x)])
+        ops.GpuExecutable([x], [layer(x)])
 
 
 # --- Values in the order of codes -----------------------------------------------------------------

@@ -109,12 +109,12 @@ def test_the_operations_pass_under_sanitizers(which) -> None:
 
 
 @needs_sanitizers
-def test_step_programs_pass_under_sanitizers() -> None:
+def test_cpu_executables_pass_under_sanitizers() -> None:
     run = run_sanitized(
         *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
         *("-p", "support.sanitized_plugin"),
         *("-k", STEPS),
-        str(HERE.parent / "model" / "test_step_programs.py"),
+        str(HERE.parent / "model" / "test_cpu_executable.py"),
         MLX_PAGED_NUM_THREADS="2",
     )
     report = re.search(r"ERROR: AddressSanitizer.*|.*runtime error:.*", run.stderr + run.stdout)

@@ -27,8 +27,8 @@ HERE = Path(__file__).parent
 HEADERS = HERE / "cxx"
 STANDARD = ["-x", "c++", "-std=c++14", f"-isystem{HEADERS}", "-Wno-unknown-attributes"]
 FILES = (
-    "data.h", "experts.h", "greedy.h", "layer.h", "paged_decode.h", "paged_decode_matrix.h",
-    "paged_prefill.h", "paged_merge.h", "quantised_pool.h",
+    "data.h", "experts.h", "greedy.h", "layer.h", "lora.h", "paged_decode.h",
+    "paged_decode_matrix.h", "paged_prefill.h", "paged_merge.h", "quantised_pool.h",
 )  # fmt: skip
 STRICT = ["-Wall", "-Wextra", "-pedantic-errors", "-Werror", "-Werror=c++17-extensions"]
 GPU = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1030", "-nogpulib", "-O2", "-w"]

@@ -186,7 +186,7 @@ def program_of(rows: int, weights: list[mx.array], scale: mx.array, inputs: list
         return [ops.linear(ops.rms_norm(x[index], scale, 1e-5), weights[4]), keys, values]
 
     unknown = ops.placeholders(inputs)
-    return ops.DeviceProgram(unknown, build(*unknown))
+    return ops.GpuExecutable(unknown, build(*unknown))
 
 
 def programs(rng: np.random.Generator, dtype: mx.Dtype) -> None:
@@ -226,7 +226,7 @@ def mixtures(rng: np.random.Generator, dtype: mx.Dtype) -> None:
             inputs = [x, logits]
             mx.eval(inputs)
             unknown = ops.placeholders(inputs)
-            program = ops.DeviceProgram(unknown, [experts.build(*unknown, "normalised", 3)])
+            program = ops.GpuExecutable(unknown, [experts.build(*unknown, "normalised", 3)])
             chosen, shares = chosen_by("normalised", exact(logits)[:, 0], 3)
             expected = experts.expected(x, chosen, shares)
             for _ in range(2):

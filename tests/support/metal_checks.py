@@ -519,7 +519,7 @@ def run_program(library: SimLibrary, build, *inputs: mx.array) -> list[mx.array]
     mx.eval(inputs)
     with simulated(library):
         unknown = ops.placeholders(inputs)
-        program = ops.DeviceProgram(unknown, build(*unknown), residual_in_product=False)
+        program = ops.GpuExecutable(unknown, build(*unknown), residual_in_product=False)
         outputs = program(list(inputs))
         mx.eval(outputs)
     return outputs
@@ -574,7 +574,7 @@ def products(library: SimLibrary) -> None:
     mx.eval(inputs := [x, more])
     with simulated(library):
         unknown = ops.placeholders(inputs)
-        program = ops.DeviceProgram(unknown, [unknown[1] + ops.linear(unknown[0], weight)])
+        program = ops.GpuExecutable(unknown, [unknown[1] + ops.linear(unknown[0], weight)])
         got = program(inputs)[0]
         mx.eval(got)
     near(got, more + ops.linear(x, weight))

@@ -8,9 +8,9 @@ from typing import Any
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.platform import Platform
 
-# Fields of a `Platform` with an NVIDIA GPU; `most_device_program_rows` is 0 unless set.
+# Fields of a `Platform` with an NVIDIA GPU; `max_gpu_step_rows` is 0 unless set.
 CUDA: dict[str, Any] = {"has_cuda": True, "pinned_uploads": True}
-CUDA_PROGRAMS: dict[str, Any] = {**CUDA, "most_device_program_rows": 64}
+CUDA_PROGRAMS: dict[str, Any] = {**CUDA, "max_gpu_step_rows": 64}
 
 
 def platform_with(**fields: Any) -> Platform:

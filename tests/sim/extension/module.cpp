@@ -17,7 +17,7 @@
 #include "../../../csrc/bindings.h"
 #include "../../../csrc/cuda/products.h"
 #include "../../../csrc/cuda/variants.h"
-#include "../../../csrc/device_program.h"
+#include "../../../csrc/gpu/executable.h"
 #include "../../../csrc/host_copies.h"
 #include "../../../csrc/kernel_source.h"
 #include "mlx/allocator.h"
@@ -206,16 +206,16 @@ void bind_simulator(nb::module_& m) {
       "cuda"_a = false, "The same for a call of write_kv.");
 
   m.def(
-      "device_program_launches",
+      "gpu_executable_launches",
       [](const nb::capsule& made, const Arrays& inputs, bool cuda, const std::string& streams) {
         auto* program =
-            static_cast<const std::shared_ptr<const DeviceProgram>*>(made.data("device_program"));
+            static_cast<const std::shared_ptr<const GpuExecutable>*>(made.data("gpu_executable"));
         auto gpu = cuda ? Gpu::nvidia : Gpu::apple;
         auto attention = (*program)->attention(inputs, gpu);
         return describe((*program)->launches(attention, gpu, streams_named(streams)));
       },
       "program"_a, "inputs"_a, nb::kw_only(), "cuda"_a, "streams"_a = "any",
-      "What a GPU would run for a step of a DeviceProgram: Apple's, or with `cuda` NVIDIA's.");
+      "What a GPU would run for a step of a GpuExecutable: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
       "product_launch",
@@ -233,7 +233,7 @@ void bind_simulator(nb::module_& m) {
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype, int bits,
          int group_size, const std::string& mode, bool is_gated,
          const std::string& streams) -> std::optional<nb::dict> {
-        using Format = cpu::WeightFormat;
+        using Format = WeightFormat;
         static const std::map<std::string, Format> formats{
             {"affine", Format::affine},
             {"mxfp4", Format::mxfp4},
@@ -264,22 +264,22 @@ void bind_simulator(nb::module_& m) {
         }
         auto shape = x.shape();
         shape.back() = weight.shape(0);
-        WeightCodes codes{cpu::WeightFormat::affine, bits, group_size};
+        WeightCodes codes{WeightFormat::affine, bits, group_size};
         auto node = std::make_shared<QuantizedLinear>(
-            mx::default_stream(mx::Device::cpu), codes, cpu::Activations::float32, false);
+            mx::default_stream(mx::Device::cpu), codes, Activations::float32, false);
         return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
       },
       "x"_a, "weight"_a, "scales"_a, "biases"_a, "bias"_a.none(), nb::kw_only(), "bits"_a,
       "group_size"_a, "quantized_linear as it is with CUDA: of the dtype of x.");
 
   m.def(
-      "cuda_program_launches",
+      "cuda_executable_launches",
       [](const Arrays& inputs, const Arrays& outputs, const std::string& streams) {
-        DeviceProgram program(inputs, outputs, Gpu::nvidia, DeviceProgram::Residual::in_product);
+        GpuExecutable program(inputs, outputs, Gpu::nvidia, GpuExecutable::Residual::in_product);
         return describe(program.launches({}, Gpu::nvidia, streams_named(streams)));
       },
       "inputs"_a, "outputs"_a, nb::kw_only(), "streams"_a = "any",
-      "The launches of a DeviceProgram for NVIDIA's GPUs, without attention. Raises RuntimeError.");
+      "The launches of a GpuExecutable for NVIDIA's GPUs, without attention. Raises RuntimeError.");
 
   m.def(
       "step_counts",
@@ -292,11 +292,11 @@ void bind_simulator(nb::module_& m) {
         named["memory"] = counts.memory_bytes;
         return named;
       },
-      "Steps of device programs so far, captures and replays, and the bytes that programs have.");
+      "Steps of executables so far, captures and replays, and the bytes that executables have.");
 
   m.def(
       "capture_steps", &sim::capture_steps, "wanted"_a,
-      "Whether launches of device programs are captured, or run one after another.");
+      "Captures the launches of executables, or run one after another.");
 
   m.def("fail_next_capture", &sim::fail_next_capture, "The next capture throws.");
 

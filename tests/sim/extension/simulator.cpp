@@ -12,8 +12,7 @@
 
 #include "../../../csrc/allocation.h"
 #include "../../../csrc/cpu/dense.h"
-#include "../../../csrc/device_program.h"
-#include "../../../csrc/step_runner.h"
+#include "../../../csrc/gpu/execution.h"
 #include "mlx/backend/cpu/encoder.h"
 
 namespace mlx_paged::sim {
@@ -188,13 +187,13 @@ class SimulatedStepDevice : public StepDevice {
     return data;
   }
 
-  std::shared_ptr<void> capture(PlacedLaunches& launches, size_t end) override {
+  std::shared_ptr<void> capture(PlacedLaunches& launches, size_t begin, size_t end) override {
     if (std::exchange(capture_fails, false)) {
       throw std::runtime_error("[simulator] a capture that fails");
     }
     step_counts.captures++;
     auto made = std::make_shared<Replayed>();
-    made->launches.assign(launches.launches.begin(), launches.launches.begin() + end);
+    made->launches.assign(launches.launches.begin() + begin, launches.launches.begin() + end);
     made->operands = operands_of(launches);
     return made;
   }
@@ -224,6 +223,13 @@ class SimulatedStepDevice : public StepDevice {
   void run(PlacedLaunches& placed, size_t begin, size_t end) override {
     auto operands = operands_of(placed);
     run({placed.launches.begin() + begin, placed.launches.begin() + end}, operands);
+  }
+
+  void run_collective(const Collective& collective, const mx::array& in, char* to) override {
+    Arrays out{mx::array(collective.out_shape, collective.dtype, collective.primitive, {})};
+    collective.primitive->eval_cpu({in}, out);
+    mx::synchronize(collective.primitive->stream());
+    std::memcpy(to, out[0].data<char>(), out[0].nbytes());
   }
 
   void keep(const mx::array&) override {}
@@ -270,30 +276,31 @@ class SimulatedStepDevice : public StepDevice {
   std::vector<Known> known_;
 };
 
-void simulate(DeviceStep& node, const Arrays& inputs, Arrays& out) {
+void simulate(GpuStep& node, const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(node.stream());
-  const auto& program = node.program();
+  const auto& executable = node.executable();
   Arrays in;
   for (int i = 0; i < int(inputs.size()); i++) {
     const auto& a = inputs[i];
-    if (can_read_on_gpu(a) || program.is_pool(i)) {
+    if (can_read_on_gpu(a) || executable.is_pool(i)) {
       in.push_back(a);
       continue;
     }
     in.emplace_back(a.shape(), a.dtype(), nullptr, Arrays{});
     cpu::copy_to_dense(a, in.back(), encoder);
   }
-  size_t num_results = program.results().size();
+  size_t num_results = executable.results().size();
   for (size_t i = 0; i < out.size(); i++) {
     if (i < num_results) {
       allocate(out[i]);
     } else {
-      out[i].copy_shared_buffer(in[program.pools()[i - num_results]]);
+      out[i].copy_shared_buffer(in[executable.pools()[i - num_results]]);
     }
   }
   mx::synchronize(node.stream());
   SimulatedStepDevice device(node.stream());
-  program.runner(node.stream().index)->run(in, {out.begin(), out.begin() + num_results}, device);
+  executable.execution(node.stream().index)
+      ->run(in, {out.begin(), out.begin() + num_results}, device);
 }
 
 }  // namespace
@@ -341,6 +348,7 @@ SIMULATED(GatherKV)
 SIMULATED(PagedAttention)
 SIMULATED(ApplyTokenBitmask)
 SIMULATED(GreedyTokens)
-SIMULATED(DeviceStep)
+SIMULATED(GpuStep)
+SIMULATED(Lora)
 
 }  // namespace mlx_paged

@@ -1,0 +1,252 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// GpuExecutable: a decode step on a GPU as one list of launches. Its graph is lowered once per
+// shape (lowering.h): the operations between matrix products become the kernels of metal/layer.h,
+// and values get fixed places in memory. So a step has no nodes to schedule, half as many kernels,
+// and launches that a GPU can capture and replay (execution.h).
+//
+// The first axis of every value is the step's rows, or the rows of its logits.
+
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "../graph/step_graph.h"
+#include "../primitives.h"
+#include "column_order.h"
+
+namespace mlx_paged {
+
+namespace cuda {
+enum class Streams;  // cuda/products.h
+}
+
+class GpuExecution;  // execution.h
+
+// The widest load of a GPU thread.
+constexpr int kChunkBytes = 16;
+
+// An operand that bindings of a step's launches name.
+struct StepOperand {
+  enum class Kind {
+    input,      // `index` counts the inputs
+    constant,   // the constants
+    temporary,  // in the executable's memory
+    result,     // the results
+    workspace,  // of attention or a library's product; one at a time
+  };
+  Kind kind;
+  int index = 0;
+  int64_t offset = 0;  // bytes from the beginning of the array or memory
+  uint64_t bytes = 0;
+};
+
+// Up to three linear layers of one input, or (`is_gated`) silu(gate) * up of two. The ints are
+// operands.
+struct ProductStep {
+  struct Part {
+    int weight;  // [n, k]
+    int bias;    // [n]; -1: none
+    int out;     // [num_rows, n]; if gated, the first part's is the result
+    int n;
+    int scales = -1;  // of a quantised weight
+    int biases = -1;
+  };
+  int x;
+  int num_rows;
+  int k;
+  int x_stride;  // elements from one row of x to the next
+  std::vector<Part> parts;
+  int residual = -1;  // [num_rows, n], added to a single part; -1: none
+  bool is_gated = false;
+  std::optional<WeightCodes> codes;  // of all parts
+  // NVIDIA only, set when launches are made: x is in the order of the codes, and the order that the
+  // readers of the output want.
+  bool x_is_ordered = false;
+  ColumnOrder out_order{};
+  // For queries, keys and values: the kernel that rotates and writes them, unless the products do.
+  std::optional<Launch> write;
+  int head_dim = 0;  // of `write`
+  // The write's buffers.
+  static constexpr int kRotations = 3;
+  static constexpr int kSlots = 4;
+  static constexpr int kQueriesOut = 7;  // then the pools of keys and values
+  DType dtype;
+};
+
+// A mixture of experts: the router's choice, products of each pair with its expert's matrices, and
+// their weighted sum (metal/experts.h). The ints are operands.
+struct MixtureStep {
+  paged::RouteParams route;  // without items, which depend on the products' kernels
+  int logits;
+  int weights;        // [num_rows, top_k]
+  int sorted_pairs;   // [num_pairs] int32
+  int items;          // [num_pairs, 3] int32, the last ones unused
+  ProductStep gated;  // of all experts' gates and ups, weights [num_experts, n, k]; out by place
+  ProductStep down;   // x by place, out by pair
+  int out;            // [num_rows, n]
+
+  int num_pairs() const { return route.num_rows * route.top_k; }
+};
+
+struct AttentionStep {
+  std::vector<int> operands;  // of PagedAttention
+  int out;
+  int rotated = -1;  // queries, where the pool's keys are rotated
+  int kind;          // index of the AttentionKind
+};
+
+// An operation of all ranks of a group.
+struct CollectiveStep {
+  std::shared_ptr<mx::Primitive> primitive;
+  int in;  // operands, dense
+  int out;
+  mx::Shape in_shape;
+  mx::Shape out_shape;
+  mx::Dtype dtype;
+};
+
+class GpuExecutable {
+ public:
+  // Where the residual is added after a product.
+  enum class Residual { in_product, in_norm };
+
+  // Compiles the graph from `inputs`, which have no values, to `outputs`: results, then pools among
+  // the inputs, which are written in place. Whatever does not depend on the inputs is evaluated.
+  // Throws UnsupportedGraph, also for products that no kernel of `gpu` serves.
+  GpuExecutable(const Arrays& inputs, const Arrays& outputs, Gpu gpu, Residual residual);
+
+  struct Result {
+    mx::Shape shape;
+    mx::Dtype dtype;
+    bool is_for_host;  // tokens that the host reads after the step
+  };
+
+  // Layers whose attention has the same launches share a kind.
+  struct AttentionKind {
+    AttentionOptions options;
+    std::vector<int> inputs;  // the executable's, for PagedAttention's; -1: each layer has its own
+    mx::Shape queries;
+    mx::Shape key_pool;
+    mx::Shape value_pool;
+    mx::Shape per_head;  // empty: none
+    mx::Dtype dtype;
+    mx::Dtype key_dtype;
+    mx::Dtype value_dtype;
+
+    bool operator==(const AttentionKind&) const = default;
+  };
+
+  // The launches of a step's attention, by kind; no other launches differ between steps. Numbers
+  // that grow every few tokens are rounded up.
+  std::vector<LaunchList> attention(const Arrays& inputs, Gpu gpu) const;
+
+  // A step's launches, given those of its attention. Bindings name operands().
+  std::vector<Launch> launches(const std::vector<LaunchList>& attention, Gpu gpu) const;
+  // The same for GPUs that have these kernels.
+  std::vector<Launch> launches(
+      const std::vector<LaunchList>& attention, Gpu gpu, cuda::Streams streams) const;
+
+  // Throws std::invalid_argument for inputs of other shapes or dtypes.
+  void check(const Arrays& inputs) const;
+
+  const std::vector<StepOperand>& operands() const { return operands_; }
+  const Arrays& constants() const { return constants_; }
+  uint64_t temporary_bytes() const { return temporary_bytes_; }
+  uint64_t workspace_bytes(const std::vector<LaunchList>& attention) const;
+  const std::vector<Result>& results() const { return results_; }
+  // The inputs that are written in place.
+  const std::vector<int>& pools() const { return pools_; }
+  // True if a kernel sees the input. (No kernel sees some arrays of a plan.)
+  bool is_used(int input) const { return used_[input]; }
+  bool is_pool(int input) const;
+  size_t num_inputs() const { return input_shapes_.size(); }
+  uint64_t input_bytes(int input) const;
+  // Inputs whose contents the launches of attention depend on.
+  std::vector<int> read_by_host() const;
+
+  // The execution on a stream, for the calling thread. The latest few are kept, because threads
+  // end.
+  std::shared_ptr<GpuExecution> execution(int stream) const;
+
+ private:
+  friend class GpuLowering;
+  using Step = std::variant<Launch, ProductStep, MixtureStep, AttentionStep, CollectiveStep>;
+
+  // A value of a norm or of gated products that only products read.
+  struct Multiplied {
+    size_t made_by;  // steps
+    std::vector<size_t> read_by;
+  };
+
+  std::vector<Launch> product_launches(
+      const ProductStep& step, Gpu gpu, cuda::Streams streams) const;
+  Launch collective_launch(const CollectiveStep& step) const;
+  // The steps with values written in the column order that their readers want.
+  std::vector<Step> ordered_steps(cuda::Streams streams) const;
+
+  std::vector<StepOperand> operands_;
+  std::vector<Step> steps_;
+  std::vector<Multiplied> multiplied_;
+  std::vector<AttentionKind> kinds_;
+  Arrays constants_;
+  uint64_t temporary_bytes_ = 0;
+  int workspace_ = -1;  // an operand
+  uint64_t product_workspace_bytes_ = 0;
+  std::vector<mx::Shape> input_shapes_;
+  std::vector<mx::Dtype> input_dtypes_;
+  std::vector<bool> used_;
+  std::vector<int> pools_;
+  std::vector<Result> results_;
+  struct OfThread {
+    int stream;
+    std::thread::id thread;
+    std::shared_ptr<GpuExecution> execution;
+  };
+  mutable std::list<OfThread> executions_;  // the latest first
+  mutable std::mutex mutex_;                // of executions_
+};
+
+// in: the inputs of the executable. out: its results, then its pools in place or none of them,
+// because MLX spends time quadratic in the number of outputs.
+class GpuStep : public mx::Primitive {
+ public:
+  GpuStep(mx::Stream stream, std::shared_ptr<const GpuExecutable> executable)
+      : Primitive(stream), executable_(std::move(executable)) {}
+
+  void eval_cpu(const Arrays& in, Arrays& out) override;  // throws, or simulates
+  void eval_gpu(const Arrays& in, Arrays& out) override;  // eval_step.cpp
+  const char* name() const override { return "gpu_step"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return executable_ == static_cast<const GpuStep&>(other).executable_;
+  }
+  const GpuExecutable& executable() const { return *executable_; }
+
+ private:
+  std::shared_ptr<const GpuExecutable> executable_;
+};
+
+// The launches of one product by kernels of metal/. NVIDIA's are in cuda/products.h.
+std::vector<Launch> portable_product_launches(
+    const ProductStep& step, const std::vector<StepOperand>& operands);
+
+// The launches of a mixture of experts. Throws UnsupportedGraph if no kernel of `gpu` serves its
+// products.
+std::vector<Launch> mixture_launches(
+    const MixtureStep& step, const std::vector<StepOperand>& operands, Gpu gpu,
+    cuda::Streams streams);
+
+// The launches that follow plain products: silu(gate) * up, or the rotation and write of heads.
+std::vector<Launch> launches_after_products(
+    const ProductStep& step, const std::vector<StepOperand>& operands);
+
+}  // namespace mlx_paged

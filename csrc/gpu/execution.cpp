@@ -1,0 +1,232 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "execution.h"
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+#include <utility>
+
+namespace mlx_paged {
+
+namespace {
+
+constexpr uint64_t kStepAlignment = 256;
+
+uint64_t aligned(uint64_t bytes) {
+  return (bytes + kStepAlignment - 1) / kStepAlignment * kStepAlignment;
+}
+
+// The index of the first launch that names one of these operands.
+size_t first_of(const std::vector<int>& operands, const std::vector<Launch>& launches) {
+  auto found = std::find_if(launches.begin(), launches.end(), [&](const Launch& launch) {
+    return std::any_of(launch.buffers.begin(), launch.buffers.end(), [&](const Binding& binding) {
+      return std::find(operands.begin(), operands.end(), binding.operand) != operands.end();
+    });
+  });
+  return found - launches.begin();
+}
+
+}  // namespace
+
+const mx::array& StepMemory::at_least(uint64_t bytes, Use use, StepDevice& device) {
+  auto& kept = kept_[use == Use::workspace];
+  if (!kept || kept->nbytes() < bytes) {
+    uint64_t twice = kept ? 2 * kept->nbytes() : kStepAlignment;
+    kept = device.allocate(std::max(bytes, twice));
+  }
+  return *kept;
+}
+
+std::shared_ptr<StepMemory> step_memory(int stream) {
+  thread_local std::map<int, std::weak_ptr<StepMemory>> memories;
+  auto& known = memories[stream];
+  auto memory = known.lock();
+  if (!memory) {
+    known = memory = std::make_shared<StepMemory>();
+  }
+  return memory;
+}
+
+GpuExecution::GpuExecution(const GpuExecutable& executable, std::shared_ptr<StepMemory> memory)
+    : executable_(executable),
+      memory_(std::move(memory)),
+      value_bytes_(executable.temporary_bytes()) {
+  for (size_t i = 0; i < executable.num_inputs(); i++) {
+    input_offsets_.push_back(int64_t(value_bytes_));
+    value_bytes_ += is_copied(i) ? aligned(executable.input_bytes(int(i))) : 0;
+  }
+  for (size_t i = 0; i < executable.operands().size(); i++) {
+    const auto& operand = executable.operands()[i];
+    if (operand.kind == StepOperand::Kind::result) {
+      result_operands_.push_back(int(i));
+    } else if (operand.kind == StepOperand::Kind::input && is_copied(operand.index)) {
+      input_operands_.push_back(int(i));
+    }
+  }
+}
+
+bool GpuExecution::is_copied(size_t input) const {
+  return executable_.is_used(int(input)) && !executable_.is_pool(int(input));
+}
+
+void GpuExecution::run(const Arrays& in, const Arrays& results, StepDevice& device) {
+  Key key{executable_.attention(in, device.kind()), {}};
+  // Pools and constants stay where they are unless MLX moves them, as it does when the host reads
+  // an array of device memory.
+  for (int i : executable_.pools()) {
+    key.fixed.push_back(device.address_of(in[i]));
+  }
+  for (const auto& constant : executable_.constants()) {
+    key.fixed.push_back(device.address_of(constant));
+  }
+  auto graph = graph_of(std::move(key), in, device);
+  auto& placed = graph->launches;
+  if (device.captures() && graph->has_run && !graph->was_captured) {
+    capture(*graph, device);
+  }
+  std::vector<StepCopy> copies;
+  for (size_t i = 0; device.captures() && i < in.size(); i++) {
+    if (is_copied(i) && in[i].nbytes() > 0) {
+      char* to = device.address_of(graph->values) + input_offsets_[i];
+      copies.push_back({device.address_of(in[i]), to, in[i].nbytes()});
+    }
+  }
+  for (int operand : result_operands_) {
+    const auto& o = executable_.operands()[operand];
+    placed.addresses[operand] = device.address_of(results[o.index]) + o.offset;
+  }
+  if (!device.captures()) {
+    for (int operand : input_operands_) {
+      const auto& o = executable_.operands()[operand];
+      placed.addresses[operand] = device.address_of(in[o.index]) + o.offset;
+    }
+    device.address_of(graph->values);
+    device.address_of(graph->workspace);
+  }
+  device.begin();
+  device.copy(copies);
+  for (const auto& segment : graph->segments) {
+    if (segment.captured) {
+      device.replay(segment.captured.get());
+    } else if (segment.begin < segment.end && placed.launches[segment.begin].collective) {
+      run_collective(*graph, placed.launches[segment.begin], in, device);
+    } else {
+      device.run(placed, segment.begin, segment.end);
+    }
+  }
+  graph->has_run = true;
+  // Also the copies of inputs that were made for this step and kept until begin() only.
+  for (size_t i = 0; i < in.size(); i++) {
+    if (is_copied(i)) {
+      device.keep(in[i]);
+    }
+  }
+  for (const auto& result : results) {
+    device.keep(result);
+  }
+  device.keep(graph->values);
+  device.keep(graph->workspace);
+  device.keep(graph);
+}
+
+void GpuExecution::capture(CapturedGraph& graph, StepDevice& device) const {
+  // The device must know the arrays that the addresses belong to.
+  device.address_of(graph.values);
+  device.address_of(graph.workspace);
+  for (size_t i = 0; i + 1 < graph.segments.size(); i++) {
+    auto& segment = graph.segments[i];
+    if (!graph.launches.launches[segment.begin].collective) {
+      segment.captured = device.capture(graph.launches, segment.begin, segment.end);
+    }
+  }
+  graph.was_captured = true;
+}
+
+void GpuExecution::run_collective(
+    const CapturedGraph& graph, const Launch& launch, const Arrays& in, StepDevice& device) const {
+  const auto& collective = *launch.collective;
+  const auto& from = executable_.operands()[launch.buffers[0].operand];
+  int64_t offset = from.offset;
+  const mx::array* base = &graph.values;
+  if (from.kind == StepOperand::Kind::input) {
+    base = device.captures() ? base : &in[from.index];
+    offset += device.captures() ? input_offsets_[from.index] : 0;
+  }
+  mx::array a(collective.in_shape, collective.dtype, nullptr, {});
+  a.copy_shared_buffer(
+      *base, dense_strides(collective.in_shape), {true, true, false}, a.size(),
+      offset / int64_t(a.itemsize()));
+  device.run_collective(collective, a, graph.launches.addresses[launch.buffers[1].operand]);
+}
+
+std::vector<GpuExecution::Segment> GpuExecution::segments_of(
+    const std::vector<Launch>& launches) const {
+  size_t result_begin = first_of(result_operands_, launches);
+  std::vector<Segment> segments;
+  size_t begin = 0;
+  auto end_at = [&](size_t end) {
+    if (begin < end) {
+      segments.push_back({begin, end});
+    }
+    begin = end;
+  };
+  for (size_t i = 0; i < launches.size(); i++) {
+    if (i == result_begin) {
+      end_at(i);
+    }
+    if (launches[i].collective) {
+      end_at(i);
+      end_at(i + 1);
+    }
+  }
+  end_at(launches.size());
+  return segments;
+}
+
+std::shared_ptr<GpuExecution::CapturedGraph> GpuExecution::graph_of(
+    Key key, const Arrays& in, StepDevice& device) {
+  for (auto it = graphs_.begin(); it != graphs_.end(); ++it) {
+    if ((*it)->key == key) {
+      graphs_.splice(graphs_.begin(), graphs_, it);
+      return graphs_.front();
+    }
+  }
+  mx::array values = memory_->at_least(value_bytes_, StepMemory::Use::values, device);
+  mx::array workspace = memory_->at_least(
+      executable_.workspace_bytes(key.attention), StepMemory::Use::workspace, device);
+  std::vector<char*> addresses;
+  for (const auto& o : executable_.operands()) {
+    char* begin = nullptr;
+    switch (o.kind) {
+      case StepOperand::Kind::input:
+        begin = is_copied(o.index) ? device.address_of(values) + input_offsets_[o.index]
+                                   : device.address_of(in[o.index]);
+        break;
+      case StepOperand::Kind::constant:
+        begin = device.address_of(executable_.constants()[o.index]);
+        break;
+      case StepOperand::Kind::temporary:
+        begin = device.address_of(values);
+        break;
+      case StepOperand::Kind::workspace:
+        begin = device.address_of(workspace);
+        break;
+      case StepOperand::Kind::result:
+        break;  // set in each run
+    }
+    addresses.push_back(begin ? begin + o.offset : nullptr);
+  }
+  PlacedLaunches launches{executable_.launches(key.attention, device.kind()), std::move(addresses)};
+  device.prepare(launches);
+  auto segments = segments_of(launches.launches);
+  auto made = std::make_shared<CapturedGraph>(
+      CapturedGraph{std::move(key), values, workspace, std::move(launches), std::move(segments)});
+  graphs_.push_front(made);
+  if (graphs_.size() > kMaxGraphs) {
+    graphs_.pop_back();  // the device keeps it while it runs
+  }
+  return made;
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,134 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The launches of a mixture of experts: the router's choice, gates and ups, downs, the sum.
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../../metal/kernel_table.h"
+#include "../cuda/products.h"
+#include "executable.h"
+
+namespace mlx_paged {
+
+namespace {
+
+class Launches {
+ public:
+  Launches(
+      const MixtureStep& step, const std::vector<StepOperand>& operands, Gpu gpu,
+      cuda::Streams streams)
+      : step_(step), operands_(operands), dtype_(step.down.dtype) {
+    bool by_stream = gpu == Gpu::nvidia && cuda::serves_experts(step.gated, streams) &&
+                     cuda::serves_experts(step.down, streams);
+    if (!by_stream && step.down.codes) {
+      throw UnsupportedGraph("experts with quantised weights");
+    }
+    route_ = step.route;
+    if (by_stream) {
+      tiles_ = cuda::expert_tiles(route_.num_rows, route_.top_k, route_.num_experts);
+      if (step.down.codes) {
+        tiles_ = cuda::quantised_expert_tiles(*tiles_);
+      }
+    }
+    route_.item_rows = tiles_ ? 8 * *tiles_ : paged::PRODUCT_ROWS;
+    // Each expert that is chosen has one item that may not be full.
+    int most_experts = std::min(step.num_pairs(), route_.num_experts);
+    route_.max_items =
+        std::min(step.num_pairs(), most_experts + step.num_pairs() / route_.item_rows);
+  }
+
+  std::vector<Launch> all() {
+    add_route();
+    add_products(step_.gated, true);
+    add_products(step_.down, false);
+    add_sum();
+    return std::move(all_);
+  }
+
+ private:
+  void add_route() {
+    Launch launch = kernel("route_experts");
+    bind(launch, step_.logits, Access::read);
+    bind(launch, step_.weights, Access::write);
+    bind(launch, step_.sorted_pairs, Access::write);
+    bind(launch, step_.items, Access::write);
+    launch.constants = bytes_of(route_);
+    launch.grid = {1, 1, 1};
+    // A SIMD-group for each row, and a thread for each pair.
+    int most = std::max(32 * route_.num_rows, step_.num_pairs());
+    launch.threadgroup = {std::min<uint32_t>(paged::ROUTE_THREADS, 32 * div_up(most, 32)), 1, 1};
+    launch.threadgroup_memory = 16 * div_up(5 * 4 * div_up(step_.num_pairs(), 4), 16);
+    all_.push_back(std::move(launch));
+  }
+
+  void add_products(const ProductStep& products, bool is_first) {
+    if (tiles_) {
+      all_.push_back(cuda::expert_launch(step_, products, is_first, *tiles_, route_.max_items));
+      return;
+    }
+    for (size_t i = 0; i < products.parts.size(); i++) {
+      const auto& part = products.parts[i];
+      Launch launch = kernel("expert_rows");
+      bind(launch, products.x, Access::read);
+      bind(launch, part.weight, Access::read);
+      bind(launch, part.bias >= 0 ? part.bias : part.weight, Access::read);
+      bind(launch, step_.sorted_pairs, Access::read);
+      bind(launch, step_.items, Access::read);
+      bind(launch, part.out, Access::write);
+      launch.constants = bytes_of(
+          paged::ExpertParams{
+              part.n, products.k, products.x_stride, route_.top_k, part.bias >= 0, is_first,
+              !is_first});
+      launch.grid = {div_up(part.n, paged::PRODUCT_SIMD_GROUPS), uint32_t(route_.max_items), 1};
+      launch.threadgroup = {32 * paged::PRODUCT_SIMD_GROUPS, 1, 1};
+      launch.beside_previous = i > 0;
+      all_.push_back(std::move(launch));
+    }
+    for (auto& launch : launches_after_products(products, operands_)) {
+      all_.push_back(std::move(launch));
+    }
+  }
+
+  void add_sum() {
+    Launch launch = kernel("combine_experts");
+    bind(launch, step_.down.parts[0].out, Access::read);
+    bind(launch, step_.weights, Access::read);
+    bind(launch, step_.out, Access::write);
+    int item_size = dtype_ == DType::float32 ? 4 : 2;
+    paged::CombineParams params{step_.down.parts[0].n * item_size / kChunkBytes, route_.top_k};
+    launch.constants = bytes_of(params);
+    launch.grid = {uint32_t(route_.num_rows), div_up(params.row_chunks, paged::DATA_THREADS), 1};
+    launch.threadgroup = {paged::DATA_THREADS, 1, 1};
+    all_.push_back(std::move(launch));
+  }
+
+  Launch kernel(const char* function) const {
+    Launch launch;
+    launch.kernel = kernel_named(std::string(function) + "_" + name_of(dtype_));
+    return launch;
+  }
+
+  void bind(Launch& launch, int operand, Access access) const {
+    launch.buffers.push_back({operand, access, operands_[operand].bytes});
+  }
+
+  const MixtureStep& step_;
+  const std::vector<StepOperand>& operands_;
+  DType dtype_;
+  paged::RouteParams route_;
+  std::optional<int> tiles_;  // of eight pairs, of NVIDIA's kernels; none: the portable ones
+  std::vector<Launch> all_;
+};
+
+}  // namespace
+
+std::vector<Launch> mixture_launches(
+    const MixtureStep& step, const std::vector<StepOperand>& operands, Gpu gpu,
+    cuda::Streams streams) {
+  return Launches(step, operands, gpu, streams).all();
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,70 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Python's interface of GpuExecutable.
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../bindings.h"
+#include "../gpu.h"
+#include "../transfer.h"
+#include "executable.h"
+
+namespace mlx_paged {
+
+namespace {
+
+using Shared = std::shared_ptr<const GpuExecutable>;
+
+// A capsule instead of a class, because nanobind would take the classes of the extension and of the
+// tests' simulator, in one process, for the same.
+nb::capsule make(const Arrays& inputs, const Arrays& outputs, bool residual_in_product) {
+  auto residual =
+      residual_in_product ? GpuExecutable::Residual::in_product : GpuExecutable::Residual::in_norm;
+  auto gpu = has_transfers() ? Gpu::nvidia : Gpu::apple;
+  try {
+    auto executable = std::make_shared<const GpuExecutable>(inputs, outputs, gpu, residual);
+    return nb::capsule(new Shared(std::move(executable)), "gpu_executable", [](void* p) noexcept {
+      delete static_cast<Shared*>(p);
+    });
+  } catch (const UnsupportedGraph& error) {
+    throw std::invalid_argument(
+        std::string("[gpu_executable] cannot compile this graph: ") + error.what());
+  }
+}
+
+Arrays run(
+    const nb::capsule& made, const Arrays& inputs, bool returns_pools, mx::StreamOrDevice s) {
+  auto* executable = static_cast<const Shared*>(made.data("gpu_executable"));
+  (*executable)->check(inputs);
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+  for (const auto& result : (*executable)->results()) {
+    shapes.push_back(result.shape);
+    dtypes.push_back(result.dtype);
+  }
+  for (int i : returns_pools ? (*executable)->pools() : std::vector<int>{}) {
+    shapes.push_back(inputs[i].shape());
+    dtypes.push_back(inputs[i].dtype());
+  }
+  return mx::array::make_arrays(
+      std::move(shapes), dtypes, std::make_shared<GpuStep>(mx::to_stream(s), *executable), inputs);
+}
+
+}  // namespace
+
+void bind_gpu_executable(nb::module_& m) {
+  m.def(
+      "max_gpu_step_rows", [] { return check_enabled() ? 0 : gpu::max_step_rows(); },
+      "Rows of a step up to which a GpuExecutable serves; 0: none does.");
+  m.def(
+      "make_gpu_executable", &make, "inputs"_a, "outputs"_a, nb::kw_only(),
+      "residual_in_product"_a);
+  m.def(
+      "run_gpu_executable", &run, "executable"_a, "inputs"_a, nb::kw_only(), "returns_pools"_a,
+      "stream"_a = nb::none());
+}
+
+}  // namespace mlx_paged

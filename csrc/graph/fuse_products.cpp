@@ -1,0 +1,213 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Passes that fuse products with the operations after them.
+
+#include "passes.h"
+
+namespace mlx_paged {
+
+namespace {
+
+// The product that makes `a`, if nothing else reads the product or a reshape of it in between.
+std::optional<size_t> own_product(const StepGraph& graph, const mx::array& a, IsProduct is_one) {
+  std::vector<const GraphNode*> passed;
+  const auto* node = graph.source_of(a, passed);
+  if (!node || node->is_absorbed || !is_one(graph, *node) || graph.uses_of(a) != 1) {
+    return std::nullopt;
+  }
+  passed.push_back(node);
+  for (const auto* one : passed) {
+    if (graph.uses_of(one->outputs[0]) != 1 || one->outputs[0].shape(0) != a.shape(0)) {
+      return std::nullopt;
+    }
+  }
+  return graph.index_of(*node);
+}
+
+bool is_expert(const StepGraph&, const GraphNode& node) {
+  return node.op == Op::expert_linear;
+}
+
+// True if both multiply the same values with weights of one kind.
+bool are_alike(const StepGraph& graph, size_t a, size_t b) {
+  const auto& first = graph.nodes()[a];
+  const auto& second = graph.nodes()[b];
+  if (first.outputs[0].shape() != second.outputs[0].shape()) {
+    return false;
+  }
+  if (first.op == Op::expert_linear) {
+    return first.inputs[0].id() == second.inputs[0].id() &&
+           first.inputs[1].id() == second.inputs[1].id();
+  }
+  auto one = linear_of(graph, first), other = linear_of(graph, second);
+  return value_of(one->x) == value_of(other->x) && one->codes == other->codes;
+}
+
+bool fuse_gate_up_at(StepGraph& graph, GraphNode& node, IsProduct is_one) {
+  auto gate = own_product(graph, node.inputs[0], is_one);
+  auto up = own_product(graph, node.inputs[1], is_one);
+  if (!gate || !up || gate == up || !are_alike(graph, *gate, *up)) {
+    return false;
+  }
+  graph.nodes()[*gate].is_absorbed = graph.nodes()[*up].is_absorbed = true;
+  node.fusion = GateUp{*gate, *up};
+  return true;
+}
+
+std::optional<size_t> norm_of_sum(const StepGraph& graph, const mx::array& sum) {
+  for (int user : graph.users_of(sum)) {
+    if (user < 0) {
+      continue;
+    }
+    const auto& node = graph.nodes()[user];
+    if (node.op == Op::rms_norm && !node.is_absorbed && node.inputs[0].id() == sum.id()) {
+      return user;
+    }
+  }
+  return std::nullopt;
+}
+
+bool adds_rows(const GraphNode& node) {
+  return node.op == Op::add && node.inputs[0].shape() == node.inputs[1].shape();
+}
+
+}  // namespace
+
+void fuse_gate_up(StepGraph& graph, IsProduct is_product) {
+  for (auto& node : graph.nodes()) {
+    if (node.op == Op::silu_mul && !node.is_absorbed) {
+      fuse_gate_up_at(graph, node, is_product) || fuse_gate_up_at(graph, node, is_expert);
+    }
+  }
+}
+
+void fuse_residual(StepGraph& graph, IsProduct is_product) {
+  for (auto& node : graph.nodes()) {
+    if (!adds_rows(node)) {
+      continue;
+    }
+    for (int side : {1, 0}) {
+      if (auto product = own_product(graph, node.inputs[side], is_product)) {
+        graph.nodes()[*product].is_absorbed = true;
+        node.fusion = AddedProduct{*product, node.inputs[1 - side]};
+        break;
+      }
+    }
+  }
+}
+
+void fuse_add_norm(StepGraph& graph) {
+  for (auto& node : graph.nodes()) {
+    if (!adds_rows(node) || !std::holds_alternative<std::monostate>(node.fusion)) {
+      continue;
+    }
+    if (auto norm = norm_of_sum(graph, node.outputs[0])) {
+      graph.nodes()[*norm].is_absorbed = true;
+      node.fusion = AddNorm{*norm};
+    }
+  }
+}
+
+namespace {
+
+Heads heads_of(const StepGraph& graph, const mx::array& a) {
+  Heads heads{a, std::nullopt, std::nullopt};
+  std::vector<const GraphNode*> passed;
+  const auto* node = graph.source_of(heads.from, passed);
+  if (node && node->op == Op::rope) {
+    heads.rope = graph.index_of(*node);
+    heads.from = node->inputs[0];
+    node = graph.source_of(heads.from, passed);
+  }
+  if (node && node->op == Op::rms_norm && node->inputs.size() > 1 &&
+      node->outputs[0].shape(-1) == a.shape(-1)) {
+    heads.norm = graph.index_of(*node);
+    heads.from = node->inputs[0];
+  }
+  return heads;
+}
+
+std::optional<size_t> attention_after(const StepGraph& graph, const GraphNode& write) {
+  for (int user : graph.users_of(write.outputs[0])) {
+    if (user >= 0 && graph.nodes()[user].op == Op::paged_attention) {
+      return user;
+    }
+  }
+  return std::nullopt;
+}
+
+bool is_linear(const StepGraph& graph, const GraphNode& node) {
+  return linear_of(graph, node).has_value();
+}
+
+// Kernels whose products rotate and write have blocks of whole heads, or of parts of one.
+bool product_can_write(const StepGraph& graph, const GraphNode& write, const QkvWrite& found) {
+  const auto& queries = graph.nodes()[found.attention].inputs[PagedAttention::kQueries];
+  int head_dim = queries.shape(-1);
+  if (format_of(write.inputs[0].dtype()) != PoolFormat::plain || queries.dtype() == mx::float32 ||
+      write.inputs[1].shape(3) != head_dim ||
+      (head_dim != 64 && head_dim != 128 && head_dim != 256)) {
+    return false;
+  }
+  for (const Heads* heads : {&found.queries, &found.keys}) {
+    if (!heads->rope || heads->norm) {
+      return false;
+    }
+    const auto& rope = graph.nodes()[*heads->rope];
+    if (rope.as<Rope>().traditional() || rope.inputs[1].shape(2) * 2 != head_dim) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The products of queries, keys and values, if they can be one launch and nothing else reads them.
+std::vector<size_t> products_of(
+    const StepGraph& graph, const GraphNode& write, const QkvWrite& found) {
+  if (!product_can_write(graph, write, found)) {
+    return {};
+  }
+  std::vector<size_t> products;
+  for (const auto& from : {found.queries.from, found.keys.from, write.inputs[3]}) {
+    auto product = own_product(graph, from, is_linear);
+    if (!product) {
+      return {};
+    }
+    auto linear = linear_of(graph, graph.nodes()[*product]);
+    auto first = linear_of(graph, graph.nodes()[products.empty() ? *product : products[0]]);
+    if (value_of(linear->x) != value_of(first->x) || linear->codes != first->codes) {
+      return {};
+    }
+    products.push_back(*product);
+  }
+  return products;
+}
+
+}  // namespace
+
+void fuse_qkv_write(StepGraph& graph, bool in_products) {
+  for (auto& node : graph.nodes()) {
+    if (node.op != Op::write_kv) {
+      continue;
+    }
+    auto attention = attention_after(graph, node);
+    require(attention.has_value(), "a write that no attention follows");
+    const auto& queries = graph.nodes()[*attention].inputs[PagedAttention::kQueries];
+    QkvWrite found{*attention, heads_of(graph, queries), heads_of(graph, node.inputs[2]), {}};
+    found.products = in_products ? products_of(graph, node, found) : std::vector<size_t>{};
+    for (size_t product : found.products) {
+      graph.nodes()[product].is_absorbed = true;
+    }
+    for (const Heads* heads : {&found.queries, &found.keys}) {
+      for (auto part : {heads->rope, heads->norm}) {
+        if (part) {
+          require(graph.uses_of(graph.nodes()[*part].outputs[0]) == 1, "heads that are used twice");
+          graph.nodes()[*part].is_absorbed = true;
+        }
+      }
+    }
+    node.fusion = std::move(found);
+  }
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,63 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Fusions that passes find: a node that takes in earlier ones, named by their index in the graph.
+
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <variant>
+#include <vector>
+
+#include "../../metal/kernel_table.h"
+#include "mlx/array.h"
+
+namespace mlx_paged {
+
+namespace mx = mlx::core;
+
+// silu_mul(gate, up) of two products of one input: linear layers or experts.
+struct GateUp {
+  size_t gate;
+  size_t up;
+};
+
+// An addition to the result of a product.
+struct AddedProduct {
+  size_t product;
+  mx::array addend;
+};
+
+// An addition whose sum is normalized.
+struct AddNorm {
+  size_t norm;
+};
+
+// Where the queries or keys of a layer come from.
+struct Heads {
+  mx::array from;              // [rows, heads, 1, dim] or [rows, heads, dim], before norm and RoPE
+  std::optional<size_t> rope;  // nodes
+  std::optional<size_t> norm;
+};
+
+// A write of keys and values, with the norm and RoPE of its keys and of the queries that then
+// attend to them.
+struct QkvWrite {
+  size_t attention;
+  Heads queries;
+  Heads keys;
+  std::vector<size_t> products;  // of queries, keys and values; empty: separate steps
+};
+
+// A sum over weighted experts: with the router's choice and the experts themselves.
+struct Experts {
+  paged::RouteParams route{};
+  mx::array logits;
+  size_t gate = 0;  // expert_linear nodes
+  size_t up = 0;
+  size_t down = 0;
+};
+
+using Fusion = std::variant<std::monostate, GateUp, AddedProduct, AddNorm, QkvWrite, Experts>;
+
+}  // namespace mlx_paged

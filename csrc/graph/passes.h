@@ -1,0 +1,55 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Passes over a step's graph. The first group marks nodes that a compiler lowers as one (fusion.h);
+// each back end runs those that it has kernels for. The second group rewrites a graph of MLX that
+// has not been evaluated, whether it is compiled afterwards or not.
+
+#pragma once
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "step_graph.h"
+
+namespace mlx_paged {
+
+// True for the nodes that a back end runs as products.
+using IsProduct = bool (*)(const StepGraph& graph, const GraphNode& node);
+
+// GateUp: silu_mul of two products, or of two products of the same experts.
+void fuse_gate_up(StepGraph& graph, IsProduct is_product);
+
+// AddedProduct: a product that only an addition reads adds the residual itself.
+void fuse_residual(StepGraph& graph, IsProduct is_product);
+
+// AddNorm: an addition followed by a norm, for additions that no product took in.
+void fuse_add_norm(StepGraph& graph);
+
+// QkvWrite: norm, RoPE and write of a layer's heads. With `in_products`, also the products that
+// make them, if those can rotate and write their results.
+void fuse_qkv_write(StepGraph& graph, bool in_products);
+
+// Experts: router, experts and weighted sum. Models write routers by hand:
+//   a softmax of all logits and the largest of them, possibly divided by their sum, or
+//   the largest logits and a softmax of these,
+// then y * weights, summed over experts, where y are gated products of experts.
+void fuse_experts(StepGraph& graph);
+
+// An array of all rows, and its selected rows.
+using SelectedRows = std::pair<mx::array, mx::array>;
+
+// `a[rows]`, where the first axis of `a` is the rows of a step: rebuilds the operations that lead
+// to `a` for the selected rows, as far back as each row depends on itself alone. Where the graph
+// has been evaluated, or `kept` needs it, the rows are taken instead. Once K and V are written,
+// only the sampled rows of the last layer matter.
+// rows: [num_selected] int32. known: the second of a pair serves where the first is met.
+mx::array select_rows(
+    const mx::array& a, const mx::array& rows, const Arrays& kept,
+    const std::vector<SelectedRows>& known);
+
+// x + product as one product that adds x before it rounds, for an unevaluated `sum` of as many
+// rows as the product; none for other arrays.
+std::optional<mx::array> add_in_product(const mx::array& sum);
+
+}  // namespace mlx_paged
