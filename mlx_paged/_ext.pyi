@@ -37,7 +37,9 @@ def rms_norm(x: mlx.core.array, weight: mlx.core.array | None, eps: float, *, st
 
 def silu_mul(gate: mlx.core.array, x: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
-def add_in_product(sum: mlx.core.array) -> bool: ...
+def lora(base: mlx.core.array, x: mlx.core.array, adapters: mlx.core.array, a: mlx.core.array, b: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def add_in_product(sum: mlx.core.array) -> mlx.core.array | None: ...
 
 def select_rows(a: mlx.core.array, rows: mlx.core.array, *, kept: Sequence[mlx.core.array], known: Sequence[tuple[mlx.core.array, mlx.core.array]]) -> mlx.core.array: ...
 
@@ -66,11 +68,11 @@ def expert_linear(x: mlx.core.array, indices: mlx.core.array, weight: mlx.core.a
 def lookup(ids: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def max_gpu_step_rows() -> int:
-    """Rows of a step up to which GPU programs serve; 0: none do."""
+    """Rows of a step up to which a GpuExecutable serves; 0: none does."""
 
 def make_gpu_executable(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
 
-def run_gpu_executable(program: CapsuleType, inputs: Sequence[mlx.core.array], *, returns_pools: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
+def run_gpu_executable(executable: CapsuleType, inputs: Sequence[mlx.core.array], *, returns_pools: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
 
 def placeholders(arrays: Sequence[mlx.core.array]) -> list[mlx.core.array]:
     """
@@ -91,8 +93,10 @@ class CpuExecutable:
     def num_phases(self) -> int: ...
 
     @property
-    def num_nodes(self) -> int:
-        """Phases that are operations of MLX's own."""
+    def foreign(self) -> list[str]:
+        """
+        The primitives that MLX runs between the phases, because they have no lowering.
+        """
 
 class ArrayContents:
     """An array's contents, known but not kept."""

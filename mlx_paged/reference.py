@@ -186,6 +186,17 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
+def lora(
+    base: np.ndarray, x: np.ndarray, adapters: Sequence[int], a: np.ndarray, b: np.ndarray
+) -> np.ndarray:
+    """See `ops.lora`."""
+    out = base.copy()
+    for i, adapter in enumerate(adapters):
+        if 0 <= adapter < len(a):
+            out[i] += (x[i] @ a[adapter].T) @ b[adapter].T
+    return out
+
+
 def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
     """Layer norm over the last axis."""
     centered = x - x.mean(axis=-1, keepdims=True)

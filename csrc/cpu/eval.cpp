@@ -226,21 +226,63 @@ void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
   cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.greedy, args, num_rows, row_bytes);
 }
 
+namespace {
+
+// `size` numbers of 16 bits in float32, and back.
+void widen(const mx::array& a, int64_t begin, int64_t size, float* out) {
+  cpu::WeightView row;
+  row.data = a.data<char>() + begin * int64_t(a.itemsize());
+  row.n = 1;
+  row.k = int(size);
+  row.dtype = dtype_of(a.dtype());
+  row.bits = int(a.itemsize()) * 8;
+  row.row_bytes = size * int64_t(a.itemsize());
+  cpu::kernels().product.unpack(row, 0, 1, out);
+}
+
+void round_to(mx::array& a, int64_t begin, int64_t size, const float* values) {
+  if (a.dtype() == mx::bfloat16) {
+    std::copy_n(values, size, a.data<mx::bfloat16_t>() + begin);
+  } else {
+    std::copy_n(values, size, a.data<mx::float16_t>() + begin);
+  }
+}
+
+}  // namespace
+
 void Lora::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   allocate(out[0]);
   auto shape = cpu::lora_shape(in);
-  cpu::LoraRow first{in[kBase].data<float>(), in[kX].data<float>(), -1,
-                     in[kA].data<char>(),     in[kB].data<char>(),  out[0].data<float>()};
   const int32_t* adapters = in[kAdapters].data<int32_t>();
+  bool is_float32 = in[kBase].dtype() == mx::float32;
+  auto add_row = [=, out = mx::array::unsafe_weak_copy(out[0])](
+                     int64_t i, std::vector<float>& memory) mutable {
+    int64_t n = shape.n, k = shape.k;
+    cpu::LoraRow row{nullptr, nullptr, adapters[i], in[kA].data<char>(), in[kB].data<char>(),
+                     nullptr};
+    if (is_float32) {
+      row.base = in[kBase].data<float>() + i * n;
+      row.x = in[kX].data<float>() + i * k;
+      row.out = out.data<float>() + i * n;
+      return cpu::add_lora(shape, row);
+    }
+    memory.resize(n + k);
+    widen(in[kBase], i * n, n, memory.data());
+    widen(in[kX], i * k, k, memory.data() + n);
+    row.base = row.out = memory.data();
+    row.x = memory.data() + n;
+    cpu::add_lora(shape, row);
+    round_to(out, i * n, n, row.out);
+  };
   int64_t rows = in[kAdapters].size();
   cpu::dispatch(encoder, out, [=] {
     cpu::for_ranges(rows, shape.n * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
+      auto add = add_row;
+      std::vector<float> memory;
       for (int64_t i = begin; i < end; i++) {
-        cpu::add_lora(
-            shape, {first.base + i * shape.n, first.x + i * shape.k, adapters[i], first.a, first.b,
-                    first.out + i * shape.n});
+        add(i, memory);
       }
     });
   });

@@ -215,6 +215,14 @@ def _silu_mul(data: Data) -> None:
     data.check(ops.silu_mul(gate, x), reference.silu_mul(exact(gate), exact(x)))
 
 
+def _lora(data: Data) -> None:
+    base, x = data.normal(4, 96), data.normal(4, 64)
+    a, b = data.normal(3, 8, 64) / 8, data.normal(3, 96, 8) / 4
+    adapters = [2, -1, 0, 2]
+    expected = reference.lora(exact(base), exact(x), adapters, exact(a), exact(b))
+    data.check(ops.lora(base, x, mx.array(adapters, mx.int32), a, b), expected)
+
+
 def _layer_norm(data: Data) -> None:
     x, weight, bias = data.normal(5, 96), data.normal(96), data.normal(96)
     expected = reference.layer_norm(exact(x), exact(weight), exact(bias), 1e-5)
@@ -346,6 +354,7 @@ CASES: dict[str, Case] = {
     "rope": Case(_rope),
     "rms_norm": Case(_rms_norm),
     "silu_mul": Case(_silu_mul),
+    "lora": Case(_lora, gpu_dtypes=DTYPES),
     "layer_norm": Case(_layer_norm),
     "gelu": Case(_gelu),
     "clipped_swiglu": Case(_clipped_swiglu),
