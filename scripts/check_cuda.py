@@ -33,7 +33,7 @@ ENGINE = [
     "cuda_quantised",
     "bounds",
     "dense_prefill",
-    "residual_sum",
+    "add_in_product",
     "selected_rows",
     "active_wait",
     "engine_faults",
