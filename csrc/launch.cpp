@@ -32,11 +32,6 @@ int chunks(const mx::array& a, int64_t elements) {
 
 namespace {
 
-static_assert(int(PoolFormat::plain) == paged::FORMAT_PLAIN, "kernels have the same numbers");
-static_assert(int(PoolFormat::int8) == paged::FORMAT_INT8);
-static_assert(int(PoolFormat::int4) == paged::FORMAT_INT4);
-static_assert(int(PoolFormat::fp8) == paged::FORMAT_FP8);
-
 constexpr int kHeadsAtOnce = paged::DATA_THREADS / 32;  // one per SIMD-group
 
 KernelName kernel_of(const char* function, const mx::array& numbers, int most_dims) {

@@ -14,6 +14,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../metal/pool_layout.h"
+
 namespace mlx_paged {
 
 // Always inlined: otherwise each instruction set's object would contain a copy, and the linker
@@ -21,27 +23,21 @@ namespace mlx_paged {
 #define PAGED_ALWAYS_INLINE [[gnu::always_inline]] constexpr
 
 enum class PoolFormat {
-  plain,
-  int8,  // int8: one code per number, one scale per head
-  int4,  // uint32: one nibble per number; a scale and a minimum per group of 32
-  fp8,   // uint8: e4m3, no scales
+  plain = paged::FORMAT_PLAIN,
+  int8 = paged::FORMAT_INT8,  // pool dtype int8
+  int4 = paged::FORMAT_INT4,  // pool dtype uint32
+  fp8 = paged::FORMAT_FP8,    // pool dtype uint8
 };
 
-constexpr int kGroup = 32;  // dims that share a scale in int4
-
-// Groups of one head of one token.
-PAGED_ALWAYS_INLINE int num_groups(int head_dim) {
-  return (head_dim + kGroup - 1) / kGroup;
-}
+constexpr int kGroup = paged::CODE_GROUP;
 
 PAGED_ALWAYS_INLINE int code_bytes(PoolFormat format, int head_dim, int item_size) {
-  return format == PoolFormat::plain  ? head_dim * item_size
-         : format == PoolFormat::int4 ? head_dim / 2
-                                      : head_dim;
+  return format == PoolFormat::plain ? head_dim * item_size
+                                     : paged::code_bytes(int(format), head_dim);
 }
 
 PAGED_ALWAYS_INLINE int tail_bytes(PoolFormat format, int head_dim) {
-  return format == PoolFormat::int8 ? 2 : format == PoolFormat::int4 ? 4 * num_groups(head_dim) : 0;
+  return paged::tail_bytes(int(format), head_dim);
 }
 
 // Head dim of a quantized pool with `bytes` per token and head; 0 if there is none.
@@ -57,22 +53,8 @@ PAGED_ALWAYS_INLINE int head_dim_of(PoolFormat format, int bytes) {
   return bytes;
 }
 
-// Integer keys are rotated, which spreads outliers of single dims over all dims. Scores do not
-// change as long as queries are rotated too.
 PAGED_ALWAYS_INLINE bool rotates_keys(PoolFormat format) {
-  return format == PoolFormat::int8 || format == PoolFormat::int4;
-}
-
-// Dims per run of the rotation: the largest power of two that divides the head dim. The rotation
-// flips the signs of some dims and then applies a Walsh-Hadamard transform to each run.
-PAGED_ALWAYS_INLINE int rotated_run(int head_dim) {
-  return head_dim & -head_dim;
-}
-
-PAGED_ALWAYS_INLINE bool changes_sign(int dim) {
-  uint32_t x = uint32_t(dim + 1) * 0x9e3779b1u;
-  x = (x ^ x >> 15) * 0x85ebca77u;
-  return (x ^ x >> 13) >> 31;
+  return paged::rotates_keys(int(format));
 }
 
 // Layout of a pool in memory.

@@ -83,8 +83,8 @@ void Validator::pool_layout(
   require(shape[2] > 0, "num_kv_heads" + of, "at least 1", shape[2]);
   int head_dim = shape[3];
   require(
-      head_dim > 0 && head_dim <= 576 && head_dim % 8 == 0, "head_dim" + of,
-      "a multiple of 8 up to 576", head_dim);
+      head_dim > 0 && head_dim <= paged::MAX_HEAD_DIM && head_dim % 8 == 0, "head_dim" + of,
+      "a multiple of 8 up to " + std::to_string(paged::MAX_HEAD_DIM), head_dim);
   // Kernels index within a block in 32 bits, and slots are 32 bits. A pool's bytes fit 64 bits.
   constexpr int kMax = std::numeric_limits<int>::max();
   int max_blocks = kMax / block_size;

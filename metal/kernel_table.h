@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention_variant.h"
+#include "pool_layout.h"
 
 // --- Structs
 
@@ -112,9 +113,6 @@ struct FillParams {
   int num_chunks;
 };
 static_assert(sizeof(FillParams) == 4, "the same for every compiler");
-
-// Formats of a pool, as in csrc/pool_format.h.
-enum { FORMAT_PLAIN = 0, FORMAT_INT8 = 1, FORMAT_INT4 = 2, FORMAT_FP8 = 3 };
 
 struct QuantiseParams {
   int num_kv_heads;

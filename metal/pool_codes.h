@@ -1,7 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Codes and scales of quantized pools: their places and values. csrc/pool_format.h is the CPU's
-// version.
+// Codes and scales of quantized pools: their places and values.
 //
 // A `chunk` of codes has as many elements as 16 bytes of T. It takes fewer bytes, so a uint4 has
 // room for the scales of int4 as well.
@@ -19,18 +18,6 @@
 using namespace metal;
 
 namespace paged {
-
-enum { CODE_GROUP = 32 };  // dims that share a scale and a minimum in int4
-
-METAL_FUNC int code_bytes(int format, int dim) {
-  return format == FORMAT_INT4 ? dim / 2 : dim;
-}
-
-METAL_FUNC int tail_bytes(int format, int dim) {
-  return format == FORMAT_INT8   ? 2
-         : format == FORMAT_INT4 ? 4 * ((dim + CODE_GROUP - 1) / CODE_GROUP)
-                                 : 0;
-}
 
 // Byte offsets of one head of a token within the pool.
 struct CodePlace {

@@ -16,12 +16,6 @@ using namespace metal;
 
 namespace paged {
 
-METAL_FUNC bool changes_sign(int dim) {
-  uint x = uint(dim + 1) * 0x9e3779b1u;
-  x = (x ^ (x >> 15)) * 0x85ebca77u;
-  return ((x ^ (x >> 13)) >> 31) != 0;
-}
-
 // PARTS: groups of 32 dims, enough for the kernel's largest head dim.
 template <int PARTS>
 struct HeadRow {
@@ -58,7 +52,7 @@ struct HeadRow {
 
   // Orthonormal Walsh-Hadamard transform of each run of dims.
   METAL_FUNC void transform(int dim, uint lane) thread {
-    int run = dim & -dim;
+    int run = rotated_run(dim);
     for (int stride = 1; stride < min(run, 32); stride *= 2) {
       bool second = (lane & uint(stride)) != 0;
       PAGED_UNROLL
@@ -230,10 +224,6 @@ METAL_FUNC void decode(
       }
     }
   }
-}
-
-METAL_FUNC bool rotates_keys(int format) {
-  return format == FORMAT_INT8 || format == FORMAT_INT4;
 }
 
 }  // namespace paged

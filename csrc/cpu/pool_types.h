@@ -10,7 +10,7 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-constexpr int kMaxHeadDim = 576;
+constexpr int kMaxHeadDim = paged::MAX_HEAD_DIM;
 
 struct Int8 {
   int8_t code;
@@ -205,7 +205,7 @@ struct Signs {
 
   constexpr Signs() : of() {
     for (int d = 0; d < kMaxHeadDim; d++) {
-      of[d] = changes_sign(d) ? -1.0f : 1.0f;
+      of[d] = paged::changes_sign(d) ? -1.0f : 1.0f;
     }
   }
 };
@@ -224,7 +224,7 @@ inline void butterflies_within(float* x, int size) {
 
 // Orthonormal Walsh-Hadamard transform of each run.
 inline void hadamard(float* x, int dim) {
-  int run = rotated_run(dim);  // at least 8
+  int run = paged::rotated_run(dim);  // at least 8
   butterflies_within<1>(x, dim);
   butterflies_within<2>(x, dim);
   butterflies_within<4>(x, dim);

@@ -53,18 +53,9 @@ constexpr int tensor_scratch(int dim, int queries) {
 
 enum { QUANTISED_TOKENS = 32 };  // per tile: about as many bytes as a 16-bit tile
 
-// Bytes of one head's codes per token.
-constexpr int quantised_code_bytes(int format, int dim) {
-  return format == FORMAT_INT4 ? dim / 2 : dim;
-}
-
-constexpr int quantised_tail_bytes(int format, int dim) {
-  return format == FORMAT_INT8 ? 2 : format == FORMAT_INT4 ? dim / 8 : 0;
-}
-
 // Codes and scales in a tile of keys or of values.
 constexpr int quantised_rows_bytes(int format, int dim) {
-  return QUANTISED_TOKENS * (quantised_code_bytes(format, dim) + quantised_tail_bytes(format, dim));
+  return QUANTISED_TOKENS * (code_bytes(format, dim) + tail_bytes(format, dim));
 }
 
 constexpr int quantised_tile_bytes(int key_format, int value_format, int dim) {

@@ -15,8 +15,8 @@ namespace paged {
 template <int FORMAT, int DIM>
 class CodeRows {
  public:
-  static constexpr int ROW = quantised_code_bytes(FORMAT, DIM);
-  static constexpr int TAIL = quantised_tail_bytes(FORMAT, DIM);
+  static constexpr int ROW = code_bytes(FORMAT, DIM);
+  static constexpr int TAIL = tail_bytes(FORMAT, DIM);
   static constexpr int CHUNKS = ROW / 16;      // 16-byte chunks
   static constexpr int AT_ONCE = 32 / CHUNKS;  // rows that a warp copies at once
   static constexpr int SCALES = QUANTISED_TOKENS * ROW;

@@ -17,9 +17,7 @@ namespace paged {
 constexpr unsigned int turned_signs(int word) {  // for dims [32 word, 32 word + 32)
   unsigned int bits = 0;
   for (int i = 0; i < 32; i++) {
-    unsigned int x = (32u * word + i + 1) * 0x9e3779b1u;  // the same hash as changes_sign
-    x = (x ^ x >> 15) * 0x85ebca77u;
-    bits |= ((x ^ x >> 13) >> 31) << i;
+    bits |= (unsigned int)(changes_sign(32 * word + i)) << i;
   }
   return bits;
 }
