@@ -27,7 +27,7 @@ SOURCES = [
     [
         r"(?i)0x9e3779b1|2654435761",  # the hash behind the signs of a rotation
         r"FORMAT_INT8\s*=",
-        r"CODE_GROUP\s*=",
+        r"CODE_GROUP = \d",
         r"MAX_HEAD_DIM\s*=",
         r"int tail_bytes\(int format",
         r"bool changes_sign\(",
