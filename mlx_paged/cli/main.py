@@ -12,6 +12,7 @@ from mlx_paged.cli.bench import bench
 from mlx_paged.cli.chat.verb import chat
 from mlx_paged.cli.demo import demo
 from mlx_paged.cli.doctor import doctor
+from mlx_paged.cli.eval import evaluate
 from mlx_paged.cli.generate import generate
 from mlx_paged.cli.serve import serve
 
@@ -41,6 +42,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(demo)
+app.command("eval")(evaluate)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
 

@@ -22,11 +22,12 @@ from rich.progress import (
 
 @contextlib.contextmanager
 def progress_bar(
-    name: str, total: int, *, done: int = 0, shown: bool | None = None, passive: bool = False
+    name: str, total: int | None, *, done: int = 0, shown: bool | None = None, passive: bool = False
 ) -> Iterator[Callable[..., None]]:
     """Yields ``advance(steps=1, name=...)``. Log lines are printed above the bar.
 
     Args:
+        total: Steps; None: unknown.
         done: Steps of `total` done before.
         shown: None: on a terminal.
         passive: Draw only in `advance`, without a thread that would disturb measurements, and
