@@ -129,6 +129,7 @@ struct PerHead {
 };
 constexpr PerHead kSinks{
     "sinks", -std::numeric_limits<float>::infinity(), kLargestLogit, "at most 2e+38, or -inf"};
+constexpr PerHead kSlopes{"alibi_slopes", -1e28f, 1e28f, "from -1e+28 to 1e+28"};
 
 template <typename T>
 void require_numbers_of(
@@ -172,7 +173,8 @@ mx::array paged_attention(
     const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
     const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
     const mx::array& merge_items, float scale, int window, float softcap,
-    const std::optional<mx::array>& sinks, mx::StreamOrDevice s_) {
+    const std::optional<mx::array>& sinks, const std::optional<mx::array>& alibi_slopes,
+    mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("paged_attention");
   v.pools(key_pool, value_pool, s);
@@ -216,10 +218,14 @@ mx::array paged_attention(
   if (sinks) {
     per_head.push_back(checked_per_head(v, kSinks, *sinks, num_q_heads, s));
   }
+  if (alibi_slopes) {
+    per_head.push_back(checked_per_head(v, kSlopes, *alibi_slopes, num_q_heads, s));
+  }
   if (!per_head.empty()) {
     inputs.push_back(per_head.size() == 1 ? per_head[0] : mx::concatenate(per_head, s));
   }
-  auto options = paged::attention_options(scale, window, softcap, sinks.has_value());
+  auto options =
+      paged::attention_options(scale, window, softcap, sinks.has_value(), alibi_slopes.has_value());
   auto of_step = options;
   of_step.bounded_rows = has_bounds ? queries.shape(0) : 0;
   note_attention_layer(
@@ -386,8 +392,15 @@ void PagedAttention::check(const Arrays& in) const {
         "[paged_attention] the partials of merge_items[", i, "] must be in [0, ", num_partials,
         "] but got [", item.partial_begin, ", ", end, ")");
   }
+  Validator v("paged_attention");
+  int num_q_heads = in[kQueries].shape(1);
+  int begin = 0;
   if (options_.has_sinks) {
-    require_numbers(Validator("paged_attention"), kSinks, in[kPerHead], 0, in[kQueries].shape(1));
+    require_numbers(v, kSinks, in[kPerHead], begin, begin + num_q_heads);
+    begin += num_q_heads;
+  }
+  if (options_.has_alibi) {
+    require_numbers(v, kSlopes, in[kPerHead], begin, begin + num_q_heads);
   }
 }
 
@@ -420,7 +433,8 @@ void bind_kernel_ops(nb::module_& m) {
   m.def(
       "paged_attention", &paged_attention, "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a,
       "block_tables"_a, "work_items"_a, "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0,
-      "softcap"_a = 0.0f, "sinks"_a = nb::none(), "stream"_a = nb::none());
+      "softcap"_a = 0.0f, "sinks"_a = nb::none(), "alibi_slopes"_a = nb::none(),
+      "stream"_a = nb::none());
   m.def(
       "apply_token_bitmask", &apply_token_bitmask, "logits"_a, "bitmask"_a, "rows"_a, nb::kw_only(),
       "stream"_a = nb::none());

@@ -41,14 +41,17 @@ constant bool paged_has_window [[function_constant(4)]];
 constant bool paged_has_softcap [[function_constant(5)]];
 constant bool paged_has_sinks [[function_constant(6)]];
 constant bool paged_has_bounds [[function_constant(7)]];
+constant bool paged_has_alibi [[function_constant(8)]];
 #define PAGED_HAS_WINDOW(options) paged_has_window
 #define PAGED_HAS_SOFTCAP(options) paged_has_softcap
 #define PAGED_HAS_SINKS(options) paged_has_sinks
 #define PAGED_HAS_BOUNDS(options) paged_has_bounds
+#define PAGED_HAS_ALIBI(options) paged_has_alibi
 #else
 #define PAGED_HAS_WINDOW(options) true  // WHOLE_CONTEXT hides no token
 #define PAGED_HAS_SOFTCAP(options) ((options).softcap > 0.0f)
 #define PAGED_HAS_SINKS(options) ((options).has_sinks != 0)
+#define PAGED_HAS_ALIBI(options) (PAGED_SERVES_ROW_OPTIONS && (options).has_alibi != 0)
 #ifndef PAGED_HAS_BOUNDS  // a file of kernels may know
 #define PAGED_HAS_BOUNDS(options) ((options).bounded_rows > 0)
 #define PAGED_KEEPS_FIRST(options) true
@@ -85,8 +88,9 @@ struct AttentionOptions {
   int has_sinks;     // logits that join the softmax, one for each query head
   int bounded_rows;  // row length of positions and bounds [3, num_rows]; 0: no bounds. A launch
                      // sets it: bounds belong to a step.
+  int has_alibi;     // adds slope * (token - position), with a slope for each query head
 };
-static_assert(sizeof(AttentionOptions) == 20, "the same for every compiler");
+static_assert(sizeof(AttentionOptions) == 24, "the same for every compiler");
 
 // Positions of the first key that a query row sees, which may be negative, and of the last.
 struct RowBounds {
@@ -113,15 +117,24 @@ bounds_of_row(PAGED_BUFFER int* positions, int row, PAGED_SHARED AttentionOption
 // A row of the score matrix, for the hooks.
 struct AttentionRow {
   RowBounds bounds;
+  float position;  // of the row's token; with ALiBi only
+  float slope;     // in base 2, likewise
 };
 
 // `per_head` holds [num_q_heads] numbers for each option that needs some, in the order of the
-// options' fields: the sinks, if there are any.
+// options' fields: sinks, slopes of ALiBi.
 PAGED_HOOK AttentionRow attention_row(
-    PAGED_BUFFER int* positions, int row, PAGED_BUFFER float*, int, int,
+    PAGED_BUFFER int* positions, int row, PAGED_BUFFER float* per_head, int head, int num_q_heads,
     PAGED_SHARED AttentionOptions& options) {
   AttentionRow result;
   result.bounds = bounds_of_row(positions, row, options);
+  result.position = 0.0f;
+  result.slope = 0.0f;
+  if (PAGED_HAS_ALIBI(options)) {
+    int first_slope = PAGED_HAS_SINKS(options) ? num_q_heads : 0;
+    result.position = float(positions[row]);
+    result.slope = per_head[first_slope + head] * PAGED_LOG2E;
+  }
   return result;
 }
 
@@ -130,6 +143,8 @@ PAGED_HOOK AttentionRow no_row() {
   AttentionRow result;
   result.bounds.first = 0;
   result.bounds.last = -1;
+  result.position = 0.0f;
+  result.slope = 0.0f;
   return result;
 }
 
@@ -154,8 +169,13 @@ PAGED_HOOK Value capped(Value scaled, PAGED_SHARED AttentionOptions& options) {
 
 // The logit of a scaled dot product of a row and a token.
 template <typename Math, typename Value>
-PAGED_HOOK Value logit(Value scaled, Value, AttentionRow, PAGED_SHARED AttentionOptions& options) {
-  return capped<Math>(scaled, options);
+PAGED_HOOK Value
+logit(Value scaled, Value token, AttentionRow row, PAGED_SHARED AttentionOptions& options) {
+  Value result = capped<Math>(scaled, options);
+  if (PAGED_HAS_ALIBI(options)) {
+    result += row.slope * (token - row.position);
+  }
+  return result;
 }
 
 #ifdef PAGED_HOST
@@ -165,29 +185,31 @@ static inline bool operator==(const AttentionOptions& a, const AttentionOptions&
 
 // True if a logit is more than the scaled dot product.
 static inline bool changes_logits(const AttentionOptions& options) {
-  return options.softcap > 0.0f;
+  return options.softcap > 0.0f || options.has_alibi;
 }
 
 // True if the logit of a scaled dot product depends on the row.
-static inline bool has_row_options(const AttentionOptions&) {
-  return false;
+static inline bool has_row_options(const AttentionOptions& options) {
+  return options.has_alibi;
 }
 
 // Bit i says that function constant FIRST_FEATURE + i is true.
-enum { FIRST_FEATURE = 4, NUM_FEATURES = 4 };
+enum { FIRST_FEATURE = 4, NUM_FEATURES = 5 };
 static inline int features_of(const AttentionOptions& options) {
   return (options.window != WHOLE_CONTEXT) | (options.softcap > 0.0f) << 1 |
-         (options.has_sinks != 0) << 2 | (options.bounded_rows > 0) << 3;
+         (options.has_sinks != 0) << 2 | (options.bounded_rows > 0) << 3 |
+         (options.has_alibi != 0) << 4;
 }
 
 // The options of a layer from a user's; 0: no window, no soft cap.
 static inline AttentionOptions attention_options(
-    float scale, int window, float softcap, bool has_sinks) {
+    float scale, int window, float softcap, bool has_sinks, bool has_alibi) {
   AttentionOptions options = {};
   options.scale = softcap > 0.0f ? scale : scale * PAGED_LOG2E;
   options.softcap = softcap;
   options.window = window > 0 ? window : WHOLE_CONTEXT;
   options.has_sinks = has_sinks;
+  options.has_alibi = has_alibi;
   return options;
 }
 #endif

@@ -50,14 +50,15 @@ struct AttentionParams {
   int value_format;
   int writes_last_only;  // of the keys that rows see, the step writes each row's own alone
 };
-static_assert(sizeof(AttentionParams) == 60, "the same for every compiler");
+static_assert(
+    sizeof(AttentionParams) == 40 + sizeof(AttentionOptions), "the same for every compiler");
 
 struct MergeParams {
   int num_q_heads;
   int num_partials;
   AttentionOptions options;
 };
-static_assert(sizeof(MergeParams) == 28, "the same for every compiler");
+static_assert(sizeof(MergeParams) == 8 + sizeof(AttentionOptions), "the same for every compiler");
 
 enum { DATA_THREADS = 256 };  // of a threadgroup of data.h
 

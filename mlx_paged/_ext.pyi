@@ -11,12 +11,12 @@ from typing_extensions import CapsuleType
 
 def allocator_function() -> int:
     """
-    Address of what MLX's `allocator()` has to become, so that a lack of memory raises.
+    Address of the replacement for MLX's `allocator()`, which raises when memory runs out.
     """
 
 def make_room() -> None:
     """
-    Waits for the CPU's streams and frees what MLX has cached. Errors of streams stay theirs.
+    Waits for the CPU's streams and frees MLX's cache. Streams keep their errors.
     """
 
 def write_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, keys: mlx.core.array, values: mlx.core.array, slot_mapping: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
@@ -25,7 +25,7 @@ def copy_blocks(pools: Sequence[mlx.core.array], block_pairs: mlx.core.array, *,
 
 def gather_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, block_tables: mlx.core.array, context_lens: mlx.core.array, max_context_len: int, *, dtype: mlx.core.Dtype | None = None, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
 
-def paged_attention(queries: mlx.core.array, key_pool: mlx.core.array, value_pool: mlx.core.array, positions: mlx.core.array, block_tables: mlx.core.array, work_items: mlx.core.array, merge_items: mlx.core.array, *, scale: float, window: int = 0, softcap: float = 0.0, sinks: mlx.core.array | None = None, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+def paged_attention(queries: mlx.core.array, key_pool: mlx.core.array, value_pool: mlx.core.array, positions: mlx.core.array, block_tables: mlx.core.array, work_items: mlx.core.array, merge_items: mlx.core.array, *, scale: float, window: int = 0, softcap: float = 0.0, sinks: mlx.core.array | None = None, alibi_slopes: mlx.core.array | None = None, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def apply_token_bitmask(logits: mlx.core.array, bitmask: mlx.core.array, rows: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 

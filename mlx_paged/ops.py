@@ -73,6 +73,7 @@ class AttentionOptions(TypedDict, total=False):
     window: int | None
     softcap: float | None
     sinks: mx.array | None
+    alibi_slopes: mx.array | None
 
 
 def allocate_pool(
@@ -295,6 +296,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    alibi_slopes: mx.array | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """Attention of every query row over its own sequence's blocks, causal plus the spans of
@@ -310,6 +312,9 @@ def paged_attention(
         sinks: ``[num_q_heads]`` logits that take part in the softmax but carry no value (gpt-oss).
             -inf disables a head's sink. NaN and values above 2e38 raise an error if the host
             already has the numbers, which is never so with CUDA; otherwise the head becomes NaN.
+        alibi_slopes: ``[num_q_heads]`` slopes of ALiBi (Press et al. 2021; BLOOM, MPT): a row at
+            position p adds ``slope * (token - p)`` to the score of each token, after the soft cap.
+            They are checked like `sinks`, and must be from -1e28 to 1e28.
 
     Returns:
         ``[num_rows, num_q_heads, value_dim]`` in the dtype of `queries`. Rows without work in the
@@ -331,6 +336,7 @@ def paged_attention(
         window=window or 0,
         softcap=softcap or 0.0,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
         stream=stream,
     )
 

@@ -128,6 +128,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
+    alibi_slopes: np.ndarray | None = None,
     bounds: np.ndarray | None = None,
 ) -> np.ndarray:
     """``[num_rows, num_q_heads, value_dim]`` float64 for the last `num_rows` tokens of a sequence.
@@ -147,7 +148,7 @@ def attention(
     if bounds is not None:
         seen |= (token >= bounds[0][:, None]) & (token <= bounds[1][:, None])
     used = seen.any(axis=0)
-    seen, keys, values = seen[:, used], keys[used], values[used]
+    token, seen, keys, values = token[used], seen[:, used], keys[used], values[used]
     queries, keys, values = (a.astype(np.float64) for a in (queries, keys, values))
     group = queries.shape[1] // keys.shape[1]
     out = np.empty((num_rows, queries.shape[1], values.shape[2]))
@@ -155,6 +156,8 @@ def attention(
         scores = scale * (queries[:, head] @ keys[:, head // group].T)
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            scores = scores + np.float64(alibi_slopes[head]) * (token - position)
         scores = np.where(seen, scores, -np.inf)
         if sinks is not None:
             sink = np.full((num_rows, 1), np.float64(sinks[head]))

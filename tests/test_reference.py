@@ -67,6 +67,30 @@ def test_a_soft_cap_bounds_the_scores(rng) -> None:
     np.testing.assert_allclose(found[0, 0], weights @ values[:, 0], rtol=1e-9)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_alibi_is_an_additive_mask(rng, window, has_sinks: bool) -> None:
+    """BLOOM adds slope * token and MPT slope * (token - last token): without sinks all rows of
+    numbers that differ by a constant are one, and with sinks a row's own token adds 0."""
+    queries = rng.standard_normal((ROWS, HEADS, DIM))
+    keys, values = (rng.standard_normal((CONTEXT, KV_HEADS, DIM)) for _ in "kv")
+    slopes = 2.0 ** -np.arange(1.0, HEADS + 1)
+    sinks = rng.standard_normal(HEADS) if has_sinks else None
+    token = np.arange(CONTEXT)
+    distance = token - token[-ROWS:, None] if has_sinks else np.tile(token, (ROWS, 1))
+    mask = np.where(visible(window, None), slopes[:, None, None] * distance, -np.inf)
+    expected = mx.fast.scaled_dot_product_attention(
+        *(mx.array(a.astype(np.float32))[None].swapaxes(1, 2) for a in (queries, keys, values)),
+        scale=0.3,
+        mask=mx.array(mask.astype(np.float32)),
+        sinks=None if sinks is None else mx.array(sinks.astype(np.float32)),
+    )
+    found = reference.attention(
+        queries, keys, values, scale=0.3, window=window, sinks=sinks, alibi_slopes=slopes
+    )
+    close(found, expected[0].swapaxes(0, 1))
+
+
 def test_a_nan_reaches_the_rows_that_see_it_alone(rng) -> None:
     queries, keys = rng.standard_normal((3, 1, DIM)), rng.standard_normal((3, 1, DIM))
     values = rng.standard_normal((3, 1, DIM))

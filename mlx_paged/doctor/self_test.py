@@ -350,6 +350,10 @@ CASES: dict[str, Case] = {
         lambda d: _attention(d, [1, 3], softcap=5.0, sinks=d.normal(4 * _KV_HEADS)),
         gpu_dtypes=DTYPES,
     ),
+    "paged_attention: ALiBi": Case(
+        lambda d: _attention(d, [1, 20], alibi_slopes=abs(d.normal(4 * _KV_HEADS))),
+        gpu_dtypes=DTYPES,
+    ),
     "rope_rotations": Case(_rope_rotations, dtypes=("float32",)),
     "rope": Case(_rope),
     "rms_norm": Case(_rms_norm),

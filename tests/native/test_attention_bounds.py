@@ -14,6 +14,7 @@ from support.reference import (
     DTYPES,
     ON_GPU,
     PagedBatch,
+    alibi_slopes,
     assert_close,
     bits,
     make_batch,
@@ -60,6 +61,7 @@ class Shape:
     planned_window: bool  # whether work begins where the window does
     softcap: float | None
     sinks: bool
+    alibi: bool
     spans: str
     limits: dict[str, int]
 
@@ -99,6 +101,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         planned_window=draw(st.booleans()),
         softcap=draw(st.sampled_from((None, None, 0.5, 30.0))),
         sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
         spans=draw(st.sampled_from(("pictures", "prefix", "any"))),
         limits={
             "split_tokens": draw(st.sampled_from((8, 24, 64, 4096))),
@@ -130,6 +133,7 @@ def test_any_spans_match_the_oracle(shape: Shape) -> None:
         "window": shape.window,
         "softcap": shape.softcap,
         "sinks": sinks,
+        "alibi_slopes": alibi_slopes(heads) if shape.alibi else None,
     }
     window = {"window": shape.window} if shape.planned_window else {}
     plan = batch.plan(**shape.limits, **window)

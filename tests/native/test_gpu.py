@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import reference
-from support.reference import DTYPES, assert_close, bits, make_batch
+from support.reference import DTYPES, alibi_slopes, assert_close, bits, make_batch
 
 from mlx_paged import ops
 from mlx_paged.extension import build_info
@@ -53,6 +53,8 @@ def test_groups_and_rows(rng, group, rows) -> None:
     sinks = mx.array(np.linspace(-3, 9, 2 * group).astype(np.float32))
     check(batch, window=50)
     check(batch, {"split_tokens": 32}, window=50, softcap=2.0, sinks=sinks)
+    options = {"sinks": sinks, "alibi_slopes": alibi_slopes(2 * group)}
+    check(batch, {"split_tokens": 32}, window=50, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

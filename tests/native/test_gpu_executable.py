@@ -156,7 +156,8 @@ def test_families_that_are_none(family: str) -> None:
         driver.step({"a": [1], "b": [2]})
 
 
-def test_sinks(rng) -> None:
+@pytest.mark.parametrize("has_alibi", [False, True])
+def test_sinks(rng, has_alibi: bool) -> None:
     """No dense family of mlx-lm has them."""
     queries, _ = values_of(rng, 3, 4, 64, dtype=mx.float32)
     pools = [values_of(rng, 4, 8, 2, 64, dtype=mx.float32)[0] for _ in range(2)]
@@ -171,7 +172,9 @@ def test_sinks(rng) -> None:
         *arrays, key_pool, value_pool = rest
         plan = ops.AttentionPlan(*arrays)
         written = ops.write_kv(key_pool, value_pool, keys, new_values, plan.slot_mapping)
-        out = ops.paged_attention(queries, *written, plan, scale=0.1, window=4, sinks=sinks)
+        slopes = mx.array([0.5, -0.1, 0.0, 2.0]) if has_alibi else None
+        options = {"window": 4, "sinks": sinks, "alibi_slopes": slopes}
+        out = ops.paged_attention(queries, *written, plan, scale=0.1, **options)
         return [ops.linear(out.reshape(3, -1), identity), *written]
 
     copies = [mx.array(np.array(pool)) for pool in pools]

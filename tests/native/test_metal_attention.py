@@ -15,6 +15,7 @@ import pytest
 from support.reference import (
     DTYPES,
     PagedBatch,
+    alibi_slopes,
     assert_close,
     bits,
     make_batch,
@@ -188,10 +189,21 @@ def test_sinks(rng, kernel) -> None:
     check_for(kernel, batch, sinks=mx.full(sinks.shape, -np.inf))
 
 
+def test_alibi(rng, kernel) -> None:
+    batch = batch_for(kernel, rng, (130, 60))
+    heads = batch.queries.shape[1]
+    check_for(kernel, batch, alibi_slopes=alibi_slopes(heads))
+    sinks = mx.array(np.linspace(-3, 9, heads).astype(np.float32))
+    options = {"sinks": sinks, "alibi_slopes": alibi_slopes(heads)}
+    check_for(kernel, batch, {"split_tokens": 16}, **options)
+
+
 def test_all_options_at_once(rng, kernel) -> None:
     batch = batch_for(kernel, rng, (130, 40), window=33)
-    sinks = mx.array(np.linspace(-3, 9, batch.queries.shape[1]).astype(np.float32))
-    check_for(kernel, batch, {"split_tokens": 16}, window=33, softcap=2.0, sinks=sinks)
+    heads = batch.queries.shape[1]
+    sinks = mx.array(np.linspace(-3, 9, heads).astype(np.float32))
+    options = {"window": 33, "softcap": 2.0, "sinks": sinks, "alibi_slopes": alibi_slopes(heads)}
+    check_for(kernel, batch, {"split_tokens": 16}, **options)
 
 
 @pytest.mark.parametrize("split_tokens", [1, 17, 100])

@@ -7,7 +7,15 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.reference import DTYPES, PagedBatch, assert_close, bits, make_batch, spans_of
+from support.reference import (
+    DTYPES,
+    PagedBatch,
+    alibi_slopes,
+    assert_close,
+    bits,
+    make_batch,
+    spans_of,
+)
 from support.simulated import launches, needs_simulator, planned_launches, sim_ext, simulated
 
 from mlx_paged import ops
@@ -57,7 +65,8 @@ def test_every_kernel_sees_the_spans(rng, dims, window) -> None:
 def test_groups_with_all_options(rng, group) -> None:
     shape = {"num_q_heads": 2 * group, "key_dim": 64, "dtype": mx.bfloat16}
     batch = batch_of(rng, [90, 33], [44, 2], [[(50, 80)], [(31, 32)]], window=30, **shape)
-    check(batch, {"window": 30}, window=30, softcap=2.0, sinks=mx.arange(2 * group) - 1.0)
+    options = {"sinks": mx.arange(2 * group) - 1.0, "alibi_slopes": alibi_slopes(2 * group)}
+    check(batch, {"window": 30}, window=30, softcap=2.0, **options)
 
 
 def test_wide_heads(rng) -> None:

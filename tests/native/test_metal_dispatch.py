@@ -105,17 +105,22 @@ def test_fp32_has_half_the_rows_where_they_would_not_fit(rows, group, key_dim, e
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_every_launch_is_compiled_for_its_options(rng, window, softcap, has_sinks) -> None:
+@pytest.mark.parametrize("has_alibi", [False, True])
+def test_every_launch_is_compiled_for_its_options(
+    rng, window, softcap, has_sinks, has_alibi
+) -> None:
     batch = make_batch(rng, [90, 40, 70], [1, 32, 5], num_q_heads=6, key_dim=64)
     sinks = mx.zeros(6) if has_sinks else None
-    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    slopes = mx.zeros(6) if has_alibi else None
+    options = {"window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": slopes}
     planned = described(batch, batch.plan(split_tokens=32), **options)
     assert [launch["kernel"].split("_float32")[0] for launch in planned] == [
         *("paged_decode", "paged_decode_matrix", "paged_prefill", "paged_merge")
     ]
     for launch in planned:
         plain = (False,) * 4
-        assert launch["function_constants"] == (*plain, window > 0, softcap > 0, has_sinks, False)
+        given = (window > 0, softcap > 0, has_sinks, False, has_alibi)
+        assert launch["function_constants"] == (*plain, *given)
 
 
 @needs_simulator

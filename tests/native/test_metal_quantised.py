@@ -13,7 +13,7 @@ from support.quantised import (
     QuantisedBatch,
     quantised,
 )
-from support.reference import assert_close, make_batch, spans_of
+from support.reference import alibi_slopes, assert_close, make_batch, spans_of
 from support.simulated import launches, needs_simulator, simulated
 
 from mlx_paged import ops
@@ -82,5 +82,6 @@ def test_windows_sinks_caps_bounds_and_splits(rng, kind) -> None:
         "int8",
     )  # fmt: skip
     options = {"scale": 0.1, "window": 20, "softcap": 3.0, "sinks": mx.arange(q_heads) * 0.3}
+    options["alibi_slopes"] = alibi_slopes(q_heads)
     out = attend(batch, batch.plain.plan(split_tokens=16), **options)
     assert_close(out, batch.expected(**options), TOLERANCE[mx.float32])

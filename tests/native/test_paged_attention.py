@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.reference import (
     DTYPES,
     PagedBatch,
+    alibi_slopes,
     assert_close,
     bits,
     make_batch,
@@ -53,6 +54,7 @@ class Shape:
     window: int | None
     softcap: float | None
     sinks: bool
+    alibi: bool
     limits: dict[str, int]
 
 
@@ -79,6 +81,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         window=draw(st.one_of(st.none(), st.integers(1, 160))),
         softcap=draw(st.sampled_from((None, None, 0.5, 30.0))),
         sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
         limits={
             "split_tokens": draw(st.sampled_from((8, 24, 64, 4096))),
             "rows_per_item": draw(st.sampled_from((1, 3, 8, 32))),
@@ -112,6 +115,7 @@ def test_any_ragged_batch_matches_the_oracle(shape: Shape) -> None:
         window=shape.window,
         softcap=shape.softcap,
         sinks=sinks,
+        alibi_slopes=alibi_slopes(batch.queries.shape[1]) if shape.alibi else None,
     )
 
 
@@ -189,10 +193,32 @@ def test_sinks_take_their_share_of_the_softmax(rng, sink_dtype) -> None:
     check(batch, {"split_tokens": 16}, sinks=sinks)  # counted once, not once a split
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_alibi(rng, dtype) -> None:
+    slopes = mx.array([0.5, -0.05, 0.0, 2.0]).astype(dtype)
+    batch = make_batch(rng, [130, 40, 700], [1, 20, 1])
+    check(batch, alibi_slopes=slopes)
+    check(batch, {"split_tokens": 16}, alibi_slopes=slopes)
+    # A sink does not move with the position.
+    sinks = mx.array([-3.0, 0.0, 2.0, 9.0])
+    check(batch, {"split_tokens": 16}, alibi_slopes=slopes, sinks=sinks)
+
+
+def test_alibi_far_from_the_first_token(rng) -> None:
+    """The token's own score is exact, and those of the nearest are the ones that count."""
+    batch = make_batch(rng, [40_000], [1], num_q_heads=2, key_dim=8, num_kv_heads=1)
+    check(batch, alibi_slopes=mx.array([0.7, 0.003]))
+
+
+@pytest.mark.parametrize("slope", [1e28, -1e28])
+def test_the_steepest_slopes(rng, slope) -> None:
+    check(make_batch(rng, [130, 40], [1, 20]), alibi_slopes=mx.full((4,), slope))
+
+
 def test_all_options_at_once(rng) -> None:
     batch = make_batch(rng, [130, 40, 0], [1, 20, 0], window=33)
-    sinks = mx.array([-3.0, 0.0, 2.0, 9.0])
-    check(batch, {"split_tokens": 16}, window=33, softcap=2.0, sinks=sinks)
+    options = {"sinks": mx.array([-3.0, 0.0, 2.0, 9.0]), "alibi_slopes": alibi_slopes(4)}
+    check(batch, {"split_tokens": 16}, window=33, softcap=2.0, **options)
 
 
 @pytest.mark.parametrize("split_tokens", [1, 16, 17, 100])
@@ -401,7 +427,11 @@ def test_negative_zero_survives(rng, dtype) -> None:
     check(replace(batch, queries=queries))
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window": 9}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 5.0}, {"window": 9}, {"sinks": True}, {"alibi_slopes": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("split_tokens", [16, 4096])
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 2, 20]])
 def test_nan_in_a_query_row_stays_in_that_row(rng, options, split_tokens, query_lens) -> None:
@@ -409,6 +439,8 @@ def test_nan_in_a_query_row_stays_in_that_row(rng, options, split_tokens, query_
     options = {**options, "scale": 0.125}
     if "sinks" in options:
         options["sinks"] = mx.zeros(4)
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = alibi_slopes(4)
     poisoned = mx.array(batch.queries)
     poisoned[1, 2, 5] = float("nan")
     plan = batch.plan(split_tokens=split_tokens)

@@ -177,14 +177,19 @@ def test_head_dims(rng, name, query_lens, dims) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"softcap": 5.0}, {"window": 9}, {"sinks": [1.0, -2.0, 3.0, 0.0]}], ids=str
+    "options",
+    [
+        {"softcap": 5.0},
+        {"window": 9},
+        {"sinks": [1.0, -2.0, 3.0, 0.0]},
+        {"alibi_slopes": [0.5, -0.1, 0.0, 2.0]},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("split_tokens", [16, 4096])
 @pytest.mark.parametrize("name", NAMES)
 def test_options_and_splits(rng, name, split_tokens, options) -> None:
-    options = dict(options)
-    if "sinks" in options:
-        options["sinks"] = mx.array(options["sinks"])
+    options = {k: mx.array(v) if isinstance(v, list) else v for k, v in options.items()}
     for query_lens in ([1, 1], [3, 20]):
         batch = make_quantised(rng, [70, 50], query_lens, window=options.get("window"), name=name)
         plan = batch.plain.plan(split_tokens=split_tokens)

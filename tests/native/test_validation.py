@@ -28,6 +28,12 @@ def i32(*shape: int) -> mx.array:
     return mx.zeros(shape, mx.int32)
 
 
+def on_host(numbers: list[float]) -> mx.array:
+    array = mx.array(numbers)
+    mx.eval(array)
+    return array
+
+
 def write_kv(**changed: mx.array) -> object:
     arguments = {
         "key_pool": f32(*KEY_POOL),
@@ -405,6 +411,16 @@ def test_gather_kv(changed, message) -> None:
         ({"sinks": f32(3)}, "sinks must be of shape (4) but got (3)"),
         ({"sinks": f32(4, 1)}, "sinks must be of shape (4) but got (4,1)"),
         ({"sinks": i32(4)}, "sinks must be floating point but got int32"),
+        ({"alibi_slopes": f32(3)}, "alibi_slopes must be of shape (4) but got (3)"),
+        ({"alibi_slopes": i32(4)}, "alibi_slopes must be floating point but got int32"),
+        (
+            {"alibi_slopes": on_host([0.5, 2e28, 0.5, 0.5])},
+            "alibi_slopes[1] must be from -1e+28 to 1e+28 but got 2e+28",
+        ),
+        (
+            {"alibi_slopes": on_host([0.5, 0.5, 0.5, float("nan")])},
+            "alibi_slopes[3] must be from -1e+28 to 1e+28 but got nan",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

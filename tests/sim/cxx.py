@@ -57,10 +57,15 @@ def strict_errors(kernels: Iterable[Kernel], root: Path, source: str = "") -> st
 
 
 def registers(
-    kernels: Iterable[Kernel], root: Path, limit: int, *, bounds: bool = False
+    kernels: Iterable[Kernel],
+    root: Path,
+    limit: int,
+    *,
+    bounds: bool = False,
+    alibi: bool = False,
 ) -> dict[str, Registers]:
     """What each attention kernel needs if a thread has `limit` registers; `bounds`: in steps that
-    have some."""
+    have some; `alibi`: in layers with ALiBi."""
     kernels = [
         kernel
         for kernel in kernels
@@ -68,7 +73,7 @@ def registers(
     ]
     groups = [kernels[i : i + TOGETHER] for i in range(0, len(kernels), TOGETHER)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = pool.map(lambda group: _registers(group, root, limit, bounds), groups)
+        parts = pool.map(lambda group: _registers(group, root, limit, bounds, alibi), groups)
         return {name: count for part in parts for name, count in part.items()}
 
 
@@ -116,10 +121,13 @@ def _entry(kernel: Kernel, limit: int) -> str:
     )
 
 
-def _registers(kernels: list[Kernel], root: Path, limit: int, bounds: bool) -> dict[str, Registers]:
+def _registers(
+    kernels: list[Kernel], root: Path, limit: int, bounds: bool, alibi: bool
+) -> dict[str, Registers]:
     text = _includes() + "".join(_entry(kernel, limit) for kernel in kernels)
-    value = f"-DPAGED_BOUNDS={str(bounds).lower()}"
-    command = [*_clang(), *GPU, *STANDARD, value, f"-I{root}", "-S", "-o", "-", "-"]
+    values = (("BOUNDS", bounds), ("ALIBI", alibi))
+    given = [f"-DPAGED_{name}={str(value).lower()}" for name, value in values]
+    command = [*_clang(), *GPU, *STANDARD, *given, f"-I{root}", "-S", "-o", "-", "-"]
     digest = hashlib.sha256(repr(command).encode() + text.encode())
     for path in sorted([*HEADERS.iterdir(), *root.glob("*.h"), Path(__file__)]):
         digest.update(path.read_bytes())

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_paged import ops
 from support.mixtures import Experts, chosen_by, exact, logits_apart
 from support.quantised import FORMATS, make_quantised
-from support.reference import GPU_HEAD_DIMS, assert_close, make_batch, spans_of
+from support.reference import GPU_HEAD_DIMS, alibi_slopes, assert_close, make_batch, spans_of
 
 
 def attention(rng: np.random.Generator, dtype: mx.Dtype) -> None:
@@ -35,6 +35,9 @@ def attention(rng: np.random.Generator, dtype: mx.Dtype) -> None:
             sinks = mx.zeros(2 * group)
             out = ops.paged_attention(batch.queries, *pools, plan, scale=0.125, sinks=sinks)
             assert_close(out, batch.expected(scale=0.125, sinks=sinks))
+            options = {"scale": 0.125, "sinks": sinks, "alibi_slopes": alibi_slopes(2 * group)}
+            out = ops.paged_attention(batch.queries, *pools, plan, **options)
+            assert_close(out, batch.expected(**options))
 
 
 def windows(rng: np.random.Generator, dtype: mx.Dtype) -> None:
@@ -65,9 +68,10 @@ def bounds(rng: np.random.Generator, dtype: mx.Dtype) -> None:
             )  # fmt: skip
             pools = (batch.key_pool, batch.value_pool)
             plan = batch.plan(split_tokens=32, rows_per_item=32)
-            options = {"scale": 0.125, "window": window}
-            out = ops.paged_attention(batch.queries, *pools, plan, **options)
-            assert_close(out, batch.expected(**options))
+            for slopes in (None, alibi_slopes(heads)):
+                options = {"scale": 0.125, "window": window, "alibi_slopes": slopes}
+                out = ops.paged_attention(batch.queries, *pools, plan, **options)
+                assert_close(out, batch.expected(**options))
 
 
 def movement(rng: np.random.Generator, dtype: mx.Dtype) -> None:
@@ -160,8 +164,10 @@ def pools(rng: np.random.Generator, dtype: mx.Dtype) -> None:
                     key_dim=dim, dtype=dtype, block_size=block_size, name=name,
                 )  # fmt: skip
                 for limits in ({}, {"split_tokens": 32}):
-                    out = batch.attend(batch.plain.plan(**limits), scale=0.125)
-                    assert_close(out, batch.expected(scale=0.125), tolerance)
+                    for slopes in (None, alibi_slopes(2 * group)):
+                        options = {"scale": 0.125, "alibi_slopes": slopes}
+                        out = batch.attend(batch.plain.plan(**limits), **options)
+                        assert_close(out, batch.expected(**options), tolerance)
 
 
 def program_of(rows: int, weights: list[mx.array], scale: mx.array, inputs: list[mx.array]) -> Any:

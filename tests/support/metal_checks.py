@@ -29,7 +29,7 @@ from support.quantised import (
     raw,
     steps,
 )
-from support.reference import PagedBatch, assert_close, make_batch, spans_of, to_numpy
+from support.reference import PagedBatch, alibi_slopes, assert_close, make_batch, spans_of, to_numpy
 from support.simulated import launches, simulated
 
 mx.set_default_device(mx.cpu)
@@ -205,6 +205,37 @@ def bounds_matrix(library: SimLibrary) -> None:
 def bounds_prefill(library: SimLibrary) -> None:
     compare(library, bounded([27, 9], 6))
     compare(library, bounded([27, 9], 6, window=5), window=5)
+
+
+# --- ALiBi ----------------------------------------------------------------------------------------
+
+
+def compare_alibi(library: SimLibrary, batch: PagedBatch, **options) -> None:
+    """With sinks, because without them a row's position does not matter."""
+    slopes = alibi_slopes(batch.queries.shape[1])
+    limits = {"split_tokens": 40}
+    compare(library, batch, limits, sinks=sinks_for(batch), alibi_slopes=slopes, **options)
+    compare(library, batch, alibi_slopes=slopes, **options)
+
+
+@check
+def alibi_decode(library: SimLibrary) -> None:
+    compare_alibi(library, batch_of([3, 3], 2, window=60), window=60)
+
+
+@check
+def alibi_matrix(library: SimLibrary) -> None:
+    compare_alibi(library, batch_of([6, 7, 1], 8))
+
+
+@check
+def alibi_prefill(library: SimLibrary) -> None:
+    compare_alibi(library, batch_of([27, 9], 6))
+
+
+@check
+def alibi_with_bounds(library: SimLibrary) -> None:
+    compare_alibi(library, bounded([8, 5], 8), softcap=1.5)
 
 
 # --- All of them ----------------------------------------------------------------------------------

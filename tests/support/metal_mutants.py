@@ -20,6 +20,7 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 VECTOR = ("decode", "decode_options", "decode_splits")
 MATRICES = ("matrix", "matrix_options", "matrix_splits")
 CHUNKS = ("prefill", "prefill_options", "prefill_splits")
+ALIBI = ("alibi_decode", "alibi_matrix", "alibi_prefill")
 BOUNDS = ("bounds_decode", "bounds_matrix", "bounds_prefill")
 
 
@@ -90,6 +91,19 @@ MUTANTS = [
     _mutant(PREFILL, "ours.attention_row(q, positions, per_head, params)", "ours.attention_row(0, positions, per_head, params)", "all bands have the first one's bounds", "bounds_prefill"),
     _mutant(TABLE, "seen.end = max(seen.end, keys.end);", "seen.end = keys.end;", "an item ends with what its last row sees", *BOUNDS),
     _mutant(VARIANT, "(options) paged_has_bounds", "(options) paged_has_sinks", "another option's constant for bounds", *BOUNDS),
+    # ALiBi
+    _mutant(VARIANT, "row.slope * (token - row.position)", "row.slope * (row.position - token)", "a slope of the other sign", *ALIBI),
+    _mutant(VARIANT, "per_head[first_slope + head]", "per_head[first_slope]", "all heads have the first one's slope", *ALIBI),
+    _mutant(VARIANT, "PAGED_HAS_SINKS(options) ? num_q_heads : 0", "0", "sinks are slopes", *ALIBI),
+    _mutant(VARIANT, "* PAGED_LOG2E;\n  }\n  return result;", ";\n  }\n  return result;", "a slope in base e", *ALIBI),
+    _mutant(VARIANT, "float(positions[row])", "float(positions[row] + 1)", "distances from the next token", *ALIBI),
+    _mutant(VARIANT, "float(positions[row])", "float(result.bounds.last)", "distances from the last bound", "alibi_with_bounds"),
+    _mutant(VARIANT, "(options) paged_has_alibi", "(options) paged_has_bounds", "another option's constant for ALiBi", *ALIBI),
+    _mutant(DECODE, "logit(dots[q], tokens[u], rows[q]", "logit(dots[q], tokens[0], rows[q]", "all tokens at one distance", "alibi_decode"),
+    _mutant(DECODE, "logit(dots[q], tokens[u], rows[q]", "logit(dots[q], tokens[u], rows[0]", "all queries have the first one's slope", "alibi_decode"),
+    _mutant(MATRIX, "token, rows[i], params.options);", "token, rows[0], params.options);", "all rows have the first one's slope", "alibi_matrix"),
+    _mutant(PREFILL, "logit(product, token, row, params.options)", "logit(product, first, row, params.options)", "all tokens at one distance", "alibi_prefill"),
+    _mutant(QUERIES, "positions, row(q), per_head, head(q)", "positions, row(q), per_head, kv_head", "slopes of other heads", *ALIBI),
     # Matrix units
     _mutant(MATRIX, f"    values.store(tile, PITCH, value_format(params), lane);\n    {BARRIER}", "    values.store(tile, PITCH, value_format(params), lane);", "weights are made of unfinished dot products", *MATRICES),
     _mutant(MATRIX, f"first, seen.end, scales, PITCH, params, simd_id, lane);\n    {BARRIER}", "first, seen.end, scales, PITCH, params, simd_id, lane);", "no barrier before weights are used", *MATRICES),

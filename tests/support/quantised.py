@@ -126,7 +126,7 @@ class QuantisedBatch:
             self.plain.queries, self.key_pool, self.value_pool, plan, **options
         )
 
-    def expected(self, *, sinks: mx.array | None = None, **options: float | None) -> np.ndarray:
+    def expected(self, **options: mx.array | float | None) -> np.ndarray:
         """The oracle on the dequantized values."""
         plain = self.plain
         return reference.paged_attention(
@@ -136,9 +136,8 @@ class QuantisedBatch:
             plain.tables,
             plain.context_lens,
             plain.query_lens,
-            sinks=None if sinks is None else to_numpy(sinks),
             bounds=plain.bounds,
-            **options,
+            **reference.exact(options),
         )
 
 

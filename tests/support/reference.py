@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -36,6 +37,19 @@ HEAD_DIM = int(os.environ.get("MLX_PAGED_TEST_HEAD_DIM") or (32 if ON_GPU else 1
 def to_numpy(a: mx.array) -> np.ndarray:
     """A float64 copy; it represents every value of the three dtypes exactly."""
     return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def exact(options: dict[str, mx.array | float | None]) -> dict[str, Any]:
+    """Options of `ops.paged_attention` as the oracle takes them."""
+    return {k: to_numpy(v) if isinstance(v, mx.array) else v for k, v in options.items()}
+
+
+def alibi_slopes(num_heads: int) -> mx.array:
+    """Slopes of a model with so many heads (Press et al. 2021), the last of them negative, to tell
+    heads and signs apart."""
+    slopes = 2.0 ** (-8.0 * np.arange(1, num_heads + 1) / num_heads)
+    slopes[-1] *= -1.0
+    return mx.array(slopes.astype(np.float32))
 
 
 def bits(a: mx.array) -> np.ndarray:
@@ -73,7 +87,7 @@ class PagedBatch:
             **limits,
         )
 
-    def expected(self, *, sinks: mx.array | None = None, **options: float | None) -> np.ndarray:
+    def expected(self, **options: mx.array | float | None) -> np.ndarray:
         return paged_attention(
             to_numpy(self.queries),
             to_numpy(self.key_pool),
@@ -81,9 +95,8 @@ class PagedBatch:
             self.tables,
             self.context_lens,
             self.query_lens,
-            sinks=None if sinks is None else to_numpy(sinks),
             bounds=self.bounds,
-            **options,
+            **exact(options),
         )
 
 

@@ -21,6 +21,7 @@
 #include "../../../csrc/host_copies.h"
 #include "../../../csrc/kernel_source.h"
 #include "mlx/allocator.h"
+#include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "simulator.h"
 
@@ -167,16 +168,24 @@ void bind_simulator(nb::module_& m) {
       [](const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
          const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
          const mx::array& merge_items, float scale, int window, float softcap,
-         std::optional<mx::array> sinks, bool cuda, const std::string& streams) {
+         std::optional<mx::array> sinks, std::optional<mx::array> alibi_slopes, bool cuda,
+         const std::string& streams) {
         Arrays in{queries, key_pool, value_pool, positions, block_tables, work_items, merge_items};
-        if (sinks) {
-          in.push_back(*sinks);
+        Arrays per_head;
+        for (const auto& numbers : {sinks, alibi_slopes}) {
+          if (numbers) {
+            per_head.push_back(*numbers);
+          }
+        }
+        if (!per_head.empty()) {
+          in.push_back(mx::concatenate(per_head));
         }
         mx::eval(in);
         mx::array out(
             {queries.shape(0), queries.shape(1), value_pool.shape(3)}, queries.dtype(), nullptr,
             {});
-        auto options = paged::attention_options(scale, window, softcap, sinks.has_value());
+        auto options = paged::attention_options(
+            scale, window, softcap, sinks.has_value(), alibi_slopes.has_value());
         PagedAttention node(mx::default_stream(mx::Device::cpu), options);
         auto list = node.launches(in, {out}, cuda ? Gpu::nvidia : Gpu::apple);
         if (cuda) {
@@ -186,7 +195,7 @@ void bind_simulator(nb::module_& m) {
       },
       "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a, "block_tables"_a, "work_items"_a,
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
-      "sinks"_a = nb::none(), "cuda"_a = false, "streams"_a = "any",
+      "sinks"_a = nb::none(), "alibi_slopes"_a = nb::none(), "cuda"_a = false, "streams"_a = "any",
       "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
