@@ -17,7 +17,7 @@ import numpy as np
 from mlx_paged.gguf import formats
 from mlx_paged.gguf.architectures import architecture_of
 from mlx_paged.gguf.errors import GGUFError
-from mlx_paged.gguf.formats import Rounding
+from mlx_paged.gguf.formats import Rounding, Scratch
 from mlx_paged.gguf.metadata import Metadata
 from mlx_paged.gguf.reader import GGUFFile
 from mlx_paged.gguf.tokenizer import build_tokenizer
@@ -115,7 +115,7 @@ class Checkpoint:
         Raises:
             GGUFError: Weights are missing, unknown, or have other shapes.
         """
-        found = Weights()
+        found, scratch = Weights(), Scratch()
         for name in self._file.names():
             tensor = self._file.tensor(name)
             for target, content in self._architecture.place(tensor, self._meta).items():
@@ -128,7 +128,7 @@ class Checkpoint:
                         f"its tensor {name!r} has the shape {list(content.shape)}, and its "
                         f"metadata says {list(shapes[target])}"
                     )
-                _add(found, target, content, quantizable)
+                _add(found, target, content, quantizable, scratch)
             self._file.release(name)
         missing = [target for target in shapes if target not in found.arrays]
         if missing:
@@ -150,7 +150,11 @@ class Checkpoint:
 
 
 def _add(
-    found: Weights, target: str, content: Tensor | np.ndarray, quantizable: Collection[str]
+    found: Weights,
+    target: str,
+    content: Tensor | np.ndarray,
+    quantizable: Collection[str],
+    scratch: Scratch,
 ) -> None:
     if isinstance(content, np.ndarray):
         found.arrays[target] = mx.array(content)
@@ -159,7 +163,7 @@ def _add(
     if not content.type.is_quantized or suffix != "weight" or path not in quantizable:
         found.arrays[target] = formats.plain(content)
         return
-    packed = formats.pack(content, found.roundings)
+    packed = formats.pack(content, found.roundings, scratch)
     found.arrays[target] = packed.weight
     found.arrays[f"{path}.scales"] = packed.scales
     if packed.biases is not None:

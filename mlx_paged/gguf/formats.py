@@ -26,10 +26,11 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from mlx_paged import extension  # noqa: F401  checks the extension, and loads BLAS, before mlx
 
@@ -43,10 +44,8 @@ from mlx_paged.gguf.types import Tensor
 GROUP = 32
 #: Types that become plain arrays.
 PLAIN = ("F32", "F16", "BF16")
-#: Elements to dequantize together, so that temporary arrays stay small.
-_CHUNK = 1 << 18
 #: Elements to recode together: temporary arrays fit a core's cache.
-_RECODED = 1 << 17
+_RECODED = 1 << 18
 _HALF_MAX = float(np.finfo(np.float16).max)
 
 
@@ -83,11 +82,15 @@ class Rounding:
     tensors: int = 0
     _squares: float = field(default=0.0, repr=False)
     _errors: float = field(default=0.0, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, stored: np.ndarray, loaded: np.ndarray) -> None:
-        """Adds float32 values before and after rounding."""
-        self._squares += float(np.square(stored, dtype=np.float64).sum())
-        self._errors += float(np.square(stored - loaded, dtype=np.float64).sum())
+        """Adds float32 values before and after rounding; `loaded` is overwritten."""
+        loaded -= stored
+        squares, errors = (float(np.vdot(x, x)) for x in (stored, loaded))
+        with self._lock:
+            self._squares += squares
+            self._errors += errors
 
     @property
     def relative_error(self) -> float:
@@ -113,11 +116,31 @@ def require_supported(tensor: Tensor) -> None:
     )
 
 
-def pack(tensor: Tensor, rounding: dict[str, Rounding] | None = None) -> Packed:
+class Scratch:
+    """Arrays that are used again for every tensor: fresh memory costs more than recoding."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
+        """Returns an array with any contents, which replaces the last one of this name."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._buffers[name] = np.empty(nbytes, np.uint8)
+        return buffer[:nbytes].view(dtype).reshape(shape)
+
+
+def pack(
+    tensor: Tensor,
+    rounding: dict[str, Rounding] | None = None,
+    scratch: Scratch | None = None,
+) -> Packed:
     """Returns a quantized tensor as a quantized array.
 
     Args:
         rounding: Collects errors by type, of types that MLX cannot hold exactly.
+        scratch: Memory to use.
 
     Raises:
         GGUFError: Its type has no such array.
@@ -125,10 +148,14 @@ def pack(tensor: Tensor, rounding: dict[str, Rounding] | None = None) -> Packed:
     require_supported(tensor)
     name = tensor.type.name
     if name in _EXACT:
-        return _recoded(tensor)
+        return _recoded(tensor, _EXACT[name], scratch)
     if name in _VALUES:
         measure = None if rounding is None else rounding.setdefault(name, Rounding())
-        return _requantized(tensor, measure)
+        kind = _Kind(partial(_rounded, _VALUES[name], measure), 8)
+        found = _recoded(tensor, kind, scratch)
+        if measure is not None:
+            measure.tensors += 1
+        return found
     raise GGUFError(f"its tensor {tensor.name!r} has the type {name}, which is not quantized")
 
 
@@ -164,7 +191,7 @@ def values(tensor: Tensor) -> np.ndarray:
         return tensor.rows.view(_NUMPY[name]).astype(np.float32)
     if name in _VALUES:
         return _VALUES[name](tensor.blocks).reshape(tensor.shape)
-    packed = _recoded(tensor)
+    packed = _recoded(tensor, _EXACT[name])
     wide = None if packed.biases is None else packed.biases.astype(mx.float32)
     scales = packed.scales if wide is None else packed.scales.astype(mx.float32)
     found = mx.dequantize(
@@ -189,8 +216,8 @@ Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True)
-class _Exact:
-    """A type that MLX holds exactly.
+class _Kind:
+    """A type as a quantized array of MLX.
 
     Attributes:
         recode: Returns parts ``[n, groups, ...]`` for blocks ``[n, nbytes]`` uint8.
@@ -203,25 +230,24 @@ class _Exact:
     mode: str = "affine"
 
 
-def _recoded(tensor: Tensor) -> Packed:
+def _recoded(tensor: Tensor, kind: _Kind, scratch: Scratch | None = None) -> Packed:
     """Recodes a tensor in chunks, on all cores."""
-    kind = _EXACT[tensor.type.name]
+    scratch = scratch or Scratch()
     blocks = tensor.rows.reshape(-1, tensor.type.nbytes)
     groups = tensor.type.block // GROUP
-    num_groups = len(blocks) * groups
-    codes = np.empty((len(blocks), groups, 4 * kind.bits), np.uint8)
-    scales = np.empty((len(blocks), groups), kind.dtype)
-    biases = None if kind.mode == "mxfp4" else np.empty_like(scales)
+    codes = scratch.array("codes", (len(blocks), groups, 4 * kind.bits), np.uint8)
+    scales = scratch.array("scales", (len(blocks), groups), kind.dtype)
+    biases = None if kind.mode == "mxfp4" else scratch.array("biases", scales.shape, kind.dtype)
     too_large: list[bool] = []
 
     def recode(part: slice) -> None:
-        found, scale, bias = kind.recode(blocks[part])
-        codes[part], scales[part] = found, scale
-        if biases is not None and bias is not None:
-            if bias.dtype != biases.dtype and np.abs(bias).max() > _HALF_MAX:
-                too_large.append(True)
-            with np.errstate(over="ignore"):
-                biases[part] = bias
+        codes[part], scales[part], bias = kind.recode(blocks[part])
+        if biases is None or bias is None:
+            return
+        if bias.dtype == np.float32 and biases.dtype == np.float16:
+            too_large.append(True)
+            return
+        biases[part] = bias
 
     step = max(1, _RECODED // (tensor.type.block))
     parts = [slice(first, first + step) for first in range(0, len(blocks), step)]
@@ -231,7 +257,6 @@ def _recoded(tensor: Tensor) -> Packed:
         assert biases is not None
         scales = scales.astype(np.float32)
     shape = (*tensor.shape[:-1], tensor.columns // GROUP)
-    assert num_groups == math.prod(shape)
     words = codes.view(np.uint32).reshape(*shape[:-1], -1)
     return Packed(
         mx.array(words),
@@ -248,28 +273,50 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The float16 at a byte of each block: ``[n, 1]``."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2")
+    """The float16 at an even byte of each block: ``[n, 1]``."""
+    return blocks.view("<f2")[:, at // 2 : at // 2 + 1]
+
+
+def _bytes(blocks: np.ndarray, first: int, last: int) -> np.ndarray:
+    """Copies a range of each block's bytes: ``[n, last - first]``.
+
+    One element for each run of bytes: numpy copies these much faster than short rows.
+    """
+    fields = np.dtype(
+        {
+            "names": ["run"],
+            "formats": [f"V{last - first}"],
+            "offsets": [first],
+            "itemsize": blocks.shape[1],
+        }
+    )
+    return blocks.view(fields)["run"].copy().view(np.uint8)
+
+
+def _interleaved(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Stacks rows: two of ``[..., n]`` uint8 become ``[..., 2, n]``."""
+    run = f"V{first.shape[-1]}"
+    found = np.empty((*first.shape[:-1], 2), run)
+    found[..., 0], found[..., 1] = first.view(run)[..., 0], second.view(run)[..., 0]
+    return found.view(np.uint8).reshape(*first.shape[:-1], 2, first.shape[-1])
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
     """Reorders nibbles: all low ones of the bytes, then all high ones, to pairs of neighbors.
 
     Args:
-        packed: ``[..., n]`` uint8.
+        packed: ``[..., n]`` uint8, contiguous.
 
     Returns:
         ``[..., 2, n / 2]`` uint8: codes of MLX's 4 bits.
     """
-    wide = np.ascontiguousarray(packed).view("<u2")
-    high = wide >> 4
-    halves = (wide & 0x0F) | (high & 0xF0), (high & 0x0F) | ((wide >> 8) & 0xF0)
-    # One element for each run of bytes: numpy copies these much faster than short rows.
-    run = f"V{wide.shape[-1]}"
-    found = np.empty((*wide.shape[:-1], 2), run)
-    for i, half in enumerate(halves):
-        found[..., i] = half.astype(np.uint8).view(run)[..., 0]
-    return found.view(np.uint8).reshape(*wide.shape[:-1], 2, wide.shape[-1])
+    wide = packed.view("<u2")
+    second = wide >> 4
+    first = second & 0xF0
+    first |= wide & 0x0F
+    second &= 0x0F
+    second |= (wide >> 8) & 0xF0
+    return _interleaved(first.astype(np.uint8), second.astype(np.uint8))
 
 
 def _five_bits(codes: np.ndarray) -> np.ndarray:
@@ -280,58 +327,65 @@ def _five_bits(codes: np.ndarray) -> np.ndarray:
     fours = (fours & 0x3FF) | ((fours >> 6) & (0x3FF << 10))
     eights = fours.view("<u8")
     eights = (eights & 0xFFFFF) | ((eights >> 12) & (0xFFFFF << 20))
-    bytes_ = eights.view(np.uint8).reshape(*codes.shape[:-1], 4, 8)
-    return bytes_[..., :5].reshape(*codes.shape[:-1], 20)
+    return _bytes(eights.reshape(-1, 1).view(np.uint8), 0, 5).reshape(*codes.shape[:-1], 20)
 
 
 def _with_bits(nibbles: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Codes of 5 bits: low nibbles of ``[..., n]`` bytes, then high ones, and the highest bits.
 
     Args:
-        high: ``[..., 2, n]``: 0 or 1.
+        high: ``[..., 2, n]`` uint8: 0 or 16.
     """
-    codes = np.empty((*nibbles.shape[:-1], 2, nibbles.shape[-1]), np.uint8)
-    np.bitwise_and(nibbles, 15, out=codes[..., 0, :])
-    np.right_shift(nibbles, 4, out=codes[..., 1, :])
-    codes |= high << 4
+    codes = _interleaved(nibbles & 15, nibbles >> 4)
+    codes |= high
     return codes
 
 
-def _times(scales: np.ndarray, factor: float) -> np.ndarray:
-    """Products with a power of two, in float32: exact in float16, too, unless too large for it."""
-    return scales.astype(np.float32) * np.float32(factor)
+def _times(scales: np.ndarray, exponent: int) -> np.ndarray:
+    """Returns ``-scales * 2**exponent``: float16, or float32 if that is too small for a product."""
+    bits = scales.view("<u2")
+    magnitudes = bits & 0x7C00
+    if magnitudes.min() > 0 and magnitudes.max() < 0x7C00 - (exponent << 10):
+        # The exponent grows and the sign changes. numpy's arithmetic in float16 is slow.
+        return ((bits ^ 0x8000) + np.uint16(exponent << 10)).view(np.float16)
+    found = scales.astype(np.float32) * np.float32(-(2**exponent))
+    return found if np.abs(found).max() > _HALF_MAX else found.astype(np.float16)
 
 
 def _q4_0(blocks: np.ndarray) -> Parts:
     scales = _halves(blocks, 0)
-    return _nibbles(blocks[:, 2:]).reshape(-1, 1, 16), scales, _times(scales, -8)
+    return _nibbles(_bytes(blocks, 2, 18)).reshape(-1, 1, 16), scales, _times(scales, 3)
 
 
 def _q4_1(blocks: np.ndarray) -> Parts:
-    return _nibbles(blocks[:, 4:]).reshape(-1, 1, 16), _halves(blocks, 0), _halves(blocks, 2)
+    codes = _nibbles(_bytes(blocks, 4, 20)).reshape(-1, 1, 16)
+    return codes, _halves(blocks, 0), _halves(blocks, 2)
 
 
 def _five(high: np.ndarray, nibbles: np.ndarray) -> np.ndarray:
     """Codes of Q5_0 and Q5_1: ``[n, 1, 20]``."""
-    bits = np.unpackbits(np.ascontiguousarray(high), axis=-1, bitorder="little")
+    bits = np.unpackbits(high, axis=-1, bitorder="little")
+    bits <<= 4
     codes = _with_bits(nibbles, bits.reshape(-1, 2, 16))
     return _five_bits(codes.reshape(-1, 1, 32))
 
 
 def _q5_0(blocks: np.ndarray) -> Parts:
     scales = _halves(blocks, 0)
-    return _five(blocks[:, 2:6], blocks[:, 6:]), scales, _times(scales, -16)
+    codes = _five(_bytes(blocks, 2, 6), _bytes(blocks, 6, 22))
+    return codes, scales, _times(scales, 4)
 
 
 def _q5_1(blocks: np.ndarray) -> Parts:
-    return _five(blocks[:, 4:8], blocks[:, 8:]), _halves(blocks, 0), _halves(blocks, 2)
+    codes = _five(_bytes(blocks, 4, 8), _bytes(blocks, 8, 24))
+    return codes, _halves(blocks, 0), _halves(blocks, 2)
 
 
 def _q8_0(blocks: np.ndarray) -> Parts:
     scales = _halves(blocks, 0)
-    codes = np.ascontiguousarray(blocks[:, 2:])
+    codes = _bytes(blocks, 2, 34)
     codes ^= 0x80
-    return codes[:, None], scales, _times(scales, -128)
+    return codes[:, None], scales, _times(scales, 7)
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -340,37 +394,39 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1)
     minima = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=-1)
-    return scales * _times(_halves(blocks, 0), 1), minima * _times(_halves(blocks, 2), -1)
+    halves = blocks.view("<f2")[:, :2].astype(np.float32)
+    return scales * halves[:, :1], minima * -halves[:, 1:]
 
 
 def _q4_k(blocks: np.ndarray) -> Parts:
     # The low nibbles of 32 bytes are one group, and the high nibbles the next.
-    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))
+    codes = _nibbles(_bytes(blocks, 16, 144).reshape(-1, 4, 32))
     return codes.reshape(-1, 8, 16), *_k_scales(blocks)
 
 
 def _q5_k(blocks: np.ndarray) -> Parts:
-    shifts = np.arange(8, dtype=np.uint8)[:, None]
-    bits = (blocks[:, None, 16:48] >> shifts) & 1
-    nibbles = blocks[:, 48:].reshape(-1, 4, 32)
+    high = _bytes(blocks, 16, 48)
+    # Bit i of the 32 bytes belongs to group i.
+    bits = np.stack([(high >> i) & 1 for i in range(8)], axis=1)
+    bits <<= 4
+    nibbles = _bytes(blocks, 48, 176).reshape(-1, 4, 32)
     codes = _with_bits(nibbles, bits.reshape(-1, 4, 2, 32))
     return _five_bits(codes.reshape(-1, 8, 32)), *_k_scales(blocks)
 
 
 def _mxfp4(blocks: np.ndarray) -> Parts:
-    codes = _nibbles(np.ascontiguousarray(blocks[:, 1:]))
-    return codes.reshape(-1, 1, 16), blocks[:, :1], None
+    return _nibbles(_bytes(blocks, 1, 17)).reshape(-1, 1, 16), blocks[:, :1], None
 
 
-_EXACT: dict[str, _Exact] = {
-    "Q4_0": _Exact(_q4_0, 4),
-    "Q4_1": _Exact(_q4_1, 4),
-    "Q5_0": _Exact(_q5_0, 5),
-    "Q5_1": _Exact(_q5_1, 5),
-    "Q8_0": _Exact(_q8_0, 8),
-    "Q4_K": _Exact(_q4_k, 4, np.float32),
-    "Q5_K": _Exact(_q5_k, 5, np.float32),
-    "MXFP4": _Exact(_mxfp4, 4, np.uint8, "mxfp4"),
+_EXACT: dict[str, _Kind] = {
+    "Q4_0": _Kind(_q4_0, 4),
+    "Q4_1": _Kind(_q4_1, 4),
+    "Q5_0": _Kind(_q5_0, 5),
+    "Q5_1": _Kind(_q5_1, 5),
+    "Q8_0": _Kind(_q8_0, 8),
+    "Q4_K": _Kind(_q4_k, 4, np.float32),
+    "Q5_K": _Kind(_q5_k, 5, np.float32),
+    "MXFP4": _Kind(_mxfp4, 4, np.uint8, "mxfp4"),
 }
 
 
@@ -437,36 +493,27 @@ _VALUES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def _requantized(tensor: Tensor, rounding: Rounding | None) -> Packed:
-    """Rounds a tensor to 8 bits in groups of 32."""
-    shape = tensor.shape
-    rows = tensor.rows.reshape(-1, tensor.rows.shape[-1])
-    columns = shape[-1]
-    codes = np.empty((len(rows), columns), np.uint8)
-    scales = np.empty((len(rows), columns // GROUP), np.float16)
-    biases = np.empty_like(scales)
-    step = max(1, _CHUNK // columns)
-    for first in range(0, len(rows), step):
-        part = slice(first, first + step)
-        stored = values(tensor.with_rows(rows[part])).reshape(-1, columns // GROUP, GROUP)
-        low, high = stored.min(axis=-1), stored.max(axis=-1)
-        biases[part] = low
-        bias = biases[part].astype(np.float32)
-        # Rounded up, so that the largest value is in range.
-        scale = np.nextafter(((high - bias) / 255).astype(np.float16), np.float16(np.inf))
-        scales[part] = scale
-        scale = scale.astype(np.float32)
-        found = np.rint((stored - bias[..., None]) / scale[..., None]).clip(0, 255)
-        codes[part] = found.reshape(-1, columns)
-        if rounding is not None:
-            rounding.add(stored, found * scale[..., None] + bias[..., None])
-    if rounding is not None:
-        rounding.tensors += 1
-    words = codes.view(np.uint32).reshape(*shape[:-1], columns // 4)
-    groups = (*shape[:-1], columns // GROUP)
-    return Packed(
-        mx.array(words), mx.array(scales.reshape(groups)), mx.array(biases.reshape(groups)), 8
-    )
+def _rounded(
+    read: Callable[[np.ndarray], np.ndarray], measure: Rounding | None, blocks: np.ndarray
+) -> Parts:
+    """Rounds blocks to 8 bits in groups of 32."""
+    stored = read(blocks).reshape(-1, GROUP)
+    low, high = stored.min(axis=-1), stored.max(axis=-1)
+    biases = low.astype(np.float16)
+    bias = biases.astype(np.float32)[:, None]
+    # Rounded up, so that the largest value is in range.
+    scales = np.nextafter(((high - bias[:, 0]) / 255).astype(np.float16), np.float16(np.inf))
+    scale = scales.astype(np.float32)[:, None]
+    found = (stored - bias) / scale
+    np.rint(found, out=found)
+    np.clip(found, 0, 255, out=found)
+    codes = found.astype(np.uint8)
+    if measure is not None:
+        found *= scale
+        found += bias
+        measure.add(stored, found)
+    shape = (len(blocks), -1)
+    return codes.reshape(len(blocks), -1, GROUP), scales.reshape(shape), biases.reshape(shape)
 
 
 assert sys.byteorder == "little", "MLX runs on little-endian machines only"

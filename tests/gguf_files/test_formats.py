@@ -92,7 +92,6 @@ def test_a_tensor_of_many_chunks(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     tensor = random_tensor(name, (40, 512))
     whole = formats.pack(tensor)
     monkeypatch.setattr(formats, "_RECODED", 1024)
-    monkeypatch.setattr(formats, "_CHUNK", 1024)
     parts = formats.pack(tensor)
     for field in ("weight", "scales", "biases"):
         assert mx.array_equal(getattr(whole, field), getattr(parts, field)).item(), field

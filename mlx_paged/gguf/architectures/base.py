@@ -100,9 +100,8 @@ def common(meta: Metadata, model_type: str, **fields: Any) -> Config:
     }
     if "feed_forward_length" in meta:
         found["intermediate_size"] = meta.same("feed_forward_length", layers)
-    epsilon = meta.number("attention.layer_norm_rms_epsilon", None)
-    if epsilon is not None:
-        found["rms_norm_eps"] = epsilon
+    if "attention.layer_norm_epsilon" not in meta:
+        found["rms_norm_eps"] = meta.number("attention.layer_norm_rms_epsilon")
     scaling = rope_scaling(meta)
     if scaling is not None:
         found["rope_scaling"] = scaling

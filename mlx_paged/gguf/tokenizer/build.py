@@ -33,13 +33,23 @@ def build_tokenizer(meta: Metadata) -> TokenizerWrapper:
     """
     vocabulary = Vocabulary.of(meta)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=fast_tokenizer(vocabulary),
+        tokenizer_object=_Moved(fast_tokenizer(vocabulary)),
         chat_template=meta.text("tokenizer.chat_template", None),
         clean_up_tokenization_spaces=False,
         model_max_length=meta.size("context_length"),
         **_special_tokens(vocabulary),
     )
     return _wrapped(tokenizer, vocabulary)
+
+
+class _Moved:
+    """A tokenizer that its new owner does not copy, which takes as long as building it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: Any) -> Tokenizer:
+        return self._tokenizer
 
 
 def fast_tokenizer(vocabulary: Vocabulary) -> Tokenizer:

@@ -35,14 +35,17 @@ def byte_level_bpe(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Pairs of tokens to merge, in order."""
-    ids, found = vocabulary.ids, []
+    """Pairs of tokens to merge, in order. The library requires these tokens to exist.
+
+    Raises:
+        GGUFError: A merge is not a pair.
+    """
+    found: list[tuple[str, str]] = []
     for merge in vocabulary.meta.texts("tokenizer.ggml.merges"):
         at = merge.find(" ", 1)  # A token may begin with a space.
-        left, right = (merge[:at], merge[at + 1 :]) if at > 0 else (merge, "")
-        if left not in ids or right not in ids or left + right not in ids:
-            raise GGUFError(f"its vocabulary lacks the tokens of its merge {merge!r}")
-        found.append((left, right))
+        if at < 0:
+            raise GGUFError(f"its merge {merge!r} is not a pair of tokens")
+        found.append((merge[:at], merge[at + 1 :]))
     return found
 
 
@@ -53,11 +56,8 @@ def sentencepiece_bpe(vocabulary: Vocabulary) -> Tokenizer:
         GGUFError: It has no scores.
     """
     ids = vocabulary.ids
-    scores = vocabulary.meta.array("tokenizer.ggml.scores")
-    if len(scores) != len(vocabulary.tokens):
-        raise GGUFError(f"it has {len(vocabulary.tokens)} tokens but {len(scores)} scores")
     merges = []
-    listed = scores.tolist()
+    listed = _scores(vocabulary).tolist()
     for token in np.flatnonzero(np.isin(vocabulary.kinds, (Kind.NORMAL, Kind.UNUSED))).tolist():
         text = vocabulary.tokens[token]
         for at in range(1, len(text)):
@@ -88,8 +88,73 @@ def sentencepiece_bpe(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
+def character_bpe(vocabulary: Vocabulary) -> Tokenizer:
+    """Gemma 4's kind: merges of characters, with bytes as a fallback. Spaces are a letter.
+
+    Raises:
+        GGUFError: Its merges are damaged.
+    """
+    unknown = vocabulary.special("unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary.ids,
+            _merges(vocabulary),
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
+    ])  # fmt: skip
+    return tokenizer
+
+
+def unigram(vocabulary: Vocabulary) -> Tokenizer:
+    """T5's kind: the most likely sequence of tokens by their scores.
+
+    Raises:
+        GGUFError: It has no scores.
+    """
+    meta, tokens = vocabulary.meta, vocabulary.tokens
+    scores = _scores(vocabulary)
+    # Control tokens are never found in text.
+    plain = np.isin(vocabulary.kinds, (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED))
+    least = float(scores[plain].min(initial=0.0))
+    pieces = [
+        (text, float(score) if is_plain else least - 100.0)
+        for text, score, is_plain in zip(tokens, scores, plain)
+    ]
+    unknown = vocabulary.special("unknown")
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0 if unknown is None else unknown))
+    steps: list[normalizers.Normalizer] = []
+    charsmap = meta.array("tokenizer.ggml.precompiled_charsmap", None)
+    if charsmap is not None and len(charsmap):
+        steps.append(normalizers.Precompiled(charsmap.astype(np.uint8).tobytes()))
+    if meta.flag("tokenizer.ggml.remove_extra_whitespaces", False):
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    prefix = "always" if meta.flag("tokenizer.ggml.add_space_prefix", True) else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=True)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=prefix)
+    return tokenizer
+
+
+def _scores(vocabulary: Vocabulary) -> np.ndarray:
+    scores: np.ndarray = vocabulary.meta.array("tokenizer.ggml.scores")
+    if len(scores) != len(vocabulary.tokens):
+        raise GGUFError(f"it has {len(vocabulary.tokens)} tokens but {len(scores)} scores")
+    if not np.isfinite(scores).all():
+        raise GGUFError("its scores of tokens are not all finite numbers")
+    return scores
+
+
 #: By ``tokenizer.ggml.model``, with the default of ``add_bos_token``.
 MODELS: dict[str, tuple[Callable[[Vocabulary], Tokenizer], bool]] = {
     "gpt2": (byte_level_bpe, False),
     "llama": (sentencepiece_bpe, True),
+    "gemma4": (character_bpe, True),
+    "t5": (unigram, False),
 }
