@@ -91,7 +91,7 @@ def measure(name: str, rows: list[int], rounds: int, num_steps: int) -> list[dic
         ways: dict[str, list[float]] = {"graph": [], "program": []}
         for _ in range(rounds):
             for way, times in ways.items():
-                compiled._failed = way == "graph"
+                compiled.refusals.steps = "graphs" if way == "graph" else None
                 times.append(steps_ms(engine, count, num_steps))
         assert compiled._graphs or max(rows) > 64
         graph, program = (statistics.median(ways[way]) for way in ("graph", "program"))

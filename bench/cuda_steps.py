@@ -60,7 +60,7 @@ class Runner:
     def __init__(self, paged: Any, tokens: mx.array, step: Any, programs: bool) -> None:
         self.paged, self.tokens, self.step = paged, tokens, step
         self.steps = GraphRunner(paged._run)
-        self.steps.uses_device_programs = programs
+        self.steps.refusals.executables = None if programs else "graphs"
 
     def forward(self) -> mx.array:
         output = self.steps.run(self.tokens, self.step, self.paged.pools(), Repeat.AS_GRAPH)
@@ -106,7 +106,7 @@ def compare(paged: Any, contexts: tuple[int, ...], repeat: int) -> dict[str, Any
         for _ in range(5):  # A shape is compiled on its third occurrence.
             mx.eval(runner.forward())
     most_rows = ops.max_gpu_step_rows()
-    is_program = program.steps.uses_device_programs and len(contexts) <= most_rows
+    is_program = not program.steps.refusals.executables and len(contexts) <= most_rows
     expected, actual = fp32(graph.forward()), fp32(program.forward())
     error = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
     again = fp32(program.forward())

@@ -29,7 +29,7 @@ OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "atten
        "token_bitmask"]  # fmt: skip
 ENGINE = [
     "cuda",
-    "cuda_programs",
+    "cuda_executable",
     "cuda_quantised",
     "bounds",
     "dense_prefill",

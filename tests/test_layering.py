@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "mcp": ("addresses",),
     "doctor": (
         *("_build", "blas", "cgroups", "extension", "ops", "platform", "model", "engine"),
-        "reference",
+        *("demo", "reference"),
     ),
     "extras": (),
     "bench": (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mlx_paged.doctor.fits import Fit
-from mlx_paged.doctor.jobs import EXTENSION, MEMORY, MLX, Outcome
+from mlx_paged.doctor.jobs import EXTENSION, MEMORY, MLX, STEPS, Outcome
 from mlx_paged.doctor.machine import Disk, Machine
 from mlx_paged.doctor.software import Software
 
@@ -79,6 +79,7 @@ def check(
         yield from _backend(machine, build, outcomes[MLX].value["default_device"])
         yield _blas(build["blas"])
         yield from _self_test(outcomes)
+        yield _steps(outcomes.get(STEPS))
         yield _threads(machine, int(build["num_threads"]))
     yield from _mac(machine)
     yield from _nvidia(machine, software)
@@ -226,6 +227,20 @@ def _self_test(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
             seconds = sum(float(o.value) for o in cases.values())
             found = f"{len(cases)} of {len(cases)} in {seconds:.1f} s"
             yield Finding(name, Status.OK, "every primitive agrees with NumPy", found)
+
+
+def _steps(outcome: Outcome | None) -> Finding:
+    name, expected = "whole steps", "decode steps of the embedded model compile as a whole"
+    if outcome is None:
+        return Finding(name, Status.SKIPPED, expected, "not tried")
+    if outcome.error is not None:
+        return Finding(name, Status.BROKEN, expected, outcome.error, _REPORT)
+    steps = outcome.value
+    if not steps["supported"]:
+        return Finding(name, Status.SKIPPED, expected, "this device has no whole steps")
+    foreign = ", ".join(f"{name} ({count})" for name, count in steps["foreign"].items())
+    found = steps["refused"] or (f"MLX runs {foreign} itself" if foreign else "they do")
+    return _judged(found == "they do", name, expected, found, _REPORT)
 
 
 # --- The machine ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 # GPU kernels are compiled on first use, which takes NVRTC up to ten seconds.
 SECONDS_PER_JOB = 60.0
-MLX, EXTENSION, MEMORY = "mlx", "extension", "memory"
+MLX, EXTENSION, MEMORY, STEPS = "mlx", "extension", "memory", "steps"
 # Prefix of the child's result lines; code at interpreter start (sitecustomize) may print others.
 _MARK = "mlx-paged-doctor:"
 
@@ -51,6 +51,18 @@ class Memory(TypedDict):
     on_gpu: bool
     device_bytes: int
     utilization: float
+
+
+class Steps(TypedDict):
+    """The answer of `STEPS`, for the embedded model on the default device.
+
+    `supported` is False if steps are never compiled there. `refused` is the reason why these are
+    not; `foreign` counts the primitives that MLX runs itself in each step.
+    """
+
+    supported: bool
+    refused: str | None
+    foreign: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -189,6 +201,29 @@ def _memory() -> Memory:
     }
 
 
+def _steps() -> Steps:
+    """Decodes with the embedded model until its steps are compiled."""
+    from mlx_paged import platform
+    from mlx_paged.demo import model_path
+    from mlx_paged.engine.config import EngineConfig
+    from mlx_paged.engine.engine import Engine
+    from mlx_paged.engine.loading import load
+    from mlx_paged.engine.sampling_params import SamplingParams
+
+    platform.use_supported_device()
+    current = platform.Platform.current()
+    engine = Engine(load(model_path()), EngineConfig(kv_cache_memory=16 << 20))
+    engine.add_request("steps", [1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+    compilation = engine.stats().compilation
+    return {
+        "supported": current.repeats_steps or current.max_cpu_step_rows > 0,
+        "refused": compilation.refused,
+        "foreign": dict(compilation.foreign),
+    }
+
+
 def _cases(device: str) -> list[str]:
     from mlx_paged.doctor import self_test
 
@@ -208,6 +243,7 @@ _JOBS: dict[str, Callable[..., Any]] = {
     MLX: _mlx,
     EXTENSION: _extension,
     MEMORY: _memory,
+    STEPS: _steps,
     "cases": _cases,
     "test": _test,
 }

@@ -18,6 +18,7 @@ from mlx_paged.doctor.jobs import (
     EXTENSION,
     MEMORY,
     MLX,
+    STEPS,
     Extension,
     Memory,
     Mlx,
@@ -93,6 +94,8 @@ def examine(
         devices = ["cpu", "gpu"] if on_gpu else ["cpu"]
         on_phase("memory")
         outcomes |= run([MEMORY, *(f"cases/{device}" for device in devices)])
+        on_phase("whole steps")
+        outcomes |= run([STEPS])
         on_phase("every primitive")
         cases = [case for d in devices for case in outcomes[f"cases/{d}"].value or ()]
         outcomes |= run(cases)

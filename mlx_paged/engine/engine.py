@@ -364,6 +364,7 @@ class Engine:
             pool_copies=ops.pool_copies(),
             num_recoveries=past.num_recoveries,
             encoder_cache=sum_encoder_stats(past.encoder_cache, encoder_cache.stats),
+            compilation=self._runner.model.compilation,
         )
 
     @property

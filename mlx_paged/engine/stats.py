@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from mlx_paged.core import EncoderCacheStats, KVCounters, KVUsage
 from mlx_paged.engine.memory import MemoryUsage
+from mlx_paged.model.graph_runner import Compilation
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class EngineStats:
         pool_copies: Whole-pool copies in this process; anything but 0 is a fault.
         num_recoveries: Times the engine was repaired after an exception out of a call.
         encoder_cache: Features of pictures, videos and sounds.
+        compilation: How the model's steps are compiled.
     """
 
     usage: KVUsage
@@ -43,6 +45,7 @@ class EngineStats:
     pool_copies: int
     num_recoveries: int = 0
     encoder_cache: EncoderCacheStats = field(default_factory=EncoderCacheStats)
+    compilation: Compilation = field(default_factory=Compilation)
 
 
 def sum_counters(one: KVCounters, other: KVCounters) -> KVCounters:

@@ -13,14 +13,17 @@ as a whole if it is enabled (docs/metal-kernels.md).
 
 On the CPU, the graph becomes one operation (`ops.CpuExecutable`). Reading it costs no more than
 evaluating it, so that happens immediately, and a plan's work may have any size.
+
+`Refusals` holds the reasons why a model's steps are not compiled. Each is logged once, like the
+operations that an executable leaves to MLX.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import fields
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import NamedTuple
 
@@ -61,11 +64,13 @@ class StepOutput(NamedTuple):
     """The arrays that a step computes, lazily."""
 
     logits: mx.array  # [len(logit_rows), vocab_size]
-    pools: Pools  # handles after its writes; the same list as before it, for a device program
+    pools: Pools  # handles after its writes; a GPU's executable returns the list from before it
     greedy: Greedy | None = None  # the choice from the logits, if the step computes it
 
 
 _Graph = Callable[[mx.array, list[mx.array], Pools], StepOutput]
+_GraphForward = Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]]
+_Compiler = Callable[[_GraphForward, mx.array, list[mx.array], Pools], _Graph]
 
 
 class Repeat(Enum):
@@ -73,7 +78,7 @@ class Repeat(Enum):
 
     NOT = "not"  # built anew
     AS_GRAPH = "as a graph"  # of its shape: decodes, and on the CPU any step of few rows
-    WITH_PROMPTS = "with prompts"  # as a device program of few rows, some of them padding
+    WITH_PROMPTS = "with prompts"  # as a GPU's executable of few rows, some of them padding
 
 
 class Repetition(NamedTuple):
@@ -81,7 +86,42 @@ class Repetition(NamedTuple):
 
     repeat: Repeat
     num_rows: int  # tokens of the step, including padding, which belongs to no sequence
-    reads_once: bool  # True if it probably reads the host's arrays once, as a device program
+    reads_once: bool  # True if it probably reads the host's arrays once, as an executable
+
+
+@dataclass
+class Refusals:
+    """The reasons why steps of a model are not compiled; None means they are.
+
+    Attributes:
+        steps: For all steps.
+        executables: For all as executables of a GPU. `mx.compile` may repeat their graphs.
+        many_rows: For those of more than 64 rows as executables.
+        prompts: For those with prompts as executables.
+    """
+
+    steps: str | None = None
+    executables: str | None = None
+    many_rows: str | None = None
+    prompts: str | None = None
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """How the steps of a model are compiled.
+
+    Attributes:
+        refused: The reason why they are not executables; None if they are, or none was tried.
+        foreign: How often each primitive occurs in a step that MLX runs itself, because it has no
+            kernel here.
+    """
+
+    refused: str | None = None
+    foreign: Mapping[str, int] = field(default_factory=dict)
+
+
+# (model, primitive) that were warned about. Pools may be allocated again, models loaded twice.
+_warned: set[tuple[str, str]] = set()
 
 
 class GraphRunner:
@@ -92,6 +132,11 @@ class GraphRunner:
         platform: The device of the steps; None means MLX's default device.
         enabled: False compiles nothing.
         chooses: True if `forward` returns logits to choose tokens from.
+        model_name: For log messages.
+
+    Attributes:
+        refusals: What the model's steps cannot be. A test may set them.
+        foreign: The operations that the latest executable leaves to MLX, by primitive.
     """
 
     def __init__(
@@ -101,17 +146,21 @@ class GraphRunner:
         platform: Platform | None = None,
         enabled: bool = True,
         chooses: Callable[[], bool] = lambda: False,
+        model_name: str = "this model",
     ) -> None:
         self._forward = forward
         self.platform = platform or Platform.current()
         self._chooses = chooses
+        self._model_name = model_name
         self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
-        self._failed = not enabled
-        # Until the device refuses a graph of the model: of a decode step, of one with prompts.
-        self.uses_device_programs = True
-        self._refuses_many_rows = False
-        self._takes_prompts = True
+        self.refusals = Refusals(steps=None if enabled else "repeating steps is off")
+        self.foreign: Counter[str] = Counter()
+
+    @property
+    def compilation(self) -> Compilation:
+        """How steps are compiled at present."""
+        return Compilation(self.refusals.steps or self.refusals.executables, dict(self.foreign))
 
     def repetition_of(
         self,
@@ -135,7 +184,7 @@ class GraphRunner:
         if may_pad and num_samples and num_rows != num_sequences and self.takes_prompts(num_rows):
             num_rows = -(-num_rows // _ROWS_OF_PROMPTS) * _ROWS_OF_PROMPTS
         repeat = self.repeat_of(num_rows, num_sequences, num_samples, is_of_arrays=is_of_arrays)
-        # A step without samples is no program.
+        # A step without samples is no executable.
         reads_once = repeat is not Repeat.NOT and num_samples > 0 and self.reads_once(num_rows)
         return Repetition(repeat, num_rows, reads_once)
 
@@ -143,7 +192,7 @@ class GraphRunner:
         self, num_rows: int, num_sequences: int, num_samples: int, *, is_of_arrays: bool
     ) -> Repeat:
         """See `repetition_of`; `num_rows` includes padding."""
-        if self._failed or not is_of_arrays:
+        if self.refusals.steps or not is_of_arrays:
             return Repeat.NOT
         platform, is_decode = self.platform, num_rows == num_sequences
         if not platform.repeats_steps:
@@ -157,7 +206,7 @@ class GraphRunner:
 
     def run(self, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat) -> StepOutput:
         """Runs the step, compiled or not."""
-        if self._failed or repeat is Repeat.NOT:
+        if self.refusals.steps or repeat is Repeat.NOT:
             return StepOutput(*self._forward(tokens, step, pools))
         shape = self._shape_of(tokens, step)
         graph = self._graphs.get(shape)
@@ -172,76 +221,123 @@ class GraphRunner:
         return self._compile(shape, tokens, step, pools, repeat)
 
     def reads_once(self, num_rows: int) -> bool:
-        """True if a step of this many decodes will read its plan once, as a device program."""
-        return (
-            self.uses_device_programs and not self._failed and self._fits_device_program(num_rows)
-        )
-
-    def _fits_device_program(self, num_rows: int) -> bool:
-        most = self.platform.max_gpu_step_rows
-        return num_rows <= (min(most, _FEW_ROWS) if self._refuses_many_rows else most)
+        """True if a step of this many decodes will read its plan once, as a GPU's executable."""
+        refusals, most = self.refusals, self.platform.max_gpu_step_rows
+        if refusals.many_rows:
+            most = min(most, _FEW_ROWS)
+        return not (refusals.steps or refusals.executables) and num_rows <= most
 
     def takes_prompts(self, num_rows: int) -> bool:
-        """Returns True if a step with prompts and this many rows may become a device program."""
-        return (
-            self._takes_prompts and num_rows <= _MAX_ROWS_OF_PROMPTS and self.reads_once(num_rows)
-        )
+        """True if a step with prompts and this many rows may become a GPU's executable."""
+        most = _MAX_ROWS_OF_PROMPTS
+        return not self.refusals.prompts and num_rows <= most and self.reads_once(num_rows)
 
     def _compile(
         self, shape: object, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat
     ) -> StepOutput:
         group_specs, has_rope = tuple(step.plans), _has_rope_positions(step)
         arrays = _arrays_of(step)
-        graph: _Graph
 
         def forward(
             tokens: mx.array, arrays: list[mx.array], pools: Pools
         ) -> tuple[mx.array, Pools]:
             return self._forward(tokens, _step_of(arrays, group_specs, has_rope), pools)
 
-        if self.uses_device_programs and self._fits_device_program(tokens.shape[0]):
+        for make in self._ways(tokens.shape[0], repeat):
             try:
-                graph = _device_program(forward, tokens, arrays, pools, chooses=self._chooses())
+                graph = make(forward, tokens, arrays, pools)
                 result = graph(tokens, arrays, pools)
-                # Anything a GPU refuses shows now, while the step can still run another way.
-                mx.eval(result.logits)
+                if make == self._gpu_executable:
+                    # Anything a GPU refuses shows now, while the step can still run another way.
+                    mx.eval(result.logits)
+            except Exception as error:
+                # Besides a compiler's refusals: model code that reads values cannot be traced.
+                self._refuse(make, tokens.shape[0], repeat, str(error))
+            else:
                 self._keep(shape, graph)
                 return result
-            except Exception as error:
-                if repeat is Repeat.WITH_PROMPTS:
-                    logger.info("its steps with prompts are not device programs: %s", error)
-                    self._takes_prompts = False
-                    return StepOutput(*self._forward(tokens, step, pools))
-                if tokens.shape[0] > _FEW_ROWS:
-                    logger.info("its steps of many rows are not device programs: %s", error)
-                    self._refuses_many_rows = True
-                else:
-                    logger.info("steps of this model are not device programs: %s", error)
-                    self.uses_device_programs = False
-        is_cuda = self.platform.has_cuda
-        if (
-            self.platform.repeats_steps and not is_cuda
-        ):  # Metal, where MLX encodes compiled graphs like any others
-            self._failed = True
-            return StepOutput(*self._forward(tokens, step, pools))
-        try:
-            make = _compiled if is_cuda else _program
-            graph = make(forward, tokens, arrays, pools)
-            result = graph(tokens, arrays, pools)
-        except Exception as error:
-            # Model code that reads array values cannot be traced, and programs have not all
-            # operations; it runs uncompiled.
-            logger.info("steps of this model are not compiled: %s", error)
-            self._failed = True
+        return StepOutput(*self._forward(tokens, step, pools))
+
+    def _ways(self, num_rows: int, repeat: Repeat) -> list[_Compiler]:
+        """The ways to compile a step, the best first."""
+        platform = self.platform
+        if not platform.repeats_steps:
+            return [self._cpu_executable]
+        ways: list[_Compiler] = [self._gpu_executable] if self.reads_once(num_rows) else []
+        # With Metal, MLX encodes compiled graphs like any others.
+        if platform.has_cuda and repeat is not Repeat.WITH_PROMPTS:
+            ways.append(self._compiled_graph)
+        return ways
+
+    def _refuse(self, way: _Compiler, num_rows: int, repeat: Repeat, reason: str) -> None:
+        refusals, what = self.refusals, "steps"
+        if way != self._gpu_executable:
+            refusals.steps = reason
             self._graphs.clear()
-            return StepOutput(*self._forward(tokens, step, pools))
-        self._keep(shape, graph)
-        return result
+        elif repeat is Repeat.WITH_PROMPTS:
+            refusals.prompts, what = reason, "steps with prompts"
+        elif num_rows > _FEW_ROWS:
+            refusals.many_rows, what = reason, f"steps of more than {_FEW_ROWS} rows"
+        else:
+            refusals.executables = reason
+            if not self.platform.has_cuda:
+                refusals.steps = reason  # no other way is left
+        self._warn(reason, f"its {what} are not compiled as a whole, which costs time: {reason}")
+
+    def _warn(self, about: str, message: str) -> None:
+        if (self._model_name, about) not in _warned:
+            _warned.add((self._model_name, about))
+            logger.warning("%s: %s", self._model_name, message)
+
+    def _note_foreign(self, names: list[str]) -> None:
+        self.foreign = Counter(names)
+        for name in self.foreign:
+            self._warn(name, f"MLX runs {name} itself in every step, for which there is no kernel")
+
+    # --- Ways to compile. Each returns the graph of `forward`, and evaluates no array of the step.
+
+    def _gpu_executable(
+        self, forward: _GraphForward, tokens: mx.array, arrays: list[mx.array], pools: Pools
+    ) -> _Graph:
+        chooses = self._chooses()  # False if its outputs are no logits
+        end = 1 + len(arrays)
+        inputs = ops.placeholders([tokens, *arrays, *pools])
+        with patches.graph_for_program():
+            logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
+        greedy = ops.greedy_tokens(logits) if chooses else ()
+        executable = ops.GpuExecutable(inputs, [logits, *greedy, *written])
+
+        def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
+            logits, *greedy = executable([tokens, *arrays, *pools], returns_pools=False)
+            # The pools keep their handles, so the step must go before all that is built on them.
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+            return StepOutput(logits, pools, Greedy(*greedy) if chooses else None)
+
+        return run
+
+    def _cpu_executable(
+        self, forward: _GraphForward, tokens: mx.array, arrays: list[mx.array], pools: Pools
+    ) -> _Graph:
+        end = 1 + len(arrays)
+        inputs = ops.placeholders([tokens, *arrays, *pools])
+        logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
+        executable = ops.CpuExecutable(inputs, [logits, *written])
+        self._note_foreign(executable.foreign)
+
+        def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
+            logits, *pools = executable([tokens, *arrays, *pools])
+            return StepOutput(logits, pools)
+
+        return run
+
+    def _compiled_graph(self, forward: _GraphForward, *_: object) -> _Graph:
+        compiled = mx.compile(forward)
+        return lambda tokens, arrays, pools: StepOutput(*compiled(tokens, arrays, pools))
 
     def _shape_of(self, tokens: mx.array, step: Step) -> object:
         repeats = self.platform.repeats_steps
         any_size = set() if repeats else _ANY_SIZE
-        # MLX's own operations in a program have the stream of the thread that built them.
+        # Operations that MLX runs have the stream of the thread that built them.
         stream = None if repeats else repr(mx.default_stream(mx.default_device()))
         return (
             tuple(step.plans),
@@ -261,63 +357,6 @@ class GraphRunner:
         self._graphs[shape] = graph
         if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
-
-
-def _device_program(
-    forward: Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]],
-    tokens: mx.array,
-    arrays: list[mx.array],
-    pools: Pools,
-    *,
-    chooses: bool,
-) -> _Graph:
-    """Returns the graph of `forward` as one operation of a GPU.
-
-    Args:
-        chooses: True if it also computes the greedy choice; False if its outputs are no logits.
-    """
-    end = 1 + len(arrays)
-    inputs = ops.placeholders([tokens, *arrays, *pools])
-    with patches.graph_for_program():
-        logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
-    greedy = ops.greedy_tokens(logits) if chooses else ()
-    program = ops.GpuExecutable(inputs, [logits, *greedy, *written])
-
-    def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
-        logits, *greedy = program([tokens, *arrays, *pools], returns_pools=False)
-        # The pools keep their handles, so the step must go before all that is built on them.
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        return StepOutput(logits, pools, Greedy(*greedy) if chooses else None)
-
-    return run
-
-
-def _compiled(
-    forward: Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]],
-    *_: object,
-) -> _Graph:
-    """Returns the graph of `forward` as `mx.compile` repeats it."""
-    compiled = mx.compile(forward)
-    return lambda tokens, arrays, pools: StepOutput(*compiled(tokens, arrays, pools))
-
-
-def _program(
-    forward: Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]],
-    tokens: mx.array,
-    arrays: list[mx.array],
-    pools: Pools,
-) -> _Graph:
-    """The graph of `forward` as one operation. No array of the step is evaluated for it."""
-    end = 1 + len(arrays)
-    inputs = ops.placeholders([tokens, *arrays, *pools])
-    logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
-    program = ops.CpuExecutable(inputs, [logits, *written])
-
-    def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
-        logits, *pools = program([tokens, *arrays, *pools])
-        return StepOutput(logits, pools)
-
-    return run
 
 
 def _arrays_of(step: Step) -> list[mx.array]:

@@ -24,7 +24,13 @@ from mlx_paged.model.caches import (
     copy_blocks,
 )
 from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
-from mlx_paged.model.graph_runner import GraphRunner, Repeat, Repetition, StepOutput
+from mlx_paged.model.graph_runner import (
+    Compilation,
+    GraphRunner,
+    Repeat,
+    Repetition,
+    StepOutput,
+)
 from mlx_paged.model.layout import (
     FULL,
     CacheLayout,
@@ -59,8 +65,8 @@ _LAYERS_OF_PART = 4
 # The arrays of a large step's layers take memory: the host builds one layer ahead.
 _LARGE_STEP = 2048  # rows
 _MAX_LARGE_PARTS = 1
-# Rows that are not sampled from. Steps of up to 64 rows are programs, and with fewer unsampled rows
-# the last layer takes hardly less time.
+# Rows that are not sampled from. Steps of up to 64 rows are executables, and with fewer unsampled
+# rows the last layer takes hardly less time.
 _MIN_UNSELECTED = 64
 
 
@@ -111,9 +117,19 @@ class PagedModel:
         self._compiled = self._make_compiled()
 
     def _make_compiled(self) -> GraphRunner:
+        name = getattr(self.model, "model_type", None) or type(self.model).__name__
         return GraphRunner(
-            self._run, platform=self.platform, enabled=self.repeats_steps, chooses=self._chooses
+            self._run,
+            platform=self.platform,
+            enabled=self.repeats_steps,
+            chooses=self._chooses,
+            model_name=str(name),
         )
+
+    @property
+    def compilation(self) -> Compilation:
+        """How steps are compiled at present."""
+        return self._compiled.compilation
 
     def limit_contexts(self, longest: int | None) -> None:
         """Sets the maximum length of a sequence, before the first step.
@@ -311,7 +327,7 @@ class PagedModel:
         step = self._step(inputs, repetition)
         before = self.pools()
         output = self._compiled.run(tokens, step, before, repetition.repeat)
-        if output.pools is not before:  # A device program leaves the handles unchanged.
+        if output.pools is not before:  # A GPU's executable leaves the handles unchanged.
             self.restore(output.pools)
         return output
 

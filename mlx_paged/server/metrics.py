@@ -239,6 +239,11 @@ class _EngineCollector(Collector):
                 "Held features of pictures, videos and sounds.",
                 media.num_bytes,
             ),
+            (
+                "mlx_paged:steps_compiled",
+                "0: decode steps are not compiled as a whole, which costs time; the log says why.",
+                stats.compilation.refused is None,
+            ),
         )
         counts = (
             ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.",
@@ -266,6 +271,14 @@ class _EngineCollector(Collector):
             count = CounterMetricFamily(name, text, labels=_LABELS)
             count.add_metric(self._values, value)
             families.append(count)
+        foreign = GaugeMetricFamily(
+            "mlx_paged:foreign_operations",
+            "Operations of a step that MLX runs itself, for which there is no kernel.",
+            labels=[*_LABELS, "primitive"],
+        )
+        for primitive, number in stats.compilation.foreign.items():
+            foreign.add_metric([*self._values, primitive], number)
+        families.append(foreign)
         return families
 
     def describe(self) -> list[Metric]:

@@ -222,7 +222,9 @@ def test_phases_are_told_in_order() -> None:
         installed=lambda: SOFTWARE,
         run=runner(answers()),
     )
-    assert phases == ["the machine", "MLX and the extension", "memory", "every primitive"]
+    assert phases == [
+        *("the machine", "MLX and the extension", "memory", "whole steps", "every primitive"),
+    ]
 
 
 def test_the_bug_report_asks_for_it() -> None:

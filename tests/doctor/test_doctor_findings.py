@@ -308,3 +308,25 @@ def test_a_disk_that_is_nearly_full() -> None:
     assert bad(examination) == {"disk": WARNING}
     found = finding(examination, "disk")
     assert found.found == "1.0 GiB free for /cache/hub" and "HF_HOME" in found.remedy
+
+
+# --- Whole steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "status", "found"),
+    [
+        ({}, "ok", "they do"),
+        ({"refused": "the operation Sin"}, "warning", "the operation Sin"),
+        ({"foreign": {"Sin": 4}}, "warning", "MLX runs Sin (4) itself"),
+        ({"supported": False}, "skipped", "no whole steps"),
+        (Outcome(error="Crash: it crashed"), "broken", "it crashed"),
+    ],
+)
+def test_steps_that_are_not_compiled_as_a_whole_are_named(
+    steps: Any, status: str, found: str
+) -> None:
+    if isinstance(steps, dict):
+        steps = {**answers()["steps"], **steps}
+    [finding] = [f for f in examined(steps=steps).findings if f.check == "whole steps"]
+    assert finding.status == status and found in finding.found

@@ -120,7 +120,7 @@ def steps() -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize("name", [*CONFIGS, *FORMATS])
 def test_they_give_what_the_graph_gives(name: str) -> None:
     programs, graphs = driver_of(name), driver_of(name)
-    graphs.runner.model._compiled._failed = True
+    graphs.runner.model._compiled.refusals.steps = "a test"
     for work in steps():
         actual, expected = programs.step(work), graphs.step(work)
         for sequence, logits in expected.items():
@@ -157,7 +157,7 @@ def test_they_round_activations(bits: int, mixed: bool) -> None:
         return made
 
     programs, graphs, exact = driver("int8"), driver("int8"), driver("float32")
-    graphs.runner.model._compiled._failed = True
+    graphs.runner.model._compiled.refusals.steps = "a test"
     for work in steps():
         actual, expected, floats = (one.step(work) for one in (programs, graphs, exact))
         for sequence, logits in expected.items():
@@ -170,7 +170,7 @@ def test_they_round_activations(bits: int, mixed: bool) -> None:
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_they_take_quantised_pools(name: str) -> None:
     programs, graphs = (driver_of("windows", name) for _ in range(2))
-    graphs.runner.model._compiled._failed = True
+    graphs.runner.model._compiled.refusals.steps = "a test"
     for work in steps():
         actual, expected = programs.step(work), graphs.step(work)
         for sequence, logits in expected.items():
@@ -226,7 +226,7 @@ def test_a_model_that_reads_values_runs_as_before() -> None:
     [logits] = driver.step({"a": [1, 2, 3]}).values()
     [expected] = driver_of("llama").step({"a": [1, 2, 3]}).values()
     np.testing.assert_array_equal(logits, expected)
-    assert compiled._failed
+    assert compiled.refusals.steps
 
 
 def test_operations_that_it_has_not_are_mlxs_own() -> None:
@@ -438,7 +438,7 @@ def test_two_threads_run_programs_at_once() -> None:
 def test_one_thread_after_another_runs_a_model() -> None:
     """Of streams of their own, to which operations of MLX are bound."""
     programs, graphs = driver_of("qwen3_moe"), driver_of("qwen3_moe")
-    graphs.runner.model._compiled._failed = True
+    graphs.runner.model._compiled.refusals.steps = "a test"
     expected = [graphs.step({"a": work}) for work in ([1, 2, 3], [4, 5, 6], [7, 8, 9])]
 
     def step(work: list[int]) -> Any:

@@ -23,7 +23,7 @@ from mlx_paged.engine.loading import load
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model import graph_runner, paged_model
 from mlx_paged.model.caches import Step
-from mlx_paged.model.graph_runner import Repeat
+from mlx_paged.model.graph_runner import GraphRunner, Repeat
 from mlx_paged.model.media import MediaRows
 from mlx_paged.model.plan import build_plan
 from mlx_paged.model.wrap import build_paged_model
@@ -54,7 +54,7 @@ def test_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     actual, engine = run()
     assert engine._runner.model._compiled._graphs
-    assert not engine._runner.model._compiled._failed
+    assert not engine._runner.model._compiled.refusals.steps
     assert actual == expected
     assert engine.stats().num_faults == 0
     assert ops.pool_copies() == copies
@@ -83,7 +83,7 @@ def test_model_that_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = build_plan([[1]], [3], [1], block_size=16)
         out = run_step(steps, mx.array([i]), Step(plan, mx.array([0]))).logits
         assert out.item() == i + 1
-    assert steps._failed
+    assert steps.refusals.steps
     assert calls == [0, 1, 2, 3, 4]
 
 
@@ -231,18 +231,18 @@ def test_positions_of_rope_are_those_of_each_step(monkeypatch: pytest.MonkeyPatc
         run_step(steps, *decode_step(2))
 
 
-def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> None:
+def test_a_refusal_of_many_rows_leaves_executables_of_few(steps, monkeypatch) -> None:
     """Products of few rows have more formats than those of many."""
     tried: list[int] = []
 
-    def device_program(forward: Any, tokens: mx.array, *_: Any, chooses: bool) -> Any:
+    def gpu_executable(self: GraphRunner, forward: Any, tokens: mx.array, *_: Any) -> Any:
         tried.append(tokens.shape[0])
         if tokens.shape[0] > refused_from:
             raise ValueError("a product with quantised weights")
         return lambda *args: graph_runner.StepOutput(*forward(*args))
 
     steps.platform = platform_with(**{**CUDA, "max_gpu_step_rows": 512})
-    monkeypatch.setattr(graph_runner, "_device_program", device_program)
+    monkeypatch.setattr(GraphRunner, "_gpu_executable", gpu_executable)
     refused_from = 64
     for num_seqs in (65, 100, 64):
         assert steps.reads_once(num_seqs) == (num_seqs != 100)
@@ -256,11 +256,13 @@ def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> No
     assert tried == [65, 64, 1] and not steps.reads_once(1)
 
 
-def test_what_a_program_reads_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arrays_that_an_executable_reads_stay_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Tokens, logit rows and plan, of decodes and of few rows with prompts."""
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     monkeypatch.setattr(ops, "max_gpu_step_rows", lambda: 64)
-    monkeypatch.setattr(graph_runner, "_device_program", lambda forward, *_: forward)
+    monkeypatch.setattr(GraphRunner, "_gpu_executable", lambda self, forward, *_: forward)
     driver = StepDriver(tiny_model(tiny_config("llama", head_dim=64)), "llama", block_size=8)
     stayed: list[bool] = []
 

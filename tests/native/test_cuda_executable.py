@@ -289,7 +289,7 @@ def test_steps_of_a_model(
         driver = StepDriver(
             model, family, block_size=16, num_blocks=256, kv_format=FORMATS.get(kv_format)
         )
-        driver.runner.model._compiled.uses_device_programs = programs
+        driver.runner.model._compiled.refusals.executables = None if programs else "a test"
         return driver
 
     drivers = [driver(dtype, True), driver(dtype, False), driver(mx.float32, False)]
@@ -307,7 +307,7 @@ def test_steps_of_a_model(
     print(f"of the graph: {graphs:.4f}, at most {max(errors[1]):.4f}")
     assert ours <= 1.5 * graphs and max(errors[0]) <= 3 * max(errors[1])
     steps = drivers[0].runner.model._compiled
-    assert steps.uses_device_programs and not steps._failed
+    assert not steps.refusals.executables and not steps.refusals.steps
     assert steps._graphs
 
 

@@ -22,7 +22,7 @@ from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
-from mlx_paged.model.graph_runner import Repeat
+from mlx_paged.model.graph_runner import Refusals, Repeat
 from mlx_paged.model.kv_formats import FORMATS
 from mlx_paged.model.plan import build_plan
 
@@ -789,7 +789,7 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, name: str) -> No
             for sequence, logits in expected.items():
                 np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
     assert made == [0, 0, 1, 1, 0, 1], "the third of a shape, and those after it"
-    assert steps._takes_prompts and steps.uses_device_programs
+    assert steps.refusals == Refusals()
 
 
 @pytest.mark.parametrize("name", ["llama", "windows"])
@@ -814,7 +814,7 @@ def test_steps_as_metal_runs_them(rng, name: str) -> None:
             assert sim_ext.step_counts()["captures"] == captures
         finally:
             sim_ext.capture_steps(True)
-    assert steps.uses_device_programs and steps._graphs
+    assert not steps.refusals.executables and steps._graphs
     # (The graph's operations that are no kernels of ours run on the CPU here.)
     assert min(num_launches[3:]) > max(num_launches[:3])
 
@@ -829,7 +829,7 @@ def test_steps_that_are_no_programs_of_metal_run_as_before(rng, family: str) -> 
             actual, expected = ours.step(tokens), graphs.step(tokens)
             for sequence, logits in expected.items():
                 np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
-    assert ours.runner.model._compiled._failed
+    assert ours.runner.model._compiled.refusals.steps
 
 
 def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> None:
@@ -889,7 +889,7 @@ def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng) -> None:
             driver.step({sequence: new_tokens(rng, 5)})
         sim_ext.fail_next_preparation()
         driver.step({"c": new_tokens(rng, 5)})
-        assert not steps._takes_prompts and steps.uses_device_programs
+        assert steps.refusals.prompts and not steps.refusals.executables
         five = steps.repetition_of(5, 1, 1, is_of_arrays=True, may_pad=True)
         assert five.repeat is Repeat.NOT and five.num_rows == 5
         with counted() as found:

@@ -57,6 +57,7 @@ def answers(
             "device_bytes": memory,
             "utilization": 0.9,
         },
+        "steps": {"supported": True, "refused": None, "foreign": {}},
     }
     for device in devices:
         made[f"cases/{device}"] = [f"test/{device}/{CASE}"]

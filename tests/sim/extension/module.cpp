@@ -18,6 +18,7 @@
 #include "../../../csrc/cuda/products.h"
 #include "../../../csrc/cuda/variants.h"
 #include "../../../csrc/gpu/executable.h"
+#include "../../../csrc/graph/passes.h"
 #include "../../../csrc/host_copies.h"
 #include "../../../csrc/kernel_source.h"
 #include "mlx/allocator.h"
@@ -99,6 +100,43 @@ nb::list describe(const std::vector<Launch>& launches, bool cuda = false) {
     described.append(cuda ? describe_for_cuda(launch) : describe(launch));
   }
   return described;
+}
+
+bool is_linear(const StepGraph& graph, const GraphNode& node) {
+  return linear_of(graph, node).has_value();
+}
+
+using Fusions = std::vector<std::pair<std::string, std::vector<std::string>>>;
+
+Fusions run_pass(const Arrays& inputs, const Arrays& outputs, const std::string& name) {
+  StepGraph graph(inputs, outputs);
+  if (name == "gate_up") {
+    fuse_gate_up(graph, is_linear);
+  } else if (name == "residual") {
+    fuse_residual(graph, is_linear);
+  } else if (name == "add_norm") {
+    fuse_add_norm(graph);
+  } else if (name == "qkv_write") {
+    fuse_qkv_write(graph, true);
+  } else if (name == "experts") {
+    fuse_experts(graph);
+  } else {
+    throw std::invalid_argument("[run_pass] no pass " + name);
+  }
+  Fusions found;
+  std::vector<std::string> absorbed;
+  for (const auto& node : graph.nodes()) {
+    if (node.is_absorbed) {
+      absorbed.push_back(node.primitive->name());
+    }
+    if (!std::holds_alternative<std::monostate>(node.fusion)) {
+      found.push_back({node.primitive->name(), std::exchange(absorbed, {})});
+    }
+  }
+  if (!absorbed.empty()) {  // nodes that follow the one that takes them in
+    found.push_back({"", absorbed});
+  }
+  return found;
 }
 
 }  // namespace
@@ -289,6 +327,10 @@ void bind_simulator(nb::module_& m) {
       },
       "inputs"_a, "outputs"_a, nb::kw_only(), "streams"_a = "any",
       "The launches of a GpuExecutable for NVIDIA's GPUs, without attention. Raises RuntimeError.");
+
+  m.def(
+      "run_pass", &run_pass, "inputs"_a, "outputs"_a, "name"_a,
+      "The fusions that a pass finds: (node, the primitives that it takes in).");
 
   m.def(
       "step_counts",

@@ -1,0 +1,315 @@
+"""Nodes of whole steps for adapters, ranks and drafters: `lora`, collectives, and taps, which are
+hidden states as further results. On the CPU and on the simulated GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.reference import DTYPES
+from support.simulated import launches, needs_simulator, sim_ext, simulated
+
+from mlx_paged import ops, reference
+from mlx_paged.doctor.self_test import exact
+
+ROWS, K, N, RANK, ADAPTERS = 5, 64, 96, 8, 3
+CHOSEN = [2, -1, 0, 2, 3]  # -1 and 3 are no adapters
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+
+needs_cpu_steps = pytest.mark.skipif(
+    ops.max_cpu_step_rows() == 0, reason="this processor has no product of few rows"
+)
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> mx.array:
+    array = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+    mx.eval(array)
+    return array
+
+
+def lora_inputs(rng: np.random.Generator, dtype: mx.Dtype, of_rows: mx.Dtype) -> list[mx.array]:
+    return [
+        normal(rng, ROWS, N, dtype=of_rows),
+        normal(rng, ROWS, K, dtype=of_rows),
+        mx.array(CHOSEN, mx.int32),
+        normal(rng, ADAPTERS, RANK, K, dtype=dtype),
+        normal(rng, ADAPTERS, N, RANK, dtype=dtype),
+    ]
+
+
+def assert_lora(got: mx.array, inputs: list[mx.array]) -> None:
+    base, x, _, a, b = map(exact, inputs)
+    expected = reference.lora(base, x, CHOSEN, a, b)
+    assert got.dtype == inputs[0].dtype
+    errors = reference.relative_errors(exact(got), expected)
+    assert errors.max() < TOLERANCE[inputs[0].dtype]
+    for row in (1, 4):  # rows without an adapter keep their bits
+        np.testing.assert_array_equal(exact(got)[row], base[row])
+
+
+# --- Adapters -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("of_rows", [mx.float32, None], ids=["float32 rows", "the same"])
+def test_each_row_has_its_adapter(rng, dtype: mx.Dtype, of_rows: mx.Dtype | None) -> None:
+    inputs = lora_inputs(rng, dtype, of_rows or dtype)
+    together = ops.lora(*inputs, stream=mx.cpu)
+    assert_lora(together, inputs)
+    for i in range(ROWS):  # the sums do not depend on the company
+        alone = [a[i : i + 1] for a in inputs[:3]] + inputs[3:]
+        row = ops.lora(*alone, stream=mx.cpu)
+        np.testing.assert_array_equal(exact(row)[0], exact(together)[i])
+
+
+@needs_cpu_steps
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("are_inputs", [False, True], ids=["constants", "inputs"])
+def test_adapters_in_a_cpu_executable(rng, dtype: mx.Dtype, are_inputs: bool) -> None:
+    """The same bits as the operation; adapters may be inputs, so that others replace them."""
+    inputs = lora_inputs(rng, dtype, mx.float32)
+    weight = normal(rng, N, K, dtype=dtype)
+
+    def build(base, x, adapters, a, b) -> mx.array:
+        return ops.lora(base + ops.linear(x, weight), x, adapters, a, b)
+
+    given = inputs if are_inputs else inputs[:3]
+    unknown = ops.placeholders(given)
+    executable = ops.CpuExecutable(unknown, [build(*unknown, *inputs[len(given) :])])
+    assert executable.foreign == []
+    [got] = executable(given)
+    np.testing.assert_array_equal(np.array(got), np.array(build(*inputs)))
+
+
+@needs_simulator
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_adapters_on_the_simulated_gpu(rng, dtype: mx.Dtype) -> None:
+    """As an operation, and in an executable, whose second run is a replay."""
+    inputs = lora_inputs(rng, dtype, dtype)
+    with simulated():
+        alone = ops.lora(*inputs)
+        mx.eval(alone)
+        kernels = [launch["kernel"].rpartition("_")[0] for launch in launches()]
+        unknown = ops.placeholders(inputs)
+        executable = ops.GpuExecutable(unknown, [ops.lora(*unknown)])
+        for _ in range(3):
+            [got] = executable(inputs)
+            mx.eval(got)
+            np.testing.assert_array_equal(exact(got), exact(alone))
+    assert kernels == ["lora_down", "lora_up"]
+    assert_lora(alone, inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: i[2].astype(mx.float32), "adapters"),
+        (lambda i: i[2][:2], "adapters"),
+        (lambda i: i[3][:, :, :4], "a must"),
+        (lambda i: i[3].astype(mx.int32), "a must"),
+        (lambda i: i[4][:, :2], "b must"),
+        (lambda i: i[0][0], "base"),
+        (lambda i: i[1].astype(mx.bfloat16), "x must"),
+    ],
+)
+def test_wrong_adapters_are_refused(rng, change: Callable, message: str) -> None:
+    inputs = lora_inputs(rng, mx.float32, mx.float32)
+    wrong = change(inputs)
+    at = {"adapters": 2, "a must": 3, "b must": 4, "base": 0, "x must": 1}[message]
+    inputs[at] = wrong
+    with pytest.raises(ValueError, match=r"\[lora\]"):
+        ops.lora(*inputs, stream=mx.cpu)
+
+
+def test_only_the_selected_rows_of_adapters_are_computed(rng) -> None:
+    inputs = lora_inputs(rng, mx.float32, mx.float32)
+    rows = mx.array([3, 0], mx.int32)
+    base, x, adapters, a, b = inputs
+    out = ops.lora(base * 2.0, x * 2.0, adapters, a, b)
+    selected = ops.select_rows(out, rows)
+    np.testing.assert_allclose(np.array(selected), np.array(out)[[3, 0]], rtol=1e-6)
+
+
+# --- Taps -----------------------------------------------------------------------------------------
+
+
+def layers(rng: np.random.Generator, dtype: mx.Dtype) -> Callable[[mx.array], list[mx.array]]:
+    """A build of four residual layers that returns logits, and hidden states of two layers."""
+    weights = [normal(rng, K, K, dtype=dtype) * 0.1 for _ in range(4)]
+    scale, head = mx.ones((K,), dtype), normal(rng, N, K, dtype=dtype)
+    mx.eval(weights)
+
+    def build(x: mx.array) -> list[mx.array]:
+        taps = []
+        for i, weight in enumerate(weights):
+            x = x + ops.linear(ops.rms_norm(x, scale, 1e-5), weight)
+            if i in (0, 2):
+                taps.append(x)
+        return [ops.linear(ops.rms_norm(x, scale, 1e-5), head), *taps]
+
+    return build
+
+
+@needs_cpu_steps
+def test_taps_of_a_cpu_executable(rng) -> None:
+    build, x = layers(rng, mx.float32), normal(rng, ROWS, K, dtype=mx.float32)
+    unknown = ops.placeholders([x])
+    executable = ops.CpuExecutable(unknown, build(*unknown))
+    for _ in range(2):
+        got, expected = executable([x]), build(x)
+        assert [a.shape for a in got] == [(ROWS, N), (ROWS, K), (ROWS, K)]
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(np.array(a), np.array(b))
+        x = x * 2.0
+
+
+@needs_cpu_steps
+def test_a_tap_may_be_any_result_twice(rng) -> None:
+    """Also a view, the input of an operation of MLX, and the result itself."""
+    x = normal(rng, ROWS, K, dtype=mx.float32)
+
+    def build(x: mx.array) -> list[mx.array]:
+        hidden = x * 2.0
+        out = mx.sin(hidden)
+        return [out, hidden, out, hidden[:, :8], hidden.reshape(ROWS, 8, 8)]
+
+    unknown = ops.placeholders([x])
+    executable = ops.CpuExecutable(unknown, build(*unknown))
+    for a, b in zip(executable([x]), build(x), strict=True):
+        np.testing.assert_array_equal(np.array(a), np.array(b))
+
+
+@needs_simulator
+@pytest.mark.parametrize("in_product", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_taps_of_a_gpu_executable(rng, dtype: mx.Dtype, in_product: bool) -> None:
+    """All launches but the last ones are captured: taps are copied behind them."""
+    build, x = layers(rng, dtype), normal(rng, ROWS, K, dtype=dtype)
+    with simulated():
+        unknown = ops.placeholders([x])
+        outputs = build(*unknown)
+        executable = ops.GpuExecutable(unknown, outputs, residual_in_product=in_product)
+        before = sim_ext.step_counts()
+        for _ in range(4):
+            launches()
+            got, expected = executable([x]), build(x)
+            mx.eval(got)
+            ran = [launch["kernel"] for launch in launches()]
+            mx.eval(expected)
+            for a, b in zip(got, expected, strict=True):
+                np.testing.assert_allclose(exact(a), exact(b), rtol=0.05, atol=0.05)
+            x = x * 2.0
+            mx.eval(x)
+        after = sim_ext.step_counts()
+    assert [name.startswith("gather_rows") for name in ran[-2:]] == [True, True]
+    # The first run launches, the second one captures and replays.
+    assert after["replays"] - before["replays"] == 3
+
+
+# --- Collectives ----------------------------------------------------------------------------------
+
+RANK_PROGRAM = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+import mlx_paged
+import mlx.core as mx
+import numpy as np
+from mlx_paged import ops
+from support.simulated import simulated, sim_ext
+
+group = mx.distributed.init(strict=True, backend="ring")
+rank, size = group.rank(), group.size()
+mx.random.seed(7)
+x = mx.random.normal((5, 64))
+weights = [mx.random.normal((64, 64)) * 0.1 for _ in range(2)]
+# Each rank has a part of the first layer's outputs and of the second one's inputs.
+part = slice(64 * rank // size, 64 * (rank + 1) // size)
+first, second = mx.contiguous(weights[0][part]), mx.contiguous(weights[1][:, part])
+ones = mx.ones((64,))
+mx.eval(x, weights, first, second, ones)
+
+def build(x, gathers):
+    out = ops.linear(ops.linear(x, first), second)
+    out = ops.rms_norm(x + mx.distributed.all_sum(out, group=group), ones, 1e-5)
+    if gathers:
+        out = mx.distributed.all_gather(out, group=group)
+    return ops.linear(out, weights[1])
+
+results = {}
+for gathers in (False, True):
+    for kind in sys.argv[2].split(","):
+        def steps():
+            unknown = ops.placeholders([x])
+            out = build(*unknown, gathers)
+            make = ops.CpuExecutable if kind == "cpu" else ops.GpuExecutable
+            executable = make(unknown, [out])
+            assert kind == "gpu" or executable.foreign == [], executable.foreign
+            found = []
+            for i in range(3):
+                given = x * (i + 1.0)
+                mx.eval(given)
+                [got] = executable([given])
+                mx.eval(got)
+                expected = build(given, gathers)
+                mx.eval(expected)
+                found.append(float(mx.abs(got - expected).max()))
+            return found
+        if kind == "cpu":
+            results[f"{kind} {gathers}"] = steps()
+        else:
+            with simulated():
+                counts = sim_ext.step_counts()
+                results[f"{kind} {gathers}"] = steps()
+                results[f"replays {gathers}"] = sim_ext.step_counts()["replays"] - counts["replays"]
+whole = ops.rms_norm(x + (x @ weights[0].T) @ weights[1].T, ones, 1e-5)
+alone = build(x, False)
+results["whole"] = float(mx.abs(alone - whole @ weights[1].T).max())
+print("RESULT", json.dumps(results))
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@needs_cpu_steps
+@needs_simulator
+def test_ranks_reduce_and_gather_within_steps(tmp_path: Path) -> None:
+    """Two processes over MLX's ring. A collective ends a captured part of a GPU's step."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    program = tmp_path / "rank.py"
+    program.write_text(RANK_PROGRAM)
+    paths = json.dumps([str(Path(__file__).parents[1])])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), paths, "cpu,gpu"],
+            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=240) for rank in ranks]
+    for rank, (output, errors) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, errors[-3000:]
+        [line] = [line for line in output.splitlines() if line.startswith("RESULT ")]
+        results = json.loads(line.removeprefix("RESULT "))
+        for name in ("cpu False", "cpu True"):
+            assert max(results[name]) == 0, "the same bits as the graph"
+        for name in ("gpu False", "gpu True", "whole"):
+            assert np.max(results[name]) < 1e-4
+        assert results["replays False"] >= 2, "the parts before and after the collective"
