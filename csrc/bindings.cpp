@@ -101,7 +101,7 @@ void bind_extension(nb::module_& m) {
 
   m.def("has_transfers", &has_transfers, "Whether `upload` and `to_host` are there.");
   m.def(
-      "has_wgmma", [] { return has_transfers() && cuda::streams() == cuda::Streams::wgmma; },
+      "has_wgmma", [] { return has_transfers() && cuda::tma_kernels() == cuda::TmaKernels::wgmma; },
       "Whether there are kernels for products of four warps, which this GPU has.");
 
   m.def(

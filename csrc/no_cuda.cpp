@@ -59,8 +59,8 @@ void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
 }
 
 // Tests inspect launches for NVIDIA in any build.
-cuda::Streams cuda::streams() {
-  return Streams::any;
+cuda::TmaKernels cuda::tma_kernels() {
+  return TmaKernels::any;
 }
 
 bool cuda::has_library_products() {

@@ -20,22 +20,22 @@ constexpr bool kHasSm90a = false;
 #endif
 }  // namespace
 
-Streams streams() {
-  static const Streams found = [] {
+TmaKernels tma_kernels() {
+  static const TmaKernels found = [] {
     // Attributes of the code that the driver chose for this device, compiled or PTX.
     cudaFuncAttributes kernel;
-    auto symbol = find_kernel(stream_kernel(DType::float16, 1, Streams::any));
+    auto symbol = find_kernel(stream_kernel(DType::float16, 1, TmaKernels::any));
     if (cudaFuncGetAttributes(&kernel, symbol) != cudaSuccess || kernel.ptxVersion < 90) {
-      return Streams::none;
+      return TmaKernels::none;
     }
     int device = 0;
     int bytes = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (bytes < kQuantisedStreamBytes) {
-      return Streams::small;
+      return TmaKernels::small;
     }
-    return kHasSm90a && kernel.binaryVersion == 90 ? Streams::wgmma : Streams::any;
+    return kHasSm90a && kernel.binaryVersion == 90 ? TmaKernels::wgmma : TmaKernels::any;
   }();
   return found;
 }
@@ -53,7 +53,7 @@ bool Linear::served_on_gpu(
   bool is_small = k > 0 && x.size() <= size_t(cuda::kLinearMostRows) * k;
   return (dtype == mx::float16 || dtype == mx::bfloat16) && weight.dtype() == dtype &&
          x.ndim() <= 4 && is_small &&
-         cuda::serves_product(int(x.size() / k), n, k, false, cuda::streams()) &&
+         cuda::serves_product(int(x.size() / k), n, k, false, cuda::tma_kernels()) &&
          is_dense(weight) && weight.offset() % 16 == 0 &&
          (!bias || (bias->dtype() == dtype && is_dense(*bias)));
 }
@@ -74,7 +74,7 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   // A kernel without bias does not read it, but its argument must still be a buffer.
   cuda::LinearOperands operands{};
   operands.parts[0] = {1, has_bias ? 2 : 1, int(in.size())};
-  auto launch = cuda::linear_launch(params, dtype_of(in[0].dtype()), operands, cuda::streams());
+  auto launch = cuda::linear_launch(params, dtype_of(in[0].dtype()), operands, cuda::tma_kernels());
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());
 }
 
@@ -112,8 +112,8 @@ void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
   params.has_bias[0] = has_bias;
   cuda::LinearOperands operands{};
   operands.parts[0] = {1, has_bias ? int(bias) : 1, int(in.size()), 2, has_biases() ? 3 : 2};
-  auto launch =
-      cuda::quantised_launch(params, dtype_of(in[0].dtype()), codes_, operands, cuda::streams());
+  auto launch = cuda::quantised_launch(
+      params, dtype_of(in[0].dtype()), codes_, operands, cuda::tma_kernels());
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());
 }
 

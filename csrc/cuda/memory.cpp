@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "../gpu.h"
+#include "../graph/op.h"
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 
@@ -23,7 +24,7 @@ class Allocation {
     mx::array mask({0}, mx::bool_, nullptr, {});
     auto result = mx::masked_scatter(empty, mask, empty, stream);
     for (auto a = result; a.has_primitive(); a = a.inputs()[0]) {
-      if (std::string(a.primitive().name()) == "MaskedScatter") {
+      if (op_of(a) == Op::masked_scatter) {
         primitive_ = a.primitive_ptr();
         inputs_ = {empty, mask, empty};
         return;

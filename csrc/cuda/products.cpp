@@ -40,31 +40,31 @@ MatrixMap map_of_x(const LinearParams& params, int tiles) {
 }
 
 // (Products of four warps give the same bits. Where x is few rows, those of one are faster.)
-bool uses_wgmma(int tiles, Streams streams) {
-  return streams == Streams::wgmma && tiles == kWgmmaTiles;
+bool uses_wgmma(int tiles, TmaKernels tma) {
+  return tma == TmaKernels::wgmma && tiles == kWgmmaTiles;
 }
 
 }  // namespace
 
-std::string stream_kernel(DType dtype, int tiles, Streams streams) {
+std::string stream_kernel(DType dtype, int tiles, TmaKernels tma) {
   std::ostringstream name;
-  name << "linear_stream_" << (uses_wgmma(tiles, streams) ? "wgmma_" : "") << name_of(dtype) << "_"
+  name << "linear_stream_" << (uses_wgmma(tiles, tma) ? "wgmma_" : "") << name_of(dtype) << "_"
        << tiles;
   return name.str();
 }
 
 // (Sizes of buffers, which CUDA's encoder ignores, are left out.)
 Launch linear_launch(
-    const LinearParams& params, DType dtype, const LinearOperands& operands, Streams streams) {
+    const LinearParams& params, DType dtype, const LinearOperands& operands, TmaKernels tma) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
-  if (streams != Streams::none) {
+  if (tma != TmaKernels::none) {
     uint32_t num_tiles = blocks_of(params, kStreamRows / (params.is_gated ? 2 : 1));
     int num_chunks = (params.k + kLinearChunk - 1) / kLinearChunk;
     uint32_t blocks = stream_cluster(num_tiles, num_chunks, kStreamFewestChunks);
-    launch.kernel.host_name = stream_kernel(dtype, tiles, streams);
+    launch.kernel.host_name = stream_kernel(dtype, tiles, tma);
     launch.threadgroup_memory =
-        uses_wgmma(tiles, streams) ? wgmma_scratch(tiles) : stream_scratch(tiles);
+        uses_wgmma(tiles, tma) ? wgmma_scratch(tiles) : stream_scratch(tiles);
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
     launch.threadgroup = {kStreamThreads, 1, 1};
@@ -159,8 +159,8 @@ bool streams_whole(CodeFormat format, const WeightCodes& codes, int k, int n, bo
 
 // True if that is done by linear_quantised_wgmma.
 bool by_four_warps(
-    CodeFormat format, const WeightCodes& codes, int num_rows, int k, Streams streams) {
-  return streams == Streams::wgmma && streams_quantised(format, codes, k) &&
+    CodeFormat format, const WeightCodes& codes, int num_rows, int k, TmaKernels tma) {
+  return tma == TmaKernels::wgmma && streams_quantised(format, codes, k) &&
          tiles_of(num_rows) >= kQuantisedWgmmaTiles;
 }
 
@@ -198,20 +198,20 @@ bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes) {
          k % codes.group_size == 0 && int64_t(k) * codes.bits % 128 == 0;
 }
 
-CodeOrder order_of_x(const ProductStep& step, Streams streams) {
+CodeOrder order_of_x(const ProductStep& step, TmaKernels tma) {
   auto format = step.codes ? kernel_format(*step.codes) : std::nullopt;
   bool is_ordered = format && step.num_rows <= kLinearMostRows &&
-                    by_four_warps(*format, *step.codes, step.num_rows, step.k, streams);
+                    by_four_warps(*format, *step.codes, step.num_rows, step.k, tma);
   return is_ordered ? code_order(step.codes->bits, step.codes->group_size) : CodeOrder{};
 }
 
 Launch quantised_launch(
     const LinearParams& params, DType dtype, const WeightCodes& codes,
-    const LinearOperands& operands, Streams streams) {
+    const LinearOperands& operands, TmaKernels tma) {
   auto format = kernel_format(codes).value();
   int tiles = tiles_of(params.num_rows);
-  bool by_stream = streams >= Streams::any && streams_quantised(format, codes, params.k);
-  bool by_wgmma = by_four_warps(format, codes, params.num_rows, params.k, streams);
+  bool by_stream = tma >= TmaKernels::any && streams_quantised(format, codes, params.k);
+  bool by_wgmma = by_four_warps(format, codes, params.num_rows, params.k, tma);
   Launch launch;
   if (by_stream) {
     auto shape =
@@ -264,15 +264,15 @@ int quantised_expert_tiles(int tiles) {
   return tiles == 1 ? 1 : kQuantisedExpertTiles;
 }
 
-bool serves_experts(const ProductStep& products, Streams streams) {
+bool serves_experts(const ProductStep& products, TmaKernels tma) {
   bool is_served =
-      streams != Streams::none && products.dtype != DType::float32 && products.k % kLinearStep == 0;
+      tma != TmaKernels::none && products.dtype != DType::float32 && products.k % kLinearStep == 0;
   for (const auto& part : products.parts) {
     is_served = is_served && part.n % 4 == 0;
   }
   if (is_served && products.codes) {
     auto format = kernel_format(*products.codes);
-    return format && streams >= Streams::any && products.k % products.codes->group_size == 0 &&
+    return format && tma >= TmaKernels::any && products.k % products.codes->group_size == 0 &&
            (streams_quantised(*format, *products.codes, products.k) ||
             streams_whole(
                 *format, *products.codes, products.k, products.parts[0].n, products.is_gated));
@@ -349,9 +349,9 @@ Launch expert_launch(
   return launch;
 }
 
-bool serves_product(int num_rows, int n, int k, bool is_gated, Streams streams) {
+bool serves_product(int num_rows, int n, int k, bool is_gated, TmaKernels tma) {
   return num_rows > 0 && num_rows <= kLinearMostRows && n > 0 &&
-         (n % kLinearRows == 0 || streams != Streams::none) && k > 0 && k % kLinearStep == 0 &&
+         (n % kLinearRows == 0 || tma != TmaKernels::none) && k > 0 && k % kLinearStep == 0 &&
          (!is_gated || n % 4 == 0);
 }
 
@@ -368,7 +368,7 @@ namespace {
   throw UnsupportedGraph(what.str());
 }
 
-Launch kernel_product(const ProductStep& step, Streams streams) {
+Launch kernel_product(const ProductStep& step, TmaKernels tma) {
   LinearParams params{};
   params.num_rows = step.num_rows;
   params.k = step.k;
@@ -399,8 +399,8 @@ Launch kernel_product(const ProductStep& step, Streams streams) {
       operands.parts[i].out = buffers[ProductStep::kQueriesOut + i].operand;
     }
   }
-  return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, streams)
-                    : linear_launch(params, step.dtype, operands, streams);
+  return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, tma)
+                    : linear_launch(params, step.dtype, operands, tma);
 }
 
 // Neighbours of one size together: each alone would leave multiprocessors without work.
@@ -443,19 +443,19 @@ std::vector<Launch> library_products(const ProductStep& step, int workspace) {
 
 std::vector<Launch> product_launches(
     const ProductStep& step, const std::vector<StepOperand>& operands, int workspace,
-    Streams streams) {
+    TmaKernels tma) {
   bool is_many = step.num_rows > kLinearMostRows;
   for (const auto& part : step.parts) {
     bool served = step.codes ? serves_quantised(step.num_rows, part.n, step.k, *step.codes)
                   : is_many  ? has_library_products() && step.num_rows <= kLibraryMostRows &&
                                    part.n % 8 == 0 && step.k % 8 == 0
-                             : serves_product(step.num_rows, part.n, step.k, false, streams);
+                             : serves_product(step.num_rows, part.n, step.k, false, tma);
     if (step.dtype == DType::float32 || !served) {
       refuse_product(step, part.n);
     }
   }
   if (!is_many) {
-    return {kernel_product(step, streams)};
+    return {kernel_product(step, tma)};
   }
   auto launches = library_products(step, workspace);
   for (auto& launch : launches_after_products(step, operands)) {

@@ -12,18 +12,18 @@
 
 namespace mlx_paged::cuda {
 
-// Kernels that can run here whose operands the copy engine reads and whose blocks form clusters: on
-// sm_90 and later, if this build has code for it.
-enum class Streams {
+// The kernels fed by the copy engine (TMA), with blocks in clusters, that may run here: on sm_90 and
+// later, if this build has code for the GPU.
+enum class TmaKernels {
   none,
   small,  // linear_stream alone: a block has too little shared memory for the other (sm_120)
   any,
   wgmma,  // sm_90a's, too
 };
-Streams streams();
+TmaKernels tma_kernels();
 
 // The host name of linear_stream for so many tiles of x.
-std::string stream_kernel(DType dtype, int tiles, Streams streams);
+std::string stream_kernel(DType dtype, int tiles, TmaKernels tma);
 
 // Operands of a launch; a part without a bias names its weight, as the argument must be a buffer.
 struct LinearOperands {
@@ -42,21 +42,21 @@ struct LinearOperands {
 };
 
 Launch linear_launch(
-    const LinearParams& params, DType dtype, const LinearOperands& operands, Streams streams);
+    const LinearParams& params, DType dtype, const LinearOperands& operands, TmaKernels tma);
 
 // True if there is a kernel for such a product.
-bool serves_product(int num_rows, int n, int k, bool is_gated, Streams streams);
+bool serves_product(int num_rows, int n, int k, bool is_gated, TmaKernels tma);
 
 // The same of weights that mx.quantize made.
 Launch quantised_launch(
     const LinearParams& params, DType dtype, const WeightCodes& codes,
-    const LinearOperands& operands, Streams streams);
+    const LinearOperands& operands, TmaKernels tma);
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
 
 // The order in which the product's kernel accepts x; it reorders x itself otherwise. Kernels
 // without an order: none.
-CodeOrder order_of_x(const ProductStep& step, Streams streams);
+CodeOrder order_of_x(const ProductStep& step, TmaKernels tma);
 
 // --- Products of rows with their experts (metal/experts.h)
 
@@ -66,7 +66,7 @@ int expert_tiles(int num_rows, int top_k, int num_experts);
 int quantised_expert_tiles(int tiles);
 
 // True if there are kernels for such products with the matrices of experts.
-bool serves_experts(const ProductStep& products, Streams streams);
+bool serves_experts(const ProductStep& products, TmaKernels tma);
 
 Launch expert_launch(
     const MixtureStep& step, const ProductStep& products, bool is_first, int tiles, int max_items);
@@ -97,10 +97,10 @@ struct LibraryProductParams {
   DType dtype;
 };
 
-// The launches of one step of products. `workspace`: an operand. Throws UnsupportedGraph where nothing
-// serves it.
+// The launches of one step of products. `workspace`: an operand. Throws UnsupportedGraph where
+// nothing serves it.
 std::vector<Launch> product_launches(
     const ProductStep& step, const std::vector<StepOperand>& operands, int workspace,
-    Streams streams);
+    TmaKernels tma);
 
 }  // namespace mlx_paged::cuda

@@ -231,8 +231,8 @@ class CudaStepDevice : public StepDevice {
     run_launches(launches, begin, end, encoder_.stream());
   }
 
-  // MLX encodes it after everything launched so far. begin() launches that, so that what follows here
-  // comes after it.
+  // MLX encodes it after everything launched so far. begin() launches that, so that what follows
+  // here comes after it.
   void run_collective(const Collective& collective, const mx::array& in, char* to) override {
     Arrays out{mx::array(collective.out_shape, collective.dtype, nullptr, {})};
     collective.primitive->eval_gpu({in}, out);

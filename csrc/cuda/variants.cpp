@@ -255,7 +255,7 @@ void merge_by_warps(Launch& launch, const Arrays& in) {
 
 }  // namespace
 
-LaunchList with_variants(LaunchList list, const Arrays& in, Streams streams) {
+LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma) {
   for (auto& launch : list.launches) {
     std::string file = launch.kernel.file;
     if (file == "paged_merge.h") {
@@ -283,8 +283,7 @@ LaunchList with_variants(LaunchList list, const Arrays& in, Streams streams) {
     if (attention && decode) {
       decode_on_tensor_cores(launch, *attention);
     } else if (
-        attention &&
-        !(streams == Streams::wgmma && prefill_by_four_warps(launch, *attention, in))) {
+        attention && !(tma == TmaKernels::wgmma && prefill_by_four_warps(launch, *attention, in))) {
       prefill_on_tensor_cores(launch, *attention);
     }
     bool portable = launch.kernel.file == file;

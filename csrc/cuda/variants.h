@@ -27,7 +27,7 @@ namespace mlx_paged::cuda {
 //   - merge_splits: merges;
 //   - portable kernels for bounds: the rest, if the step has bounds.
 // Without bounds, the kernel of a row depends on that row alone, and so do its bits.
-LaunchList with_variants(LaunchList list, const Arrays& in, Streams streams);
+LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma);
 
 // Makes a 16-bit norm write its result in code order.
 void norm_in_order(Launch& norm, CodeOrder order);

@@ -19,8 +19,8 @@ namespace mlx_paged {
 
 namespace {
 
-cuda::Streams streams_of(Gpu gpu) {
-  return gpu == Gpu::nvidia ? cuda::streams() : cuda::Streams::none;
+cuda::TmaKernels tma_kernels_of(Gpu gpu) {
+  return gpu == Gpu::nvidia ? cuda::tma_kernels() : cuda::TmaKernels::none;
 }
 
 }  // namespace
@@ -28,20 +28,20 @@ cuda::Streams streams_of(Gpu gpu) {
 GpuExecutable::GpuExecutable(
     const Arrays& inputs, const Arrays& outputs, Gpu gpu, Residual residual) {
   GpuLowering(*this, inputs, outputs, residual).run();
-  auto streams = streams_of(gpu);
+  auto tma = tma_kernels_of(gpu);
   if (workspace_ < 0) {
     workspace_ = int(operands_.size());
     operands_.push_back({StepOperand::Kind::workspace});
   }
   for (const auto& step : steps_) {
     if (const auto* products = std::get_if<ProductStep>(&step)) {
-      for (const auto& launch : product_launches(*products, gpu, streams)) {
+      for (const auto& launch : product_launches(*products, gpu, tma)) {
         if (launch.kernel.host_name == cuda::kLibraryProduct) {
           product_workspace_bytes_ = cuda::kLibraryWorkspaceBytes;
         }
       }
     } else if (const auto* mixture = std::get_if<MixtureStep>(&step)) {
-      mixture_launches(*mixture, operands_, gpu, streams);  // (throws)
+      mixture_launches(*mixture, operands_, gpu, tma);  // (throws)
     }
   }
 }
@@ -172,7 +172,7 @@ std::vector<LaunchList> GpuExecutable::attention(const Arrays& inputs, Gpu gpu) 
       }
     }
     if (gpu == Gpu::nvidia) {
-      list = cuda::with_variants(std::move(list), in, cuda::streams());
+      list = cuda::with_variants(std::move(list), in, cuda::tma_kernels());
     }
     lists.push_back(std::move(list));
   }
@@ -189,11 +189,11 @@ uint64_t GpuExecutable::workspace_bytes(const std::vector<LaunchList>& attention
   return most;
 }
 
-std::vector<GpuExecutable::Step> GpuExecutable::ordered_steps(cuda::Streams streams) const {
+std::vector<GpuExecutable::Step> GpuExecutable::ordered_steps(cuda::TmaKernels tma) const {
   auto steps = steps_;
   for (const auto& value : multiplied_) {
     auto order_of = [&](size_t i) {
-      return cuda::order_of_x(std::get<ProductStep>(steps_[i]), streams);
+      return cuda::order_of_x(std::get<ProductStep>(steps_[i]), tma);
     };
     auto order = order_of(value.read_by[0]);
     auto has_same = [&](size_t i) { return order_of(i) == order; };
@@ -214,24 +214,24 @@ std::vector<GpuExecutable::Step> GpuExecutable::ordered_steps(cuda::Streams stre
 
 std::vector<Launch> GpuExecutable::launches(
     const std::vector<LaunchList>& attention, Gpu gpu) const {
-  return launches(attention, gpu, streams_of(gpu));
+  return launches(attention, gpu, tma_kernels_of(gpu));
 }
 
 std::vector<Launch> GpuExecutable::launches(
-    const std::vector<LaunchList>& attention, Gpu gpu, cuda::Streams streams) const {
+    const std::vector<LaunchList>& attention, Gpu gpu, cuda::TmaKernels tma) const {
   std::vector<Launch> all;
-  for (const auto& step : gpu == Gpu::nvidia ? ordered_steps(streams) : steps_) {
+  for (const auto& step : gpu == Gpu::nvidia ? ordered_steps(tma) : steps_) {
     if (const auto* launch = std::get_if<Launch>(&step)) {
       all.push_back(*launch);
       if (gpu == Gpu::nvidia) {
-        all.back() = cuda::with_variants({{*launch}, {}}, {}, streams).launches[0];
+        all.back() = cuda::with_variants({{*launch}, {}}, {}, tma).launches[0];
       }
     } else if (const auto* products = std::get_if<ProductStep>(&step)) {
-      for (auto& launch : product_launches(*products, gpu, streams)) {
+      for (auto& launch : product_launches(*products, gpu, tma)) {
         all.push_back(std::move(launch));
       }
     } else if (const auto* mixture = std::get_if<MixtureStep>(&step)) {
-      for (auto& launch : mixture_launches(*mixture, operands_, gpu, streams)) {
+      for (auto& launch : mixture_launches(*mixture, operands_, gpu, tma)) {
         all.push_back(std::move(launch));
       }
     } else if (const auto* collective = std::get_if<CollectiveStep>(&step)) {
@@ -253,9 +253,9 @@ std::vector<Launch> GpuExecutable::launches(
 }
 
 std::vector<Launch> GpuExecutable::product_launches(
-    const ProductStep& step, Gpu gpu, cuda::Streams streams) const {
+    const ProductStep& step, Gpu gpu, cuda::TmaKernels tma) const {
   if (gpu == Gpu::nvidia) {
-    return cuda::product_launches(step, operands_, workspace_, streams);
+    return cuda::product_launches(step, operands_, workspace_, tma);
   }
   return portable_product_launches(step, operands_);
 }

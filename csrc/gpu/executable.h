@@ -27,7 +27,7 @@
 namespace mlx_paged {
 
 namespace cuda {
-enum class Streams;  // cuda/products.h
+enum class TmaKernels;  // cuda/products.h
 }
 
 class GpuExecution;  // execution.h
@@ -154,7 +154,7 @@ class GpuExecutable {
   std::vector<Launch> launches(const std::vector<LaunchList>& attention, Gpu gpu) const;
   // The same for GPUs that have these kernels.
   std::vector<Launch> launches(
-      const std::vector<LaunchList>& attention, Gpu gpu, cuda::Streams streams) const;
+      const std::vector<LaunchList>& attention, Gpu gpu, cuda::TmaKernels tma) const;
 
   // Throws std::invalid_argument for inputs of other shapes or dtypes.
   void check(const Arrays& inputs) const;
@@ -189,10 +189,10 @@ class GpuExecutable {
   };
 
   std::vector<Launch> product_launches(
-      const ProductStep& step, Gpu gpu, cuda::Streams streams) const;
+      const ProductStep& step, Gpu gpu, cuda::TmaKernels tma) const;
   Launch collective_launch(const CollectiveStep& step) const;
   // The steps with values written in the column order that their readers want.
-  std::vector<Step> ordered_steps(cuda::Streams streams) const;
+  std::vector<Step> ordered_steps(cuda::TmaKernels tma) const;
 
   std::vector<StepOperand> operands_;
   std::vector<Step> steps_;
@@ -243,7 +243,7 @@ std::vector<Launch> portable_product_launches(
 // products.
 std::vector<Launch> mixture_launches(
     const MixtureStep& step, const std::vector<StepOperand>& operands, Gpu gpu,
-    cuda::Streams streams);
+    cuda::TmaKernels tma);
 
 // The launches that follow plain products: silu(gate) * up, or the rotation and write of heads.
 std::vector<Launch> launches_after_products(

@@ -19,10 +19,10 @@ class Launches {
  public:
   Launches(
       const MixtureStep& step, const std::vector<StepOperand>& operands, Gpu gpu,
-      cuda::Streams streams)
+      cuda::TmaKernels tma)
       : step_(step), operands_(operands), dtype_(step.down.dtype) {
-    bool by_stream = gpu == Gpu::nvidia && cuda::serves_experts(step.gated, streams) &&
-                     cuda::serves_experts(step.down, streams);
+    bool by_stream = gpu == Gpu::nvidia && cuda::serves_experts(step.gated, tma) &&
+                     cuda::serves_experts(step.down, tma);
     if (!by_stream && step.down.codes) {
       throw UnsupportedGraph("experts with quantised weights");
     }
@@ -127,8 +127,8 @@ class Launches {
 
 std::vector<Launch> mixture_launches(
     const MixtureStep& step, const std::vector<StepOperand>& operands, Gpu gpu,
-    cuda::Streams streams) {
-  return Launches(step, operands, gpu, streams).all();
+    cuda::TmaKernels tma) {
+  return Launches(step, operands, gpu, tma).all();
 }
 
 }  // namespace mlx_paged

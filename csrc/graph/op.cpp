@@ -54,6 +54,7 @@ constexpr Row kTable[] = {
     {"Gather", Op::gather, RowRule::dependent},
     {"GatherAxis", Op::gather_axis, RowRule::dependent},
     {"LayerNorm", Op::mlx_layer_norm, RowRule::first},
+    {"MaskedScatter", Op::masked_scatter, RowRule::dependent},
     {"Matmul", Op::matmul, RowRule::product},
     {"Quantize", Op::dequantize, RowRule::dependent},
     {"QuantizedMatmul", Op::quantized_matmul, RowRule::product},

@@ -52,6 +52,7 @@ enum class Op : uint8_t {
   dequantize,
   gather,
   gather_axis,
+  masked_scatter,
   matmul,
   mlx_layer_norm,
   mlx_rms_norm,

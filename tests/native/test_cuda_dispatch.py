@@ -18,7 +18,7 @@ pytestmark = needs_sim_extension
 
 
 def described(
-    batch, plan: ops.AttentionPlan | None = None, streams: str = "any", **options: Any
+    batch, plan: ops.AttentionPlan | None = None, tma: str = "any", **options: Any
 ) -> list[dict]:
     plan = plan or batch.plan()
     positions = plan.positions if plan.bounds is None else plan.bounds
@@ -27,7 +27,7 @@ def described(
         *(positions, plan.block_tables, plan.work_items, plan.merge_items),
         scale=0.125,
         cuda=True,
-        streams=streams,
+        tma=tma,
         **options,
     )
 
@@ -174,15 +174,15 @@ def test_launches_with_bounds_are_those_of_the_tiles(rng, rows, dims, threads, m
 
 @pytest.mark.parametrize("dims", GPU_HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("streams", ["any", "wgmma"])
-def test_alibi_runs_on_kernels_that_serve_all_options(rng, dtype, dims, streams) -> None:
+@pytest.mark.parametrize("tma", ["any", "wgmma"])
+def test_alibi_runs_on_kernels_that_serve_all_options(rng, dtype, dims, tma) -> None:
     shape = {"num_kv_heads": 1, "key_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
     batch = make_batch(rng, [40, 9, 3], [40, 5, 1], num_q_heads=3, **shape)
     plan = batch.plan(split_tokens=16)
-    launches = described(batch, plan, streams=streams, alibi_slopes=mx.ones(3))
+    launches = described(batch, plan, tma=tma, alibi_slopes=mx.ones(3))
     attend = [x for x in launches if "merge" not in x["kernel"]]
     assert attend and all(x["kernel"].endswith("_bounds") for x in attend)
-    without = described(batch, plan, streams=streams)
+    without = described(batch, plan, tma=tma)
     assert not any(x["kernel"].endswith("_bounds") for x in without)
 
 
@@ -202,7 +202,7 @@ def test_alibi_of_quantised_pools(rng, name, rows) -> None:
 
 
 def product(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str, Any]:
-    given = {"dtype": "bfloat16", "is_gated": False, "streams": "any"}
+    given = {"dtype": "bfloat16", "is_gated": False, "tma": "any"}
     return sim_ext.product_launch(rows, outputs, k, **(given | options))
 
 
@@ -238,8 +238,7 @@ def test_products_of_four_warps() -> None:
     for rows in (1, 32, 33, 64):
         for dtype in ("bfloat16", "float16"):
             launch, other = (
-                product(rows, [3072], 3072, dtype=dtype, streams=streams)
-                for streams in ("wgmma", "any")
+                product(rows, [3072], 3072, dtype=dtype, tma=tma) for tma in ("wgmma", "any")
             )
             wgmma = "wgmma_" if rows > 32 else ""
             assert (
@@ -263,10 +262,10 @@ def test_products_without_clusters() -> None:
         (9, "linear_float16_2_1", (192, 1, 1)),
         (64, "linear_float16_4_2", (96, 2, 1)),
     ):
-        launch = product(rows, [3072], 3072, dtype="float16", streams="none")
+        launch = product(rows, [3072], 3072, dtype="float16", tma="none")
         assert (launch["kernel"], launch["grid"]) == (kernel, grid)
         assert launch["cluster"] == 0 and not launch["maps"]
-    assert product(8, [64, 64], 64, is_gated=True, streams="none")["grid"] == (4, 1, 1)
+    assert product(8, [64, 64], 64, is_gated=True, tma="none")["grid"] == (4, 1, 1)
 
 
 # --- The rest -------------------------------------------------------------------------------------
@@ -361,7 +360,7 @@ def test_prefill_by_four_warps(rng, rows, group, dim, dtype, warps, tiles, bound
     if bounded:
         batch = replace(batch, bounds=spans_of([rows + 40], [rows], [[(3, 30)]]))
     plan = batch.plan(split_tokens=32)
-    launch, *others = described(batch, plan, streams="wgmma")
+    launch, *others = described(batch, plan, tma="wgmma")
     before, *others_before = described(batch, plan)
     assert others == others_before and before["maps"] == []
     name = str(dtype).split(".")[-1]
@@ -395,4 +394,4 @@ def test_prefill_by_four_warps(rng, rows, group, dim, dtype, warps, tiles, bound
 )
 def test_all_else_is_the_same_on_sm_90a(rng, rows, shape) -> None:
     batch = make_batch(rng, [40], [rows], **({"num_kv_heads": 1, "dtype": mx.float16} | shape))
-    assert described(batch, streams="wgmma") == described(batch)
+    assert described(batch, tma="wgmma") == described(batch)

@@ -18,12 +18,12 @@ pytestmark = needs_sim_extension
 
 def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str, Any] | None:
     given = {"dtype": "bfloat16", "bits": 4, "group_size": 64, "mode": "affine"}
-    given |= {"is_gated": False, "streams": "any"}
+    given |= {"is_gated": False, "tma": "any"}
     return sim_ext.quantised_product_launch(rows, outputs, k, **(given | options))
 
 
 @pytest.mark.parametrize(
-    ("rows", "streams", "kernel", "grid"),
+    ("rows", "tma", "kernel", "grid"),
     [
         (1, "any", "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
         (8, "any", "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
@@ -39,9 +39,9 @@ def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str
         (33, "small", "linear_quantised_bfloat16_affine_4_64_2", (256, 3, 1)),
     ],
 )
-def test_the_kernel_for_so_many_rows(rows: int, streams: str, kernel: str, grid: Any) -> None:
-    launch = launch_of(rows, [4096], 4096, streams=streams)
-    clusters = streams in ("any", "wgmma")
+def test_the_kernel_for_so_many_rows(rows: int, tma: str, kernel: str, grid: Any) -> None:
+    launch = launch_of(rows, [4096], 4096, tma=tma)
+    clusters = tma in ("any", "wgmma")
     copies_alone = "linear_quantised_stream" in kernel  # a warp
     assert launch and launch["kernel"] == kernel and launch["grid"] == grid
     assert launch["cluster"] == (4 if clusters else 0)  # of 32 tiles of 128 rows
@@ -50,13 +50,13 @@ def test_the_kernel_for_so_many_rows(rows: int, streams: str, kernel: str, grid:
 
 
 def test_shared_memory() -> None:
-    """Two blocks to a multiprocessor, or one; less than `Streams::any` promises."""
+    """Two blocks to a multiprocessor, or one; less than `TmaKernels::any` promises."""
     for rows in (1, 9, 17, 33):
         for bits in (2, 3, 4, 5, 6, 8):
             launch = launch_of(rows, [4096], 4096, bits=bits, group_size=32)
             blocks = 2 if rows <= 32 else 1
             assert blocks * (launch["threadgroup_memory"] + 1024) <= 228 * 1024
-            launch = launch_of(rows, [4096], 4096, bits=bits, group_size=32, streams="wgmma")
+            launch = launch_of(rows, [4096], 4096, bits=bits, group_size=32, tma="wgmma")
             assert 2 * (launch["threadgroup_memory"] + 1024) <= 228 * 1024
 
 
@@ -99,12 +99,12 @@ def test_rows_of_scales_that_the_copy_engine_cannot_read() -> None:
 
 
 def test_no_block_has_rows_of_two_weights() -> None:
-    for streams, tile in (("none", 16), ("any", 128)):
+    for tma, tile in (("none", 16), ("any", 128)):
         outputs = [4096, 1030, 20]
-        launch = launch_of(8, outputs, 4096, streams=streams)
+        launch = launch_of(8, outputs, 4096, tma=tma)
         blocks = sum(-(-n // tile) for n in outputs)
         assert launch["grid"][0] == blocks * (launch["cluster"] or 1)
-        gated = launch_of(8, [1030, 1030], 4096, is_gated=True, streams=streams)
+        gated = launch_of(8, [1030, 1030], 4096, is_gated=True, tma=tma)
         assert gated["grid"][0] == -(-1030 // (tile // 2)) * (gated["cluster"] or 1)
 
 
@@ -155,11 +155,11 @@ def weight_of(n: int, k: int, bits: int = 4, group: int = 64) -> Layer:
 
 
 def launches_of(
-    build: Callable[..., list[mx.array]], rows: int = 8, k: int = 256, streams: str = "any"
+    build: Callable[..., list[mx.array]], rows: int = 8, k: int = 256, tma: str = "any"
 ) -> list[dict[str, Any]]:
     with simulated():
         [x] = ops.placeholders([mx.zeros((rows, k), mx.bfloat16)])
-        return sim_ext.cuda_executable_launches([x], build(x), streams=streams)
+        return sim_ext.cuda_executable_launches([x], build(x), tma=tma)
 
 
 def params_of(launch: dict[str, Any]) -> dict[str, int]:
@@ -282,10 +282,10 @@ def test_what_products_of_four_warps_read_is_written_in_their_order(form: tuple[
         assert orders_of(launches) == [order, (True, order), (True, None)]
 
 
-@pytest.mark.parametrize(("rows", "streams"), [(16, "wgmma"), (17, "any"), (64, "none")])
-def test_other_kernels_read_columns_where_they_are(rows: int, streams: str) -> None:
+@pytest.mark.parametrize(("rows", "tma"), [(16, "wgmma"), (17, "any"), (64, "none")])
+def test_other_kernels_read_columns_where_they_are(rows: int, tma: str) -> None:
     mlp = Mlp()
-    launches = launches_of(lambda x: [mlp(x)], rows, K, streams)
+    launches = launches_of(lambda x: [mlp(x)], rows, K, tma)
     assert orders_of(launches) == [None, (False, None), (False, None)]
 
 

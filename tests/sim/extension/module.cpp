@@ -69,13 +69,13 @@ nb::dict describe_for_cuda(const Launch& launch) {
   return d;
 }
 
-cuda::Streams streams_named(const std::string& name) {
-  using cuda::Streams;
-  static const std::map<std::string, Streams> all{
-      {"none", Streams::none},
-      {"small", Streams::small},
-      {"any", Streams::any},
-      {"wgmma", Streams::wgmma}};
+cuda::TmaKernels tma_named(const std::string& name) {
+  using cuda::TmaKernels;
+  static const std::map<std::string, TmaKernels> all{
+      {"none", TmaKernels::none},
+      {"small", TmaKernels::small},
+      {"any", TmaKernels::any},
+      {"wgmma", TmaKernels::wgmma}};
   return all.at(name);
 }
 
@@ -207,7 +207,7 @@ void bind_simulator(nb::module_& m) {
          const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
          const mx::array& merge_items, float scale, int window, float softcap,
          std::optional<mx::array> sinks, std::optional<mx::array> alibi_slopes, bool cuda,
-         const std::string& streams) {
+         const std::string& tma) {
         Arrays in{queries, key_pool, value_pool, positions, block_tables, work_items, merge_items};
         Arrays per_head;
         for (const auto& numbers : {sinks, alibi_slopes}) {
@@ -227,13 +227,13 @@ void bind_simulator(nb::module_& m) {
         PagedAttention node(mx::default_stream(mx::Device::cpu), options);
         auto list = node.launches(in, {out}, cuda ? Gpu::nvidia : Gpu::apple);
         if (cuda) {
-          list = cuda::with_variants(std::move(list), in, streams_named(streams));
+          list = cuda::with_variants(std::move(list), in, tma_named(tma));
         }
         return describe(list.launches, cuda);
       },
       "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a, "block_tables"_a, "work_items"_a,
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
-      "sinks"_a = nb::none(), "alibi_slopes"_a = nb::none(), "cuda"_a = false, "streams"_a = "any",
+      "sinks"_a = nb::none(), "alibi_slopes"_a = nb::none(), "cuda"_a = false, "tma"_a = "any",
       "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
@@ -245,7 +245,7 @@ void bind_simulator(nb::module_& m) {
         WriteKV node(mx::default_stream(mx::Device::cpu));
         auto list = node.launches(in, {key_pool, value_pool}, cuda ? Gpu::nvidia : Gpu::apple);
         if (cuda) {
-          list = cuda::with_variants(std::move(list), in, cuda::Streams::any);
+          list = cuda::with_variants(std::move(list), in, cuda::TmaKernels::any);
         }
         return describe(list.launches);
       },
@@ -254,32 +254,32 @@ void bind_simulator(nb::module_& m) {
 
   m.def(
       "gpu_executable_launches",
-      [](const nb::capsule& made, const Arrays& inputs, bool cuda, const std::string& streams) {
+      [](const nb::capsule& made, const Arrays& inputs, bool cuda, const std::string& tma) {
         auto* program =
             static_cast<const std::shared_ptr<const GpuExecutable>*>(made.data("gpu_executable"));
         auto gpu = cuda ? Gpu::nvidia : Gpu::apple;
         auto attention = (*program)->attention(inputs, gpu);
-        return describe((*program)->launches(attention, gpu, streams_named(streams)));
+        return describe((*program)->launches(attention, gpu, tma_named(tma)));
       },
-      "program"_a, "inputs"_a, nb::kw_only(), "cuda"_a, "streams"_a = "any",
+      "program"_a, "inputs"_a, nb::kw_only(), "cuda"_a, "tma"_a = "any",
       "What a GPU would run for a step of a GpuExecutable: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
       "product_launch",
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype,
-         bool is_gated, const std::string& streams) {
+         bool is_gated, const std::string& tma) {
         auto params = product_params(num_rows, outputs, k, is_gated);
         return describe_for_cuda(
-            cuda::linear_launch(params, product_dtype(dtype), {}, streams_named(streams)));
+            cuda::linear_launch(params, product_dtype(dtype), {}, tma_named(tma)));
       },
-      "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "is_gated"_a, "streams"_a,
+      "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "is_gated"_a, "tma"_a,
       "What NVIDIA's GPUs run for products of one input with weights of 16 bits.");
 
   m.def(
       "quantised_product_launch",
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype, int bits,
          int group_size, const std::string& mode, bool is_gated,
-         const std::string& streams) -> std::optional<nb::dict> {
+         const std::string& tma) -> std::optional<nb::dict> {
         using Format = WeightFormat;
         static const std::map<std::string, Format> formats{
             {"affine", Format::affine},
@@ -294,11 +294,10 @@ void bind_simulator(nb::module_& m) {
         }
         auto params = product_params(num_rows, outputs, k, is_gated);
         return describe_for_cuda(
-            cuda::quantised_launch(
-                params, product_dtype(dtype), codes, {}, streams_named(streams)));
+            cuda::quantised_launch(params, product_dtype(dtype), codes, {}, tma_named(tma)));
       },
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "bits"_a, "group_size"_a,
-      "mode"_a, "is_gated"_a, "streams"_a,
+      "mode"_a, "is_gated"_a, "tma"_a,
       "What NVIDIA's GPUs run for a product with quantised weights, if they have a kernel for it.");
 
   m.def(
@@ -321,11 +320,11 @@ void bind_simulator(nb::module_& m) {
 
   m.def(
       "cuda_executable_launches",
-      [](const Arrays& inputs, const Arrays& outputs, const std::string& streams) {
+      [](const Arrays& inputs, const Arrays& outputs, const std::string& tma) {
         GpuExecutable program(inputs, outputs, Gpu::nvidia, GpuExecutable::Residual::in_product);
-        return describe(program.launches({}, Gpu::nvidia, streams_named(streams)));
+        return describe(program.launches({}, Gpu::nvidia, tma_named(tma)));
       },
-      "inputs"_a, "outputs"_a, nb::kw_only(), "streams"_a = "any",
+      "inputs"_a, "outputs"_a, nb::kw_only(), "tma"_a = "any",
       "The launches of a GpuExecutable for NVIDIA's GPUs, without attention. Raises RuntimeError.");
 
   m.def(
