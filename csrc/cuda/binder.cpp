@@ -108,7 +108,7 @@ void keep(const mx::array& a, mx::Stream stream) {
 void encode(
     const LaunchList& portable, const Arrays& in, Arrays& out, const std::vector<int>& pools,
     mx::Stream stream) {
-  LaunchList list = cuda::with_variants(portable, in, cuda::streams());
+  LaunchList list = cuda::with_variants(portable, in, cuda::tma_kernels());
   auto& encoder = mx::cu::get_command_encoder(stream);
   Arrays operands(in);
   operands.insert(operands.end(), out.begin(), out.end());
