@@ -54,15 +54,8 @@ constant bool paged_has_alibi [[function_constant(8)]];
 #define PAGED_HAS_ALIBI(options) (PAGED_SERVES_ROW_OPTIONS && (options).has_alibi != 0)
 #ifndef PAGED_HAS_BOUNDS  // a file of kernels may know
 #define PAGED_HAS_BOUNDS(options) ((options).bounded_rows > 0)
-#define PAGED_KEEPS_FIRST(options) true
 #endif
 #endif
-#endif
-
-// True if a row keeps the first key that it sees. Without bounds it follows from the last one, and
-// a register less is needed.
-#ifndef PAGED_KEEPS_FIRST
-#define PAGED_KEEPS_FIRST(options) PAGED_HAS_BOUNDS(options)
 #endif
 
 // True if a file of kernels serves options whose logits depend on the row: has_row_options. Most of
@@ -117,8 +110,8 @@ bounds_of_row(PAGED_BUFFER int* positions, int row, PAGED_SHARED AttentionOption
 // A row of the score matrix, for the hooks.
 struct AttentionRow {
   RowBounds bounds;
-  float position;  // of the row's token; with ALiBi only
-  float slope;     // in base 2, likewise
+  int position;  // of the row's token; with ALiBi only
+  float slope;   // in base 2, likewise
 };
 
 // `per_head` holds [num_q_heads] numbers for each option that needs some, in the order of the
@@ -128,11 +121,11 @@ PAGED_HOOK AttentionRow attention_row(
     PAGED_SHARED AttentionOptions& options) {
   AttentionRow result;
   result.bounds = bounds_of_row(positions, row, options);
-  result.position = 0.0f;
+  result.position = 0;
   result.slope = 0.0f;
   if (PAGED_HAS_ALIBI(options)) {
     int first_slope = PAGED_HAS_SINKS(options) ? num_q_heads : 0;
-    result.position = float(positions[row]);
+    result.position = positions[row];
     result.slope = per_head[first_slope + head] * PAGED_LOG2E;
   }
   return result;
@@ -143,22 +136,23 @@ PAGED_HOOK AttentionRow no_row() {
   AttentionRow result;
   result.bounds.first = 0;
   result.bounds.last = -1;
-  result.position = 0.0f;
+  result.position = -1;
   result.slope = 0.0f;
   return result;
 }
 
-// True if the row sees the token.
+// True if the row sees the token. Without bounds the last key alone is needed: a register less a
+// row.
 PAGED_HOOK bool visible(AttentionRow row, int token, PAGED_SHARED AttentionOptions& options) {
-  if (PAGED_KEEPS_FIRST(options)) {
+  if (PAGED_HAS_BOUNDS(options)) {
     return token <= row.bounds.last && (!PAGED_HAS_WINDOW(options) || token >= row.bounds.first);
   }
   return token <= row.bounds.last &&
          (!PAGED_HAS_WINDOW(options) || token > row.bounds.last - options.window);
 }
 
-// The logit of a scaled dot product, as far as it is the same for every row. `Math` has tanh. A
-// Value is a number or a vector of them.
+// The logit of a scaled dot product, as far as it is the same for every row. A Value is a number or
+// a vector of them, and `Math` has tanh of it.
 template <typename Math, typename Value>
 PAGED_HOOK Value capped(Value scaled, PAGED_SHARED AttentionOptions& options) {
   if (PAGED_HAS_SOFTCAP(options)) {
@@ -167,13 +161,14 @@ PAGED_HOOK Value capped(Value scaled, PAGED_SHARED AttentionOptions& options) {
   return scaled;
 }
 
-// The logit of a scaled dot product of a row and a token.
-template <typename Math, typename Value>
+// The logit of a scaled dot product of a row and a token. A Token is a position or a vector of
+// them, and Math::distance subtracts the row's position from it.
+template <typename Math, typename Value, typename Token>
 PAGED_HOOK Value
-logit(Value scaled, Value token, AttentionRow row, PAGED_SHARED AttentionOptions& options) {
+logit(Value scaled, Token token, AttentionRow row, PAGED_SHARED AttentionOptions& options) {
   Value result = capped<Math>(scaled, options);
   if (PAGED_HAS_ALIBI(options)) {
-    result += row.slope * (token - row.position);
+    result += row.slope * Math::distance(token, row.position);
   }
   return result;
 }

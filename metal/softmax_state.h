@@ -27,11 +27,12 @@ METAL_FUNC float weight(float logit, float maximum) {
 struct DeviceMath {
   // fast::tanh overflows to NaN where tanh is 1.
   METAL_FUNC static float tanh(float x) { return precise::tanh(x); }
+  METAL_FUNC static float distance(int token, int position) { return float(token - position); }
 };
 
 // Converts a dot product to a logit.
 METAL_FUNC float logit(float dot, int token, AttentionRow row, constant AttentionOptions& options) {
-  return logit<DeviceMath>(dot * options.scale, float(token), row, options);
+  return logit<DeviceMath>(dot * options.scale, token, row, options);
 }
 
 struct SoftmaxState {

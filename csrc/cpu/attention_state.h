@@ -22,6 +22,7 @@ inline int round_up(int n, int multiple) {
 // Functions of this namespace for the hooks of metal/attention_variant.h.
 struct VectorMath {
   static VecF tanh(VecF x) { return MLX_PAGED_ISA::tanh(x); }
+  static VecF distance(VecF tokens, int position) { return tokens - float(position); }
 };
 
 inline int min(int a, int b) {

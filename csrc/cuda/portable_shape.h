@@ -61,20 +61,20 @@ constexpr int portable_prefill_most_rows(int k_dim) {
   PAGED_FOR_EACH_SMALL_DIM(PORTABLE_PREFILLS_64, X, __VA_ARGS__)  \
   PAGED_FOR_EACH_MIDDLE_DIM(PORTABLE_PREFILLS_64, X, __VA_ARGS__) \
   PAGED_FOR_EACH_LARGE_DIM(PAGED_PREFILLS_32, X, __VA_ARGS__)
-// The largest tiles of each, for steps with bounds.
-#define PORTABLE_FOR_EACH_BOUNDS(X, ...)                          \
-  PAGED_FOR_EACH_NARROW_DIM(PORTABLE_BOUNDS, X, __VA_ARGS__)      \
-  PAGED_FOR_EACH_SMALL_DIM(PORTABLE_BOUNDS, X, __VA_ARGS__)       \
-  PAGED_FOR_EACH_MIDDLE_DIM(PORTABLE_BOUNDS, X, __VA_ARGS__)      \
-  PAGED_FOR_EACH_LARGE_DIM(PORTABLE_LARGE_BOUNDS, X, __VA_ARGS__) \
-  PAGED_FOR_EACH_WIDE_DIM(PORTABLE_WIDE_BOUNDS, X, __VA_ARGS__)
-#define PORTABLE_BOUNDS(X, dtype, type, k_dim, v_dim) \
-  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 64)      \
+// The largest tiles of each, for kernels/bounds.cu and general.cu.
+#define PORTABLE_FOR_EACH_LARGEST(X, ...)                         \
+  PAGED_FOR_EACH_NARROW_DIM(PORTABLE_TILES_64_64, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_SMALL_DIM(PORTABLE_TILES_64_64, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_MIDDLE_DIM(PORTABLE_TILES_64_64, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(PORTABLE_TILES_64_32, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_WIDE_DIM(PORTABLE_TILES_32, X, __VA_ARGS__)
+#define PORTABLE_TILES_64_64(X, dtype, type, k_dim, v_dim) \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 64)           \
   PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 64)
-#define PORTABLE_LARGE_BOUNDS(X, dtype, type, k_dim, v_dim) \
-  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 64)            \
+#define PORTABLE_TILES_64_32(X, dtype, type, k_dim, v_dim) \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 64)           \
   PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 32)
-#define PORTABLE_WIDE_BOUNDS(X, dtype, type, k_dim, v_dim) \
+#define PORTABLE_TILES_32(X, dtype, type, k_dim, v_dim) \
   PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 32)
 
 #define PORTABLE_PREFILLS_64(X, dtype, type, k_dim, v_dim) \

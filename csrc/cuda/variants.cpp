@@ -45,10 +45,10 @@ const std::set<std::pair<int, int>> kPrefillKernels = {
 const std::set<std::pair<int, int>> kPrefillWgmmaKernels = {
     PAGED_FOR_EACH_PREFILL_WGMMA(ENTRY_PREFILL, unused)};
 
-#define ENTRY_BOUNDS(host_name, ...) host_name "_bounds",
-const std::set<std::string> kBoundsKernels = {
-    PORTABLE_FOR_EACH_BOUNDS(ENTRY_BOUNDS, float32, float) PORTABLE_FOR_EACH_BOUNDS(
-        ENTRY_BOUNDS, float16, half) PORTABLE_FOR_EACH_BOUNDS(ENTRY_BOUNDS, bfloat16, bfloat)};
+#define ENTRY_LARGEST(host_name, ...) host_name,
+const std::set<std::string> kLargestTiles = {
+    PORTABLE_FOR_EACH_LARGEST(ENTRY_LARGEST, float32, float) PORTABLE_FOR_EACH_LARGEST(
+        ENTRY_LARGEST, float16, half) PORTABLE_FOR_EACH_LARGEST(ENTRY_LARGEST, bfloat16, bfloat)};
 
 template <typename Params>
 Params params_of(const Launch& launch) {
@@ -212,12 +212,12 @@ bool prefill_by_four_warps(Launch& launch, const Attention& attention, const Arr
   return true;
 }
 
-// The portable kernel for bounds and options of rows, which has the largest tiles, in place of a
+// The portable kernel with the largest tiles, of bounds.cu or general.cu, in place of another
 // portable one.
-void with_all_options(Launch& launch, const Arrays& in) {
+void with_largest_tiles(Launch& launch, const Arrays& in, const std::string& file) {
   auto params = params_of<paged::AttentionParams>(launch);
-  int key_dim = in[Inputs::kKeyPool].shape(3);
-  int value_dim = in[Inputs::kValuePool].shape(3);
+  int key_dim = layout_of(in[Inputs::kKeyPool]).head_dim;
+  int value_dim = layout_of(in[Inputs::kValuePool]).head_dim;
   int item_size = int(in[Inputs::kQueries].itemsize());
   bool prefill = launch.kernel.file == "paged_prefill.h";
   int rows = prefill ? paged::portable_prefill_most_rows(key_dim)
@@ -227,11 +227,11 @@ void with_all_options(Launch& launch, const Arrays& in) {
   std::ostringstream name;
   name << (prefill ? "paged_prefill_" : "paged_decode_matrix_")
        << name_of(dtype_of(in[Inputs::kQueries].dtype())) << "_" << key_dim << "_" << value_dim
-       << "_m" << rows << "_bounds";
-  if (!kBoundsKernels.count(name.str())) {
-    throw std::logic_error("[launch] there is no kernel " + name.str());
+       << "_m" << rows;
+  if (!kLargestTiles.count(name.str())) {
+    throw std::logic_error("[launch] there is no kernel " + name.str() + "_" + file);
   }
-  launch.kernel = {name.str(), "bounds", ""};
+  launch.kernel = {name.str() + "_" + file, file, ""};
   int group = params.num_q_heads / params.num_kv_heads;
   launch.grid[2] = uint32_t(tiles_of(params.max_rows * group, rows));
   launch.threadgroup = {32 * uint32_t(groups), 1, 1};
@@ -271,11 +271,14 @@ LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma) {
       continue;
     }
     auto options = params_of<paged::AttentionParams>(launch).options;
-    bool has_row_options = paged::has_row_options(options);
-    auto attention = has_row_options ? std::nullopt : on_tensor_cores(launch, in);
+    if (paged::has_row_options(options)) {
+      with_largest_tiles(launch, in, "general");
+      continue;
+    }
+    auto attention = on_tensor_cores(launch, in);
     if (is_quantised(in)) {
       bool served = attention && decode && quantised_on_tensor_cores(launch, *attention);
-      if (!served) {  // (these serve all options)
+      if (!served) {  // those test for bounds at run time
         launch.kernel.host_name += "_quantised";
       }
       continue;
@@ -287,8 +290,8 @@ LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma) {
       prefill_on_tensor_cores(launch, *attention);
     }
     bool portable = launch.kernel.file == file;
-    if (portable && (has_row_options || options.bounded_rows > 0)) {
-      with_all_options(launch, in);
+    if (portable && options.bounded_rows > 0) {
+      with_largest_tiles(launch, in, "bounds");
     }
   }
   return list;

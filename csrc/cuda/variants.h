@@ -25,7 +25,8 @@ namespace mlx_paged::cuda {
 //   for
 //     (equal) head dims of 64, 128 or 256;
 //   - merge_splits: merges;
-//   - portable kernels for bounds: the rest, if the step has bounds.
+//   - portable kernels for bounds: the rest, if the step has bounds;
+//   - general kernels: all attention of a layer with an option that no other kernel serves.
 // Without bounds, the kernel of a row depends on that row alone, and so do its bits.
 LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma);
 

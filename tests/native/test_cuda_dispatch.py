@@ -181,9 +181,9 @@ def test_alibi_runs_on_kernels_that_serve_all_options(rng, dtype, dims, tma) -> 
     plan = batch.plan(split_tokens=16)
     launches = described(batch, plan, tma=tma, alibi_slopes=mx.ones(3))
     attend = [x for x in launches if "merge" not in x["kernel"]]
-    assert attend and all(x["kernel"].endswith("_bounds") for x in attend)
+    assert attend and all(x["kernel"].endswith("_general") for x in attend)
     without = described(batch, plan, tma=tma)
-    assert not any(x["kernel"].endswith("_bounds") for x in without)
+    assert not any(x["kernel"].endswith("_general") for x in without)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
@@ -195,7 +195,7 @@ def test_alibi_of_quantised_pools(rng, name, rows) -> None:
     given = replace(batch.plain, **pools)
     launches = described(given, batch.plain.plan(), alibi_slopes=mx.ones(4))
     kernels = [x["kernel"] for x in launches if "rotate" not in x["kernel"]]
-    assert kernels and all(kernel.endswith("_quantised") for kernel in kernels)
+    assert kernels and all(kernel.endswith("_general") for kernel in kernels)
 
 
 # --- Products -------------------------------------------------------------------------------------

@@ -38,9 +38,10 @@ def test_every_kernel_fits_with_bounds(dims) -> None:
 
 @pytest.mark.parametrize("dims", ["64_64", "128_128", "576_512"])
 def test_every_kernel_fits_with_alibi(dims) -> None:
-    """A row keeps its position and its slope: two numbers more."""
+    """A row keeps its slope, and `paged_decode_matrix` has several rows a lane. Seven registers
+    are left."""
     kernels = [k for k in KERNELS if f"_bfloat16_{dims}_" in k[0]]
-    counts = cxx.registers(kernels, METAL, LIMIT + 8, alibi=True)
+    counts = cxx.registers(kernels, METAL, LIMIT + 10, alibi=True)
     assert len(counts) > 2
     print(*(f"{name}: {count}" for name, count in counts.items()), sep="\n")
     assert {n: c for n, c in counts.items() if c.spilled_in_loops or c.spilled > 12} == {}

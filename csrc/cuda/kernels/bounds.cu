@@ -1,10 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Portable kernels for steps with bounds, and for layers with options that no other kernel serves.
-// They have the largest tiles only: few steps have bounds, and most rows of those belong to an
-// image.
+// Portable kernels for steps with bounds. They have the largest tiles only: few steps have bounds,
+// and most rows of those belong to an image.
 
-#define PAGED_SERVES_ROW_OPTIONS true
+#define PAGED_HAS_BOUNDS(options) true
 
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"
@@ -35,4 +34,4 @@ __global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS) paged_prefill
   {host_name "_bounds", function##_bounds_entry<__VA_ARGS__>},
 
 static const bool added =
-    mlx_paged::cuda::add_kernels({PORTABLE_FOR_EACH_BOUNDS(BOUNDS_ENTRY, PAGED_DTYPE)});
+    mlx_paged::cuda::add_kernels({PORTABLE_FOR_EACH_LARGEST(BOUNDS_ENTRY, PAGED_DTYPE)});

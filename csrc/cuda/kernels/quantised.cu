@@ -3,7 +3,6 @@
 // Portable attention kernels for quantized pools. They test the pool's format and the bounds at run
 // time; one kernel per combination would take too long to compile.
 
-#define PAGED_SERVES_ROW_OPTIONS true
 #define PAGED_QUANTISED(params) true
 #define PAGED_INT4_KEYS(params) ((params).key_format == paged::FORMAT_INT4)
 #define PAGED_INT4_VALUES(params) ((params).value_format == paged::FORMAT_INT4)
