@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "extras": (),
     "bench": (
         *("__init__", "extras", "engine", "model", "platform", "ops", "extension", "demo"),
-        "reference",
+        *("gguf", "reference"),
     ),
     "cli": (
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),

@@ -305,7 +305,8 @@ _SAMPLERS = {
 
 
 def tokenizer_of(model: str | None) -> Any:
-    """Returns mlx-lm's tokenizer of a model directory or hub id; None means the embedded model.
+    """Returns mlx-lm's tokenizer of a model directory, GGUF file or hub id; None means the embedded
+    model.
 
     Raises:
         ModelLoadError: The tokenizer could not be loaded.
@@ -314,9 +315,13 @@ def tokenizer_of(model: str | None) -> Any:
     from mlx_lm.utils import load_tokenizer
 
     from mlx_paged.demo import model_path
+    from mlx_paged.gguf.reader import is_gguf
+    from mlx_paged.model.gguf_loading import load_gguf_tokenizer
 
     if model is None:
         return load_tokenizer(model_path())
+    if is_gguf(model):
+        return load_gguf_tokenizer(model)
     try:
         return load_tokenizer(model)
     except (OSError, ValueError, RepositoryNotFoundError) as error:

@@ -40,7 +40,7 @@ class Settings:
     """Settings of both engines.
 
     Attributes:
-        model: Directory or hub id; None means the embedded model.
+        model: Directory, GGUF file or hub id; None means the embedded model.
         dtype: See `mlx_paged.load`.
         num_answers: Answers per prompt.
         temperature: 0 is greedy.

@@ -109,7 +109,9 @@ def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
 
 Model = Annotated[
     str | None,
-    option(ENGINE, "Model directory or Hugging Face id.", show_default="the embedded model"),
+    option(
+        ENGINE, "Model directory, GGUF file or Hugging Face id.", show_default="the embedded model"
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,

@@ -552,7 +552,7 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Model directory or Hugging Face id.",
+            help="Model directory, GGUF file or Hugging Face id.",
             show_default="the embedded model",
             envvar=f"{ENV_PREFIX}_MODEL",
         ),

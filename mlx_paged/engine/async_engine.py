@@ -78,7 +78,7 @@ class AsyncEngine:
         """Loads a model (None: the embedded one) and makes its engine, in the background.
 
         Args:
-            model: a directory in mlx-lm's format, or a Hugging Face id.
+            model: A directory in mlx-lm's format, a GGUF file, or a Hugging Face id.
             dtype, generation_config: see `mlx_paged.load`.
             on_kernel: see `Engine`; called on the engine's thread.
             options: fields of `EngineConfig`.

@@ -58,8 +58,8 @@ class LLM:
         >>> print(output.outputs[0].text)
 
     Args:
-        model: A directory in mlx-lm's format, a Hugging Face id, or a loaded model. None means the
-            model embedded in this package.
+        model: A directory in mlx-lm's format, a GGUF file, a Hugging Face id, or a loaded model.
+            None means the model embedded in this package.
         dtype: See `mlx_paged.load`.
         on_kernel: See `Engine`.
         options: Fields of `EngineConfig`.

@@ -219,33 +219,14 @@ def _load_gguf(name: str, dtype: str, generation_config: Mapping[str, Any] | Non
     Raises:
         ModelLoadError, UnsupportedModelError: See `load`.
     """
-    from mlx_paged.gguf.checkpoint import Checkpoint
-    from mlx_paged.model.gguf_loading import make_model
+    from mlx_paged.model.gguf_loading import load_gguf
 
-    try:
-        checkpoint = Checkpoint(name)
-        require_family(checkpoint.config)
-        model, config = make_model(checkpoint)
-        tokenizer = checkpoint.tokenizer()
-    except UnsupportedModelError:
-        raise
-    except OSError as error:
-        raise ModelLoadError(name, str(error)) from error
-    except ValueError as error:
-        raise ModelLoadError(name, _one_line(error)) from error
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        # Metadata without sense may fail anywhere in mlx-lm's code.
-        reason = f"its metadata describes no model ({type(error).__name__}: {_one_line(error)})"
-        raise ModelLoadError(name, reason) from error
+    checkpoint, model, config, tokenizer = load_gguf(name)
     _convert(model, dtype, keeps_weights=True)
     if generation_config is None:
         generation_config = checkpoint.generation_config()
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
     return LoadedModel(model, tokenizer, config, name, generation_config)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _load(name: str) -> LoadedFiles:

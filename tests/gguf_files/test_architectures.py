@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from support.gguf_cases import CASES, LLAMA
+from support.gguf_cases import CASES, LLAMA, UNLIKE_LLAMA_CPP
 from support.gguf_files import dense_logits, random_model, write_model
 
 from mlx_paged import LLM, SamplingParams
@@ -15,10 +16,15 @@ from mlx_paged.engine.loading import load
 from mlx_paged.errors import ModelLoadError
 
 TOLERANCE = 2e-5
+# llama.cpp looks GELU up in a table of float16.
+TABLE_TOLERANCE = 2e-3
+GELU = ("gemma", "gemma2", "gemma3", "phi2", "gpt2", "starcoder2")
+LLAMA_CPP = json.loads((Path(__file__).parents[1] / "data" / "llama_cpp_logits.json").read_text())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_mlx_lm(tmp_path: Path, name: str) -> None:
+def test_logits_are_those_of_mlx_lm_and_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    """llama.cpp's were recorded by `scripts/record_llama_cpp.py`."""
     case = CASES[name]
     model = random_model(case.config)
     path = write_model(tmp_path / "model.gguf", case, model)
@@ -26,6 +32,12 @@ def test_logits_are_those_of_mlx_lm(tmp_path: Path, name: str) -> None:
     expected, found = dense_logits(model), dense_logits(loaded.model)
     assert expected.std() > 0.1
     np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max())
+    if name not in UNLIKE_LLAMA_CPP:
+        recorded = np.array(LLAMA_CPP[name])
+        tolerance = TABLE_TOLERANCE if name in GELU else TOLERANCE
+        np.testing.assert_allclose(
+            found[-1, ::4], recorded, rtol=0, atol=tolerance * np.abs(recorded).max()
+        )
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])

@@ -37,7 +37,9 @@ def memory(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Model directory or Hugging Face id.", show_default="the embedded model"),
+        typer.Option(
+            help="Model directory, GGUF file or Hugging Face id.", show_default="the embedded model"
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer users and shorter texts, in seconds.")
