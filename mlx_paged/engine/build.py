@@ -23,6 +23,7 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
 from mlx_paged.engine.step_columns import StepColumns
 from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
+from mlx_paged.model import option_costs
 from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
@@ -169,6 +170,9 @@ def _paged_model(model: LoadedModel, config: EngineConfig, platform: Platform) -
     )
     _set_kv_format(paged, config)
     paged.round_activations(config.cpu_activations)
+    cost = option_costs.of_activations(model.model, config.cpu_activations)
+    if cost is not None:
+        logger.warning("%s", cost)
     paged.repeats_steps = not config.enforce_eager
     return paged
 

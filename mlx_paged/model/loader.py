@@ -33,6 +33,7 @@ from mlx_lm.utils import (
 from mlx_paged import descriptors, ops
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.gguf.reader import is_gguf
+from mlx_paged.model import option_costs
 from mlx_paged.model.classification import ClassificationHead, load_head, without_head
 from mlx_paged.model.config_files import (
     eos_token_ids,
@@ -368,6 +369,8 @@ def _convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:
     on_cpu = is_cpu_default()
     if dtype == "auto" and not on_cpu:
         return
+    if on_cpu and (cost := option_costs.of_dtype(model, dtype)) is not None:
+        logger.warning("%s", cost)
     kept: list[tuple[nn.Module, type]] = []
     if dtype == "auto" and keeps_weights:
         kept = [(module, type(module)) for module in model.modules() if _stays(module)]
