@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from mlx_paged import extension  # noqa: F401  checks the extension, and loads BLAS, before mlx
@@ -21,11 +23,17 @@ from mlx_paged.model.families import require_family
 from mlx_paged.model.mlx_lm_config import mlx_lm_config
 from mlx_paged.platform import is_cpu_default
 
+logger = logging.getLogger(__name__)
+
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-def load_gguf(name: str) -> tuple[Checkpoint, nn.Module, dict[str, Any], Any]:
+def load_gguf(name: str, dtype: str = "auto") -> tuple[Checkpoint, nn.Module, dict[str, Any], Any]:
     """Loads a file: returns its contents, the model, its config and its tokenizer.
+
+    Args:
+        dtype: "auto" casts the values for a GPU. With another dtype every value keeps its own, as
+            on the CPU, and the caller casts them.
 
     Raises:
         ModelLoadError: The file is damaged or not supported; the message is one line.
@@ -35,6 +43,9 @@ def load_gguf(name: str) -> tuple[Checkpoint, nn.Module, dict[str, Any], Any]:
         checkpoint = Checkpoint(name)
         require_family(checkpoint.config)
         model, config = make_model(checkpoint)
+        if dtype == "auto" and not is_cpu_default():
+            _cast(model, _DTYPES[config["torch_dtype"]], name)
+        mx.eval(model.parameters())
         return checkpoint, model, config, checkpoint.tokenizer()
 
 
@@ -68,9 +79,7 @@ def _one_line(error: Exception) -> str:
 
 
 def make_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
-    """Returns the model with its weights, and its config.
-
-    On a GPU, all values take the dtype of the config. On the CPU each keeps its own.
+    """Returns the model with its weights, which keep their dtypes, and its config.
 
     Raises:
         GGUFError: Weights are missing, unknown, or have other shapes.
@@ -90,13 +99,27 @@ def make_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
     model.eval()
     model.load_weights(list(weights.arrays.items()), strict=True)
     conform(model, config, checkpoint.config)
-    if not is_cpu_default():
-        is_cast: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _: True)
-        cast = {
-            name: array.astype(_DTYPES[config["torch_dtype"]])
-            for name, array in tree_flatten(model.parameters())
-            if mx.issubdtype(array.dtype, mx.floating) and is_cast(name)
-        }
-        model.load_weights(list(cast.items()), strict=False)
-    mx.eval(model.parameters())
     return model, config
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype, name: str) -> None:
+    """Gives all values the dtype of activations, as products on a GPU need it."""
+    is_cast: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _: True)
+    cast, scales = {}, []
+    for path, array in tree_flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating) and is_cast(path):
+            cast[path] = array.astype(dtype)
+            if path.endswith(".scales") and array.dtype != dtype:
+                scales.append((array.astype(mx.float32), cast[path].astype(mx.float32)))
+    if scales:
+        error = sum(mx.square(before - after).sum() for before, after in scales)
+        whole = sum(mx.square(before).sum() for before, _ in scales)
+        logger.warning(
+            "%s: scales of %d matrices are rounded to %s, with a relative error of %.2g%% (root "
+            "mean square); --dtype float32 keeps them, and takes more memory",
+            Path(name).name,
+            len(scales),
+            str(dtype).rpartition(".")[2],
+            100 * mx.sqrt(error / mx.maximum(whole, 1e-30)).item(),
+        )
+    model.load_weights(list(cast.items()), strict=False)

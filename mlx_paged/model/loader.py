@@ -222,7 +222,7 @@ def _load_gguf(name: str, dtype: str, generation_config: Mapping[str, Any] | Non
     """
     from mlx_paged.model.gguf_loading import load_gguf
 
-    checkpoint, model, config, tokenizer = load_gguf(name)
+    checkpoint, model, config, tokenizer = load_gguf(name, dtype)
     _convert(model, dtype, keeps_weights=True)
     if generation_config is None:
         generation_config = checkpoint.generation_config()

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from support.gguf_files import random_blocks
 
 from mlx_paged.gguf import formats
 from mlx_paged.gguf.errors import GGUFError
@@ -15,25 +16,16 @@ from mlx_paged.gguf.types import TYPES, Tensor
 
 EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "MXFP4")
 ROUNDED = {"Q6_K": 0.006, "Q3_K": 0.006, "Q2_K": 0.004}  # relative errors
-#: Bytes of the float16 scales of each type.
-HALVES = {
-    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)},
-    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)},
-}
 
 
 def random_tensor(name: str, shape: tuple[int, ...] = (6, 512), seed: int = 0) -> Tensor:
     """A tensor of random blocks, with scales of a model's size."""
     [kind] = [kind for kind in TYPES.values() if kind.name == name]
-    random = np.random.RandomState(seed)
-    blocks = random.randint(0, 256, (*shape[:-1], shape[-1] // kind.block, kind.nbytes))
-    blocks = blocks.astype(np.uint8)
-    for at in HALVES.get(name, ()):
-        scales = (random.standard_normal(blocks.shape[:-1]) * 0.02).astype(np.float16)
-        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    rows = random_blocks(GGMLQuantizationType[name], shape, seed)
     if name == "MXFP4":
-        blocks[..., 0] = random.randint(100, 140, blocks.shape[:-1])
-    return Tensor("blk.0.ffn_up.weight", kind, blocks.reshape(*shape[:-1], -1))
+        scales = np.random.RandomState(seed).randint(100, 140, shape[-1] // 32)
+        rows.reshape(*shape[:-1], -1, kind.nbytes)[..., 0] = scales
+    return Tensor("blk.0.ffn_up.weight", kind, rows)
 
 
 def reference(tensor: Tensor) -> np.ndarray:

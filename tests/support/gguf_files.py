@@ -144,7 +144,7 @@ def write_file(
 
     Args:
         metadata: Keys without the architecture's name.
-        kinds: Returns the type of a tensor; F32 by default.
+        kinds: Returns the type of a tensor; F32 by default. A tensor of uint8 holds its blocks.
         tokens: Keys of the tokenizer without "tokenizer."; a small one of bytes by default.
         split_max_tensors: Write several files with up to this number of tensors; 0: one file.
     """
@@ -156,7 +156,8 @@ def write_file(
         add_value(writer, name, value)
     for name, values in tensors.items():
         kind = gguf.GGMLQuantizationType.F32 if kinds is None else kinds(name, values)
-        stored = gguf.quants.quantize(values, kind)
+        is_stored = values.dtype == np.uint8  # blocks
+        stored = values if is_stored else gguf.quants.quantize(values, kind)
         writer.add_tensor(name, stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -177,6 +178,27 @@ def add_value(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
         writer.add_string(name, value)
     else:
         writer.add_array(name, list(value))
+
+
+def random_blocks(
+    kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], seed: int, scale: float = 0.02
+) -> np.ndarray:
+    """Random blocks of a type that the package cannot quantize to: ``[*shape[:-1], bytes]``."""
+    size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.RandomState(seed)
+    blocks = random.randint(0, 256, (*shape[:-1], shape[-1] // size, nbytes)).astype(np.uint8)
+    for at in HALVES[kind.name]:
+        scales = (random.standard_normal(blocks.shape[:-1]) * scale).astype(np.float16)
+        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+#: Places of the float16 scales in a block of each type.
+HALVES = {
+    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)},
+    "MXFP4": (),
+}
 
 
 def byte_vocabulary(size: int = VOCAB_SIZE) -> dict[str, Any]:
