@@ -26,8 +26,11 @@ from mlx.utils import tree_flatten
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.loading import load
 from mlx_paged.errors import ModelLoadError
+from mlx_paged.gguf.architectures import ARCHITECTURES
+from mlx_paged.gguf.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from mlx_paged.model import gguf_loading
 
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 TOLERANCE = 2e-5
 # llama.cpp looks GELU up in a table of float16.
 TABLE_TOLERANCE = 2e-3
@@ -159,6 +162,18 @@ def test_an_explicit_dtype_is_not_rounded_twice(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(gguf_loading, "is_cpu_default", lambda: False)
     _, model, _, _ = gguf_loading.load_gguf(str(path), "float32")
     assert model.lm_head.scales.dtype == mx.float32
+
+
+def test_every_architecture_has_a_case_and_is_in_the_docs() -> None:
+    assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES)
+    section = DOCS.read_text().split("## GGUF files")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([\w-]+)` \| (`.+`) \|$", section, re.MULTILINE)
+    families = {name: set(re.findall(r"`(\w+)`", cell)) for name, cell in rows}
+    expected: dict[str, set[str]] = {}
+    for each in CASES.values():
+        expected.setdefault(each.architecture, set()).add(each.config["model_type"])
+    assert families == expected
+    assert all(f"`{name}`" in section for name in PRE_TOKENIZERS)
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
