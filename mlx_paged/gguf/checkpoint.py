@@ -71,6 +71,11 @@ class Checkpoint:
         if bos is not None:
             self.config["bos_token_id"] = bos
 
+    @property
+    def has_choice_bias(self) -> bool:
+        """True if experts are chosen with a bias."""
+        return any(name.endswith(".exp_probs_b.bias") for name in self._file.names())
+
     def tokenizer(self) -> Any:
         """Returns the tokenizer, as mlx-lm wraps it.
 

@@ -87,6 +87,8 @@ def make_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
     config = mlx_lm_config(checkpoint.config)
     model_class, args_class = _get_classes(config=config)
     model = model_class(args_class.from_dict(config))
+    if checkpoint.has_choice_bias and config["model_type"] == "ernie4_5_moe":
+        _add_choice_bias(model)
     shapes = {name: tuple(array.shape) for name, array in tree_flatten(model.parameters())}
     quantizable = {
         path for path, module in model.named_modules() if hasattr(module, "to_quantized")
@@ -100,6 +102,13 @@ def make_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
     model.load_weights(list(weights.arrays.items()), strict=True)
     conform(model, config, checkpoint.config)
     return model, config
+
+
+def _add_choice_bias(model: nn.Module) -> None:
+    """Adds the bias for choosing experts, which mlx-lm's module drops and `conform` uses."""
+    for layer in model.layers:
+        if hasattr(layer.mlp, "switch_mlp"):
+            layer.mlp.choice_bias = mx.zeros(layer.mlp.gate.weight.shape[0])
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype, name: str) -> None:

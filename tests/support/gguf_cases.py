@@ -188,6 +188,36 @@ _GPT_OSS_KEYS = {
 _SINKS = ((r"model\.layers\.(\d+)\.self_attn\.sinks", r"blk.\1.attn_sinks.weight"),)
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _LLAMA3 = {"rope_scaling": LLAMA3}
+_ERNIE = {
+    "use_bias": False,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 32,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_interval": 1,
+}
+_ERNIE_KEYS = {
+    **EXPERT_KEYS,
+    "expert_shared_count": 2,
+    "expert_shared_feed_forward_length": 64,
+    "leading_dense_block_count": 1,
+    "interleave_moe_layer_step": 1,
+}
+_LFM2 = {
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_dim": 64,
+    "block_ff_dim": 96,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": True,
+}
+_LFM2_KEYS = {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3}
+_LFM2_NORM = ((r"model\.embedding_norm", "token_embd_norm"),)
 
 LLAMA = case("llama", "llama", change=permute_llama)
 CASES: dict[str, Case] = {
@@ -210,6 +240,46 @@ CASES: dict[str, Case] = {
         "llama",
         {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
         {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+        change=permute_llama,
+    ),
+    "mistral3": case(
+        "mistral3",
+        "ministral3",
+        {
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 8,
+                "rope_theta": 1e4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        {
+            **YARN_KEYS,
+            "rope.scaling.original_context_length": 8,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0,
+            "attention.temperature_scale": 0.1,
+        },
+        change=permute_llama,
+    ),
+    "mistral3, plain": case(
+        "mistral3",
+        "ministral3",
+        {
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "original_max_position_embeddings": 512,
+                "rope_theta": 1e4,
+                "llama_4_scaling_beta": 0.0,
+            },
+        },
         change=permute_llama,
     ),
     "mixtral": case(
@@ -544,24 +614,39 @@ CASES: dict[str, Case] = {
     "ernie4_5": case("ernie4_5", "ernie4_5", {"use_bias": False}),
     "seed_oss": case("seed_oss", "seed_oss", {"attention_bias": True}),
     "hunyuan-dense": case("hunyuan-dense", "hunyuan_v1_dense", {"use_qk_norm": True}),
-    "lfm2": case(
-        "lfm2",
-        "lfm2",
+    "ernie4_5-moe": case("ernie4_5-moe", "ernie4_5_moe", _ERNIE, _ERNIE_KEYS, table="ERNIE4_5_MOE"),
+    "ernie4_5-moe, with choice bias": case(
+        "ernie4_5-moe",
+        "ernie4_5_moe",
+        {**_ERNIE, "moe_use_aux_free": True},
+        _ERNIE_KEYS,
+        rename=((r"model\.layers\.(\d+)\.mlp\.choice_bias", r"blk.\1.exp_probs_b.bias"),),
+        table="ERNIE4_5_MOE",
+    ),
+    "lfm2": case("lfm2", "lfm2", _LFM2, _LFM2_KEYS, rename=_LFM2_NORM, change=squeezed),
+    "lfm2moe": case(
+        "lfm2moe",
+        "lfm2_moe",
         {
-            "norm_eps": 1e-5,
-            "conv_bias": False,
-            "conv_L_cache": 3,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "block_dim": 64,
-            "block_ff_dim": 96,
-            "block_multiple_of": 8,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_auto_adjust_ff_dim": False,
-            "tie_word_embeddings": True,
+            **_LFM2,
+            **EXPERTS,
+            "norm_topk_prob": True,
+            "use_expert_bias": True,
+            "num_dense_layers": 1,
         },
-        {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
-        rename=((r"model\.embedding_norm", "token_embd_norm"),),
+        {
+            **_LFM2_KEYS,
+            **EXPERT_KEYS,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+        },
+        rename=(
+            *_LFM2_NORM,
+            (r"model\.layers\.(\d+)\.feed_forward\.expert_bias", r"blk.\1.exp_probs_b.bias"),
+            (r"model\.layers\.(\d+)\.feed_forward\.(gate|up|down)_proj", r"blk.\1.ffn_\2"),
+        ),
         change=squeezed,
+        table="LFM2MOE",
     ),
 }
 

@@ -68,6 +68,10 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
     normalized = mlx_lm_config(config)
     model_class, args_class = _get_classes(config=normalized)
     model = model_class(args_class.from_dict(normalized))
+    if config.get("moe_use_aux_free"):  # ERNIE's choice of experts, which mlx-lm's module lacks
+        for layer in model.layers:
+            if hasattr(layer.mlp, "switch_mlp"):
+                layer.mlp.choice_bias = mx.zeros(layer.mlp.gate.weight.shape[0])
     random = np.random.RandomState(seed)
     weights = []
     for name, array in sorted(tree_flatten(model.parameters())):

@@ -33,6 +33,26 @@ def _mixtral(meta: Metadata) -> Config:
     )
 
 
+def _ministral3(meta: Metadata) -> Config:
+    config = common(meta, "ministral3", hidden_act="silu")
+    beta = meta.number("attention.temperature_scale", 0.0)
+    scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scale = meta.number("rope.scaling.yarn_log_multiplier", 0.0)
+        scaling |= {"mscale": 1.0, "mscale_all_dim": scale}
+    layers = config["num_hidden_layers"]
+    return {
+        **config,
+        "layer_types": ["full_attention"] * layers,
+        "rope_parameters": {
+            "original_max_position_embeddings": config["max_position_embeddings"],
+            **scaling,
+            "rope_theta": config["rope_theta"],
+            "llama_4_scaling_beta": beta,
+        },
+    }
+
+
 LLAMA = Architecture(_config, names.LLAMA, PERMUTED, ignored=frozenset({"rope_freqs"}))
 MIXTRAL = Architecture(
     _mixtral,
@@ -45,3 +65,6 @@ MIXTRAL = Architecture(
 def llama(meta: Metadata) -> Architecture:
     """Returns the dense model or the mixture of experts."""
     return MIXTRAL if meta.integer("expert_count", 0) else LLAMA
+
+
+MINISTRAL3 = Architecture(_ministral3, names.LLAMA, PERMUTED)

@@ -12,6 +12,7 @@ from mlx_paged.gguf.architectures.base import (
     Config,
     Content,
     common,
+    expert_size,
     layer_norm,
     rotated_part,
     shifted,
@@ -280,6 +281,36 @@ def _convolution(tensor: Tensor, name: str, meta: Metadata) -> Mapping[str, Cont
     return {name: formats.values(tensor)[..., None]}
 
 
+def _lfm2_moe(meta: Metadata) -> Config:
+    return {
+        **_lfm2(meta),
+        "model_type": "lfm2_moe",
+        "moe_intermediate_size": expert_size(meta),
+        "num_experts": meta.size("expert_count"),
+        "num_experts_per_tok": meta.size("expert_used_count"),
+        "num_dense_layers": meta.integer("leading_dense_block_count", 0),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": meta.number("expert_weights_scale", 1.0) or 1.0,
+    }
+
+
+def _ernie4_5_moe(meta: Metadata) -> Config:
+    return common(
+        meta,
+        "ernie4_5_moe",
+        hidden_act="silu",
+        use_bias=False,
+        moe_num_experts=meta.size("expert_count"),
+        moe_k=meta.size("expert_used_count"),
+        moe_intermediate_size=expert_size(meta),
+        moe_num_shared_experts=meta.integer("expert_shared_count", 0),
+        moe_layer_start_index=meta.integer("leading_dense_block_count", 0),
+        moe_layer_interval=meta.size("interleave_moe_layer_step", 1),
+        moe_gate_act="softmax",
+    )
+
+
 STABLELM = Architecture(_stablelm, names.LLAMA)
 STARCODER2 = Architecture(
     _starcoder2,
@@ -317,24 +348,42 @@ HUNYUAN = Architecture(
         "attn_k_norm": f"{_LAYER}.self_attn.key_layernorm",
     },
 )
-LFM2 = Architecture(
-    _lfm2,
+_LFM2 = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+    **names.ATTENTION,
+    "attn_output": f"{_LAYER}.self_attn.out_proj",
+    "attn_q_norm": f"{_LAYER}.self_attn.q_layernorm",
+    "attn_k_norm": f"{_LAYER}.self_attn.k_layernorm",
+    "attn_norm": f"{_LAYER}.operator_norm",
+    "ffn_norm": f"{_LAYER}.ffn_norm",
+    "ffn_gate": f"{_LAYER}.feed_forward.w1",
+    "ffn_up": f"{_LAYER}.feed_forward.w3",
+    "ffn_down": f"{_LAYER}.feed_forward.w2",
+    "shortconv.conv": f"{_LAYER}.conv.conv",
+    "shortconv.in_proj": f"{_LAYER}.conv.in_proj",
+    "shortconv.out_proj": f"{_LAYER}.conv.out_proj",
+}
+LFM2 = Architecture(_lfm2, _LFM2, {"shortconv.conv": _convolution})
+LFM2_MOE = Architecture(
+    _lfm2_moe,
     {
-        "token_embd": "model.embed_tokens",
-        "token_embd_norm": "model.embedding_norm",
-        "output": "lm_head",
-        **names.ATTENTION,
-        "attn_output": f"{_LAYER}.self_attn.out_proj",
-        "attn_q_norm": f"{_LAYER}.self_attn.q_layernorm",
-        "attn_k_norm": f"{_LAYER}.self_attn.k_layernorm",
-        "attn_norm": f"{_LAYER}.operator_norm",
-        "ffn_norm": f"{_LAYER}.ffn_norm",
-        "ffn_gate": f"{_LAYER}.feed_forward.w1",
-        "ffn_up": f"{_LAYER}.feed_forward.w3",
-        "ffn_down": f"{_LAYER}.feed_forward.w2",
-        "shortconv.conv": f"{_LAYER}.conv.conv",
-        "shortconv.in_proj": f"{_LAYER}.conv.in_proj",
-        "shortconv.out_proj": f"{_LAYER}.conv.out_proj",
+        **_LFM2,
+        **names.experts("feed_forward"),
+        "ffn_gate": f"{_LAYER}.feed_forward.gate_proj",
+        "ffn_up": f"{_LAYER}.feed_forward.up_proj",
+        "ffn_down": f"{_LAYER}.feed_forward.down_proj",
+        "exp_probs_b.bias": f"{_LAYER}.feed_forward.expert_bias",
     },
     {"shortconv.conv": _convolution},
+)
+ERNIE4_5_MOE = Architecture(
+    _ernie4_5_moe,
+    {
+        **names.LLAMA,
+        **names.experts(),
+        **names.shared_experts("mlp.shared_experts"),
+        "exp_probs_b.bias": f"{_LAYER}.mlp.choice_bias",
+    },
 )
