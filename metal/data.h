@@ -21,8 +21,7 @@ write_kv(
     device const uint4* keys [[buffer(0)]], device const uint4* values [[buffer(1)]],
     device const int* slot_mapping [[buffer(2)]], device uint4* key_pool [[buffer(3)]],
     device uint4* value_pool [[buffer(4)]], constant paged::WriteParams& params [[buffer(5)]],
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
+    PAGED_THREAD_POSITION) {
   int chunk = group_id.x * group_size.x + thread_id;
   ulong token = group_id.y;
   int slot = slot_mapping[token];
@@ -44,9 +43,7 @@ write_kv(
 PAGED_KERNEL(paged::DATA_THREADS)
 copy_blocks(
     device const int2* block_pairs [[buffer(0)]], device uint4* pool [[buffer(1)]],
-    constant paged::CopyParams& params [[buffer(2)]],
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
+    constant paged::CopyParams& params [[buffer(2)]], PAGED_THREAD_POSITION) {
   constexpr int LOADS = 4;
   int2 pair = block_pairs[group_id.y];
   device const uint4* source = pool + ulong(pair.x) * params.block_chunks;
@@ -76,9 +73,7 @@ PAGED_KERNEL(paged::DATA_THREADS)
 gather_kv(
     device const uint4* pool [[buffer(0)]], device const int* block_tables [[buffer(1)]],
     device const int* context_lens [[buffer(2)]], device uint4* dense [[buffer(3)]],
-    constant paged::GatherParams& params [[buffer(4)]],
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
+    constant paged::GatherParams& params [[buffer(4)]], PAGED_THREAD_POSITION) {
   int index = group_id.x * group_size.x + thread_id;
   int token = index / params.head_chunks;
   int chunk = index % params.head_chunks;
@@ -101,8 +96,7 @@ gather_kv(
 PAGED_KERNEL(paged::DATA_THREADS)
 fill_zero(
     device uint4* out [[buffer(0)]], constant paged::FillParams& params [[buffer(1)]],
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
+    PAGED_THREAD_POSITION) {
   int chunk = group_id.x * group_size.x + thread_id;
   if (chunk < params.num_chunks) {
     out[chunk] = uint4(0);
@@ -148,8 +142,7 @@ apply_token_bitmask(
     device const T* logits [[buffer(0)]], device const uint* bitmask [[buffer(1)]],
     device const int* rows [[buffer(2)]], device T* out [[buffer(3)]],
     constant paged::BitmaskParams& params [[buffer(4)]], threadgroup int* found PAGED_SCRATCH,
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
+    PAGED_THREAD_POSITION) {
   constexpr int TOKENS = 4;
   int mask = group_id.y;
   ulong row = group_id.y;

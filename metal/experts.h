@@ -53,7 +53,7 @@ route_experts(
     device int* sorted_pairs [[buffer(2)]], device int* items [[buffer(3)]],
     constant paged::RouteParams& params [[buffer(4)]], threadgroup int* experts PAGED_SCRATCH,
     uint3 group_size [[threads_per_threadgroup]], uint thread_id [[thread_index_in_threadgroup]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    PAGED_SIMD_POSITION) {
   using namespace paged;
   int threads = int(group_size.x);
   int top_k = params.top_k;
@@ -201,8 +201,7 @@ expert_rows(
     device const T* bias [[buffer(2)]], device const int* sorted_pairs [[buffer(3)]],
     device const int* items [[buffer(4)]], device T* out [[buffer(5)]],
     constant paged::ExpertParams& params [[buffer(6)]],
-    uint3 group_id [[threadgroup_position_in_grid]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   int column = int(group_id.x) * PRODUCT_SIMD_GROUPS + int(simd_id);
   int expert = items[3 * group_id.y];
@@ -242,29 +241,27 @@ PAGED_KERNEL(paged::DATA_THREADS)
 combine_experts(
     device const T* x [[buffer(0)]], device const T* weights [[buffer(1)]],
     device T* out [[buffer(2)]], constant paged::CombineParams& params [[buffer(3)]],
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
+    PAGED_THREAD_POSITION) {
   using namespace paged;
-  constexpr int CHUNK = chunk_size<T>();
-  ulong row = group_id.x;
-  int chunk = int(group_id.y * group_size.x + thread_id);
-  if (chunk >= params.row_chunks) {
+  RowChunk at = row_chunk(group_id, group_size, thread_id);
+  if (at.chunk >= params.row_chunks) {
     return;
   }
+  constexpr int CHUNK = chunk_size<T>();
   float sums[CHUNK];
   PAGED_UNROLL
   for (int e = 0; e < CHUNK; e++) {
     sums[e] = 0.0f;
   }
   for (int i = 0; i < params.top_k; i++) {
-    ulong pair = row * params.top_k + i;
+    ulong pair = at.row * params.top_k + i;
     float weight = float(weights[pair]);
     float values[CHUNK];
-    unpack(((device const uint4*)x)[pair * params.row_chunks + chunk], values, T(0.0f));
+    unpack(((device const uint4*)x)[pair * params.row_chunks + at.chunk], values, T(0.0f));
     PAGED_UNROLL
     for (int e = 0; e < CHUNK; e++) {
       sums[e] += rounded<T>(values[e] * weight);
     }
   }
-  ((device uint4*)out)[row * params.row_chunks + chunk] = pack(sums, T(0.0f));
+  ((device uint4*)out)[at.row * params.row_chunks + at.chunk] = pack(sums, T(0.0f));
 }

@@ -50,9 +50,7 @@ greedy_tokens(
     device const T* logits [[buffer(0)]], device int* tokens [[buffer(1)]],
     device float* largest [[buffer(2)]], device int* reported [[buffer(3)]],
     constant paged::GreedyParams& params [[buffer(4)]], threadgroup float* parts PAGED_SCRATCH,
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    PAGED_THREAD_POSITION, PAGED_SIMD_POSITION) {
   using namespace paged;
   constexpr int CHUNK = chunk_size<T>();
   constexpr int AT_ONCE = 4;  // chunks that a thread keeps in flight

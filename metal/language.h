@@ -20,6 +20,15 @@
 #define PAGED_KERNEL(THREADS) [[kernel, max_total_threads_per_threadgroup(THREADS)]] void
 #endif
 
+// Parameters of a kernel that locate a thread: its threadgroup, the threads of that, its index.
+#define PAGED_THREAD_POSITION                                                                    \
+  uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]], \
+      uint thread_id [[thread_index_in_threadgroup]]
+
+// ... and those that locate it by SIMD-group.
+#define PAGED_SIMD_POSITION \
+  uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]
+
 // One instantiation of a kernel template under its host name.
 #define PAGED_INSTANTIATE(name, ...) \
   template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;

@@ -33,9 +33,7 @@ add_rms_norm(
     device const T* x [[buffer(0)]], device const T* residual [[buffer(1)]],
     device const T* weight [[buffer(2)]], device T* sum [[buffer(3)]], device T* out [[buffer(4)]],
     constant paged::NormParams& params [[buffer(5)]], threadgroup float* parts PAGED_SCRATCH,
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    PAGED_THREAD_POSITION, PAGED_SIMD_POSITION) {
   using namespace paged;
   constexpr int CHUNK = chunk_size<T>();
   ulong first = ulong(group_id.x) * params.row_chunks;
@@ -93,8 +91,7 @@ PAGED_KERNEL(paged::DATA_THREADS)
 rope_rotations(
     device const int* positions [[buffer(0)]], device const T* inv_freqs [[buffer(1)]],
     device T* out [[buffer(2)]], constant paged::RotationParams& params [[buffer(3)]],
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
+    PAGED_THREAD_POSITION) {
   int index = int(group_id.x * group_size.x + thread_id);
   if (index >= params.num_rows * params.half_dims) {
     return;
@@ -147,8 +144,7 @@ rope_write(
     device const T* key_weight [[buffer(6)]], device T* out [[buffer(7)]],
     device T* key_pool [[buffer(8)]], device T* value_pool [[buffer(9)]],
     constant paged::RopeParams& params [[buffer(10)]],
-    uint3 group_id [[threadgroup_position_in_grid]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   ulong row = group_id.x;
   int head = int(group_id.y) * ROPE_SIMD_GROUPS + int(simd_id);
@@ -206,24 +202,22 @@ PAGED_KERNEL(paged::DATA_THREADS)
 silu_mul(
     device const T* gate [[buffer(0)]], device const T* up [[buffer(1)]],
     device T* out [[buffer(2)]], constant paged::SiluParams& params [[buffer(3)]],
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
+    PAGED_THREAD_POSITION) {
   using namespace paged;
   constexpr int CHUNK = chunk_size<T>();
-  ulong row = group_id.x;
-  int chunk = int(group_id.y * group_size.x + thread_id);
-  if (chunk >= params.row_chunks) {
+  RowChunk at = row_chunk(group_id, group_size, thread_id);
+  if (at.chunk >= params.row_chunks) {
     return;
   }
   float gates[CHUNK];
   float values[CHUNK];
-  unpack(((device const uint4*)gate)[row * params.gate_stride + chunk], gates, T(0.0f));
-  unpack(((device const uint4*)up)[row * params.up_stride + chunk], values, T(0.0f));
+  unpack(((device const uint4*)gate)[at.row * params.gate_stride + at.chunk], gates, T(0.0f));
+  unpack(((device const uint4*)up)[at.row * params.up_stride + at.chunk], values, T(0.0f));
   PAGED_UNROLL
   for (int e = 0; e < CHUNK; e++) {
     values[e] *= gates[e] / (1.0f + precise::exp(-gates[e]));
   }
-  ((device uint4*)out)[row * params.row_chunks + chunk] = pack(values, T(0.0f));
+  ((device uint4*)out)[at.row * params.row_chunks + at.chunk] = pack(values, T(0.0f));
 }
 
 // Gathers rows of a table, such as token embeddings. Negative indices count from the end; rows out
@@ -234,20 +228,18 @@ PAGED_KERNEL(paged::DATA_THREADS)
 gather_rows(
     device const T* table [[buffer(0)]], device const int* rows [[buffer(1)]],
     device T* out [[buffer(2)]], constant paged::RowParams& params [[buffer(3)]],
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
-  ulong row = group_id.x;
-  int chunk = int(group_id.y * group_size.x + thread_id);
-  if (chunk >= params.row_chunks) {
+    PAGED_THREAD_POSITION) {
+  paged::RowChunk at = paged::row_chunk(group_id, group_size, thread_id);
+  if (at.chunk >= params.row_chunks) {
     return;
   }
-  int from = rows[row];
+  int from = rows[at.row];
   from += from < 0 ? params.num_rows : 0;
   uint4 values = uint4(0x7fc07fc0u);  // NaN in every dtype
   if (from >= 0 && from < params.num_rows) {
-    values = ((device const uint4*)table)[ulong(from) * params.row_chunks + chunk];
+    values = ((device const uint4*)table)[ulong(from) * params.row_chunks + at.chunk];
   }
-  ((device uint4*)out)[row * params.row_chunks + chunk] = values;
+  ((device uint4*)out)[at.row * params.row_chunks + at.chunk] = values;
 }
 
 // Computes x @ weight.T + bias + residual for few rows; a SIMD-group reads a row of the weight once
@@ -259,8 +251,7 @@ product_rows(
     device const T* x [[buffer(0)]], device const T* weight [[buffer(1)]],
     device const T* bias [[buffer(2)]], device const T* residual [[buffer(3)]],
     device T* out [[buffer(4)]], constant paged::ProductParams& params [[buffer(5)]],
-    uint3 group_id [[threadgroup_position_in_grid]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   int column = int(group_id.x) * PRODUCT_SIMD_GROUPS + int(simd_id);
   int first = int(group_id.y) * PRODUCT_ROWS;

@@ -21,8 +21,7 @@ lora_down(
     device const T* x [[buffer(0)]], device const int* adapters [[buffer(1)]],
     device const T* a [[buffer(2)]], device float* hidden [[buffer(3)]],
     constant paged::LoraParams& params [[buffer(4)]],
-    uint3 group_id [[threadgroup_position_in_grid]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   constexpr int CHUNK = chunk_size<T>();
   int column = int(group_id.x) * (LORA_THREADS / 32) + int(simd_id);
@@ -59,8 +58,7 @@ lora_up(
     device const T* base [[buffer(0)]], device const float* hidden [[buffer(1)]],
     device const int* adapters [[buffer(2)]], device const T* b [[buffer(3)]],
     device T* out [[buffer(4)]], constant paged::LoraParams& params [[buffer(5)]],
-    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
-    uint thread_id [[thread_index_in_threadgroup]]) {
+    PAGED_THREAD_POSITION) {
   int column = int(group_id.x * group_size.x + thread_id);
   ulong row = group_id.y;
   if (column >= params.n) {

@@ -50,19 +50,34 @@ struct TileLoader {
 
   uint4 chunks[LOADS];
 
+  // Source of a thread's load number i.
+  struct Source {
+    int chunk;  // within the tile
+    int token;
+    int element;
+    bool exists;
+  };
+
+  METAL_FUNC static Source source_of(int i, int first, int end, Slice slice, uint thread_id) {
+    Source at;
+    at.chunk = i * THREADS + int(thread_id);
+    at.token = first + at.chunk / ROW_CHUNKS;
+    at.element = slice.begin + at.chunk % ROW_CHUNKS * CHUNK;
+    at.exists = at.chunk < TOKENS * ROW_CHUNKS && at.token < end && at.element < slice.end;
+    return at;
+  }
+
   // Loads tokens [first, first + TOKENS) of a sequence; tokens from `end` on become zeros.
   METAL_FUNC void load(
       device const T* pool, int dim, int num_heads, int head, BlockTable table, int first, int end,
       Slice slice, uint thread_id) thread {
     PAGED_UNROLL
     for (int i = 0; i < LOADS; i++) {
-      int chunk = i * THREADS + int(thread_id);
-      int token = first + chunk / ROW_CHUNKS;
-      int element = slice.begin + chunk % ROW_CHUNKS * CHUNK;
+      Source at = source_of(i, first, end, slice, thread_id);
       chunks[i] = uint4(0);
-      if (chunk < TOKENS * ROW_CHUNKS && token < end && element < slice.end) {
-        ulong row = table.slot(token) * num_heads + head;
-        chunks[i] = *(device const uint4*)(pool + row * dim + element);
+      if (at.exists) {
+        ulong row = table.slot(at.token) * num_heads + head;
+        chunks[i] = *(device const uint4*)(pool + row * dim + at.element);
       }
     }
   }
@@ -79,15 +94,13 @@ struct TileLoader {
       int first, int end, Slice slice, uint thread_id) thread {
     PAGED_UNROLL
     for (int i = 0; i < LOADS; i++) {
-      int chunk = i * THREADS + int(thread_id);
-      int token = first + chunk / ROW_CHUNKS;
-      int element = slice.begin + chunk % ROW_CHUNKS * CHUNK;
+      Source at = source_of(i, first, end, slice, thread_id);
       chunks[i] = uint4(0);
-      if (chunk < TOKENS * ROW_CHUNKS && token < end && element < slice.end) {
-        CodePlace place = code_place(table, token, num_heads, head, format, dim);
-        chunks[i] = load_codes<T>(pool, place, element, format);
-        if (format == FORMAT_INT4 && chunk % GROUP_CHUNKS == 0) {
-          chunks[i].z = load_group(pool, place, element);
+      if (at.exists) {
+        CodePlace place = code_place(table, at.token, num_heads, head, format, dim);
+        chunks[i] = load_codes<T>(pool, place, at.element, format);
+        if (format == FORMAT_INT4 && at.chunk % GROUP_CHUNKS == 0) {
+          chunks[i].z = load_group(pool, place, at.element);
         }
       }
       if (format == FORMAT_INT4) {

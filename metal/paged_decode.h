@@ -247,15 +247,9 @@ struct DecodeLane {
 template <typename T, int K_DIM, int V_DIM, int QUERIES, int LOADS = paged::decode_loads(QUERIES)>
 PAGED_KERNEL(32 * paged::DECODE_SIMD_GROUPS)
 paged_decode(
-    device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
-    device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
-    device const int* block_tables [[buffer(4)]],
-    device const paged::WorkItem* work_items [[buffer(5)]],
-    device const float* per_head [[buffer(6)]], device T* out [[buffer(7)]],
-    device float* workspace [[buffer(8)]], constant paged::AttentionParams& params [[buffer(9)]],
-    threadgroup float* scratch PAGED_SCRATCH, uint3 group_id [[threadgroup_position_in_grid]],
-    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    PAGED_ATTENTION_BUFFERS(T), threadgroup float* scratch PAGED_SCRATCH,
+    uint3 group_id [[threadgroup_position_in_grid]], uint thread_id [[thread_index_in_threadgroup]],
+    PAGED_SIMD_POSITION) {
   using namespace paged;
   typedef DecodeLane<T, K_DIM, V_DIM, QUERIES, LOADS> Lane;
   constexpr int STEP = Lane::TOKENS * Lane::UNROLL;

@@ -95,14 +95,8 @@ template <
     typename T, int K_DIM, int V_DIM, int ROWS, int SIMD_GROUPS = paged::matrix_simd_groups(K_DIM)>
 PAGED_KERNEL(32 * SIMD_GROUPS)
 paged_decode_matrix(
-    device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
-    device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
-    device const int* block_tables [[buffer(4)]],
-    device const paged::WorkItem* work_items [[buffer(5)]],
-    device const float* per_head [[buffer(6)]], device T* out [[buffer(7)]],
-    device float* workspace [[buffer(8)]], constant paged::AttentionParams& params [[buffer(9)]],
-    threadgroup uchar* scratch PAGED_SCRATCH, uint3 group_id [[threadgroup_position_in_grid]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    PAGED_ATTENTION_BUFFERS(T), threadgroup uchar* scratch PAGED_SCRATCH,
+    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   constexpr int TOKENS = matrix_tokens(K_DIM, V_DIM, sizeof(T), ROWS, SIMD_GROUPS);
   constexpr int PITCH = matrix_pitch(K_DIM, V_DIM, sizeof(T), SIMD_GROUPS);

@@ -22,8 +22,7 @@ paged_merge(
     device const paged::MergeItem* merge_items [[buffer(0)]],
     device const float* workspace [[buffer(1)]], device const float* per_head [[buffer(2)]],
     device T* out [[buffer(3)]], constant paged::MergeParams& params [[buffer(4)]],
-    uint3 group_id [[threadgroup_position_in_grid]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   constexpr int PAIRS = ceil_div(V_DIM, 64);  // pairs of values per lane
 

@@ -84,15 +84,9 @@ template <
     int TOKENS = paged::prefill_tokens(K_DIM, V_DIM, sizeof(T), ROWS)>
 PAGED_KERNEL(32 * paged::PREFILL_SIMD_GROUPS)
 paged_prefill(
-    device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
-    device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
-    device const int* block_tables [[buffer(4)]],
-    device const paged::WorkItem* work_items [[buffer(5)]],
-    device const float* per_head [[buffer(6)]], device T* out [[buffer(7)]],
-    device float* workspace [[buffer(8)]], constant paged::AttentionParams& params [[buffer(9)]],
-    threadgroup uchar* scratch PAGED_SCRATCH, uint3 group_id [[threadgroup_position_in_grid]],
-    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    PAGED_ATTENTION_BUFFERS(T), threadgroup uchar* scratch PAGED_SCRATCH,
+    uint3 group_id [[threadgroup_position_in_grid]], uint thread_id [[thread_index_in_threadgroup]],
+    PAGED_SIMD_POSITION) {
   using namespace paged;
   constexpr int THREADS = 32 * PREFILL_SIMD_GROUPS;
   constexpr int BANDS = ROWS / 8 / PREFILL_SIMD_GROUPS;  // of 8 rows, per SIMD-group

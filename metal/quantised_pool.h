@@ -236,8 +236,7 @@ quantise_kv(
     device const T* keys [[buffer(0)]], device const T* values [[buffer(1)]],
     device const int* slot_mapping [[buffer(2)]], device uchar* key_pool [[buffer(3)]],
     device uchar* value_pool [[buffer(4)]], constant paged::QuantiseParams& params [[buffer(5)]],
-    uint3 group_id [[threadgroup_position_in_grid]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   int head = int(group_id.x) * (DATA_THREADS / 32) + int(simd_id);
   ulong token = group_id.y;
@@ -270,8 +269,7 @@ gather_quantised(
     device const uchar* pool [[buffer(0)]], device const int* block_tables [[buffer(1)]],
     device const int* context_lens [[buffer(2)]], device T* dense [[buffer(3)]],
     constant paged::GatherQuantisedParams& params [[buffer(4)]],
-    uint3 group_id [[threadgroup_position_in_grid]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   int token = int(group_id.x) * (DATA_THREADS / 32) + int(simd_id);
   if (token >= params.max_context_len) {
@@ -305,8 +303,7 @@ PAGED_KERNEL(paged::DATA_THREADS)
 rotate_queries(
     device const T* queries [[buffer(0)]], device T* rotated [[buffer(1)]],
     constant paged::RotateParams& params [[buffer(2)]],
-    uint3 group_id [[threadgroup_position_in_grid]],
-    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   int index = int(group_id.x) * (DATA_THREADS / 32) + int(simd_id);
   if (index >= params.num_rows) {

@@ -12,6 +12,15 @@
 
 using namespace metal;
 
+// Buffers and params of every attention kernel.
+#define PAGED_ATTENTION_BUFFERS(T)                                                         \
+  device const T *queries [[buffer(0)]], device const T *key_pool [[buffer(1)]],           \
+      device const T *value_pool [[buffer(2)]], device const int *positions [[buffer(3)]], \
+      device const int *block_tables [[buffer(4)]],                                        \
+      device const paged::WorkItem *work_items [[buffer(5)]],                              \
+      device const float *per_head [[buffer(6)]], device T *out [[buffer(7)]],             \
+      device float *workspace [[buffer(8)]], constant paged::AttentionParams &params [[buffer(9)]]
+
 namespace paged {
 
 struct QueryTile {

@@ -67,6 +67,19 @@ METAL_FUNC uint4 pack(thread const float* values, T type) {
   return chunk;
 }
 
+// A thread's chunk of a row, in a grid of (rows, chunks of a row / threads).
+struct RowChunk {
+  ulong row;
+  int chunk;
+};
+
+METAL_FUNC RowChunk row_chunk(uint3 group_id, uint3 group_size, uint thread_id) {
+  RowChunk at;
+  at.row = group_id.x;
+  at.chunk = int(group_id.y * group_size.x + thread_id);
+  return at;
+}
+
 // Rounds a number to T.
 template <typename T>
 METAL_FUNC float rounded(float value) {

@@ -13,7 +13,7 @@ QUERIES = "query_tile.h"
 VARIANT = "attention_variant.h"
 LAYER = "layer.h"
 ROWS = "few_rows.h"
-CODES, QUANTISED = "pool_codes.h", "quantised_pool.h"
+CODES, QUANTISED, LAYOUT = "pool_codes.h", "quantised_pool.h", "pool_layout.h"
 GREEDY = "greedy.h"
 EXPERTS = "experts.h"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -114,11 +114,11 @@ MUTANTS = [
     _mutant(MATRIX, "float factor = factors[8 * band + matrix_row(lane)];", "float factor = factors[8 * band];", "all rows shrink by the first row's factor", *MATRICES),
     _mutant(MATRIX, "for (int s = 0; s < SIMD_GROUPS; s++) {", "for (int s = 1; s < SIMD_GROUPS; s++) {", "the first slice of the dot products is left out", *MATRICES),
     _mutant(MATRIX, "state[i].sum = state[i].sum * factor + share;", "state[i].sum = state[i].sum + share;", "a stale sum", *MATRICES),
-    _mutant(MATRIX, "row < ROWS && token < end && sees", "row < ROWS && sees", "zeros past a split are weighed", *MATRICES),
+    _mutant(MATRIX, "row < ROWS && token < end && visible", "row < ROWS && visible", "zeros past a split are weighed", *MATRICES),
     _mutant(MATRIX, "if (q < ours.num_queries && element < k_slice.end) {", "if (element < k_slice.end) {", "rows past the last query are read", *MATRICES),
     _mutant(MATRIX, "if (element < v_slice.end) {", "if (true) {", "a slice writes into the next", *MATRICES),
-    _mutant(TILE, "token < end && element < slice.end) {\n        ulong", "element < slice.end) {\n        ulong", "tokens past the end are loaded", *MATRICES),
-    _mutant(TILE, "token < end && element < slice.end) {\n        ulong", "token < end) {\n        ulong", "a SIMD-group loads beyond its slice", *MATRICES),
+    _mutant(TILE, "at.token < end && at.element < slice.end;", "at.element < slice.end;", "tokens past the end are loaded", *MATRICES, "quantised_matrix"),
+    _mutant(TILE, "at.token < end && at.element < slice.end;", "at.token < end;", "a SIMD-group loads beyond its slice", *MATRICES),
     _mutant(TILE, "return int(((lane / 4) & 2) * 2 + (lane % 2) * 2);", "return int(((lane / 4) & 2) * 2 + (lane % 2));", "results are written a column off", *MATRICES),
     _mutant(MATRIX, f"first, seen.end, scales, PITCH, params, simd_id, lane);\n    {BARRIER}", "first, seen.end, scales, PITCH, params, simd_id, lane);\n    threadgroup_barrier(mem_flags::mem_device);", "a barrier for other memory", *MATRICES),
     _mutant(MATRIX, "offset = TOKENS / 2; offset > 0; offset /= 2) {\n        maximum", "offset = TOKENS / 4; offset > 0; offset /= 2) {\n        maximum", "the maximum of half a row", *MATRICES),
@@ -172,8 +172,8 @@ MUTANTS = [
     _mutant(TABLE, "(ulong(blocks[token >> shift]) << shift)", "(ulong(ushort(blocks[token >> shift])) << shift)", "ids of 16 bits of what is gathered", "big_gather"),
     _mutant(DECODE, "key_pool + head * K_DIM + element", "key_pool + int(head * K_DIM) + element", "keys beyond 2^31 elements", "big_decode"),
     _mutant(DECODE, "value_pool + head * V_DIM + element", "value_pool + uint(head * V_DIM) + element", "values beyond 2^32 elements", "big_decode"),
-    _mutant(TILE, "pool + row * dim + element", "pool + int(row * dim) + element", "tiles beyond 2^31 elements", "big_prefill"),
-    _mutant(TILE, "pool + row * dim + element", "pool + uint(row * dim) + element", "tiles beyond 2^32 elements", "big_matrix"),
+    _mutant(TILE, "pool + row * dim + at.element", "pool + int(row * dim) + at.element", "tiles beyond 2^31 elements", "big_prefill"),
+    _mutant(TILE, "pool + row * dim + at.element", "pool + uint(row * dim) + at.element", "tiles beyond 2^32 elements", "big_matrix"),
     _mutant("data.h", "key_pool[ulong(slot) * params.key_chunks + chunk]", "key_pool[slot * params.key_chunks + chunk]", "keys are written beyond 2^31 chunks", "big_write"),
     _mutant("data.h", "value_pool[ulong(slot) * params.value_chunks + chunk]", "value_pool[uint(slot) * params.value_chunks + chunk]", "values are written beyond 2^32 chunks", "big_write"),
     _mutant("data.h", "pool + ulong(pair.x) * params.block_chunks", "pool + pair.x * params.block_chunks", "a source beyond 2^31 chunks", "big_copy"),
@@ -182,8 +182,8 @@ MUTANTS = [
     _mutant("data.h", "ulong(pair.y)", "ulong(ushort(pair.y))", "a destination of 16 bits", "big_copy"),
     _mutant("data.h", "pool[(table.slot(token) * params.num_kv_heads + head) * params.head_chunks + chunk]", "pool[uint((table.slot(token) * params.num_kv_heads + head) * params.head_chunks + chunk)]", "what is gathered lies beyond 2^32 chunks", "big_gather"),
     # Quantised pools
-    _mutant(CODES, "FORMAT_INT4 ? dim / 2 : dim;", "FORMAT_INT4 ? dim : dim;", "nibbles take a byte each", "quantised_write"),
-    _mutant(CODES, "format == FORMAT_INT8   ? 2\n", "format == FORMAT_INT8   ? 4\n", "a tail of twice the scales", "quantised_decode"),
+    _mutant(LAYOUT, "FORMAT_INT4 ? dim / 2 : dim;", "FORMAT_INT4 ? dim : dim;", "nibbles take a byte each", "quantised_write"),
+    _mutant(LAYOUT, "format == FORMAT_INT8   ? 2\n", "format == FORMAT_INT8   ? 4\n", "a tail of twice the scales", "quantised_decode"),
     _mutant(CODES, "(head << shift) + in_block) * ulong(tail)", "in_block * heads + head) * ulong(tail)", "scales lie like codes", "quantised_write"),
     _mutant(CODES, "in_block * heads + head) * ulong(size)", "(head << shift) + in_block) * ulong(size)", "codes lie like scales", "quantised_write"),
     _mutant(CODES, "ulong begin = block * (rows * ulong(size + tail));", "ulong begin = block * (rows * ulong(size));", "blocks overlap", "quantised_write"),
@@ -201,12 +201,11 @@ MUTANTS = [
     _mutant(DECODE, "simd_shuffle(scale, ushort(int(lane) - index))", "simd_shuffle(scale, ushort(0))", "all tokens have the first one's scale", "quantised_decode"),
     _mutant(DECODE, "simd_shuffle(group, ushort(int(lane) - index % GROUP_LANES))", "simd_shuffle(group, ushort(int(lane) - index))", "all groups of a token have the first one's scale", "quantised_decode"),
     _mutant(DECODE, "if (here && index % GROUP_LANES == 0) {", "if (here) {", "every lane loads its group's scale", "quantised_bytes"),
-    _mutant(TILE, "format == FORMAT_INT4 && chunk % GROUP_CHUNKS == 0", "format == FORMAT_INT4", "every chunk loads its group's scale", "quantised_bytes"),
+    _mutant(TILE, "format == FORMAT_INT4 && at.chunk % GROUP_CHUNKS == 0", "format == FORMAT_INT4", "every chunk loads its group's scale", "quantised_bytes"),
     _mutant(TILE, "ushort(lane - lane % GROUP_CHUNKS)", "ushort(lane)", "one chunk of a group has the scale", "quantised_matrix", "quantised_prefill"),
-    _mutant(TILE, "token < end && element < slice.end) {\n        CodePlace", "element < slice.end) {\n        CodePlace", "codes past the end are loaded", "quantised_matrix"),
     _mutant(PREFILL, "    if (has_scales(params) && int(thread_id) < TOKENS) {", "    if (has_scales(params) && int(thread_id) < TOKENS / 2) {", "half of the tokens have scales", "quantised_prefill"),
     _mutant(MATRIX, "if (has_scales(params) && simd_id == 0 && int(lane) < TOKENS) {", "if (has_scales(params) && simd_id == 0 && int(lane) < TOKENS / 2) {", "half of the tokens have scales", "quantised_matrix"),
-    _mutant(QUANTISED, "return ((x ^ (x >> 13)) >> 31) != 0;", "return ((x ^ (x >> 14)) >> 31) != 0 || dim == 3;", "a sign of the rotation", "quantised_write"),
+    _mutant(LAYOUT, "return ((x ^ (x >> 13)) >> 31) != 0;", "return ((x ^ (x >> 14)) >> 31) != 0 || dim == 3;", "a sign of the rotation", "quantised_write"),
     _mutant(QUANTISED, "x[i] = second ? other - x[i] : x[i] + other;", "x[i] = x[i] + other;", "sums without differences", "quantised_write"),
     _mutant(QUANTISED, "stride < min(run, 32)", "stride < 32", "runs of the rotation are mixed", "quantised_write"),
     _mutant(QUANTISED, "if (32 * stride < run) {", "if (false) {", "rotations stay within 32 dims", "quantised_write"),
@@ -240,7 +239,7 @@ MUTANTS = [
     _mutant(LAYER, "(ulong(slot) * params.num_kv_heads + value_head) * params.value_dim", "(ulong(row) * params.num_kv_heads + value_head) * params.value_dim", "values go to their row", "heads"),
     _mutant(LAYER, "float(positions[row]) * params.scale", "float(positions[row])", "positions are not scaled", "heads"),
     _mutant(LAYER, "value_head >= params.num_kv_heads", "value_head > params.num_kv_heads", "a head too many", "heads"),
-    _mutant(LAYER, "row * params.up_stride + chunk", "row * params.gate_stride + chunk + 1", "the wrong half is the gate's", "gates_and_rows"),
+    _mutant(LAYER, "at.row * params.up_stride + at.chunk", "at.row * params.gate_stride + at.chunk + 1", "the wrong half is the gate's", "gates_and_rows"),
     _mutant(LAYER, "precise::exp(-gates[e])", "precise::exp(gates[e])", "the gate is turned around", "gates_and_rows"),
     _mutant(LAYER, "from += from < 0 ? params.num_rows : 0;", "", "rows from the end", "gates_and_rows"),
     _mutant(LAYER, "if (from >= 0 && from < params.num_rows) {", "if (from >= 0) {", "a row past the last is read", "gates_and_rows"),

@@ -31,7 +31,6 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   const Stream stream(params.product, paged::shared_address(shared), blockIdx.x % params.num_tiles);
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int first_row = warp % 4 * 32;
   stream.begin();
   const ExpertItem item = begin_item(params, items);
   if (item.count == 0) {
@@ -60,14 +59,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
           }
         });
   }
-  typename Stream::Sums sums = {};
-  if (warp < Stream::kMultipliers) {
-    stream.multiply(sums, first_row, warp / 4, lane);
-  }
-  __syncthreads();  // The ring has been read.
-  paged::wait_for_kernel_before();
-  float* results = reinterpret_cast<float*>(shared);
-  stream.store(results, sums, warp, first_row, lane);
+  const float* results = stream.multiply_and_store(shared);
   LinearPart<T> parts[kLinearMostWeights] = EXPERT_PARTS;
   finish_item<T, Stream::kRows>(
       params, item, sorted_pairs, stream.tile_of_weight, parts, kQuantisedStreamThreads,

@@ -171,10 +171,10 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
       }
       const int low = head_row(block * GROUPS + g, kLinearRows, params.head_dim, i % 8).first;
       const int high = low + params.head_dim / 2;
-      write_rotated<T>(
-          params, rotations, slots, ours.out, ours.n, which, first_x + at, low,
-          plus(sum_of_parts(at, output), ours.bias + low, ours.has_bias),
-          plus(sum_of_parts(at, output + 8), ours.bias + high, ours.has_bias));
+      T lows[1] = {plus(sum_of_parts(at, output), ours.bias + low, ours.has_bias)};
+      T highs[1] = {plus(sum_of_parts(at, output + 8), ours.bias + high, ours.has_bias)};
+      write_rotated(
+          params, rotations, slots, ours.out, ours.n, which, first_x + at, low, lows, highs);
     }
     return;
   }

@@ -32,31 +32,6 @@ __device__ __forceinline__ TileRow row_of_tile(const LinearParams& params, int t
   return {tile * ROWS + row, false};
 }
 
-// write_rotated for four adjacent elements and their four partners half a head later. Modifies
-// both.
-template <typename T>
-__device__ __forceinline__ void write_rotated_four(
-    const LinearParams& params, const float* rotations, const int* slots, T* out, int n, int weight,
-    int at, int column, T (&lows)[4], T (&highs)[4]) {
-  const int half = params.head_dim / 2;
-  const int row = row_of_head(slots, weight, at);
-  if (row < 0) {
-    return;
-  }
-  if (weight < 2) {
-    const float* angles = rotations + size_t(at) * params.head_dim + column % params.head_dim;
-    const float4 cosines = *reinterpret_cast<const float4*>(angles);
-    const float4 sines = *reinterpret_cast<const float4*>(angles + half);
-    rotate(lows[0], highs[0], cosines.x, sines.x);
-    rotate(lows[1], highs[1], cosines.y, sines.y);
-    rotate(lows[2], highs[2], cosines.z, sines.z);
-    rotate(lows[3], highs[3], cosines.w, sines.w);
-  }
-  T* to = out + size_t(row) * n + column;
-  *reinterpret_cast<unsigned long long*>(to) = *reinterpret_cast<unsigned long long*>(lows);
-  *reinterpret_cast<unsigned long long*>(to + half) = *reinterpret_cast<unsigned long long*>(highs);
-}
-
 constexpr int log2_of(int power) {
   return power > 1 ? 1 + log2_of(power / 2) : 0;
 }
@@ -125,8 +100,7 @@ __device__ __forceinline__ void finish_rows(
     }
     const int place = row_of(at);
     if (has_heads) {
-      write_rotated_four<T>(
-          params, rotations, slots, ours.out, ours.n, which, place, column, four, others);
+      write_rotated(params, rotations, slots, ours.out, ours.n, which, place, column, four, others);
       continue;
     }
     if (params.is_gated) {

@@ -76,24 +76,39 @@ __device__ __forceinline__ void rotate(T& low, T& high, float cosine, float sine
   high = rounded<T>(a * sine + b * cosine);
 }
 
-// Writes two elements of row `at` that are half a head apart, rotating those of queries and keys.
-// `column`: the first element's column in its weight's output.
-template <typename T>
+// Writes N adjacent elements (1 or 4) of row `at` and their partners half a head later, rotating
+// those of queries and keys. `column`: the first element's column in its weight's output.
+template <int N, typename T>
 __device__ __forceinline__ void write_rotated(
     const LinearParams& params, const float* rotations, const int* slots, T* out, int n, int weight,
-    int at, int column, T low, T high) {
+    int at, int column, T (&lows)[N], T (&highs)[N]) {
+  static_assert(N == 1 || N == 4);
   const int half = params.head_dim / 2;
   const int row = row_of_head(slots, weight, at);
   if (row < 0) {
     return;
   }
-  if (weight < 2) {
-    const float* angles = rotations + size_t(at) * params.head_dim + column % params.head_dim;
-    rotate(low, high, angles[0], angles[half]);
-  }
+  const float* angles = rotations + size_t(at) * params.head_dim + column % params.head_dim;
   T* to = out + size_t(row) * n + column;
-  to[0] = low;
-  to[half] = high;
+  if constexpr (N == 1) {
+    if (weight < 2) {
+      rotate(lows[0], highs[0], angles[0], angles[half]);
+    }
+    to[0] = lows[0];
+    to[half] = highs[0];
+  } else {
+    using Four = unsigned long long;  // four elements
+    if (weight < 2) {
+      const float4 cosines = *reinterpret_cast<const float4*>(angles);
+      const float4 sines = *reinterpret_cast<const float4*>(angles + half);
+      rotate(lows[0], highs[0], cosines.x, sines.x);
+      rotate(lows[1], highs[1], cosines.y, sines.y);
+      rotate(lows[2], highs[2], cosines.z, sines.z);
+      rotate(lows[3], highs[3], cosines.w, sines.w);
+    }
+    *reinterpret_cast<Four*>(to) = *reinterpret_cast<Four*>(lows);
+    *reinterpret_cast<Four*>(to + half) = *reinterpret_cast<Four*>(highs);
+  }
 }
 
 // Operands and output of one weight of a launch.

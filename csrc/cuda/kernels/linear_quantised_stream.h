@@ -90,6 +90,9 @@ struct QuantisedStream {
   }
   __device__ __forceinline__ int pitch() const { return WHOLE ? whole_pitch : 16; }
 
+  // First of the warp's 32 rows in the tile.
+  __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 % 4 * 32; }
+
   // Called by all threads before any other method.
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x == 0) {
@@ -493,8 +496,12 @@ struct QuantisedStream {
 
   // Stores the block's sums, added over both warps of each pair, as [row of x][row of the weight]
   // in the ring's memory, which has been read by now. Called by all threads.
-  __device__ __forceinline__ void store(
-      float* results, const Sums& sums, int warp, int first_row, int lane) const {
+  __device__ __forceinline__ float* store(unsigned char* shared, const Sums& sums) const {
+    __syncthreads();  // The ring has been read.
+    paged::wait_for_kernel_before();
+    float* results = reinterpret_cast<float*>(shared);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int of_pair = 1; of_pair >= 0; of_pair--) {
       if (warp / 4 == of_pair) {
@@ -505,7 +512,7 @@ struct QuantisedStream {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
               const int at = t * 8 + lane % 4 * 2 + i % 2;
-              const int output = first_row + m * 16 + i / 2 * 8 + lane / 4;
+              const int output = first_row() + m * 16 + i / 2 * 8 + lane / 4;
               float& result = results[at * kQuantisedStreamPitch + output];
               const float sum = sums[m][t][i] * Scaling<Group>::kPerSum;
               result = of_pair == 1 ? sum : sum + result;
@@ -515,6 +522,17 @@ struct QuantisedStream {
       }
       __syncthreads();
     }
+    return results;
+  }
+
+  // multiply() by the consumer warps, then store(). Called by all threads.
+  __device__ __forceinline__ float* multiply_and_store(unsigned char* shared) const {
+    Sums sums = {};
+    const int warp = threadIdx.x / 32;
+    if (warp < kMultipliers) {
+      multiply(sums, first_row(), warp / 4, threadIdx.x % 32);
+    }
+    return store(shared, sums);
   }
 
   // Finishes this block's share of the cluster's outputs. Called by all threads after store().
@@ -597,11 +615,8 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
   const Stream stream(params, paged::shared_address(shared));
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int first_row = warp % 4 * 32;
   stream.begin();
-  if (warp == Stream::kMultipliers && lane == 0) {
+  if (threadIdx.x == 32 * Stream::kMultipliers) {
     stream.copy(
         params, maps, 0, Stream::kXBytes, 0, [](bool, bool) { return nullptr; },
         [] {
@@ -610,15 +625,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
         },
         [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); });
   }
-  typename Stream::Sums sums = {};
-  if (warp < Stream::kMultipliers) {
-    stream.multiply(sums, first_row, warp / 4, lane);
-  }
-  __syncthreads();  // The ring has been read.
-  paged::wait_for_kernel_before();
-
-  float* results = reinterpret_cast<float*>(shared);
-  stream.store(results, sums, warp, first_row, lane);
+  const float* results = stream.multiply_and_store(shared);
   stream.finish(params, parts_of_launch, residual, rotations, slots, results);
 #endif
 }
@@ -633,9 +640,6 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
   const Stream stream(params, paged::shared_address(shared));
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int first_row = warp % 4 * 32;
   auto no_parts = [](bool, bool) { return nullptr; };
   auto copy_x = [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); };
   stream.begin();
@@ -651,15 +655,12 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
   const typename Stream::Sources sources = stream.sources_of(params, maps, 0);
   typename Stream::Sums sums = {};
   stream.multiply_together(
-      sums, first_row, same_in_warp(warp / 4), lane, params.x_is_ordered, [&](const auto& turn) {
+      sums, Stream::first_row(), same_in_warp(threadIdx.x / 128), threadIdx.x % 32,
+      params.x_is_ordered, [&](const auto& turn) {
         stream.copy_weights(sources, turn, Stream::kXBytes, no_parts);
         copy_x(turn);
       });
-  __syncthreads();  // The ring has been read.
-  paged::wait_for_kernel_before();
-
-  float* results = reinterpret_cast<float*>(shared);
-  stream.store(results, sums, warp, first_row, lane);
+  const float* results = stream.store(shared, sums);
   // Recomputed here so that it holds no registers during the products.
   const Stream finished(params, paged::shared_address(shared));
   finished.finish(params, parts_of_launch, residual, rotations, slots, results);

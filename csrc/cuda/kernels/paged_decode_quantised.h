@@ -21,43 +21,23 @@ __global__ void __launch_bounds__(
   extern __shared__ __align__(128) unsigned char shared[];
   begin_after_kernel_before();
 
-  int kv_head = blockIdx.x % params.num_kv_heads;
-  WorkItem item = work_items[blockIdx.x / params.num_kv_heads];
-  int num_rows = item.row_end - item.row_begin;
-  if (num_rows < params.min_rows || num_rows > params.max_rows) {
+  DecodeBlock block(work_items, block_tables, params);
+  if (!block.is_served) {
     return;
   }
   int warp = threadIdx.x / 32;
   int lane = threadIdx.x % 32;
-  int heads = params.num_q_heads / params.num_kv_heads;  // per group
-  int num_queries = num_rows * heads;
-  BlockTable table = {block_tables + size_t(item.sequence) * params.max_blocks, params.block_shift};
-  auto seen_of = [&]() -> KeyRange {
-    return keys_of_rows(item, positions, item.row_begin, item.row_end, params);
-  };
-
   Results meeting = {shared};
-  // Without a window, the first token is known before the rows' positions are loaded.
-  int begin = params.options.window == WHOLE_CONTEXT ? item.first_block << params.block_shift : seen_of().begin;
-  int first = begin / QUANTISED_TOKENS * QUANTISED_TOKENS + warp * QUANTISED_TOKENS;
+  int first = block.first_token<QUANTISED_TOKENS>(positions, params);
   Ring ring(
       meeting.ring(warp), reinterpret_cast<const unsigned char*>(key_pool),
-      reinterpret_cast<const unsigned char*>(value_pool), table,
-      item.last_block << params.block_shift, seen_of, params.num_kv_heads, kv_head, first, STEP,
-      lane);
+      reinterpret_cast<const unsigned char*>(value_pool), block.table,
+      block.item.last_block << params.block_shift, [&] { return block.keys(positions, params); },
+      params.num_kv_heads, block.kv_head, first, STEP, lane);
   KeyRange seen = ring.seen();
-  auto query_of = [&](int q) -> const T* {
-    size_t row = size_t(item.row_begin + q / heads) * params.num_q_heads;
-    return q < num_queries ? queries + (row + kv_head * heads + q % heads) * DIM : nullptr;
-  };
-  auto keys_of = [&](int q) -> KeyRange {
-    if (q >= num_queries) {
-      return {0, 0};
-    }
-    KeyRange keys = keys_of_row(positions, item.row_begin + q / heads, params);
-    return {max(keys.begin, seen.begin), min(keys.end, seen.end)};
-  };
-  QuantisedState<T, DIM, COLUMNS, KEYS, VALUES> state(query_of, keys_of, lane);
+  QuantisedState<T, DIM, COLUMNS, KEYS, VALUES> state(
+      [&](int q) { return block.query<DIM>(q, queries, params); },
+      [&](int q) { return block.keys_of(q, seen, positions, params); }, lane);
   for (; first < seen.end; first += STEP) {
     state.attend(ring.advance(lane), first, seen, params, lane);
   }
@@ -82,5 +62,5 @@ __global__ void __launch_bounds__(
     }
   }
   __syncthreads();
-  write_results<T, DIM>(meeting, item, num_queries, heads, kv_head, per_head, out, workspace, params);
+  write_results<T, DIM>(meeting, block, per_head, out, workspace, params);
 }

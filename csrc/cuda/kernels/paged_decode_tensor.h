@@ -14,6 +14,62 @@
 
 namespace paged {
 
+// A thread block's share of a decode launch: one KV head of a work item. Heads of an item have
+// adjacent blocks, like their keys in memory.
+struct DecodeBlock {
+  WorkItem item;
+  int kv_head;
+  int heads;  // per group
+  int num_queries;
+  bool is_served;  // by this launch
+  BlockTable table;
+
+  __device__ __forceinline__
+  DecodeBlock(const WorkItem* work_items, const int* block_tables, const AttentionParams& params)
+      : item(work_items[blockIdx.x / params.num_kv_heads]),
+        kv_head(blockIdx.x % params.num_kv_heads),
+        heads(params.num_q_heads / params.num_kv_heads),
+        table{block_tables + size_t(item.sequence) * params.max_blocks, params.block_shift} {
+    int num_rows = item.row_end - item.row_begin;
+    num_queries = num_rows * heads;
+    is_served = num_rows >= params.min_rows && num_rows <= params.max_rows;
+  }
+
+  // Keys that any of the item's rows sees.
+  __device__ __forceinline__ KeyRange
+  keys(const int* positions, const AttentionParams& params) const {
+    return keys_of_rows(item, positions, item.row_begin, item.row_end, params);
+  }
+
+  // Keys of `seen` that query q sees; none past the last query.
+  __device__ __forceinline__ KeyRange
+  keys_of(int q, KeyRange seen, const int* positions, const AttentionParams& params) const {
+    if (q >= num_queries) {
+      return {0, 0};
+    }
+    KeyRange keys = keys_of_row(positions, item.row_begin + q / heads, params);
+    return {max(keys.begin, seen.begin), min(keys.end, seen.end)};
+  }
+
+  // Elements of query q; null past the last.
+  template <int DIM, typename T>
+  __device__ __forceinline__ const T* query(
+      int q, const T* queries, const AttentionParams& params) const {
+    size_t row = size_t(item.row_begin + q / heads) * params.num_q_heads;
+    return q < num_queries ? queries + (row + kv_head * heads + q % heads) * DIM : nullptr;
+  }
+
+  // The warp's first token; warps take tiles of TOKENS tokens in turn. Without a window it is known
+  // before the rows' positions are loaded.
+  template <int TOKENS>
+  __device__ __forceinline__ int first_token(
+      const int* positions, const AttentionParams& params) const {
+    int begin = params.options.window == WHOLE_CONTEXT ? item.first_block << params.block_shift
+                                                       : keys(positions, params).begin;
+    return begin / TOKENS * TOKENS + int(threadIdx.x) / 32 * TOKENS;
+  }
+};
+
 // Results that a block's warps exchange through shared memory. RING: bytes per warp.
 template <int DIM, int QUERIES, int RING = tensor_ring_bytes(DIM, QUERIES)>
 struct WarpResults {
@@ -79,18 +135,19 @@ struct WarpResults {
 // Combines the warps' results and writes an item's rows or partials.
 template <typename T, int DIM, typename Results>
 __device__ __forceinline__ void write_results(
-    const Results& meeting, const WorkItem& item, int num_queries, int heads, int kv_head,
-    const float* per_head, T* out, float* workspace, const AttentionParams& params) {
+    const Results& meeting, const DecodeBlock& block, const float* per_head, T* out,
+    float* workspace, const AttentionParams& params) {
   constexpr int THREADS = 32 * tensor_warps(DIM);
+  const WorkItem& item = block.item;
   bool whole = item.partial_begin < 0;
   Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, DIM);
-  for (int i = threadIdx.x; i < num_queries * (DIM / 4); i += THREADS) {
+  for (int i = threadIdx.x; i < block.num_queries * (DIM / 4); i += THREADS) {
     int q = i / (DIM / 4);
     int element = i % (DIM / 4) * 4;
     float values[4] = {};
     SoftmaxState joined = meeting.join(q, element, values);
-    int head = kv_head * heads + q % heads;
-    size_t row = size_t((whole ? item.row_begin : item.partial_begin) + q / heads);
+    int head = block.kv_head * block.heads + q % block.heads;
+    size_t row = size_t((whole ? item.row_begin : item.partial_begin) + q / block.heads);
     size_t at = row * params.num_q_heads + head;
     if (whole) {
       float factor = joined.normaliser(per_head, head, params.options);
@@ -119,42 +176,23 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   extern __shared__ __align__(128) unsigned char shared[];
   let_next_kernel_begin();
 
-  int kv_head = blockIdx.x % params.num_kv_heads;
-  WorkItem item = work_items[blockIdx.x / params.num_kv_heads];
-  int num_rows = item.row_end - item.row_begin;
-  if (num_rows < params.min_rows || num_rows > params.max_rows) {
+  DecodeBlock block(work_items, block_tables, params);
+  if (!block.is_served) {
     wait_for_kernel_before();
     return;
   }
   int warp = threadIdx.x / 32;
   int lane = threadIdx.x % 32;
-  int heads = params.num_q_heads / params.num_kv_heads;  // per group
-  int num_queries = num_rows * heads;
-  BlockTable table = {block_tables + size_t(item.sequence) * params.max_blocks, params.block_shift};
-  auto seen_of = [&]() -> KeyRange {
-    return keys_of_rows(item, positions, item.row_begin, item.row_end, params);
-  };
-
   WarpResults<DIM, COLUMNS * TENSOR_QUERIES> meeting = {shared};
-  // Without a window, the first token is known before the rows' positions are loaded.
-  int begin = params.options.window == WHOLE_CONTEXT ? item.first_block << params.block_shift : seen_of().begin;
-  int first = begin / TENSOR_TOKENS * TENSOR_TOKENS + warp * TENSOR_TOKENS;
+  int first = block.first_token<TENSOR_TOKENS>(positions, params);
   Ring ring(
-      meeting.ring(warp), key_pool, value_pool, table, item.last_block << params.block_shift,
-      seen_of, params.writes_last_only, params.num_kv_heads, kv_head, first, STEP, lane);
+      meeting.ring(warp), key_pool, value_pool, block.table,
+      block.item.last_block << params.block_shift, [&] { return block.keys(positions, params); },
+      params.writes_last_only, params.num_kv_heads, block.kv_head, first, STEP, lane);
   KeyRange seen = ring.seen();
-  auto query_of = [&](int q) -> const T* {
-    size_t row = size_t(item.row_begin + q / heads) * params.num_q_heads;
-    return q < num_queries ? queries + (row + kv_head * heads + q % heads) * DIM : nullptr;
-  };
-  auto keys_of = [&](int q) -> KeyRange {
-    if (q >= num_queries) {
-      return {0, 0};
-    }
-    KeyRange keys = keys_of_row(positions, item.row_begin + q / heads, params);
-    return {max(keys.begin, seen.begin), min(keys.end, seen.end)};
-  };
-  DecodeState<T, DIM, COLUMNS> state(query_of, keys_of, lane);
+  DecodeState<T, DIM, COLUMNS> state(
+      [&](int q) { return block.query<DIM>(q, queries, params); },
+      [&](int q) { return block.keys_of(q, seen, positions, params); }, lane);
   for (; first < seen.end; first += STEP) {
     state.attend(ring.advance(lane), first, params, lane);
   }
@@ -164,5 +202,5 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   meeting.put(state, warp, lane);
   __syncthreads();
 
-  write_results<T, DIM>(meeting, item, num_queries, heads, kv_head, per_head, out, workspace, params);
+  write_results<T, DIM>(meeting, block, per_head, out, workspace, params);
 }
