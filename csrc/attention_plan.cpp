@@ -29,9 +29,9 @@ constexpr int64_t kMaxHalfPieces = 12;
 // itself and is not split, however long the prefix. Every piece writes partials of all its rows, so
 // a step of short chunks needs room for up to eight times its rows. Behind prefixes so long that
 // pieces reach kLongest there are more, up to 2048 per chunk.
-constexpr int64_t kPrefillPieces = 16;     // of all items of a chunk together
-constexpr int64_t kMaxPrefillPieces = 8;   // per item
-constexpr int64_t kMaxLongPieces = 64;     // of all items, if pieces would be longer otherwise
+constexpr int64_t kPrefillPieces = 16;    // of all items of a chunk together
+constexpr int64_t kMaxPrefillPieces = 8;  // per item
+constexpr int64_t kMaxLongPieces = 64;    // of all items, if pieces would be longer otherwise
 constexpr int64_t kShortestPrefill = 512;
 
 int64_t ceil_div(int64_t n, int64_t m) {

@@ -53,7 +53,7 @@ mx::Dtype host_dtype(nb::dlpack::dtype dtype) {
 template <typename T, size_t Dimensions>
 using Numbers = nb::ndarray<T, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
 
-// The arrays of a plan, where the kernels read them.
+// Sends the arrays of a plan to the device.
 Arrays sent(const AttentionPlan& plan, mx::StreamOrDevice stream, bool stays) {
   auto part = [](const std::vector<int32_t>& values, mx::Shape shape) {
     return HostArray{values.data(), std::move(shape), mx::int32};
@@ -82,7 +82,7 @@ Arrays sent(const AttentionPlan& plan, mx::StreamOrDevice stream, bool stays) {
 }  // namespace
 
 void bind_extension(nb::module_& m) {
-  // MLX's types must be known before ours name them: in calls, and in the generated stubs.
+  // MLX's types must be registered before calls and generated stubs name ours.
   nb::module_::import_("mlx.core");
   m.doc() = "Native primitives of mlx_paged. Use them through mlx_paged.ops.";
   bind_allocation(m);
@@ -91,7 +91,8 @@ void bind_extension(nb::module_& m) {
   bind_gpu_executable(m);
   bind_cpu_executable(m);
 
-  if (!nb::type<ArrayContents>().is_valid()) {  // else this is the simulator, beside the extension
+  // Otherwise this is the simulator, loaded beside the extension.
+  if (!nb::type<ArrayContents>().is_valid()) {
     nb::class_<ArrayContents>(m, "ArrayContents", "An array's contents, known but not kept.")
         .def(nb::init<const mx::array&>(), "array"_a)
         .def(
@@ -148,7 +149,7 @@ void bind_extension(nb::module_& m) {
       [](const nb::list& ids, uint32_t vocab_size) -> std::optional<nb::bytes> {
         std::vector<uint32_t> found(ids.size());
         for (size_t i = 0; i < found.size(); i++) {
-          PyObject* id = PyList_GET_ITEM(ids.ptr(), i);  // (none of it runs Python's code)
+          PyObject* id = PyList_GET_ITEM(ids.ptr(), i);  // no Python code runs here
           int overflow = 0;
           long value = PyLong_CheckExact(id) ? PyLong_AsLongAndOverflow(id, &overflow) : -1;
           if (overflow || value < 0 || value >= long(vocab_size)) {

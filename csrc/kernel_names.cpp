@@ -26,7 +26,7 @@ namespace {
 #define GREEDY_TEMPLATE(host_name, ...) {host_name, "greedy.h", INSTANCE(__VA_ARGS__)},
 #define ATTENTION_TEMPLATE(host_name, function, ...) \
   {host_name, #function ".h", INSTANCE(function, __VA_ARGS__)},
-// Plain arrays: GCC takes 7 s to compile std::vector<KernelName> tables of this length.
+// Plain arrays, because GCC takes 7 s to compile std::vector<KernelName> tables of this length.
 struct Row {
   const char* host_name;
   const char* file;
@@ -45,7 +45,7 @@ constexpr Row kKernels[] = {
     // clang-format on
 };
 
-// The attention kernels of NVIDIA's GPUs, which nvcc has compiled.
+// Attention kernels for NVIDIA GPUs, compiled by nvcc.
 #define PORTABLE_ATTENTION(X)                       \
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_DECODE, X) \
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_MATRIX, X) \

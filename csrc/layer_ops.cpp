@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Python's entry points of layer operations and sampling: check the arguments and make the node.
+// Python entry points of layer operations and sampling: check arguments and build graph nodes.
 
 #include <algorithm>
 #include <cmath>
@@ -157,7 +157,7 @@ mx::array nucleus_thresholds(
       {dense(logits, s), dense(floors, s), dense(top_p, s)});
 }
 
-// The names of what activations may be rounded to on this processor.
+// Names of the activation dtypes that this processor supports.
 std::vector<std::string> activations() {
   std::vector<std::string> names{"float32", "int8"};
   if (cpu::kernels().rounded.bfloat.product) {
@@ -179,12 +179,12 @@ Activations activations_named(const Validator& v, const std::string& name) {
                               : Activations::float32;
 }
 
-// Weights that would have to be made dense in every step are left to MLX.
+// Leaves weights that would have to be made dense in every step to MLX.
 bool served_on_cpu(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
     bool by_rows) {
   auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
-  // (Of float32 weights MLX's own product is as good where no BLAS is known.)
+  // Without a BLAS, MLX's own product is as fast for float32 weights.
   return (by_rows || cpu::find_sgemm() || !is_float(weight)) && is_float(x) &&
          is_supported(weight.dtype()) && (!bias || is_float(*bias)) && is_dense(weight) &&
          weight.size() > 0;
@@ -225,7 +225,7 @@ struct Quantized {
   std::vector<int> group_sizes;
 };
 
-// Bits and group sizes that a mode of mx.quantize supports.
+// Bits and group sizes that each mode of mx.quantize supports.
 const Quantized& quantized_mode(const std::string& mode) {
   using enum WeightFormat;
   static const std::map<std::string, Quantized> modes{
@@ -271,7 +271,7 @@ mx::array quantized_linear(
                 (!biases || (biases->dtype() == scales.dtype() && is_dense(*biases)));
   served = served &&
            (on_cpu || QuantizedLinear::served_on_gpu(inputs, {quantized.format, bits, group_size}));
-  if (!served) {  // MLX checks what it is given
+  if (!served) {  // MLX checks its arguments
     auto out = mx::quantized_matmul(x, weight, scales, biases, true, group_size, bits, mode, s);
     return bias ? mx::add(out, *bias, s) : out;
   }
@@ -307,8 +307,8 @@ mx::array quantized_linear(
   return mx::astype(out, dtype, s);
 }
 
-// Checks weights [..., n, k] that mx.quantize may have made, and puts them to the inputs.
-// Returns how they are packed, and k.
+// Checks weights [..., n, k], quantized or not, and appends them to the inputs. Returns their
+// packing and k.
 std::pair<WeightCodes, int> add_weights(
     const Validator& v, const mx::array& weight, const std::optional<mx::array>& scales,
     const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,
@@ -422,12 +422,12 @@ mx::array expert_linear(
     v.shape(*global_scale, "global_scale", {weight.shape(0)});
     v.require(
         codes.format == WeightFormat::nvfp4, "global_scale", "None but for nvfp4", "an array");
-    // The largest value of the format times the largest scale.
+    // The format's largest value times its largest scale.
     auto factors = mx::divide(
         mx::astype(*global_scale, mx::float32, s), mx::array(6.0f * 448.0f, mx::float32), s);
     weights.push_back(factors);
   }
-  // Rows of x belong to the indices one by one, or to all those of the last axis.
+  // Rows of x match the indices one to one, or all indices of the last axis share a row.
   mx::Shape rows(x.shape().begin(), x.shape().end() - 2);
   auto shape = mx::broadcast_shapes(rows, indices.shape());
   v.require(!shape.empty(), "indices", "of at least one axis", "a scalar");
@@ -497,7 +497,7 @@ std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
   Arrays moved = inputs;
   moved[0] = mx::moveaxis(inputs[0], axes[0], 0, stream());
   auto shape = output_shapes(moved)[0];
-  if (stream().device != mx::Device::cpu && !served_on_gpu(moved, codes_)) {  // of more rows
+  if (stream().device != mx::Device::cpu && !served_on_gpu(moved, codes_)) {  // mapping adds rows
     auto biases = has_biases() ? std::optional(moved[3]) : std::nullopt;
     auto out = mx::quantized_matmul(
         moved[0], moved[1], moved[2], biases, true, codes_.group_size, codes_.bits,

@@ -1,12 +1,12 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Linked where no GPU backend is built.
+// Stubs for builds without a GPU backend.
 
 #include <stdexcept>
 #include <string>
 
-#include "gpu/executable.h"
 #include "gpu.h"
+#include "gpu/executable.h"
 #include "primitives.h"
 
 namespace mlx_paged {

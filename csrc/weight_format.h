@@ -16,7 +16,7 @@ enum class WeightFormat : uint8_t {
   nvfp4,   // E2M1 * scale, which is E4M3
 };
 
-// How a weight is stored: as mx.quantize packed it, or dense.
+// Storage of a weight: packed by mx.quantize, or dense.
 struct WeightCodes {
   WeightFormat format;
   int bits;
@@ -26,14 +26,14 @@ struct WeightCodes {
 };
 constexpr WeightCodes kDenseWeight{WeightFormat::dense, 0, 0};
 
-// How the CPU rounds activations before a product.
+// Rounding of activations before a product on the CPU.
 enum class Activations : uint8_t {
-  float32,   // not at all
+  float32,   // none
   bfloat16,  // for many rows of a bfloat16 weight (cpu/bfloat.h)
   int8,      // in groups, for affine weights of 4 or 8 bits (cpu/integers.h)
 };
 
-// x * P(X <= x) of a normal X: exactly, by a hyperbolic tangent of a cubic, or by a sigmoid.
+// Variants of x * P(X <= x) for a normal X: exact, a tanh of a cubic, a sigmoid.
 enum class GeluKind : uint8_t { none, tanh, fast };
 
 }  // namespace mlx_paged

@@ -70,9 +70,9 @@ enum {
   PRODUCT_SIMD_GROUPS = 4,
   GREEDY_THREADS = 1024,  // of greedy_tokens, at most
   LORA_THREADS = 128,
-  ROUTE_THREADS = 512,    // of route_experts, at most
-  ROUTE_CHUNKS = 8,       // of 32 experts: the most that it chooses from
-  ROUTE_PAIRS = 2,        // of a thread
+  ROUTE_THREADS = 512,  // of route_experts, at most
+  ROUTE_CHUNKS = 8,     // of 32 experts: the most that it chooses from
+  ROUTE_PAIRS = 2,      // of a thread
   ROUTE_MOST_PAIRS = ROUTE_PAIRS * ROUTE_THREADS,
 };
 

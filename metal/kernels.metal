@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Every kernel, for a library that is compiled ahead of time, and for the simulator. MLX compiles
+// Includes every kernel, for a library compiled ahead of time and for the simulator. MLX compiles
 // one at a time (csrc/kernel_source.cpp).
 
 #include "data.h"

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Layout and rotation of KV pools. The kernels for Metal, NVIDIA and the CPU, and the host, all take
-// these numbers from here, because codes that one of them writes must have the same bits for the
-// others. Includes nothing itself.
+// Layout and rotation of KV pools. The kernels for Metal, NVIDIA and the CPU, and the host, all
+// take these numbers from here, because codes that one of them writes must have the same bits for
+// the others. Includes nothing itself.
 
 #pragma once
 

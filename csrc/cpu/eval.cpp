@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// eval_cpu of what moves keys and values, and of masks: allocate or alias the outputs, then queue
-// the work on the stream.
+// CPU evaluation of primitives that move keys and values or mask logits: each allocates or aliases
+// its outputs, then queues work on the stream.
 
 #include <algorithm>
 #include <array>
@@ -128,8 +128,8 @@ void GatherKV::eval_cpu(const Arrays& inputs, Arrays& out) {
        context_lens = in[3].data<int32_t>(), num_seqs = in[2].shape(0), max_blocks = in[2].shape(1),
        max_len = max_context_len_] {
         int block_size = pools[0].block_size;
-        // Token-major like the pool, so that it is read in order; each head's rows are written in
-        // order.
+        // Iterate token by token, like the pool, so that it is read in order. Each head's rows are
+        // written in order too.
         constexpr int kTokensPerTask = 256;
         int pieces = (max_len + kTokensPerTask - 1) / kTokensPerTask;
         cpu::parallel_for(num_seqs * pieces, [&](int task, int) {

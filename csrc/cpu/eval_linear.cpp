@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// eval_cpu of x @ weight.T + bias and of what else reads weights, in each of their formats.
+// CPU evaluation of linear layers, embeddings and experts, for every weight format.
 
 #include <dlfcn.h>
 
@@ -35,15 +35,15 @@ void sgemm(int m, int n, int k, const float* x, const float* weight, float* out,
   cpu::find_sgemm()(kRowMajor, kNoTranspose, kTranspose, m, n, k, 1, x, k, weight, k, 0, out, ldc);
 }
 
-// Product for many rows: unpacks a cache-sized slab of the weights at a time and multiplies it with
-// all of x.
+// Multiplies many rows: unpacks a cache-sized slab of the weights at a time and multiplies all of x
+// by it.
 void multiply_many(const float* x, const cpu::WeightView& weights, float* out, int m) {
   constexpr int64_t kSlabBytes = 32 << 20;
   constexpr int kAlign = 16;
   constexpr int kAtOnce = 8;  // rows of weights
   int64_t fit = kSlabBytes / (int64_t(weights.k) * int64_t(sizeof(float)));
   int columns = int(std::clamp<int64_t>(fit / kAlign * kAlign, kAlign, weights.n + kAlign));
-  // Its pages are not made anew for every product.
+  // Reused, so that its pages are not mapped anew for every product.
   thread_local Scratch memory;
   float* slab = memory.at_least<float>(size_t(columns) * weights.k);
   for (int begin = 0; begin < weights.n; begin += columns) {
@@ -58,17 +58,17 @@ void multiply_many(const float* x, const cpu::WeightView& weights, float* out, i
   }
 }
 
-// The same with activations as integers: some rows at a time, so that they stay in the caches while
+// The same with integer activations, a block of rows at a time, so that they stay in cache while
 // all weights pass.
 void multiply_integers(
     const cpu::IntegerKernels& integers, const float* x, const cpu::WeightView& weights, float* out,
     int m) {
   constexpr int kMostRows = 256;
-  constexpr int kAtOnce = 4;  // rows that are rounded
+  constexpr int kAtOnce = 4;  // rows rounded per task
   int n = weights.n;
   int k = weights.k;
   int64_t row_bytes = integers.row_bytes(k);
-  // Its pages are not made anew for every product.
+  // Reused, so that its pages are not mapped anew for every product.
   thread_local Scratch memory;
   char* rounded = memory.at_least<char>(std::min(m, kMostRows) * row_bytes);
   for (int begin = 0; begin < m; begin += kMostRows) {
@@ -92,14 +92,14 @@ void multiply_integers(
   }
 }
 
-// The same with activations that are rounded to bfloat16.
+// The same with activations rounded to bfloat16.
 void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out, int m) {
-  constexpr int kAtOnce = 4;  // rows that are rounded
+  constexpr int kAtOnce = 4;  // rows rounded per task
   const auto& bfloat = cpu::kernels().rounded.bfloat;
   int n = weights.n;
   int k = weights.k;
   int64_t stride = cpu::bfloat_stride(k);
-  // Its pages are not made anew for every product.
+  // Reused, so that its pages are not mapped anew for every product.
   thread_local Scratch memory;
   uint16_t* rounded = memory.at_least<uint16_t>(m * stride);
   cpu::parallel_for((m + kAtOnce - 1) / kAtOnce, [&](int task, int) {
@@ -116,7 +116,7 @@ void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out,
       cpu::kBFloatTileColumns);
 }
 
-// x [m, k] times the rows of weights, plus bias where there is one.
+// Computes x [m, k] times the rows of weights, plus bias if there is one.
 void multiply(
     const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m,
     Activations activations, bool by_rows) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Row operations between a layer's matrix products, and sampling: arguments of the vectorised
-// kernels. All compute in fp32 and round once.
+// Arguments of the vectorized kernels for row operations between a layer's matrix products, and for
+// sampling. All compute in fp32 and round once.
 
 #pragma once
 
@@ -23,7 +23,7 @@ struct RopeArgs {
   void* out;               // [num_rows, num_heads, head_dim]
   int num_heads;
   int head_dim;
-  int half_dims;  // pairs that are rotated; the other dims are copied
+  int half_dims;  // rotated pairs; other dims are copied
   bool traditional;
 };
 
@@ -73,34 +73,34 @@ struct GreedyArgs {
   DType dtype;
   const void* logits;  // [num_rows, size]
   int32_t* tokens;     // [num_rows]
-  float* largest;      // [num_rows]: their logits; NaN where the row holds one
-  int32_t* reported;   // [num_rows]: tokens; -1 where the largest is not finite
+  float* largest;      // [num_rows]: logits of `tokens`; NaN if the row holds one
+  int32_t* reported;   // [num_rows]: `tokens`, or -1 if the largest logit is not finite
   int64_t size;
 };
 
 struct MaskedRow {
   int32_t row;
-  int32_t mask;  // -1: the row is only copied
+  int32_t mask;  // -1: only copies the row
 };
 
 struct BitmaskArgs {
   DType dtype;
   const void* logits;       // [num_rows, size]; may be out
   const uint32_t* bitmask;  // [num_masks, (size + 31) / 32]
-  const MaskedRow* rows;    // those to do
+  const MaskedRow* rows;    // the rows to process
   void* out;                // [num_rows, size]
   int64_t size;
 };
 
 struct NucleusArgs {
-  const float* logits;  // [num_rows, size], the largest of each row 0
-  const float* floors;  // [num_rows]: what is below does not count
+  const float* logits;  // [num_rows, size]; each row's largest is 0
+  const float* floors;  // [num_rows]: smaller logits do not count
   const float* top_p;   // [num_rows], below 1
   float* thresholds;    // [num_rows]
   int64_t size;
 };
 
-// Each does the rows, or elements, [begin, end).
+// Each kernel processes rows or elements [begin, end).
 struct LayerKernels {
   void (*rope)(const RopeArgs& args, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);

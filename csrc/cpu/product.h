@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products of few rows with a transposed matrix, as decode has them: x [rows, k] times the rows of
-// weights [n, k]. A general product packs the weights first, which for few rows costs more than the
-// product. Weights are read as the checkpoint has them; x, sums and results are float32.
+// Products of few rows with a transposed matrix, as in decode: x [rows, k] times the rows of
+// weights [n, k]. A general product packs the weights first, which costs more than a product of few
+// rows. Weights keep the checkpoint's format; x, sums and results are float32.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace mlx_paged::cpu {
 
-// A matrix [n, k]. Of a quantised one each row is k * bits / 8 bytes, lowest bits first, as MLX
-// packs them, and has k / group_size scales.
+// A matrix [n, k]. Each row of a quantized matrix has k * bits / 8 bytes, lowest bits first, as MLX
+// packs them, and k / group_size scales.
 struct WeightView {
   const void* data = nullptr;
   const void* scales = nullptr;  // [n, k / group_size]
@@ -25,7 +25,7 @@ struct WeightView {
   DType dtype = DType::float32;
   int bits = 32;
   int group_size = 0;
-  int64_t row_bytes = 0;  // from one row of data to the next
+  int64_t row_bytes = 0;  // between rows of data
 
   static WeightView float32(const float* data, int n, int k, int64_t stride) {
     WeightView w;
@@ -36,7 +36,7 @@ struct WeightView {
     return w;
   }
 
-  // The rows from `row` on.
+  // View of the rows from `row` on.
   WeightView from_row(int64_t row) const {
     auto after = [](const void* p, int64_t bytes) {
       return p ? static_cast<const char*>(p) + bytes : nullptr;
@@ -64,13 +64,13 @@ struct ProductArgs {
 };
 
 struct ProductKernels {
-  // Columns [begin, end) of c, of any number of rows. Each element is summed in the same order
-  // whatever `rows` is.
+  // Computes columns [begin, end) of c for any number of rows. Each element is summed in the same
+  // order for any `rows`.
   void (*few_rows)(const ProductArgs& args, int64_t begin, int64_t end);
-  // Rows [begin, end) of a matrix as float32, one after the other.
+  // Unpacks rows [begin, end) of a matrix to contiguous float32.
   void (*unpack)(const WeightView& weights, int64_t begin, int64_t end, float* out);
-  // Up to how many rows `few_rows` pays: of float32 weights, and of the other formats, which a
-  // general product would have to unpack first.
+  // Maximum rows for which `few_rows` pays off: for float32 weights, and for the other formats,
+  // which a general product would have to unpack first.
   int most_rows_float32;
   int most_rows_packed;
 

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The online softmax in base 2, and what leaves it: output rows or partials. Compiled once for each
-// instruction set, see simd.h.
+// Online softmax in base 2 and its output: final rows or partials. Compiled once per instruction
+// set; see simd.h.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-// Positions of a vector's tokens, of which the first is `token`.
+// Positions of a vector's tokens, starting at `token`.
 inline VecF tokens_from(int token) {
   VecF tokens;
   for (int i = 0; i < kWidth; i++) {
@@ -18,8 +18,8 @@ inline VecF tokens_from(int token) {
   return tokens;
 }
 
-// Turns one lane's scores, of `count` tokens of the tile that `token` is in, into probabilities
-// relative to its new running maximum. Returns what earlier sums must be multiplied by.
+// Turns one lane's scores, `count` tokens of the tile that contains `token`, into probabilities
+// relative to its new running maximum. Returns the factor for earlier sums.
 inline float softmax_tile(
     const AttentionArgs& args, paged::AttentionRow row, int token, int count, float* scores,
     float* row_max, float* row_sum) {
@@ -44,7 +44,7 @@ inline float softmax_tile(
   }
   float new_max = max(tile_max);
   new_max = *row_max > new_max ? *row_max : new_max;
-  // A lane that has seen no key yet: keep its sums at zero instead of (-inf) - (-inf).
+  // For a lane that has seen no key, keeps the sums at zero and avoids (-inf) - (-inf).
   float reference = new_max == -kInf ? 0.0f : new_max;
   VecF tile_sum = {};
   for (int t = 0; t < kTile; t += kWidth) {
@@ -84,7 +84,7 @@ inline void finish_lane(
     scale = exp2(row_max - reference);
     row_sum = row_sum * scale + exp2(sink - reference);
   }
-  // A row that sees no key at all is defined as zero.
+  // A row that sees no key is defined as zero.
   float factor = row_sum == 0.0f ? 0.0f : scale / row_sum;
   int dim = args.values.head_dim;
   T* out = static_cast<T*>(args.out) + (row * args.num_q_heads + head) * dim;

@@ -1,11 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// One tile of tokens, in the two ways that attention reads one. With few lanes (decode) reading
-// memory is all that costs. A pool is token-major, so a decode task takes all its heads of a few
-// tokens before the next tokens: memory is then read in order, where a pass per head
-// would touch a new page every token or two. With many lanes (prefill) a task has one head, whose
-// tile is converted once for all of them. Both add up in the same order, so a row has the same bits
-// whatever rows are in its step. Compiled once for each instruction set, see simd.h.
+// Two ways to read a tile of tokens. With few lanes (decode), reading memory is the only cost. A
+// pool is token-major, so a decode task reads all its heads for a few tokens before the next ones,
+// in memory order; a pass per head would touch a new page every token or two. With many lanes
+// (prefill) a task has one head and converts its tile once for all lanes. Both add in the same
+// order, so a row has the same bits in any step. Compiled once per instruction set; see simd.h.
 
 #pragma once
 
@@ -16,12 +15,12 @@
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kAtOnce = 4;  // tokens of which the registers hold the sums of four lanes
+constexpr int kAtOnce = 4;  // tokens whose sums for four lanes fit the registers
 #else
 constexpr int kAtOnce = 2;
 #endif
 
-// The pool's row of each of `count` tokens: all KV heads, `head_bytes` apart.
+// Finds the pool's row of each of `count` tokens: all KV heads, `head_bytes` apart.
 template <typename T>
 inline void token_rows(
     const AttentionArgs& args, const PoolView& pool, const int32_t* block_table, int token,
@@ -40,7 +39,7 @@ inline void token_rows(
   }
 }
 
-// The first head's part of the tail of each token; the next head's is `tail_stride` behind it.
+// Finds the first head's part of each token's tail; the next head's is `tail_stride` further.
 inline void token_tails(
     const AttentionArgs& args, const PoolView& pool, const int32_t* block_table, int token,
     int count, const char** tails) {
@@ -61,7 +60,7 @@ inline int64_t tail_stride(const PoolView& pool) {
   return pool.block_size * pool.tail_head_bytes();
 }
 
-// Multiplies each lane's scores or weights with the int8 scales of some tokens of a tile.
+// Multiplies each lane's scores or weights by the int8 scales of some tokens of a tile.
 inline void scale_lanes(
     const AttentionArgs& args, const PoolView& pool, const Item& item, int kv_head, int token,
     int count, int lanes, float* scores) {
@@ -83,8 +82,8 @@ inline void scale_lanes(
   }
 }
 
-// One head of some tokens into the cache, while those before them are computed: blocks lie anywhere
-// in memory, so the hardware does not prefetch them.
+// Prefetches one head of some tokens while earlier ones are computed: blocks are scattered in
+// memory, so the hardware does not prefetch them.
 inline void fetch(const char* const* rows, int begin, int end, int64_t offset, int64_t bytes) {
   constexpr int kLine = 64;
   for (int i = begin; i < end; i++) {
@@ -94,7 +93,7 @@ inline void fetch(const char* const* rows, int begin, int end, int64_t offset, i
   }
 }
 
-// One head of `count` tokens as fp32 rows; those of int8 without their scales, see scale_lanes.
+// Converts one head of `count` tokens to fp32 rows; int8 stays unscaled, see scale_lanes.
 template <typename T>
 inline void convert_rows(
     const PoolView& pool, int kv_head, int count, int padded_dim, const T* const* tokens,
@@ -107,7 +106,7 @@ inline void convert_rows(
   }
 }
 
-// The scales of one head of a chunk of tokens, likewise: those of a block are next to each other.
+// Prefetches the scales of one head of a chunk of tokens, which are adjacent in a block.
 inline void fetch_scales(
     const PoolView& pool, const char* const* tails, int begin, int end, int kv_head) {
   if (begin < end) {
@@ -118,7 +117,7 @@ inline void fetch_scales(
   }
 }
 
-// Scores of the tokens [begin, end) of those whose first is at `first` in its tile.
+// Computes scores of tokens [begin, end) of a chunk whose first token is at `first` in its tile.
 template <typename T>
 inline void score_chunk(
     const Layout& at, const State& state, int first, const T* const* keys, int offset, int dim,
@@ -137,7 +136,7 @@ inline void score_chunk(
   });
 }
 
-// Decode's scores of a tile, for all its heads.
+// Computes decode's scores of a tile for all its heads.
 template <typename T>
 inline void score_heads(
     const AttentionArgs& args, const Item& item, const Layout& at, int head_begin, int head_end,
@@ -179,7 +178,7 @@ inline void score_heads(
   }
 }
 
-// Adds a tile's weighted values to what decode has of all its heads.
+// Adds a tile's weighted values to decode's sums, for all its heads.
 template <typename T>
 inline void mix_heads(
     const AttentionArgs& args, const Item& item, const Layout& at, int head_begin, int head_end,
@@ -228,7 +227,7 @@ inline void mix_heads(
   }
 }
 
-// Scores become weights, for one head. Int8 pools are scaled here, once a token.
+// Turns one head's scores into weights. Applies int8 scales here, once per token.
 inline void weigh(
     const AttentionArgs& args, const Item& item, const Layout& at, int head, int token, int count,
     const State& state) {
@@ -255,8 +254,8 @@ inline void decode_tile(
   });
 }
 
-// One KV head of a tile as fp32 rows padded with zeros to whole vectors: in place where the pool
-// holds just that, else in `buffer`.
+// Returns one KV head of a tile as fp32 rows padded with zeros to whole vectors: in place if the
+// pool holds exactly that, else in `buffer`.
 inline void tile_rows(
     const AttentionArgs& args, const PoolView& pool, const Item& item, int kv_head, int token,
     int count, int padded_dim, float* buffer, const float** rows) {

@@ -13,10 +13,10 @@ if(what_to_do STREQUAL "skip")
   message(STATUS "mlx_paged: no CUDA backend: ${cuda_choice}")
   return()
 elseif(NOT what_to_do STREQUAL "build")
-  message(FATAL_ERROR " mlx_paged: ${cuda_choice}")  # (CMake breaks no line that begins with a space)
+  message(FATAL_ERROR " mlx_paged: ${cuda_choice}")  # CMake does not wrap lines that start with a space.
 endif()
 
-# (What is left is the GPUs of this machine; where none is seen, all that may come.)
+# The remaining items are the architectures of this machine's GPUs; without any, build for all.
 list(POP_FRONT cuda_choice CMAKE_CUDA_COMPILER)
 if(NOT CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES ${cuda_choice})
@@ -27,26 +27,28 @@ endif()
 message(STATUS "mlx_paged: CUDA backend for ${CMAKE_CUDA_ARCHITECTURES}")
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-# (NVIDIA's Python packages have lib/, where nvcc looks in lib64/ to link CMake's small programs.)
+# NVIDIA's Python packages have lib/, but nvcc looks in lib64/ when it links CMake's test programs.
 cmake_path(GET CMAKE_CUDA_COMPILER PARENT_PATH cuda_folder)
 set(ENV{LIBRARY_PATH} "${cuda_folder}/../lib:$ENV{LIBRARY_PATH}")
-# One host compiler for all: what nvcc compiles with another one's C++ library crashes at run time.
+# Use one host compiler everywhere: objects that nvcc compiled against another C++ library crash at
+# run time.
 if(NOT CMAKE_CUDA_HOST_COMPILER)
   set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_CXX_COMPILER})
 endif()
 enable_language(CUDA)
-# (CMake's own search for the toolkit does not know the folders of NVIDIA's Python packages, either.)
+# CMake's search for the toolkit does not know the layout of NVIDIA's Python packages either.
 find_library(CUDART_STATIC cudart_static REQUIRED
              HINTS ${CMAKE_CUDA_COMPILER_TOOLKIT_ROOT} ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES}
              PATH_SUFFIXES lib64 lib)
 find_package(Threads REQUIRED)
-# The C++ compiler links, with its own libraries: those of nvcc's host compiler may be static.
+# Link with the C++ compiler and its own libraries, because those of nvcc's host compiler may be
+# static.
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)
 set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
 set(CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES "")
 
-# The kernels of metal/, read by nvcc through msl/; one file for each dtype, to compile side by side, and
-# four architectures of each at a time.
+# Compiles the kernels of metal/, which nvcc reads through msl/. One file per dtype compiles in
+# parallel, with four architectures of each at a time.
 add_library(cuda_backend INTERFACE)
 function(add_cuda_kernels NAME SOURCE)
   add_library(cuda_${NAME} OBJECT csrc/cuda/kernels/${SOURCE}.cu)
@@ -65,7 +67,7 @@ add_cuda_kernels(layer layer)
 add_cuda_kernels(linear linear)
 add_cuda_kernels(lora lora)
 add_cuda_kernels(linear_stream linear_stream)
-# (Of sm_90 what it has alone, too; PTX of that runs on no other.)
+# sm_90a code uses features that only sm_90 has; its PTX does not run elsewhere.
 set(sm90a ${CMAKE_CUDA_ARCHITECTURES})
 if(sm90a STREQUAL "native")
   set(sm90a ${CMAKE_CUDA_ARCHITECTURES_NATIVE})
@@ -102,7 +104,8 @@ endforeach()
 
 target_link_libraries(cuda_backend INTERFACE ${CUDART_STATIC} Threads::Threads ${CMAKE_DL_LIBS} rt)
 target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA)
-# CUDA's and, among MLX's, those of the C++ library for CUDA: none of them are ours to warn of.
+# Treat CUDA's headers, and MLX's copies of the CUDA C++ library, as system headers: their warnings
+# are not ours.
 target_include_directories(cuda_backend SYSTEM INTERFACE csrc/cuda/fmt
                            ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/gpu/eval_step.cpp csrc/cuda/binder.cpp

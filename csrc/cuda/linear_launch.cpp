@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Linear layers of few rows as nodes of their own.
+// Linear layers of few rows as separate primitives.
 
 #include <cuda_runtime.h>
 
@@ -13,7 +13,7 @@
 namespace mlx_paged::cuda {
 
 namespace {
-#ifdef MLX_PAGED_SM90A  // (cuda.cmake)
+#ifdef MLX_PAGED_SM90A  // set by cuda.cmake
 constexpr bool kHasSm90a = true;
 #else
 constexpr bool kHasSm90a = false;
@@ -22,7 +22,7 @@ constexpr bool kHasSm90a = false;
 
 TmaKernels tma_kernels() {
   static const TmaKernels found = [] {
-    // Attributes of the code that the driver chose for this device, compiled or PTX.
+    // Attributes of the code that the driver chose for this device: compiled code or PTX.
     cudaFuncAttributes kernel;
     auto symbol = find_kernel(stream_kernel(DType::float16, 1, TmaKernels::any));
     if (cudaFuncGetAttributes(&kernel, symbol) != cudaSuccess || kernel.ptxVersion < 90) {
@@ -44,7 +44,7 @@ TmaKernels tma_kernels() {
 
 namespace mlx_paged {
 
-// Few rows, whose product is a read of the weight.
+// Few rows, where the product is bound by reading the weight.
 bool Linear::served_on_gpu(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
   auto dtype = x.dtype();
@@ -71,7 +71,7 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   params.num_weights = 1;
   params.n[0] = weight.shape(0);
   params.has_bias[0] = has_bias;
-  // A kernel without bias does not read it, but its argument must still be a buffer.
+  // A kernel without bias does not read it, but the argument must still be a buffer.
   cuda::LinearOperands operands{};
   operands.parts[0] = {1, has_bias ? 2 : 1, int(in.size())};
   auto launch = cuda::linear_launch(params, dtype_of(in[0].dtype()), operands, cuda::tma_kernels());

@@ -13,10 +13,10 @@ namespace {
 
 constexpr int kManyTiles = 4;  // of x
 
-// Buffers of a launch: x and a residual, then of each part its weight, bias and output.
+// Buffers of a launch: x, a residual, then each part's weight, bias and output.
 constexpr int kFirstPart = 2;
 constexpr int kPartBuffers = 3;
-constexpr int kQuantisedPartBuffers = 5;  // of a quantised weight scales and biases, too
+constexpr int kQuantisedPartBuffers = 5;  // with the scales and biases of a quantized weight
 
 int tiles_of(int num_rows) {
   int tiles = 1;
@@ -26,7 +26,7 @@ int tiles_of(int num_rows) {
   return tiles;
 }
 
-// Number of blocks of `rows` outputs each: no block has rows of two weights.
+// Number of blocks of `rows` outputs each. No block spans two weights.
 uint32_t blocks_of(const LinearParams& params, int rows) {
   int blocks = 0;
   for (int i = 0; i < (params.is_gated ? 1 : params.num_weights); i++) {
@@ -39,7 +39,7 @@ MatrixMap map_of_x(const LinearParams& params, int tiles) {
   return {0, 2, params.num_rows, params.k, params.x_stride, 8 * tiles, kLinearChunk};
 }
 
-// (Products of four warps give the same bits. Where x is few rows, those of one are faster.)
+// Warpgroup products give the same bits; single-warp products are faster for few rows.
 bool uses_wgmma(int tiles, TmaKernels tma) {
   return tma == TmaKernels::wgmma && tiles == kWgmmaTiles;
 }
@@ -53,7 +53,7 @@ std::string stream_kernel(DType dtype, int tiles, TmaKernels tma) {
   return name.str();
 }
 
-// (Sizes of buffers, which CUDA's encoder ignores, are left out.)
+// Buffer sizes stay unset; CUDA's encoder ignores them.
 Launch linear_launch(
     const LinearParams& params, DType dtype, const LinearOperands& operands, TmaKernels tma) {
   int tiles = tiles_of(params.num_rows);
@@ -76,8 +76,8 @@ Launch linear_launch(
     }
   } else {
     tiles = std::min(tiles, kLinearBlockRows / 8);
-    // Rows of x are read again for every group of rows of the weight; larger groups are fewer
-    // blocks. Gate and up are a group each.
+    // Rows of x are read again for every group of weight rows, so larger groups save reads but make
+    // fewer blocks. Gate and up take one group each.
     bool whole = true;
     for (int i = 0; i < params.num_weights; i++) {
       whole = whole && params.n[i] % (2 * kLinearRows) == 0;
@@ -92,7 +92,7 @@ Launch linear_launch(
         blocks_of(params, params.is_gated ? kLinearRows : rows),
         uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
     launch.threadgroup = {32 * kLinearParts, 1, 1};
-    // Its blocks are few, and would crowd where the launch before has ended first.
+    // Its few blocks would crowd onto the multiprocessors that the previous launch frees first.
     launch.after_previous = true;
   }
   launch.buffers.push_back({operands.x, Access::read, 0});
@@ -126,7 +126,7 @@ std::optional<CodeFormat> kernel_format(const WeightCodes& codes) {
   if (codes.format == Format::mxfp8 && codes.bits == 8 && codes.group_size == 32) {
     return CodeFormat::mxfp8;
   }
-  return std::nullopt;  // nvfp4: a group's codes are not enough for four lanes
+  return std::nullopt;  // nvfp4: a group has too few codes for four lanes
 }
 
 const char* name_of(CodeFormat format) {
@@ -145,27 +145,27 @@ int scale_bytes_of(CodeFormat format) {
   return format == CodeFormat::affine ? 2 : 1;
 }
 
-// True if rows of scales, too, are multiples of 16 bytes apart, as the copy engine needs it.
+// True if rows of scales are also multiples of 16 bytes apart, as the copy engine requires.
 bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k) {
   return k % 128 == 0 && k / codes.group_size * scale_bytes_of(format) % 16 == 0;
 }
 
-// True if all scales of half a tile of rows of `n` can be copied at once instead.
+// True if all scales of half a tile of rows can instead be copied at once.
 bool streams_whole(CodeFormat format, const WeightCodes& codes, int k, int n, bool is_gated) {
   int bytes = k / codes.group_size * scale_bytes_of(format);
   constexpr int kHalf = kQuantisedStreamRows / 2;
   return k % 128 == 0 && bytes <= kQuantisedWholeScales && n % (is_gated ? kHalf : 2 * kHalf) == 0;
 }
 
-// True if that is done by linear_quantised_wgmma.
+// True if linear_quantised_wgmma serves the product.
 bool by_four_warps(
     CodeFormat format, const WeightCodes& codes, int num_rows, int k, TmaKernels tma) {
   return tma == TmaKernels::wgmma && streams_quantised(format, codes, k) &&
          tiles_of(num_rows) >= kQuantisedWgmmaTiles;
 }
 
-// Maps of weights whose first buffer is `first`, with `count` matrices each. Weights without scales
-// (which are not copied by their maps) have other maps in their places.
+// Maps of the weights, whose first buffer is `first`, with `count` matrices each. Without
+// has_scales, kernels copy scales without maps, so the codes' map fills their places.
 std::vector<MatrixMap> quantised_maps(
     const LinearParams& params, CodeFormat format, const WeightCodes& codes, int first,
     int buffers_of_part, int count, bool has_scales) {
@@ -181,7 +181,7 @@ std::vector<MatrixMap> quantised_maps(
         {buffer, 4, rows, words, words, kBoxRows,
          quantised_stream_chunk(codes.bits) * codes.bits / 32,
          quantised_stream_swizzles(codes.bits)});
-    for (int array : {1, 2}) {  // (Without biases these are the scales again.)
+    for (int array : {1, 2}) {  // formats without biases have the scales again
       MatrixMap scales{buffer + array, scale_bytes,      rows, groups, groups,
                        kBoxRows,       16 / scale_bytes, false};
       maps.push_back(has_scales ? scales : maps.back());
@@ -193,7 +193,7 @@ std::vector<MatrixMap> quantised_maps(
 }  // namespace
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes) {
-  // (Rows of codes are copied 16 bytes at a time.)
+  // Rows of codes are copied 16 bytes at a time.
   return kernel_format(codes) && num_rows > 0 && num_rows <= kLinearMostRows && n > 0 && k > 0 &&
          k % codes.group_size == 0 && int64_t(k) * codes.bits % 128 == 0;
 }
@@ -233,7 +233,7 @@ Launch quantised_launch(
     launch.grid = {
         blocks_of(params, rows), uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
     launch.threadgroup = {32 * kLinearParts, 1, 1};
-    launch.after_previous = true;  // as of linear
+    launch.after_previous = true;  // like linear
   }
   launch.kernel.host_name = quantised_kernel(
       by_wgmma    ? "linear_quantised_wgmma"
@@ -282,7 +282,7 @@ bool serves_experts(const ProductStep& products, TmaKernels tma) {
 
 Launch expert_launch(
     const MixtureStep& step, const ProductStep& products, bool is_first, int tiles, int max_items) {
-  constexpr int kFirst = 1;  // buffer of a weight
+  constexpr int kFirst = 1;  // buffer of the first weight
   const auto& codes = products.codes;
   const int num_experts = step.route.num_experts;
   const int rows = codes ? kQuantisedStreamRows : kStreamRows;
@@ -403,7 +403,7 @@ Launch kernel_product(const ProductStep& step, TmaKernels tma) {
                     : linear_launch(params, step.dtype, operands, tma);
 }
 
-// Neighbours of one size together: each alone would leave multiprocessors without work.
+// Combines neighboring products of equal size: each alone would leave multiprocessors idle.
 std::vector<Launch> library_products(const ProductStep& step, int workspace) {
   std::vector<Launch> launches;
   for (size_t i = 0; i < step.parts.size();) {

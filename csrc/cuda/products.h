@@ -1,8 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Chooses how a product is computed: a kernel of linear.cu, linear_stream.cu or linear_quantised.h
-// and its grid, or cuBLASLt for more rows. Needs neither CUDA nor a GPU, so that its rule can be
-// tested anywhere.
+// Chooses the kernel and grid of a product: linear.cu, linear_stream.cu or linear_quantised.h, or
+// cuBLASLt for more rows. Needs neither CUDA nor a GPU, so its rules can be tested anywhere.
 
 #pragma once
 
@@ -12,32 +11,33 @@
 
 namespace mlx_paged::cuda {
 
-// The kernels fed by the copy engine (TMA), with blocks in clusters, that may run here: on sm_90 and
-// later, if this build has code for the GPU.
+// Stream kernels that can run here. They need a copy engine and clusters: sm_90 and later, if this
+// build has code for it.
 enum class TmaKernels {
   none,
-  small,  // linear_stream alone: a block has too little shared memory for the other (sm_120)
+  small,  // linear_stream only: too little shared memory per block for the others (sm_120)
   any,
-  wgmma,  // sm_90a's, too
+  wgmma,  // also those of sm_90a
 };
 TmaKernels tma_kernels();
 
-// The host name of linear_stream for so many tiles of x.
+// Host name of linear_stream for `tiles` tiles of x.
 std::string stream_kernel(DType dtype, int tiles, TmaKernels tma);
 
-// Operands of a launch; a part without a bias names its weight, as the argument must be a buffer.
+// Operands of a launch. A part without a bias names its weight, because the argument must be a
+// buffer.
 struct LinearOperands {
   struct Part {
     int weight;
     int bias;
     int out;
-    int scales = -1;  // of a quantised weight
-    int biases = -1;  // scales: its format has none
+    int scales = -1;  // of a quantized weight
+    int biases = -1;  // equal to scales if the format has none
   };
   int x;
-  int residual;  // x: none
+  int residual;  // equal to x if there is none
   Part parts[kLinearMostWeights];
-  int rotations;  // x, as the slots: no heads
+  int rotations;  // equal to x, like slots, without heads
   int slots;
 };
 
@@ -47,25 +47,25 @@ Launch linear_launch(
 // True if there is a kernel for such a product.
 bool serves_product(int num_rows, int n, int k, bool is_gated, TmaKernels tma);
 
-// The same of weights that mx.quantize made.
+// The same for weights from mx.quantize.
 Launch quantised_launch(
     const LinearParams& params, DType dtype, const WeightCodes& codes,
     const LinearOperands& operands, TmaKernels tma);
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
 
-// The order in which the product's kernel accepts x; it reorders x itself otherwise. Kernels
-// without an order: none.
+// Order of x that the product's kernel reads fastest; it reorders x itself otherwise. Empty for
+// kernels that read x as it is.
 CodeOrder order_of_x(const ProductStep& step, TmaKernels tma);
 
 // --- Products of rows with their experts (metal/experts.h)
 
-// Tiles of eight pairs that an item has, of a step's: twice as many as an expert has on average.
+// Tiles of eight pairs per item of a step: twice the average number of pairs per expert.
 int expert_tiles(int num_rows, int top_k, int num_experts);
-// The same of quantised weights, whose kernels are fewer.
+// The same for quantized weights, which have fewer kernels.
 int quantised_expert_tiles(int tiles);
 
-// True if there are kernels for such products with the matrices of experts.
+// True if there are kernels for such products with the experts' matrices.
 bool serves_experts(const ProductStep& products, TmaKernels tma);
 
 Launch expert_launch(
@@ -74,31 +74,31 @@ Launch expert_launch(
 // True if this process has cuBLASLt.
 bool has_library_products();
 
-// The name of a launch that is no kernel but a product, or two of one size, by cuBLASLt.
+// Name of launches that are one or two cuBLASLt products of equal size instead of a kernel.
 inline constexpr const char* kLibraryProduct = "library_product";
-constexpr uint64_t kLibraryWorkspaceBytes = 32 << 20;  // of one at a time
+constexpr uint64_t kLibraryWorkspaceBytes = 32 << 20;  // for one at a time
 constexpr int kLibraryMostRows =
-    512;  // of a step: more take so long that the host is no part of it
+    512;  // per step; larger steps run long enough to hide the host's time
 
 struct LibraryProductParams {
-  // Buffers. Of each part its weight, its bias (or weight) and its result.
+  // Buffers. Each part has a weight, a bias (or the weight again) and a result.
   static constexpr int kX = 0;
-  static constexpr int kResidual = 1;  // x: none
+  static constexpr int kResidual = 1;  // equal to x if there is none
   static constexpr int kWorkspace = 2;
   static constexpr int kParts = 3;
 
   int num_rows;
   int k;
-  int x_stride;  // elements from one row of x to the next
+  int x_stride;  // elements between rows of x
   int n;         // rows of each weight
-  int count;     // of parts: 1 or 2
+  int count;     // parts: 1 or 2
   int has_bias;
   int has_residual;
   DType dtype;
 };
 
-// The launches of one step of products. `workspace`: an operand. Throws UnsupportedGraph where
-// nothing serves it.
+// Launches of one product step. `workspace`: an operand. Throws UnsupportedGraph if no kernel
+// serves it.
 std::vector<Launch> product_launches(
     const ProductStep& step, const std::vector<StepOperand>& operands, int workspace,
     TmaKernels tma);

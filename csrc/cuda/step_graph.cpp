@@ -1,20 +1,18 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// A decode step on an NVIDIA GPU: its launches (gpu/execution.h) captured once as a CUDA graph and
-// replayed with one launch a step.
+// Runs a decode step on an NVIDIA GPU: captures its launches (gpu/execution.h) once as a CUDA graph
+// and replays them with one launch per step.
 //
-// (gpu/execution.h says what a step is in the stream.)
-//
-// This relies on MLX's encoder (mlx/backend/cuda/device.cpp, 0.32):
-//   - it collects what it is given in a graph of its own and launches that on its stream in
-//     commit(). So commit() first, and then launches on the same stream, run after all that was
-//     encoded before and before all that is encoded later. No edge between nodes is needed;
-//   - Event::signal and finalize() commit and then record an event or call the host on that stream,
-//     so what waits for the outputs waits for the step;
-//   - add_temporary() keeps a buffer until the stream has come past the next commit, and eval()
-//     calls it for the inputs after eval_gpu(): a step's inputs live until they have been copied.
-//     Buffers added before our commit() are not kept, so they are added again;
-//   - memory from the allocator is in the order of the stream.
+// Relies on these properties of MLX's encoder (mlx/backend/cuda/device.cpp, 0.32):
+//   - It collects work in its own graph and launches that on its stream in commit(). Launches on
+//     the same stream after a commit() run after everything encoded before and before everything
+//     encoded later, without edges between nodes.
+//   - Event::signal and finalize() commit, then record an event or call the host on that stream,
+//     so waiting for the outputs waits for the step.
+//   - add_temporary() keeps a buffer until the stream has passed the next commit, and eval() calls
+//     it for the inputs after eval_gpu(): a step's inputs live until they have been copied. Buffers
+//     added before our commit() are not kept, so they are added again.
+//   - The allocator's memory is reused in stream order.
 
 #include <cuda_runtime.h>
 
@@ -42,16 +40,16 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr uint64_t kSmallestMemory = 256;  // bytes of memory
+constexpr uint64_t kSmallestMemory = 256;  // bytes
 
 void check(cudaError_t status, const std::string& what) {
   if (status != cudaSuccess) {
-    cudaGetLastError();  // (the next call must not report it again)
+    cudaGetLastError();  // clears the error, so that the next call does not report it
     throw std::runtime_error("[gpu_step] " + what + ": " + cudaGetErrorString(status));
   }
 }
 
-// True if kernels may begin while the one before ends (kernels/dependent_launch.h).
+// True if kernels can start while the previous one ends (kernels/dependent_launch.h).
 bool overlaps_kernels() {
   static const bool wanted = [] {
     const char* set = std::getenv("MLX_PAGED_DEPENDENT_LAUNCH");
@@ -65,7 +63,8 @@ bool overlaps_kernels() {
   return wanted;
 }
 
-// A stream of this thread to capture on, never destroyed: CUDA may be gone before the thread is.
+// This thread's stream for captures. Never destroyed, because CUDA may be torn down before the
+// thread ends.
 cudaStream_t capture_stream() {
   thread_local std::map<int, cudaStream_t> streams;
   int device = 0;
@@ -124,7 +123,7 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
 void run_launches(PlacedLaunches& placed, size_t begin, size_t end, cudaStream_t stream) {
   bool overlap = overlaps_kernels();
   for (size_t i = begin; i < end; i++) {
-    // (What a library launched last may be no kernel.)
+    // A library product may have launched something other than a kernel last.
     bool may_overlap = i > begin && !placed.launches[i].after_previous &&
                        !cuda::is_library_product(placed.launches[i - 1]);
     run_launch(placed.launches[i], placed.addresses, stream, overlap && may_overlap);
@@ -135,7 +134,7 @@ class CudaStepDevice : public StepDevice {
  public:
   explicit CudaStepDevice(mx::Stream stream)
       : stream_(stream), encoder_(mx::cu::get_command_encoder(stream)) {
-    // (Of the CUDA runtime that is linked here; MLX has its own.)
+    // Sets the device of the CUDA runtime linked here; MLX has its own runtime.
     check(cudaSetDevice(encoder_.device().cuda_device()), "a device");
   }
 
@@ -164,8 +163,8 @@ class CudaStepDevice : public StepDevice {
     return mx::gpu_ptr<char>(const_cast<mx::array&>(a));
   }
 
-  // (Loading a kernel must not happen in a capture, nor what a library does when it first runs a
-  // product. All of it has happened when they first ran.)
+  // Requires that all launches have run once: kernels must not be loaded during a capture, and
+  // neither may a library initialize its first product.
   std::shared_ptr<void> capture(PlacedLaunches& launches, size_t begin, size_t end) override {
     static const bool wanted = [] {
       const char* set = std::getenv("MLX_PAGED_STEP_GRAPHS");
@@ -246,7 +245,7 @@ class CudaStepDevice : public StepDevice {
 
   void keep(const mx::array& a) override { encoder_.add_temporary(a); }
 
-  // (Handlers run on a thread of MLX's, which may call CUDA.)
+  // Handlers run on a thread of MLX's that may call CUDA.
   void keep(std::shared_ptr<const void> what) override {
     encoder_.add_completed_handler([what = std::move(what)] {});
   }
@@ -266,7 +265,7 @@ void gpu::allocate_for_host(mx::array& a, mx::Stream) {
   allocate_pinned(a);
 }
 
-// (Elsewhere than on a GPU the same build serves the CPU.)
+// The same build also serves the CPU, where no GPU is present.
 int gpu::max_step_rows() {
   if (!has_transfers()) {
     return 0;

@@ -27,7 +27,7 @@ using Inputs = PagedAttention;
 #define ENTRY(unused, dim, columns) {dim, columns},
 const std::set<std::pair<int, int>> kTensorKernels = {PAGED_FOR_EACH_TENSOR(ENTRY, unused)};
 
-// By the formats of keys and of values: what the names of their kernels end with.
+// Name suffixes of kernels, by key and value format.
 #define ENTRY_FORMATS(unused, suffix, keys, values) {{paged::keys, paged::values}, "_" #suffix},
 const std::map<std::pair<int, int>, std::string> kFormats = {
     PAGED_QUANTISED_FORMATS(ENTRY_FORMATS, unused)};
@@ -57,11 +57,11 @@ Params params_of(const Launch& launch) {
   return params;
 }
 
-// Properties by which a 16-bit kernel is chosen.
+// Properties that select a 16-bit kernel.
 struct Attention {
   DType dtype;
-  int dim;      // of keys and of values
-  int queries;  // of the largest item: its rows x the heads of a group
+  int dim;      // of keys and values
+  int queries;  // of the largest item: its rows x heads per group
   int num_kv_heads;
 };
 
@@ -69,8 +69,8 @@ bool is_quantised(const Arrays& in) {
   return format_of(in[Inputs::kKeyPool].dtype()) != PoolFormat::plain;
 }
 
-// Null where tensor cores are not used: fp32, whose inputs they would round; two head dims; blocks
-// that end within 16 tokens.
+// Null if tensor cores are not used: for fp32, which they would round; for different head dims of
+// keys and values; for blocks of fewer than 16 tokens.
 std::optional<Attention> on_tensor_cores(const Launch& launch, const Arrays& in) {
   constexpr int kLeastBlock = 16;
   auto dtype = dtype_of(in[Inputs::kQueries].dtype());
@@ -121,7 +121,7 @@ bool quantised_on_tensor_cores(Launch& launch, const Attention& attention) {
   return true;
 }
 
-// Rows of so many elements, a few lanes for each.
+// Assigns `dim` / ROW_PART lanes to each of `num_rows` rows.
 void by_rows(Launch& launch, int64_t num_rows, int dim) {
   int64_t threads = num_rows * (dim / paged::ROW_PART);
   launch.grid[0] = uint32_t((threads + paged::ROW_THREADS - 1) / paged::ROW_THREADS);
@@ -151,11 +151,10 @@ void rotate_by_rows(Launch& launch, const std::string& dtype) {
   }
 }
 
-// Switches the kernels of quantised_pool.h to their variants in quantise_rows.h, where there are
-// any.
+// Replaces kernels of quantised_pool.h with their variants in quantise_rows.h if there are any.
 void by_rows(Launch& launch) {
   std::string name = launch.kernel.host_name;
-  size_t end = name.rfind('_');  // before how many dims there may be
+  size_t end = name.rfind('_');  // before the head dims
   size_t begin = name.rfind('_', end - 1) + 1;
   std::string dtype = name.substr(begin, end - begin);
   if (name.starts_with("quantise_kv_")) {
@@ -166,7 +165,8 @@ void by_rows(Launch& launch) {
 }
 
 void prefill_on_tensor_cores(Launch& launch, const Attention& attention) {
-  // As many warps as the largest item has queries for. What a warp computes is the same anyway.
+  // Launch as many warps as the largest item needs. A warp's result does not depend on their
+  // number.
   int warps = tiles_of(attention.queries, paged::PREFILL_TENSOR_QUERIES);
   warps = std::min((warps + 1) / 2 * 2, int(paged::PREFILL_TENSOR_WARPS));
   if (!kPrefillKernels.count({attention.dim, warps})) {
@@ -181,17 +181,17 @@ void prefill_on_tensor_cores(Launch& launch, const Attention& attention) {
   launch.threadgroup_memory = paged::prefill_tensor_scratch(attention.dim);
 }
 
-// A pool as the copy engine reads it: in boxes of 64 dims of a head's tokens. `buffer`: of a
-// launch.
+// Map of a pool for the copy engine, in boxes of 64 dims of one head's tokens. `buffer`: buffer
+// index in the launch.
 MatrixMap map_of_pool(const mx::array& pool, int buffer) {
   int columns = pool.shape(2) * pool.shape(3);
   return {buffer, 2, pool.shape(0) * pool.shape(1), columns, columns, paged::PREFILL_BOX_TOKENS,
           64};
 }
 
-// The same to the same bits, faster where one warp is too few.
+// Uses warpgroup products where one warp is too few. Same bits.
 bool prefill_by_four_warps(Launch& launch, const Attention& attention, const Arrays& in) {
-  constexpr int kKeyBuffer = 1;  // of a launch of attention; then values
+  constexpr int kKeyBuffer = 1;  // buffer of keys in an attention launch; values follow
   const auto& pool = in[Inputs::kKeyPool];
   int groups = tiles_of(attention.queries, int(paged::WGMMA_WARPS) * paged::PREFILL_TENSOR_QUERIES);
   int warps = std::min(groups * paged::WGMMA_WARPS, int(paged::PREFILL_TENSOR_WARPS));
@@ -205,15 +205,14 @@ bool prefill_by_four_warps(Launch& launch, const Attention& attention, const Arr
        << warps;
   launch.kernel = {name.str(), "paged_prefill_wgmma", ""};
   launch.grid[2] = uint32_t(tiles_of(attention.queries, warps * paged::PREFILL_TENSOR_QUERIES));
-  launch.threadgroup = {32 * uint32_t(warps + paged::WGMMA_WARPS), 1, 1};  // four of them copy
+  launch.threadgroup = {32 * uint32_t(warps + paged::WGMMA_WARPS), 1, 1};  // four producer warps
   launch.threadgroup_memory = paged::prefill_wgmma_scratch(attention.dim);
   launch.maps = {
       map_of_pool(pool, kKeyBuffer), map_of_pool(in[Inputs::kValuePool], kKeyBuffer + 1)};
   return true;
 }
 
-// The portable kernel with the largest tiles, of bounds.cu or general.cu, in place of another
-// portable one.
+// Replaces a portable kernel with the one for bounds and row options, which has the largest tiles.
 void with_largest_tiles(Launch& launch, const Arrays& in, const std::string& file) {
   auto params = params_of<paged::AttentionParams>(launch);
   int key_dim = layout_of(in[Inputs::kKeyPool]).head_dim;

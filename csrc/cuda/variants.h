@@ -15,15 +15,12 @@ namespace mlx_paged::cuda {
 //     per group); needs equal head dims of 64, 128 or 256 (256: up to 8 queries) and blocks of at
 //     least 16 tokens, as a tile of 16 must lie in one block;
 //   - paged_prefill_tensor: prefill chunks in 16 bits. With more than 16 queries and sm_90a
-//   kernels,
-//     paged_prefill_wgmma instead, with the same bits. Both need equal head dims of 64 or 128 and
-//     blocks of at least 16 tokens;
+//     kernels, paged_prefill_wgmma instead, with the same bits. Both need equal head dims of 64 or
+//     128 and blocks of at least 16 tokens;
 //   - paged_decode_quantised: decodes and drafts of quantized pools in 16 bits with up to 16
-//   queries;
-//     needs equal head dims of 64 or 128 and such blocks;
+//     queries; needs equal head dims of 64 or 128 and such blocks;
 //   - quantise_rows and rotate_rows: writes of quantized pools and rotations, with the same bits,
-//   for
-//     (equal) head dims of 64, 128 or 256;
+//     for (equal) head dims of 64, 128 or 256;
 //   - merge_splits: merges;
 //   - portable kernels for bounds: the rest, if the step has bounds;
 //   - general kernels: all attention of a layer with an option that no other kernel serves.

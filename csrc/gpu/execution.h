@@ -7,8 +7,7 @@
 // One step on a stream is, in the stream's order,
 //   copy     the inputs to where the captured launches expect them
 //   replay   launches that were captured once, up to each collective
-//   run      those that write the results, which are new arrays each time, as a caller may keep
-//   them
+//   run      launches that write the results: new arrays each time, because a caller may keep them
 // Launches run when they first occur and are captured the second time: a capture takes as long as
 // several launches, and the device would wait for it. A device that captures nothing runs all
 // launches, on the inputs where they are. As steps run one after another, those of all executables

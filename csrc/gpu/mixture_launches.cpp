@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The launches of a mixture of experts: the router's choice, gates and ups, downs, the sum.
+// Launches of a mixture of experts: routing, gate and up products, down products, the sum.
 
 #include <algorithm>
 #include <optional>
@@ -34,7 +34,7 @@ class Launches {
       }
     }
     route_.item_rows = tiles_ ? 8 * *tiles_ : paged::PRODUCT_ROWS;
-    // Each expert that is chosen has one item that may not be full.
+    // Each chosen expert has at most one item that is not full.
     int most_experts = std::min(step.num_pairs(), route_.num_experts);
     route_.max_items =
         std::min(step.num_pairs(), most_experts + step.num_pairs() / route_.item_rows);
@@ -57,7 +57,7 @@ class Launches {
     bind(launch, step_.items, Access::write);
     launch.constants = bytes_of(route_);
     launch.grid = {1, 1, 1};
-    // A SIMD-group for each row, and a thread for each pair.
+    // One SIMD-group per row, and one thread per pair.
     int most = std::max(32 * route_.num_rows, step_.num_pairs());
     launch.threadgroup = {std::min<uint32_t>(paged::ROUTE_THREADS, 32 * div_up(most, 32)), 1, 1};
     launch.threadgroup_memory = 16 * div_up(5 * 4 * div_up(step_.num_pairs(), 4), 16);
@@ -119,7 +119,7 @@ class Launches {
   const std::vector<StepOperand>& operands_;
   DType dtype_;
   paged::RouteParams route_;
-  std::optional<int> tiles_;  // of eight pairs, of NVIDIA's kernels; none: the portable ones
+  std::optional<int> tiles_;  // of eight pairs, for NVIDIA's kernels; empty: the portable kernels
   std::vector<Launch> all_;
 };
 

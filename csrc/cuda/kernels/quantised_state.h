@@ -4,11 +4,9 @@
 // 16-bit version. All products are fp16 whatever the queries' dtype: converting codes to fp16 takes
 // the fewest instructions and is exact.
 //   - A power of two scales each query so that its largest element is near 2^14. Elements of
-//   bfloat16
-//     are then exact too unless they are 2^28 times smaller.
+//     bfloat16 are then exact too unless they are 2^28 times smaller.
 //   - The scale of an int8 key multiplies the logit. The scale and minimum of an int4 group apply
-//   to
-//     that group's contribution.
+//     to that group's contribution.
 //   - Values are scaled in fp16 before the product, like their scales.
 //   - Weights are relative to a maximum that is 2^12 smaller, to keep small weights precise.
 

@@ -1,13 +1,13 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Metal's words for nvcc. A kernel becomes a device function, which a __global__ function of
-// kernels/ calls with the buffers and constants. What Metal hands a kernel by attribute becomes a
-// default argument: an attribute between [[ and ]] expands to `]] = Source()[First()[0`, and the
-// closing brackets of the attribute close the two subscripts.
+// Metal's keywords for nvcc. A kernel becomes a device function, called by a __global__ function in
+// kernels/ with the buffers and constants. Arguments that Metal passes by attribute become default
+// arguments: an attribute between [[ and ]] expands to `]] = Source()[First()[0`, and its closing
+// brackets close the two subscripts.
 //
-// Lanes are numbered in Metal's order. A lane of Apple's 8 x 8 matrices holds other elements than
-// the same lane of NVIDIA's, and the difference is an order of the bits of its number: with that
-// renumbering, here and in the shuffles, both layouts are one.
+// Lanes are numbered in Metal's order. Apple's and NVIDIA's layouts of 8 x 8 matrices differ only
+// by a permutation of the bits of the lane number; with this renumbering, here and in the shuffles,
+// they are the same.
 
 #pragma once
 
@@ -50,7 +50,7 @@ PAGED_BUILT_IN(SimdIndex, uint, threadIdx.x / 32)
 PAGED_BUILT_IN(LaneIndex, uint, metal_lane(threadIdx.x & 31))
 #undef PAGED_BUILT_IN
 
-// Threadgroup memory, of the size that the launch asks for.
+// Threadgroup memory, sized by the launch.
 struct ThreadgroupMemory {
   template <typename T>
   __device__ __forceinline__ operator T*() const {
@@ -61,19 +61,19 @@ struct ThreadgroupMemory {
 
 }  // namespace metal
 
-// These words are macros from here on: C++ and CUDA headers must be included before.
+// These keywords are macros from here on; include C++ and CUDA headers first.
 #define METAL_FUNC __device__ __forceinline__
 #define PAGED_UNROLL _Pragma("unroll")
 #define PAGED_SCRATCH = ::metal::ThreadgroupMemory()
 #define PAGED_KERNEL(THREADS) __device__ __forceinline__ void
-#ifndef PAGED_QUANTISED  // a file of kernels of quantised pools says which
+#ifndef PAGED_QUANTISED  // files for quantized pools define their own
 #define PAGED_QUANTISED(params) false
 #define PAGED_INT4_KEYS(params) false
 #define PAGED_INT4_VALUES(params) false
 #define PAGED_FP8(params) false
 #endif
 
-// CUDA's own word uses `device`, which becomes a macro below.
+// CUDA's definition uses `device`, which becomes a macro below.
 #undef __device__
 #define __device__ __attribute__((__device__))
 
