@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Chooses the attention kernels of a plan. A step may mix decodes, drafts to verify and prefill
-// chunks: every kind of item present gets a launch over all items, and a threadgroup whose item is
-// of another kind returns at once.
+// Selects the attention kernels of a plan. A step can mix decodes, drafts and prefill chunks: each
+// kind of item present gets a launch over all items, and threadgroups with items of another kind
+// return at once.
 
 #include <algorithm>
 #include <array>
@@ -54,11 +54,11 @@ struct PlanSummary {
   std::map<AttentionVariant, Rows> variants;
   int num_partials = 0;
   int most_merge_rows = 0;
-  int covered_rows = 0;          // that some item or merge writes
-  bool has_one_row_each = true;  // row i is the only one of sequence i
+  int covered_rows = 0;          // rows that some item or merge writes
+  bool has_one_row_each = true;  // sequence i has the single row i
 };
 
-// The items of a plan, and what keeps them alive: the host's copy where it has sent them to a GPU.
+// The items of a plan and their owner: the host's copy if the plan has been sent to a GPU.
 template <typename Item>
 std::pair<std::shared_ptr<const std::byte>, const Item*> host_view(const mx::array& a) {
   auto copy = find_host_copy(a);
@@ -66,7 +66,7 @@ std::pair<std::shared_ptr<const std::byte>, const Item*> host_view(const mx::arr
   return {std::move(copy), static_cast<const Item*>(items)};
 }
 
-// How far the kernels go on a GPU.
+// Limits of the kernels on a GPU.
 struct Limits {
   int decode_queries;
   int matrix_rows;
@@ -138,8 +138,8 @@ PlanSummary read_plan(const Arrays& in, Gpu gpu) {
   return plan;
 }
 
-// All layers of a step share a plan, so what was read of it is kept. A plan is known by its
-// numbers: its buffer may have others by now, where MLX let an operation write to it (donation).
+// Caches what was read from a plan, because all layers of a step share it. Compares the plan's
+// numbers: its buffer may have been donated and overwritten.
 class PlanCache {
  public:
   PlanSummary get(const Arrays& in, Gpu gpu) {
@@ -177,7 +177,7 @@ class PlanCache {
     PlanSummary plan;
   };
   std::mutex mutex_;
-  std::array<Entry, 8> entries_;  // kinds of layers of a model, and steps under way
+  std::array<Entry, 8> entries_;  // a model's kinds of layers, and steps in flight
   size_t next_ = 0;
 };
 
@@ -212,7 +212,7 @@ std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer) 
   Limits limits = limits_of(gpu, layer.key_dim, item_size);
   std::set<AttentionVariant> variants;
   int most = std::max(limits.matrix_rows, limits.prefill_rows) + kMostDraftRows;
-  for (int rows = 1; rows <= most; rows++) {  // beyond it tiles are of the largest size
+  for (int rows = 1; rows <= most; rows++) {  // beyond it tiles have the largest size
     variants.insert(attention_variant(gpu, rows, layer.group, layer.key_dim, item_size));
   }
   std::vector<uint8_t> constants = function_constants(layer);
@@ -319,7 +319,8 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
   uint64_t partial_bytes = uint64_t(plan.num_partials) * num_q_heads * (value_dim + 2) * 4;
   list.workspaces = {std::max<uint64_t>(partial_bytes, 16)};
   auto read = [&](int operand) { return Binding{operand, Access::read, in[operand].nbytes()}; };
-  // A kernel that needs no numbers of heads does not read them, but its argument must be a buffer.
+  // Kernels that need no per-head numbers do not read them, but the argument must still be a
+  // buffer.
   Binding per_head = read(in.size() > kPerHead ? int(kPerHead) : int(kPositions));
 
   AttentionOptions options = options_;
@@ -380,7 +381,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
         break;
     }
     launch.threadgroup = {32 * uint32_t(simd_groups), 1, 1};
-    // Every kind of item has rows of its own, of the output and of the workspace.
+    // Each kind of item has its own rows of the output and of the workspace.
     launch.beside_previous = variant != plan.variants.begin()->first;
     list.launches.push_back(launch);
   }

@@ -6,7 +6,7 @@
 
 namespace mlx_paged {
 
-// x @ a.T in float32 for every row, then base + that @ b.T.
+// Computes x @ a.T in float32 for every row, then base + hidden @ b.T.
 LaunchList Lora::launches(const Arrays& in, const Arrays& out, Gpu) const {
   const auto& a = in[kA];
   int rank = a.shape(1);

@@ -1,22 +1,22 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The operations as nodes of MLX's graph: their inputs, outputs and parameters. ops.cpp and
-// layer_ops.cpp check arguments and make the nodes; mlx_paged/ops.py documents them for users.
-// `eval_cpu` is in cpu/. On a GPU a KernelNode runs the kernels of metal/ that launch*.cpp chooses.
+// The operations as nodes of MLX's graph: inputs, outputs and parameters. ops.cpp and layer_ops.cpp
+// check arguments and create the nodes; mlx_paged/ops.py documents them for users. `eval_cpu` is in
+// cpu/. On a GPU a KernelNode runs the kernels of metal/ that launch*.cpp selects.
 //
 // A pool is `[num_blocks, block_size, num_kv_heads, head_dim]`, token-major inside a block. Keys
-// and values have a pool each, whose head dims may differ. A slot is `block * block_size + offset`.
-// Quantised pools are laid out as pool_format.h says; writing quantises, and reading undoes it.
+// and values have separate pools, whose head dims may differ. A slot is `block * block_size +
+// offset`. pool_format.h describes quantized pools; writes quantize and reads dequantize.
 //
-// Ownership. WriteKV and CopyBlocks are in place, unconditionally: the arrays they return share the
-// buffers of the pools passed in, even if those have other owners. So
-//   - the handle passed in is consumed; use the one returned;
-//   - all reads and writes of a pool go through one stream;
-//   - a freed block is not handed out until the last step that could read it has been evaluated.
-// Donation would not work: a step in flight holds the buffer, and every overlapped step would then
-// copy the whole pool. `pool_copies()` counts the copies that could not be avoided (a pool that is
-// not row-contiguous, or on a GPU one that begins in the middle of 16 bytes of its buffer); the
-// engine's tests hold it at zero.
+// Ownership. WriteKV and CopyBlocks always work in place: the arrays they return share the buffers
+// of the pools passed in, even if those have other owners. So
+//   - the handle passed in is consumed; use the returned one;
+//   - all reads and writes of a pool use one stream;
+//   - a freed block must not be handed out until the last step that could read it has been
+//     evaluated.
+// Donation would not work: a step in flight holds the buffer, so every overlapped step would copy
+// the whole pool. `pool_copies()` counts unavoidable copies (a pool that is not row-contiguous, or
+// on a GPU one that is not aligned to 16 bytes in its buffer); the engine's tests hold it at zero.
 
 #pragma once
 
@@ -29,8 +29,7 @@
 
 namespace mlx_paged {
 
-// A node that runs on the CPU. On a GPU MLX has its own operations for the same, where the node
-// does not say otherwise.
+// A node that runs on the CPU. Unless a node says otherwise, GPUs use MLX's own operations instead.
 class Node : public mx::Primitive {
  public:
   using Primitive::Primitive;
@@ -43,17 +42,17 @@ class KernelNode : public Node {
  public:
   using Node::Node;
 
-  // gpu_eval.cpp has it for every node; no_gpu.cpp throws where no GPU backend is built.
+  // In gpu_eval.cpp for every node; no_gpu.cpp throws in builds without a GPU backend.
   void eval_gpu(const Arrays& in, Arrays& out) override;
 
-  // The launches that a GPU runs. They depend only on the shapes and dtypes of `in` and `out`, the
-  // contents of the inputs that `read_by_host` names, and on whether an output has the buffer of
+  // Returns the launches for a GPU. They depend only on the shapes and dtypes of `in` and `out`, on
+  // the contents of the inputs in `read_by_host`, and on whether an output took the buffer of
   // `donated`.
   virtual LaunchList launches(const Arrays& in, const Arrays& out, Gpu gpu) const = 0;
   virtual std::vector<int> read_by_host() const { return {}; }
 
-  // Inputs that are pools: `count` of them from `first` on. Those that are written are returned as
-  // the outputs, in place.
+  // Inputs that are pools: `count` of them from `first` on. Written pools are returned as the
+  // outputs, in place.
   struct Pools {
     int first;
     int count;
@@ -61,14 +60,14 @@ class KernelNode : public Node {
   };
   virtual Pools pools(const Arrays& in) const = 0;
 
-  // The input whose buffer the output takes over where nothing else needs it; -1: none.
+  // The input whose buffer the output takes over if nothing else needs it; -1: none.
   virtual int donated() const { return -1; }
 
-  // With MLX_PAGED_CHECK=1: compares block ids and slots with the pool before a kernel may follow
-  // them, and throws std::out_of_range (Python: IndexError) that names the row and the id. Their
-  // values exist only when the graph runs, and a kernel given a wrong one would read or
-  // overwrite other memory. Each eval calls this first. It waits for the inputs, and runs on the
-  // evaluating thread because an exception on a stream's own thread leaves that stream unusable.
+  // With MLX_PAGED_CHECK=1: checks block ids and slots against the pool before a kernel uses them,
+  // and throws std::out_of_range (Python: IndexError), which names the row and the id. Their values
+  // exist only when the graph runs, and with a wrong one a kernel would access other memory. Every
+  // eval calls this first. It waits for the inputs and runs on the evaluating thread, because an
+  // exception on a stream's thread makes that stream unusable.
   void check_ids(const Arrays& in);
 
  private:
@@ -99,8 +98,8 @@ class WriteKV : public KernelNode {
   }
 };
 
-// Copies block src to block dst in every pool, for each (src, dst). The pairs run in no particular
-// order, so no block may be a destination twice, or a destination and a source.
+// Copies block src to block dst in every pool, for each (src, dst). The pairs run in any order, so
+// a block must not be a destination twice, or both a destination and a source.
 // in: pools..., block_pairs [num_pairs, 2] int32. out: the pools.
 class CopyBlocks : public KernelNode {
  public:
@@ -116,7 +115,7 @@ class CopyBlocks : public KernelNode {
   }
 };
 
-// Dense keys and values of whole sequences; zeros past a context.
+// Gathers dense keys and values of whole sequences; zeros past a context.
 // in: key_pool, value_pool, block_tables [num_seqs, max_blocks] int32, context_lens [num_seqs]
 // int32. out: keys [num_seqs, num_kv_heads, max_context_len, key_dim], values.
 class GatherKV : public KernelNode {
@@ -141,15 +140,15 @@ class GatherKV : public KernelNode {
 
 using paged::AttentionOptions;
 
-// Attention of every query row, which is one token, over its sequence's blocks. Rows that no work
-// item names come out as zeros.
+// Attention of every query row (one token) over its sequence's blocks. Rows without a work item
+// become zeros.
 // in: queries [num_rows, num_q_heads, key_dim], key_pool, value_pool, and the arrays of a plan,
-// built once a step and shared by all layers: positions [num_rows] int32 of the rows' tokens in
-// their sequences, or with bounds [3, num_rows]: then also the first and the last of the keys that
-// each row sees besides those that its position and the window let it see; block_tables
-// [num_seqs, max_blocks] int32, work_items [num_items, 6] int32 and merge_items [num_merges, 4]
-// int32 (metal/kernel_table.h has their columns); [numbers of each query head that the options
-// name, [n * num_q_heads] float32]. out: [num_rows, num_q_heads, value_dim].
+// built once per step and shared by all layers: positions of the tokens in their sequences
+// [num_rows] int32, or with bounds [3, num_rows]: then also the first and last key that each row
+// sees in addition to its causal window; block_tables [num_seqs, max_blocks] int32, work_items
+// [num_items, 6] int32, merge_items [num_merges, 4] int32 (columns: metal/kernel_table.h);
+// [per_head [n * num_q_heads] float32, one number per query head for each option that needs it].
+// out: [num_rows, num_q_heads, value_dim].
 class PagedAttention : public KernelNode {
  public:
   enum { kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork, kMerge, kPerHead };  // inputs
@@ -172,11 +171,11 @@ class PagedAttention : public KernelNode {
 };
 
 // --- Around a layer's matrix products, and sampling ---
-// These have no gradient. All compute in fp32 and round once. Inputs are of the dtypes of pools
-// unless another is named.
+// These have no gradient. All compute in fp32 and round once. Inputs have a dtype of pools unless
+// stated otherwise.
 
-// Cosines and sines of the angle position * scale * inv_freq, once for all layers of a step. Angles
-// are products in float32, as MLX's own are.
+// Cosines and sines of position * scale * inv_freq, once for all layers of a step. Angles are
+// float32 products, as in MLX.
 // in: positions [num_rows] int32, inv_freqs [half_dims] float32. out: [num_rows, 2, half_dims]
 // float32.
 class RopeRotations : public Node {
@@ -297,9 +296,10 @@ class ClippedSwiglu : public Node {
   float limit_;
 };
 
-// in: logits [num_rows, vocab_size]. out: the first largest of each row, int32, and its logit,
-// float32; NaN where the row holds one (its token is then any). And the tokens for the host, int32:
-// -1 where the largest is not finite.
+// Selects the first maximum of each row.
+// in: logits [num_rows, vocab_size]. out: its token, int32; its logit, float32, NaN if the row
+// holds one (the token is then arbitrary); and the token for the host, int32, -1 if the logit is
+// not finite.
 class GreedyTokens : public KernelNode {
  public:
   using KernelNode::KernelNode;
@@ -310,10 +310,10 @@ class GreedyTokens : public KernelNode {
   }
 };
 
-// Sets the logits of tokens that must not come to -inf: those whose bit is 0 in the bitmask of
-// their row. A NaN or inf stays, and other rows do not change. In place where nothing else needs
-// the logits. in: logits [num_rows, vocab_size], bitmask [num_masks, ceil(vocab_size / 32)] int32
-// or uint32, lowest bit first, rows [num_masks] int32: distinct rows of logits. out: like logits.
+// Sets logits of forbidden tokens to -inf: those whose bit is 0 in their row's bitmask. NaN and inf
+// stay, and other rows do not change. In place if nothing else needs the logits.
+// in: logits [num_rows, vocab_size], bitmask [num_masks, ceil(vocab_size / 32)] int32 or uint32,
+// lowest bit first, rows [num_masks] int32: distinct rows of logits. out: like logits.
 class ApplyTokenBitmask : public KernelNode {
  public:
   using KernelNode::KernelNode;
@@ -323,10 +323,10 @@ class ApplyTokenBitmask : public KernelNode {
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
 };
 
-// top-p: the least logit of each row that is likelier than the rest of the row's first top_p of
-// probability. Only logits of at least the row's floor count.
-// in: logits [num_rows, vocab_size] float32, the largest of each row 0; floors [num_rows] float32,
-// at most 0; top_p [num_rows] float32, above 0 and below 1. out: [num_rows] float32.
+// Top-p: the smallest logit of each row within the first top_p of its probability mass. Only logits
+// of at least the row's floor count.
+// in: logits [num_rows, vocab_size] float32, each row's largest 0; floors [num_rows] float32, at
+// most 0; top_p [num_rows] float32, above 0 and below 1. out: [num_rows] float32.
 class NucleusThresholds : public Node {
  public:
   using Node::Node;
@@ -334,9 +334,9 @@ class NucleusThresholds : public Node {
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {{in[0].shape(0)}}; }
 };
 
-// x @ weight.T + bias: of float32 rows on the CPU, where the weight may have 16 bits, as one node
-// of the graph where MLX has five; of 16 bits and up to 64 rows with CUDA, in one kernel. in: x
-// [..., k], weight [n, k][, bias [n]]. out: [..., n].
+// x @ weight.T + bias. On the CPU: float32 rows and a weight of any dtype, as one graph node
+// instead of MLX's five. With CUDA: 16 bits and up to 64 rows, in one kernel.
+// in: x [..., k], weight [n, k][, bias [n]]. out: [..., n].
 class Linear : public Node {
  public:
   Linear(mx::Stream s, Activations activations, bool by_rows)
@@ -346,7 +346,7 @@ class Linear : public Node {
     auto& o = static_cast<const Linear&>(other);
     return activations_ == o.activations_ && by_rows_ == o.by_rows_;
   }
-  // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's.
+  // Both are in cuda/linear_launch.cpp; no_cuda.cpp returns false and uses Node's.
   static bool served_on_gpu(
       const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias);
   void eval_gpu(const Arrays& in, Arrays& out) override;
@@ -357,14 +357,15 @@ class Linear : public Node {
   }
 
  private:
-  Activations activations_;  // on the CPU,
-  bool by_rows_;             // as is this: no BLAS, whose sums depend on the number of rows
+  Activations activations_;  // on the CPU
+  bool by_rows_;             // on the CPU: no BLAS, whose sums depend on the number of rows
 };
 
-// The same with a weight that mx.quantize made: of float32 rows on the CPU, and with CUDA of 16
-// bits, up to 64 rows. in: x [..., k], weight [n, k * bits / 32] uint32, scales [n, k /
-// group_size][, biases like scales, where the format has them][, bias [n]]. out: [..., n] of the
-// dtype of x; so is bias, and with CUDA scales and biases that are no bytes.
+// The same with a weight from mx.quantize: float32 rows on the CPU; 16 bits and up to 64 rows with
+// CUDA.
+// in: x [..., k], weight [n, k * bits / 32] uint32, scales [n, k / group_size][, biases like
+// scales, if the format has them][, bias [n]]. out: [..., n] with the dtype of x; so have bias, and
+// with CUDA scales and biases that are not bytes.
 class QuantizedLinear : public Node {
  public:
   QuantizedLinear(mx::Stream s, WeightCodes codes, Activations activations, bool by_rows)
@@ -377,7 +378,7 @@ class QuantizedLinear : public Node {
   }
   const WeightCodes& codes() const { return codes_; }
   bool has_biases() const { return codes_.format == WeightFormat::affine; }
-  // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's. in: as above.
+  // Both are in cuda/linear_launch.cpp; no_cuda.cpp returns false and uses Node's. in: as above.
   static bool served_on_gpu(const Arrays& in, const WeightCodes& codes);
   void eval_gpu(const Arrays& in, Arrays& out) override;
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
@@ -385,7 +386,7 @@ class QuantizedLinear : public Node {
     shape.back() = in[1].shape(0);
     return {shape};
   }
-  // Gradients of x and bias: models are trained on top of quantised layers, and mapped over.
+  // Gradients of x and bias: models are trained and mapped over on top of quantized layers.
   Arrays vjp(
       const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
       const Arrays& outputs) override;
@@ -394,13 +395,13 @@ class QuantizedLinear : public Node {
 
  private:
   WeightCodes codes_;
-  Activations activations_;  // on the CPU,
-  bool by_rows_;             // as is this, see Linear
+  Activations activations_;  // on the CPU
+  bool by_rows_;             // on the CPU; see Linear
 };
 
-// Rows of an embedding's weight, on the CPU. No id that it has not is read for: that row is NaN.
-// in: ids int32 or uint32, weight and, where it is quantised, scales and biases, like those of
-// linear layers. out: [..., k] float32.
+// Rows of an embedding's weight, on the CPU. Ids out of range are not read; their rows are NaN.
+// in: ids int32 or uint32, weight and, if quantized, scales and biases, as for linear layers. out:
+// [..., k] float32.
 class Lookup : public Node {
  public:
   Lookup(mx::Stream s, WeightCodes codes) : Node(s), codes_(codes) {}
@@ -411,21 +412,21 @@ class Lookup : public Node {
   const WeightCodes& codes() const { return codes_; }
 
  private:
-  WeightCodes codes_;  // the format may be dense
+  WeightCodes codes_;  // can be dense
 };
 
 // Each row times the matrix of its expert: mlx-lm's `SwitchLinear`, with a weight of any format
-// that linear layers have. On the CPU of float32; a row whose expert is none of them is NaN.
-// Otherwise the node is part of a graph that becomes a device program, and does not run itself. in:
-// x [..., 1 or rows, 1, k], indices [..., rows] uint32, weight [num_experts, n, k] and, where it is
-// quantised, scales and biases; [bias [num_experts, n] like x]. out: [..., rows, 1, n] like x.
+// that linear layers support. On the CPU in float32; a row with an invalid expert is NaN. Otherwise
+// the node only occurs in a graph that becomes an executable, and does not run itself.
+// in: x [..., 1 or rows, 1, k], indices [..., rows] uint32, weight [num_experts, n, k] and, if
+// quantized, scales and biases; [bias [num_experts, n] like x]. out: [..., rows, 1, n] like x.
 class ExpertLinear : public Node {
  public:
   ExpertLinear(mx::Stream s, WeightCodes format, bool has_bias)
       : Node(s), format_(format), has_bias_(has_bias) {}
   MLX_PAGED_NODE("expert_linear")
-  const WeightCodes& format() const { return format_; }  // of dense weights, too
-  std::optional<WeightCodes> codes() const {             // none: the weight is dense
+  const WeightCodes& format() const { return format_; }  // also of dense weights
+  std::optional<WeightCodes> codes() const {             // nothing for dense weights
     return format_.format == WeightFormat::dense ? std::nullopt : std::optional(format_);
   }
   bool has_bias() const { return has_bias_; }
@@ -444,10 +445,10 @@ class ExpertLinear : public Node {
   bool has_bias_;
 };
 
-// base + (x @ a[adapter].T) @ b[adapter].T: low-rank adapters, of which each row has its own. A row
-// whose adapter is out of range keeps its base. Adapters of a smaller rank are padded with zeros.
+// base + (x @ a[adapter].T) @ b[adapter].T: low-rank adapters, one per row. A row whose adapter is
+// out of range keeps its base. Adapters of a smaller rank are padded with zeros.
 // in: base [num_rows, ..., n], x [num_rows, ..., k], adapters [num_rows] int32, a [num_adapters,
-// rank, k], b [num_adapters, n, rank], scaled. On a GPU all are of one dtype; on the CPU base and x
+// rank, k], b [num_adapters, n, rank], scaled. On a GPU all have one dtype; on the CPU base and x
 // are float32. out: like base.
 class Lora : public KernelNode {
  public:
@@ -464,30 +465,31 @@ class Lora : public KernelNode {
 
 // --- Pools ---
 
-// A pool that is allocated but not touched: memory is used from the first write on, so a large pool
-// costs nothing until it is needed. Its contents are undefined. On Linux it asks for huge pages, as
-// decode visits memory in an order that small pages make slow. Throws std::bad_alloc.
+// Allocates a pool without touching it: memory is used from the first write on, so a large pool
+// costs nothing until it is needed. Its contents are undefined. On Linux it requests huge pages,
+// because decode visits memory in an order that is slow with small pages. Throws std::bad_alloc.
 mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype);
 
 // Whole-pool copies made since the process started.
 int64_t pool_copies();
 void count_pool_copy();
 
-// True if MLX_PAGED_CHECK=1: operations check ids when they run. Programs do not; none serve then.
+// True if MLX_PAGED_CHECK=1: operations check ids when they run. Disables executables, which do
+// not.
 bool check_enabled();
 
-// True if an output of its size may take over the buffer of `in`, which nothing else needs then. A
+// True if an output of this size may take over the buffer of `in`, which nothing else needs then. A
 // small array must not keep a large buffer alive.
 bool can_donate(const mx::array& in);
 
-// True if an output can share the pool's buffer; otherwise a copy is due, and is counted.
+// True if an output can share the pool's buffer; otherwise it needs a counted copy.
 bool can_alias_pool(const mx::array& pool);
 
-// The same for GPUs, whose kernels read and write 16 bytes at a time. Buffers begin at a multiple
-// of that, but an array may begin anywhere in its buffer.
+// The same for GPUs, whose kernels access 16 bytes at a time. Buffers are aligned to 16 bytes, but
+// an array can start anywhere in its buffer.
 bool can_alias_pool_on_gpu(const mx::array& pool);
 
-// True if kernels of GPUs can read an array that is no pool; otherwise a dense copy is due.
+// True if GPU kernels can read an array other than a pool; otherwise it needs a dense copy.
 bool can_read_on_gpu(const mx::array& a);
 
 }  // namespace mlx_paged

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Formats of weights and activations that nodes name and back ends implement.
+// Formats of weights and activations that nodes name and backends implement.
 
 #pragma once
 
@@ -13,7 +13,7 @@ enum class WeightFormat : uint8_t {
   affine,  // q * scale + bias, q unsigned of `bits` bits; scales and biases of the layer's dtype
   mxfp4,   // E2M1 * 2^(scale - 127)
   mxfp8,   // E4M3 * 2^(scale - 127)
-  nvfp4,   // E2M1 * scale, which is E4M3
+  nvfp4,   // E2M1 * scale, with an E4M3 scale
 };
 
 // Storage of a weight: packed by mx.quantize, or dense.

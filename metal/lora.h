@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Low-rank adapters: base + (x @ a[adapter].T) @ b[adapter].T, where each row has its own adapter.
-// The sums of a row do not depend on the other rows.
+// Low-rank adapters: base + (x @ a[adapter].T) @ b[adapter].T with an adapter per row. A row's sums
+// do not depend on other rows.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 using namespace metal;
 
-// hidden = x @ a[adapter].T in fp32. Rows without an adapter are not written.
+// Computes hidden = x @ a[adapter].T in fp32. Rows without an adapter are not written.
 // grid: (rank / SIMD-groups rounded up, rows).
 template <typename T>
 PAGED_KERNEL(paged::LORA_THREADS)
@@ -50,7 +50,7 @@ lora_down(
   }
 }
 
-// out = base + hidden @ b[adapter].T; rows without an adapter are copied.
+// Computes out = base + hidden @ b[adapter].T; copies rows without an adapter.
 // grid: (n / LORA_THREADS rounded up, rows).
 template <typename T>
 PAGED_KERNEL(paged::LORA_THREADS)

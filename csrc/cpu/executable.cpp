@@ -30,7 +30,7 @@ int64_t num_scratch_floats(const Projection& p) {
   return p.integers ? p.integers->num_scratch_floats(int(p.x.rows()), p.weight) : 0;
 }
 
-// Columns [begin, end) of a product, and the bias. `c` is where column 0 of row 0 would be.
+// Computes columns [begin, end) of a product, with the bias. `c`: address of column 0 of row 0.
 void project(
     const Projection& p, const Bases& bases, int begin, int end, float* c, int64_t ldc,
     float* scratch) {
@@ -91,7 +91,7 @@ void run_expert_piece(const ExpertPhase& phase, const Bases& bases, int task) {
   run_experts(args, piece.share, piece.num_shares);
 }
 
-// Memory of the stream's thread, for what lies between the phases of a step.
+// Memory of the stream's thread for the values between a step's phases.
 char* step_memory(int64_t bytes) {
   thread_local Scratch memory;
   return memory.at_least<char>(bytes);
@@ -144,7 +144,7 @@ AttentionArgs CpuExecutable::attention_args(
   return args;
 }
 
-// Later operations may take the numbers of a failed run for indices.
+// Later operations may use the numbers of a failed run as indices.
 void CpuExecutable::clear(const std::vector<char*>& results) const {
   for (size_t i = 0; i < results.size(); i++) {
     size_t size = 1;
@@ -189,7 +189,7 @@ Bases CpuExecutable::bases_of(
   return bases;
 }
 
-// The state of a run in which MLX runs operations, until it is done.
+// State of a run in which MLX runs some operations.
 struct CpuExecutable::Run {
   Arrays in;
   mx::array memory;  // of the temporaries
@@ -199,7 +199,7 @@ struct CpuExecutable::Run {
 
 namespace {
 
-// The view of `base` as an array.
+// Returns the view of `base` as an array.
 mx::array shown(const View& v, mx::Dtype dtype, const mx::array& base, int64_t byte) {
   mx::array a(v.shape, dtype, nullptr, {});
   auto [size, is_row, is_column] = mx::check_contiguity(v.shape, v.strides);
@@ -237,7 +237,7 @@ void CpuExecutable::queue_node(const NodePhase& node, Run& run, mx::Stream strea
   }
   Arrays outputs;
   for (const auto& out : node.outputs) {
-    // Some primitives look for the stream of their output.
+    // Some primitives look up the stream of their output.
     outputs.emplace_back(out.shape, out.dtype, node.primitive, Arrays{});
   }
   node.primitive->eval_cpu(inputs, outputs);
@@ -303,7 +303,7 @@ void CpuExecutable::queue(
 }
 
 void CpuExecutable::run(const Bases& bases, const Arrays& in, size_t begin, size_t end) const {
-  // Attention is two phases of a run: its pieces, and what merges them.
+  // Attention takes two phases of a run: its tasks, then their merges.
   struct Step {
     const Phase* phase;
     AttentionRun* attention = nullptr;

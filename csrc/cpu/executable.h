@@ -2,12 +2,12 @@
 //
 // CpuExecutable: a step of few rows as one operation on the CPU. Its graph is lowered once per
 // number of rows (lowering.h) to phases, which all threads run one after another. So a step has no
-// nodes to schedule, no thread sleeps between products, and the projections of one input are one
-// phase.
+// nodes to schedule, threads do not sleep between products, and the projections of one input share
+// a phase.
 //
 // The first axis of every value is the step's rows, or the rows of its logits. An operation is a
-// product with weights or experts, attention, or works on each row by itself. MLX runs all others
-// on whole arrays between two phases, at their usual cost.
+// product with weights or experts, attention, or row-wise. MLX runs all others on whole arrays
+// between two phases, at their usual cost.
 
 #pragma once
 
@@ -30,7 +30,7 @@
 
 namespace mlx_paged::cpu {
 
-// Where each buffer begins in one run.
+// Address of each buffer in one run.
 using Bases = std::vector<char*>;
 
 struct Buffer {
@@ -43,7 +43,7 @@ struct Buffer {
   int64_t offset = 0;    // of a temporary in the memory of a run
 };
 
-// Works on rows [begin, end).
+// Processes rows [begin, end).
 using RowTask = std::function<void(const Bases& bases, int64_t begin, int64_t end)>;
 
 struct RowPhase {
@@ -77,7 +77,7 @@ struct ProductPhase {
   std::vector<Piece> pieces;
 };
 
-// The experts of each row are known only in a run, so the work is cut into shares.
+// The experts of a row are known only in a run, so the work is divided into shares.
 struct ExpertProduct {
   View x;           // [rows, ..., k] or [rows, ..., experts per row, ..., k]
   View indices;     // [rows, ..., experts per row]
@@ -129,25 +129,25 @@ using Phase = std::variant<RowPhase, ProductPhase, ExpertPhase, AttentionPhase, 
 class CpuExecutable : public std::enable_shared_from_this<CpuExecutable> {
  public:
   // Compiles the graph from `inputs`, which have no values, to `outputs`: results in float32, then
-  // pools among the inputs, which are written in place. Whatever does not depend on the inputs is
-  // evaluated. Throws UnsupportedGraph.
+  // pools among the inputs, which are written in place. Evaluates everything that does not depend
+  // on the inputs. Throws UnsupportedGraph.
   CpuExecutable(const Arrays& inputs, const Arrays& outputs);
 
   // Throws std::invalid_argument for inputs of other shapes or dtypes.
   void check(const Arrays& inputs) const;
 
-  // Queues a run on a stream, whose thread shares it with the workers. The inputs are dense; they
-  // and the memory of the results must outlive the run.
+  // Queues a run on a stream, whose thread shares it with the workers. The inputs must be dense;
+  // they and the memory of the results must outlive the run.
   void queue(const Arrays& inputs, const std::vector<char*>& results, mx::Stream stream) const;
 
   // The stream that runs must use, if MLX runs operations.
   std::optional<mx::Stream> stream() const { return stream_; }
 
   int num_phases() const { return int(phases_.size()); }
-  // The primitives that MLX runs because they have no lowering.
+  // Primitives that MLX runs because they have no lowering.
   std::vector<std::string> foreign() const;
   const std::vector<mx::Shape>& results() const { return results_; }
-  // The inputs that are written in place.
+  // Inputs that are written in place.
   const std::vector<int>& pools() const { return pools_; }
   bool is_pool(int input) const {
     return std::find(pools_.begin(), pools_.end(), input) != pools_.end();

@@ -18,7 +18,7 @@ LoraShape lora_shape(const Arrays& in) {
 
 namespace {
 
-// The matrix of one adapter among those of all.
+// The matrix of one adapter in the stacked matrices of all.
 WeightView matrix_of(const LoraShape& shape, const char* all, int adapter, int n, int k) {
   WeightView w;
   w.data = all + int64_t(adapter) * n * k * shape.item_size;

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Low-rank adapters on the CPU: base + (x @ A.T) @ B.T, where each row has its own adapter. A row
-// is computed alone, so its bits do not depend on the other rows.
+// Low-rank adapters on the CPU: base + (x @ A.T) @ B.T with an adapter per row. Each row is
+// computed alone, so its bits do not depend on other rows.
 
 #pragma once
 
@@ -26,7 +26,7 @@ LoraShape lora_shape(const Arrays& in);
 struct LoraRow {
   const float* base;  // [n]
   const float* x;     // [k]
-  int adapter;        // outside of [0, num_adapters): none
+  int adapter;        // no adapter if outside of [0, num_adapters)
   const char* a;      // [num_adapters, rank, k]
   const char* b;      // [num_adapters, n, rank]
   float* out;         // [n]; may be base

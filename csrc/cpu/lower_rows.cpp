@@ -283,7 +283,7 @@ void CpuLowering::lower_gated(const GraphNode& node, F f) {
       });
 }
 
-// Operands of a row may have any strides that two nested loops can follow.
+// Operands of a row can have any strides that two nested loops can follow.
 template <typename F>
 void CpuLowering::lower_elementwise(const GraphNode& node, F combine) {
   View to = new_value(node.outputs[0]);

@@ -117,7 +117,7 @@ void CpuLowering::lower_write_kv(const GraphNode& node) {
   struct Part {
     View rows, pool;
     int64_t bytes;    // per row
-    PoolArgs format;  // the pool's address is known in a run only
+    PoolArgs format;  // the pool's address is known only in a run
   };
   std::vector<Part> parts;
   Operation op{RowTask(), slots.rows(), {}, {slots.buffer}, {}};
@@ -215,7 +215,7 @@ Projection CpuLowering::projection_of(const GraphNode& node) {
   return p;
 }
 
-// Rounds the rows of x once for all products that read them alike.
+// Rounds the rows of x once for all products with the same rounding.
 View CpuLowering::as_integers(
     const View& x, const WeightView& weight, const IntegerKernels& integers) {
   int floats = int(integers.row_bytes(weight.k) / sizeof(float));
@@ -497,7 +497,7 @@ void CpuLowering::add_results() {
   }
 }
 
-// A plan's work may have another length in the next step, and a pool is written once per step.
+// A plan's work can have another length in the next step, and a pool is written once per step.
 void CpuLowering::check_inputs() const {
   std::vector<int> writes(executable_.buffers_.size());
   for (const auto& op : operations_) {

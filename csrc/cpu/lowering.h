@@ -16,7 +16,7 @@
 
 namespace mlx_paged::cpu {
 
-// The axes of a row without those of 1, and with contiguous axes joined, for views of one shape.
+// Axes of a row without those of 1, with contiguous axes joined, for views of one shape.
 struct InnerAxes {
   std::vector<int64_t> sizes;
   std::vector<std::vector<int64_t>> steps;  // of each view
@@ -65,7 +65,7 @@ class CpuLowering {
   // --- Values
   const View& view(const mx::array& a);
   const float* constant(const mx::array& a);  // dense
-  // A node's inputs; those from `first` on are weights, dense and evaluated.
+  // A node's inputs; those from `first` on are weights, made dense and evaluated.
   Arrays with_weights(const GraphNode& node, size_t first = 1);
   View new_value(const mx::array& a);  // float32
   View new_ids(const mx::array& a);    // uint32
@@ -74,7 +74,7 @@ class CpuLowering {
   View copied(const View& from);
   int add_buffer(Buffer buffer);
   const Buffer& buffer(const View& v) const { return executable_.buffers_[v.buffer]; }
-  // True if row i of a view is part of row i of the value that it shows.
+  // True if row i of a view is part of row i of its value.
   bool is_aligned(const View& v) const;
   int input_of(const mx::array& a) const;
   int input_of_any_length(const mx::array& a);

@@ -24,7 +24,7 @@ void mlx_sum(const float* x, float* out, int64_t count, int64_t inner);
 
 float mlx_maximum(float a, float b);  // NaN if either is
 
-// The function of each element that an operation computes; none for other operations. out may be x.
+// Element-wise function of an operation; nothing for other operations. out may be x.
 using ElementFunction = void (*)(const float* x, float* out, int64_t size);
 std::optional<ElementFunction> mlx_function(Op op);
 

@@ -14,7 +14,7 @@ namespace mlx_paged::cpu {
 
 namespace {
 
-// Pieces of a size that keeps all threads busy to the end.
+// Cuts a phase into pieces that keep all threads busy to the end.
 void cut(ProductPhase& phase) {
   constexpr int64_t kLeastWeights = 1 << 13;
   constexpr int64_t kMostWork = 1 << 19;  // weights times rows
@@ -81,8 +81,8 @@ class PhaseScheduler {
 
   int next_phase() const { return int(phases_.size()); }
 
-  // True if everything that writes the buffer before operation i, in the order of the graph, has
-  // run in an earlier phase, or `here` in the phase that is being made.
+  // True if everything that writes the buffer before operation i, in graph order, has run in an
+  // earlier phase, or (`here`) in the phase being built.
   bool is_written(int buffer, size_t i, bool here) const {
     return std::all_of(writers_[buffer].begin(), writers_[buffer].end(), [&](size_t writer) {
       int phase = phase_of_[writer];
@@ -92,7 +92,7 @@ class PhaseScheduler {
 
   bool is_ready(size_t i) const {
     const auto& op = operations_[i];
-    // Row tasks of one phase run one after the other for each row.
+    // Row tasks of one phase run one after another for each row.
     bool is_by_row = op.is<RowTask>();
     return phase_of_[i] == kWaits &&
            std::all_of(

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Schedules the operations of a step into phases. Everything that can run without waiting becomes
-// one phase.
+// Schedules a step's operations into phases. Everything that can run without waiting shares a
+// phase.
 
 #pragma once
 
@@ -18,8 +18,8 @@ struct Operation {
 
   Work work;
   int64_t rows;
-  std::vector<int> reads;    // buffers, row i of which only row i reads
-  std::vector<int> gathers;  // buffers, any row of which may be read
+  std::vector<int> reads;    // buffers of which row i reads row i only
+  std::vector<int> gathers;  // buffers of which any row can be read
   std::vector<int> writes;
 
   template <typename T>
@@ -33,7 +33,7 @@ struct Phases {
   int64_t temporary_bytes;
 };
 
-// `operations` are in the order of their graph. Places the temporaries among `buffers`.
+// `operations` must be in graph order. Places the temporaries among `buffers`.
 Phases make_phases(const std::vector<Operation>& operations, std::vector<Buffer>& buffers);
 
 }  // namespace mlx_paged::cpu

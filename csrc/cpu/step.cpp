@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Python's interface of CpuExecutable.
+// Python interface of CpuExecutable.
 
 #include <memory>
 #include <stdexcept>
@@ -102,7 +102,7 @@ void bind_cpu_executable(nb::module_& m) {
       [] { return check_enabled() ? 0 : cpu::kernels().product.most_rows_float32; },
       "Rows of a step up to which a CpuExecutable serves; 0: none does.");
   if (nb::type<Executable>().is_valid()) {
-    return;  // this is the simulator, loaded beside the extension: it runs launches only
+    return;  // this is the simulator, loaded beside the extension; it only runs launches
   }
   nb::class_<Executable>(m, "CpuExecutable", "A graph that runs as one operation on the CPU.")
       .def(nb::new_(&compile), "inputs"_a, "outputs"_a)

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Weights among a node's inputs as CPU kernels read them. The arrays are dense and have data.
+// Weights among a node's inputs, in the form that CPU kernels read. The arrays are dense.
 
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace mlx_paged::cpu {
 
-// `weight`: followed by its scales and biases where it is quantized. The matrices of several
-// experts become one.
+// `weight`: followed by its scales and biases if quantized. The matrices of several experts are
+// stacked into one.
 WeightView weights_of(const mx::array* weight, const WeightCodes& codes);
 
 // in: the inputs of the node.
 ExpertWeights weights_of(const ExpertLinear& node, const Arrays& in);
 
-// Row `id` of an embedding, counted from the end if negative; NaN where there is no such row.
+// Reads row `id` of an embedding, counted from the end if negative; NaN if there is no such row.
 void read_row(const WeightView& weights, int64_t id, float* out);
 
 }  // namespace mlx_paged::cpu

@@ -1,12 +1,12 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Plain C++: nvcc reads it too.
+// Plain C++ that nvcc reads too.
 
 #pragma once
 
 namespace mlx_paged {
 
-// How the columns of a value are permuted for the products that read it (cuda/code_order.h).
+// Permutation of a value's columns for the products that read it (cuda/code_order.h).
 struct ColumnOrder {
   int run;    // 32 or 64; 0: not permuted
   int apart;  // 1, 2 or 4

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// eval_gpu of a step: allocates the results, aliases the pools, makes the inputs readable, and
+// GPU evaluation of a step: allocates the results, aliases the pools, makes the inputs readable and
 // runs.
 
 #include <stdexcept>
@@ -36,7 +36,7 @@ void GpuStep::eval_gpu(const Arrays& inputs, Arrays& out) {
       in[i] = gpu::readable(inputs[i], stream());
     }
   }
-  // The host keeps a copy of inputs that it reads and that came from it.
+  // The host keeps a copy of inputs that it reads and that it has sent.
   for (int i : executable_->read_by_host()) {
     bool copied = in[i].data_shared_ptr() != inputs[i].data_shared_ptr();
     if (!find_host_copy(in[i]) && (copied || !is_on_host(inputs[i]))) {

@@ -110,7 +110,7 @@ void GpuExecutable::check(const Arrays& inputs) const {
 
 namespace {
 
-// Rounds up, so that a growing number stays the same for a while.
+// Rounds up, so that a growing number stays constant for a while.
 int in_strides(int n) {
   int stride = std::max(16, 1 << std::max(0, int(std::bit_width(unsigned(n))) - 3));
   return (n + stride - 1) / stride * stride;
@@ -312,7 +312,7 @@ std::vector<Launch> launches_after_products(
     launch.buffers.push_back({operand, access, operands[operand].bytes});
   };
   if (step.is_gated) {
-    // In place, because each thread overwrites only what it reads.
+    // In place, because each thread overwrites only what it reads itself.
     int item_size = step.dtype == DType::float32 ? 4 : 2;
     int chunks = step.parts[0].n * item_size / kChunkBytes;
     Launch launch = silu_mul_launch(step.num_rows, {chunks, chunks, chunks}, step.dtype);

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // GpuExecutable: a decode step on a GPU as one list of launches. Its graph is lowered once per
-// shape (lowering.h): the operations between matrix products become the kernels of metal/layer.h,
-// and values get fixed places in memory. So a step has no nodes to schedule, half as many kernels,
-// and launches that a GPU can capture and replay (execution.h).
+// shape (lowering.h): operations between matrix products become kernels of metal/layer.h, and
+// values get fixed places in memory. So a step has no nodes to schedule, half as many kernels, and
+// launches that a GPU can capture and replay (execution.h).
 //
 // The first axis of every value is the step's rows, or the rows of its logits.
 
@@ -32,45 +32,45 @@ enum class TmaKernels;  // cuda/products.h
 
 class GpuExecution;  // execution.h
 
-// The widest load of a GPU thread.
+// Widest load of a GPU thread.
 constexpr int kChunkBytes = 16;
 
-// An operand that bindings of a step's launches name.
+// An operand of a step's launches.
 struct StepOperand {
   enum class Kind {
-    input,      // `index` counts the inputs
-    constant,   // the constants
+    input,      // `index` is an input
+    constant,   // ... a constant
     temporary,  // in the executable's memory
-    result,     // the results
-    workspace,  // of attention or a library's product; one at a time
+    result,     // ... a result
+    workspace,  // for attention or a library product; one at a time
   };
   Kind kind;
   int index = 0;
-  int64_t offset = 0;  // bytes from the beginning of the array or memory
+  int64_t offset = 0;  // bytes into the array or memory
   uint64_t bytes = 0;
 };
 
 // Up to three linear layers of one input, or (`is_gated`) silu(gate) * up of two. The ints are
-// operands.
+// indices of operands.
 struct ProductStep {
   struct Part {
     int weight;  // [n, k]
     int bias;    // [n]; -1: none
     int out;     // [num_rows, n]; if gated, the first part's is the result
     int n;
-    int scales = -1;  // of a quantised weight
+    int scales = -1;  // of a quantized weight
     int biases = -1;
   };
   int x;
   int num_rows;
   int k;
-  int x_stride;  // elements from one row of x to the next
+  int x_stride;  // elements between rows of x
   std::vector<Part> parts;
   int residual = -1;  // [num_rows, n], added to a single part; -1: none
   bool is_gated = false;
   std::optional<WeightCodes> codes;  // of all parts
-  // NVIDIA only, set when launches are made: x is in the order of the codes, and the order that the
-  // readers of the output want.
+  // NVIDIA only, set when launches are made: x is in code order, and the order that readers of the
+  // output expect.
   bool x_is_ordered = false;
   ColumnOrder out_order{};
   // For queries, keys and values: the kernel that rotates and writes them, unless the products do.
@@ -83,15 +83,15 @@ struct ProductStep {
   DType dtype;
 };
 
-// A mixture of experts: the router's choice, products of each pair with its expert's matrices, and
-// their weighted sum (metal/experts.h). The ints are operands.
+// A mixture of experts: routing, products of each pair with its expert's matrices, and their
+// weighted sum (metal/experts.h). The ints are indices of operands.
 struct MixtureStep {
-  paged::RouteParams route;  // without items, which depend on the products' kernels
+  paged::RouteParams route;  // without items, which depend on the product kernels
   int logits;
   int weights;        // [num_rows, top_k]
   int sorted_pairs;   // [num_pairs] int32
   int items;          // [num_pairs, 3] int32, the last ones unused
-  ProductStep gated;  // of all experts' gates and ups, weights [num_experts, n, k]; out by place
+  ProductStep gated;  // gates and ups of all experts, weights [num_experts, n, k]; out by place
   ProductStep down;   // x by place, out by pair
   int out;            // [num_rows, n]
 
@@ -101,7 +101,7 @@ struct MixtureStep {
 struct AttentionStep {
   std::vector<int> operands;  // of PagedAttention
   int out;
-  int rotated = -1;  // queries, where the pool's keys are rotated
+  int rotated = -1;  // queries, if the pool's keys are rotated
   int kind;          // index of the AttentionKind
 };
 
@@ -117,12 +117,12 @@ struct CollectiveStep {
 
 class GpuExecutable {
  public:
-  // Where the residual is added after a product.
+  // Place where a residual is added after a product.
   enum class Residual { in_product, in_norm };
 
   // Compiles the graph from `inputs`, which have no values, to `outputs`: results, then pools among
-  // the inputs, which are written in place. Whatever does not depend on the inputs is evaluated.
-  // Throws UnsupportedGraph, also for products that no kernel of `gpu` serves.
+  // the inputs, which are written in place. Evaluates everything that does not depend on the
+  // inputs. Throws UnsupportedGraph, also for products that no kernel of `gpu` serves.
   GpuExecutable(const Arrays& inputs, const Arrays& outputs, Gpu gpu, Residual residual);
 
   struct Result {
@@ -134,7 +134,7 @@ class GpuExecutable {
   // Layers whose attention has the same launches share a kind.
   struct AttentionKind {
     AttentionOptions options;
-    std::vector<int> inputs;  // the executable's, for PagedAttention's; -1: each layer has its own
+    std::vector<int> inputs;  // the executable's, as PagedAttention's; -1: each layer has its own
     mx::Shape queries;
     mx::Shape key_pool;
     mx::Shape value_pool;
@@ -146,13 +146,13 @@ class GpuExecutable {
     bool operator==(const AttentionKind&) const = default;
   };
 
-  // The launches of a step's attention, by kind; no other launches differ between steps. Numbers
-  // that grow every few tokens are rounded up.
+  // Returns the launches of a step's attention, by kind; all other launches are the same in every
+  // step. Rounds up numbers that grow every few tokens.
   std::vector<LaunchList> attention(const Arrays& inputs, Gpu gpu) const;
 
-  // A step's launches, given those of its attention. Bindings name operands().
+  // Returns a step's launches, given those of its attention. Bindings index operands().
   std::vector<Launch> launches(const std::vector<LaunchList>& attention, Gpu gpu) const;
-  // The same for GPUs that have these kernels.
+  // The same for GPUs with the given stream kernels.
   std::vector<Launch> launches(
       const std::vector<LaunchList>& attention, Gpu gpu, cuda::TmaKernels tma) const;
 
@@ -164,17 +164,17 @@ class GpuExecutable {
   uint64_t temporary_bytes() const { return temporary_bytes_; }
   uint64_t workspace_bytes(const std::vector<LaunchList>& attention) const;
   const std::vector<Result>& results() const { return results_; }
-  // The inputs that are written in place.
+  // Inputs that are written in place.
   const std::vector<int>& pools() const { return pools_; }
-  // True if a kernel sees the input. (No kernel sees some arrays of a plan.)
+  // True if a kernel reads the input. Some arrays of a plan are unused.
   bool is_used(int input) const { return used_[input]; }
   bool is_pool(int input) const;
   size_t num_inputs() const { return input_shapes_.size(); }
   uint64_t input_bytes(int input) const;
-  // Inputs whose contents the launches of attention depend on.
+  // Inputs whose contents determine the launches of attention.
   std::vector<int> read_by_host() const;
 
-  // The execution on a stream, for the calling thread. The latest few are kept, because threads
+  // Returns the calling thread's execution on a stream. Keeps only the latest few, because threads
   // end.
   std::shared_ptr<GpuExecution> execution(int stream) const;
 
@@ -182,7 +182,7 @@ class GpuExecutable {
   friend class GpuLowering;
   using Step = std::variant<Launch, ProductStep, MixtureStep, AttentionStep, CollectiveStep>;
 
-  // A value of a norm or of gated products that only products read.
+  // A result of a norm or of gated products that only products read.
   struct Multiplied {
     size_t made_by;  // steps
     std::vector<size_t> read_by;
@@ -191,7 +191,7 @@ class GpuExecutable {
   std::vector<Launch> product_launches(
       const ProductStep& step, Gpu gpu, cuda::TmaKernels tma) const;
   Launch collective_launch(const CollectiveStep& step) const;
-  // The steps with values written in the column order that their readers want.
+  // Returns the steps, with values in the column order that their readers expect.
   std::vector<Step> ordered_steps(cuda::TmaKernels tma) const;
 
   std::vector<StepOperand> operands_;
@@ -200,7 +200,7 @@ class GpuExecutable {
   std::vector<AttentionKind> kinds_;
   Arrays constants_;
   uint64_t temporary_bytes_ = 0;
-  int workspace_ = -1;  // an operand
+  int workspace_ = -1;  // index of an operand
   uint64_t product_workspace_bytes_ = 0;
   std::vector<mx::Shape> input_shapes_;
   std::vector<mx::Dtype> input_dtypes_;
@@ -212,12 +212,12 @@ class GpuExecutable {
     std::thread::id thread;
     std::shared_ptr<GpuExecution> execution;
   };
-  mutable std::list<OfThread> executions_;  // the latest first
-  mutable std::mutex mutex_;                // of executions_
+  mutable std::list<OfThread> executions_;  // most recent first
+  mutable std::mutex mutex_;                // guards executions_
 };
 
-// in: the inputs of the executable. out: its results, then its pools in place or none of them,
-// because MLX spends time quadratic in the number of outputs.
+// in: the inputs of the executable. out: its results, then its pools in place, or none of the
+// pools, because MLX's time is quadratic in the number of outputs.
 class GpuStep : public mx::Primitive {
  public:
   GpuStep(mx::Stream stream, std::shared_ptr<const GpuExecutable> executable)
@@ -235,17 +235,17 @@ class GpuStep : public mx::Primitive {
   std::shared_ptr<const GpuExecutable> executable_;
 };
 
-// The launches of one product by kernels of metal/. NVIDIA's are in cuda/products.h.
+// Launches of one product by kernels of metal/. Those for NVIDIA are in cuda/products.h.
 std::vector<Launch> portable_product_launches(
     const ProductStep& step, const std::vector<StepOperand>& operands);
 
-// The launches of a mixture of experts. Throws UnsupportedGraph if no kernel of `gpu` serves its
+// Launches of a mixture of experts. Throws UnsupportedGraph if no kernel of `gpu` serves its
 // products.
 std::vector<Launch> mixture_launches(
     const MixtureStep& step, const std::vector<StepOperand>& operands, Gpu gpu,
     cuda::TmaKernels tma);
 
-// The launches that follow plain products: silu(gate) * up, or the rotation and write of heads.
+// Launches that follow plain products: silu(gate) * up, or the rotation and write of heads.
 std::vector<Launch> launches_after_products(
     const ProductStep& step, const std::vector<StepOperand>& operands);
 

@@ -17,7 +17,7 @@ uint64_t aligned(uint64_t bytes) {
   return (bytes + kStepAlignment - 1) / kStepAlignment * kStepAlignment;
 }
 
-// The index of the first launch that names one of these operands.
+// Index of the first launch that uses one of these operands.
 size_t first_of(const std::vector<int>& operands, const std::vector<Launch>& launches) {
   auto found = std::find_if(launches.begin(), launches.end(), [&](const Launch& launch) {
     return std::any_of(launch.buffers.begin(), launch.buffers.end(), [&](const Binding& binding) {
@@ -72,7 +72,7 @@ bool GpuExecution::is_copied(size_t input) const {
 
 void GpuExecution::run(const Arrays& in, const Arrays& results, StepDevice& device) {
   Key key{executable_.attention(in, device.kind()), {}};
-  // Pools and constants stay where they are unless MLX moves them, as it does when the host reads
+  // Pools and constants keep their addresses unless MLX moves them, as it does when the host reads
   // an array of device memory.
   for (int i : executable_.pools()) {
     key.fixed.push_back(device.address_of(in[i]));
@@ -116,7 +116,7 @@ void GpuExecution::run(const Arrays& in, const Arrays& results, StepDevice& devi
     }
   }
   graph->has_run = true;
-  // Also the copies of inputs that were made for this step and kept until begin() only.
+  // This includes copies of inputs that were made for this step and kept only until begin().
   for (size_t i = 0; i < in.size(); i++) {
     if (is_copied(i)) {
       device.keep(in[i]);
@@ -131,7 +131,7 @@ void GpuExecution::run(const Arrays& in, const Arrays& results, StepDevice& devi
 }
 
 void GpuExecution::capture(CapturedGraph& graph, StepDevice& device) const {
-  // The device must know the arrays that the addresses belong to.
+  // Registers the arrays that the addresses belong to.
   device.address_of(graph.values);
   device.address_of(graph.workspace);
   for (size_t i = 0; i + 1 < graph.segments.size(); i++) {

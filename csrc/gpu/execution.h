@@ -42,31 +42,31 @@ class StepDevice {
   virtual ~StepDevice() = default;
 
   virtual Gpu kind() const = 0;
-  // True if it can capture launches.
+  // True if the device can capture launches.
   virtual bool captures() const = 0;
-  // Loads the kernels of launches before they first run.
+  // Loads the kernels of launches before their first run.
   virtual void prepare(const PlacedLaunches& launches) = 0;
-  // Memory that never moves. Called before any launch of a step.
+  // Allocates memory that never moves. Called before any launch of a step.
   virtual mx::array allocate(uint64_t bytes) = 0;
   virtual char* address_of(const mx::array& a) = 0;
-  // Captures launches [begin, end), which have run before; null: they run each time, still on
-  // copies of the inputs. Throws if that fails, and leaves nothing behind.
+  // Captures launches [begin, end), which have run before. Null: they are launched each time, still
+  // on copies of the inputs. Throws on failure and then leaves nothing behind.
   virtual std::shared_ptr<void> capture(PlacedLaunches& launches, size_t begin, size_t end) = 0;
 
-  // Everything below happens in the order of the stream, after everything encoded before begin().
+  // All methods below run in stream order, after everything encoded before begin().
   virtual void begin() = 0;
   virtual void copy(const std::vector<StepCopy>& copies) = 0;
   virtual void replay(void* captured) = 0;
   virtual void run(PlacedLaunches& launches, size_t begin, size_t end) = 0;
-  // Runs a collective on `in`, and copies its output to `to`.
+  // Runs a collective on `in` and copies its output to `to`.
   virtual void run_collective(const Collective& collective, const mx::array& in, char* to) = 0;
   // Keeps an object alive until the step has ended.
   virtual void keep(const mx::array& a) = 0;
   virtual void keep(std::shared_ptr<const void> object) = 0;
 };
 
-// The memory of a stream's steps while they run: one allocation per use, replaced by one at least
-// twice as large if a step needs more. Captured launches keep the old one.
+// Memory of a stream's steps while they run: one allocation per use, replaced by one at least twice
+// as large if a step needs more. Captured launches keep the old one.
 class StepMemory {
  public:
   enum class Use { values, workspace };
@@ -77,23 +77,23 @@ class StepMemory {
   std::optional<mx::array> kept_[2];
 };
 
-// The memory of a stream of this thread. It lives as long as an execution has it.
+// Returns the memory of one of this thread's streams. It lives as long as an execution holds it.
 std::shared_ptr<StepMemory> step_memory(int stream);
 
 class GpuExecution {
  public:
-  // Captured graphs that are kept.
+  // maximum number of captured graphs
   static constexpr size_t kMaxGraphs = 4;
 
-  // `executable` must outlive it, but not its steps under way.
+  // `executable` must outlive this, but not the steps in flight.
   GpuExecution(const GpuExecutable& executable, std::shared_ptr<StepMemory> memory);
 
-  // `in`: the inputs, dense where the executable uses them. The pools among them are written in
-  // place.
+  // Runs a step. `in`: the inputs, dense where the executable uses them. Pools among them are
+  // written in place.
   void run(const Arrays& in, const Arrays& results, StepDevice& device);
 
  private:
-  // The conditions under which a step can use a set of launches.
+  // Conditions under which a step can reuse a set of launches.
   struct Key {
     std::vector<LaunchList> attention;
     std::vector<const void*> fixed;  // addresses of pools and constants
@@ -112,7 +112,7 @@ class GpuExecution {
     mx::array values;     // temporaries, then inputs
     mx::array workspace;  // of attention
     PlacedLaunches launches;
-    std::vector<Segment> segments;  // launches that write results are the last one, never captured
+    std::vector<Segment> segments;  // the last one writes results and is never captured
     bool has_run = false;
     bool was_captured = false;
   };
@@ -130,7 +130,7 @@ class GpuExecution {
   uint64_t value_bytes_;
   std::vector<int> result_operands_;
   std::vector<int> input_operands_;                   // copied if launches are captured
-  std::list<std::shared_ptr<CapturedGraph>> graphs_;  // the latest first
+  std::list<std::shared_ptr<CapturedGraph>> graphs_;  // most recent first
 };
 
 }  // namespace mlx_paged

@@ -58,7 +58,7 @@ void GpuLowering::lower_write_kv(const GraphNode& node) {
   } else {
     read(launch, slots);  // a placeholder
   }
-  // Rows for a quantized pool are first written to a pool of their own.
+  // Rows for a quantized pool are first written to a temporary pool.
   View keys = is_quantized ? new_buffer(node.inputs[2].shape(), dtype) : key_pool;
   View values = is_quantized ? new_buffer(node.inputs[3].shape(), dtype) : value_pool;
   read(launch, is_quantized ? row_numbers(slots.shape[0]) : slots);
@@ -112,9 +112,9 @@ View GpuLowering::heads_of(const mx::array& a, int heads, int dim, const char* w
   return *seen;
 }
 
-// `in`: views of the operation's inputs, whose pools are also its outputs.
+// `in`: views of the operation's inputs; the pools among them are also its outputs.
 void GpuLowering::add_quantizing_write(const GraphNode& node, const std::vector<View>& in) {
-  // NVIDIA's variants are chosen when the step is launched.
+  // NVIDIA's variants are selected when the step is launched.
   auto list = node.as<WriteKV>().launches(node.inputs, node.outputs, Gpu::apple);
   add_launches(list, in, {in[0], in[1]});
 }

@@ -8,7 +8,7 @@
 
 namespace mlx_paged {
 
-// Up to three products of one input that wait for nothing else are one step.
+// Lowers up to three ready products of one input as one step.
 void GpuLowering::lower_linears(size_t index) {
   auto linear = linear_of(graph_, graph_.nodes()[index]);
   std::vector<size_t> together{index};
@@ -31,7 +31,7 @@ void GpuLowering::lower_gated(const GraphNode& node) {
   add_step(products_of({gate, up}, node.outputs[0], true));
 }
 
-// `result`: the value of the first product if it is gated or a residual is added.
+// `result`: the value of the first product, if it is gated or a residual is added.
 ProductStep GpuLowering::products_of(
     const std::vector<size_t>& products, const mx::array& result, bool is_gated,
     const mx::array* residual) {
@@ -62,7 +62,7 @@ ProductStep GpuLowering::products_of(
   return step;
 }
 
-// Without its parts.
+// Returns the step without its parts.
 ProductStep GpuLowering::product_of(const View& x, const LinearNode& first, int num_rows) {
   int64_t k = first.x.shape(-1);
   int64_t item_size = int64_t(first.x.itemsize());
@@ -81,7 +81,7 @@ ProductStep GpuLowering::product_of(const View& x, const LinearNode& first, int 
   return step;
 }
 
-// Without a place for its result.
+// Returns the part without a place for its result.
 ProductStep::Part GpuLowering::part_of(const LinearNode& linear, mx::Dtype dtype) {
   View weight = view(linear.weight);
   if (linear.is_transposed) {
@@ -145,7 +145,7 @@ void GpuLowering::lower_experts(const GraphNode& node) {
   add_step(std::move(step));
 }
 
-// `result`: the first product's, [num_pairs, n].
+// `result`: receives the first product's result, [num_pairs, n].
 ProductStep GpuLowering::expert_products(
     const std::vector<size_t>& products, const View& x, int num_pairs, View& result) {
   auto first = expert_of(graph_.nodes()[products[0]]);

@@ -104,7 +104,7 @@ void GpuLowering::lower(const GraphNode& node) {
   }
 }
 
-// `sum`: the addition that the norm takes in; null: none.
+// `sum`: the addition that the norm absorbs, or null.
 void GpuLowering::lower_norm(const GraphNode& node, const GraphNode* sum) {
   const auto& out = node.outputs[0];
   View x = dense_view((sum ? *sum : node).inputs[0], "a norm of rows that are not dense");
@@ -201,7 +201,7 @@ void GpuLowering::add_rows_copy(
       from.is_dense() && bytes % kChunkBytes == 0 && begins_at_chunk(from),
       "a gather of rows of this size");
   paged::RowParams params{int(bytes / kChunkBytes), int(from.rows())};
-  // The kernel copies bits, also the codes of weights.
+  // The kernel copies bits, so it also serves the codes of weights.
   Launch launch = layer_kernel("gather_rows", dtype == mx::uint32 ? mx::float32 : dtype);
   read(launch, from);
   read(launch, rows);
@@ -212,7 +212,7 @@ void GpuLowering::add_rows_copy(
   add_step(std::move(launch));
 }
 
-// Rows of a quantized embedding with CUDA. MLX has no such node elsewhere.
+// Dequantizes rows of an embedding with CUDA; elsewhere MLX builds no such node.
 void GpuLowering::lower_dequantize(const GraphNode& node) {
   auto [unused, group_size, bits, mode, is_inverse] = node.as<mx::fast::Quantize>().state();
   const auto& out = node.outputs[0];
@@ -357,7 +357,7 @@ int GpuLowering::add_buffer(Buffer buffer) {
   return int(buffers_.size()) - 1;
 }
 
-// Notes that the next step makes the value.
+// Records that the next step makes the value.
 void GpuLowering::made_now(const View& v, int64_t row_size) {
   buffer(v).made_by = num_steps();
   buffer(v).row_size = row_size;
@@ -397,7 +397,7 @@ Launch GpuLowering::layer_kernel(const char* function, mx::Dtype dtype) const {
   return launch;
 }
 
-// The launches of one operation, whose operands are its inputs, outputs and workspaces.
+// Adds the launches of one operation; its operands are its inputs, outputs and workspaces.
 void GpuLowering::add_launches(
     const LaunchList& list, const std::vector<View>& in, const std::vector<View>& out) {
   std::vector<View> operands = in;
@@ -447,8 +447,8 @@ void GpuLowering::add_outputs() {
 void GpuLowering::add_result(const mx::array& output) {
   View v = view(output);
   if (buffer(v).kind == StepOperand::Kind::temporary && is_tap(buffer(v))) {
-    // Launches from the first that writes a result on are not captured, so a tap is copied at the
-    // end.
+    // Launches from the first one that writes a result on are not captured, so a tap is copied at
+    // the end.
     View copy = new_buffer(output.shape(), output.dtype());
     add_rows_copy(v, row_numbers(int(v.rows())), copy, output.dtype());
     v = copy;
@@ -464,7 +464,7 @@ void GpuLowering::add_result(const mx::array& output) {
       {output.shape(), output.dtype(), for_host_.count(output.id()) > 0});
 }
 
-// True for a value in the middle of a step: other steps read it, and products follow.
+// True for a value in the middle of a step that other steps and products read.
 bool GpuLowering::is_tap(const Buffer& b) const {
   const auto& steps = executable_.steps_;
   return b.last_use > b.first_use &&
@@ -475,7 +475,7 @@ bool GpuLowering::is_tap(const Buffer& b) const {
 
 void GpuLowering::find_multiplied() {
   for (const auto& b : buffers_) {
-    // Another operand would be another reader.
+    // Another operand would mean another reader.
     if (b.kind == StepOperand::Kind::temporary && !b.read_by.empty() &&
         b.num_operands == 1 + b.read_by.size()) {
       executable_.multiplied_.push_back({*b.made_by, b.read_by});

@@ -36,7 +36,7 @@ class GpuLowering {
     int first_use = std::numeric_limits<int>::max();  // steps
     int last_use = -1;
     bool is_written = false;
-    // For values of norms and gated products: the step that makes them, in rows of `row_size`
+    // For results of norms and gated products: the step that makes them, in rows of `row_size`
     // elements, and the steps that multiply whole rows.
     std::optional<size_t> made_by = {};
     int64_t row_size = 0;
@@ -113,7 +113,7 @@ class GpuLowering {
   GpuExecutable& executable_;
   StepGraph graph_;
   std::vector<bool> is_lowered_;                            // nodes
-  std::unordered_map<Id, std::vector<size_t>> linears_of_;  // by the value that they multiply
+  std::unordered_map<Id, std::vector<size_t>> linears_of_;  // by the value they multiply
   std::vector<Buffer> buffers_;
   std::vector<int> buffer_of_operand_;
   std::vector<const GraphNode*> unresolved_;  // views of values that another step computes

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Python's interface of GpuExecutable.
+// Python interface of GpuExecutable.
 
 #include <memory>
 #include <stdexcept>
@@ -18,8 +18,8 @@ namespace {
 
 using Shared = std::shared_ptr<const GpuExecutable>;
 
-// A capsule instead of a class, because nanobind would take the classes of the extension and of the
-// tests' simulator, in one process, for the same.
+// Returns a capsule rather than a class, because nanobind would confuse the classes of the
+// extension with those of the tests' simulator in the same process.
 nb::capsule make(const Arrays& inputs, const Arrays& outputs, bool residual_in_product) {
   auto residual =
       residual_in_product ? GpuExecutable::Residual::in_product : GpuExecutable::Residual::in_norm;

@@ -10,12 +10,12 @@ namespace mlx_paged {
 
 namespace {
 
-// Follows a graph backwards and notes the nodes that it passes.
+// Follows a graph backwards and records the nodes it passes.
 class Trail {
  public:
   explicit Trail(const StepGraph& graph) : graph_(graph) {}
 
-  // The node that computes `a`, behind nodes that change no number.
+  // The node that computes `a`, looking through nodes that change no element.
   const GraphNode* source(const mx::array& a) {
     const auto* node = graph_.producer_of(a);
     while (node &&
@@ -26,7 +26,7 @@ class Trail {
     return node;
   }
 
-  // The same, noted as well; null for another operation.
+  // The same if it is operation `op`, also recorded; null otherwise.
   const GraphNode* source(const mx::array& a, Op op) {
     const auto* node = source(a);
     if (!node || node->op != op) {
@@ -52,13 +52,14 @@ bool sums_axis(const GraphNode* node, int axis) {
   return axes == std::vector<int>{int(node->inputs[0].ndim()) + axis};
 }
 
-// The choice of the largest of `values` that makes `indices`: the first or last of a partition.
+// Reads the top-k selection from `values` that makes `indices`: the first or last part of a
+// partition.
 bool read_choice(Trail& trail, const mx::array& indices, const mx::array& values, Experts& found) {
   const auto* chosen = trail.source(indices);
   if (!chosen) {
     return false;
   }
-  const auto* slice = chosen->op == Op::slice ? chosen : nullptr;  // none: all are chosen
+  const auto* slice = chosen->op == Op::slice ? chosen : nullptr;  // null: all experts are chosen
   if (slice) {
     trail.note(*slice);
   }
@@ -86,7 +87,7 @@ bool read_choice(Trail& trail, const mx::array& indices, const mx::array& values
          value_of(sorted) == value_of(values);
 }
 
-// How the weights of the chosen experts are made.
+// Reads how the weights of the chosen experts are computed.
 bool read_weights(Trail& trail, const mx::array& weights, Experts& found) {
   const auto* node = trail.source(weights);
   if (!node) {
@@ -130,7 +131,7 @@ bool is_per_pair(const StepGraph& graph, const mx::array& weights, int top_k) {
   return shape.size() >= 2 && shape.back() == 1 && shape[shape.size() - 2] == top_k;
 }
 
-// The experts of `products`, weighted by `weights`. Adds the nodes that they take in to the trail.
+// Reads the experts of `products`, weighted by `weights`. Adds the nodes they absorb to the trail.
 std::optional<Experts> experts_of(
     const StepGraph& graph, Trail& trail, const mx::array& products, const mx::array& weights) {
   Experts found{{}, weights};
@@ -142,7 +143,7 @@ std::optional<Experts> experts_of(
       !is_per_pair(graph, weights, found.route.top_k)) {
     return std::nullopt;
   }
-  // All three are of the same pairs, and gate and up of the same rows.
+  // All three must use the same pairs, and gate and up the same rows.
   const auto* pairs = trail.source(down->inputs[1]);
   if (!pairs || trail.source(gate->inputs[1]) != pairs || trail.source(up->inputs[1]) != pairs ||
       value_of(gate->inputs[0]) != value_of(up->inputs[0])) {

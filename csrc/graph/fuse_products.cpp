@@ -8,7 +8,7 @@ namespace mlx_paged {
 
 namespace {
 
-// The product that makes `a`, if nothing else reads the product or a reshape of it in between.
+// The product that makes `a`, if nothing else reads it or a reshape between them.
 std::optional<size_t> own_product(const StepGraph& graph, const mx::array& a, IsProduct is_one) {
   std::vector<const GraphNode*> passed;
   const auto* node = graph.source_of(a, passed);
@@ -28,7 +28,7 @@ bool is_expert(const StepGraph&, const GraphNode& node) {
   return node.op == Op::expert_linear;
 }
 
-// True if both multiply the same values with weights of one kind.
+// True if both multiply the same values by weights of one kind.
 bool are_alike(const StepGraph& graph, size_t a, size_t b) {
   const auto& first = graph.nodes()[a];
   const auto& second = graph.nodes()[b];
@@ -140,7 +140,7 @@ bool is_linear(const StepGraph& graph, const GraphNode& node) {
   return linear_of(graph, node).has_value();
 }
 
-// Kernels whose products rotate and write have blocks of whole heads, or of parts of one.
+// Products that rotate and write need blocks of whole heads or of equal parts of one.
 bool product_can_write(const StepGraph& graph, const GraphNode& write, const QkvWrite& found) {
   const auto& queries = graph.nodes()[found.attention].inputs[PagedAttention::kQueries];
   int head_dim = queries.shape(-1);
@@ -161,7 +161,7 @@ bool product_can_write(const StepGraph& graph, const GraphNode& write, const Qkv
   return true;
 }
 
-// The products of queries, keys and values, if they can be one launch and nothing else reads them.
+// The products of queries, keys and values, if they fit one launch and nothing else reads them.
 std::vector<size_t> products_of(
     const StepGraph& graph, const GraphNode& write, const QkvWrite& found) {
   if (!product_can_write(graph, write, found)) {

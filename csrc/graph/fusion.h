@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Fusions that passes find: a node that takes in earlier ones, named by their index in the graph.
+// Fusions that passes find: a node that absorbs earlier ones, identified by index in the graph.
 
 #pragma once
 
@@ -33,7 +33,7 @@ struct AddNorm {
   size_t norm;
 };
 
-// Where the queries or keys of a layer come from.
+// Origin of the queries or keys of a layer.
 struct Heads {
   mx::array from;              // [rows, heads, 1, dim] or [rows, heads, dim], before norm and RoPE
   std::optional<size_t> rope;  // nodes
@@ -49,7 +49,7 @@ struct QkvWrite {
   std::vector<size_t> products;  // of queries, keys and values; empty: separate steps
 };
 
-// A sum over weighted experts: with the router's choice and the experts themselves.
+// A weighted sum over experts, with the routing and the experts themselves.
 struct Experts {
   paged::RouteParams route{};
   mx::array logits;

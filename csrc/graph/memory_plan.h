@@ -1,7 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Places the temporaries of a step in one allocation. Those that are not alive at the same time
-// share memory.
+// Places a step's temporaries in one allocation. Temporaries with disjoint lifetimes share memory.
 
 #pragma once
 
@@ -10,7 +9,7 @@
 
 namespace mlx_paged {
 
-// The steps or phases that use a temporary, first and last included.
+// The first and last step or phase that uses a temporary.
 struct Lifetime {
   int64_t bytes;
   int first_use;

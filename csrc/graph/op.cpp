@@ -82,8 +82,8 @@ constexpr Row kTable[] = {
     // clang-format on
 };
 
-// The name of a compiled function lists what it computes: here one addition of two inputs, which
-// may be broadcast.
+// True for a compiled function that is a single addition, possibly of broadcast inputs. Its name
+// lists its operations.
 bool only_adds(const mx::array& compiled) {
   constexpr std::string_view kCompiled = "Compiled", kBroadcast = "Broadcast";
   std::string_view name = compiled.primitive().name();

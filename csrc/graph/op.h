@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The operations that a step's graph consists of. op.cpp has the only table of MLX primitive names;
-// everything above the kernels reads a graph through it.
+// The operations of a step's graph. op.cpp has the only table of MLX primitive names; everything
+// above the kernels reads a graph through it.
 
 #pragma once
 
@@ -82,7 +82,7 @@ enum class Op : uint8_t {
   foreign,  // any other
 };
 
-// How row i of a result, along the first axis, depends on its inputs.
+// Dependence of row i of a result, along the first axis, on its inputs.
 enum class RowRule : uint8_t {
   elementwise,  // row i of every input; inputs without rows are broadcast
   first,        // row i of the first input
@@ -99,14 +99,14 @@ enum class RowRule : uint8_t {
   dependent,  // possibly other rows
 };
 
-// The operation that makes `a`, which must have a primitive. A compiled function that only adds two
-// arrays is an `add`.
+// Returns the operation that makes `a`, which must have a primitive. A compiled function that only
+// adds two arrays is an `add`.
 Op op_of(const mx::array& a);
 RowRule row_rule(Op op);
 
-// True if the operation shows the elements of its input in the same order with another shape.
+// True if the operation only changes the shape of its input, not the order of elements.
 bool is_reshape(Op op);
-// True if it shows some or all of them without moving any.
+// True if the operation selects or reorders elements without moving any.
 bool is_view(Op op);
 // True for operations that all ranks of a group run together.
 bool is_collective(Op op);

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Passes over a step's graph. The first group marks nodes that a compiler lowers as one (fusion.h);
-// each back end runs those that it has kernels for. The second group rewrites a graph of MLX that
-// has not been evaluated, whether it is compiled afterwards or not.
+// Passes over a step's graph. The first group marks nodes that a compiler lowers together
+// (fusion.h); each backend runs those it has kernels for. The second group rewrites an unevaluated
+// MLX graph, whether it is compiled afterwards or not.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace mlx_paged {
 
-// True for the nodes that a back end runs as products.
+// True for nodes that a backend runs as products.
 using IsProduct = bool (*)(const StepGraph& graph, const GraphNode& node);
 
 // GateUp: silu_mul of two products, or of two products of the same experts.
@@ -27,7 +27,7 @@ void fuse_residual(StepGraph& graph, IsProduct is_product);
 void fuse_add_norm(StepGraph& graph);
 
 // QkvWrite: norm, RoPE and write of a layer's heads. With `in_products`, also the products that
-// make them, if those can rotate and write their results.
+// make them, if their kernels can rotate and write the results.
 void fuse_qkv_write(StepGraph& graph, bool in_products);
 
 // Experts: router, experts and weighted sum. Models write routers by hand:
@@ -39,17 +39,17 @@ void fuse_experts(StepGraph& graph);
 // An array of all rows, and its selected rows.
 using SelectedRows = std::pair<mx::array, mx::array>;
 
-// `a[rows]`, where the first axis of `a` is the rows of a step: rebuilds the operations that lead
-// to `a` for the selected rows, as far back as each row depends on itself alone. Where the graph
-// has been evaluated, or `kept` needs it, the rows are taken instead. Once K and V are written,
-// only the sampled rows of the last layer matter.
-// rows: [num_selected] int32. known: the second of a pair serves where the first is met.
+// Returns `a[rows]`, where the first axis of `a` is a step's rows: rebuilds the operations that
+// lead to `a` for the selected rows, as far back as each row depends on itself alone. Takes the
+// rows where the graph has been evaluated or `kept` needs it. Once K and V are written, only the
+// sampled rows of the last layer matter. rows: [num_selected] int32. known: pairs (array, its
+// selected rows) to reuse.
 mx::array select_rows(
     const mx::array& a, const mx::array& rows, const Arrays& kept,
     const std::vector<SelectedRows>& known);
 
-// x + product as one product that adds x before it rounds, for an unevaluated `sum` of as many
-// rows as the product; none for other arrays.
+// Returns x + product as one product that adds x before it rounds, for an unevaluated `sum` with as
+// many rows as the product; nothing for other arrays.
 std::optional<mx::array> add_in_product(const mx::array& sum);
 
 }  // namespace mlx_paged

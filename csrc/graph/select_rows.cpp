@@ -16,8 +16,8 @@ namespace mlx_paged {
 
 namespace {
 
-// Operations that are rebuilt at most: those of a few layers. If nothing stopped it, the way back
-// would lead to the tokens.
+// Maximum number of rebuilt operations: those of a few layers. Without a limit the search could go
+// back to the tokens.
 constexpr size_t kMaxOperations = 512;
 
 class Selection {
@@ -32,8 +32,8 @@ class Selection {
   }
 
   mx::array of(const mx::array& a) {
-    // Arrays that must be computed for all rows, because an array that is not rebuilt needs them,
-    // are not rebuilt either.
+    // Arrays that must be computed for all rows, because an array outside of the rebuilt part needs
+    // them, are not rebuilt either.
     Arrays ends;
     find_ends(a, ends);
     for (const auto& end : ends) {
@@ -45,7 +45,7 @@ class Selection {
  private:
   bool is_kept(const mx::array& a) const { return kept_.count(a.id()) > 0; }
 
-  // Notes `a` and everything that is computed for it.
+  // Marks `a` and everything it is computed from.
   void keep(const mx::array& a) {
     Arrays todo{a};
     while (!todo.empty()) {
@@ -72,8 +72,8 @@ class Selection {
 
   bool has_rows(const mx::array& a) const { return a.ndim() > 0 && a.shape(0) == num_rows_; }
 
-  // The inputs of an operation on rows that have the rows, too; none if rows of the result may
-  // depend on other rows.
+  // Marks inputs of a row-wise operation that have the rows as well; nothing if rows of the result
+  // may depend on other rows.
   std::optional<std::vector<bool>> inputs_with_rows(const mx::array& a) const {
     if (!is_pending(a) || a.inputs().empty()) {
       return std::nullopt;
@@ -136,7 +136,7 @@ class Selection {
     return holds ? std::optional(std::move(with)) : std::nullopt;
   }
 
-  // Where the way back from `a` ends.
+  // Finds the arrays at which the search back from `a` ends.
   void find_ends(const mx::array& a, Arrays& ends) {
     if (!visited_.insert(a.id()).second || (selected_of(a) && !is_kept(a))) {
       return;
@@ -196,7 +196,7 @@ class Selection {
       }
       return made_.at(a.id());
     }
-    // The primitives of all other rules work on any number of rows.
+    // Primitives of all other rules accept any number of rows.
     return mx::array(std::move(shape), a.dtype(), a.primitive_ptr(), std::move(in));
   }
 

@@ -24,7 +24,7 @@ StepGraph::StepGraph(const Arrays& inputs, const Arrays& outputs)
 void StepGraph::find_nodes() {
   struct Visit {
     mx::array array;
-    size_t next = 0;  // input
+    size_t next = 0;  // next input
   };
   std::unordered_set<Id> seen = depends_;
   for (const auto& output : outputs_) {
@@ -136,7 +136,7 @@ StepGraph::Id value_of(const mx::array& a) {
 
 namespace {
 
-// `at`: the index of the weight among the inputs. Its scales and biases follow, then a bias.
+// `at`: index of the weight among the inputs, followed by its scales and biases, then a bias.
 LinearNode with_weights(const Arrays& inputs, size_t at, std::optional<WeightCodes> codes) {
   LinearNode linear{inputs[0], inputs[at++], std::nullopt, false, codes};
   if (codes) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// StepGraph: the MLX graph of a step, read once for all compilers. Passes (passes.h) mark the nodes
-// that become one; CpuExecutable lowers the rest to phases, GpuExecutable to launches.
+// StepGraph: the MLX graph of a step, read once for all compilers. Passes (passes.h) mark nodes
+// that are lowered together; CpuExecutable lowers the rest to phases, GpuExecutable to launches.
 
 #pragma once
 
@@ -57,25 +57,25 @@ class StepGraph {
   const Arrays& inputs() const { return inputs_; }
   const Arrays& outputs() const { return outputs_; }
 
-  // Every node comes after those that it needs.
+  // In topological order.
   std::vector<GraphNode>& nodes() { return nodes_; }
   const std::vector<GraphNode>& nodes() const { return nodes_; }
   size_t index_of(const GraphNode& node) const { return &node - nodes_.data(); }
 
   bool depends(const mx::array& a) const { return depends_.count(a.id()) > 0; }
-  // The nodes that read `a`, by index; -1: it is an output.
+  // Nodes that read `a`, by index; -1: `a` is an output.
   const std::vector<int>& users_of(const mx::array& a) const;
   size_t uses_of(const mx::array& a) const { return users_of(a).size(); }
   // The node that makes `a`; null for inputs and constants.
   const GraphNode* producer_of(const mx::array& a) const;
-  // The same, behind reshapes and transposes. Adds these to `passed`.
+  // The same, looking through reshapes and transposes, which it adds to `passed`.
   const GraphNode* source_of(const mx::array& a, std::vector<const GraphNode*>& passed) const;
 
-  // The vector that was broadcast to all rows of `a`; `a` itself if there is none.
+  // The vector that was broadcast to all rows of `a`, or `a` itself.
   const mx::array& row_of(const mx::array& a) const;
 
-  // Constants are the inputs of nodes that do not depend on the graph's inputs, and others that a
-  // compiler adds. All are evaluated.
+  // Inputs of nodes that do not depend on the graph's inputs, and arrays that a compiler adds. All
+  // are evaluated.
   const Arrays& constants() const { return constants_; }
   size_t index_of_constant(const mx::array& a);
   const mx::array& constant(const mx::array& a) { return constants_[index_of_constant(a)]; }
@@ -91,29 +91,28 @@ class StepGraph {
   Arrays constants_;
   std::unordered_map<Id, size_t> constant_indices_;
   std::unordered_map<Id, mx::array> rows_;  // by the arrays that they were broadcast to
-  std::unordered_set<Id> depends_;  // arrays that depend on the inputs, which are among them
+  std::unordered_set<Id> depends_;          // arrays that depend on the inputs, and the inputs
   std::unordered_map<Id, size_t> producers_;
   std::unordered_map<Id, std::vector<int>> users_;
 };
 
-// Identifies a value, whatever the shape it is seen in.
+// Identifies a value independently of its shape.
 StepGraph::Id value_of(const mx::array& a);
 
-// The same as `linear` or `quantized_linear` for every kind of product, ours and MLX's:
-// x @ weight.T + bias.
+// x @ weight.T + bias, for every kind of product, ours and MLX's.
 struct LinearNode {
   mx::array x;
-  mx::array weight;  // [n, k], of experts [num_experts, n, k]
+  mx::array weight;  // [n, k], or [num_experts, n, k]
   std::optional<mx::array> bias;
   bool is_transposed = false;             // `weight` is [k, n], a view
-  std::optional<WeightCodes> codes = {};  // how `weight` is quantized
+  std::optional<WeightCodes> codes = {};  // quantization of `weight`
   std::optional<mx::array> scales = {};
   std::optional<mx::array> biases = {};
 };
 
-// A product with constant weights; none for other nodes.
+// Describes a product with constant weights; nothing for other nodes.
 std::optional<LinearNode> linear_of(const StepGraph& graph, const GraphNode& node);
-// An expert_linear. Throws UnsupportedGraph if its weights have a global scale.
+// Describes an expert_linear. Throws UnsupportedGraph if its weights have a global scale.
 LinearNode expert_of(const GraphNode& node);
 
 }  // namespace mlx_paged

@@ -81,7 +81,7 @@ std::optional<mx::Strides> reshaped(const View& view, const mx::Shape& shape) {
 
 std::optional<View> rows_of_heads(const View& view, int heads, int dim) {
   mx::Shape shape{int(view.rows()), heads, dim};
-  // Without axes of 1, [rows, 1, heads, dim] and [rows, heads, 1, dim] are the same.
+  // Ignores axes of 1, so [rows, 1, heads, dim] and [rows, heads, 1, dim] are the same.
   View packed{view.buffer, view.offset, {}, {}};
   for (size_t i = 0; i < view.shape.size(); i++) {
     if (view.shape[i] != 1 || i == 0) {
@@ -120,7 +120,7 @@ View transposed(const GraphNode& node, const View& in) {
   return seen;
 }
 
-// MLX chooses kernels by the strides of axes of 1, so those of ExpandDims and Squeeze are MLX's.
+// MLX selects kernels by the strides of axes of 1, so this matches those of ExpandDims and Squeeze.
 View with_new_axes(const GraphNode& node, const View& in) {
   View seen = in;
   for (int axis : node.as<mx::ExpandDims>().state()) {

@@ -31,7 +31,7 @@ struct View {
   int64_t row_stride() const { return rows() == 1 ? row_size() : strides[0]; }
   bool is_dense() const { return has_dense_rows() && row_stride() == row_size(); }
 
-  // The address of row i, given where each buffer begins.
+  // Address of row i, given the address of each buffer.
   template <typename T = float>
   T* row(const std::vector<char*>& bases, int64_t i) const {
     return reinterpret_cast<T*>(bases[buffer]) + offset + i * strides[0];
@@ -40,14 +40,14 @@ struct View {
 
 mx::Strides dense_strides(const mx::Shape& shape);
 
-// The strides of `view` in another shape; none if the reshape needs a copy.
+// The strides of `view` in another shape; nothing if the reshape needs a copy.
 std::optional<mx::Strides> reshaped(const View& view, const mx::Shape& shape);
 
-// `view`, whose shape may have axes of 1 anywhere, as [rows, heads, dim] with the heads of a row
-// side by side; none if they are not.
+// `view`, with axes of 1 anywhere, as [rows, heads, dim] with adjacent heads in a row; nothing if
+// they are not adjacent.
 std::optional<View> rows_of_heads(const View& view, int heads, int dim);
 
-// The outputs of a node that is_view, as views of its input; none if that needs a copy. Throws
+// The outputs of a view operation as views of its input; nothing if that needs a copy. Throws
 // UnsupportedGraph for a slice with a negative step.
 std::optional<std::vector<View>> views_of(const GraphNode& node, const View& in);
 

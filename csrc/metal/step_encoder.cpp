@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// A step of a device program on an Apple GPU: its launches go to MLX's encoder one after another,
-// without MLX's nodes. Metal keeps no graphs, so nothing is captured.
+// Runs a step on an Apple GPU: encodes its launches one after another in MLX's encoder, without MLX
+// nodes. Metal has no graphs, so nothing is captured.
 
 #include <algorithm>
 #include <cstdlib>
@@ -35,7 +35,7 @@ class MetalStepDevice : public StepDevice {
     return a;
   }
 
-  // An encoder wants arrays, so those that addresses lie in are remembered.
+  // The encoder takes arrays, so this records the arrays of addresses.
   char* address_of(const mx::array& a) override {
     auto* begin = const_cast<char*>(a.data<char>());
     known_.push_back({begin, a});
@@ -53,7 +53,7 @@ class MetalStepDevice : public StepDevice {
     gpu::encode_launches(placed.launches, begin, end, places, stream_);
   }
 
-  // MLX's groups of Macs exchange data on the CPU, and a step does not leave the GPU.
+  // MLX's groups of Macs exchange data on the CPU, but a step stays on the GPU.
   void run_collective(const Collective& collective, const mx::array&, char*) override {
     throw std::runtime_error(
         std::string("[gpu_step] Metal has no ") + collective.primitive->name());
@@ -81,7 +81,7 @@ class MetalStepDevice : public StepDevice {
     std::vector<gpu::Place> places;
     places.reserve(addresses.size());
     for (char* address : addresses) {
-      // The last array that does not begin behind it. (An operand that no launch has lies nowhere.)
+      // The last array that starts at or before the address. Unused operands have no array.
       auto after = std::upper_bound(
           known_.begin(), known_.end(), address,
           [](const char* a, const Known& known) { return a < known.begin; });
@@ -102,8 +102,8 @@ std::unique_ptr<StepDevice> gpu::step_device(mx::Stream stream) {
   return std::make_unique<MetalStepDevice>(stream);
 }
 
-// As many as read each weight once or twice. No Apple GPU has run these steps yet, so they have to
-// be asked for: bench/mac_report.py does (docs/metal-kernels.md).
+// The number of rows that reads each weight at most twice. No Apple GPU has run these steps yet, so
+// they are opt-in: bench/mac_report.py enables them (docs/metal-kernels.md).
 int gpu::max_step_rows() {
   static const bool is_wanted = [] {
     const char* set = std::getenv("MLX_PAGED_UNCHECKED_KERNELS");
