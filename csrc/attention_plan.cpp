@@ -49,7 +49,7 @@ int64_t in_strides(int64_t size) {
 // pieces, so they depend only on the row's context and on the number of rows that share its pass
 // over it. The rest of the batch does not change the row's bits.
 int64_t tokens_per_piece(int64_t num_tokens, int64_t num_rows, int64_t num_items) {
-  if (num_rows <= kMostDraftRows) {
+  if (num_rows <= kMaxDraftRows) {
     int64_t longest = std::max(ceil_div(num_tokens, kMaxPieces), kShortest);
     bool halves = num_tokens > longest && 2 * num_tokens <= longest * kMaxHalfPieces;
     return halves ? longest / 2 : longest;

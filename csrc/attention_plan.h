@@ -14,7 +14,7 @@ namespace mlx_paged {
 
 // Maximum query rows of an item that is a decode or a draft. Items with more rows are prefill
 // chunks, which use other kernels and split their contexts differently.
-constexpr int kMostDraftRows = 8;
+constexpr int kMaxDraftRows = 8;
 
 struct PlanSequences {
   int count;

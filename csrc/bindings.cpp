@@ -93,17 +93,18 @@ void bind_extension(nb::module_& m) {
 
   // Otherwise this is the simulator, loaded beside the extension.
   if (!nb::type<ArrayContents>().is_valid()) {
-    nb::class_<ArrayContents>(m, "ArrayContents", "An array's contents, known but not kept.")
+    nb::class_<ArrayContents>(
+        m, "ArrayContents", "Identifies an array's contents without keeping them alive.")
         .def(nb::init<const mx::array&>(), "array"_a)
         .def(
             "are_still_of", &ArrayContents::are_still_of, "array"_a,
-            "False once the array object has been replaced, or updated in place.");
+            "False once the array object has been replaced or updated in place.");
   }
 
-  m.def("has_transfers", &has_transfers, "Whether `upload` and `to_host` are there.");
+  m.def("has_transfers", &has_transfers, "True if `upload` and `to_host` are available.");
   m.def(
       "has_wgmma", [] { return has_transfers() && cuda::tma_kernels() == cuda::TmaKernels::wgmma; },
-      "Whether there are kernels for products of four warps, which this GPU has.");
+      "True if this build has warpgroup kernels and this GPU can run them.");
 
   m.def(
       "upload",
@@ -181,7 +182,7 @@ void bind_extension(nb::module_& m) {
 
   m.def(
       "accepts", [](const mx::array& a) { return a.ndim(); }, "array"_a,
-      "The array's rank. Fails with TypeError where this extension's nanobind and MLX's do not "
+      "The array's rank. Fails with TypeError if this extension's nanobind and MLX's do not "
       "share their types.");
 
   m.def(
@@ -208,7 +209,7 @@ void bind_extension(nb::module_& m) {
         }
         return pipelines;
       },
-      "Every GPU pipeline that steps of the layers seen so far may need: host name of the kernel, "
+      "Every GPU pipeline that steps of the layers seen so far can need: host name of the kernel, "
       "function constants.");
 
   m.def(
@@ -219,15 +220,14 @@ void bind_extension(nb::module_& m) {
         nb::gil_scoped_release release;
         gpu::prepare(pipeline);
       },
-      "host_name"_a, "function_constants"_a, "Compiles a pipeline, unless that has been done.");
+      "host_name"_a, "function_constants"_a, "Compiles a pipeline unless that has been done.");
 
   m.def(
-      "limit_threads", &cpu::limit_threads, "most"_a,
-      "Threads of the CPU kernels, unless MLX_PAGED_NUM_THREADS is set. Before their first use.");
+      "limit_threads", &cpu::limit_threads, "max_threads"_a,
+      "Limits the threads of the CPU kernels unless MLX_PAGED_NUM_THREADS is set. Call it before "
+      "their first use.");
 
-  m.def(
-      "build_info", &build_info,
-      "What this extension was built with and what it chose at run time.");
+  m.def("build_info", &build_info, "Build options of this extension and its choices at run time.");
 }
 
 }  // namespace mlx_paged

@@ -101,7 +101,7 @@ ByName map_of(const std::vector<KernelName>& kernels) {
 KernelName find(const std::string& name, const ByName& by_name) {
   auto found = by_name.find(name);
   if (found == by_name.end()) {
-    throw std::invalid_argument("[metal] there is no kernel " + name);
+    throw std::invalid_argument("[metal] no kernel is named " + name);
   }
   return *found->second;
 }
@@ -135,15 +135,15 @@ KernelName attention_kernel(
   return kernel_named(name);
 }
 
-KernelName quantised_kernel(const std::string& function, DType dtype, int most_dims) {
+KernelName quantised_kernel(const std::string& function, DType dtype, int max_dims) {
   for (int dims : {64, 128, 256, 576}) {
-    if (most_dims <= dims) {
+    if (max_dims <= dims) {
       return kernel_named(join(function, "_", name_of(dtype), "_", dims));
     }
   }
   throw std::invalid_argument(join(
-      "[", function, "] head_dim of a quantised pool must be at most 576 on a GPU but got ",
-      most_dims));
+      "[", function, "] head_dim of a quantized pool must be at most 576 on a GPU but got ",
+      max_dims));
 }
 
 KernelName merge_kernel(DType dtype, int value_dim) {

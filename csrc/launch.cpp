@@ -34,8 +34,8 @@ namespace {
 
 constexpr int kHeadsAtOnce = paged::DATA_THREADS / 32;  // one per SIMD-group
 
-KernelName kernel_of(const char* function, const mx::array& numbers, int most_dims) {
-  return quantised_kernel(function, dtype_of(numbers.dtype()), most_dims);
+KernelName kernel_of(const char* function, const mx::array& numbers, int max_dims) {
+  return quantised_kernel(function, dtype_of(numbers.dtype()), max_dims);
 }
 
 LaunchList quantise_launches(const Arrays& in, const Arrays& out) {

@@ -134,9 +134,9 @@ LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 //   - up to 3 (1 for head dims over 256): paged_decode. The vector units keep up with memory, and
 //     nothing is padded to 8.
 //   - more: paged_decode_matrix, for decodes of larger groups and for drafts. It reads every key
-//     once for as many rows as registers allow (matrix_most_rows in attention_shape.h).
+//     once for as many rows as registers allow (matrix_max_rows in attention_shape.h).
 //   - prefill, more than 8 query rows: paged_prefill, in tiles of 32 or 64 rows. Head dims that
-//     exceed its registers (prefill_most_rows) use paged_decode_matrix.
+//     exceed its registers (prefill_max_rows) use paged_decode_matrix.
 // NVIDIA's limits are in cuda/portable_shape.h.
 enum class AttentionKernel { decode, decode_matrix, prefill };
 struct AttentionVariant {

@@ -53,7 +53,7 @@ struct Rows {
 struct PlanSummary {
   std::map<AttentionVariant, Rows> variants;
   int num_partials = 0;
-  int most_merge_rows = 0;
+  int max_merge_rows = 0;
   int covered_rows = 0;          // rows that some item or merge writes
   bool has_one_row_each = true;  // sequence i has the single row i
 };
@@ -80,8 +80,8 @@ Limits limits_of(Gpu gpu, int key_dim, int item_size) {
         paged::portable_prefill_most_rows(key_dim)};
   }
   return {
-      paged::decode_most_queries(key_dim), paged::matrix_most_rows(key_dim, item_size),
-      paged::prefill_most_rows(key_dim, item_size)};
+      paged::decode_max_queries(key_dim), paged::matrix_max_rows(key_dim, item_size),
+      paged::prefill_max_rows(key_dim, item_size)};
 }
 
 int prefill_tokens(Gpu gpu, int key_dim, int value_dim, int item_size, int rows) {
@@ -133,7 +133,7 @@ PlanSummary read_plan(const Arrays& in, Gpu gpu) {
   for (int i = 0; i < in[Inputs::kMerge].shape(0); i++) {
     int rows = merge[i].row_end - merge[i].row_begin;
     plan.covered_rows += std::max(rows, 0);
-    plan.most_merge_rows = std::max(plan.most_merge_rows, rows);
+    plan.max_merge_rows = std::max(plan.max_merge_rows, rows);
   }
   return plan;
 }
@@ -194,7 +194,7 @@ AttentionVariant attention_variant(Gpu gpu, int query_rows, int group, int key_d
   if (queries <= limits.decode_queries) {
     return {AttentionKernel::decode, queries};
   }
-  if (query_rows > kMostDraftRows && limits.prefill_rows > 0) {
+  if (query_rows > kMaxDraftRows && limits.prefill_rows > 0) {
     return {AttentionKernel::prefill, queries <= 32 ? 32 : limits.prefill_rows};
   }
   int rows = 8;
@@ -211,8 +211,8 @@ std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer) 
   int item_size = layer.dtype == DType::float32 ? 4 : 2;
   Limits limits = limits_of(gpu, layer.key_dim, item_size);
   std::set<AttentionVariant> variants;
-  int most = std::max(limits.matrix_rows, limits.prefill_rows) + kMostDraftRows;
-  for (int rows = 1; rows <= most; rows++) {  // beyond it tiles have the largest size
+  int max_rows = std::max(limits.matrix_rows, limits.prefill_rows) + kMaxDraftRows;
+  for (int rows = 1; rows <= max_rows; rows++) {  // beyond it tiles have the largest size
     variants.insert(attention_variant(gpu, rows, layer.group, layer.key_dim, item_size));
   }
   std::vector<uint8_t> constants = function_constants(layer);
@@ -386,7 +386,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     list.launches.push_back(launch);
   }
 
-  if (plan.most_merge_rows > 0) {
+  if (plan.max_merge_rows > 0) {
     paged::MergeParams params{num_q_heads, plan.num_partials, options};
     Launch launch;
     launch.kernel = merge_kernel(dtype, value_dim);
@@ -399,7 +399,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     launch.constants = bytes_of(params);
     launch.grid = {
         uint32_t(num_merges), uint32_t(paged::ceil_div(num_q_heads, paged::MERGE_SIMD_GROUPS)),
-        uint32_t(plan.most_merge_rows)};
+        uint32_t(plan.max_merge_rows)};
     launch.threadgroup = {32 * paged::MERGE_SIMD_GROUPS, 1, 1};
     list.launches.push_back(launch);
   }

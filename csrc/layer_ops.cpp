@@ -48,8 +48,8 @@ mx::array rope(
   v.require(rotations.dtype() == mx::float32, "rotations", "float32", rotations.dtype());
   int dims = 2 * rotations.shape(2);
   v.require(
-      x.shape(3) >= dims, "head_dim",
-      "at least the " + std::to_string(dims) + " dims that are rotated", x.shape(3));
+      x.shape(3) >= dims, "head_dim", "at least the " + std::to_string(dims) + " rotated dims",
+      x.shape(3));
   return mx::array(
       x.shape(), x.dtype(), std::make_shared<Rope>(s, traditional), {x, dense(rotations, s)});
 }
@@ -58,7 +58,7 @@ mx::array rms_norm(
     const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("rms_norm");
-  v.require(x.ndim() > 0, "x", "of at least one axis", "a scalar");
+  v.require(x.ndim() > 0, "x", "an array with at least one axis", "a scalar");
   v.floating(x, "x");
   v.require(std::isfinite(eps) && eps >= 0, "eps", "finite and at least 0", eps);
   Arrays inputs{dense(x, s)};
@@ -85,7 +85,7 @@ mx::array layer_norm(
     const std::optional<mx::array>& bias, float eps, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("layer_norm");
-  v.require(x.ndim() > 0, "x", "of at least one axis", "a scalar");
+  v.require(x.ndim() > 0, "x", "an array with at least one axis", "a scalar");
   v.floating(x, "x");
   v.require(std::isfinite(eps) && eps >= 0, "eps", "finite and at least 0", eps);
   Arrays inputs{dense(x, s)};
@@ -316,7 +316,7 @@ std::pair<WeightCodes, int> add_weights(
   inputs.push_back(weight);
   if (!scales) {
     v.floating(weight, "weight");
-    v.require(!biases, "biases", "None where there are no scales", "an array");
+    v.require(!biases, "biases", "None without scales", "an array");
     return {kDenseWeight, weight.shape(-1)};
   }
   const auto& quantized = quantized_mode(mode);
@@ -421,7 +421,7 @@ mx::array expert_linear(
   if (global_scale) {
     v.shape(*global_scale, "global_scale", {weight.shape(0)});
     v.require(
-        codes.format == WeightFormat::nvfp4, "global_scale", "None but for nvfp4", "an array");
+        codes.format == WeightFormat::nvfp4, "global_scale", "None except for nvfp4", "an array");
     // The format's largest value times its largest scale.
     auto factors = mx::divide(
         mx::astype(*global_scale, mx::float32, s), mx::array(6.0f * 448.0f, mx::float32), s);
@@ -430,7 +430,7 @@ mx::array expert_linear(
   // Rows of x match the indices one to one, or all indices of the last axis share a row.
   mx::Shape rows(x.shape().begin(), x.shape().end() - 2);
   auto shape = mx::broadcast_shapes(rows, indices.shape());
-  v.require(!shape.empty(), "indices", "of at least one axis", "a scalar");
+  v.require(!shape.empty(), "indices", "an array with at least one axis", "a scalar");
   v.require(
       mx::array(shape, mx::uint32, nullptr, {}).size() <= INT32_MAX, "indices", "at most 2^31 - 1",
       shape);
@@ -481,7 +481,7 @@ Arrays QuantizedLinear::vjp(
       out.push_back(mx::sum(rows, 0, false, stream()));
     } else {
       throw std::invalid_argument(
-          "[quantized_linear] there is no gradient of a quantised weight, its scales or biases");
+          "[quantized_linear] quantized weights, scales and biases have no gradient");
     }
   }
   return out;
@@ -491,7 +491,7 @@ std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
     const Arrays& inputs, const std::vector<int>& axes) {
   for (size_t i = 1; i < axes.size(); i++) {
     if (axes[i] >= 0) {
-      throw std::invalid_argument("[quantized_linear] only x can be mapped over");
+      throw std::invalid_argument("[quantized_linear] vmap supports x only");
     }
   }
   Arrays moved = inputs;

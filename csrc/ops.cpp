@@ -1,8 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The operations that GPUs run too, as Python calls them: arguments are checked and the node is
-// made. Ids and slots, whose values exist only when the graph runs, are checked then
-// (KernelNode::check).
+// Python entry points of the operations that GPUs also run: check arguments and build graph nodes.
+// Ids and slots, whose values exist only when the graph runs, are checked then (KernelNode::check).
 
 #include <algorithm>
 #include <cstdlib>
@@ -89,7 +88,7 @@ std::pair<mx::array, mx::array> gather_kv(
     v.require(!dtype || *dtype == own, "dtype", own, dtype.value_or(own));
     dtype = own;
   } else {
-    v.require(dtype.has_value(), "dtype", "given for quantised pools", "none");
+    v.require(dtype.has_value(), "dtype", "given for quantized pools", "none");
     v.require(is_supported(*dtype), "dtype", "float32, float16 or bfloat16", *dtype);
   }
   v.shape(block_tables, "block_tables", {-1, -1});
@@ -102,10 +101,10 @@ std::pair<mx::array, mx::array> gather_kv(
   v.require(
       max_context_len <= room, "max_context_len",
       "at most " + std::to_string(room) + " (the slots of a row of block_tables)", max_context_len);
-  int most = std::numeric_limits<int>::max() / std::max(keys.head_dim, pool_values.head_dim);
+  int max_len = std::numeric_limits<int>::max() / std::max(keys.head_dim, pool_values.head_dim);
   v.require(
-      max_context_len <= most, "max_context_len",
-      "at most " + std::to_string(most) + " for heads of fewer than 2^31 elements",
+      max_context_len <= max_len, "max_context_len",
+      "at most " + std::to_string(max_len) + " for heads of fewer than 2^31 elements",
       max_context_len);
 
   auto primitive = std::make_shared<GatherKV>(s, max_context_len);
@@ -115,16 +114,16 @@ std::pair<mx::array, mx::array> gather_kv(
   return {out[0], out[1]};
 }
 
-// Logits are multiplied by log2(e) before they are used, and must stay finite.
+// Logits are multiplied by log2(e) before use and must stay finite.
 constexpr float kLargestLogit = 2e38f;
 const std::string kPositive = "positive and at most 2e+38";
 
-// Numbers of each query head, and the range that keeps logits finite: one outside of it, or a NaN,
-// would make NaNs of all rows of its head.
+// Range of a per-head option that keeps logits finite: a number outside of it, or a NaN, would turn
+// all rows of its head into NaN.
 struct PerHead {
   const char* name;
-  float least;
-  float most;
+  float min;
+  float max;
   const char* expectation;
 };
 constexpr PerHead kSinks{
@@ -137,7 +136,7 @@ void require_numbers_of(
   for (int i = begin; i < end; i++) {
     float number = float(a.data<T>()[i * a.strides(0)]);
     v.require(
-        number >= kind.least && number <= kind.most,
+        number >= kind.min && number <= kind.max,
         std::string(kind.name) + "[" + std::to_string(i - begin) + "]", kind.expectation, number);
   }
 }
@@ -161,7 +160,7 @@ mx::array checked_per_head(
     const Validator& v, const PerHead& kind, const mx::array& a, int num_q_heads, mx::Stream s) {
   v.shape(a, kind.name, {num_q_heads});
   v.require(mx::issubdtype(a.dtype(), mx::floating), kind.name, "floating point", a.dtype());
-#ifndef MLX_PAGED_CUDA  // there, reading an array moves it away from the GPU
+#ifndef MLX_PAGED_CUDA  // with CUDA, reading an array would migrate it away from the GPU
   if (is_on_host(a)) {
     require_numbers(v, kind, a, 0, num_q_heads);
   }
@@ -273,7 +272,7 @@ void require_id(bool ok, const Parts&... parts) {
   }
 }
 
-// The entries [begin, end) of a row of block_tables.
+// Checks entries [begin, end) of a row of block_tables.
 void require_blocks(
     const char* op, const mx::array& tables, int row, int begin, int end, int num_blocks) {
   int max_blocks = tables.shape(1);
@@ -288,7 +287,7 @@ void require_blocks(
   }
 }
 
-// The rows of a work or merge item.
+// Checks the rows of a work or merge item.
 void require_rows(const char* items, int i, int begin, int end, int num_rows) {
   require_id(
       begin >= 0 && begin <= end && end <= num_rows, "[paged_attention] the rows of ", items, "[",
@@ -315,7 +314,7 @@ void WriteKV::check(const Arrays& in) const {
         "] must be -1 or in [0, ", num_slots, ") but got ", slots[i]);
     require_id(
         slots[i] == -1 || written.insert(slots[i]).second, "[write_kv] slot_mapping[", i,
-        "] must be a slot of its own but slot ", slots[i], " is written twice");
+        "] must be unique but slot ", slots[i], " is written twice");
   }
 }
 
@@ -330,7 +329,7 @@ void CopyBlocks::check(const Arrays& in) const {
         "] must be in [0, ", num_blocks, ") but got ", pairs[i]);
     require_id(
         i % 2 == 0 || destinations.insert(pairs[i]).second, "[copy_blocks] block_pairs[", i / 2,
-        ", 1] must be a block of its own but block ", pairs[i], " is a destination twice");
+        ", 1] must be unique but block ", pairs[i], " is a destination twice");
   }
   for (int i = 0; i < count; i++) {
     require_id(
@@ -363,7 +362,7 @@ void PagedAttention::check(const Arrays& in) const {
     int first = positions[num_rows + i], last = positions[2 * num_rows + i];
     require_id(
         first >= 0 && first <= positions[i] && last >= positions[i],
-        "[paged_attention] the bounds of row ", i, " must hold its position ", positions[i],
+        "[paged_attention] the bounds of row ", i, " must contain its position ", positions[i],
         " but are ", first, " and ", last);
   }
   const auto* work = reinterpret_cast<const paged::WorkItem*>(in[kWork].data<int32_t>());
@@ -416,7 +415,7 @@ void ApplyTokenBitmask::check(const Arrays& in) const {
         num_rows, ") but got ", rows[i]);
     require_id(
         masked.insert(rows[i]).second, "[apply_token_bitmask] rows[", i,
-        "] must be a row of its own but row ", rows[i], " is named twice");
+        "] must be unique but row ", rows[i], " appears twice");
   }
 }
 

@@ -52,7 +52,7 @@ constexpr int decode_scratch(int v_dim) {
 
 // Maximum queries. From four on, the padding of the matrix units costs less; with the widest heads
 // a lane has registers for one.
-constexpr int decode_most_queries(int k_dim) {
+constexpr int decode_max_queries(int k_dim) {
   return k_dim > 256 ? 1 : 3;
 }
 
@@ -70,7 +70,7 @@ constexpr int matrix_simd_groups(int k_dim) {
 
 // Maximum rows of a matrix: queries, results and scores of a SIMD-group's slice must fit 112 of the
 // 128 registers that a thread of an Apple GPU can address (tests/native/test_metal_registers.py).
-constexpr int matrix_most_rows(int k_dim, int item_size) {
+constexpr int matrix_max_rows(int k_dim, int item_size) {
   int rows = k_dim > 256 ? 16 : k_dim >= 80 ? 32 : 64;
   return item_size == 4 && (rows == 64 || k_dim >= 112) ? rows / 2 : rows;
 }
@@ -125,7 +125,7 @@ enum { PREFILL_SIMD_GROUPS = 4 };
 
 // Maximum rows per tile; 0: the head's queries and results do not fit the registers of SIMD-groups
 // that divide only the rows, and paged_decode_matrix serves it.
-constexpr int prefill_most_rows(int k_dim, int item_size) {
+constexpr int prefill_max_rows(int k_dim, int item_size) {
   return k_dim > 128 ? 0 : k_dim >= 80 || item_size == 4 ? 32 : 64;
 }
 
@@ -143,9 +143,9 @@ constexpr int prefill_scratch(int k_dim, int v_dim, int item_size, int tokens) {
 // queries, which leaves room for fewer keys and values in flight.
 constexpr int prefill_tokens(int k_dim, int v_dim, int item_size, int rows) {
   int tokens = rows > 32 ? 16 : 32;
-  int most_chunks = item_size == 4 ? 384 : 512;  // 16-byte chunks in a tile of keys
+  int max_chunks = item_size == 4 ? 384 : 512;  // 16-byte chunks in a tile of keys
   while (tokens > 8 && (prefill_scratch(k_dim, v_dim, item_size, tokens) > 16 * 1024 ||
-                        tokens * k_dim * item_size > 16 * most_chunks)) {
+                        tokens * k_dim * item_size > 16 * max_chunks)) {
     tokens /= 2;
   }
   return tokens;

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The attention variant: the options that a layer has for its scores, and the hooks that apply
-// them. Metal's kernels, NVIDIA's and the CPU's all include this file, and so does the host; it
-// includes nothing itself.
+// The attention variant: a layer's score options, and the hooks that apply them. The kernels for
+// Metal, NVIDIA and the CPU all include this file, and so does the host; it includes nothing
+// itself.
 //
 // Logits are in base 2. A row of the score matrix is a query row and a query head.
 //
@@ -11,7 +11,7 @@
 
 #pragma once
 
-// --- Words that differ between compilers
+// --- Keywords that differ between compilers
 
 #if defined(__CUDACC__)
 #define PAGED_HOOK __device__ __forceinline__
@@ -23,7 +23,7 @@
 #define PAGED_BUFFER device const
 #define PAGED_COMPILES_FEATURES
 #else
-// Static, because the CPU's kernels are compiled once for each instruction set: the linker must not
+// Static, because the CPU's kernels are compiled once per instruction set and the linker must not
 // merge these functions.
 #define PAGED_HOOK static inline __attribute__((always_inline))
 #define PAGED_SHARED const
@@ -31,10 +31,10 @@
 #define PAGED_HOST
 #endif
 
-// --- Which options a layer or a step has
+// --- Options of a layer or step
 
-// In Metal these are function constants: a pipeline has no code for options that it lacks.
-// features_of lists their values.
+// Function constants in Metal: a pipeline has no code for options that it lacks. features_of lists
+// their values.
 #ifndef PAGED_HAS_WINDOW
 #ifdef PAGED_COMPILES_FEATURES
 constant bool paged_has_window [[function_constant(4)]];
@@ -52,7 +52,7 @@ constant bool paged_has_alibi [[function_constant(8)]];
 #define PAGED_HAS_SOFTCAP(options) ((options).softcap > 0.0f)
 #define PAGED_HAS_SINKS(options) ((options).has_sinks != 0)
 #define PAGED_HAS_ALIBI(options) (PAGED_SERVES_ROW_OPTIONS && (options).has_alibi != 0)
-#ifndef PAGED_HAS_BOUNDS  // a file of kernels may know
+#ifndef PAGED_HAS_BOUNDS  // a file of kernels can fix this
 #define PAGED_HAS_BOUNDS(options) ((options).bounded_rows > 0)
 #endif
 #endif
@@ -80,27 +80,27 @@ constant bool paged_has_alibi [[function_constant(8)]];
 
 namespace paged {
 
-enum { WHOLE_CONTEXT = 0x7fffffff };  // a window without an end
+enum { WHOLE_CONTEXT = 0x7fffffff };  // a window without a limit
 
 struct AttentionOptions {
-  float scale;       // of the dot product, with log2(e) folded in unless there is a soft cap
+  float scale;       // of the dot product; includes log2(e) unless there is a soft cap
   float softcap;     // scores become softcap * tanh(score / softcap); 0: none
   int window;        // keys in (position - window, position]
-  int has_sinks;     // logits that join the softmax, one for each query head
+  int has_sinks;     // logits that join the softmax, one per query head
   int bounded_rows;  // row length of positions and bounds [3, num_rows]; 0: no bounds. A launch
                      // sets it: bounds belong to a step.
   int has_alibi;     // adds slope * (token - position), with a slope for each query head
 };
 static_assert(sizeof(AttentionOptions) == 24, "the same for every compiler");
 
-// Positions of the first key that a query row sees, which may be negative, and of the last.
+// First key that a query row sees, which may be negative, and last key.
 struct RowBounds {
   int first;
   int last;
 };
 
-// `positions` is [num_rows], or with bounds [3, num_rows]: a row sees what its position and the
-// window let it see, and from its first to its last bound.
+// `positions` is [num_rows], or with bounds [3, num_rows]. A row sees what its position and the
+// window allow, and everything from its first to its last bound.
 PAGED_HOOK RowBounds
 bounds_of_row(PAGED_BUFFER int* positions, int row, PAGED_SHARED AttentionOptions& options) {
   RowBounds bounds;
@@ -115,7 +115,7 @@ bounds_of_row(PAGED_BUFFER int* positions, int row, PAGED_SHARED AttentionOption
   return bounds;
 }
 
-// A row of the score matrix, for the hooks.
+// A row of the score matrix, as hooks see it.
 struct AttentionRow {
   RowBounds bounds;
   int position;  // of the row's token; with ALiBi only
@@ -139,7 +139,7 @@ PAGED_HOOK AttentionRow attention_row(
   return result;
 }
 
-// A row that does not exist.
+// A row that sees no token.
 PAGED_HOOK AttentionRow no_row() {
   AttentionRow result;
   result.bounds.first = 0;
@@ -185,7 +185,7 @@ static inline bool operator==(const AttentionOptions& a, const AttentionOptions&
   return __builtin_memcmp(&a, &b, sizeof(a)) == 0;
 }
 
-// True if a logit is more than the scaled dot product.
+// True if a logit differs from the scaled dot product.
 static inline bool changes_logits(const AttentionOptions& options) {
   return options.softcap > 0.0f || options.has_alibi;
 }
@@ -203,7 +203,7 @@ static inline int features_of(const AttentionOptions& options) {
          (options.has_alibi != 0) << 4;
 }
 
-// The options of a layer from a user's; 0: no window, no soft cap.
+// Converts a user's options; 0 means no window or no soft cap.
 static inline AttentionOptions attention_options(
     float scale, int window, float softcap, bool has_sinks, bool has_alibi) {
   AttentionOptions options = {};

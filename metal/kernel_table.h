@@ -13,9 +13,9 @@
 
 namespace paged {
 
-// Rows [row_begin, row_end) of one sequence against blocks [first_block, last_block) of its table.
-// With partial_begin < 0 the item covers all that its rows can see and writes the output; otherwise
-// row r of the item leaves its partial in row partial_begin + r of the workspace.
+// Attention of rows [row_begin, row_end) of one sequence over blocks [first_block, last_block) of
+// its table. partial_begin < 0: the item covers everything its rows see and writes the output.
+// Otherwise row r of the item writes its partial to row partial_begin + r of the workspace.
 struct WorkItem {
   int sequence;
   int row_begin;
@@ -26,8 +26,8 @@ struct WorkItem {
 };
 static_assert(sizeof(WorkItem) == 24, "the same for every compiler");
 
-// Rows [row_begin, row_end) were split `num_splits` ways; split i of row r is workspace row
-// partial_begin + i * (row_end - row_begin) + (r - row_begin).
+// Merge of rows [row_begin, row_end), which were split `num_splits` ways; split i of row r is
+// workspace row partial_begin + i * (row_end - row_begin) + (r - row_begin).
 struct MergeItem {
   int row_begin;
   int row_end;
@@ -46,9 +46,9 @@ struct AttentionParams {
   int min_rows;      // a launch serves the items of [min_rows, max_rows] query rows; others are
   int max_rows;      // another launch's
   AttentionOptions options;
-  int key_format;  // FORMAT_..., function constants too (pool_options.h)
+  int key_format;  // FORMAT_..., also as function constants (pool_options.h)
   int value_format;
-  int writes_last_only;  // of the keys that rows see, the step writes each row's own alone
+  int writes_last_only;  // each row's own key is the only visible one that the step writes
 };
 static_assert(
     sizeof(AttentionParams) == 40 + sizeof(AttentionOptions), "the same for every compiler");
@@ -60,26 +60,26 @@ struct MergeParams {
 };
 static_assert(sizeof(MergeParams) == 8 + sizeof(AttentionOptions), "the same for every compiler");
 
-enum { DATA_THREADS = 256 };  // of a threadgroup of data.h
+enum { DATA_THREADS = 256 };  // threads per threadgroup in data.h
 
 enum {
-  NORM_THREADS = 1024,   // of add_rms_norm, at most
-  NORM_CHUNKS = 4,       // of a thread
-  ROPE_SIMD_GROUPS = 4,  // of rope_write, a head each
-  PRODUCT_ROWS = 8,      // of x, of a threadgroup of product_rows
+  NORM_THREADS = 1024,   // of add_rms_norm, maximum
+  NORM_CHUNKS = 4,       // per thread
+  ROPE_SIMD_GROUPS = 4,  // of rope_write, one head each
+  PRODUCT_ROWS = 8,      // rows of x per threadgroup of product_rows
   PRODUCT_SIMD_GROUPS = 4,
-  GREEDY_THREADS = 1024,  // of greedy_tokens, at most
+  GREEDY_THREADS = 1024,  // of greedy_tokens, maximum
   LORA_THREADS = 128,
-  ROUTE_THREADS = 512,  // of route_experts, at most
-  ROUTE_CHUNKS = 8,     // of 32 experts: the most that it chooses from
-  ROUTE_PAIRS = 2,      // of a thread
-  ROUTE_MOST_PAIRS = ROUTE_PAIRS * ROUTE_THREADS,
+  ROUTE_THREADS = 512,  // of route_experts, maximum
+  ROUTE_CHUNKS = 8,     // of 32 experts: maximum number to choose from
+  ROUTE_PAIRS = 2,      // per thread
+  ROUTE_MAX_PAIRS = ROUTE_PAIRS * ROUTE_THREADS,
 };
 
-// All counts of `chunks` are in units of 16 bytes.
+// Counts of `chunks` are in units of 16 bytes.
 struct WriteParams {
   int num_tokens;
-  int key_chunks;    // of one token, all heads
+  int key_chunks;    // per token, all heads
   int value_chunks;  // likewise
 };
 static_assert(sizeof(WriteParams) == 12, "the same for every compiler");
@@ -92,14 +92,14 @@ static_assert(sizeof(CopyParams) == 8, "the same for every compiler");
 
 struct GatherParams {
   int num_kv_heads;
-  int head_chunks;  // of one token and head
+  int head_chunks;  // per token and head
   int max_context_len;
   int block_shift;
   int max_blocks;
 };
 static_assert(sizeof(GatherParams) == 20, "the same for every compiler");
 
-// Elements; the first two dims are the grid's.
+// In elements; the first two dims are those of the grid.
 struct StridedParams {
   int shape_2;
   int shape_3;
@@ -146,9 +146,9 @@ static_assert(sizeof(RotateParams) == 8, "the same for every compiler");
 struct BitmaskParams {
   int vocab_size;
   int num_masks;
-  int num_words;  // of a mask
-  int in_place;   // the output has the logits already
-  int forbidden;  // the bits of -inf; 16 bits are the lower
+  int num_words;  // per mask
+  int in_place;   // the output already holds the logits
+  int forbidden;  // bits of -inf; 16-bit ones are in the low half
 };
 static_assert(sizeof(BitmaskParams) == 20, "the same for every compiler");
 
@@ -158,7 +158,7 @@ struct GreedyParams {
 };
 static_assert(sizeof(GreedyParams) == 4, "the same for every compiler");
 
-// Params of layer.h. Chunks have 16 bytes; strides count elements from one row to the next.
+// Params of layer.h. Chunks have 16 bytes; strides count elements between rows.
 struct NormParams {
   int row_chunks;
   int has_residual;
@@ -171,7 +171,7 @@ struct RopeParams {
   int num_kv_heads;
   int key_dim;
   int value_dim;
-  int half_dims;  // pairs of dims that are rotated; 0: none
+  int half_dims;  // rotated pairs of dims; 0: none
   int traditional;
   int query_stride;
   int key_stride;
@@ -192,14 +192,14 @@ static_assert(sizeof(RotationParams) == 12, "the same for every compiler");
 
 struct SiluParams {
   int row_chunks;
-  int gate_stride;  // of chunks
+  int gate_stride;  // in chunks
   int up_stride;    // likewise
 };
 static_assert(sizeof(SiluParams) == 12, "the same for every compiler");
 
 struct RowParams {
   int row_chunks;
-  int num_rows;  // of the table
+  int num_rows;  // in the table
 };
 static_assert(sizeof(RowParams) == 8, "the same for every compiler");
 
@@ -218,22 +218,23 @@ struct RouteParams {
   int num_rows;
   int num_experts;
   int top_k;
-  int softmax_first;  // weights are of all experts' probabilities; otherwise of those chosen
-  int normalises;     // divides them by their sum
-  int takes_last;     // of a sort of the logits, not of their negatives
-  int item_rows;      // pairs of an item, at most
-  int max_items;      // that there is room for
+  int softmax_first;  // weights come from the probabilities of all experts; otherwise of the chosen
+                      // ones
+  int normalises;     // divides the weights by their sum
+  int takes_last;     // sorts the logits rather than their negatives
+  int item_rows;      // maximum pairs per item
+  int max_items;      // capacity of `items`
 };
 static_assert(sizeof(RouteParams) == 32, "the same for every compiler");
 
 struct ExpertParams {
-  int n;  // outputs of an expert
+  int n;  // outputs per expert
   int k;
   int x_stride;
   int top_k;
   int has_bias;
-  int gathers;   // x has a row for each row of the step instead of each pair
-  int scatters;  // the result is ordered by pair instead of expert
+  int gathers;   // x has one row per row of the step rather than per pair
+  int scatters;  // results are ordered by pair rather than by expert
 };
 static_assert(sizeof(ExpertParams) == 28, "the same for every compiler");
 
@@ -256,14 +257,14 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
 
 // --- Kernels
 
-// The dtypes of pools and activations: name and type.
+// Dtypes of pools and activations: name and type.
 #define PAGED_FOR_EACH_DTYPE(X, ...) \
   X(__VA_ARGS__, float32, float)     \
   X(__VA_ARGS__, float16, half)      \
   X(__VA_ARGS__, bfloat16, bfloat)
 
-// The kernels of data.h: those that are no templates, X(name), and the instantiations of the
-// others, X(host name, function, template arguments...).
+// Kernels of data.h: non-templates as X(name), and instantiations of templates as X(host name,
+// function, template arguments...).
 #define PAGED_FOR_EACH_DATA_KERNEL(X) \
   X(write_kv)                         \
   X(copy_blocks)                      \
@@ -276,8 +277,8 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
   X("apply_token_bitmask_16", apply_token_bitmask, ushort) \
   X("apply_token_bitmask_32", apply_token_bitmask, uint)
 
-// The kernels of quantised_pool.h, likewise: a row of a head has registers for 32 dims at a time.
-// X(host name, function, type, how many times).
+// Kernels of quantised_pool.h. A lane keeps one dim of every 32 in registers; X(host name,
+// function, type, number of registers).
 #define PAGED_QUANTISED_PARTS(X, function, dtype, type) \
   X(#function "_" #dtype "_64", function, type, 2)      \
   X(#function "_" #dtype "_128", function, type, 4)     \
@@ -289,8 +290,8 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
   PAGED_QUANTISED_PARTS(X, rotate_queries, dtype, type)
 #define PAGED_FOR_EACH_QUANTISED_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_QUANTISED_KERNELS, X)
 
-// The kernels of layer.h: between a layer's attention and its matrix products. X(...) receives the
-// host name, the function and its template arguments.
+// Kernels of layer.h: operations between a layer's attention and its matrix products. X(...)
+// receives the host name, the function and its template arguments.
 #define PAGED_FOR_EACH_LAYER_KERNEL(X, dtype, type) \
   X("add_rms_norm_" #dtype, add_rms_norm, type)     \
   X("rope_write_" #dtype, rope_write, type)         \
@@ -355,12 +356,12 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
   X(__VA_ARGS__, 256)                \
   X(__VA_ARGS__, 512)
 
-// The instantiations of the attention kernels, each in the .h file of its function's name. X(...)
-// receives the same. Each list is of one dtype, given by name and type. How far the lists go
-// follows from the registers of Apple's GPUs, see attention_shape.h; NVIDIA's have a list of their
-// own (csrc/cuda/portable_shape.h).
+// Instantiations of the attention kernels, each in the .h file named after its function. X(...)
+// receives the same arguments. Each list is for one dtype, given by name and type. The registers of
+// Apple's GPUs limit the lists (attention_shape.h); NVIDIA has its own lists
+// (csrc/cuda/portable_shape.h).
 
-// Queries (rows x heads of a group): as many as vector units keep up with.
+// Queries (rows x heads per group): as many as the vector units keep up with.
 #define PAGED_FOR_EACH_DECODE(X, ...)                             \
   PAGED_FOR_EACH_NARROW_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__) \
   PAGED_FOR_EACH_SMALL_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)  \
@@ -404,7 +405,7 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
   X("paged_decode_matrix_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, paged_decode_matrix, type, \
     k_dim, v_dim, rows)
 
-// Rows of the matrix, likewise; the larger heads have none.
+// Rows of the matrix; larger heads have none.
 #define PAGED_FOR_EACH_PREFILL(X, ...)                         \
   PAGED_FOR_EACH_NARROW_DIM(PAGED_PREFILLS_64, X, __VA_ARGS__) \
   PAGED_FOR_EACH_SMALL_DIM(PAGED_PREFILLS_32, X, __VA_ARGS__)  \

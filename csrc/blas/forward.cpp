@@ -83,7 +83,7 @@ const mlx_paged::cpu::ProductKernels& product_kernels() {
 bool multiply_few_rows(
     int transpose_a, int transpose_b, int m, int rows, int columns, int k, float alpha,
     const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
-  if (m > product_kernels().most_rows_float32 || transpose_a != kNoTranspose ||
+  if (m > product_kernels().max_rows_float32 || transpose_a != kNoTranspose ||
       transpose_b == kNoTranspose || alpha != 1 || beta != 0) {
     return false;
   }
@@ -107,8 +107,8 @@ bool multiply_few_rows(Arguments...) {
 }  // namespace
 
 // See parallel_for.h. This library has its own threads.
-extern "C" __attribute__((visibility("default"))) void mlx_paged_limit_threads(int most) {
-  mlx_paged::cpu::limit_threads(most);
+extern "C" __attribute__((visibility("default"))) void mlx_paged_limit_threads(int max_threads) {
+  mlx_paged::cpu::limit_threads(max_threads);
 }
 
 #define MLX_PAGED_FORWARD(NAME, ELEMENT_SIZE, SCALAR, CONST_MATRIX, MATRIX)                      \

@@ -63,16 +63,16 @@ void multiply_many(const float* x, const cpu::WeightView& weights, float* out, i
 void multiply_integers(
     const cpu::IntegerKernels& integers, const float* x, const cpu::WeightView& weights, float* out,
     int m) {
-  constexpr int kMostRows = 256;
+  constexpr int kMaxRows = 256;
   constexpr int kAtOnce = 4;  // rows rounded per task
   int n = weights.n;
   int k = weights.k;
   int64_t row_bytes = integers.row_bytes(k);
   // Reused, so that its pages are not mapped anew for every product.
   thread_local Scratch memory;
-  char* rounded = memory.at_least<char>(std::min(m, kMostRows) * row_bytes);
-  for (int begin = 0; begin < m; begin += kMostRows) {
-    int rows = std::min(kMostRows, m - begin);
+  char* rounded = memory.at_least<char>(std::min(m, kMaxRows) * row_bytes);
+  for (int begin = 0; begin < m; begin += kMaxRows) {
+    int rows = std::min(kMaxRows, m - begin);
     const float* from = x + int64_t(begin) * k;
     cpu::parallel_for((rows + kAtOnce - 1) / kAtOnce, [&](int task, int) {
       int first = task * kAtOnce;
@@ -131,9 +131,9 @@ void multiply(
     multiply_integers(*integers, x, weights, out, m);
   } else if (
       activations == Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
-      m > product.most_rows(weights)) {
+      m > product.max_rows(weights)) {
     multiply_bfloat(x, weights, out, m);
-  } else if (by_rows || m <= product.most_rows(weights) || !cpu::find_sgemm()) {
+  } else if (by_rows || m <= product.max_rows(weights) || !cpu::find_sgemm()) {
     cpu::for_product_pieces(m, n, k, weights.bits, n, [&](int64_t begin, int64_t end) {
       product.few_rows({x, weights, out, m, k, n}, begin, end);
     });
@@ -250,8 +250,7 @@ void Lookup::eval_cpu(const Arrays& inputs, Arrays& out) {
 
 void ExpertLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   if (inputs[0].dtype() != mx::float32) {
-    throw std::runtime_error(
-        "[expert_linear] x must be float32 outside of a device program but is not");
+    throw std::runtime_error("[expert_linear] x must be float32 outside of an executable");
   }
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);

@@ -52,7 +52,7 @@ struct IntegerProductArgs {
 };
 
 constexpr int kIntegerTileColumns = 32;
-constexpr int kMostSpread = 8;  // powers of two between a row's largest and most others
+constexpr int kMaxSpread = 8;  // powers of two between a row's largest and most others
 
 struct IntegerKernels {
   int chunk_bytes;
@@ -60,13 +60,13 @@ struct IntegerKernels {
   // Rounds `count` rows of x [.., k], `stride` apart, for weights of `bits` bits (three digits: 4).
   // A group with an infinity or NaN makes its whole product NaN; a group with all numbers below
   // 2^-100 counts as zeros. Three digits: a finite row whose largest number exceeds most others by
-  // more than 2^kMostSpread gets kUnevenRow as its first scale, and its product is NaN.
+  // more than 2^kMaxSpread gets kUnevenRow as its first scale, and its product is NaN.
   void (*round)(const float* x, int64_t stride, int count, int k, int bits, void* out);
   // Computes columns [begin, end) of c. Each element is summed in the same order for any `rows`.
   void (*product)(const IntegerProductArgs& args, int64_t begin, int64_t end);
   // Minimum rows for repacking the codes of kIntegerTileColumns columns at a time, in the caller's
   // memory; 0: never.
-  int least_tile_rows;
+  int min_tile_rows;
 
   // True if a rounded row must be multiplied in float32.
   bool is_uneven(const void* row) const {
@@ -75,7 +75,7 @@ struct IntegerKernels {
     return digits > 1 && scale == kUnevenRow;
   }
 
-  bool uses_tiles(int rows) const { return least_tile_rows > 0 && rows >= least_tile_rows; }
+  bool uses_tiles(int rows) const { return min_tile_rows > 0 && rows >= min_tile_rows; }
 
   int64_t row_bytes(int k) const { return int64_t(num_integer_chunks(k)) * chunk_bytes; }
 

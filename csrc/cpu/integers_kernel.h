@@ -317,7 +317,7 @@ typedef uint16_t BytePairs __attribute__((vector_size(kWidth)));
 // Measures how evenly a row's numbers are distributed, by the exponent of the larger of each pair
 // from a group's halves. Exponents far below the group's largest are clamped to kFar.
 struct Spread {
-  static constexpr uint32_t kFar = kMostSpread + 4;
+  static constexpr uint32_t kFar = kMaxSpread + 4;
 
   uint32_t most = 0;
   uint64_t sum = 0;
@@ -336,7 +336,7 @@ struct Spread {
     most = exponent > most ? exponent : most;
   }
 
-  bool is_uneven() const { return finite && most * count > sum + kMostSpread * count; }
+  bool is_uneven() const { return finite && most * count > sum + kMaxSpread * count; }
 };
 
 // Rounds a group to integers and a scale. Returns the sum of the integers.

@@ -12,7 +12,7 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 #if defined(__AVX512VNNI__)
 template <int Digits>
-constexpr int kLeastTileRows = Digits == 1 ? 24 : 32;
+constexpr int kMinTileRows = Digits == 1 ? 24 : 32;
 
 struct IntegerTile {
   static constexpr int kVectors = kIntegerTileColumns / kWidth;
@@ -188,13 +188,13 @@ inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t
 }
 #else
 template <int Digits>
-constexpr int kLeastTileRows = 0;
+constexpr int kMinTileRows = 0;
 #endif
 
 template <int Bits, int Digits>
 inline void integer_product_of(const IntegerProductArgs& args, int64_t begin, int64_t end) {
 #if defined(__AVX512VNNI__)
-  if (args.rows >= kLeastTileRows<Digits>) {
+  if (args.rows >= kMinTileRows<Digits>) {
     return integer_tiles<Bits, Digits>(args, begin, end);
   }
 #endif
@@ -214,6 +214,6 @@ inline void integer_product(const IntegerProductArgs& args, int64_t begin, int64
 template <int Digits>
 constexpr IntegerKernels kIntegerKernels = {
     sizeof(IntegerChunk<Digits>), Digits, round_to_integers<Digits>, integer_product<Digits>,
-    kLeastTileRows<Digits>};
+    kMinTileRows<Digits>};
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

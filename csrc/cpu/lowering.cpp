@@ -29,7 +29,7 @@ CpuLowering::CpuLowering(CpuExecutable& executable, const Arrays& inputs, const 
     : executable_(executable), graph_(inputs, outputs) {}
 
 void CpuLowering::run() {
-  require(kernels().product.most_rows_float32 > 0, "the instruction set has too few registers");
+  require(kernels().product.max_rows_float32 > 0, "the instruction set has too few registers");
   fuse_gate_up(graph_, is_product);
   fuse_residual(graph_, is_product);
   add_inputs();
@@ -208,7 +208,7 @@ Projection CpuLowering::projection_of(const GraphNode& node) {
   p.bias = in.size() > bias ? constant(node.inputs[bias]) : nullptr;
   p.x = dense_rows(view(node.inputs[0]));
   require(p.x.row_size() == p.weight.k, "a product of several vectors a row");
-  require(p.x.rows() <= kernels().product.most_rows(p.weight), "more rows than it pays for");
+  require(p.x.rows() <= kernels().product.max_rows(p.weight), "more rows than it pays for");
   if (p.integers) {
     p.rounded = as_integers(p.x, p.weight, *p.integers);
   }

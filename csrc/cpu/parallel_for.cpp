@@ -230,8 +230,8 @@ int num_threads() {
   return count;
 }
 
-void limit_threads(int most) {
-  thread_limit = std::max(most, 1);
+void limit_threads(int max_threads) {
+  thread_limit = std::max(max_threads, 1);
 }
 
 namespace {

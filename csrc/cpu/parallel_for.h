@@ -12,7 +12,7 @@ namespace mlx_paged::cpu {
 int num_threads();
 
 // Limits the number of threads unless MLX_PAGED_NUM_THREADS is set. Call it before their first use.
-void limit_threads(int most);
+void limit_threads(int max_threads);
 
 // Calls task(i, thread) once for every i in [0, num_tasks) on up to num_threads() threads,
 // including the caller's; `thread` is in [0, num_threads()). Tasks are claimed in order, so put the

@@ -16,8 +16,8 @@ namespace {
 
 // Cuts a phase into pieces that keep all threads busy to the end.
 void cut(ProductPhase& phase) {
-  constexpr int64_t kLeastWeights = 1 << 13;
-  constexpr int64_t kMostWork = 1 << 19;  // weights times rows
+  constexpr int64_t kMinWeights = 1 << 13;
+  constexpr int64_t kMaxWork = 1 << 19;  // weights times rows
   constexpr int kPiecesPerThread = 8;
   constexpr int kAlign = 16;  // whole vectors and cache lines
   auto column_size = [](const Product& p) { return int64_t(p.main.weight.k) * (p.up ? 2 : 1); };
@@ -28,8 +28,9 @@ void cut(ProductPhase& phase) {
     rows = std::max(rows, p.out.rows());
   }
   // With few rows a piece is long: kernels prefetch past its end, into another thread's piece.
-  int64_t most = std::max(kMostWork / rows, 8 * kLeastWeights);
-  int64_t piece = std::clamp(weights / (kPiecesPerThread * num_threads()), kLeastWeights, most);
+  int64_t max_weights = std::max(kMaxWork / rows, 8 * kMinWeights);
+  int64_t piece =
+      std::clamp(weights / (kPiecesPerThread * num_threads()), kMinWeights, max_weights);
   for (size_t i = 0; i < phase.products.size(); i++) {
     const Product& p = phase.products[i];
     bool uses_tiles = p.main.integers && p.main.integers->uses_tiles(int(p.out.rows()));

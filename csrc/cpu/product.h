@@ -71,13 +71,13 @@ struct ProductKernels {
   void (*unpack)(const WeightView& weights, int64_t begin, int64_t end, float* out);
   // Maximum rows for which `few_rows` pays off: for float32 weights, and for the other formats,
   // which a general product would have to unpack first.
-  int most_rows_float32;
-  int most_rows_packed;
+  int max_rows_float32;
+  int max_rows_packed;
 
-  int most_rows(const WeightView& weights) const {
+  int max_rows(const WeightView& weights) const {
     return weights.format == WeightFormat::dense && weights.dtype == DType::float32
-               ? most_rows_float32
-               : most_rows_packed;
+               ? max_rows_float32
+               : max_rows_packed;
   }
 };
 

@@ -15,13 +15,13 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 #if defined(__AVX512F__)
 constexpr int kBlockRows = 4;
 constexpr int kBlockColumns = 4;
-constexpr int kMostProductRows = 64;
+constexpr int kMaxProductRows = 64;
 #else
 constexpr int kBlockRows = 4;
 constexpr int kBlockColumns = 2;
-constexpr int kMostProductRows = kWidth >= 8 ? 16 : 0;  // few registers
+constexpr int kMaxProductRows = kWidth >= 8 ? 16 : 0;  // few registers
 #endif
-constexpr int kMostPackedRows = kMostProductRows > 16 ? kMostProductRows : 16;
+constexpr int kMaxPackedRows = kMaxProductRows > 16 ? kMaxProductRows : 16;
 
 // Prefetches `Ahead` vectors for each vector along k, so that memory is read in one long run while
 // the block is computed: four short parallel runs are too short for the hardware prefetcher.
@@ -133,11 +133,11 @@ inline void part_block(
   }
 }
 
-// Requires rows <= kMostPackedRows.
+// Requires rows <= kMaxPackedRows.
 template <int Columns>
 inline void packed_columns(const ProductArgs& args, int row, int rows, int64_t column) {
   alignas(64) float tile[Columns * kPart];
-  VecF sums[kMostPackedRows][Columns];
+  VecF sums[kMaxPackedRows][Columns];
   __builtin_memset(sums, 0, sizeof(sums[0]) * rows);
   const WeightView& w = args.weights;
   for (int begin = 0; begin < w.k; begin += kPart) {
@@ -180,7 +180,7 @@ inline void packed_columns(const ProductArgs& args, int row, int rows, int64_t c
 #if defined(__AVX512F__)
 // Affine weights of 4 or 8 bits with so few rows that unpacking them in registers, once per four
 // rows, costs less than storing them. Same order as packed_columns, same bits.
-constexpr int kMostFusedRows = 8;
+constexpr int kMaxFusedRows = 8;
 
 template <int Bits, typename T, int Rows, int Columns>
 inline void fused_block(const ProductArgs& args, int64_t row, int64_t column) {
@@ -268,7 +268,7 @@ inline void fused_rows(const ProductArgs& args, int64_t begin, int64_t end) {
 inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
 #if defined(__AVX512F__)
   const WeightView& w = args.weights;
-  if (w.format == WeightFormat::affine && args.rows <= kMostFusedRows) {
+  if (w.format == WeightFormat::affine && args.rows <= kMaxFusedRows) {
     if (w.bits == 4) {
       return fused_rows<4>(args, begin, end);
     } else if (w.bits == 8) {
@@ -276,8 +276,8 @@ inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
     }
   }
 #endif
-  for (int row = 0; row < args.rows; row += kMostPackedRows) {
-    int rows = args.rows - row < kMostPackedRows ? args.rows - row : kMostPackedRows;
+  for (int row = 0; row < args.rows; row += kMaxPackedRows) {
+    int rows = args.rows - row < kMaxPackedRows ? args.rows - row : kMaxPackedRows;
     int64_t column = begin;
     for (; column + kBlockColumns <= end; column += kBlockColumns) {
       packed_columns<kBlockColumns>(args, row, rows, column);
@@ -291,7 +291,7 @@ inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
 inline void few_rows(const ProductArgs& args, int64_t begin, int64_t end) {
   // With many rows, float32 weights are copied too, for cache locality; same bits.
   if (args.weights.format != WeightFormat::dense || args.weights.dtype != DType::float32 ||
-      args.rows > kMostPackedRows) {
+      args.rows > kMaxPackedRows) {
     return packed_rows(args, begin, end);
   }
   int64_t column = begin;

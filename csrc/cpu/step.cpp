@@ -99,8 +99,8 @@ void bind_cpu_executable(nb::module_& m) {
       "Arrays of the same shapes and dtypes that have no values: evaluating one is an error.");
   m.def(
       "max_cpu_step_rows",
-      [] { return check_enabled() ? 0 : cpu::kernels().product.most_rows_float32; },
-      "Rows of a step up to which a CpuExecutable serves; 0: none does.");
+      [] { return check_enabled() ? 0 : cpu::kernels().product.max_rows_float32; },
+      "Maximum rows of a step for a CpuExecutable; 0 if none is supported.");
   if (nb::type<Executable>().is_valid()) {
     return;  // this is the simulator, loaded beside the extension; it only runs launches
   }
@@ -111,7 +111,7 @@ void bind_cpu_executable(nb::module_& m) {
           "num_phases", [](const Executable& self) { return self.executable->num_phases(); })
       .def_prop_ro(
           "foreign", [](const Executable& self) { return self.executable->foreign(); },
-          "The primitives that MLX runs between the phases, because they have no lowering.");
+          "Primitives that MLX runs between the phases because they have no lowering.");
 }
 
 }  // namespace mlx_paged

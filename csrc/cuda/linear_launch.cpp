@@ -50,7 +50,7 @@ bool Linear::served_on_gpu(
   auto dtype = x.dtype();
   int n = weight.shape(0);
   int k = weight.shape(1);
-  bool is_small = k > 0 && x.size() <= size_t(cuda::kLinearMostRows) * k;
+  bool is_small = k > 0 && x.size() <= size_t(cuda::kLinearMaxRows) * k;
   return (dtype == mx::float16 || dtype == mx::bfloat16) && weight.dtype() == dtype &&
          x.ndim() <= 4 && is_small &&
          cuda::serves_product(int(x.size() / k), n, k, false, cuda::tma_kernels()) &&
@@ -84,7 +84,7 @@ bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes) 
   auto dtype = x.dtype();
   bool is_affine = codes.format == WeightFormat::affine;
   int64_t k = int64_t(weight.shape(1)) * 32 / codes.bits;
-  bool is_small = k > 0 && x.size() <= size_t(cuda::kLinearMostRows) * k;
+  bool is_small = k > 0 && x.size() <= size_t(cuda::kLinearMaxRows) * k;
   if ((dtype != mx::float16 && dtype != mx::bfloat16) || x.ndim() > 4 || !is_small ||
       !cuda::serves_quantised(int(x.size() / k), weight.shape(0), int(k), codes)) {
     return false;

@@ -9,7 +9,7 @@
 
 namespace mlx_paged::cuda {
 
-constexpr int kLinearMostWeights = 3;
+constexpr int kLinearMaxWeights = 3;
 
 // Parameters of products of one x with several weights. `is_gated`: the weights are gate and up,
 // and the output is silu(x @ gate.T) * (x @ up.T), written to the first weight's output.
@@ -24,8 +24,8 @@ struct LinearParams {
   // are rotated; keys and values go to their pool slots. A block covers rows of both halves of a
   // head.
   int head_dim;
-  int n[kLinearMostWeights];  // rows of each weight
-  int has_bias[kLinearMostWeights];
+  int n[kLinearMaxWeights];  // rows of each weight
+  int has_bias[kLinearMaxWeights];
   // linear_quantised_wgmma only: x is already in code order.
   int x_is_ordered;
   CodeOrder out_order;  // order of the outputs, whose number is a multiple of its run
@@ -50,7 +50,7 @@ constexpr int kLinearChunkSteps = 2;
 constexpr int kLinearChunk = kLinearChunkSteps * kLinearStep;
 constexpr int kLinearParts = 8;
 
-constexpr int kLinearMostRows = 64;  // maximum rows of x for any of these kernels
+constexpr int kLinearMaxRows = 64;  // maximum rows of x for any of these kernels
 
 // linear: one warp per part; a warp's tile covers this many rows of the weight.
 constexpr int kLinearRows = 16;
@@ -61,9 +61,9 @@ constexpr int kLinearBlockRows = 32;  // maximum rows of x per block
 constexpr int kWgmmaTiles = 8;           // tiles of eight rows of x in sm_90a's kernel
 constexpr int kStreamRows = 64;          // weight rows per block, sixteen per warp
 constexpr int kStreamBytes = 96 * 1024;  // maximum ring: two blocks fit a multiprocessor
-constexpr int kStreamMostBlocks =
+constexpr int kStreamMaxBlocks =
     264;  // limit when columns are divided: two for each of 132 multiprocessors
-constexpr int kStreamFewestChunks = 4;  // minimum per block after division
+constexpr int kStreamMinChunks = 4;  // minimum per block after division
 constexpr int kStreamThreads = 32 * (kStreamRows / kLinearRows + 1);  // one producer warp
 constexpr int kStreamPitch = kStreamRows + 4;  // floats between rows of a block's results
 
@@ -102,7 +102,7 @@ constexpr int wgmma_scratch(int tiles) {
 // each block at least `fewest` chunks.
 constexpr int stream_cluster(int num_tiles, int num_chunks, int fewest) {
   int blocks = 1;
-  while (blocks < kLinearParts && 2 * blocks * num_tiles <= kStreamMostBlocks &&
+  while (blocks < kLinearParts && 2 * blocks * num_tiles <= kStreamMaxBlocks &&
          num_chunks >= 2 * blocks * fewest) {
     blocks *= 2;
   }

@@ -15,7 +15,7 @@
 namespace mlx_paged::cuda {
 
 // x, then codes, scales and biases of each weight. A kernel reads as many as it needs.
-using EncodedMaps = std::array<CUtensorMap, 1 + 3 * kLinearMostWeights>;
+using EncodedMaps = std::array<CUtensorMap, 1 + 3 * kLinearMaxWeights>;
 
 // `addresses`: of the operands. Throws std::runtime_error, which describes the rejected matrix.
 EncodedMaps encode_maps(const Launch& launch, const std::vector<char*>& addresses);

@@ -61,7 +61,7 @@ Launch linear_launch(
   if (tma != TmaKernels::none) {
     uint32_t num_tiles = blocks_of(params, kStreamRows / (params.is_gated ? 2 : 1));
     int num_chunks = (params.k + kLinearChunk - 1) / kLinearChunk;
-    uint32_t blocks = stream_cluster(num_tiles, num_chunks, kStreamFewestChunks);
+    uint32_t blocks = stream_cluster(num_tiles, num_chunks, kStreamMinChunks);
     launch.kernel.host_name = stream_kernel(dtype, tiles, tma);
     launch.threadgroup_memory =
         uses_wgmma(tiles, tma) ? wgmma_scratch(tiles) : stream_scratch(tiles);
@@ -97,7 +97,7 @@ Launch linear_launch(
   }
   launch.buffers.push_back({operands.x, Access::read, 0});
   launch.buffers.push_back({operands.residual, Access::read, 0});
-  for (int i = 0; i < kLinearMostWeights; i++) {
+  for (int i = 0; i < kLinearMaxWeights; i++) {
     const auto& part = operands.parts[std::min(i, params.num_weights - 1)];
     launch.buffers.push_back({part.weight, Access::read, 0});
     launch.buffers.push_back({part.bias, Access::read, 0});
@@ -194,13 +194,13 @@ std::vector<MatrixMap> quantised_maps(
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes) {
   // Rows of codes are copied 16 bytes at a time.
-  return kernel_format(codes) && num_rows > 0 && num_rows <= kLinearMostRows && n > 0 && k > 0 &&
+  return kernel_format(codes) && num_rows > 0 && num_rows <= kLinearMaxRows && n > 0 && k > 0 &&
          k % codes.group_size == 0 && int64_t(k) * codes.bits % 128 == 0;
 }
 
 CodeOrder order_of_x(const ProductStep& step, TmaKernels tma) {
   auto format = step.codes ? kernel_format(*step.codes) : std::nullopt;
-  bool is_ordered = format && step.num_rows <= kLinearMostRows &&
+  bool is_ordered = format && step.num_rows <= kLinearMaxRows &&
                     by_four_warps(*format, *step.codes, step.num_rows, step.k, tma);
   return is_ordered ? code_order(step.codes->bits, step.codes->group_size) : CodeOrder{};
 }
@@ -217,7 +217,7 @@ Launch quantised_launch(
     auto shape =
         quantised_stream_shape(format, codes.bits, codes.group_size, tiles, false, by_wgmma);
     uint32_t num_tiles = blocks_of(params, kQuantisedStreamRows / (params.is_gated ? 2 : 1));
-    uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantisedStreamFewestColumns);
+    uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantisedStreamMinColumns);
     launch.threadgroup_memory = shape.scratch;
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
@@ -242,7 +242,7 @@ Launch quantised_launch(
       dtype, format, codes, tiles);
   launch.buffers.push_back({operands.x, Access::read, 0});
   launch.buffers.push_back({operands.residual, Access::read, 0});
-  for (int i = 0; i < kLinearMostWeights; i++) {
+  for (int i = 0; i < kLinearMaxWeights; i++) {
     const auto& part = operands.parts[std::min(i, params.num_weights - 1)];
     for (int operand : {part.weight, part.scales, part.biases, part.bias}) {
       launch.buffers.push_back({operand, Access::read, 0});
@@ -350,7 +350,7 @@ Launch expert_launch(
 }
 
 bool serves_product(int num_rows, int n, int k, bool is_gated, TmaKernels tma) {
-  return num_rows > 0 && num_rows <= kLinearMostRows && n > 0 &&
+  return num_rows > 0 && num_rows <= kLinearMaxRows && n > 0 &&
          (n % kLinearRows == 0 || tma != TmaKernels::none) && k > 0 && k % kLinearStep == 0 &&
          (!is_gated || n % 4 == 0);
 }
@@ -444,10 +444,10 @@ std::vector<Launch> library_products(const ProductStep& step, int workspace) {
 std::vector<Launch> product_launches(
     const ProductStep& step, const std::vector<StepOperand>& operands, int workspace,
     TmaKernels tma) {
-  bool is_many = step.num_rows > kLinearMostRows;
+  bool is_many = step.num_rows > kLinearMaxRows;
   for (const auto& part : step.parts) {
     bool served = step.codes ? serves_quantised(step.num_rows, part.n, step.k, *step.codes)
-                  : is_many  ? has_library_products() && step.num_rows <= kLibraryMostRows &&
+                  : is_many  ? has_library_products() && step.num_rows <= kLibraryMaxRows &&
                                    part.n % 8 == 0 && step.k % 8 == 0
                              : serves_product(step.num_rows, part.n, step.k, false, tma);
     if (step.dtype == DType::float32 || !served) {

@@ -36,7 +36,7 @@ struct LinearOperands {
   };
   int x;
   int residual;  // equal to x if there is none
-  Part parts[kLinearMostWeights];
+  Part parts[kLinearMaxWeights];
   int rotations;  // equal to x, like slots, without heads
   int slots;
 };
@@ -77,7 +77,7 @@ bool has_library_products();
 // Name of launches that are one or two cuBLASLt products of equal size instead of a kernel.
 inline constexpr const char* kLibraryProduct = "library_product";
 constexpr uint64_t kLibraryWorkspaceBytes = 32 << 20;  // for one at a time
-constexpr int kLibraryMostRows =
+constexpr int kLibraryMaxRows =
     512;  // per step; larger steps run long enough to hide the host's time
 
 struct LibraryProductParams {

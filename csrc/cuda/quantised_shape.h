@@ -90,7 +90,7 @@ constexpr QuantisedShape quantised_rows_shape(CodeFormat format, int bits, int g
 constexpr int kQuantisedStreamRows = 128;
 constexpr int kQuantisedStreamThreads = 32 * (8 + 1);            // one producer warp
 constexpr int kQuantisedStreamPitch = kQuantisedStreamRows + 4;  // floats between rows of results
-constexpr int kQuantisedStreamFewestColumns = 1024;              // per block of a cluster
+constexpr int kQuantisedStreamMinColumns = 1024;                 // per block of a cluster
 
 // Columns per turn: a row's codes fill one 128-byte line where possible.
 constexpr int quantised_stream_chunk(int bits) {
@@ -153,7 +153,7 @@ constexpr QuantisedStreamShape quantised_stream_shape(
   const int codes = kQuantisedStreamRows * chunk * bits / 8;
   const int stage = codes + 8 * tiles * chunk * 2;
   const int blocks = wgmma ? kQuantisedWgmmaBlocks : quantised_stream_blocks(tiles);
-  const int most = (blocks == 2 ? 112 : 216) * 1024;
+  const int max_bytes = (blocks == 2 ? 112 : 216) * 1024;
   const int row = whole ? kQuantisedWholeScales : 16;
   const int scales = kQuantisedStreamRows * row * (format == CodeFormat::affine ? 2 : 1);
   const int span = quantised_stream_span(format, bits, group);
@@ -163,7 +163,7 @@ constexpr QuantisedStreamShape quantised_stream_shape(
   for (; stages >= 2; stages--) {
     slots = whole ? 1 : (stages - 1 + span - 1) / span + 1;
     bytes = stages * stage + slots * scales;
-    if (bytes <= most) {
+    if (bytes <= max_bytes) {
       break;
     }
   }

@@ -198,20 +198,20 @@ class CudaStepDevice : public StepDevice {
 
   void copy(const std::vector<StepCopy>& copies) override {
     constexpr int kThreads = 256;
-    constexpr int kMostBlocks = 16;
-    for (size_t first = 0; first < copies.size(); first += cuda::kMostStepInputs) {
-      size_t count = std::min<size_t>(copies.size() - first, cuda::kMostStepInputs);
+    constexpr int kMaxBlocks = 16;
+    for (size_t first = 0; first < copies.size(); first += cuda::kMaxStepInputs) {
+      size_t count = std::min<size_t>(copies.size() - first, cuda::kMaxStepInputs);
       cuda::StepInputs inputs{};
-      int most_words = 0;
+      int max_words = 0;
       for (size_t i = 0; i < count; i++) {
         const auto& [from, to, bytes] = copies[first + i];
         int words = int(bytes / 4);
         inputs.inputs[i] = {reinterpret_cast<const int*>(from), reinterpret_cast<int*>(to), words};
-        most_words = std::max(most_words, words);
+        max_words = std::max(max_words, words);
       }
       void* arguments[] = {&inputs};
       cudaLaunchConfig_t config = {};
-      int blocks = std::clamp((most_words + kThreads - 1) / kThreads, 1, kMostBlocks);
+      int blocks = std::clamp((max_words + kThreads - 1) / kThreads, 1, kMaxBlocks);
       config.gridDim = dim3(blocks, count, 1);
       config.blockDim = dim3(kThreads, 1, 1);
       config.stream = encoder_.stream();
@@ -270,7 +270,7 @@ int gpu::max_step_rows() {
   if (!has_transfers()) {
     return 0;
   }
-  return cuda::has_library_products() ? cuda::kLibraryMostRows : cuda::kLinearMostRows;
+  return cuda::has_library_products() ? cuda::kLibraryMaxRows : cuda::kLinearMaxRows;
 }
 
 }  // namespace mlx_paged

@@ -12,10 +12,10 @@ struct StepInput {
   int words;  // 4-byte words
 };
 
-constexpr int kMostStepInputs = 32;
+constexpr int kMaxStepInputs = 32;
 
 struct StepInputs {
-  StepInput inputs[kMostStepInputs];
+  StepInput inputs[kMaxStepInputs];
 };
 
 }  // namespace mlx_paged::cuda

@@ -275,7 +275,7 @@ Launch GpuExecutable::collective_launch(const CollectiveStep& step) const {
 std::vector<Launch> portable_product_launches(
     const ProductStep& step, const std::vector<StepOperand>& operands) {
   if (step.codes) {
-    throw UnsupportedGraph("a product with quantised weights");
+    throw UnsupportedGraph("a product with quantized weights");
   }
   std::vector<Launch> launches;
   auto bind = [&](Launch& launch, int operand, Access access) {

@@ -122,7 +122,7 @@ void GpuLowering::lower_experts(const GraphNode& node) {
       std::tuple(step.route.num_rows, step.route.num_experts, step.route.top_k);
   require(
       num_experts <= 32 * paged::ROUTE_CHUNKS && top_k <= 32 &&
-          rows * top_k <= paged::ROUTE_MOST_PAIRS,
+          rows * top_k <= paged::ROUTE_MAX_PAIRS,
       "a mixture of so many experts or rows");
   require(experts.logits.dtype() == dtype, "a router of another dtype");
   step.logits = operand(dense_view(experts.logits, "logits of experts that are not dense"));

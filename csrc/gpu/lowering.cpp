@@ -79,7 +79,7 @@ void GpuLowering::lower(const GraphNode& node) {
     case Op::rms_norm:
       return lower_norm(node, nullptr);
     case Op::rope:
-      throw UnsupportedGraph("a rotation of other than queries and keys");
+      throw UnsupportedGraph("a rotation of arrays other than queries and keys");
     case Op::rope_rotations:
       return lower_rotations(node);
     case Op::silu_mul:
@@ -220,7 +220,7 @@ void GpuLowering::lower_dequantize(const GraphNode& node) {
       is_inverse && mode == mx::QuantizationMode::Affine && node.inputs.size() == 3 &&
           (out.dtype() == mx::float16 || out.dtype() == mx::bfloat16) &&
           node.inputs[1].dtype() == out.dtype() && out.shape(-1) % 8 == 0,
-      "a quantised embedding in this format");
+      "a quantized embedding in this format");
   cuda::DequantiseParams params{
       int(out.size() / 8), int(out.shape(-1)), int(node.inputs[0].shape(-1)), group_size, bits};
   Launch launch;

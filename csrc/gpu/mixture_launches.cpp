@@ -24,7 +24,7 @@ class Launches {
     bool by_stream = gpu == Gpu::nvidia && cuda::serves_experts(step.gated, tma) &&
                      cuda::serves_experts(step.down, tma);
     if (!by_stream && step.down.codes) {
-      throw UnsupportedGraph("experts with quantised weights");
+      throw UnsupportedGraph("experts with quantized weights");
     }
     route_ = step.route;
     if (by_stream) {
@@ -35,9 +35,9 @@ class Launches {
     }
     route_.item_rows = tiles_ ? 8 * *tiles_ : paged::PRODUCT_ROWS;
     // Each chosen expert has at most one item that is not full.
-    int most_experts = std::min(step.num_pairs(), route_.num_experts);
+    int max_experts = std::min(step.num_pairs(), route_.num_experts);
     route_.max_items =
-        std::min(step.num_pairs(), most_experts + step.num_pairs() / route_.item_rows);
+        std::min(step.num_pairs(), max_experts + step.num_pairs() / route_.item_rows);
   }
 
   std::vector<Launch> all() {
@@ -58,8 +58,9 @@ class Launches {
     launch.constants = bytes_of(route_);
     launch.grid = {1, 1, 1};
     // One SIMD-group per row, and one thread per pair.
-    int most = std::max(32 * route_.num_rows, step_.num_pairs());
-    launch.threadgroup = {std::min<uint32_t>(paged::ROUTE_THREADS, 32 * div_up(most, 32)), 1, 1};
+    int num_threads = std::max(32 * route_.num_rows, step_.num_pairs());
+    launch.threadgroup = {
+        std::min<uint32_t>(paged::ROUTE_THREADS, 32 * div_up(num_threads, 32)), 1, 1};
     launch.threadgroup_memory = 16 * div_up(5 * 4 * div_up(step_.num_pairs(), 4), 16);
     all_.push_back(std::move(launch));
   }

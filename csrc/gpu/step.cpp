@@ -58,7 +58,7 @@ Arrays run(
 void bind_gpu_executable(nb::module_& m) {
   m.def(
       "max_gpu_step_rows", [] { return check_enabled() ? 0 : gpu::max_step_rows(); },
-      "Rows of a step up to which a GpuExecutable serves; 0: none does.");
+      "Maximum rows of a step for a GpuExecutable; 0 if none is supported.");
   m.def(
       "make_gpu_executable", &make, "inputs"_a, "outputs"_a, nb::kw_only(),
       "residual_in_product"_a);

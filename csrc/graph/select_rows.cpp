@@ -218,7 +218,7 @@ mx::array select_rows(
     const mx::array& a, const mx::array& rows, const Arrays& kept,
     const std::vector<SelectedRows>& known) {
   Validator v("select_rows");
-  v.require(a.ndim() > 0, "a", "of at least one axis", "a scalar");
+  v.require(a.ndim() > 0, "a", "an array with at least one axis", "a scalar");
   v.shape(rows, "rows", {-1});
   v.int32(rows, "rows");
   for (const auto& [all, selected] : known) {

@@ -146,7 +146,10 @@ def test_a_traced_graph_is_taken_from() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((mx.array(1.0), wanted(), []), r"a must be of at least one axis but got a scalar"),
+        (
+            (mx.array(1.0), wanted(), []),
+            r"a must be an array with at least one axis but got a scalar",
+        ),
         ((WEIGHT, wanted()[None], []), r"rows must be .* but got \(1,2\)"),
         ((WEIGHT, wanted().astype(mx.int64), []), r"rows must be int32 but got int64"),
         ((WEIGHT, wanted(), [(WEIGHT, WEIGHT)]), r"known must be \(2,16\) but got \(16,16\)"),

@@ -122,7 +122,7 @@ REFUSALS = {
     ),
     "slot written twice": (
         lambda rng: write([5, -1, 5]),
-        "[write_kv] slot_mapping[2] must be a slot of its own but slot 5 is written twice",
+        "[write_kv] slot_mapping[2] must be unique but slot 5 is written twice",
     ),
     "source past the pool": (
         lambda rng: copy([[0, 1], [4, 2]]),
@@ -134,7 +134,7 @@ REFUSALS = {
     ),
     "destination twice": (
         lambda rng: copy([[0, 2], [1, 2]]),
-        "[copy_blocks] block_pairs[1, 1] must be a block of its own but block 2 is a destination",
+        "[copy_blocks] block_pairs[1, 1] must be unique but block 2 is a destination",
     ),
     "source is a destination": (
         lambda rng: copy([[0, 2], [2, 3]]),
@@ -197,7 +197,9 @@ def test_a_row_whose_bounds_are_wrong_is_named(rng, clean_refusals) -> None:
     mx.eval(ops.paged_attention(batch.queries, *pools, plan, scale=0.125))
     wrong = np.array(plan.bounds)
     wrong[2, 1] = 6
-    with pytest.raises(IndexError, match="the bounds of row 1 must hold its position 7 but are 6 "):
+    with pytest.raises(
+        IndexError, match="the bounds of row 1 must contain its position 7 but are 6 "
+    ):
         plan = replace(plan, bounds=mx.array(wrong))
         mx.eval(ops.paged_attention(batch.queries, *pools, plan, scale=0.125))
 

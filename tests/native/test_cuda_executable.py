@@ -227,7 +227,7 @@ def test_experts_that_no_kernel_serves_are_refused(rng) -> None:
     inputs = ops.placeholders(
         [mx.zeros((3, 1, 320), mx.bfloat16), mx.zeros((3, 1, 4), mx.bfloat16)]
     )
-    with pytest.raises(ValueError, match="experts with quantised weights"):
+    with pytest.raises(ValueError, match="experts with quantized weights"):
         ops.GpuExecutable(inputs, [experts.build(*inputs, "normalised", 2)])
 
 

@@ -357,11 +357,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "head_dim": (
         lambda: ops.rope(mx.zeros((3, 2, 1, 14)), ROTATIONS),
-        "[rope] head_dim must be at least the 16 dims that are rotated but got 14",
+        "[rope] head_dim must be at least the 16 rotated dims but got 14",
     ),
     "a scalar": (
         lambda: ops.rms_norm(mx.array(1.0), None, 1e-5),
-        "[rms_norm] x must be of at least one axis but got a scalar",
+        "[rms_norm] x must be an array with at least one axis but got a scalar",
     ),
     "weight's shape": (
         lambda: ops.rms_norm(mx.zeros((3, 8)), mx.ones((4,)), 1e-5),

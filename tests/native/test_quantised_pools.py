@@ -277,7 +277,7 @@ def test_formats_do_not_mix_with_plain_pools(rng) -> None:
 def test_a_dtype_is_asked_of_gathered_pools(rng) -> None:
     batch = make_quantised(rng, [40], [1], name="int8")
     plan = batch.plain.plan()
-    with pytest.raises(ValueError, match="dtype must be given for quantised pools"):
+    with pytest.raises(ValueError, match="dtype must be given for quantized pools"):
         ops.gather_kv(batch.key_pool, batch.value_pool, plan.block_tables, plan.context_lens, 40)
     with pytest.raises(ValueError, match="dtype must be"):
         ops.gather_kv(

@@ -262,7 +262,7 @@ def test_refusals(name) -> None:
     [
         ([0, 3], "rows[1] must be in [0, 3) but got 3"),
         ([-1, 0], "rows[0] must be in [0, 3) but got -1"),
-        ([2, 2], "rows[1] must be a row of its own but row 2 is named twice"),
+        ([2, 2], "rows[1] must be unique but row 2 appears twice"),
     ],
 )
 @on_devices

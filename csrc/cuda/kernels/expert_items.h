@@ -76,7 +76,7 @@ struct RowsOfLane {
 template <typename T, int ROWS, typename Sums>
 __device__ __forceinline__ void finish_item(
     const ExpertProductParams& params, const ExpertItem& item, const int* sorted_pairs, int tile,
-    LinearPart<T> (&parts)[kLinearMostWeights], int num_threads, Sums sums_of) {
+    LinearPart<T> (&parts)[kLinearMaxWeights], int num_threads, Sums sums_of) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     parts[i].bias += size_t(item.expert) * params.product.n[0];

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
         });
   }
   const float* results = stream.multiply_and_store(shared);
-  LinearPart<T> parts[kLinearMostWeights] = EXPERT_PARTS;
+  LinearPart<T> parts[kLinearMaxWeights] = EXPERT_PARTS;
   finish_item<T, Stream::kRows>(
       params, item, sorted_pairs, stream.tile_of_weight, parts, kQuantisedStreamThreads,
       [&](int at, int output) {

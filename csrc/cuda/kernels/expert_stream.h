@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
     store_sums(results, sums, warp, lane);
   }
   __syncthreads();
-  LinearPart<T> parts[kLinearMostWeights] = EXPERT_PARTS;
+  LinearPart<T> parts[kLinearMaxWeights] = EXPERT_PARTS;
   finish_item<T, kStreamRows>(
       params, item, sorted_pairs, tile_of_weight, parts, kStreamThreads, [&](int at, int output) {
         return *reinterpret_cast<const float4*>(results + at * kStreamPitch + output);

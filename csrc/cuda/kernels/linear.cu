@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
   constexpr int kSteps = CHUNKS * kLinearChunkSteps;
   constexpr int kStride =
       kLinearParts * kLinearChunkSteps;  // steps between consecutive chunks of a warp
-  const LinearPart<T> parts_of_launch[kLinearMostWeights] = LINEAR_PARTS;
+  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = LINEAR_PARTS;
   const bool is_gated = GROUPS == 2 && params.is_gated;
   int block = blockIdx.x;
   const int which = weight_of_block(params, kRows, block);

@@ -44,7 +44,7 @@ constexpr int log2_of(int power) {
 // instruction cache, so short code beats fast code here.
 template <typename T, int ROWS, int UNIT, typename RowOf, typename Sums>
 __device__ __forceinline__ void finish_rows(
-    const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights], int which,
+    const LinearParams& params, const LinearPart<T> (&parts)[kLinearMaxWeights], int which,
     int tile, const T* residual, const float* rotations, const int* slots, RowOf row_of,
     int num_rows, int begin, int stride, Sums sums_of) {
   const LinearPart<T> ours = part_of(parts, which);

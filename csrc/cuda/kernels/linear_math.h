@@ -138,7 +138,7 @@ struct LinearPart {
 // memory.
 template <typename T>
 __device__ __forceinline__ LinearPart<T> part_of(
-    const LinearPart<T> (&parts)[kLinearMostWeights], int index) {
+    const LinearPart<T> (&parts)[kLinearMaxWeights], int index) {
   return index == 0 ? parts[0] : index == 1 ? parts[1] : parts[2];
 }
 
@@ -147,7 +147,7 @@ __device__ __forceinline__ LinearPart<T> part_of(
 __device__ __forceinline__ int weight_of_block(const LinearParams& params, int rows, int& block) {
   int index = 0;
 #pragma unroll
-  for (int i = 1; i < kLinearMostWeights; i++) {
+  for (int i = 1; i < kLinearMaxWeights; i++) {
     const int blocks = (params.n[i - 1] + rows - 1) / rows;
     if (index == i - 1 && !params.is_gated && i < params.num_weights && block >= blocks) {
       block -= blocks;

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
   constexpr int kStages = quantised_rows_shape(FORMAT, BITS, GROUP, TILES).stages;
   constexpr int kPieces = Group::kColumns / 8;  // 16-byte pieces of x in a lane's share of a group
   extern __shared__ __align__(1024) unsigned char shared[];
-  const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
+  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
   int tile = blockIdx.x;
   const int which = weight_of_block(params, params.is_gated ? kRows / 2 : kRows, tile);
   const int n = part_of(parts_of_launch, which).n;

@@ -537,7 +537,7 @@ struct QuantisedStream {
 
   // Finishes this block's share of the cluster's outputs. Called by all threads after store().
   __device__ __forceinline__ void finish(
-      const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights],
+      const LinearParams& params, const LinearPart<T> (&parts)[kLinearMaxWeights],
       const T* residual, const float* rotations, const int* slots, const float* results) const {
     cluster_barrier();
     finish_rows<T, kRows, kRows>(
@@ -613,7 +613,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
+  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
   const Stream stream(params, paged::shared_address(shared));
   stream.begin();
   if (threadIdx.x == 32 * Stream::kMultipliers) {
@@ -638,7 +638,7 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
 #ifdef PAGED_HAS_WGMMA
   using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, false, true>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
+  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
   const Stream stream(params, paged::shared_address(shared));
   auto no_parts = [](bool, bool) { return nullptr; };
   auto copy_x = [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); };

@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   const unsigned int tiles = paged::shared_address(shared);
   const CopyRing<kStages> ring{tiles + stream_barriers(TILES)};
 
-  const LinearPart<T> parts_of_launch[kLinearMostWeights] = LINEAR_PARTS;
+  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = LINEAR_PARTS;
   const int num_ranks = cluster_size();
   const int rank = blockIdx.x % num_ranks;
   int tile_of_weight = blockIdx.x / num_ranks;

@@ -12,7 +12,7 @@ namespace mlx_paged::cuda {
 // Operands of a product as the copy engine sees them (matrix_maps.h).
 struct StreamMaps {
   CUtensorMap x;
-  CUtensorMap weights[kLinearMostWeights];
+  CUtensorMap weights[kLinearMaxWeights];
 };
 
 struct QuantisedMaps {
@@ -22,7 +22,7 @@ struct QuantisedMaps {
     CUtensorMap biases;  // equal to scales if the format has no biases
   };
   CUtensorMap x;
-  Weight weights[kLinearMostWeights];
+  Weight weights[kLinearMaxWeights];
 };
 
 // KV pools for attention: [slots][KV heads x dims], in boxes of 16 tokens x 64 dims of a head.

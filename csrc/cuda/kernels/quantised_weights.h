@@ -160,12 +160,12 @@ __device__ __forceinline__ unsigned int bits_from(const unsigned int (&words)[WO
 
 // Maximum number of words that a lane's codes span; they can start inside a word.
 constexpr int words_of_lane(int bits) {
-  int most = 0;
+  int max_words = 0;
   for (int lane = 0; lane < 4; lane++) {
     const int words = ((lane + 1) * bits - 1) / 32 - lane * bits / 32 + 1;
-    most = words > most ? words : most;
+    max_words = words > max_words ? words : max_words;
   }
-  return most;
+  return max_words;
 }
 
 // A lane's share of a group in a row: kColumns adjacent columns, two for each pair p of the

@@ -45,7 +45,7 @@ namespace fibers {
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kMostThreads = 288;
 constexpr int kStackBytes = 96 << 10;
-constexpr int kMostBlocks = 8;  // of a cluster
+constexpr int kMaxBlocks = 8;  // of a cluster
 
 inline bool copies_at_once = false;
 
@@ -89,7 +89,7 @@ struct Cluster {
   explicit Cluster(int size) : size(size), barrier(size) {}
   int size;
   std::barrier<> barrier;
-  unsigned char* shared[kMostBlocks] = {};
+  unsigned char* shared[kMaxBlocks] = {};
 };
 
 struct Block {

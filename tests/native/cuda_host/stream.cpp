@@ -12,7 +12,7 @@ using namespace mlx_paged::cuda;
 
 namespace {
 
-constexpr int kMostRows = 64;
+constexpr int kMaxRows = 64;
 
 template <typename T>
 struct Product {
@@ -35,8 +35,8 @@ struct Product {
         k(k),
         stride(k + 8),
         extras(extras),
-        x(size_t(kMostRows) * (k + 8)),
-        residual(size_t(kMostRows) * ns[0]) {
+        x(size_t(kMaxRows) * (k + 8)),
+        residual(size_t(kMaxRows) * ns[0]) {
     std::normal_distribution<double> normal;
     auto fill = [&](Aligned<T>& a) {
       for (size_t i = 0; i < a.size; i++) {
@@ -77,7 +77,7 @@ struct Product {
       p.n[i] = ns[i];
       p.has_bias[i] = extras;
       maps.weights[i] = map(weights[i]->data, ns[i], k, kStreamRows / 2);
-      outs.emplace_back(size_t(kMostRows) * ns[i], rounded_to<T>(NAN));
+      outs.emplace_back(size_t(kMaxRows) * ns[i], rounded_to<T>(NAN));
       int tile = kStreamRows / (p.is_gated ? 2 : 1);
       blocks += p.is_gated && i > 0 ? 0 : (ns[i] + tile - 1) / tile;
     }
