@@ -221,7 +221,7 @@ def test_a_refusal_names_the_format() -> None:
     layer = weight_of(64, 256)
     with pytest.raises(RuntimeError, match=r"of 65 rows, 64 x 256 .* 4 bits in groups of 64"):
         launches_of(lambda x: [layer(x)], rows=65)
-    with simulated(), pytest.raises(ValueError, match=r": a product with quantised weights$"):
+    with simulated(), pytest.raises(ValueError, match=r": a product with quantized weights$"):
         [x] = ops.placeholders([mx.zeros((8, 256), mx.bfloat16)])
         ops.GpuExecutable([x], [layer(x)])
 
