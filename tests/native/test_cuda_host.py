@@ -42,6 +42,9 @@ def compiled(
 
     (To compile its templates takes most of the time; -Og takes the least to compile and run them.)
     """
+    (folder / "gpu").mkdir(exist_ok=True)
+    shutil.copy(CUDA.parent / "gpu/column_order.h", folder / "gpu")
+    folder = folder / "cuda"
     shutil.copytree(HOST, folder, dirs_exist_ok=True)
     for header in ("code_order.h", "linear_shape.h", "quantised_shape.h"):
         shutil.copy(CUDA / header, folder)
@@ -113,7 +116,7 @@ def test_products_of_experts(tmp_path) -> None:
         {"kernels/expert_items.h": ("item.expert) * params.product.n[0]", "0) * 1")},
         {"kernels/expert_stream.h": ("first_row = item.expert * product.n[0]", "first_row = 0")},
         {"kernels/expert_quantised_stream.h": ("item.expert * params.product.n[0]", "0")},
-        {"kernels/expert_stream.h": ("__syncwarp();  // bytes", "// bytes")},
+        {"kernels/expert_stream.h": ("__syncwarp();  // The barrier", "// The barrier")},
         {"kernels/linear_quantised_stream.h": ("return WHOLE ? whole_pitch : 16", "return 16")},
     ],
     ids=[
@@ -146,7 +149,7 @@ ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
         (4, {STREAM: ("load_shared(from ^ c * kPieces * 16)", "load_shared(from ^ c * 16)")}),
         # x that comes in order.
         (4, {STREAM: ("if (is_ordered) {", "if (false) {")}),
-        (4, {STREAM: ("lane, params.x_is_ordered,", "lane, false,")}),
+        (4, {STREAM: ("params.x_is_ordered, [&]", "false, [&]")}),
         (4, {"code_order.h": ("32 * piece", "16 * piece")}),
         (4, {"kernels/linear_finish.h": ("ordered_column(params.out_order, column + e)",
                                          "(column + e)")}),

@@ -82,9 +82,9 @@ struct Norm {
   }
 
   std::vector<T> run(const std::string& name, bool has_residual) {
-    auto kernel = reinterpret_cast<void (*)(
-        const T*, const T*, const T*, T*, T*, const paged::NormParams)>(
-        const_cast<void*>(kernels().at(name).symbol));
+    auto kernel =
+        reinterpret_cast<void (*)(const T*, const T*, const T*, T*, T*, const paged::NormParams)>(
+            const_cast<void*>(kernels().at(name).symbol));
     std::fill(std::begin(out), std::end(out), T(NAN));
     fibers::run_grid(kRows, 1, kThreads, 64, 1, [&] {
       kernel(x, residual, weight, sum, out, {kSize / 8, has_residual, 1e-5f});
@@ -117,11 +117,10 @@ struct Norm {
     }
     for (int run_of : {32, 64}) {
       for (int apart : {1, 2, 4}) {
-        auto of_order =
-            name + "_ordered_" + std::to_string(run_of) + "_" + std::to_string(apart);
+        auto of_order = name + "_ordered_" + std::to_string(run_of) + "_" + std::to_string(apart);
         auto found = run(of_order, has_residual);
         for (int i = 0; i < kRows * kSize; i++) {
-          int to = i / kSize * kSize + ordered_column({run_of, apart}, i % kSize);
+          int to = i / kSize * kSize + mlx_paged::cuda::ordered_column({run_of, apart}, i % kSize);
           compared++;
           if (std::memcmp(&found[to], &in_place[i], sizeof(T)) != 0) {
             failed++;

@@ -66,7 +66,7 @@ template <typename T>
 void move_back(std::vector<T>& out, int n, mlx_paged::cuda::CodeOrder order) {
   std::vector<T> moved = out;
   for (size_t i = 0; i < out.size(); i++) {
-    out[i] = moved[i / n * n + ordered_column(order, int(i % n))];
+    out[i] = moved[i / n * n + mlx_paged::cuda::ordered_column(order, int(i % n))];
   }
 }
 

@@ -88,8 +88,8 @@ struct Case {
   Kind kind;
   int rows;
   int tiles;
-  int cluster;  // blocks of linear_quantised_stream's; 0: linear_quantised
-  bool extras;  // biases and a residual
+  int cluster;           // blocks of linear_quantised_stream's; 0: linear_quantised
+  bool extras;           // biases and a residual
   bool wgmma = false;    // products of four warps
   bool ordered = false;  // x and the results of gates are in the order of codes
 };
@@ -136,7 +136,7 @@ struct Product {
         Order::write(to, chunk, reinterpret_cast<const uint4*>(x.data + first)[chunk]);
       }
       for (int i = 0; i < k; i++) {
-        const T& found = (*ordered_x)[first + ordered_column(kOrder, i)];
+        const T& found = (*ordered_x)[first + mlx_paged::cuda::ordered_column(kOrder, i)];
         if (std::memcmp(&found, &x[first + i], sizeof(T)) != 0) {
           failed++;
           std::printf("column %d is in another place\n", i);
@@ -200,8 +200,7 @@ struct Product {
       }
       QuantisedMaps maps = maps_of(c);
       int threads = c.wgmma ? kQuantisedWgmmaThreads : kQuantisedStreamThreads;
-      int scratch =
-          quantised_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
+      int scratch = quantised_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
       fibers::run_grid(blocks * c.cluster, 1, threads, scratch, c.cluster, [&] {
         with_arguments([&](auto... arguments) { kernel(arguments..., maps); });
       });
@@ -391,9 +390,9 @@ void test(const char* dtype, bool all) {
       p.x[i] = rounded_to<T>(float(p.x[i]) / 64);  // so that float16 can hold the results
     }
     std::string gates = name + ", gates in order";
-    for (const Case& c : {
-             Case{Kind::gated, 19, 4, 2, true, true}, Case{Kind::gated, 9, 2, 2, true},
-             Case{Kind::gated, 7, 1, 0, true}}) {
+    for (const Case& c :
+         {Case{Kind::gated, 19, 4, 2, true, true}, Case{Kind::gated, 9, 2, 2, true},
+          Case{Kind::gated, 7, 1, 0, true}}) {
       Case in_order = c;
       in_order.ordered = true;
       same(p.run(c, gates), p.run(in_order, gates), c.rows * kWide, gates);
