@@ -27,12 +27,12 @@ namespace {
 #define ATTENTION_TEMPLATE(host_name, function, ...) \
   {host_name, #function ".h", INSTANCE(function, __VA_ARGS__)},
 // Plain arrays, because GCC takes 7 s to compile std::vector<KernelName> tables of this length.
-struct Row {
+struct KernelRow {
   const char* host_name;
   const char* file;
   const char* instantiation;
 };
-constexpr Row kKernels[] = {
+constexpr KernelRow kKernels[] = {
     // clang-format off
     PAGED_FOR_EACH_DATA_KERNEL(DATA)
     PAGED_FOR_EACH_DATA_TEMPLATE(DATA_TEMPLATE)
@@ -50,7 +50,7 @@ constexpr Row kKernels[] = {
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_DECODE, X) \
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_MATRIX, X) \
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_PREFILL, X)
-constexpr Row kPortableKernels[] = {PORTABLE_ATTENTION(ATTENTION_TEMPLATE)};
+constexpr KernelRow kPortableKernels[] = {PORTABLE_ATTENTION(ATTENTION_TEMPLATE)};
 
 #define DIMS(unused, k_dim, v_dim) {k_dim, v_dim},
 const std::set<std::pair<int, int>> kHeadDims = {PAGED_FOR_EACH_HEAD_DIM(DIMS, unused)};
@@ -81,7 +81,7 @@ void require_dims(int key_dim, int value_dim) {
 using ByName = std::unordered_map<std::string, const KernelName*>;
 
 template <size_t N>
-std::vector<KernelName> to_names(const Row (&rows)[N]) {
+std::vector<KernelName> to_names(const KernelRow (&rows)[N]) {
   std::vector<KernelName> names;
   names.reserve(N);
   for (const auto& row : rows) {
