@@ -189,7 +189,7 @@ void add_items(AttentionPlan& plan, const std::vector<Item>& items, int64_t alig
   for (const auto& item : items) {
     num_pieces += item.num_splits;
   }
-  plan.work_items.reserve(in_strides(num_pieces) * 6);
+  plan.work_items.reserve(in_strides(num_pieces));
   int64_t num_partials = 0;
   for (const auto& item : items) {
     int64_t rows = item.row_end - item.row_begin;
@@ -198,15 +198,14 @@ void add_items(AttentionPlan& plan, const std::vector<Item>& items, int64_t alig
     for (int64_t piece = 0; piece < item.num_splits; piece++) {
       int64_t end = item.piece_end(piece, begin, aligned);
       int64_t partial = is_split ? num_partials + piece * rows : -1;
-      plan.work_items.insert(
-          plan.work_items.end(), {item.sequence, int32_t(item.row_begin), int32_t(item.row_end),
-                                  int32_t(begin), int32_t(end), int32_t(partial)});
+      plan.work_items.push_back(
+          {item.sequence, int(item.row_begin), int(item.row_end), int(begin), int(end),
+           int(partial)});
       begin = end;
     }
     if (is_split) {
-      plan.merge_items.insert(
-          plan.merge_items.end(), {int32_t(item.row_begin), int32_t(item.row_end),
-                                   int32_t(num_partials), int32_t(item.num_splits)});
+      plan.merge_items.push_back(
+          {int(item.row_begin), int(item.row_end), int(num_partials), int(item.num_splits)});
       num_partials += item.num_splits * rows;
     }
   }
@@ -233,8 +232,8 @@ std::optional<AttentionPlan> plan_attention(const PlanSequences& seqs, const Pla
   }
   if (pads) {
     // An item or merge without rows does nothing, and no item reads the additional blocks.
-    plan.work_items.resize(in_strides(int64_t(plan.work_items.size()) / 6) * 6);
-    plan.merge_items.resize(in_strides(int64_t(plan.merge_items.size()) / 4) * 4);
+    plan.work_items.resize(in_strides(int64_t(plan.work_items.size())));
+    plan.merge_items.resize(in_strides(int64_t(plan.merge_items.size())));
   }
   if (rules.num_rows) {
     plan.num_rows = rules.num_rows;

@@ -10,6 +10,8 @@
 #include <optional>
 #include <vector>
 
+#include "../metal/kernel_table.h"
+
 namespace mlx_paged {
 
 // Maximum query rows of an item that is a decode or a draft. Items with more rows are prefill
@@ -48,8 +50,8 @@ struct AttentionPlan {
   std::vector<int32_t> block_tables;  // [num_seqs, table_width]
   std::vector<int32_t> context_lens;  // [num_seqs]
   std::vector<int32_t> query_starts;  // [num_seqs + 1]
-  std::vector<int32_t> work_items;    // [, 6]
-  std::vector<int32_t> merge_items;   // [, 4]
+  std::vector<paged::WorkItem> work_items;
+  std::vector<paged::MergeItem> merge_items;
   std::vector<int32_t> bounds;  // [3, num_rows], including the positions; empty if there are none
 };
 

@@ -8,6 +8,7 @@
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
 #include "cuda/products.h"
+#include "cuda/variants.h"
 #include "gpu.h"
 #include "kernel_names.h"
 #include "mlx/version.h"
@@ -58,14 +59,18 @@ Arrays sent(const AttentionPlan& plan, mx::StreamOrDevice stream, bool stays) {
   auto part = [](const std::vector<int32_t>& values, mx::Shape shape) {
     return HostArray{values.data(), std::move(shape), mx::int32};
   };
+  auto items = [](const auto& values) {
+    constexpr int kColumns = sizeof(values[0]) / sizeof(int32_t);
+    return HostArray{values.data(), {int(values.size()), kColumns}, mx::int32};
+  };
   std::vector<HostArray> parts{
       part(plan.positions, {plan.num_rows}),
       part(plan.slots, {plan.num_rows}),
       part(plan.block_tables, {plan.num_seqs, plan.table_width}),
       part(plan.context_lens, {plan.num_seqs}),
       part(plan.query_starts, {plan.num_seqs + 1}),
-      part(plan.work_items, {int(plan.work_items.size() / 6), 6}),
-      part(plan.merge_items, {int(plan.merge_items.size() / 4), 4})};
+      items(plan.work_items),
+      items(plan.merge_items)};
   if (!plan.bounds.empty()) {
     parts.push_back(part(plan.bounds, {3, plan.num_rows}));
   }
@@ -105,6 +110,10 @@ void bind_extension(nb::module_& m) {
   m.def(
       "has_wgmma", [] { return has_transfers() && cuda::tma_kernels() == cuda::TmaKernels::wgmma; },
       "True if this build has warpgroup kernels and this GPU can run them.");
+  m.def(
+      "has_wgmma_prefill", &cuda::has_wgmma_prefill, "key_dim"_a, "value_dim"_a, "block_size"_a,
+      "True if there is a warpgroup kernel for prefill over such pools.");
+  m.attr("MAX_PRODUCT_ROWS") = cuda::kLinearMaxRows;
 
   m.def(
       "upload",

@@ -108,6 +108,15 @@ def has_wgmma() -> bool:
     return ext.has_wgmma()
 
 
+# Maximum rows of a step whose products are our own GPU kernels, which serve more weight formats.
+MAX_PRODUCT_ROWS: int = ext.MAX_PRODUCT_ROWS
+
+
+def has_wgmma_prefill(key_dim: int, value_dim: int, block_size: int) -> bool:
+    """True if `paged_attention` has a warpgroup kernel for prefill over such 16-bit pools."""
+    return ext.has_wgmma_prefill(key_dim, value_dim, block_size)
+
+
 def upload(*arrays: npt.NDArray[Any], stays: bool = False) -> list[mx.array]:
     """Copies host arrays to the device; the host arrays may change afterwards.
 

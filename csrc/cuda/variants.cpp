@@ -57,6 +57,8 @@ Params params_of(const Launch& launch) {
   return params;
 }
 
+constexpr int kMinBlock = 16;  // tokens: a tile must lie in one block
+
 // Properties that select a 16-bit kernel.
 struct Attention {
   DType dtype;
@@ -72,11 +74,10 @@ bool is_quantised(const Arrays& in) {
 // Null if tensor cores are not used: for fp32, which they would round; for different head dims of
 // keys and values; for blocks of fewer than 16 tokens.
 std::optional<Attention> on_tensor_cores(const Launch& launch, const Arrays& in) {
-  constexpr int kLeastBlock = 16;
   auto dtype = dtype_of(in[Inputs::kQueries].dtype());
   int dim = layout_of(in[Inputs::kKeyPool]).head_dim;
   if (dtype == DType::float32 || dim != layout_of(in[Inputs::kValuePool]).head_dim ||
-      in[Inputs::kKeyPool].shape(1) < kLeastBlock) {
+      in[Inputs::kKeyPool].shape(1) < kMinBlock) {
     return std::nullopt;
   }
   auto params = params_of<paged::AttentionParams>(launch);
@@ -253,6 +254,11 @@ void merge_by_warps(Launch& launch, const Arrays& in) {
 }
 
 }  // namespace
+
+bool has_wgmma_prefill(int key_dim, int value_dim, int block_size) {
+  return key_dim == value_dim && block_size >= kMinBlock &&
+         kPrefillWgmmaKernels.count({key_dim, paged::WGMMA_WARPS});
+}
 
 LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma) {
   for (auto& launch : list.launches) {

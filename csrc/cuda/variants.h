@@ -27,6 +27,9 @@ namespace mlx_paged::cuda {
 // Without bounds, the kernel of a row depends on that row alone, and so do its bits.
 LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma);
 
+// True if paged_prefill_wgmma serves 16-bit pools with these head dims and blocks.
+bool has_wgmma_prefill(int key_dim, int value_dim, int block_size);
+
 // Makes a 16-bit norm write its result in code order.
 void norm_in_order(Launch& norm, CodeOrder order);
 

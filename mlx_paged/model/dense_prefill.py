@@ -29,8 +29,6 @@ MIN_ROWS = 512
 # The same if `ops.paged_attention` has a kernel for Hopper: with this many rows it takes a quarter
 # longer, and with few rows less than gathering. Without gathering, cuDNN is faster.
 _MIN_GATHERED_ROWS = 2048
-_HOPPER_DIMS = (64, 128)
-_HOPPER_BLOCK = 16  # and more
 ALIGNMENT = 256
 _MAX_DIM = 128  # cuDNN's
 # Maximum tokens of all sequences of one call. Gathered keys and values take memory, and longer
@@ -123,8 +121,8 @@ class DensePrefill:
 def least_gathered_rows(specs: Iterable[LayerSpec], block_size: int) -> int:
     """Returns the minimum rows of a chunk with gathered keys, for a model with these layers."""
     dims = {spec.pool_dims for spec in specs}
-    has_kernel = block_size >= _HOPPER_BLOCK and all(k == v and k in _HOPPER_DIMS for k, v in dims)
-    is_served = ops.has_wgmma() and has_kernel
+    has_kernels = all(ops.has_wgmma_prefill(k, v, block_size) for k, v in dims)
+    is_served = ops.has_wgmma() and has_kernels
     return _MIN_GATHERED_ROWS if is_served else MIN_ROWS
 
 

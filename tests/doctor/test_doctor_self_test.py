@@ -31,7 +31,8 @@ NOT_PRIMITIVES = {
     *("CpuExecutable", "max_cpu_step_rows", "max_gpu_step_rows", "placeholders"),
     *("make_gpu_executable", "run_gpu_executable", "plan_attention"),
     *("serves_rope", "serves_silu_mul"),
-    *("add_in_product", "select_rows", "wait_actively", "has_wgmma"),
+    *("add_in_product", "select_rows", "wait_actively", "has_wgmma", "has_wgmma_prefill"),
+    "MAX_PRODUCT_ROWS",
     *("ArrayContents", "allocator_function", "make_room"),
 }
 

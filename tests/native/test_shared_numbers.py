@@ -10,6 +10,7 @@ import pytest
 from support.quantised import row_bytes
 
 from mlx_paged import ops
+from mlx_paged.model import graph_runner
 from mlx_paged.model.kv_formats import PoolFormat
 
 ROOT = Path(__file__).parents[2]
@@ -51,3 +52,15 @@ def test_the_largest_head_is_the_header_s() -> None:
     ops.allocate_pool(1, 8, 1, int(number), mx.float16)
     with pytest.raises(ValueError, match=f"a multiple of 8 up to {number} but got"):
         ops.allocate_pool(1, 8, 1, int(number) + 8, mx.float16)
+
+
+def test_python_asks_the_extension_for_limits_of_its_kernels() -> None:
+    header = (ROOT / "csrc/cuda/linear_shape.h").read_text()
+    [rows] = re.findall(r"kLinearMaxRows = (\d+)", header)
+    assert ops.MAX_PRODUCT_ROWS == graph_runner._FEW_ROWS == int(rows)
+    table = (ROOT / "csrc/cuda/tensor_shape.h").read_text()
+    listed = table.partition("PAGED_FOR_EACH_PREFILL_WGMMA(X, ...)")[2].partition("\n\n")[0]
+    dims = {int(dim) for dim in re.findall(r"__VA_ARGS__, (\d+), 4\)", listed)}
+    assert dims == {d for d in range(8, 577, 8) if ops.has_wgmma_prefill(d, d, 16)}
+    assert not ops.has_wgmma_prefill(64, 128, 16)
+    assert not ops.has_wgmma_prefill(64, 64, 8)
