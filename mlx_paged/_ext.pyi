@@ -68,7 +68,7 @@ def expert_linear(x: mlx.core.array, indices: mlx.core.array, weight: mlx.core.a
 def lookup(ids: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def max_gpu_step_rows() -> int:
-    """Rows of a step up to which a GpuExecutable serves; 0: none does."""
+    """Maximum rows of a step for a GpuExecutable; 0 if none is supported."""
 
 def make_gpu_executable(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
 
@@ -80,7 +80,7 @@ def placeholders(arrays: Sequence[mlx.core.array]) -> list[mlx.core.array]:
     """
 
 def max_cpu_step_rows() -> int:
-    """Rows of a step up to which a CpuExecutable serves; 0: none does."""
+    """Maximum rows of a step for a CpuExecutable; 0 if none is supported."""
 
 class CpuExecutable:
     """A graph that runs as one operation on the CPU."""
@@ -95,24 +95,22 @@ class CpuExecutable:
     @property
     def foreign(self) -> list[str]:
         """
-        The primitives that MLX runs between the phases, because they have no lowering.
+        Primitives that MLX runs between the phases because they have no lowering.
         """
 
 class ArrayContents:
-    """An array's contents, known but not kept."""
+    """Identifies an array's contents without keeping them alive."""
 
     def __init__(self, array: mlx.core.array) -> None: ...
 
     def are_still_of(self, array: mlx.core.array) -> bool:
-        """False once the array object has been replaced, or updated in place."""
+        """False once the array object has been replaced or updated in place."""
 
 def has_transfers() -> bool:
-    """Whether `upload` and `to_host` are there."""
+    """True if `upload` and `to_host` are available."""
 
 def has_wgmma() -> bool:
-    """
-    Whether there are kernels for products of four warps, which this GPU has.
-    """
+    """True if this build has warpgroup kernels and this GPU can run them."""
 
 def upload(arrays: Sequence[Annotated[NDArray, dict(order='C', device='cpu', writable=False)]], *, stays: bool = False, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
 
@@ -131,7 +129,7 @@ def pool_copies() -> int:
 
 def accepts(array: mlx.core.array) -> int:
     """
-    The array's rank. Fails with TypeError where this extension's nanobind and MLX's do not share their types.
+    The array's rank. Fails with TypeError if this extension's nanobind and MLX's do not share their types.
     """
 
 def kernel_names() -> list:
@@ -139,16 +137,16 @@ def kernel_names() -> list:
 
 def pipelines_to_come() -> list:
     """
-    Every GPU pipeline that steps of the layers seen so far may need: host name of the kernel, function constants.
+    Every GPU pipeline that steps of the layers seen so far can need: host name of the kernel, function constants.
     """
 
 def prepare_pipeline(host_name: str, function_constants: Sequence[bool]) -> None:
-    """Compiles a pipeline, unless that has been done."""
+    """Compiles a pipeline unless that has been done."""
 
-def limit_threads(most: int) -> None:
+def limit_threads(max_threads: int) -> None:
     """
-    Threads of the CPU kernels, unless MLX_PAGED_NUM_THREADS is set. Before their first use.
+    Limits the threads of the CPU kernels unless MLX_PAGED_NUM_THREADS is set. Call it before their first use.
     """
 
 def build_info() -> dict:
-    """What this extension was built with and what it chose at run time."""
+    """Build options of this extension and its choices at run time."""

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.family_configs import config_of
+from support.family_configs import compiled_families, config_of
 from support.models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
@@ -182,11 +182,8 @@ def test_they_take_quantised_pools(name: str) -> None:
         np.testing.assert_array_equal(np.array(ours.value_pool), np.array(theirs.value_pool))
 
 
-@pytest.mark.parametrize(
-    "family", ["cohere", "deepseek", "exaone4", "gemma3_text", "glm4", "gpt_neox", "gpt_oss",
-               "granite", "granitemoe", "mimo", "mixtral", "nanbeige", "olmo3", "olmoe", "phi",
-               "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "seed_oss", "starcoder2"]
-)  # fmt: skip
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("family", compiled_families("on the CPU"))
 def test_families_that_need_no_operation_of_mlx(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,13 +117,9 @@ def test_steps_with_quantised_pools(rng, kv_format: str, name: str) -> None:
             assert (raw(pool) != raw(other)).mean() < 1e-3
 
 
-# Of mlx-lm's families, with the settings of tests/support/family_configs.py: those whose steps are
-# programs besides the ones above, and what keeps some others from it.
-FAMILIES = [
-    *("deepseek", "ernie4_5", "exaone", "glm", "glm4", "helium", "internlm3", "llama4_text"),
-    *("mellum", "mimo", "mixtral", "nanbeige", "olmoe", "openelm", "qwen3_moe", "seed_oss"),
-    *("telechat3",),
-]
+# The families whose steps are executables, with the settings of `family_configs`, and the
+# operations that keep some others from it.
+FAMILIES = sorted(set(family_configs.compiled_families("on a GPU")) - set(CONFIGS))
 REFUSED_FAMILIES = {
     "cohere": "layer_norm",
     "gemma2": "Multiply",  # scaled embeddings

@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.reference import DTYPES
+from support.reference import DTYPES, ON_GPU
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops, reference
@@ -25,7 +25,8 @@ CHOSEN = [2, -1, 0, 2, 3]  # -1 and 3 are no adapters
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 needs_cpu_steps = pytest.mark.skipif(
-    ops.max_cpu_step_rows() == 0, reason="this processor has no product of few rows"
+    ops.max_cpu_step_rows() == 0 or ON_GPU,
+    reason="the device is a GPU, or this processor has no product of few rows",
 )
 
 
@@ -105,6 +106,20 @@ def test_adapters_on_the_simulated_gpu(rng, dtype: mx.Dtype) -> None:
             mx.eval(got)
             np.testing.assert_array_equal(exact(got), exact(alone))
     assert kernels == ["lora_down", "lora_up"]
+    assert_lora(alone, inputs)
+
+
+@pytest.mark.skipif(not ops.has_cuda(), reason="needs an NVIDIA GPU as the device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_adapters_on_a_gpu(rng, dtype: mx.Dtype) -> None:
+    inputs = lora_inputs(rng, dtype, dtype)
+    alone = ops.lora(*inputs)
+    unknown = ops.placeholders(inputs)
+    executable = ops.GpuExecutable(unknown, [ops.lora(*unknown)])
+    for _ in range(3):
+        [got] = executable(inputs)
+        mx.eval(got)
+        np.testing.assert_array_equal(exact(got), exact(alone))
     assert_lora(alone, inputs)
 
 

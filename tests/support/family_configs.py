@@ -6,6 +6,8 @@ type of a family is present. `BASE` provides missing fields.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 96
@@ -814,3 +816,10 @@ def _with_window(config: dict[str, Any], window: int) -> dict[str, Any]:
         return window if "window" in name and given == WINDOW else given
 
     return {name: value(name, given) for name, given in config.items()}
+
+
+def compiled_families(where: str) -> list[str]:
+    """The families that docs/models.md lists as compiled as a whole, "on the CPU" or "on a GPU"."""
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    _, listed = text.split(f"<!-- compiled {where} -->")
+    return re.findall(r"`([^`]+)`", listed.partition("<!--")[0])
