@@ -76,8 +76,8 @@ struct Limits {
 Limits limits_of(Gpu gpu, int key_dim, int item_size) {
   if (gpu == Gpu::nvidia) {
     return {
-        paged::portable_decode_most_queries(key_dim), paged::portable_matrix_most_rows(key_dim),
-        paged::portable_prefill_most_rows(key_dim)};
+        paged::portable_decode_max_queries(key_dim), paged::portable_matrix_max_rows(key_dim),
+        paged::portable_prefill_max_rows(key_dim)};
   }
   return {
       paged::decode_max_queries(key_dim), paged::matrix_max_rows(key_dim, item_size),

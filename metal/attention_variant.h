@@ -58,16 +58,16 @@ constant bool paged_has_alibi [[function_constant(8)]];
 #endif
 #endif
 
-// True if a row's first key is read to tell what it sees. Without bounds it follows from the last
-// one, which saves a GPU a register for each row, and costs the CPU a branch.
+// True if a row keeps its first visible key. Without bounds it follows from the last one, which
+// saves GPUs a register per row but costs the CPU a branch.
 #ifdef PAGED_HOST
 #define PAGED_KEEPS_FIRST(options) true
 #else
 #define PAGED_KEEPS_FIRST(options) PAGED_HAS_BOUNDS(options)
 #endif
 
-// True if a file of kernels serves options whose logits depend on the row: has_row_options. Most of
-// NVIDIA's do not, to have more registers, and csrc/cuda/variants.cpp then chooses others.
+// True if a file of kernels supports options whose logits depend on the row (has_row_options). Most
+// of NVIDIA's do not, which saves registers; csrc/cuda/variants.cpp then selects others.
 #ifndef PAGED_SERVES_ROW_OPTIONS
 #ifdef __CUDACC__
 #define PAGED_SERVES_ROW_OPTIONS false
@@ -89,7 +89,7 @@ struct AttentionOptions {
   int has_sinks;     // logits that join the softmax, one per query head
   int bounded_rows;  // row length of positions and bounds [3, num_rows]; 0: no bounds. A launch
                      // sets it: bounds belong to a step.
-  int has_alibi;     // adds slope * (token - position), with a slope for each query head
+  int has_alibi;     // adds slope * (token - position), with a slope per query head
 };
 static_assert(sizeof(AttentionOptions) == 24, "the same for every compiler");
 
@@ -118,12 +118,12 @@ bounds_of_row(PAGED_BUFFER int* positions, int row, PAGED_SHARED AttentionOption
 // A row of the score matrix, as hooks see it.
 struct AttentionRow {
   RowBounds bounds;
-  int position;  // of the row's token; with ALiBi only
-  float slope;   // in base 2, likewise
+  int position;  // of the row's token; ALiBi only
+  float slope;   // in base 2; ALiBi only
 };
 
-// `per_head` holds [num_q_heads] numbers for each option that needs some, in the order of the
-// options' fields: sinks, slopes of ALiBi.
+// `per_head` holds [num_q_heads] numbers for each option that needs them, in the order of the
+// options' fields: sinks, ALiBi slopes.
 PAGED_HOOK AttentionRow attention_row(
     PAGED_BUFFER int* positions, int row, PAGED_BUFFER float* per_head, int head, int num_q_heads,
     PAGED_SHARED AttentionOptions& options) {
@@ -158,8 +158,8 @@ PAGED_HOOK bool visible(AttentionRow row, int token, PAGED_SHARED AttentionOptio
          (!PAGED_HAS_WINDOW(options) || token > row.bounds.last - options.window);
 }
 
-// The logit of a scaled dot product, as far as it is the same for every row. A Value is a number or
-// a vector of them, and `Math` has tanh of it.
+// The row-independent part of the logit of a scaled dot product. Value: a number or a vector of
+// numbers; `Math` provides its tanh.
 template <typename Math, typename Value>
 PAGED_HOOK Value capped(Value scaled, PAGED_SHARED AttentionOptions& options) {
   if (PAGED_HAS_SOFTCAP(options)) {
@@ -168,8 +168,8 @@ PAGED_HOOK Value capped(Value scaled, PAGED_SHARED AttentionOptions& options) {
   return scaled;
 }
 
-// The logit of a scaled dot product of a row and a token. A Token is a position or a vector of
-// them, and Math::distance subtracts the row's position from it.
+// Logit of the scaled dot product of a row and a token. Token: a position or a vector of positions;
+// Math::distance subtracts the row's position from it.
 template <typename Math, typename Value, typename Token>
 PAGED_HOOK Value
 logit(Value scaled, Token token, AttentionRow row, PAGED_SHARED AttentionOptions& options) {
@@ -195,7 +195,7 @@ static inline bool has_row_options(const AttentionOptions& options) {
   return options.has_alibi;
 }
 
-// Bit i says that function constant FIRST_FEATURE + i is true.
+// Bit i: function constant FIRST_FEATURE + i is true.
 enum { FIRST_FEATURE = 4, NUM_FEATURES = 5 };
 static inline int features_of(const AttentionOptions& options) {
   return (options.window != WHOLE_CONTEXT) | (options.softcap > 0.0f) << 1 |

@@ -112,6 +112,11 @@ def has_transfers() -> bool:
 def has_wgmma() -> bool:
     """True if this build has warpgroup kernels and this GPU can run them."""
 
+def has_wgmma_prefill(key_dim: int, value_dim: int, block_size: int) -> bool:
+    """True if there is a warpgroup kernel for prefill over such pools."""
+
+MAX_PRODUCT_ROWS: int = 64
+
 def upload(arrays: Sequence[Annotated[NDArray, dict(order='C', device='cpu', writable=False)]], *, stays: bool = False, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
 
 def plan_attention(tables: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], num_blocks: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], context_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], query_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], *, bounds: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None = None, block_size: int, window: int, rows_per_item: int, split_tokens: int, on_gpu: bool, pads: bool, num_rows: int, stays: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array] | None: ...

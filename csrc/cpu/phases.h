@@ -18,8 +18,8 @@ struct Operation {
 
   Work work;
   int64_t rows;
-  std::vector<int> reads;    // buffers of which row i reads row i only
-  std::vector<int> gathers;  // buffers of which any row can be read
+  std::vector<int> reads;    // buffers whose row i is read by row i only
+  std::vector<int> gathers;  // buffers whose rows can all be read
   std::vector<int> writes;
 
   template <typename T>

@@ -15,11 +15,11 @@ constexpr int portable_matrix_simd_groups(int k_dim) {
   return k_dim < 256 ? 4 : 8;
 }
 
-constexpr int portable_matrix_most_rows(int k_dim) {
+constexpr int portable_matrix_max_rows(int k_dim) {
   return k_dim <= 256 ? 64 : 32;
 }
 
-constexpr int portable_decode_most_queries(int) {
+constexpr int portable_decode_max_queries(int) {
   return 3;
 }
 
@@ -36,7 +36,7 @@ constexpr int portable_prefill_tokens(int k_dim, int v_dim, int item_size) {
   return tokens;
 }
 
-constexpr int portable_prefill_most_rows(int k_dim) {
+constexpr int portable_prefill_max_rows(int k_dim) {
   return k_dim > 256 ? 0 : k_dim > 128 ? 32 : 64;
 }
 

@@ -220,8 +220,8 @@ void with_largest_tiles(Launch& launch, const Arrays& in, const std::string& fil
   int value_dim = layout_of(in[Inputs::kValuePool]).head_dim;
   int item_size = int(in[Inputs::kQueries].itemsize());
   bool prefill = launch.kernel.file == "paged_prefill.h";
-  int rows = prefill ? paged::portable_prefill_most_rows(key_dim)
-                     : paged::portable_matrix_most_rows(key_dim);
+  int rows = prefill ? paged::portable_prefill_max_rows(key_dim)
+                     : paged::portable_matrix_max_rows(key_dim);
   int groups =
       prefill ? int(paged::PREFILL_SIMD_GROUPS) : paged::portable_matrix_simd_groups(key_dim);
   std::ostringstream name;
@@ -229,7 +229,7 @@ void with_largest_tiles(Launch& launch, const Arrays& in, const std::string& fil
        << name_of(dtype_of(in[Inputs::kQueries].dtype())) << "_" << key_dim << "_" << value_dim
        << "_m" << rows;
   if (!kLargestTiles.count(name.str())) {
-    throw std::logic_error("[launch] there is no kernel " + name.str() + "_" + file);
+    throw std::logic_error("[launch] no kernel is named " + name.str() + "_" + file);
   }
   launch.kernel = {name.str() + "_" + file, file, ""};
   int group = params.num_q_heads / params.num_kv_heads;
@@ -309,7 +309,7 @@ void norm_in_order(Launch& norm, CodeOrder order) {
 }
 
 Extent kernel_grid(const Launch& launch) {
-  constexpr uint32_t kMost = 65535;  // along y and z
+  constexpr uint32_t kMaxGroups = 65535;  // along y and z
   Extent grid = launch.grid;
   const auto& name = launch.kernel.host_name;
   if (name == "write_kv" || name.starts_with("quantise_kv") || name == "copy_blocks" ||
@@ -318,7 +318,7 @@ Extent kernel_grid(const Launch& launch) {
   } else if (name.starts_with("copy_strided")) {
     std::swap(grid[0], grid[2]);
   }
-  if (grid[1] > kMost || grid[2] > kMost) {
+  if (grid[1] > kMaxGroups || grid[2] > kMaxGroups) {
     throw std::invalid_argument(
         "[cuda] a grid of " + launch.kernel.host_name + " must have at most 65535 groups along y " +
         "and z but has " + std::to_string(grid[1]) + " and " + std::to_string(grid[2]));

@@ -41,7 +41,7 @@ GpuExecutable::GpuExecutable(
         }
       }
     } else if (const auto* mixture = std::get_if<MixtureStep>(&step)) {
-      mixture_launches(*mixture, operands_, gpu, tma);  // (throws)
+      mixture_launches(*mixture, operands_, gpu, tma);  // throws if unsupported
     }
   }
 }

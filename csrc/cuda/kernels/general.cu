@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Portable kernels that serve every option of attention, with or without bounds, on pools of every
-// format. Layers use them that have an option which no other kernel serves (has_row_options), so
+// format. They serve layers with an option that no other kernel supports (has_row_options), so
 // that the others keep their registers. They have the largest tiles only.
 
 #define PAGED_SERVES_ROW_OPTIONS true

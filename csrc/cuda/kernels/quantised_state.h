@@ -79,7 +79,7 @@ struct QuantisedState {
     }
   }
 
-  // Adds the tile of tokens [first, first + 32), of which the range `seen` is visible.
+  // Adds the visible tokens `seen` of the tile [first, first + 32).
   __device__ __forceinline__ void attend(
       unsigned int tile, int first, KeyRange seen, const AttentionParams& params, int lane) {
     unsigned int values = tile + Ring::Keys::BYTES;
