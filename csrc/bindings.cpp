@@ -113,7 +113,9 @@ void bind_extension(nb::module_& m) {
   m.def(
       "has_wgmma_prefill", &cuda::has_wgmma_prefill, "key_dim"_a, "value_dim"_a, "block_size"_a,
       "True if there is a warpgroup kernel for prefill over such pools.");
-  m.attr("MAX_PRODUCT_ROWS") = cuda::kLinearMaxRows;
+  m.def(
+      "max_product_rows", [] { return cuda::kLinearMaxRows; },
+      "Maximum rows of a step whose products are our own GPU kernels.");
 
   m.def(
       "upload",

@@ -115,7 +115,8 @@ def has_wgmma() -> bool:
 def has_wgmma_prefill(key_dim: int, value_dim: int, block_size: int) -> bool:
     """True if there is a warpgroup kernel for prefill over such pools."""
 
-MAX_PRODUCT_ROWS: int = 64
+def max_product_rows() -> int:
+    """Maximum rows of a step whose products are our own GPU kernels."""
 
 def upload(arrays: Sequence[Annotated[NDArray, dict(order='C', device='cpu', writable=False)]], *, stays: bool = False, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
 

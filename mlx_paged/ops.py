@@ -108,8 +108,9 @@ def has_wgmma() -> bool:
     return ext.has_wgmma()
 
 
-# Maximum rows of a step whose products are our own GPU kernels, which serve more weight formats.
-MAX_PRODUCT_ROWS: int = ext.MAX_PRODUCT_ROWS
+def max_product_rows() -> int:
+    """Maximum rows of a step whose products are our own GPU kernels, for more weight formats."""
+    return ext.max_product_rows()
 
 
 def has_wgmma_prefill(key_dim: int, value_dim: int, block_size: int) -> bool:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _MAX_GRAPHS = 64
 _SEEN_BEFORE = 2
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
-_FEW_ROWS = ops.MAX_PRODUCT_ROWS
+_FEW_ROWS = ops.max_product_rows()
 _MAX_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth a graph.
 # Decodes have no bounds.
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")

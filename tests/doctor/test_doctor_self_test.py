@@ -32,7 +32,7 @@ NOT_PRIMITIVES = {
     *("make_gpu_executable", "run_gpu_executable", "plan_attention"),
     *("serves_rope", "serves_silu_mul"),
     *("add_in_product", "select_rows", "wait_actively", "has_wgmma", "has_wgmma_prefill"),
-    "MAX_PRODUCT_ROWS",
+    "max_product_rows",
     *("ArrayContents", "allocator_function", "make_room"),
 }
 
