@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ import numpy as np
 
 from mlx_paged.gguf import formats
 from mlx_paged.gguf.architectures import architecture_of
+from mlx_paged.gguf.architectures.base import Content, Regrouped
 from mlx_paged.gguf.errors import GGUFError
-from mlx_paged.gguf.formats import Rounding, Scratch
+from mlx_paged.gguf.formats import GROUP, Rounding, Scratch
 from mlx_paged.gguf.metadata import Metadata
 from mlx_paged.gguf.reader import GGUFFile
 from mlx_paged.gguf.tokenizer import build_tokenizer
 from mlx_paged.gguf.tokenizer.vocabulary import Vocabulary
-from mlx_paged.gguf.types import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -157,20 +157,40 @@ class Checkpoint:
 def _add(
     found: Weights,
     target: str,
-    content: Tensor | np.ndarray,
+    content: Content,
     quantizable: Collection[str],
     scratch: Scratch,
 ) -> None:
     if isinstance(content, np.ndarray):
         found.arrays[target] = mx.array(content)
         return
+    regroup = None
+    if isinstance(content, Regrouped):
+        regroup, content = content, content.tensor
     path, _, suffix = target.rpartition(".")
     if not content.type.is_quantized or suffix != "weight" or path not in quantizable:
-        found.arrays[target] = formats.plain(content)
+        array = formats.plain(content)
+        found.arrays[target] = array if regroup is None else _regrouped(array, regroup)
+        return
+    if regroup is not None and content.columns // (regroup.outer * regroup.inner) % GROUP:
+        # A group of codes would be split.
+        found.arrays[target] = _regrouped(formats.plain(content), regroup)
         return
     packed = formats.pack(content, found.roundings, scratch)
+    if regroup is not None:
+        packed = replace(
+            packed,
+            weight=_regrouped(packed.weight, regroup),
+            scales=_regrouped(packed.scales, regroup),
+            biases=None if packed.biases is None else _regrouped(packed.biases, regroup),
+        )
     found.arrays[target] = packed.weight
     found.arrays[f"{path}.scales"] = packed.scales
     if packed.biases is not None:
         found.arrays[f"{path}.biases"] = packed.biases
     found.formats[path] = packed.parameters
+
+
+def _regrouped(array: mx.array, by: Regrouped) -> mx.array:
+    parts = array.reshape(*array.shape[:-1], by.outer, by.inner, -1)
+    return mx.contiguous(parts.swapaxes(-2, -3).reshape(array.shape))

@@ -41,7 +41,7 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Checkpoint, nn.Module, di
     """
     with _reasons(name):
         checkpoint = Checkpoint(name)
-        require_family(checkpoint.config)
+        require_family(mlx_lm_config(checkpoint.config))
         model, config = make_model(checkpoint)
         if dtype == "auto" and not is_cpu_default():
             _cast(model, _DTYPES[config["torch_dtype"]], name)

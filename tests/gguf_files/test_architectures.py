@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -74,6 +75,30 @@ def test_llm_generates_from_a_file(tmp_path: Path, kind: str) -> None:
     found = greedy(path)
     assert found == greedy(wide)
     assert len({tuple(tokens) for tokens in found}) > 1
+
+
+@pytest.mark.parametrize(("head_dim", "is_packed"), [(32, True), (16, False)])
+def test_columns_of_quantized_weights_are_reordered(tmp_path, head_dim, is_packed) -> None:
+    """Qwen 3.5's output projections; heads shorter than a group of codes are not packed."""
+    before = CASES["qwen35"]
+    config = {**before.config, "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim}
+    sizes = {"ssm.state_size": head_dim, "ssm.inner_size": 4 * head_dim}
+    changed = replace(before, config=config, metadata={**before.metadata, **sizes})
+
+    def kinds(name: str, values: np.ndarray) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType["Q8_0" if "ssm_out" in name else "F32"]
+
+    path = write_model(tmp_path / "a.gguf", changed, random_model(config), kinds=kinds)
+    values = {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+    wide = write_file(tmp_path / "wide.gguf", "qwen35", changed.metadata, values)
+    loaded = load(path)
+    projection = loaded.model.language_model.layers[0].linear_attn.out_proj
+    assert ("scales" in projection) == is_packed
+    expected, found = (dense_logits(model) for model in (load(wide).model, loaded.model))
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max())
 
 
 #: A Llama wide enough for blocks of 256.

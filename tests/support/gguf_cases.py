@@ -97,6 +97,30 @@ def squeezed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> Values
     return {name: values[..., 0] if name.endswith("shortconv.conv.weight") else values}
 
 
+def tiled(values: np.ndarray, config: Mapping[str, Any], axis: int = 0) -> np.ndarray:
+    """llama.cpp's order of value heads: the first of every key head, then the second."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    moved = np.moveaxis(values, axis, 0)
+    parts = moved.reshape(keys, heads // keys, -1, *moved.shape[1:]).swapaxes(0, 1)
+    return np.ascontiguousarray(np.moveaxis(parts.reshape(moved.shape), 0, axis))
+
+
+def linear_attention(name: str, values: np.ndarray, config: Mapping[str, Any]) -> Values:
+    """The converter's changes to Qwen 3.5's linear attention."""
+    kind = name.split(".")[2] if name.startswith("blk.") else ""
+    first = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    if kind in ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_dt"):
+        values = tiled(values, config)
+    elif kind == "ssm_a":
+        values = -np.exp(tiled(values, config))
+    elif kind in ("attn_qkv", "ssm_conv1d"):
+        values = np.concatenate([values[:first], tiled(values[first:], config)])
+        values = values[..., 0] if kind == "ssm_conv1d" else values
+    elif kind == "ssm_out":
+        values = tiled(values, config, axis=1)
+    return {name: values}
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -187,6 +211,57 @@ _GPT_OSS_KEYS = {
 }
 _SINKS = ((r"model\.layers\.(\d+)\.self_attn\.sinks", r"blk.\1.attn_sinks.weight"),)
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_QWEN35 = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+}
+_QWEN35_KEYS = {
+    "block_count": 4,
+    "rope.dimension_count": 8,
+    "rope.dimension_sections": [2, 1, 1, 0],
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 32,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 128,
+    "full_attention_interval": 2,
+}
+_Q = r"language_model\.model\.layers\.(\d+)\."
+_QWEN35_NAMES = (
+    (r"language_model\.model\.embed_tokens", "token_embd"),
+    (r"language_model\.model\.norm", "output_norm"),
+    (r"language_model\.lm_head", "output"),
+    (_Q + r"input_layernorm", r"blk.\1.attn_norm"),
+    (_Q + r"post_attention_layernorm", r"blk.\1.post_attention_norm"),
+    (_Q + r"self_attn\.([qkv])_proj", r"blk.\1.attn_\2"),
+    (_Q + r"self_attn\.o_proj", r"blk.\1.attn_output"),
+    (_Q + r"self_attn\.([qk])_norm", r"blk.\1.attn_\2_norm"),
+    (_Q + r"linear_attn\.in_proj_qkv", r"blk.\1.attn_qkv"),
+    (_Q + r"linear_attn\.in_proj_z", r"blk.\1.attn_gate"),
+    (_Q + r"linear_attn\.in_proj_a", r"blk.\1.ssm_alpha"),
+    (_Q + r"linear_attn\.in_proj_b", r"blk.\1.ssm_beta"),
+    (_Q + r"linear_attn\.conv1d", r"blk.\1.ssm_conv1d"),
+    (_Q + r"linear_attn\.norm", r"blk.\1.ssm_norm"),
+    (_Q + r"linear_attn\.out_proj", r"blk.\1.ssm_out"),
+    (_Q + r"linear_attn\.A_log", r"blk.\1.ssm_a"),
+    (_Q + r"linear_attn\.dt_bias", r"blk.\1.ssm_dt.bias"),
+    (_Q + r"mlp\.(gate|up|down)_proj", r"blk.\1.ffn_\2"),
+    (_Q + r"mlp\.gate", r"blk.\1.ffn_gate_inp"),
+    (_Q + r"mlp\.shared_expert\.(gate|up|down)_proj", r"blk.\1.ffn_\2_shexp"),
+    (_Q + r"mlp\.shared_expert_gate", r"blk.\1.ffn_gate_inp_shexp"),
+)
 _LLAMA3 = {"rope_scaling": LLAMA3}
 _ERNIE = {
     "use_bias": False,
@@ -303,6 +378,28 @@ CASES: dict[str, Case] = {
         {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32},
     ),
     "qwen3, yarn": case("qwen3", "qwen3", {"rope_scaling": YARN}, YARN_KEYS),
+    "qwen35": case(
+        "qwen35",
+        "qwen3_5_text",
+        _QWEN35,
+        _QWEN35_KEYS,
+        rename=_QWEN35_NAMES,
+        change=linear_attention,
+    ),
+    "qwen35moe": case(
+        "qwen35moe",
+        "qwen3_5_moe_text",
+        {
+            **_QWEN35,
+            **EXPERTS,
+            "decoder_sparse_step": 1,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+        {**_QWEN35_KEYS, **EXPERT_KEYS, "expert_shared_feed_forward_length": 48},
+        rename=_QWEN35_NAMES,
+        change=linear_attention,
+    ),
     "qwen3moe": case(
         "qwen3moe",
         "qwen3_moe",

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlx_paged.gguf.architectures import deepseek, gemma, glm, gpt, llama, others, phi, qwen
+from mlx_paged.gguf.architectures import (
+    deepseek,
+    gemma,
+    glm,
+    gpt,
+    llama,
+    others,
+    phi,
+    qwen,
+    qwen_linear,
+)
 from mlx_paged.gguf.architectures.base import Architecture
 from mlx_paged.gguf.errors import GGUFError
 from mlx_paged.gguf.metadata import Metadata
@@ -42,6 +52,8 @@ ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
     "qwen2": qwen.QWEN2,
     "qwen2moe": qwen.QWEN2_MOE,
     "qwen3": qwen.QWEN3,
+    "qwen35": qwen_linear.QWEN35,
+    "qwen35moe": qwen_linear.QWEN35_MOE,
     "qwen3moe": qwen.QWEN3_MOE,
     "seed_oss": others.SEED_OSS,
     "smollm3": others.SMOLLM3,

@@ -15,8 +15,26 @@ from mlx_paged.gguf.metadata import Metadata
 from mlx_paged.gguf.types import Tensor
 
 Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """A tensor whose columns are to be reordered: ``outer`` x ``inner`` runs of equal length become
+    ``inner`` x ``outer``. Blocks may be longer than a run, so this follows their recoding.
+    """
+
+    tensor: Tensor
+    outer: int
+    inner: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Numbers of elements, outermost dimension first."""
+        return self.tensor.shape
+
+
 #: A stored tensor, or float32 values made of one.
-Content = Tensor | np.ndarray
+Content = Tensor | np.ndarray | Regrouped
 #: Changes a tensor; given its new name, returns the names and contents of one or several.
 Edit = Callable[[Tensor, str, Metadata], Mapping[str, Content]]
 
@@ -57,7 +75,7 @@ class Architecture:
         whole = stem if suffix is None else f"{stem}.{suffix}"
         if stem in self.ignored or whole in self.ignored:
             return {}
-        if whole in self.names:
+        if whole in self.names and (suffix is None or whole != stem):
             name = self.names[whole].format(layer)
         elif stem in self.names and suffix is not None:
             name = f"{self.names[stem].format(layer)}.{suffix}"
