@@ -46,7 +46,7 @@ bool are_alike(const StepGraph& graph, size_t a, size_t b) {
 bool fuse_gate_up_at(StepGraph& graph, GraphNode& node, IsProduct is_one) {
   auto gate = own_product(graph, node.inputs[0], is_one);
   auto up = own_product(graph, node.inputs[1], is_one);
-  if (!gate || !up || gate == up || !are_alike(graph, *gate, *up)) {
+  if (!gate || !up || !are_alike(graph, *gate, *up)) {
     return false;
   }
   graph.nodes()[*gate].is_absorbed = graph.nodes()[*up].is_absorbed = true;

@@ -56,10 +56,16 @@ def shared_gate(x: mx.array) -> list[mx.array]:
     return [ops.silu_mul(gate, linear(x)), gate]
 
 
+def gate_read_in_another_shape(x: mx.array) -> list[mx.array]:
+    gate = linear(x)
+    return [ops.silu_mul(gate.reshape(3, 1, SIZE), linear(x).reshape(3, 1, SIZE)), gate]
+
+
 @pytest.mark.parametrize(
     "build",
     [
         shared_gate,
+        gate_read_in_another_shape,
         lambda x: ops.silu_mul(linear(x), linear(x * 2.0)),
         lambda x: ops.silu_mul(linear(x), x),
         lambda x: ops.silu_mul(*[linear(x)] * 2),
@@ -214,3 +220,15 @@ def test_a_sum_of_other_weights_is_none() -> None:
         return (mx.take_along_axis(x, indices, axis=-1) * shares).sum(-1)
 
     assert fusions("experts", build) == []
+
+
+def test_shares_of_another_sum_are_none(rng: np.random.Generator) -> None:
+    def of_others(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+        indices, shares = softmax_and_last(logits, top_k)
+        return indices, shares / mx.sum(mx.softmax(logits), axis=-1, keepdims=True)
+
+    experts = Experts(rng, 8, 40, 16, mx.float32)
+    arrays = (mx.zeros((3, 1, 40)), mx.zeros((3, 1, 8)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ROUTERS, "of others", of_others)
+        assert fusions("experts", lambda *a: experts.build(*a, "of others", 2), *arrays) == []
