@@ -2,6 +2,7 @@
 
 python bench/kv_quality.py            # all, some minutes; writes bench/results/kv_quality-cpu.json
 python bench/kv_quality.py --quick    # a sixteenth of the tokens, writes nothing
+python bench/kv_quality.py --model model.gguf --text text.txt --json found.json  # one model
 
 Models: the embedded one on source files outside its training data (this package's own), and two
 random ones (mlx-lm's initialization) with planted outliers on texts they sampled themselves. Two
@@ -33,6 +34,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.utils import _get_classes
 
 from mlx_paged import LLM, SamplingParams
+from mlx_paged.bench.results import write_json
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.engine.loading import load
 from mlx_paged.model.kv_formats import FORMATS, KVFormat
@@ -164,6 +166,13 @@ def sources(loaded: LoadedModel, num_texts: int, length: int) -> list[np.ndarray
     return texts
 
 
+def cut(loaded: LoadedModel, path: Path, num_texts: int, length: int) -> list[np.ndarray]:
+    """The first tokens of a file, in several texts."""
+    tokens = loaded.tokenizer.encode(path.read_text(encoding="utf-8"))
+    starts = range(0, len(tokens) - length + 1, length)
+    return [np.array(tokens[start : start + length]) for start in starts[:num_texts]]
+
+
 def cases(quick: bool) -> Iterator[Case]:
     num_texts, length = (2, 256) if quick else (8, 1024)
     for name in ("embedded", OUTLIERS_IN_EMBEDDED):
@@ -287,28 +296,52 @@ def answers(kv_cache_dtype: str, num_chats: int) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer tokens, no file")
-    quick = parser.parse_args().quick
+    parser.add_argument("--model", help="a directory, GGUF file or hub id, instead of all of these")
+    parser.add_argument("--text", type=Path, help="a file for --model to read")
+    parser.add_argument("--num-texts", type=int, default=8, help="texts to cut it into")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of each")
+    parser.add_argument("--json", type=Path, help="write the figures of --model here")
+    given = parser.parse_args()
     mlx_paged.unpatch()  # dense caches must be mlx-lm's own
     mx.set_default_device(mx.cpu)
+    if given.model is None:
+        return measure_all(given.quick)
+    if given.text is None:
+        parser.error("--model needs --text")
+    loaded = load(given.model, dtype="float32")
+    texts = cut(loaded, given.text, given.num_texts, given.length)
+    if not texts:
+        parser.error(f"--text has fewer than {given.length} tokens")
+    rows = shown(Case(Path(given.model).name, loaded.model, loaded.config, texts))
+    if given.json is not None:
+        write_json(given.json, {"benchmark": "kv_quality", "results": [asdict(q) for q in rows]})
+
+
+def shown(case: Case) -> list[Quality]:
+    """Measures a case, and prints a table."""
+    found = measure(case)
+    print(f"\n{case.name}: {sum(map(len, case.texts))} tokens")
+    print_table(
+        ["", "bits", "KL", "perplexity", "change", "same top-1"],
+        [
+            [
+                q.kv_cache_dtype,
+                f"{q.bits:.2f}",
+                f"{q.kl:.5f}",
+                f"{q.perplexity:.3f}",
+                f"{100 * q.perplexity_change:+.2f}%",
+                f"{100 * q.top1:.1f}%",
+            ]
+            for q in found
+        ],
+    )
+    return found
+
+
+def measure_all(quick: bool) -> None:
     rows: list[Quality] = []
     for case in cases(quick):
-        found = measure(case)
-        rows += found
-        print(f"\n{case.name}: {sum(map(len, case.texts))} tokens")
-        print_table(
-            ["", "bits", "KL", "perplexity", "change", "same top-1"],
-            [
-                [
-                    q.kv_cache_dtype,
-                    f"{q.bits:.2f}",
-                    f"{q.kl:.5f}",
-                    f"{q.perplexity:.3f}",
-                    f"{100 * q.perplexity_change:+.2f}%",
-                    f"{100 * q.top1:.1f}%",
-                ]
-                for q in found
-            ],
-        )
+        rows += shown(case)
     num_chats = 4 if quick else len(CHATS)
     expected = answers("auto", num_chats)
     equal = {}
