@@ -51,6 +51,7 @@ constexpr Row kTable[] = {
     {"AddMM", Op::add_mm, RowRule::product_sum},
     {"ArgPartition", Op::arg_partition, RowRule::dependent},
     {"Concatenate", Op::concatenate, RowRule::concatenate},
+    {"Depends", Op::depends, RowRule::dependent},
     {"Gather", Op::gather, RowRule::dependent},
     {"GatherAxis", Op::gather_axis, RowRule::dependent},
     {"LayerNorm", Op::mlx_layer_norm, RowRule::first},

@@ -49,6 +49,7 @@ enum class Op : uint8_t {
   add_mm,
   arg_partition,
   concatenate,
+  depends,
   dequantize,
   gather,
   gather_axis,

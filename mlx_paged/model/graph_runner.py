@@ -120,8 +120,8 @@ class Compilation:
     foreign: Mapping[str, int] = field(default_factory=dict)
 
 
-# (model, primitive) that were warned about. Pools may be allocated again, models loaded twice.
-_warned: set[tuple[str, str]] = set()
+# (model, primitive or reason) that were logged. Pools may be allocated again, models loaded twice.
+_logged: set[tuple[str, str]] = set()
 
 
 class GraphRunner:
@@ -156,6 +156,11 @@ class GraphRunner:
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
         self.refusals = Refusals(steps=None if enabled else "repeating steps is off")
         self.foreign: Counter[str] = Counter()
+
+    def forget(self) -> None:
+        """Drops all graphs. Call it when the pools have other sizes."""
+        self._graphs.clear()
+        self._times.clear()
 
     @property
     def compilation(self) -> Compilation:
@@ -282,17 +287,23 @@ class GraphRunner:
             refusals.executables = reason
             if not self.platform.has_cuda:
                 refusals.steps = reason  # no other way is left
-        self._warn(reason, f"its {what} are not compiled as a whole, which costs time: {reason}")
+        is_primitive = "the operation " in reason  # otherwise a choice of the user, such as a dtype
+        level = logging.WARNING if is_primitive else logging.INFO
+        self._log(level, reason, f"its {what} are not compiled as a whole: {reason}")
 
-    def _warn(self, about: str, message: str) -> None:
-        if (self._model_name, about) not in _warned:
-            _warned.add((self._model_name, about))
-            logger.warning("%s: %s", self._model_name, message)
+    def _log(self, level: int, about: str, message: str) -> None:
+        if (self._model_name, about) not in _logged:
+            _logged.add((self._model_name, about))
+            logger.log(level, "%s: %s", self._model_name, message)
 
     def _note_foreign(self, names: list[str]) -> None:
         self.foreign = Counter(names)
         for name in self.foreign:
-            self._warn(name, f"MLX runs {name} itself in every step, for which there is no kernel")
+            self._log(
+                logging.WARNING,
+                name,
+                f"MLX runs {name} itself in every step, for which there is no kernel",
+            )
 
     # --- Ways to compile. Each returns the graph of `forward`, and evaluates no array of the step.
 

@@ -117,7 +117,7 @@ class PagedModel:
         self._compiled = self._make_compiled()
 
     def _make_compiled(self) -> GraphRunner:
-        name = getattr(self.model, "model_type", None) or type(self.model).__name__
+        name = getattr(self.model, "model_type", "this model")
         return GraphRunner(
             self._run,
             platform=self.platform,
@@ -270,6 +270,7 @@ class PagedModel:
 
     def resize(self, num_blocks: int, group_spec: KVCacheGroupSpec) -> None:
         """Changes the number of blocks of a group; keeps the contents of the first ones."""
+        self._compiled.forget()
         for cache in self._attention:
             if cache.spec.group_spec != group_spec:
                 continue

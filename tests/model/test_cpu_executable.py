@@ -286,6 +286,26 @@ def test_row_operations_wait_for_the_rows_that_they_read() -> None:
         np.testing.assert_array_equal(np.array(program([x])[0]), np.array((x * 2.0).T + 1.0))
 
 
+def test_pools_behind_a_dependency_are_refused() -> None:
+    """MLX would return them as copies instead of writing them in place."""
+    x, pool = ops.placeholders([mx.zeros((3, 8)), mx.zeros((4, 8, 1, 8))])
+    out = x * 2.0
+    with pytest.raises(ValueError, match="depend on others by hand"):
+        ops.CpuExecutable([x, pool], [out, *mx.depends([pool], [out])])
+
+
+def test_steps_in_pools_of_another_size_are_compiled_again() -> None:
+    driver = driver_of("llama")
+    [first] = driver.step({"a": [1, 2, 3]}).values()
+    model = driver.runner.model
+    [group_spec] = model.layout.group_specs
+    model.resize(len(driver.caches[0].key_pool) + 3, group_spec)
+    assert not model._compiled._graphs
+    [again] = driver.step({"b": [1, 2, 3]}).values()
+    np.testing.assert_array_equal(first, again)
+    assert model._compiled._graphs
+
+
 def test_what_a_program_cannot_be_is_named() -> None:
     [x] = ops.placeholders([mx.zeros((3, 8))])
     with pytest.raises(ValueError, match="does not depend on the inputs"):

@@ -19,7 +19,7 @@ SOURCES = [
     for folder in ("csrc", "metal", "mlx_paged")
     for suffix in ("h", "cpp", "cu", "metal", "py")
     for file in sorted((ROOT / folder).rglob(f"*.{suffix}"))
-    if "mlx_paged/metal" not in file.as_posix()
+    if file.relative_to(ROOT).parts[:2] != ("mlx_paged", "metal")
 ]
 
 
