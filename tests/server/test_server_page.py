@@ -616,6 +616,7 @@ def test_a_browser_that_keeps_nothing(visitor) -> None:
 @in_browser
 def test_an_idle_page_is_quiet(page, page_server) -> None:
     expect(page.locator("#model option")).to_have_count(1)
+    page.wait_for_load_state("networkidle")  # its libraries come after the page can be used
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url.removeprefix(page_server.url)))
     for _ in range(3):
