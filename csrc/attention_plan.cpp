@@ -24,12 +24,12 @@ constexpr int64_t kMaxPieces = 48;
 // A short context that runs alone would leave most of a GPU idle: 1024 tokens are 24 threadgroups
 // with 8 KV heads, or 48 with pieces half as long. As many as a merge takes at once.
 constexpr int64_t kMaxHalfPieces = 12;
-// A short prefill chunk behind a long cached prefix has few items, each of which must read the
-// whole prefix. 16 pieces with 8 KV heads are 128 threadgroups; a chunk of 16 items has as many by
-// itself and is not split, however long the prefix. Every piece writes partials of all its rows, so
-// a step of short chunks needs room for up to eight times its rows. Behind prefixes so long that
-// pieces reach kLongest there are more, up to 2048 per chunk.
-constexpr int64_t kPrefillPieces = 16;    // of all items of a chunk together
+// A short prefill chunk behind a long cached prefix has few items, and each must read the whole
+// prefix. 16 pieces with 8 KV heads make 128 threadgroups. A chunk of 16 items has that many
+// without splitting, so it stays whole however long the prefix is. Every piece writes partials for
+// all its rows, so a step of short chunks needs room for up to eight times its rows. If the prefix
+// is so long that pieces reach kLongest, there are more, up to 2048 per chunk.
+constexpr int64_t kPrefillPieces = 16;    // for all items of a chunk together
 constexpr int64_t kMaxPrefillPieces = 8;  // per item
 constexpr int64_t kMaxLongPieces = 64;    // of all items, if pieces would be longer otherwise
 constexpr int64_t kShortestPrefill = 512;

@@ -123,7 +123,7 @@ void GpuLowering::lower_experts(const GraphNode& node) {
   require(
       num_experts <= 32 * paged::ROUTE_CHUNKS && top_k <= 32 &&
           rows * top_k <= paged::ROUTE_MAX_PAIRS,
-      "a mixture of so many experts or rows");
+      "a mixture of too many experts or rows");
   require(experts.logits.dtype() == dtype, "a router of another dtype");
   step.logits = operand(dense_view(experts.logits, "logits of experts that are not dense"));
   step.weights = operand(new_buffer({rows, top_k}, dtype));

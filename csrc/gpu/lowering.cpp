@@ -14,23 +14,15 @@
 
 namespace mlx_paged {
 
-namespace {
-
-bool is_product(const StepGraph& graph, const GraphNode& node) {
-  return linear_of(graph, node).has_value();
-}
-
-}  // namespace
-
 GpuLowering::GpuLowering(
     GpuExecutable& executable, const Arrays& inputs, const Arrays& outputs,
     GpuExecutable::Residual residual)
     : executable_(executable), graph_(inputs, outputs), is_lowered_(graph_.nodes().size()) {
   bool in_products = residual == GpuExecutable::Residual::in_product;
   fuse_experts(graph_);
-  fuse_gate_up(graph_, is_product);
+  fuse_gate_up(graph_, is_linear);
   if (in_products) {
-    fuse_residual(graph_, is_product);
+    fuse_residual(graph_, is_linear);
   }
   fuse_add_norm(graph_);
   fuse_qkv_write(graph_, in_products);

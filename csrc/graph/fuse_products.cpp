@@ -136,10 +136,6 @@ std::optional<size_t> attention_after(const StepGraph& graph, const GraphNode& w
   return std::nullopt;
 }
 
-bool is_linear(const StepGraph& graph, const GraphNode& node) {
-  return linear_of(graph, node).has_value();
-}
-
 // Products that rotate and write need blocks of whole heads or of equal parts of one.
 bool product_can_write(const StepGraph& graph, const GraphNode& write, const QkvWrite& found) {
   const auto& queries = graph.nodes()[found.attention].inputs[PagedAttention::kQueries];

@@ -115,4 +115,9 @@ std::optional<LinearNode> linear_of(const StepGraph& graph, const GraphNode& nod
 // Describes an expert_linear. Throws UnsupportedGraph if its weights have a global scale.
 LinearNode expert_of(const GraphNode& node);
 
+// True for a product with constant weights.
+inline bool is_linear(const StepGraph& graph, const GraphNode& node) {
+  return linear_of(graph, node).has_value();
+}
+
 }  // namespace mlx_paged

@@ -18,7 +18,7 @@ _DEFAULT_CONTEXT = 2048
 
 
 class _Scored(NamedTuple):
-    """Tokens, of which those from `start` on are scored."""
+    """A token sequence. Tokens from `start` on are scored."""
 
     tokens: list[int]
     start: int

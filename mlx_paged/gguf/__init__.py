@@ -1,6 +1,6 @@
 """GGUF: reads model files of llama.cpp's format into MLX arrays, a config and a tokenizer.
 
-Layers, each of which knows those above it only:
+Layers. Each one imports only those listed above it:
 
 - `reader`: the bytes of a file: metadata and tensors of blocks.
 - `formats`: blocks as MLX's quantized or plain arrays.

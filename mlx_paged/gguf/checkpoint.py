@@ -96,7 +96,7 @@ class Checkpoint:
         return found
 
     def _dtype(self) -> str:
-        """The dtype of activations on a GPU: that of scales or weights, unless it is too narrow."""
+        """The activation dtype on a GPU: the scales' or weights' dtype, unless it is too narrow."""
         matrices = [
             tensor.type.name
             for tensor in map(self._file.tensor, self._file.names())

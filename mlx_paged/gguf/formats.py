@@ -94,7 +94,7 @@ class Rounding:
 
     @property
     def relative_error(self) -> float:
-        """The root mean square of the differences, divided by that of the values."""
+        """RMS error relative to the RMS of the values."""
         return math.sqrt(self._errors / self._squares) if self._squares else 0.0
 
 

@@ -229,7 +229,7 @@ class _Header:
         return _SCALARS[kind]
 
     def _strings(self, count: int, what: str) -> list[str]:
-        """Reads an array of strings, of which a vocabulary has hundreds of thousands."""
+        """Reads an array of strings. Optimized: a vocabulary has hundreds of thousands."""
         data, at, size = self._data, self._at, len(self._data)
         unpack, found = struct.Struct("<Q").unpack_from, []
         try:

@@ -1,7 +1,7 @@
 """Tensor types of GGUF: their ids, names and block sizes, and arrays of blocks.
 
-The table equals that of the `gguf` package; a test compares them. It is written out here because
-loading a model then needs no package besides numpy.
+A test checks that the table equals the `gguf` package's. Repeating it here means that loading a
+model needs no package besides numpy.
 """
 
 from __future__ import annotations

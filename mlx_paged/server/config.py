@@ -170,7 +170,7 @@ class ServerConfig:
 
 
 def default_model_name(model: str | None) -> str:
-    """Returns the default name of a model: that of its directory or file, or its hub id."""
+    """Returns the default model name: its directory's or file's name, or its hub id."""
     if model is None:
         return "mlx-paged-demo"
     path = Path(model)

@@ -45,8 +45,8 @@ def exact(options: dict[str, mx.array | float | None]) -> dict[str, Any]:
 
 
 def alibi_slopes(num_heads: int) -> mx.array:
-    """Slopes of a model with so many heads (Press et al. 2021), the last of them negative, to tell
-    heads and signs apart."""
+    """ALiBi slopes for `num_heads` heads (Press et al. 2021). The last one is negative, so
+    that tests notice swapped heads and wrong signs."""
     slopes = 2.0 ** (-8.0 * np.arange(1, num_heads + 1) / num_heads)
     slopes[-1] *= -1.0
     return mx.array(slopes.astype(np.float32))

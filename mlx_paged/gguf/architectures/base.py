@@ -19,8 +19,8 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Regrouped:
-    """A tensor whose columns are to be reordered: ``outer`` x ``inner`` runs of equal length become
-    ``inner`` x ``outer``. Blocks may be longer than a run, so this follows their recoding.
+    """A tensor with its columns regrouped from ``outer`` x ``inner`` runs of equal length to
+    ``inner`` x ``outer``. Happens after recoding, because blocks may be longer than a run.
     """
 
     tensor: Tensor

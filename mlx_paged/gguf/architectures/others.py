@@ -277,7 +277,7 @@ def _lfm2(meta: Metadata) -> Config:
 
 
 def _convolution(tensor: Tensor, name: str, meta: Metadata) -> Mapping[str, Content]:
-    """Adds the dimension for input channels, of which a convolution has one."""
+    """Adds the input channel dimension, which is 1."""
     return {name: formats.values(tensor)[..., None]}
 
 

@@ -72,7 +72,7 @@ def _qwen35_moe(meta: Metadata) -> Config:
 
 
 def _heads(meta: Metadata) -> tuple[int, int, int]:
-    """Returns the size of a key head, the number of key heads and that of value heads."""
+    """Returns the key head size and the numbers of key heads and value heads."""
     keys, values = meta.size("ssm.group_count"), meta.size("ssm.time_step_rank")
     if values % keys:
         raise GGUFError(f"its metadata says {keys} key heads for {values} value heads")

@@ -102,10 +102,6 @@ nb::list describe(const std::vector<Launch>& launches, bool cuda = false) {
   return described;
 }
 
-bool is_linear(const StepGraph& graph, const GraphNode& node) {
-  return linear_of(graph, node).has_value();
-}
-
 using Fusions = std::vector<std::pair<std::string, std::vector<std::string>>>;
 
 Fusions run_pass(const Arrays& inputs, const Arrays& outputs, const std::string& name) {
