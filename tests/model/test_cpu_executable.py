@@ -16,7 +16,8 @@ from support.family_configs import compiled_families, config_of
 from support.models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
-from mlx_paged.model.graph_runner import GraphRunner
+from mlx_paged.model import graph_runner
+from mlx_paged.model.graph_runner import GraphRunner, Repeat
 from mlx_paged.model.kv_formats import FORMATS as KV_FORMATS
 from mlx_paged.model.loader import _convert
 from mlx_paged.model.plan import StepInputs, build_plan
@@ -199,6 +200,36 @@ def test_families_that_need_no_operation_of_mlx(
     StepDriver(tiny_model(config), family, block_size=8).step({"a": [1, 2, 3]})
     assert programs
     assert [program.foreign for program in programs] == [[]] * len(programs)
+
+
+def test_operations_left_to_mlx_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graph_runner, "_logged", set())
+    for _ in range(2):  # the second model logs nothing
+        driver = driver_of("gpt2")
+        driver.step({"a": [1, 2, 3]})
+    assert driver.runner.model.compilation.refused is None
+    foreign = driver.runner.model.compilation.foreign
+    assert foreign and all(count > 0 for count in foreign.values())
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == len(foreign)
+    for name in foreign:
+        assert any("gpt2" in text and f" {name} " in text for text in warnings)
+
+
+def test_a_refused_primitive_is_a_warning_and_a_dtype_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graph_runner, "_logged", set())
+    caplog.set_level("INFO")
+    for reason, level in (("the operation Sin", "WARNING"), ("pools of 16 bits", "INFO")):
+        caplog.clear()
+        compiled = driver_of("llama").runner.model._compiled
+        compiled._refuse(compiled._cpu_executable, 1, Repeat.AS_GRAPH, reason)
+        [record] = caplog.records
+        assert record.levelname == level and reason in record.getMessage()
+        assert compiled.compilation.refused == reason
 
 
 def test_as_many_rows_as_they_take_and_one_more() -> None:

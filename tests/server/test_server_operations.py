@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.server_helpers import RunningServer, events, running, validate
 
+from mlx_paged.demo import model_path
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load
+from mlx_paged.model.graph_runner import Compilation
 from mlx_paged.server import responses
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Phase
+from mlx_paged.server.metrics import _EngineCollector
 
 PROMPT = "def is_even(n: int) -> bool:\n"
 LONG = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
@@ -150,6 +154,24 @@ def test_metrics_have_vllms_names_and_right_values(client) -> None:
     assert value(after, "mlx_paged:blocks_free") > 0
     assert "mlx_paged:live_arrays" in after
     assert value(after, "vllm:cache_config_info", block_size="8") == 1
+
+
+def test_steps_that_are_not_compiled_show_in_the_metrics() -> None:
+    config = EngineConfig(kv_cache_memory=16 << 20, num_gpu_blocks_override=16)
+    stats = Engine(load(model_path()), config).stats()
+    found = {}
+    for refused, foreign in ((None, {}), ("the operation Sin", {"Sin": 4, "Cumsum": 1})):
+        compilation = Compilation(refused, foreign)
+        collector = _EngineCollector(("m", "0"), replace(stats, compilation=compilation))
+        samples = [sample for family in collector.collect() for sample in family.samples]
+        [compiled] = [s.value for s in samples if s.name == "mlx_paged:steps_compiled"]
+        counts = {
+            s.labels["primitive"]: s.value
+            for s in samples
+            if s.name == "mlx_paged:foreign_operations"
+        }
+        found[refused] = (compiled, counts)
+    assert found == {None: (1, {}), "the operation Sin": (0, {"Sin": 4, "Cumsum": 1})}
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(client) -> None:
