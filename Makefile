@@ -104,7 +104,8 @@ wheel: $(INSTALLED_TESTS)
 	$(BIN)/python -m pip wheel --config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) --no-deps --wheel-dir dist .
 
 # Builds in the environment that it installs into, not in one that pip makes anew: MLX is fetched once, and
-# the objects kept in build/ serve the next build. An installation never loses what a larger one has added.
+# the objects kept in build/ serve the next build. That holds for dependencies that come as source, too: they
+# need setuptools. An installation never loses what a larger one has added.
 # (--no-compile: compiling all modules of all packages takes half a minute. Python compiles those it imports.)
 KEEP_SANITIZED := $(filter ON,$(SANITIZE))$(wildcard $(INSTALLED_DEV)-sanitized)
 KEEP_ORACLE := $(filter ON,$(ORACLE))$(wildcard $(INSTALLED_DEV)-oracle)
@@ -112,7 +113,7 @@ KEEP_ORACLE := $(filter ON,$(ORACLE))$(wildcard $(INSTALLED_DEV)-oracle)
 define install
 	@scripts/check_tools.sh $(PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools
 	$(BIN)/python scripts/build_backend.py requirements $(BACKEND) > $(VENV)/build-requirements.txt
 	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose --no-compile \
 		--requirement $(VENV)/build-requirements.txt
