@@ -1,4 +1,4 @@
-"""Installs the build requirements of a Linux wheel in a manylinux_2_28 image (docs/releasing.md).
+"""Installs the build requirements of a Linux wheel in a manylinux_2_28 image (docs/dev/releasing.md).
 
     python scripts/wheel_requirements.py
 

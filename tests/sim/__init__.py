@@ -1,4 +1,4 @@
-"""A simulator that executes Metal kernels on the CPU; see docs/metal-without-a-mac.md."""
+"""A simulator that executes Metal kernels on the CPU; see docs/dev/metal-without-a-mac.md."""
 
 from .abi import Buffer, Report, SimFault, SimLaunchError, Traffic
 from .coverage import Coverage
