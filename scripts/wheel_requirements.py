@@ -1,4 +1,4 @@
-"""Installs the build requirements of a Linux wheel in a manylinux_2_28 image (docs/dev/releasing.md).
+"""Installs the build requirements of a Linux wheel in its manylinux image: docs/dev/releasing.md.
 
     python scripts/wheel_requirements.py
 
