@@ -29,7 +29,8 @@ INSTALLED := $(BIN)/.installed
 INSTALLED_DEV := $(INSTALLED)-dev
 INSTALLED_TESTS := $(INSTALLED_DEV)$(if $(filter ON,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
 
-.PHONY: demo demo-real test test-long test-browsers test-mlx-lm soak hostile load lint bench mac-report wheel clean
+.PHONY: demo demo-real test test-long test-browsers test-mlx-lm soak hostile load lint docs bench mac-report \
+	wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/mlx-paged demo
@@ -83,6 +84,15 @@ lint: $(INSTALLED_TESTS)
 	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp \
 		metal/*.h metal/*.metal tests/native/metal_host/*.h tests/native/metal_host/*.cpp \
 		tests/sim/extension/*)
+
+# The documentation site, in build/docs. It needs no compiler: only what the extra `docs` names is installed.
+docs:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import tomllib; \
+		project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+		print(*project['optional-dependencies']['docs'], sep='\n')" > $(VENV)/docs-requirements.txt
+	$(BIN)/python -m pip install --quiet --requirement $(VENV)/docs-requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Figures of this machine, written to bench/results.
 bench: $(INSTALLED_TESTS)
