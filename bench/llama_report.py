@@ -24,9 +24,9 @@ RATIOS = {
     ("135m", "4bit"): {"decode-1": "≥ 200 (5 ms) with 4 threads"},
 }  # fmt: skip
 WHATS = {
-    "decode-1": "decode 1, tokens/s", "decode-4": "decode 4", "decode-8": "decode 8",
-    "decode-32": "decode 32", "prefill": "prefill, tokens/s", "memory": "memory, MB",
-    "load": "load, s", "first-token": "first token, s", "shared-32": "32 that share, s",
+    "decode-1": "decode 1", "decode-4": "decode 4", "decode-8": "decode 8",
+    "decode-32": "decode 32", "prefill": "prefill", "memory": "memory, MB",
+    "load": "load, s", "first-token": "first token, s", "shared-32": "32 sharing, s",
 }  # fmt: skip
 
 
@@ -76,25 +76,30 @@ def summary(cells: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(cells: dict[str, Any]) -> str:
-    """A table for each shape, and the effect of more threads."""
+    """A table for each shape: a row for each format and number of threads, our value and ratios."""
     blocks = []
     found = [parts(id) for id in cells]
     for shape in dict.fromkeys(part[0] for part in found):
-        threads = sorted({part[2] for part in found if part[0] == shape}, reverse=True)
-        head = "| format | what | " + " | ".join(
-            f"ours, {n} threads | llama.cpp | ours is" for n in threads
-        )
-        lines = [f"**{TITLES[shape]}**", "", f"{head} | asked |",
-                 "| --- | --- |" + " ---: | ---: | ---: |" * len(threads) + " --- |"]  # fmt: skip
-        lines[-1] = lines[-1].replace("| |", "|")
-        for format in dict.fromkeys(part[1] for part in found if part[0] == shape):
-            for what, title in WHATS.items():
-                row = [cells.get(f"{shape}/{format}/{n}/{what}") for n in threads]
-                if any(row):
-                    lines.append(_row(shape, format, what, title, row))
+        of_shape = [part for part in found if part[0] == shape]
+        # A column is left out if other programs disturbed all of it.
+        kept = {parts(id)[3] for id, cell in cells.items()
+                if parts(id)[0] == shape and not _is_disturbed(parts(id)[3], cell)}  # fmt: skip
+        whats = [what for what in WHATS if what in kept]
+        lines = [
+            f"**{TITLES[shape]}**",
+            "",
+            f"| weights | threads | {' | '.join(WHATS[what] for what in whats)} |",
+            "| --- | ---: |" + " ---: |" * len(whats),
+        ]
+        for format in dict.fromkeys(part[1] for part in of_shape):
+            base, _, variant = format.partition("-")
+            name = f"{PAIRS[base]}{f'; {variant}' if variant else ''}"
+            for threads in sorted({part[2] for part in of_shape if part[1] == format}):
+                row = [cells.get(f"{shape}/{format}/{threads}/{what}") for what in whats]
+                texts = [_text(what, cell) for what, cell in zip(whats, row)]
+                lines.append(f"| {name} | {threads} | {' | '.join(texts)} |")
         blocks.append("\n".join(lines))
     blocks += [text for text in [_origins(cells)] if text]
-    blocks += [text for text in [_threads(cells)] if text]
     return "\n\n".join(blocks)
 
 
@@ -108,45 +113,19 @@ def _origins(cells: dict[str, Any]) -> str:
     return "\n".join(f"- {n} threads: {', '.join(found)}" for n, found in origins.items())
 
 
-def _row(shape: str, format: str, what: str, title: str, row: list[Any]) -> str:
-    base, _, variant = format.partition("-")
-    texts = [f"{PAIRS[base]}{f'; ours with {variant}' if variant else ''}", title]
-    for cell in row:
-        if cell is None:
-            texts += ["", "", ""]
-            continue
-        theirs, ratio = shown(what, cell["median"]["native"]), f"{ratio_of(what, cell):.2f}x"
-        if "no-amx" in cell["median"]:
-            theirs += f" ({shown(what, cell['median']['no-amx'])})"
-            ratio += f" ({ratio_of(what, cell, 'no-amx'):.2f}x)"
-        if what != "memory" and cell["others_cpu"] > DISTURBED:
-            ratio = MARK
-        texts += [shown(what, cell["median"]["ours"]), theirs, ratio]
-    return "| " + " | ".join([*texts, RATIOS.get((shape, base), {}).get(what, "")]) + " |"
+def _is_disturbed(what: str, cell: dict[str, Any]) -> bool:
+    """True if other programs used too much for a ratio. They do not change memory."""
+    return what != "memory" and cell["others_cpu"] > DISTURBED
 
 
-def _threads(cells: dict[str, Any]) -> str:
-    """Speed with 4 threads over speed with 2, on one machine with one commit."""
-    lines = []
-    for id, cell in cells.items():
-        shape, format, threads, what = parts(id)
-        half = cells.get(f"{shape}/{format}/2/{what}")
-        if threads != 4 or what not in ("decode-1", "decode-32") or half is None:
-            continue
-        if any(cell.get(key) != half.get(key) for key in ("processor", "commit")):
-            continue
-        asked = ""
-        if shape == "135m":
-            asked = "≥ 1.3x" if what == "decode-1" else "≥ 1.7x"
-        gain = [cell["median"][side] / half["median"][side] for side in ("ours", "native")]
-        lines.append(f"| {TITLES[shape]} | {format} | {WHATS[what].split(',')[0]} | "
-                     f"{gain[0]:.2f}x | {gain[1]:.2f}x | {asked} |")  # fmt: skip
-    if not lines:
+def _text(what: str, cell: dict[str, Any] | None) -> str:
+    """Our median and the ratios to llama.cpp, with AMX and without."""
+    if cell is None:
         return ""
-    head = ["**Speed with 4 threads over that with 2**", "",
-            "| shape | format | what | ours | llama.cpp | asked of ours |",
-            "| --- | --- | --- | ---: | ---: | --- |"]  # fmt: skip
-    return "\n".join([*head, *lines])
+    ratios = [f"{ratio_of(what, cell, side):.2f}x" for side in cell["median"] if side != "ours"]
+    if _is_disturbed(what, cell):
+        ratios = [MARK]
+    return f"{shown(what, cell['median']['ours'])} ({', '.join(ratios)})"
 
 
 def write_docs(cells: dict[str, Any], docs: Path = DOCS) -> None:
