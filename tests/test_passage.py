@@ -9,11 +9,15 @@ import asyncio
 import gc
 import json
 import operator
+import re
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from support.models import embedded_twin
-from support.passage import Passage, passage
+from support.passage import ROOT, Passage, passage
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.async_engine import AsyncEngine
@@ -23,6 +27,9 @@ from mlx_paged.server.config import ServerConfig
 #: Limits of (files, changes of file, calls) on the path.
 STEP = (16, 51, 99)
 CHAT = (66, 692, 1170)
+
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/architecture.md"
 
 
 def check_passage(found: Passage, most: tuple[int, int, int]) -> None:
@@ -100,3 +107,48 @@ def test_what_a_reader_of_a_chat_passes() -> None:
         asyncio.run(main(found))
     assert {"server/chat.py", "core/scheduler.py", "engine/runner.py"} <= found.files
     check_passage(found, CHAT)
+
+
+class FirstCalls(Passage):
+    """Records each function when it is first called, as (thread, file, name)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: dict[tuple[str, str], int] = {}  # (file, name) -> thread, in order
+
+    def note(self, frame: Any, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOT):
+            key = code.co_filename.removeprefix(ROOT), code.co_name
+            self.functions.setdefault(key, threading.get_ident())
+
+
+def test_the_architecture_page_follows_a_chat() -> None:
+    """Its ten lines name functions of a chat, and each thread calls its own in that order."""
+    lines = re.findall(r"^\d+\. .*(?:\n   +.*)*", PAGE.read_text(), re.MULTILINE)
+    assert len(lines) == 10
+    pairs = re.findall(r"`([\w/]+\.py)`:\s+`([\w.]+)`", "\n".join(lines))
+    named = [(file, name.rpartition(".")[2]) for file, name in pairs]
+    assert len(named) > 20
+
+    async def main(found: FirstCalls) -> None:
+        engine = AsyncEngine.from_model(num_gpu_blocks_override=64)
+        app = create_app(engine, ServerConfig())
+        async with app.router.lifespan_context(app):
+            await app.state.context.models.default.started_or_failed()
+            found.functions.clear()
+            await chat(app, found)
+        await engine.shutdown()
+
+    found = FirstCalls()
+    threading.setprofile(found.note)
+    sys.setprofile(found.note)
+    try:
+        asyncio.run(main(found))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert not set(named) - found.functions.keys()
+    for thread in set(found.functions.values()):
+        called = [key for key, by in found.functions.items() if by == thread and key in named]
+        assert called == sorted(called, key=named.index)

@@ -123,7 +123,7 @@ class Step:
         plans: Plans of other groups. A group without one uses `plan`.
         states: Plan of recurrent layers; None for a model without them.
         prefill: Plan of full-attention layers whose long chunks use MLX's own attention.
-        parts: Submits layers while later ones are still being built; None submits the whole step.
+        layerwise: Submits layers while later ones are built; None submits the whole step.
         media: Inputs of the rows besides tokens, for a multimodal model.
         selected: Computes the needed rows if they are few; None gathers them.
     """
