@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -311,3 +313,16 @@ def test_signatures_tell_what_matters() -> None:
     assert signature_of(f) == "a, b=, *rest, c, d=, **more"
     assert signature_of(lambda a, *, b=1: a) == "a, *, b="
     assert signature_of(5) == "not a callable"
+
+
+# --- Documentation --------------------------------------------------------------------------------
+
+
+def test_the_page_names_what_is_replaced_and_its_example_runs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/drop-in.md").read_text()
+    table = page.partition("| symbol of mlx_lm |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE) == [
+        seam.name.removeprefix("mlx_lm.") for seam in REPLACED
+    ]
+    example, output = re.findall(r"```\w*\n(.*?)```", page, re.DOTALL)[:2]
+    assert python(example).partition("\n-----\n")[0].strip() == output.strip()
