@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STUBS = ROOT / "tests/native/metal_host/stubs"
 SOURCES = [
     ROOT / f"csrc/{name}.cpp"
-    for name in ("gpu_eval", "gpu_step", "metal/binder", "metal/step_encoder")
+    for name in ("gpu_eval", "gpu/eval_step", "metal/binder", "metal/step_encoder")
 ]
 
 
@@ -140,7 +140,7 @@ def record(wheel, compiled, tmp_path_factory) -> Path:
     (folder / "metal").symlink_to(ROOT / "metal")
     names = ("launch", "launch_attention", "host_copies", "pool")
     names += ("kernel_names", "kernel_source", "dtype", "validate")
-    sources = [compiled(source) for source in SOURCES if source.stem != "gpu_step"]
+    sources = [compiled(source) for source in SOURCES if source.stem != "eval_step"]
     sources += [ROOT / f"csrc/{name}.cpp" for name in names]
     sources += [ROOT / f"tests/native/metal_host/{name}.cpp" for name in ("recorder", "record")]
     library = Path(mx.__file__).parent / "lib"

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../../csrc/allocation.h"
 #include "../../../csrc/gpu.h"
 #include "../../../csrc/primitives.h"
 #include "mlx/mlx.h"
@@ -23,7 +24,7 @@
 
 namespace mx = mlx::core;
 
-// What is not run here: the CPU's side, and the checks of ids.
+// What is not run here: the CPU's side, the checks of ids, and checked memory.
 namespace mlx_paged {
 void Node::eval_gpu(const Arrays&, Arrays&) {}
 void KernelNode::check_ids(const Arrays&) {}
@@ -35,6 +36,14 @@ NOT_RUN(CopyBlocks)
 NOT_RUN(GatherKV)
 NOT_RUN(PagedAttention)
 NOT_RUN(ApplyTokenBitmask)
+// csrc/allocation.cpp needs Python.
+OutOfMemory::OutOfMemory(size_t num_bytes, const char*, const char*) : num_bytes_(num_bytes) {}
+mx::allocator::Data allocate(size_t num_bytes) {
+  return mx::allocator::malloc(num_bytes);
+}
+void allocate(mx::array& a) {
+  a.set_data(mx::allocator::malloc(a.nbytes()));
+}
 }  // namespace mlx_paged
 
 namespace {
@@ -125,7 +134,7 @@ void run_operations(mx::Stream stream, char** argv) {
   only.push_back(masked);
   run(mlx_paged::ApplyTokenBitmask(stream), std::move(only));
   auto queries = blank({20, 6, 64}, mx::float16);
-  run(mlx_paged::PagedAttention(stream, {0.125f, 30, 0.0f}),
+  run(mlx_paged::PagedAttention(stream, paged::attention_options(0.125f, 30, 0.0f, true, false)),
       {queries, keys, values, blank({20}, mx::int32), blank({3, 4}, mx::int32), ints(argv[1], 6),
        ints(argv[2], 4), blank({6}, mx::float32)});
 }
