@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +38,7 @@ PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- {}: written by scripts/write_models_md.py -->", "<!-- {}: end -->"
 
 
+KINDS = ("full", "window", "chunked", "latent", "recurrent")  # of layers, in this order
 # Families that share another family's processor class and settings.
 SAME_PROCESSOR = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5_moe": "qwen3_5"}
 
@@ -68,39 +70,67 @@ def run(module: str) -> dict[str, Any]:
 
 def describe(layout: CacheLayout, extras: list[str]) -> str:
     """Summary of a model's layer types."""
-    kinds = []
+    kinds = set()
     for spec in layout.specs:
         if isinstance(spec, UnusedSpec):
             continue
         if isinstance(spec, StateSpec):
-            kinds.append("recurrent")
+            kinds.add("recurrent")
         elif spec.latent:
-            kinds.append("latent")
+            kinds.add("latent")
         elif spec.window is not None:
-            kinds.append("window")
+            kinds.add("window")
         elif spec.chunk is not None:
-            kinds.append("chunked")
+            kinds.add("chunked")
         else:
-            kinds.append("full")
-    return ", ".join([*Counter(kinds), *extras])
+            kinds.add("full")
+    return ", ".join([*(kind for kind in KINDS if kind in kinds), *extras])
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in the order of the alphabet."""
+    return ", ".join(f"`{name}`" for name in sorted(names, key=str.lower))
+
+
+def grouped(
+    head: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], str, tuple[float | None, ...]]]
+) -> str:
+    """A table with a row for all names that have equal cells.
+
+    Args:
+        head: Titles of the cells, of the figures and of the names.
+        rows: Cells, a name and its figures. A group's figures are the largest of its names.
+    """
+    names: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    figures: dict[tuple[str, ...], list[tuple[float | None, ...]]] = defaultdict(list)
+    for cells, name, found in rows:
+        names[cells].append(name)
+        figures[cells].append(found)
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for cells in sorted(names, key=lambda cells: (-len(names[cells]), cells)):
+        largest = [
+            max((figure for figure in column if figure is not None), default=None)
+            for column in zip(*figures[cells])
+        ]
+        texts = ["" if figure is None else f"{figure:.0e}" for figure in largest]
+        lines.append(f"| {' | '.join([*cells, *texts, listed(names[cells])])} |")
+    return "\n".join(lines)
+
+
+PROVEN_HEAD = ("layers", "how it runs", "prefixes reused", "largest difference", "families")
 
 
 def proven_table() -> str:
-    """A row for each verified family."""
-    lines = [
-        "| family | layers | how it runs | difference | prefixes reused |",
-        "|---|---|---|---|---|",
-    ]
-    for module in sorted(PROVEN, key=str.lower):
+    """Verified families by how they run."""
+    rows = []
+    for module in PROVEN:
         found = run(module)
         layout = found["layout"]
         reuse = "at snapshots" if layout.has_states else "to the token"
-        lines.append(
-            f"| {module} | {found['attention']} | {layout.mode} | {found['difference']:.0e} "
-            f"| {reuse} |"
-        )
-        print(lines[-1], flush=True)
-    return "\n".join(lines)
+        cells = (found["attention"], str(layout.mode), reuse)
+        rows.append((cells, module, (found["difference"],)))
+        print(*cells, module, found["difference"], flush=True)
+    return grouped(PROVEN_HEAD, rows)
 
 
 def refused_table() -> str:
@@ -119,8 +149,11 @@ def aliases_table() -> str:
     return ", ".join(names) + "."
 
 
+MEDIA_HEAD = ("takes", "how it runs", "text", "images", "audio", "families")
+
+
 def media_table() -> str:
-    """A row for each multimodal family."""
+    """Multimodal families by what they take."""
     from support.media_checkpoints import PROCESSORS
     from support.media_models import vary
     from support.media_parity import differences
@@ -134,68 +167,64 @@ def media_table() -> str:
         found_of.setdefault(case.module, []).append(differences(case))
         print(case.module, found_of[case.module][-1], flush=True)
 
-    lines = [
-        "| family | takes | how it runs | text | pictures | sounds | processor |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, family in sorted(MEDIA_FAMILIES.items()):
+    rows = []
+    for name, family in MEDIA_FAMILIES.items():
+        assert name in {*ALL_CHECKPOINTS, *PROCESSORS, *MORE_PROCESSORS, *SAME_PROCESSOR}
         found = [each for one in found_of[name] for each in one.items()]
         texts = [d for kind, d in found if kind == "text"]
         sounds = [d for kind, d in found if "sound" in kind]
         pictures = [d for kind, d in found if "picture" in kind and "sound" not in kind]
-        cells = [
-            name,
-            ", ".join(family.kinds),
-            str(family.mode),
-            *(f"{max(each):.0e}" if each else "" for each in (texts, pictures, sounds)),
-            "proven"
-            if name in {*ALL_CHECKPOINTS, *PROCESSORS, *MORE_PROCESSORS, *SAME_PROCESSOR}
-            else "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        largest = tuple(max(each, default=None) for each in (texts, pictures, sounds))
+        rows.append(((", ".join(family.kinds), str(family.mode)), name, largest))
+    return grouped(MEDIA_HEAD, rows)
 
 
 def media_refused_table() -> str:
-    """A row for each rejected multimodal family."""
-    rows = [f"| {module} | {reason} |" for module, reason in sorted(MEDIA_REFUSED.items())]
-    return "\n".join(["| family | why |", "|---|---|", *rows])
+    """Rejected multimodal families by reason."""
+    rows = [((reason,), module, ()) for module, reason in MEDIA_REFUSED.items()]
+    return grouped(("why", "families"), rows)
+
+
+REFERENCE_HEAD = ("", "largest difference", "models")
 
 
 def reference_table() -> str:
-    """A row for each transformers model in the comparison."""
+    """The transformers models in the comparison."""
     from tempfile import TemporaryDirectory
 
     from support.reference_configs import REFERENCES
     from support.reference_models import differences
 
-    lines = ["| model | difference |", "|---|---|"]
-    for name, reference in sorted(REFERENCES.items()):
+    rows = []
+    for name, reference in REFERENCES.items():
         with TemporaryDirectory() as path:
             try:
-                difference = f"{max(differences(reference, Path(path))):.0e}"
+                difference = max(differences(reference, Path(path)))
             except UnsupportedModelError:
-                difference = "refused"
-        lines.append(f"| {name} | {difference} |")
-        print(lines[-1], flush=True)
-    return "\n".join(lines)
+                difference = None
+        rows.append((("refused" if difference is None else "equal",), name, (difference,)))
+        print(name, difference, flush=True)
+    return grouped(REFERENCE_HEAD, rows)
+
+
+MEDIA_REFERENCE_HEAD = ("prompts", "largest difference", "models")
 
 
 def media_reference_table() -> str:
-    """A row for each multimodal transformers model in the comparison."""
+    """The multimodal transformers models in the comparison, by their prompts."""
     from tempfile import TemporaryDirectory
 
-    sys.path.insert(0, str(ROOT / "tests/model"))
+    sys.path.insert(0, str(ROOT / "tests/multimodal"))
     from support.more_reference_vision import ALL_REFERENCES
     from test_reference_vision import compared
 
-    lines = ["| model | prompts | difference |", "|---|---|---|"]
-    for name, reference in sorted(ALL_REFERENCES.items()):
+    rows = []
+    for name, reference in ALL_REFERENCES.items():
         with TemporaryDirectory() as path, reference.running():
             found = compared(name, Path(path))
-        lines.append(f"| {name} | {', '.join(found)} | {max(found.values()):.0e} |")
-        print(lines[-1], flush=True)
-    return "\n".join(lines)
+        rows.append(((", ".join(found),), name, (max(found.values()),)))
+        print(name, found, flush=True)
+    return grouped(MEDIA_REFERENCE_HEAD, rows)
 
 
 def media_deviations_table() -> str:

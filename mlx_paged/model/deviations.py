@@ -319,8 +319,8 @@ def _elsewhere(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
 DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         ("every module",),
-        "RoPE scaling, or fields of it (attention_factor, truncate, mscale without mscale_all_dim, "
-        "a part of heads in glm), is ignored",
+        "ignores RoPE scaling, or some of its fields (attention_factor, truncate, mscale without "
+        "mscale_all_dim, partial heads in glm)",
         "gpt_oss",
         _rope,
     ),
@@ -339,13 +339,13 @@ DEVIATIONS: tuple[Deviation, ...] = (
             "smollm3",
             "starcoder2",
         ),
-        "sliding_window is ignored: all layers see all tokens",
+        "ignores sliding_window: all layers see all tokens",
         "gemma2",
         _windows,
     ),
     Deviation(
         ("gemma", "gpt_bigcode", "gpt_neox", "starcoder2"),
-        "the exact GELU where the config says its approximation, or the other way around",
+        "uses the exact GELU where the config asks for its approximation, or the reverse",
         "gemma",
         _activation,
     ),
@@ -360,51 +360,56 @@ DEVIATIONS: tuple[Deviation, ...] = (
             "mimo_v2_flash",
             "nemotron_h",
         ),
-        "experts of groups that are out have a score of 0, more than one with a negative bias",
+        "scores experts of groups that are not selected as 0, which beats a negative bias",
         "deepseek_v3",
         _expert_groups,
     ),
     Deviation(
         ("minicpm3",),
-        "a tied head takes hidden states that are not divided",
+        "does not divide the hidden states for a tied head",
         "minicpm3",
         _tied_head,
     ),
     Deviation(
         ("ernie4_5_moe",),
-        "the bias for the choice of experts is dropped",
+        "drops the bias for the choice of experts",
         "ernie4_5_moe",
         _choice_bias,
     ),
     Deviation(
         ("jamba",),
-        "weights of the chosen experts are made to add up to 1",
+        "normalizes the weights of the chosen experts",
         "jamba",
         _router_weights,
     ),
-    Deviation(("mamba2",), "the gated norm is over all groups at once", "mamba2", _grouped_norm),
     Deviation(
-        ("falcon_h1",), "the gated norm is over all groups at once", "falcon_h1-norm", _falcon_norm
+        ("mamba2",), "applies the gated norm over all groups at once", "mamba2", _grouped_norm
     ),
     Deviation(
         ("falcon_h1",),
-        "key_multiplier, and attention_in_multiplier of values, are not folded into weights",
+        "applies the gated norm over all groups at once",
+        "falcon_h1-norm",
+        _falcon_norm,
+    ),
+    Deviation(
+        ("falcon_h1",),
+        "does not fold key_multiplier and the values' attention_in_multiplier into weights",
         "falcon_h1",
         _elsewhere,
     ),
-    Deviation(("mimo_v2_flash",), "windows leave out the query", "mimo_v2_flash", _elsewhere),
+    Deviation(("mimo_v2_flash",), "counts windows without the query", "mimo_v2_flash", _elsewhere),
     Deviation(
-        ("nemotron_h",), "time steps may be below time_step_min", "nemotron_h", _least_time_step
+        ("nemotron_h",), "allows time steps below time_step_min", "nemotron_h", _least_time_step
     ),
     Deviation(
         ("nanochat",),
-        "norms have an epsilon of 1e-5, and logits a soft cap of 15, whatever the config says",
+        "fixes the norms' epsilon at 1e-5 and the logits' soft cap at 15",
         "nanochat",
         _norm_epsilon,
     ),
     Deviation(
         ("deepseek_v32", "glm_moe_dsa"),
-        "the norm of the indexer's keys has an epsilon of 1e-5 instead of 1e-6",
+        "uses an epsilon of 1e-5 instead of 1e-6 in the norm of the indexer's keys",
         "deepseek_v32",
         _indexer_norm,
     ),

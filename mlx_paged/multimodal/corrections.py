@@ -35,76 +35,74 @@ class Deviation(NamedTuple):
 DEVIATIONS = (
     Deviation(
         ("idefics2",),
-        "numbers the positions of patches from -1; the reference from 0, in buckets closed on the "
-        "left",
+        "numbers patch positions from -1 instead of 0, with other borders of buckets",
     ),
     Deviation(
         ("idefics2", "llava", "llava_next", "llava_onevision", "pixtral", "mistral3"),
-        "has one activation in the tower's MLP; the reference that of hidden_act",
+        "ignores hidden_act in the tower's MLP",
     ),
     Deviation(
         ("idefics2",),
-        "takes the text model's epsilon in the resampler, and MLX's in the tower's last norm; the "
-        "reference those of their sections",
+        "uses the text model's epsilon in the resampler, and MLX's default in the tower's "
+        "last norm",
     ),
     Deviation(
         ("internvl", "qwen3_vl_moe"),
-        "has approximate activations in the projector or the merger; the reference exact ones",
+        "uses approximate instead of exact activations in the projector or the merger",
     ),
     Deviation(
         ("llama4",),
-        "has approximate activations in the tower and its adapter; the reference exact ones",
+        "uses approximate instead of exact activations in the tower and its adapter",
     ),
     Deviation(
         ("granite4_vision", "kimi_k25", "kimi_vl"),
-        "has another GELU in the tower; the reference that of hidden_act",
+        "uses another GELU than hidden_act in the tower",
     ),
     Deviation(
         ("kimi_k25", "kimi_vl"),
-        "has norms with an epsilon of 1e-6 in the tower, and interpolates its positions over "
-        "nothing at the borders; the reference 1e-5, and over the nearest values",
+        "uses a norm epsilon of 1e-6 instead of 1e-5 in the tower, and interpolates positions "
+        "with zeros instead of the nearest values at the borders",
     ),
     Deviation(
         ("nemotron_h_nano_omni",),
-        "has time steps below time_step_min; the reference has none",
+        "allows time steps below time_step_min",
     ),
     Deviation(
         ("muse_glimmer",),
-        "spreads the tower's positions over the grid of patches; the reference over one with its "
-        "sides exchanged",
+        "spreads the tower's positions over the patch grid; in the reference its sides are "
+        "exchanged",
     ),
     Deviation(
         ("gemma3",),
-        "scales an image's features by the roots of two widths and takes a default for one; the "
-        "reference takes the same width for both, so they cancel out",
+        "scales image features by the roots of two widths, one a default; in the reference "
+        "they cancel out",
     ),
     Deviation(
         ("glm4v", "glm4v_moe"),
-        "interpolates the tower's positions linearly, over zeros at the borders; the reference "
-        "with cubic splines over the nearest values",
+        "interpolates the tower's positions linearly with zeros at the borders, instead of "
+        "with cubic splines and the nearest values",
     ),
     Deviation(
         ("aya_vision",),
-        "takes the tower's last layer for cohere2_vision; the reference its norm",
+        "skips the norm after the tower's last layer for cohere2_vision",
     ),
     Deviation(
         ("llava_next",),
-        "puts the tiles of an image one after another; the reference in their places, without "
-        "padding, with an end of each line",
+        "concatenates the tiles of an image; the reference arranges them, without padding and "
+        "with line ends",
     ),
     Deviation(
         ("gemma3", "paligemma"),
-        "has a causal mask in generation; in the reference an image's rows, or a whole prompt, see "
+        "uses a causal mask in generation, although an image's rows, or a whole prompt, see "
         "each other",
     ),
     Deviation(
         ("gemma3n",),
-        "leaves the scale of a prompt's embeddings out, and has it in decodes; the reference has "
-        "it in both",
+        "scales embeddings in decodes only; the reference in prompts, too",
     ),
     Deviation(
         ("qwen2_5_vl", "qwen3_omni_moe"),
-        "ignores how many seconds lie between a video's frames",
+        "ignores the seconds between a video's frames",
     ),
 )
 
