@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import threading
 import time
 from concurrent.futures import Future
@@ -357,3 +358,23 @@ def test_the_page_has_the_limits_that_hold() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/media.md").read_text()
     rows = [f"| `{name}` | {default} |" for name, default in asdict(MediaLimits()).items()]
     assert [row for row in rows if row not in page] == []
+
+
+def test_the_page_has_the_errors_as_they_are() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/media.md").read_text()
+    reasons = [
+        refusal(make(), url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>")),
+        MediaLimits().problem_of_size(60_000, 60_000),
+        refusal(make(), "http://127.0.0.1/a.mp4", kind="video"),
+    ]
+    assert [reason for reason in reasons if f": {reason}\n" not in page] == []
+
+
+def test_the_example_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
+    page = (Path(__file__).resolve().parents[2] / "docs/media.md").read_text()
+    example, output = re.findall(
+        r"```(?:python)?\n(.*?)```", page.partition("Or in Python")[2], re.DOTALL
+    )[:2]
+    exec(compile(example, "docs/media.md", "exec"), {})
+    assert capsys.readouterr().out == output
