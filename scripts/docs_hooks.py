@@ -96,6 +96,8 @@ def _place(path: str, config: MkDocsConfig, files: Files) -> str | None:
         return PAGES[path]
     if path == "README.md" and files.get_file_from_path("index.md"):
         return "index.md"
+    if (ROOT / path).is_dir():
+        path += "/README.md"
     if not (ROOT / path).is_file():
         return None
     # Markdown of other folders would become pages.
