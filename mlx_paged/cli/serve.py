@@ -18,7 +18,7 @@ from mlx_paged.extras import needs_extra
 
 _MODEL, _CACHE, _SCHED = "Model", "KV cache and memory", "Scheduling"
 _NET, _LIMITS, _LOGS, _API = "Network and access", "Limits", "Logs", "API"
-_MEDIA = "Images, videos and sounds"
+_MEDIA = "Images, videos and audio"
 
 
 _HOST, _PORT = "127.0.0.1", 8000
@@ -37,96 +37,68 @@ class ServeOptions:
         list[str] | None,
         option(
             _MODEL,
-            "Name in the API. Repeatable; the first one is in answers.",
+            "Model name in the API. Repeatable; answers use the first.",
             "--served-model-name",
             show_default="the model's path or id",
         ),
     ] = None
-    dtype: Annotated[
-        DType, option(_MODEL, "Type of the weights; auto: as they are, float32 on the CPU.")
-    ] = "auto"
-    cpu_activations: Annotated[
-        str,
-        option(
-            _MODEL,
-            "On the CPU, what the inputs of linear layers are rounded to: float32 (not at all), "
-            "int8 (for weights of 4 or 8 bits) or bfloat16 (for such weights and prompts). These "
-            "are faster and less exact.",
-        ),
-    ] = "float32"
     max_model_len: Annotated[
         int | None,
         option(
             _MODEL,
-            "Most tokens of prompt and answer.",
+            "Maximum tokens of prompt and answer together.",
             min=1,
             show_default="the model's own limit",
         ),
     ] = None
-    runner: Annotated[
-        Literal["auto", "generate", "pooling"],
-        option(
-            _MODEL,
-            "generate text, or embed texts (pooling); auto: pooling for models that say how they "
-            "are pooled.",
-        ),
+    dtype: Annotated[
+        DType, option(_MODEL, "Data type of the weights. auto: as stored, float32 on the CPU.")
     ] = "auto"
-    pooler_config: Annotated[
-        str | None,
-        option(
-            _MODEL,
-            'JSON object: how texts are pooled, such as {"pooling_type": "MEAN", "normalize": '
-            'false, "dimensions": 256}.',
-            show_default="as the model says, or LAST and normalised",
-        ),
-    ] = None
-    hf_overrides: Annotated[
-        str | None,
-        option(
-            _MODEL,
-            'JSON object: that the model is a reranker, such as {"classifier_from_token": ["no", '
-            '"yes"]}; its template for pairs is --chat-template.',
-            show_default="none",
-        ),
-    ] = None
-    pooling_type: Annotated[
-        Literal["LAST", "MEAN"] | None,
-        option(
-            _MODEL,
-            "Embed by the last token's state, or by the mean over all tokens.",
-            "--pooler-config.pooling_type",
-            case_sensitive=False,
-            show_default="as the model says, or LAST",
-        ),
-    ] = None
-    pooling_normalize: Annotated[
-        Literal["true", "false"] | None,
-        option(
-            _MODEL,
-            "Whether embeddings are scaled to length 1.",
-            "--pooler-config.normalize",
-            show_default="as the model says, or true",
-        ),
-    ] = None
     chat_template: Annotated[
         str | None,
-        option(
-            _MODEL, "Jinja file (or source) instead of the model's.", show_default="the model's"
-        ),
+        option(_MODEL, "Jinja chat template, as a file or as source.", show_default="the model's"),
     ] = None
+    tool_call_parser: Annotated[
+        str,
+        option(
+            _MODEL,
+            "Tool call format, by vLLM's name. auto: detect it from the chat template; "
+            "none: leave calls as text.",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        option(
+            _MODEL,
+            "Reasoning format, by vLLM's name. auto: detect it; none: leave reasoning as text.",
+        ),
+    ] = "auto"
+    tool_template: Annotated[
+        bool,
+        option(
+            _MODEL,
+            "Describe tools in a system message, for models whose chat template has no "
+            "place for them.",
+            "--tool-template",
+        ),
+    ] = False
+    enable_auto_tool_choice: Annotated[
+        bool,
+        option(_MODEL, "Accept tool_choice auto, which lets the model decide."),
+    ] = True
     generation_config: Annotated[
         str,
         option(
             _MODEL,
-            "Defaults of requests: auto: the model's generation_config.json; vllm: none; or a "
-            "directory that has one.",
+            "Source of sampling defaults: the model's generation_config.json (auto), none "
+            "(vllm), or a directory with such a file.",
         ),
     ] = "auto"
     override_generation_config: Annotated[
         str,
         option(
             _MODEL,
-            'JSON object: entries in place of those, such as {"temperature": 0.5}. '
+            'Sampling defaults that replace those, as a JSON object: {"temperature": 0.5}. '
             "max_new_tokens limits every answer.",
         ),
     ] = "{}"
@@ -134,120 +106,130 @@ class ServeOptions:
         bool,
         option(
             _MODEL,
-            "Let requests bring their own templates: code that may run forever.",
+            "Accept chat templates in requests. They are programs, and may never end.",
             "--trust-request-chat-template",
         ),
     ] = False
-    tool_call_parser: Annotated[
-        str,
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
         option(
             _MODEL,
-            "Syntax in which the model writes tool calls, by vLLM's name; auto: what its chat "
-            "template shows; none: calls are text.",
+            "generate text, or embed it (pooling). auto: pooling for models whose files "
+            "configure it.",
         ),
     ] = "auto"
-    reasoning_parser: Annotated[
-        str,
-        option(
-            _MODEL,
-            "How the model marks its reasoning, by vLLM's name; auto: what its tokens show; none: "
-            "reasoning is text.",
-        ),
-    ] = "auto"
-    structured_outputs_timeout: Annotated[
-        float, option(_LIMITS, "CPU seconds that compiling a grammar may take; then it is refused.")
-    ] = 5.0
-    structured_outputs_cache_size: Annotated[
-        int, option(_LIMITS, "Compiled grammars that are kept.")
-    ] = 256
-    tool_template: Annotated[
-        bool,
-        option(
-            _MODEL,
-            "Describe tools in a system message, for models whose template has no place for them.",
-            "--tool-template",
-        ),
-    ] = False
-    enable_auto_tool_choice: Annotated[
-        bool,
-        option(_MODEL, "Let the model decide whether it calls a tool, where a request leaves it."),
-    ] = True
-    limit_mm_per_prompt: Annotated[
+    pooler_config: Annotated[
         str | None,
         option(
-            _MEDIA,
-            'JSON object: most items of a prompt, such as {"image": 8, "video": 1, "audio": 0}.',
-            show_default="999 of each kind",
+            _MODEL,
+            'How to pool texts, as a JSON object: {"pooling_type": "MEAN", "normalize": '
+            'false, "dimensions": 256}.',
+            show_default="the model's, or LAST and normalized",
         ),
     ] = None
-    allowed_local_media_path: Annotated[
+    pooling_type: Annotated[
+        Literal["LAST", "MEAN"] | None,
+        option(
+            _MODEL,
+            "Pool the last token's state, or the mean over all tokens.",
+            "--pooler-config.pooling_type",
+            case_sensitive=False,
+            show_default="the model's, or LAST",
+        ),
+    ] = None
+    pooling_normalize: Annotated[
+        Literal["true", "false"] | None,
+        option(
+            _MODEL,
+            "Scale embeddings to length 1.",
+            "--pooler-config.normalize",
+            show_default="the model's, or true",
+        ),
+    ] = None
+    hf_overrides: Annotated[
         str | None,
         option(
-            _MEDIA,
-            "Folder whose files every client may have read, by file: URLs.",
+            _MODEL,
+            'Declares a reranker, as a JSON object: {"classifier_from_token": ["no", '
+            '"yes"]}. --chat-template renders its pairs.',
             show_default="none",
         ),
     ] = None
-    allowed_media_domains: Annotated[
+    cpu_activations: Annotated[
+        str,
+        option(
+            _MODEL,
+            "CPU only: format of the inputs of linear layers: float32 (exact), int8 (for 4-bit and "
+            "8-bit weights) or bfloat16 (for bfloat16 weights, in prompts). The last two are "
+            "faster and less exact.",
+        ),
+    ] = "float32"
+    host: Annotated[str, option(_NET, "Address to listen on.")] = _HOST
+    port: Annotated[int, option(_NET, "Port. 0: any free port.", min=0, max=65535)] = _PORT
+    api_keys: Annotated[
         list[str] | None,
         option(
-            _MEDIA,
-            "Host that media are fetched from, also where its address is private. Repeatable.",
-            "--allowed-media-domains",
-            show_default="every public one",
+            _NET,
+            "API key that requests need. Repeatable.",
+            "--api-key",
+            show_default="none",
         ),
     ] = None
-    media_io_kwargs: Annotated[
-        str | None,
+    api_key_file: Annotated[
+        Path | None,
         option(
-            _MEDIA,
-            'JSON object: how media are read, such as {"video": {"num_frames": 16, "fps": 2}}.',
-            show_default="32 frames of a video",
+            _NET,
+            "YAML file with a list of keys, or of {key, requests_per_minute, tokens_per_minute}.",
+            exists=True,
+            dir_okay=False,
         ),
     ] = None
-    mm_processor_kwargs: Annotated[
-        str | None,
-        option(_MEDIA, "JSON object for the model's processor.", show_default="none"),
-    ] = None
-    media_limits: Annotated[
-        str | None,
+    allowed_origins: Annotated[
+        list[str] | None,
         option(
-            _MEDIA,
-            "JSON object: bytes, pixels and seconds that one item may have, such as "
-            '{"max_image_pixels": 16000000}; docs/media.md lists them.',
-            show_default="as there",
+            _NET,
+            "Origin of browser pages that may call the API. Repeatable; '*': any.",
+            show_default="this server's",
         ),
     ] = None
-    max_num_encoder_tokens: Annotated[
-        int | None,
+    allowed_hosts: Annotated[
+        list[str] | None,
         option(
-            _MEDIA,
-            "Most rows of media that one step encodes.",
-            min=1,
-            show_default="--max-num-batched-tokens",
+            _NET,
+            "Accepted Host name. Repeatable; '*': any.",
+            show_default="loopback names; any if --host is not loopback",
         ),
     ] = None
-    mm_encoder_cache_bytes: Annotated[
-        int, option(_MEDIA, "Bytes for encoded media, which are kept for later requests.", min=1)
-    ] = 512 << 20
-    block_size: Annotated[int, option(_CACHE, "Tokens of a KV block: 8, 16, 32 or 64.")] = 32
+    uds: Annotated[
+        Path | None,
+        option(_NET, "Unix domain socket to listen on, instead of host and port.", dir_okay=False),
+    ] = None
+    root_path: Annotated[
+        str, option(_NET, "Path prefix under which a proxy serves this server.")
+    ] = ""
+    ssl_certfile: Annotated[
+        Path | None,
+        option(_NET, "TLS certificate, PEM. Enables HTTPS.", exists=True, dir_okay=False),
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None, option(_NET, "TLS private key, PEM.", exists=True, dir_okay=False)
+    ] = None
+    metrics_need_key: Annotated[
+        bool,
+        option(
+            _NET,
+            "Require an API key for /metrics and /load, too.",
+            "--metrics-need-key",
+        ),
+    ] = False
     kv_cache_dtype: Annotated[
         str,
         option(
             _CACHE,
-            "Format of the KV cache: auto (as the model computes), int8, int8_k_int4_v (k8v4), "
-            "int4 or fp8. The others hold two to three times the tokens.",
+            "KV cache format: auto (the model's own), int8, int8_k_int4_v (k8v4), int4 or "
+            "fp8. All but auto hold two to three times the tokens.",
         ),
     ] = "auto"
-    kv_cache_dtype_skip_layers: Annotated[
-        list[str] | None,
-        option(
-            _CACHE,
-            "Layer that keeps the model's own dtype, by number from 0, or sliding_window. "
-            "Repeatable.",
-            show_default="none",
-        ),
-    ] = None
     gpu_memory_utilization: Annotated[
         float | None,
         option(
@@ -260,80 +242,99 @@ class ServeOptions:
         int | None,
         option(
             _CACHE,
-            "Bytes of the KV cache, instead of a share.",
+            "Bytes for the KV cache. Overrides the share of memory.",
             min=1,
             show_default="4 GiB on the CPU",
-        ),
-    ] = None
-    num_gpu_blocks_override: Annotated[
-        int | None,
-        option(_CACHE, "Blocks of the KV cache, instead.", min=2, show_default="from memory"),
-    ] = None
-    typical_context_len: Annotated[
-        int | None,
-        option(
-            _CACHE,
-            "Tokens of a typical sequence: splits the memory between full attention and "
-            "windows or recurrent layers.",
-            min=1,
-            show_default="4096, or four windows",
         ),
     ] = None
     enable_prefix_caching: Annotated[
         bool,
         option(
             _CACHE,
-            "Share equal beginnings of prompts.",
+            "Reuse KV blocks of prompts with a common prefix.",
             "--enable-prefix-caching/--no-enable-prefix-caching",
         ),
     ] = True
+    block_size: Annotated[int, option(_CACHE, "Tokens per KV block: 8, 16, 32 or 64.")] = 32
+    num_gpu_blocks_override: Annotated[
+        int | None,
+        option(
+            _CACHE,
+            "Blocks in the KV cache. Overrides its bytes.",
+            min=2,
+            show_default="from memory",
+        ),
+    ] = None
+    kv_cache_dtype_skip_layers: Annotated[
+        list[str] | None,
+        option(
+            _CACHE,
+            "Layer that keeps the model's own dtype: a number from 0, or sliding_window. "
+            "Repeatable.",
+            show_default="none",
+        ),
+    ] = None
+    typical_context_len: Annotated[
+        int | None,
+        option(
+            _CACHE,
+            "Tokens of a typical sequence. Splits memory between full attention and windows "
+            "or recurrent layers.",
+            min=1,
+            show_default="4096, or four windows",
+        ),
+    ] = None
     disable_hybrid_kv_cache_manager: Annotated[
         bool,
         option(
             _CACHE,
-            "Keep blocks that have left a layer's window; for comparisons.",
+            "Keep KV blocks that have left a layer's window. For comparisons.",
             "--disable-hybrid-kv-cache-manager",
         ),
     ] = False
-    max_num_seqs: Annotated[int, option(_SCHED, "Most sequences that run at once.", min=1)] = 256
+    max_num_seqs: Annotated[int, option(_SCHED, "Maximum sequences that run at once.", min=1)] = 256
     max_num_batched_tokens: Annotated[
         int | None,
         option(
             _SCHED,
-            "Most tokens of one step.",
+            "Maximum tokens per step.",
             min=1,
             show_default="2048; up to 8192 on NVIDIA GPUs",
         ),
     ] = None
+    policy: Annotated[
+        Literal["fcfs", "priority"],
+        option(
+            _SCHED,
+            "fcfs: first come, first served; priority: lower values of the field priority first.",
+            "--scheduling-policy",
+        ),
+    ] = "fcfs"
+    enable_chunked_prefill: Annotated[
+        bool,
+        option(
+            _SCHED,
+            "Compute long prompts in chunks, between decode tokens of other requests.",
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+        ),
+    ] = True
     long_prefill_token_threshold: Annotated[
         int | None,
         option(
             _SCHED,
-            "Prompts with more tokens left get at most this many a step; 0: no such limit.",
+            "Maximum tokens per step for a prompt with more tokens left. 0: no limit.",
             min=0,
             show_default="half of --max-num-batched-tokens",
         ),
     ] = None
     watermark: Annotated[
-        float, option(_SCHED, "Share of the blocks kept free for running sequences.")
+        float, option(_SCHED, "Share of KV blocks kept free for running sequences.")
     ] = 0.01
-    enable_chunked_prefill: Annotated[
-        bool,
-        option(
-            _SCHED,
-            "Compute long prompts in parts, between the tokens of others.",
-            "--enable-chunked-prefill/--no-enable-chunked-prefill",
-        ),
-    ] = True
-    policy: Annotated[
-        Literal["fcfs", "priority"],
-        option(_SCHED, "Which requests are served first.", "--scheduling-policy"),
-    ] = "fcfs"
     async_scheduling: Annotated[
         bool,
         option(
             _SCHED,
-            "Plan a step while the one before it runs.",
+            "Schedule the next step while the current one runs.",
             "--async-scheduling/--no-async-scheduling",
         ),
     ] = True
@@ -341,30 +342,46 @@ class ServeOptions:
         bool,
         option(
             _SCHED,
-            "On a GPU: no warm-up at the start, and decode steps are not repeated as graphs.",
+            "GPU only: no warm-up, and no graphs for decode steps.",
             "--enforce-eager/--no-enforce-eager",
         ),
     ] = False
     max_num_waiting: Annotated[
-        int, option(_LIMITS, "Most sequences that may wait; more get 429.", "--max-queue", min=1)
+        int, option(_LIMITS, "Maximum waiting sequences; more get 429.", "--max-queue", min=1)
     ] = 1024
     request_timeout: Annotated[
         float | None,
         option(
             _LIMITS,
-            "Seconds until an unfinished request gets 422, which clients do not repeat.",
+            "Seconds until an unfinished request gets 422, which clients do not retry.",
             min=0.001,
             show_default="no limit",
         ),
     ] = None
-    read_timeout: Annotated[
-        float, option(_LIMITS, "Seconds to send a head, then a body, or to take a chunk.", min=0.1)
-    ] = 60.0
+    requests_per_minute: Annotated[
+        int | None,
+        option(
+            _LIMITS,
+            "Maximum requests per minute and API key, or per address without keys; more get 429.",
+            min=1,
+            show_default="no limit",
+        ),
+    ] = None
+    tokens_per_minute: Annotated[
+        int | None,
+        option(
+            _LIMITS,
+            "Maximum prompt and answer tokens per minute and API key, or per address "
+            "without keys; more get 429.",
+            min=1,
+            show_default="no limit",
+        ),
+    ] = None
     max_body_size: Annotated[
         int | None,
         option(
             _LIMITS,
-            "Most bytes of a body; more get 413.",
+            "Maximum bytes of a request body; more get 413.",
             min=1,
             show_default="16777216, or 50331648 if the model takes media",
         ),
@@ -373,51 +390,59 @@ class ServeOptions:
         int,
         option(
             _LIMITS,
-            "Most bytes of all bodies of requests under way, beyond a MiB of each; more get 503.",
+            "Maximum bytes of all request bodies in memory, not counting the first MiB of "
+            "each; more get 503.",
             min=0,
         ),
     ] = 1 << 30
+    read_timeout: Annotated[
+        float,
+        option(
+            _LIMITS,
+            "Seconds a client may take to send headers, to send a body, or to read a chunk.",
+            min=0.1,
+        ),
+    ] = 60.0
+    max_logprobs: Annotated[
+        int,
+        option(_LIMITS, "Maximum logprobs per token that a request may ask for.", min=0, max=20),
+    ] = 20
+    shutdown_timeout: Annotated[
+        float, option(_LIMITS, "Seconds to finish running requests after SIGTERM.", min=0)
+    ] = 30.0
     max_stored_responses: Annotated[
-        int, option(_LIMITS, "Most responses kept for previous_response_id; 0: none.", min=0)
+        int, option(_LIMITS, "Maximum responses kept for previous_response_id. 0: none.", min=0)
     ] = 1024
     max_stored_bytes: Annotated[
-        int, option(_LIMITS, "Most bytes of them; the least recently used are forgotten.", min=0)
+        int,
+        option(
+            _LIMITS,
+            "Maximum bytes of stored responses; the least recently used are dropped.",
+            min=0,
+        ),
     ] = 64 << 20
     max_file_size: Annotated[
-        int, option(_LIMITS, "Most bytes of a file of --files-dir; more get 413.", min=1)
+        int, option(_LIMITS, "Maximum bytes of an uploaded file; more get 413.", min=1)
     ] = 200 << 20
     max_files_size: Annotated[
         int,
-        option(_LIMITS, "Most bytes of all those files; then a further one gets 413.", min=1),
+        option(_LIMITS, "Maximum bytes of all uploaded files; then uploads get 413.", min=1),
     ] = 10 << 30
     max_batch_lines: Annotated[
         int | None,
         option(
             _LIMITS,
-            "Most lines of all batches that are answered at once.",
+            "Maximum batch lines that run at once, over all batches.",
             min=1,
-            show_default="--max-num-seqs and 32 more",
+            show_default="--max-num-seqs + 32",
         ),
     ] = None
-    max_logprobs: Annotated[
-        int, option(_LIMITS, "Most alternatives a request may ask for.", min=0, max=20)
-    ] = 20
-    shutdown_timeout: Annotated[
-        float, option(_LIMITS, "Seconds for running requests after SIGTERM.", min=0)
-    ] = 30.0
-    strict_requests: Annotated[
-        bool, option(_API, "Refuse unknown fields instead of logging them.", "--strict-requests")
-    ] = False
-    stream_interval: Annotated[int, option(_API, "Tokens of a streamed chunk.", min=1)] = 1
-    stream_keepalive_deltas: Annotated[
-        bool,
-        option(
-            _API,
-            "Send empty chunks every 15 s while a prompt is computed, for clients that ignore "
-            "comments.",
-            "--stream-keepalive-deltas",
-        ),
-    ] = False
+    structured_outputs_timeout: Annotated[
+        float, option(_LIMITS, "CPU seconds for compiling a grammar before it is refused.")
+    ] = 5.0
+    structured_outputs_cache_size: Annotated[int, option(_LIMITS, "Compiled grammars to keep.")] = (
+        256
+    )
     serve_page: Annotated[bool, option(_API, "Serve the chat page at /.", "--page/--no-page")] = (
         True
     )
@@ -425,7 +450,7 @@ class ServeOptions:
         Path | None,
         option(
             _API,
-            "JSON file of MCP servers, whose tools the page can use; it asks before each call.",
+            "JSON file of MCP servers for the chat page. The page asks before each tool call.",
             "--mcp",
             exists=True,
             dir_okay=False,
@@ -435,114 +460,125 @@ class ServeOptions:
         bool | None,
         option(
             _API,
-            "Users of the page can add MCP servers (HTTP). Where others reach this server (--host "
-            "is not loopback, or --uds, --root-path or --allowed-hosts is given), it needs "
-            "--api-key, and the MCP servers must have public addresses.",
+            "Let users of the chat page add HTTP MCP servers. If other machines can reach "
+            "this server (--host is not loopback, or --uds, --root-path or --allowed-hosts "
+            "is set), this needs --api-key, and MCP servers must have public addresses.",
             "--page-mcp/--no-page-mcp",
-            show_default="on unless others reach this server",
+            show_default="on if only this machine can reach the server",
         ),
     ] = None
     files_dir: Annotated[
         Path | None,
         option(
             _API,
-            "Folder for files and batches, which survive a restart; without it there are none.",
+            "Folder for files and batches, which survive restarts. Enables their APIs.",
             file_okay=False,
             show_default="none",
         ),
     ] = None
-    host: Annotated[str, option(_NET, "Address to listen on.")] = _HOST
-    port: Annotated[int, option(_NET, "Port; 0: any that is free.", min=0, max=65535)] = _PORT
-    uds: Annotated[
-        Path | None,
-        option(_NET, "Unix domain socket to listen on, instead of an address.", dir_okay=False),
-    ] = None
-    api_keys: Annotated[
-        list[str] | None,
+    strict_requests: Annotated[
+        bool,
         option(
-            _NET,
-            "Key that requests need. Repeatable.",
-            "--api-key",
-            show_default="none: open to all",
+            _API, "Refuse unknown fields in requests instead of logging them.", "--strict-requests"
+        ),
+    ] = False
+    stream_interval: Annotated[int, option(_API, "Tokens per streamed chunk.", min=1)] = 1
+    stream_keepalive_deltas: Annotated[
+        bool,
+        option(
+            _API,
+            "Send an empty chunk every 15 s of silence, for clients that ignore SSE comments.",
+            "--stream-keepalive-deltas",
+        ),
+    ] = False
+    limit_mm_per_prompt: Annotated[
+        str | None,
+        option(
+            _MEDIA,
+            'Maximum items per prompt, as a JSON object: {"image": 8, "video": 1, "audio": 0}.',
+            show_default="999 of each kind",
         ),
     ] = None
-    api_key_file: Annotated[
+    allowed_local_media_path: Annotated[
+        str | None,
+        option(
+            _MEDIA,
+            "Folder whose files all clients may use through file: URLs.",
+            show_default="none",
+        ),
+    ] = None
+    allowed_media_domains: Annotated[
+        list[str] | None,
+        option(
+            _MEDIA,
+            "Host to fetch media from, even at a private address. Repeatable; others are "
+            "then refused.",
+            "--allowed-media-domains",
+            show_default="all public hosts",
+        ),
+    ] = None
+    media_io_kwargs: Annotated[
+        str | None,
+        option(
+            _MEDIA,
+            'How to read media, as a JSON object: {"video": {"num_frames": 16, "fps": 2}}.',
+            show_default="32 frames per video",
+        ),
+    ] = None
+    mm_processor_kwargs: Annotated[
+        str | None,
+        option(
+            _MEDIA, "Arguments for the model's processor, as a JSON object.", show_default="none"
+        ),
+    ] = None
+    media_limits: Annotated[
+        str | None,
+        option(
+            _MEDIA,
+            "Maximum bytes, pixels and seconds per item, as a JSON object: "
+            '{"max_image_pixels": 16000000}. docs/media.md lists them.',
+            show_default="see there",
+        ),
+    ] = None
+    max_num_encoder_tokens: Annotated[
+        int | None,
+        option(
+            _MEDIA,
+            "Maximum encoder tokens of media per step.",
+            min=1,
+            show_default="--max-num-batched-tokens",
+        ),
+    ] = None
+    mm_encoder_cache_bytes: Annotated[
+        int, option(_MEDIA, "Bytes for the cache of encoded media.", min=1)
+    ] = 512 << 20
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"],
+        option(_LOGS, "Minimum severity: debug, info, warning, error or critical."),
+    ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], option(_LOGS, "Format of log lines: text or json.")
+    ] = "text"
+    log_requests: Annotated[
+        bool,
+        option(_LOGS, "Log one line per request.", "--enable-log-requests/--disable-log-requests"),
+    ] = True
+    log_config: Annotated[
         Path | None,
         option(
-            _NET,
-            "YAML file: a list of keys, or of {key, requests_per_minute, tokens_per_minute}.",
+            _LOGS,
+            "Configuration for Python's dictConfig, YAML or JSON. Overrides level and format.",
             exists=True,
             dir_okay=False,
         ),
     ] = None
-    requests_per_minute: Annotated[
-        int | None,
-        option(
-            _LIMITS,
-            "Requests that each key may make, or each address where there are no keys; more get "
-            "429.",
-            min=1,
-            show_default="no limit",
-        ),
-    ] = None
-    tokens_per_minute: Annotated[
-        int | None,
-        option(
-            _LIMITS,
-            "Tokens of prompts and answers that each key, or address, may use; then it gets 429.",
-            min=1,
-            show_default="no limit",
-        ),
-    ] = None
-    metrics_need_key: Annotated[
-        bool,
-        option(
-            _NET,
-            "/metrics and /load need a key too, where there are keys.",
-            "--metrics-need-key",
-        ),
-    ] = False
-    allowed_origins: Annotated[
-        list[str] | None,
-        option(
-            _NET,
-            "Origin of browser pages that may call. Repeatable; '*': any.",
-            show_default="its own",
-        ),
-    ] = None
-    allowed_hosts: Annotated[
-        list[str] | None,
-        option(
-            _NET,
-            "Name by which the server may be called, as Host. Repeatable; '*': any.",
-            show_default="its address and localhost; any if --host is not loopback",
-        ),
-    ] = None
-    root_path: Annotated[str, option(_NET, "Path under which a proxy shows the server.")] = ""
-    ssl_keyfile: Annotated[
-        Path | None, option(_NET, "Private key, PEM.", exists=True, dir_okay=False)
-    ] = None
-    ssl_certfile: Annotated[
-        Path | None, option(_NET, "Certificate, PEM: serve HTTPS.", exists=True, dir_okay=False)
-    ] = None
-    log_requests: Annotated[
-        bool, option(_LOGS, "One line a request.", "--enable-log-requests/--disable-log-requests")
-    ] = True
     otlp_traces_endpoint: Annotated[
         str | None,
         option(
             _LOGS,
-            "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span of each request.",
+            "URL of an OpenTelemetry collector (OTLP over HTTP); it receives a span per request.",
             show_default="none",
         ),
-    ] = None
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error", "critical"], option(_LOGS, "Least severity.")
-    ] = "info"
-    log_format: Annotated[Literal["text", "json"], option(_LOGS, "Form of a line.")] = "text"
-    log_config: Annotated[
-        Path | None,
-        option(_LOGS, "Logging configuration, YAML or JSON, instead.", exists=True, dir_okay=False),
     ] = None
 
 
@@ -560,7 +596,8 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file with any of these options; the command line and environment win.",
+            help="YAML file with any of these options. The command line and the environment "
+            "override it.",
             is_eager=True,
             callback=read_config,
             exists=True,

@@ -43,7 +43,7 @@ def media(
         typer.Option(min=1, help="Of the shape's language model, and fewer of its tower likewise."),
     ] = None,
     dtype: Annotated[
-        DType, typer.Option(help="auto: as the weights are, float32 on the CPU.")
+        DType, typer.Option(help="Data type of the weights. auto: as stored, float32 on the CPU.")
     ] = "auto",
     image_size: Annotated[
         ListOf, list_option(None, "Pixels of a picture's width and height.", "224,448")

@@ -38,9 +38,9 @@ class EngineOptions:
         ),
     ] = field(default_factory=lambda: [EngineName.MLX_PAGED])
     model: Model = None
-    dtype: Annotated[DType, option(ENGINE, "auto: as the weights are, float32 on the CPU.")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        DType, option(ENGINE, "Data type of the weights. auto: as stored, float32 on the CPU.")
+    ] = "auto"
     temperature: Annotated[float, option(ENGINE, "0 is greedy.", min=0.0)] = 0.0
     ignore_eos: Annotated[
         bool, option(ENGINE, "Every answer has its full length.", "--ignore-eos/--no-ignore-eos")
@@ -91,7 +91,7 @@ class EngineOptions:
     async_scheduling: AsyncScheduling = True
 
 
-NumAnswers = Annotated[int, option(ENGINE, "Answers for each prompt.", "--n", min=1)]
+NumAnswers = Annotated[int, option(ENGINE, "Answers per prompt.", "--n", min=1)]
 Seed = Annotated[int, option(DATA, "Seed of everything random.", "--seed")]
 MetricPercentiles = Annotated[str, option(_REPORT, "Percentiles of latencies, by commas.")]
 

@@ -46,46 +46,47 @@ def chat(
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Talk to a server with OpenAI's API, instead of loading a model."
+            metavar="URL", help="Talk to a server with OpenAI's API instead of loading a model."
         ),
     ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Key that the server needs.", envvar="MLX_PAGED_API_KEY", show_envvar=True
+            help="API key for the server.", envvar="MLX_PAGED_API_KEY", show_envvar=True
         ),
     ] = None,
     system_prompt: SystemPrompt = None,
     load: Annotated[
-        Path | None, typer.Option(help="Continue a chat that /save has written.")
+        Path | None, typer.Option(help="Continue a chat written by /save.")
     ] = None,
     markup: Annotated[
         Markup,
-        typer.Option(help="How answers are drawn; auto: Markdown, code for the embedded model."),
+        typer.Option(help="How to draw answers. auto: Markdown; code for the embedded model."),
     ] = "auto",
     history_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of typed lines.", show_default="~/.local/state/mlx-paged/chat-history",
+            help="File with the input history.",
+            show_default="~/.local/state/mlx-paged/chat-history",
             envvar="MLX_PAGED_HISTORY_FILE", show_envvar=True,
         ),
     ] = None,
     mcp: Annotated[
         Path | None,
         option(
-            _TOOLS, "JSON file of MCP servers, whose tools the model may ask for; each call asks "
-            "you first.", metavar="CONFIG",
+            _TOOLS, "JSON file of MCP servers whose tools the model can call. You confirm "
+            "each call.", metavar="CONFIG",
         ),
     ] = None,
     mcp_allow: Annotated[
         list[str] | None,
         option(
-            _TOOLS, "Tool that runs without a question, as /tools names it. Repeatable.",
+            _TOOLS, "Tool that runs without confirmation, as named by /tools. Repeatable.",
             metavar="TOOL",
         ),
     ] = None,
     max_tool_rounds: Annotated[
-        int, option(_TOOLS, "Most answers with calls to one message.", min=1)
+        int, option(_TOOLS, "Maximum answers with tool calls per message.", min=1)
     ] = 10,
     sampling: SamplingOptions,
     model: Model = None,
