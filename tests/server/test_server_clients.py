@@ -204,7 +204,7 @@ def test_llama_index(server) -> None:
 
 def test_the_recipe_for_opencode(server, monkeypatch) -> None:
     """What OpenCode makes of the documented file: the requests of its provider package."""
-    text = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/agents.md").read_text()
     [recipe] = re.findall(r"```json\n(\{\n  \"\$schema\": .*?\n\})\n```", text, re.DOTALL)
     config = json.loads(recipe)
     name, _, model = config["model"].partition("/")
