@@ -171,3 +171,24 @@ def test_pages_that_the_code_names_exist() -> None:
         for name, anchor in named:
             assert (ROOT / name).exists(), f"{name_of(path)} names {name}"
             assert not anchor or anchor[1:] in anchors(ROOT / name), f"{name_of(path)}: {anchor}"
+
+
+# --- Length ---------------------------------------------------------------------------------------
+
+MAX_WORDS = 45_000
+
+
+def words(text: str) -> int:
+    """The words of prose and tables, without code blocks and comments."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    return sum(re.search(r"\w", word) is not None for word in text.split())
+
+
+def test_the_documentation_stays_short() -> None:
+    pages = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    counts = {name_of(page): words(page.read_text()) for page in pages}
+    total = sum(counts.values())
+    print(f"{total:,} words on {len(pages)} pages")
+    longest = ", ".join(f"{n} {c}" for n, c in Counter(counts).most_common(5))
+    assert total <= MAX_WORDS, f"{total} words; the longest pages: {longest}"
