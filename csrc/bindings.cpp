@@ -13,6 +13,7 @@
 #include "kernel_names.h"
 #include "mlx/version.h"
 #include "primitives.h"
+#include "thread_end.h"
 #include "transfer.h"
 
 #define MLX_PAGED_STRING_(x) #x
@@ -237,6 +238,10 @@ void bind_extension(nb::module_& m) {
       "limit_threads", &cpu::limit_threads, "max_threads"_a,
       "Limits the threads of the CPU kernels unless MLX_PAGED_NUM_THREADS is set. Call it before "
       "their first use.");
+
+  m.def(
+      "outlast_interpreter", &outlast_interpreter,
+      "Keeps this thread from destroying MLX's thread-local variables during the exit.");
 
   m.def("build_info", &build_info, "Build options of this extension and its choices at run time.");
 }

@@ -154,5 +154,10 @@ def limit_threads(max_threads: int) -> None:
     Limits the threads of the CPU kernels unless MLX_PAGED_NUM_THREADS is set. Call it before their first use.
     """
 
+def outlast_interpreter() -> None:
+    """
+    Keeps this thread from destroying MLX's thread-local variables during the exit.
+    """
+
 def build_info() -> dict:
     """Build options of this extension and its choices at run time."""

@@ -950,6 +950,14 @@ def make_room() -> None:
     ext.make_room()
 
 
+def outlast_interpreter() -> None:
+    """Makes this thread wait, if it ends while the interpreter exits, for the process to end.
+
+    Call it after reading `mx.random.state` on this thread.
+    """
+    ext.outlast_interpreter()
+
+
 def compiles_kernels() -> bool:
     """True if GPU kernels are compiled on this machine on first use, as with Metal."""
     if os.environ.get("MLX_PAGED_SIM") == "1":

@@ -7,12 +7,16 @@ import os
 import threading
 from weakref import WeakSet
 
+import mlx.core as mx
+
+from mlx_paged import ops
 from mlx_paged.errors import ForkedProcessError
 
 # Seconds that the interpreter's exit waits for a call that another thread has begun.
 _EXIT_TIMEOUT = 60.0
 
 _user: int | None = None  # the process that made the first engine or the drop-in's store
+_thread = threading.local()
 
 
 def check_process() -> None:
@@ -26,6 +30,19 @@ def check_process() -> None:
     """
     if _user is not None and _user != os.getpid():
         raise ForkedProcessError(_user)
+    protect_thread()
+
+
+def protect_thread() -> None:
+    """Lets this thread end at any time if it is a daemon, even during the interpreter's exit.
+
+    Without it, a thread that has used `mx.compile` or `mx.random` and that the exiting interpreter
+    ends would abort the process: see csrc/thread_end.h.
+    """
+    if not hasattr(_thread, "is_protected"):
+        _ = mx.random.state
+        ops.outlast_interpreter()
+        _thread.is_protected = True
 
 
 def is_forked() -> bool:

@@ -286,6 +286,23 @@ sys.exit(7)
 """
 
 
+ENDS_DURING_EXIT = """
+import atexit, sys, threading
+exit_begins, has_answered = threading.Event(), threading.Event()
+atexit.register(exit_begins.set)  # registered first, so it runs last
+from mlx_paged import LLM, SamplingParams
+
+def run():
+    LLM(num_gpu_blocks_override=64).generate("def f", SamplingParams(max_tokens=4))
+    has_answered.set()
+    exit_begins.wait()
+
+threading.Thread(target=run, daemon=True).start()
+has_answered.wait()
+sys.exit(7)
+"""
+
+
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT
@@ -303,3 +320,9 @@ def test_the_interpreter_exits_while_daemon_threads_generate() -> None:
     done = run_script(AT_EXIT)
     assert done.returncode == 7, done.stderr
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr
+
+
+def test_a_thread_that_has_used_an_engine_may_end_during_the_exit() -> None:
+    done = run_script(ENDS_DURING_EXIT)
+    assert done.returncode == 7, done.stderr
+    assert not done.stderr

@@ -50,7 +50,7 @@ def held(visitor: Visitor) -> Iterator[tuple[Page, list[Route]]]:
     """The page, and requests for the module of Markdown, which wait."""
     routes: list[Route] = []
     visitor.context.route("**/web/markdown.js", lambda route: routes.append(route))
-    yield visitor.open(fakes=True), routes
+    yield visitor.open(fakes=True, is_whole=False), routes
     visitor.context.unroute_all(behavior="ignoreErrors")
 
 

@@ -75,6 +75,10 @@ window.fetch = (url, options) => {
 };
 """
 
+LOAD_LIBRARIES = """async () => {
+  await import(new URL("web/markdown.js", document.baseURI));
+}"""
+
 # A page without a site has no storage.
 NO_TITLES = """try { localStorage["mlx-paged.titles"] = "off"; } catch {}"""
 
@@ -142,13 +146,20 @@ class Visitor:
         if request.url.endswith("/v1/chat/completions") and request.method == "POST":
             self.bodies.append(request.post_data_json)
 
-    def open(self, *, fakes: bool = False, path: str = "/") -> Page:
-        """Opens a tab with the page; returns when it is ready."""
+    def open(self, *, fakes: bool = False, path: str = "/", is_whole: bool = True) -> Page:
+        """Opens a tab with the page; returns when it is ready.
+
+        Args:
+            is_whole: Wait also for the libraries that load after the page can be used. Until they
+                have come, texts are shown without their Markdown.
+        """
         page = self.context.new_page()
         if fakes:
             page.add_init_script(FAKE_ANSWERS)
         page.goto(self.url + path)
         expect(page.locator("#messages > li")).not_to_have_count(0)
+        if is_whole:
+            page.evaluate(LOAD_LIBRARIES)
         return page
 
     def close(self) -> None:
