@@ -12,7 +12,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mlx_paged.cli.options import ENV_PREFIX, DType, fields_of, option, read_config, with_options
+from mlx_paged.cli.options import (
+    ENV_PREFIX,
+    KV_CACHE_DTYPE_HELP,
+    DType,
+    fields_of,
+    option,
+    read_config,
+    with_options,
+)
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.extras import needs_extra
 
@@ -222,14 +230,7 @@ class ServeOptions:
             "--metrics-need-key",
         ),
     ] = False
-    kv_cache_dtype: Annotated[
-        str,
-        option(
-            _CACHE,
-            "KV cache format: auto (the model's own), int8, int8_k_int4_v (k8v4), int4 or "
-            "fp8. All but auto hold two to three times the tokens.",
-        ),
-    ] = "auto"
+    kv_cache_dtype: Annotated[str, option(_CACHE, KV_CACHE_DTYPE_HELP)] = "auto"
     gpu_memory_utilization: Annotated[
         float | None,
         option(

@@ -44,8 +44,9 @@ class EngineConfig:
             `classifier_from_token`, see `PoolerConfig`.
         block_size: Tokens of a KV block: 8, 16, 32 or 64.
         kv_cache_dtype: Format of keys and values. "auto" is the model's dtype; "int8",
-            "int8_k_int4_v" (or "k8v4"), "int4" and "fp8" hold more tokens in the same memory, see
-            docs/kv-store.md. Latents and recurrent states keep the model's dtype.
+            "int8_k_int4_v" (or "k8v4"), "int4" and "fp8" hold more tokens in the same memory. Only
+            "int8" loses next to nothing, see docs/kv-store.md. Latents and recurrent states keep
+            the model's dtype.
         kv_cache_dtype_skip_layers: Layers that keep the model's dtype, by number from 0;
             "sliding_window" stands for all layers with a window (vLLM's name).
         cpu_activations: Format of the inputs of linear layers on the CPU: "float32" is exact;
