@@ -139,18 +139,18 @@ def test_the_models_that_fit_follow_from_the_rule_of_doctor() -> None:
 def test_the_costs_of_kv_formats_are_as_measured() -> None:
     page = text_of("docs/performance.md").partition("What the formats cost")[2]
     [name] = re.findall(r"\.\./bench/results/(kv_quality-[\w-]+\.json)", page[:400])
-    measured = json.loads(text_of(f"bench/results/{name}"))["results"]
-    by_format = {
-        each["kv_cache_dtype"]: each
-        for each in reversed(measured)  # the first model counts
-    }
+    measured = json.loads(text_of(f"bench/results/{name}"))
+    by_format = {each["kv_cache_dtype"]: each for each in measured["results"]}
+    answers = measured["answers"]
     rows = [cells(line) for line in page.splitlines() if line.startswith("| `")]
     rows = [row for row in rows if not row[0].startswith("`--")][:4]
     assert [row[0].strip("`") for row in rows] == ["int8", "int8_k_int4_v", "int4", "fp8"]
-    for name, bits, kl, perplexity, top1 in rows:
-        found = by_format[name.strip("`")]
+    for cell, bits, kl, perplexity, top1, equal in rows:
+        name = cell.strip("`")
+        found = by_format[name]
         assert float(bits) == pytest.approx(found["bits"], abs=0.006)
         assert float(kl) == pytest.approx(found["kl"], abs=0.00006)
         change = float(perplexity.rstrip("%")) / 100
         assert change == pytest.approx(found["perplexity_change"], abs=0.00006)
         assert float(top1.rstrip("%")) / 100 == pytest.approx(found["top1"], abs=0.0006)
+        assert equal == f"{answers['equal'][name]} of {answers['number']}"
