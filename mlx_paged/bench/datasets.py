@@ -77,23 +77,22 @@ class Workload:
     dataset_name: Annotated[
         Dataset,
         _option(
-            "random: random tokens; prefix_repetition: each prompt begins with one of a few "
-            "prefixes; sharegpt: a file of conversations; embedded: requests to the embedded "
-            "model.",
+            "random: random tokens; prefix_repetition: a few shared prefixes; sharegpt: a "
+            "file of conversations; embedded: requests for the embedded model.",
         ),
     ] = Dataset.RANDOM
-    num_prompts: Annotated[int, _option("Requests.", min=1)] = 64
+    num_prompts: Annotated[int, _option("Number of requests.", min=1)] = 64
     dataset_path: Annotated[Path | None, _option("sharegpt: file in ShareGPT's JSON format.")] = (
         None
     )
     input_len: Annotated[
         int | None,
-        _number("random: tokens of a prompt.", "128", "--input-len", "--random-input-len"),
+        _number("random: tokens per prompt.", "128", "--input-len", "--random-input-len"),
     ] = None
     output_len: Annotated[
         int | None,
         _number(
-            "Tokens of an answer.", "64; sharegpt: those of the conversation",
+            "Tokens per answer.", "64; sharegpt: the conversation's",
             "--output-len", "--random-output-len", "--sharegpt-output-len",
             "--prefix-repetition-output-len",
         ),
@@ -101,36 +100,36 @@ class Workload:
     prefix_len: Annotated[
         int | None,
         _number(
-            "random: tokens that all prompts begin with, in addition to the others.", "0",
+            "random: tokens of a prefix added to all prompts.", "0",
             "--prefix-len", "--random-prefix-len", min=0,
         ),
     ] = None  # fmt: skip
     range_ratio: Annotated[
         float | None,
         _number(
-            "random: lengths vary by this share, up and down, uniformly.", "0",
+            "random: share by which lengths vary, uniformly.", "0",
             "--random-range-ratio", min=0.0,
         ),
     ] = None  # fmt: skip
     repeated_prefix_len: Annotated[
         int | None,
-        _number("prefix_repetition: tokens of a prefix.", "256", "--prefix-repetition-prefix-len"),
+        _number("prefix_repetition: tokens per prefix.", "256", "--prefix-repetition-prefix-len"),
     ] = None
     repeated_suffix_len: Annotated[
         int | None,
-        _number("prefix_repetition: tokens after it.", "256", "--prefix-repetition-suffix-len"),
+        _number("prefix_repetition: tokens per suffix.", "256", "--prefix-repetition-suffix-len"),
     ] = None
     num_prefixes: Annotated[
         int | None,
         _number(
-            "prefix_repetition: how many prefixes there are.", "10",
+            "prefix_repetition: number of prefixes.", "10",
             "--prefix-repetition-num-prefixes",
         ),
     ] = None  # fmt: skip
     system_prompt: Annotated[
         bool | None,
         _option(
-            "embedded: all chats begin with the same long system message.",
+            "embedded: begin all chats with the same long system message.",
             "--system-prompt/--no-system-prompt", show_default="with it",
         ),
     ] = None  # fmt: skip

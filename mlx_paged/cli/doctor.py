@@ -10,10 +10,10 @@ import typer
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print a full report as JSON.")] = False,
 ) -> None:
-    """Check this machine and installation: what is wrong, and what to do about it.
+    """Check this machine and installation, and say how to fix problems.
 
-    Tries every kernel against NumPy and says which models fit. Takes some seconds. The exit status
-    is 1 where something is broken, 0 otherwise.
+    Tests every kernel against NumPy and lists the models that fit. Takes a few seconds. The exit
+    status is 1 if something is broken.
 
     Examples:
       mlx-paged doctor

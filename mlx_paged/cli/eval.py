@@ -104,7 +104,7 @@ def evaluate(
     ] = None,
     setup: EvaluatedModel,
 ) -> None:
-    """Evaluate a model with lm_eval's tasks, and how well it calls tools.
+    """Score a model on lm_eval's tasks and on tool calls.
 
     Examples:
       mlx-paged eval --tasks gsm8k-sample,hellaswag-sample --limit 20 --model model.gguf

@@ -139,17 +139,17 @@ def generate(
     cpu_activations: CPUActivations = "float32",
     async_scheduling: AsyncScheduling = True,
 ) -> None:  # fmt: skip
-    """Answer prompts, or all requests of a batch file, as many at once as there is memory for.
+    """Answer prompts, or the requests of a batch file, many at once.
 
     Examples:
       mlx-paged generate "Return the n-th Fibonacci number"
       mlx-paged generate -p "Hello" -p "How are you?" --model mlx-community/Qwen3-0.6B-4bit
-      mlx-paged generate "Name a colour" --choice red --choice green
+      mlx-paged generate "Name a color" --choice red --choice green
       git diff | mlx-paged generate --system-prompt "Review this change"
       mlx-paged generate -f question.txt --temperature 0.7 --seed 1 -n 3
       mlx-paged generate -i requests.jsonl -o answers.jsonl
 
-    The last one runs a batch in OpenAI's format. If it was interrupted, the same command continues
+    The last one runs a batch in OpenAI's format. If it is interrupted, the same command continues
     where it stopped. Exit status 3 if some of its lines failed, 1 if all did.
     """
     engine_options = {

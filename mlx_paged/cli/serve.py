@@ -608,7 +608,7 @@ def serve(
     ] = None,
     options: ServeOptions,
 ) -> None:
-    """Serve a model with OpenAI's API, and a page to talk to it.
+    """Serve a model with OpenAI's and Anthropic's APIs and a chat page.
 
     Examples:
       mlx-paged serve

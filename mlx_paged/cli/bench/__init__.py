@@ -10,12 +10,12 @@ from mlx_paged.cli.bench.memory import memory
 from mlx_paged.cli.bench.offline import latency, throughput
 from mlx_paged.cli.bench.serve import serve
 
-bench = typer.Typer(help="Measure.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 
 
 @bench.callback()
 def _group() -> None:
-    """Measure."""
+    """Benchmarks."""
 
 
 for verb in (serve, latency, throughput, kernels, memory, media):

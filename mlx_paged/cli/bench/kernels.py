@@ -23,7 +23,7 @@ from mlx_paged.cli.options import option, with_options
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
-_GRID, _HOW, _OUT = "What is measured (repeatable, or by commas)", "How", "Output"
+_GRID, _HOW, _OUT = "Cases (repeatable, or comma-separated)", "How", "Output"
 _LONG = 4  # cases
 
 
@@ -34,34 +34,36 @@ class GridOptions:
     op: Annotated[
         ListOf, list_option(_GRID, "Primitives: " + ", ".join(OPS) + ".", "all of the backend's")
     ] = None
-    batch: Annotated[ListOf, list_option(_GRID, "Sequences.", "1,16")] = None
-    context: Annotated[
-        ListOf, list_option(_GRID, "Tokens of a sequence, on average.", "1024,4096")
-    ] = None
+    batch: Annotated[ListOf, list_option(_GRID, "Sequences per batch.", "1,16")] = None
+    context: Annotated[ListOf, list_option(_GRID, "Mean tokens per sequence.", "1024,4096")] = None
     rows: Annotated[
         ListOf,
         list_option(
             _GRID,
-            "Query tokens of a sequence: 1 decode, up to 8 drafts, more a prefill chunk.",
+            "Query tokens per sequence: 1 is decode, up to 8 drafts, more a prefill chunk.",
             "1",
         ),
     ] = None
     kv_heads: Annotated[ListOf, list_option(_GRID, "KV heads.", "8")] = None
-    group: Annotated[ListOf, list_option(_GRID, "Query heads of a KV head.", "4")] = None
-    head_dim: Annotated[ListOf, list_option(_GRID, "Of keys and values.", "128")] = None
-    block_size: Annotated[ListOf, list_option(_GRID, "Tokens: 8, 16, 32, 64.", "32")] = None
+    group: Annotated[ListOf, list_option(_GRID, "Query heads per KV head.", "4")] = None
+    head_dim: Annotated[ListOf, list_option(_GRID, "Head dimension of keys and values.", "128")] = (
+        None
+    )
+    block_size: Annotated[
+        ListOf, list_option(_GRID, "Tokens per KV block: 8, 16, 32 or 64.", "32")
+    ] = None
     dtype: Annotated[
         ListOf,
-        list_option(_GRID, "float32, float16, bfloat16.", "float32 on the CPU, bfloat16 on a GPU"),
+        list_option(
+            _GRID, "float32, float16 or bfloat16.", "float32 on the CPU, bfloat16 on a GPU"
+        ),
     ] = None
     window: Annotated[
-        ListOf, list_option(_GRID, "Tokens that a row sees; 0 or none: all.", "none")
+        ListOf, list_option(_GRID, "Sliding window in tokens. 0 or none: no window.", "none")
     ] = None
     skew: Annotated[
         ListOf,
-        list_option(
-            _GRID, "An eighth of the sequences is this many times as long as the others.", "1"
-        ),
+        list_option(_GRID, "Make an eighth of the sequences this many times longer.", "1"),
     ] = None
 
     def values(self) -> dict[str, list[Any]]:
@@ -95,26 +97,28 @@ class RunOptions:
 
     device: Annotated[
         Literal["cpu", "gpu"] | None,
-        option(_HOW, "Where to run.", show_default="the best available"),
+        option(_HOW, "Device to run on.", show_default="the best available"),
     ] = None
-    quick: Annotated[bool, option(_HOW, "A few points, in seconds.", "--quick")] = False
+    quick: Annotated[bool, option(_HOW, "Measure a few points only; takes seconds.", "--quick")] = (
+        False
+    )
     rounds: Annotated[
-        int | None, option(_HOW, "Samples of each.", min=3, show_default="9; 5 if quick")
+        int | None, option(_HOW, "Samples per case.", min=3, show_default="9; 5 if quick")
     ] = None
     past_cache: Annotated[
-        int, option(_HOW, "MiB that launches read before the same again.", min=0)
+        int, option(_HOW, "MiB read between two launches on the same data.", min=0)
     ] = 256
-    seed: Annotated[int, option(_HOW, "Of inputs and tables.")] = 0
+    seed: Annotated[int, option(_HOW, "Seed for inputs and tables.")] = 0
 
 
 @dataclass(frozen=True)
 class Files:
     """Destinations of the results."""
 
-    json: Annotated[Path | None, option(_OUT, "Write everything.")] = None
-    csv: Annotated[Path | None, option(_OUT, "Write rows.")] = None
+    json: Annotated[Path | None, option(_OUT, "JSON file for all results.")] = None
+    csv: Annotated[Path | None, option(_OUT, "CSV file for all rows.")] = None
     plot: Annotated[
-        Path | None, option(_OUT, "Draw attention's share of copy bandwidth (.svg, .png, .pdf).")
+        Path | None, option(_OUT, "Plot of attention's share of copy bandwidth (.svg, .png, .pdf).")
     ] = None
 
 
@@ -128,7 +132,7 @@ def kernels(
         tuple[Path, Path] | None,
         option(
             _OUT,
-            "Two files of --json: measure nothing, report what became faster or slower.",
+            "Compare two files of --json instead of measuring.",
             metavar="BEFORE AFTER",
         ),
     ] = None,

@@ -35,55 +35,57 @@ def media(
     shape: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a model: random weights in the shape of smolvlm-256m or qwen2-vl-2b."
+            help="Random weights in the shape of smolvlm-256m or qwen2-vl-2b, instead of a model."
         ),
     ] = None,
     num_layers: Annotated[
         int | None,
-        typer.Option(min=1, help="Of the shape's language model, and fewer of its tower likewise."),
+        typer.Option(
+            min=1, help="Layers of the shape's language model; its tower shrinks likewise."
+        ),
     ] = None,
     dtype: Annotated[
         DType, typer.Option(help="Data type of the weights. auto: as stored, float32 on the CPU.")
     ] = "auto",
     image_size: Annotated[
-        ListOf, list_option(None, "Pixels of a picture's width and height.", "224,448")
+        ListOf, list_option(None, "Image width and height in pixels.", "224,448")
     ] = None,
-    frames: Annotated[ListOf, list_option(None, "Frames of a video.", "2,4")] = None,
-    frame_size: Annotated[int, typer.Option(min=28, help="Pixels of a frame's width.")] = 224,
-    output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 32,
+    frames: Annotated[ListOf, list_option(None, "Frames per video.", "2,4")] = None,
+    frame_size: Annotated[int, typer.Option(min=28, help="Frame width in pixels.")] = 224,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 32,
     num_iters: Annotated[
-        int, typer.Option(min=1, help="Rounds that are counted; one more comes before them.")
+        int, typer.Option(min=1, help="Measured rounds, after one for warm-up.")
     ] = 3,
     tables: Annotated[
-        bool, typer.Option("--tables/--no-tables", help="Measure pictures and videos.")
+        bool, typer.Option("--tables/--no-tables", help="Measure images and videos.")
     ] = True,
     figures: Annotated[
         bool,
         typer.Option(
             "--figures",
-            help="Measure eight questions about a picture, the second turn of a chat, and what "
-            "requests without media pay.",
+            help="Also measure eight questions about one image, a chat's second turn, and "
+            "the cost to text-only requests.",
         ),
     ] = False,
     compare: Annotated[
-        bool, typer.Option("--compare/--no-compare", help="Against mlx-vlm's own generation.")
+        bool, typer.Option("--compare/--no-compare", help="Compare with mlx-vlm.")
     ] = True,
     servers: Annotated[
         bool,
-        typer.Option("--servers", help="Ask both servers, too; mlx-vlm's needs more packages."),
+        typer.Option("--servers", help="Compare the servers, too. mlx-vlm's needs more packages."),
     ] = False,
     output_json: Annotated[
         Path | None,
-        typer.Option("--output-json", "--output", help="Write figures and environment here."),
+        typer.Option("--output-json", "--output", help="JSON file for results and environment."),
     ] = None,
 ) -> None:
-    """Measure pictures and videos: time to the first token, tokens a second, memory.
+    """Measure images and videos: time to first token, tokens per second and memory.
 
     Each engine is asked about something new, and then another question about
     the same: with all that it may keep between requests, with the outputs of
     towers only, and with nothing. The engines have a process each, and take
-    turns. A request's clock starts before its pictures are read. Models that
-    take no videos get the frames as pictures.
+    turns. A request's clock starts before its images are read. Models that
+    accept no videos get the frames as images.
     Options with LIST may be repeated or take commas.
 
     Examples:

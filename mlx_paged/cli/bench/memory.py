@@ -21,19 +21,17 @@ if TYPE_CHECKING:
 
 
 def memory(
-    users: Annotated[ListOf, list_option(None, "Users at once.", "1,8,32")] = None,
+    users: Annotated[ListOf, list_option(None, "Concurrent users.", "1,8,32")] = None,
     system_len: Annotated[
-        ListOf, list_option(None, "Tokens of the prompt that all share; 0: none.", "64,512")
+        ListOf, list_option(None, "Tokens of the shared system prompt. 0: none.", "64,512")
     ] = None,
     user_len: Annotated[
-        ListOf, list_option(None, "Tokens that each user adds, on average.", "64")
+        ListOf, list_option(None, "Mean tokens of each user's own prompt.", "64")
     ] = None,
-    answer_len: Annotated[
-        ListOf, list_option(None, "Tokens of an answer, on average.", "64")
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens: 8, 16, 32, 64.")] = 32,
+    answer_len: Annotated[ListOf, list_option(None, "Mean tokens per answer.", "64")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block: 8, 16, 32 or 64.")] = 32,
     kv_cache_dtype: Annotated[
-        ListOf, list_option(None, "Formats of keys and values, paged.", "int8,int8_k_int4_v")
+        ListOf, list_option(None, "KV cache formats to compare.", "int8,int8_k_int4_v")
     ] = None,
     model: Annotated[
         str | None,
@@ -42,11 +40,11 @@ def memory(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer users and shorter texts, in seconds.")
+        bool, typer.Option("--quick", help="Use fewer users and shorter texts; takes seconds.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of texts and their lengths.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write results.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed for texts and lengths.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="JSON file for all results.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="CSV file for results.")] = None,
 ) -> None:
     """Measure the KV memory of N users, and test the claim that paging takes 2-4x less.
 

@@ -47,11 +47,11 @@ _GIB = 1 << 30
 @with_options()
 def latency(
     *,
-    input_len: Annotated[int, option(_BATCH, "Tokens of a prompt.", min=1)] = 32,
-    output_len: Annotated[int, option(_BATCH, "Tokens of an answer.", min=1)] = 128,
-    batch_size: Annotated[int, option(_BATCH, "Prompts of the batch.", min=1)] = 8,
+    input_len: Annotated[int, option(_BATCH, "Tokens per prompt.", min=1)] = 32,
+    output_len: Annotated[int, option(_BATCH, "Tokens per answer.", min=1)] = 128,
+    batch_size: Annotated[int, option(_BATCH, "Prompts per batch.", min=1)] = 8,
     n: NumAnswers = 1,
-    num_iters_warmup: Annotated[int, option(_BATCH, "Runs that are not measured.", min=0)] = 10,
+    num_iters_warmup: Annotated[int, option(_BATCH, "Warm-up runs.", min=0)] = 10,
     num_iters: Annotated[int, option(_BATCH, "Measured runs.", min=1)] = 30,
     seed: Seed = 0,
     setup: EngineOptions = _UNCACHED,
@@ -87,9 +87,9 @@ def throughput(
     workload: Workload,
     seed: Seed = 0,
     n: NumAnswers = 1,
-    num_iters_warmup: Annotated[int, option(_ROUNDS, "Rounds that are not measured.", min=0)] = 1,
+    num_iters_warmup: Annotated[int, option(_ROUNDS, "Warm-up rounds.", min=0)] = 1,
     num_iters: Annotated[
-        int, option(_ROUNDS, "Rounds that are measured; the one of median time is reported.", min=1)
+        int, option(_ROUNDS, "Measured rounds; the median round is reported.", min=1)
     ] = 1,
     setup: EngineOptions,
     report: ReportOptions,

@@ -33,8 +33,8 @@ class EngineOptions:
         list[EngineName],
         option(
             ENGINE,
-            "Engine that generates. Give it twice to compare: each runs in its own process, and "
-            "they take turns.",
+            "Engine to measure. Repeat it to compare: each engine runs in its own process, "
+            "in turn.",
         ),
     ] = field(default_factory=lambda: [EngineName.MLX_PAGED])
     model: Model = None
@@ -43,7 +43,8 @@ class EngineOptions:
     ] = "auto"
     temperature: Annotated[float, option(ENGINE, "0 is greedy.", min=0.0)] = 0.0
     ignore_eos: Annotated[
-        bool, option(ENGINE, "Every answer has its full length.", "--ignore-eos/--no-ignore-eos")
+        bool,
+        option(ENGINE, "Generate every answer to its full length.", "--ignore-eos/--no-ignore-eos"),
     ] = True
     disable_detokenize: Annotated[
         bool, option(ENGINE, "Do not time detokenization.", "--disable-detokenize")
@@ -53,7 +54,7 @@ class EngineOptions:
         int | None,
         option(
             ENGINE,
-            "mlx-paged: most tokens of a step.",
+            "mlx-paged: maximum tokens per step.",
             min=1,
             show_default="2048; up to 8192 on NVIDIA GPUs",
         ),
@@ -62,13 +63,13 @@ class EngineOptions:
         int | None,
         option(
             ENGINE,
-            "mlx-paged: most tokens of prompt and answer. With --max-num-seqs it bounds the "
-            "KV pool.",
+            "mlx-paged: maximum tokens of prompt and answer. With --max-num-seqs it bounds "
+            "the KV cache.",
             min=1,
             show_default="the longest request",
         ),
     ] = None
-    block_size: Annotated[int, option(ENGINE, "mlx-paged: tokens of a KV block.")] = 32
+    block_size: Annotated[int, option(ENGINE, "mlx-paged: tokens per KV block.")] = 32
     kv_cache_memory: KVCacheMemory = None
     kv_cache_dtype: KVCacheDType = "auto"
     cpu_activations: CPUActivations = "float32"
@@ -76,7 +77,7 @@ class EngineOptions:
         float | None,
         option(
             ENGINE,
-            "mlx-paged: most of the device's memory, as a share.",
+            "mlx-paged: share of device memory.",
             show_default="0.9 on a GPU",
         ),
     ] = None
@@ -84,7 +85,7 @@ class EngineOptions:
         bool,
         option(
             ENGINE,
-            "mlx-paged: share equal beginnings of prompts.",
+            "mlx-paged: reuse KV blocks of prompts with a common prefix.",
             "--enable-prefix-caching/--no-enable-prefix-caching",
         ),
     ] = True
@@ -92,8 +93,8 @@ class EngineOptions:
 
 
 NumAnswers = Annotated[int, option(ENGINE, "Answers per prompt.", "--n", min=1)]
-Seed = Annotated[int, option(DATA, "Seed of everything random.", "--seed")]
-MetricPercentiles = Annotated[str, option(_REPORT, "Percentiles of latencies, by commas.")]
+Seed = Annotated[int, option(DATA, "Random seed.", "--seed")]
+MetricPercentiles = Annotated[str, option(_REPORT, "Comma-separated percentiles of latencies.")]
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ class ReportOptions:
     """The report, and its place."""
 
     metric_percentiles: MetricPercentiles = "50,90,99"
-    output_json: Annotated[Path | None, option(_REPORT, "Write figures and environment here.")] = (
-        None
-    )
+    output_json: Annotated[
+        Path | None, option(_REPORT, "JSON file for results and environment.")
+    ] = None
 
 
 # --- Options that take lists ----------------------------------------------------------------------

@@ -25,39 +25,44 @@ from mlx_paged.extras import needs_extra
 def serve(
     *,
     base_url: Annotated[
-        str, typer.Option(help="Of the server, with or without /v1.")
+        str, typer.Option(help="URL of the server, with or without /v1.")
     ] = "http://127.0.0.1:8000",
     backend: Annotated[
         Literal["openai", "openai-chat"],
         typer.Option(help="openai: /v1/completions; openai-chat: /v1/chat/completions.")
     ] = "openai",
     model: Annotated[
-        str | None, typer.Option(help="Name in the API.", show_default="the server's first")
+        str | None, typer.Option(help="Model name in the API.", show_default="the server's first")
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Directory or id, to make prompts.", show_default="the embedded model's"),
+        typer.Option(help="Tokenizer of the prompts: a model.", show_default="the embedded model's"),
     ] = None,
     workload: Workload,
     request_rate: Annotated[
-        float, typer.Option(min=0.001, help="Requests a second.", show_default="inf: all at once")
+        float, typer.Option(min=0.001, help="Requests per second.", show_default="inf: all at once")
     ] = float("inf"),
-    burstiness: Annotated[float, typer.Option(min=0.01, help="1: Poisson; less: bursts.")] = 1.0,
+    burstiness: Annotated[float, typer.Option(min=0.01, help="Burstiness of arrivals. 1: "
+                                                             "Poisson; less: bursts.")] = 1.0,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Most requests at once.")
+        int | None, typer.Option(min=1, help="Maximum concurrent requests.")
     ] = None,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests not measured.")] = 1,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Warm-up requests.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers of full length.")] = True,
-    extra_body: Annotated[str, typer.Option(help="JSON object: more fields.")] = "{}",
+    ignore_eos: Annotated[bool, typer.Option(help="Generate answers to their full length.")] = True,
+    extra_body: Annotated[str, typer.Option(help="Additional request fields, as a JSON "
+                                                 "object.")] = "{}",
     api_key: Annotated[
-        str | None, typer.Option(help="Key.", envvar="MLX_PAGED_API_KEY")
+        str | None, typer.Option(help="API key.", envvar="MLX_PAGED_API_KEY")
     ] = None,
     metric_percentiles: MetricPercentiles = "50,90,99",
     seed: Seed = 0,
-    save_result: Annotated[bool, typer.Option("--save-result", help="Write JSON.")] = False,
+    save_result: Annotated[
+        bool, typer.Option("--save-result", help="Write results as JSON.")
+    ] = False,
     result_filename: Annotated[
-        Path | None, typer.Option(help="Where to.", show_default="by time and model")
+        Path | None,
+        typer.Option(help="File for the results.", show_default="backend, rate and time"),
     ] = None,
 ) -> None:  # fmt: skip
     """Send a workload to any OpenAI endpoint, and report latency and throughput.
