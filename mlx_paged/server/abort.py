@@ -23,7 +23,7 @@ class AbortBody(Body):
     """`POST /abort_requests`."""
 
     request_ids: Annotated[list[str], Field(max_length=1024, fail_fast=True)] = Field(
-        description="Ids of requests (X-Request-Id, or request_id of the body) or of their answers."
+        description="Ids of requests (X-Request-Id or request_id) or of their answers."
     )
 
 

@@ -78,18 +78,18 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 _ERRORS = {
     "400": "A field is wrong; `param` names it.",
-    "401": "A valid API key is needed.",
-    "403": "A page of another site sent it, or by a name that is not this server's.",
-    "404": "There is no such model, stored response, file or batch.",
-    "408": "The body came too slowly.",
+    "401": "No valid API key.",
+    "403": "Sent by a page of another site, or to an unknown Host.",
+    "404": "No such model, stored response, file or batch.",
+    "408": "The body arrived too slowly.",
     "413": "The body or the file is too large.",
-    "415": "The body is not of the right type, or is compressed.",
-    "422": "The answer took longer than the server allows.",
-    "429": "The queue is full, or a rate limit reached; see Retry-After.",
-    "500": "The server failed; its log has more under the request's id.",
+    "415": "The body has the wrong type, or is compressed.",
+    "422": "The answer took longer than this server allows.",
+    "429": "The queue is full, or a rate limit is reached; see Retry-After.",
+    "500": "The server failed; its log has details under the request's id.",
     "507": "The disk is full or read-only.",
-    "503": "Not now: loading, shutting down, or dead.",
-    "529": "Not now: loading, shutting down, or dead.",
+    "503": "Unavailable: loading, shutting down, or failed.",
+    "529": "Unavailable: loading, shutting down, or failed.",
 }
 _GENERATION = tuple(status for status in _ERRORS if status not in ("507", "529"))
 # Events of OpenAI's older APIs.
@@ -145,100 +145,105 @@ API = (
         responses.ChatAnswer, _GENERATION, bodies.ChatBody, responses.ChatChunk,
     ),
     Operation(
-        "/v1/completions", "POST", completions, "Go on with prompts.",
+        "/v1/completions", "POST", completions, "Continue prompts.",
         responses.CompletionAnswer, _GENERATION, bodies.CompletionBody,
         responses.CompletionAnswer,
     ),
     Operation(
         "/v1/chat/completions/render", "POST", render.render_chat,
-        "The prompt of a conversation, in tokens.", render.GenerateRequest, _BODY,
+        "Render a conversation to tokens.", render.GenerateRequest, _BODY,
         bodies.ChatBody, runner="generate",
     ),
     Operation(
         "/v1/completions/render", "POST", render.render_completion,
-        "The prompts of a completion, in tokens.", list[render.GenerateRequest], _BODY,
+        "Render prompts to tokens.", list[render.GenerateRequest], _BODY,
         bodies.CompletionBody, runner="generate",
     ),
     Operation(
-        "/v1/messages", "POST", anthropic.messages, "Answer a conversation; Anthropic's API.",
+        "/v1/messages", "POST", anthropic.messages,
+        "Answer a conversation, in Anthropic's API.",
         answers.MessageAnswer, _of_messages(_GENERATION), MessagesBody, answers.MessageEvent,
         error=answers.MessageError,
     ),
     Operation(
-        "/v1/messages/count_tokens", "POST", anthropic.count_tokens, "Tokens of a conversation.",
+        "/v1/messages/count_tokens", "POST", anthropic.count_tokens,
+        "Count the tokens of a conversation.",
         answers.TokenCount, _of_messages(_BODY), CountBody, error=answers.MessageError,
     ),
     Operation(
         "/v1/responses", "POST", response_endpoints.create,
-        "Answer text or items, and remember them.", response_answers.Response, _GENERATION,
+        "Answer text or items, and store the response.", response_answers.Response, _GENERATION,
         ResponseBody, response_answers.ResponseEvent,
     ),
     Operation(
         "/v1/responses/input_tokens", "POST", response_endpoints.input_tokens,
-        "Tokens of a response's input.", response_answers.InputTokens, _BODY, InputTokensBody,
+        "Count the tokens of a response's input.", response_answers.InputTokens, _BODY,
+        InputTokensBody,
     ),
     Operation(
-        "/v1/responses/{response_id}", "GET", response_endpoints.retrieve, "A stored response.",
+        "/v1/responses/{response_id}", "GET", response_endpoints.retrieve,
+        "Get a stored response.",
         response_answers.Response, _STORED, query=("stream", "starting_after"),
     ),
     Operation(
         "/v1/responses/{response_id}", "DELETE", response_endpoints.delete,
-        "Forget a stored response.", response_answers.Deleted, _STORED,
+        "Delete a stored response.", response_answers.Deleted, _STORED,
     ),
     Operation(
         "/v1/responses/{response_id}/input_items", "GET", response_endpoints.input_items,
-        "What a stored response answers.", response_answers.ItemList, _STORED,
+        "List the input of a stored response.", response_answers.ItemList, _STORED,
         query=("after", "limit", "order"),
     ),
     Operation(
         "/v1/responses/{response_id}/cancel", "POST", response_endpoints.cancel,
-        "End a response in the background.", response_answers.Response, _STORED,
+        "Cancel a background response.", response_answers.Response, _STORED,
     ),
     Operation(
-        "/v1/embeddings", "POST", pooling.embeddings, "Vectors of texts.",
+        "/v1/embeddings", "POST", pooling.embeddings, "Embed texts.",
         pooling_bodies.EmbeddingAnswer, _GENERATION, pooling_bodies.EmbeddingBody,
         runner="pooling",
     ),
     Operation(
-        "/v2/embed", "POST", cohere.embed, "Vectors of texts; Cohere's API.", cohere.CohereAnswer,
+        "/v2/embed", "POST", cohere.embed, "Embed texts, in Cohere's API.", cohere.CohereAnswer,
         _GENERATION, cohere.CohereEmbedBody, runner="pooling",
     ),
     Operation(
-        "/classify", "POST", pooling.classify, "Classes of texts.", pooling_bodies.ClassifyAnswer,
+        "/classify", "POST", pooling.classify, "Classify texts.", pooling_bodies.ClassifyAnswer,
         _GENERATION, pooling_bodies.ClassifyBody, runner="pooling",
     ),
     Operation(
-        "/pooling", "POST", pooling.pooling, "The same, as vLLM names it.",
+        "/pooling", "POST", pooling.pooling, "Embed texts, in vLLM's form.",
         pooling_bodies.PoolingAnswer, _GENERATION, pooling_bodies.PoolingBody, runner="pooling",
     ),
     *(
         Operation(
-            f"{prefix}/score", "POST", pooling.score, "How near texts are.",
+            f"{prefix}/score", "POST", pooling.score, "Score the similarity of texts.",
             pooling_bodies.ScoreAnswer, _GENERATION, pooling_bodies.ScoreBody, runner="pooling",
         )
         for prefix in ("", "/v1")
     ),
     *(
         Operation(
-            f"{prefix}/rerank", "POST", pooling.rerank, "Documents, the nearest to a query first.",
+            f"{prefix}/rerank", "POST", pooling.rerank,
+            "Rank documents by relevance to a query.",
             pooling_bodies.RerankAnswer, _GENERATION, pooling_bodies.RerankBody, runner="pooling",
         )
         for prefix in ("", "/v1", "/v2")
     ),
     Operation(
-        "/v1/files", "POST", batches.upload, "Store a file.", batch_bodies.FileAnswer,
+        "/v1/files", "POST", batches.upload, "Upload a file.", batch_bodies.FileAnswer,
         (*_BODY, "507"), batch_bodies.FileForm, content="multipart/form-data",
     ),
     Operation(
-        "/v1/files", "GET", batches.list_files, "All files, in pages.", batch_bodies.FileList,
+        "/v1/files", "GET", batches.list_files, "List files.", batch_bodies.FileList,
         _STORED, query=("purpose", "limit", "order", "after"),
     ),
     Operation(
-        "/v1/files/{file_id}", "GET", batches.retrieve_file, "What is known of a file.",
+        "/v1/files/{file_id}", "GET", batches.retrieve_file, "Get a file's metadata.",
         batch_bodies.FileAnswer, _STORED,
     ),
     Operation(
-        "/v1/files/{file_id}/content", "GET", batches.file_content, "The content of a file.",
+        "/v1/files/{file_id}/content", "GET", batches.file_content, "Get a file's content.",
         None, _STORED, answer_type="application/octet-stream",
     ),
     Operation(
@@ -246,107 +251,113 @@ API = (
         batch_bodies.FileDeleted, _ON_DISK,
     ),
     Operation(
-        "/v1/batches", "POST", batches.create_batch, "Answer all lines of a file.",
+        "/v1/batches", "POST", batches.create_batch, "Create a batch from a file.",
         batch_bodies.BatchAnswer, (*_BODY, "429", "507"), batch_bodies.BatchBody,
     ),
     Operation(
-        "/v1/batches", "GET", batches.list_batches, "All batches, the newest first, in pages.",
+        "/v1/batches", "GET", batches.list_batches, "List batches, newest first.",
         batch_bodies.BatchList, _STORED, query=("limit", "after"),
     ),
     Operation(
-        "/v1/batches/{batch_id}", "GET", batches.retrieve_batch, "A batch as it is now.",
+        "/v1/batches/{batch_id}", "GET", batches.retrieve_batch, "Get a batch.",
         batch_bodies.BatchAnswer, _STORED,
     ),
     Operation(
-        "/v1/batches/{batch_id}/cancel", "POST", batches.cancel_batch, "End a batch.",
+        "/v1/batches/{batch_id}/cancel", "POST", batches.cancel_batch, "Cancel a batch.",
         batch_bodies.BatchAnswer, _ON_DISK,
     ),
     Operation(
-        "/v1/messages/batches", "POST", message_batches.create, "Answer many conversations.",
+        "/v1/messages/batches", "POST", message_batches.create,
+        "Create a batch of conversations.",
         message_batches.MessageBatch, _of_messages((*_BODY, "429", "507")),
         message_batches.MessageBatchBody, error=answers.MessageError,
     ),
     Operation(
         "/v1/messages/batches", "GET", message_batches.list_batches,
-        "All batches, the newest first, in pages.", message_batches.MessageBatchList, _STORED,
+        "List batches, newest first.", message_batches.MessageBatchList, _STORED,
         query=("limit", "after_id", "before_id"), error=answers.MessageError,
     ),
     Operation(
-        "/v1/messages/batches/{batch_id}", "GET", message_batches.retrieve, "A batch as it is now.",
+        "/v1/messages/batches/{batch_id}", "GET", message_batches.retrieve, "Get a batch.",
         message_batches.MessageBatch, _STORED, error=answers.MessageError,
     ),
     Operation(
         "/v1/messages/batches/{batch_id}", "DELETE", message_batches.delete,
-        "Delete a batch that has ended.", message_batches.MessageBatchDeleted, _ON_DISK,
+        "Delete an ended batch.", message_batches.MessageBatchDeleted, _ON_DISK,
         error=answers.MessageError,
     ),
     Operation(
-        "/v1/messages/batches/{batch_id}/cancel", "POST", message_batches.cancel, "End a batch.",
+        "/v1/messages/batches/{batch_id}/cancel", "POST", message_batches.cancel,
+        "Cancel a batch.",
         message_batches.MessageBatch, _ON_DISK, error=answers.MessageError,
     ),
     Operation(
         "/v1/messages/batches/{batch_id}/results", "GET", message_batches.results,
-        "Results of a batch, a line for each conversation.", None, _STORED,
+        "Get a batch's results, one line per conversation.", None, _STORED,
         error=answers.MessageError, answer_type="application/x-jsonl",
     ),
     Operation(
-        "/v1/models", "GET", endpoints.models, "All names of the model.", responses.ModelList
+        "/v1/models", "GET", endpoints.models, "List the served names.", responses.ModelList
     ),
     Operation(
-        "/v1/models/{model:path}", "GET", endpoints.model, "One name of the model.",
+        "/v1/models/{model:path}", "GET", endpoints.model, "Get a served name.",
         responses.Model, ("401", "403", "404", "500"),
     ),
     *(
         Operation(
-            f"{prefix}/tokenize", "POST", endpoints.tokenize, "Tokens of a prompt or of messages.",
+            f"{prefix}/tokenize", "POST", endpoints.tokenize,
+            "Tokenize a prompt or messages.",
             responses.Tokens, _BODY, bodies.TokenizeBody,
         )
         for prefix in ("", "/v1")
     ),
     Operation(
-        "/extract_text", "POST", endpoints.extract_text, "The text of a PDF.",
+        "/extract_text", "POST", endpoints.extract_text, "Extract the text of a PDF.",
         responses.DocumentText, _BODY, bodies.DocumentBody,
     ),
     *(
         Operation(
-            f"{prefix}/detokenize", "POST", endpoints.detokenize, "Text of tokens.",
+            f"{prefix}/detokenize", "POST", endpoints.detokenize, "Detokenize tokens.",
             responses.Text, _BODY, bodies.DetokenizeBody,
         )
         for prefix in ("", "/v1")
     ),
     Operation(
-        "/health", "GET", endpoints.health, "Whether requests are answered.", responses.Status, (),
-        refusal=responses.Status,
+        "/health", "GET", endpoints.health, "Check that requests are answered.", responses.Status,
+        (), refusal=responses.Status,
     ),
     *(
         Operation(
-            "/ping", method, endpoints.health, "The same, for SageMaker.", responses.Status, (),
+            "/ping", method, endpoints.health,
+            "Check that requests are answered, for SageMaker.", responses.Status, (),
             refusal=responses.Status,
         )
         for method in ("GET", "POST")
     ),
     Operation(
-        "/live", "GET", endpoints.live, "Whether the process should live on.", responses.Status,
-        (), refusal=responses.Status,
+        "/live", "GET", endpoints.live, "Liveness: fails if the process should be replaced.",
+        responses.Status, (), refusal=responses.Status,
     ),
     Operation(
-        "/ready", "GET", endpoints.ready, "Whether new requests are taken.", responses.Status, (),
+        "/ready", "GET", endpoints.ready,
+        "Readiness: succeeds while new requests are accepted.", responses.Status, (),
         refusal=responses.Status,
     ),
-    Operation("/version", "GET", endpoints.version, "Versions.", responses.Version),
-    Operation("/metrics", "GET", endpoints.metrics, "Metrics in Prometheus's format.", None),
+    Operation("/version", "GET", endpoints.version, "Get versions.", responses.Version),
+    Operation("/metrics", "GET", endpoints.metrics, "Get Prometheus metrics.", None),
     Operation(
-        "/load", "GET", endpoints.load, "Requests that are being answered.", responses.Load
+        "/load", "GET", endpoints.load, "Count running requests.", responses.Load
     ),
     Operation(
-        "/server_info", "GET", endpoints.server_info, "Options and state.", responses.ServerInfo
+        "/server_info", "GET", endpoints.server_info, "Get options and state.", responses.ServerInfo
     ),
     Operation(
-        "/abort_requests", "POST", abort.abort_requests, "End requests of other connections.",
+        "/abort_requests", "POST", abort.abort_requests, "Abort requests by id.",
         abort.Aborted, _BODY, abort.AbortBody,
     ),
     Operation(
-        "/reset_prefix_cache", "POST", endpoints.reset_prefix_cache, "Forget cached prefixes.",
+        "/reset_prefix_cache", "POST", endpoints.reset_prefix_cache,
+        "Drop all cached prefixes.",
         responses.Reset, ("401", "403", "500", "503"),
     ),
 )  # fmt: skip

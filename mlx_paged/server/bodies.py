@@ -60,7 +60,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Options for the extra contents of a stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(None, description="Send usage in a last chunk.")
     continuous_usage_stats: bool | None = Field(None, description="Send usage in every chunk.")
@@ -72,9 +72,7 @@ class Unsupported(Body):
 
     prediction: Any = Field(None, description="A hint.")
     service_tier: Label | None = Field(None, description="A hint: there is one tier.")
-    prompt_cache_key: Label | None = Field(
-        None, description="A hint for the placement of requests; there is one cache here."
-    )
+    prompt_cache_key: Label | None = Field(None, description="A hint: there is one cache.")
     prompt_cache_options: Any = Field(None, description="A hint.")
     prompt_cache_retention: Label | None = Field(None, description="A hint.")
     session_id: Label | None = Field(None, description="A hint.")
@@ -90,7 +88,7 @@ class Unsupported(Body):
     moderation: Any = Field(None, description="Not supported: 400.")
     prompt_embeds: Any = Field(None, description="Not supported: 400.")
     use_beam_search: bool | None = Field(None, description="true is not supported: 400.")
-    length_penalty: float | None = Field(None, description="Of beam search: only 1.")
+    length_penalty: float | None = Field(None, description="Only 1: there is no beam search.")
     logits_processors: Any = Field(None, description="Not supported: 400.")
     mm_processor_kwargs: Any = Field(None, description="Not supported: 400.")
     kv_transfer_params: Any = Field(None, description="Not supported: 400.")
@@ -128,17 +126,17 @@ class RequestFields(Body):
 
     user: Label | None = Field(None, description="Logged.")
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
-        None, description="Lower is served first; needs --scheduling-policy priority."
+        None, description="Lower values go first; needs --scheduling-policy priority."
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
-        None, description="Requests of different salts share no cached blocks."
+        None, description="Requests with different salts share no cached blocks."
     )
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = Field(
-        None, description="Instead of the X-Request-Id header."
+        None, description="Replaces the X-Request-Id header."
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None,
-        description="Keep only this many of the last tokens; -1: all that the model takes.",
+        description="Keep only the last tokens, this many; -1: as many as fit.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="right keeps the first tokens instead."
@@ -148,7 +146,7 @@ class RequestFields(Body):
 class GenerationBody(Unsupported, RequestFields):
     """Fields that chat and plain completions share. null means the default everywhere."""
 
-    model: str | None = Field(None, description="A served name; null and default: the first.")
+    model: str | None = Field(None, description="A served name; null and default mean the first.")
 
     # Sampling.
     temperature: Annotated[float, Field(ge=0)] | None = Field(
@@ -163,16 +161,16 @@ class GenerationBody(Unsupported, RequestFields):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=4096)] | None = Field(
-        None, description="Token id (as a string) to what is added to its logit."
+        None, description="Token ids, as strings, to numbers added to their logits."
     )
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = Field(
-        None, description="Only these tokens can be generated."
+        None, description="Generate only these tokens."
     )
     bad_words: Annotated[list[StopString], Field(max_length=256)] | None = Field(
-        None, description="Texts that must not be generated."
+        None, description="Never generate these texts."
     )
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = Field(
-        None, description="Makes a sampled answer repeatable."
+        None, description="Make a sampled answer repeatable."
     )
     n: Annotated[int, Field(ge=1, le=256)] | None = None
 
@@ -200,7 +198,7 @@ class GenerationBody(Unsupported, RequestFields):
     guided_decoding_backend: str | None = Field(None, description='Only "auto" or "guidance".')
     structural_tag: dict[str, Any] | str | None = Field(None, description=_OLDER)
     thinking_token_budget: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(
-        None, description="Most tokens of reasoning; its end is forced. -1: any number."
+        None, description="Maximum tokens of reasoning; then its end is forced. -1: no limit."
     )
 
     # The contents of the answer.
@@ -208,28 +206,28 @@ class GenerationBody(Unsupported, RequestFields):
         Annotated[TokenIds, Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None
     ) = Field(
         None,
-        description="Alternatives are these tokens, not the likeliest; needs log-probabilities.",
+        description="Report these tokens instead of the likeliest; needs logprobs.",
     )
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = Field(
         None,
-        description="Log-probabilities of the prompt tokens, with this many alternatives for each.",
+        description="Report log-probabilities of prompt tokens, with this many alternatives each.",
     )
     skip_special_tokens: bool | None = Field(
         None, description="Remove special tokens from the text; true by default."
     )
     spaces_between_special_tokens: bool | None = Field(
-        None, description="true needs skip_special_tokens: this server adds no spaces."
+        None, description="Must be false if skip_special_tokens is false."
     )
     return_tokens_as_token_ids: bool | None = Field(
-        None, description='Name tokens "token_id:7" in log-probabilities.'
+        None, description='Name tokens as "token_id:7" in log-probabilities.'
     )
-    return_token_ids: bool | None = Field(None, description="Token ids beside the text.")
+    return_token_ids: bool | None = Field(None, description="Return token ids, too.")
 
     # Streaming.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
-        None, description="Tokens of a chunk, if that is more than --stream-interval."
+        None, description="Tokens per chunk, if more than --stream-interval."
     )
 
     # The request as such.
@@ -256,23 +254,23 @@ class ContentPart(Body):
     )
     video_url: MediaUrl | None = Field(None, description='A URL, or {"url": ...}.')
     audio_url: MediaUrl | None = Field(None, description='A URL, or {"url": ...}.')
-    image: MediaUrl | None = Field(None, description="Of an image part: a URL.")
-    video: MediaUrl | None = Field(None, description="Of a video part: a URL.")
-    audio: MediaUrl | None = Field(None, description="Of an audio part: a URL.")
-    url: str | None = Field(None, description="Of an image, video or audio part.")
+    image: MediaUrl | None = Field(None, description="A URL, in an image part.")
+    video: MediaUrl | None = Field(None, description="A URL, in a video part.")
+    audio: MediaUrl | None = Field(None, description="A URL, in an audio part.")
+    url: str | None = Field(None, description="A URL, in an image, video or audio part.")
     input_audio: dict[str, Any] | None = Field(
         None, description='{"data": in base64, "format": "wav", "mp3", ...}.'
     )
-    detail: str | None = Field(None, description="Of an input_image; low makes it smaller.")
+    detail: str | None = Field(None, description="For an input_image; low shrinks it.")
     file_id: str | None = Field(None, description="Not supported: 400.")
     file: dict[str, Any] | None = Field(
-        None, description='Of a file: {"filename", "file_data"}; a PDF, or text, in base64.'
+        None, description='For a file: {"filename", "file_data"}, a PDF or text in base64.'
     )
-    fps: float | None = Field(None, description="Of a video: frames a second, at most.")
-    num_frames: int | None = Field(None, description="Of a video: frames, at most.")
-    max_frames: int | None = Field(None, description="num_frames in Qwen's words; nframes too.")
+    fps: float | None = Field(None, description="Maximum frames per second of a video.")
+    num_frames: int | None = Field(None, description="Maximum frames of a video.")
+    max_frames: int | None = Field(None, description="Qwen's name for num_frames, as is nframes.")
     nframes: int | None = None
-    uuid: str | None = Field(None, description="Of media; it stands for no content: no effect.")
+    uuid: str | None = Field(None, description="vLLM's id of media. No effect.")
 
 
 class Message(Body):
@@ -281,11 +279,13 @@ class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    reasoning: str | None = Field(None, description="Of an answer; reasoning_content too.")
+    reasoning: str | None = Field(
+        None, description="Reasoning of an assistant message, as is reasoning_content."
+    )
     reasoning_content: str | None = None
     tool_calls: Annotated[list[CallBody], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    function_call: CallFunction | None = Field(None, description="tool_calls, before they were.")
+    function_call: CallFunction | None = Field(None, description="The older form of tool_calls.")
     refusal: str | None = None
 
 
@@ -298,9 +298,9 @@ class MediaFields(Body):
     media_io_kwargs: dict[str, Any] | None = Field(
         None, description='How media are read: {"video": {"num_frames": 8}}.'
     )
-    video_fps: float | None = Field(None, description="Of all videos: frames a second, at most.")
-    video_max_frames: int | None = Field(None, description="Of all videos: frames, at most.")
-    max_frames: int | None = Field(None, description="video_max_frames too.")
+    video_fps: float | None = Field(None, description="Maximum frames per second of all videos.")
+    video_max_frames: int | None = Field(None, description="Maximum frames of all videos.")
+    max_frames: int | None = Field(None, description="Another name of video_max_frames.")
 
 
 class ChatReasoning(Body):
@@ -311,9 +311,9 @@ class ChatReasoning(Body):
         None, description="The same as thinking_token_budget."
     )
     enabled: bool | None = Field(None, description="The same as enable_thinking.")
-    exclude: bool | None = Field(None, description="true: include_reasoning is false.")
+    exclude: bool | None = Field(None, description="true sets include_reasoning to false.")
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="A hint: the reasoning comes as it is."
+        None, description="A hint: reasoning is not summarized."
     )
 
 
@@ -334,7 +334,7 @@ class ChatBody(GenerationBody, MediaFields, TemplateFields):
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     functions: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="tools, before they were."
+        None, description="The older form of tools."
     )
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     include_reasoning: bool | None = Field(None, description="false leaves reasoning out.")
@@ -344,23 +344,23 @@ class ChatBody(GenerationBody, MediaFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives; needs logprobs.")
     echo: bool | None = Field(
-        None, description="Begin with the last message, where it is the assistant's."
+        None, description="Begin with the last message, if it is the assistant's."
     )
     add_special_tokens: bool | None = Field(
-        None, description="Those that the tokenizer adds to a text; null: as transformers does it."
+        None, description="Add the tokenizer's special tokens; null: as transformers does."
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
-        None, description="Go on with the last message; needs add_generation_prompt false."
+        None, description="Continue the last message; needs add_generation_prompt false."
     )
     documents: list[dict[str, Any]] | None = Field(None, description="Passed to the template.")
     reasoning_effort: str | None = Field(
         None, description="Passed to the template; none turns reasoning off."
     )
     reasoning: ChatReasoning | None = Field(
-        None, description='{"effort": ...}: another form of reasoning_effort and its like.'
+        None, description="Another form of reasoning_effort and the other reasoning fields."
     )
-    verbosity: str | None = Field(None, description="A hint; handed to the template.")
+    verbosity: str | None = Field(None, description="A hint; passed to the template.")
 
     @model_validator(mode="after")
     def _take_reasoning(self) -> ChatBody:
@@ -388,7 +388,7 @@ class ChatBody(GenerationBody, MediaFields, TemplateFields):
 class DocumentBody(Body):
     """`POST /extract_text`."""
 
-    data: str = Field(description="The bytes of a PDF, in base64.")
+    data: str = Field(description="A PDF in base64.")
 
 
 class CompletionBody(GenerationBody):
@@ -396,11 +396,15 @@ class CompletionBody(GenerationBody):
 
     refused: ClassVar[tuple[str, ...]] = (*GenerationBody.refused, "tools", "functions")
 
-    tools: list[Any] | None = Field(None, description="Of chats only: 400.")
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="There are no tools.")
-    parallel_tool_calls: bool | None = Field(None, description="Means nothing without tools.")
-    functions: list[Any] | None = Field(None, description="Of chats only: 400.")
-    function_call: Literal["none", "auto"] | None = Field(None, description="Like tool_choice.")
+    tools: list[Any] | None = Field(None, description="Chats only: 400.")
+    tool_choice: Literal["none", "auto"] | None = Field(
+        None, description="No effect: completions have no tools."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="No effect without tools.")
+    functions: list[Any] | None = Field(None, description="Chats only: 400.")
+    function_call: Literal["none", "auto"] | None = Field(
+        None, description="No effect, like tool_choice."
+    )
 
     prompt: (
         str
@@ -418,9 +422,11 @@ class CompletionBody(GenerationBody):
     echo: bool | None = Field(None, description="Begin with the prompt.")
     suffix: str | None = Field(None, description="Not supported: 400.")
     max_completion_tokens: MaxTokens | None = Field(None, description="The same as max_tokens.")
-    verbosity: Literal["medium"] | None = Field(None, description="There is no template to tell.")
+    verbosity: Literal["medium"] | None = Field(
+        None, description="No effect: completions have no template."
+    )
     add_special_tokens: bool | None = Field(
-        None, description="Those that the tokenizer adds to a text; true by default."
+        None, description="Add the tokenizer's special tokens; true by default."
     )
 
 
@@ -431,9 +437,11 @@ class TokenizeBody(MediaFields):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
-        None, description="true by default for a prompt; for messages as in a chat."
+        None, description="true by default for a prompt; for messages, as in a chat."
     )
-    add_generation_prompt: bool | None = Field(None, description="Of messages only, as the rest.")
+    add_generation_prompt: bool | None = Field(
+        None, description="For messages only, as the fields below."
+    )
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template: str | None = None

@@ -61,17 +61,17 @@ class CohereEmbedBody(PoolingRequest):
     ) = None
     images: Any = Field(None, description="Not supported: 400.")
     input_type: str | None = Field(
-        None, description="The prompt of the model that comes before each text: its name."
+        None, description="Name of the model's prompt to put before each text."
     )
     output_dimension: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     embedding_types: Annotated[list[EmbeddingType], Field(min_length=1)] | None = Field(
         None, description="float by default."
     )
     truncate: Literal["NONE", "START", "END"] | None = Field(
-        None, description="The end of a text that is cut off if it is too long; END by default."
+        None, description="Which end of a long text to cut; END by default."
     )
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
-        None, description="Most tokens of a text; null: as many as the model takes."
+        None, description="Maximum tokens of a text; null: as many as fit."
     )
 
 

@@ -31,7 +31,7 @@ class PoolingRequest(RequestFields):
 
     model: str | None = Field(None, description="One of the served names; null: the first.")
     add_special_tokens: bool | None = Field(
-        None, description="Those that the tokenizer adds; true by default, for messages false."
+        None, description="Add the tokenizer's special tokens; true by default, for messages false."
     )
 
 
@@ -46,7 +46,8 @@ class InputBody(PoolingRequest, TemplateFields):
         | None
     ) = Field(None, description="A text, token ids, or a list of either.")
     messages: Messages | None = Field(
-        None, description="Instead of input: a conversation, by the chat template; texts only."
+        None,
+        description="A conversation instead of input, rendered by the chat template. Text only.",
     )
     add_generation_prompt: bool | None = Field(
         None, description="Of messages, as the rest; false by default."
@@ -69,10 +70,10 @@ class EmbeddingBody(InputBody):
         None, description="base64: of float32, the lowest byte first. float by default."
     )
     dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
-        None, description="Return only this many of the first numbers, rescaled to length 1."
+        None, description="Return only the first numbers, this many, scaled to length 1."
     )
     normalize: bool | None = Field(
-        None, description="Scale to length 1; null: as the server was started."
+        None, description="Scale to length 1; null: the server's default."
     )
     use_activation: bool | None = Field(None, description="vLLM's newer name of normalize.")
     embed_dtype: Literal["float32"] | None = Field(None, description="Only float32.")
@@ -90,8 +91,8 @@ class ScoreBody(PoolingRequest):
 
     text_1: _Text | None = Field(None, description="A text, or as many as text_2 has.")
     text_2: _Text | None = Field(None, description="A text, or several.")
-    queries: _Text | None = Field(None, description="The same as text_1; so is data_1.")
-    documents: _Text | None = Field(None, description="The same as text_2; so are the next.")
+    queries: _Text | None = Field(None, description="Another name of text_1, as is data_1.")
+    documents: _Text | None = Field(None, description="Another name of text_2, as are the next.")
     items: _Text | None = None
     data_1: _Text | None = None
     data_2: _Text | None = None
@@ -111,16 +112,16 @@ class RerankBody(PoolingRequest):
         list[str | RerankDocument], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)
     ]
     top_n: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
-        None, description="Return only this many of the best; null and 0: all."
+        None, description="Return only the best, this many; null and 0: all."
     )
     return_documents: bool | None = Field(
-        None, description="The documents' texts in the answer; true by default."
+        None, description="Return the documents' texts; true by default."
     )
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
-        None, description="Keep only this many of the first tokens of a document (Cohere)."
+        None, description="Keep only the first tokens of a document, this many."
     )
     rank_fields: Annotated[list[str], Field(max_length=0)] | None = Field(
-        None, description="Documents have no fields but text: only []."
+        None, description="Only []: documents have no field but text."
     )
 
 

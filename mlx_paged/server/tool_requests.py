@@ -35,7 +35,7 @@ class FunctionBody(_Part):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object.")
     strict: bool | None = Field(
-        None, description="Refuse the request where calls cannot be held to the schema."
+        None, description="Refuse the request if the schema cannot be enforced."
     )
 
 

@@ -36,7 +36,7 @@ def serve(
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Tokenizer of the prompts: a model.", show_default="the embedded model's"),
+        typer.Option(help="Model whose tokenizer makes prompts.", show_default="the embedded one"),
     ] = None,
     workload: Workload,
     request_rate: Annotated[

@@ -21,7 +21,7 @@ class FileForm(Body):
     """`POST /v1/files`: a form, multipart/form-data."""
 
     file: str = Field(description="The file.", json_schema_extra={"format": "binary"})
-    purpose: Literal["batch"] = Field(description="Only batch: files are for nothing else here.")
+    purpose: Literal["batch"] = Field(description="Only batch.")
     expires_after_anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     expires_after_seconds: Annotated[int, _KEPT] | None = Field(
         None, alias="expires_after[seconds]", description="null: it is kept until it is deleted."
@@ -39,9 +39,9 @@ class BatchBody(Body):
     """`POST /v1/batches`."""
 
     input_file_id: str
-    endpoint: str = Field(description="The path that all lines name.")
+    endpoint: str = Field(description="The path of all lines.")
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}h$")] = Field(
-        description="Hours until the rest is given up, such as 24h."
+        description="Hours until unanswered lines expire, such as 24h."
     )
     metadata: Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = Field(

@@ -59,7 +59,7 @@ class MessageBatchBody(Body):
     """`POST /v1/messages/batches`."""
 
     requests: Annotated[list[MessageBatchRequest], Field(fail_fast=True)] = Field(
-        description="At least one, and at most 100,000."
+        description="1 to 100,000 conversations."
     )
     user_profile_id: Label | None = Field(None, description=_NO_MEANING)
     workspace_id: Label | None = Field(None, description=_NO_MEANING)
@@ -198,7 +198,7 @@ async def retrieve(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """All batches, the newest first, in pages."""
+    """List batches, newest first."""
     query = query_of(request, "limit", "after_id", "before_id", "workspace_id")
     records, limit = manager_of(request).batches(_KIND), limit_of(query, _PAGE, _MAX_PAGE)
     if "before_id" in query and "after_id" in query:

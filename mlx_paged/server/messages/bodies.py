@@ -61,7 +61,7 @@ class ClientTool(Body):
     description: str | None = None
     input_schema: dict[str, Any] | None = Field(None, description="JSON Schema of an object.")
     strict: bool | None = Field(
-        None, description="Refuse the request where calls cannot be held to the schema."
+        None, description="Refuse the request if the schema cannot be enforced."
     )
     max_characters: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Of a text editor: how much of a file it shows."
@@ -73,7 +73,9 @@ class Choice(Body):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="Of the tool.")
-    disable_parallel_tool_use: bool | None = Field(None, description="At most one call.")
+    disable_parallel_tool_use: bool | None = Field(
+        None, description="true allows one call at most."
+    )
 
 
 class Thinking(Body):
@@ -81,7 +83,7 @@ class Thinking(Body):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
-        None, description="Most tokens of thinking; its end is forced."
+        None, description="Maximum tokens of thinking; then its end is forced."
     )
     display: Literal["summarized", "omitted"] | None = Field(
         None, description="omitted leaves the text of thinking out."
@@ -98,7 +100,7 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     """How the model answers."""
 
-    effort: Label | None = Field(None, description="Handed to the template: reasoning_effort.")
+    effort: Label | None = Field(None, description="Passed to the template as reasoning_effort.")
     format: OutputFormat | None = None
 
 
@@ -111,7 +113,7 @@ class Metadata(Body):
 class CountBody(Body):
     """`POST /v1/messages/count_tokens`: the parts of a prompt."""
 
-    model: str | None = Field(None, description="A served name; null and default: the first.")
+    model: str | None = Field(None, description="A served name; null and default mean the first.")
     messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
     system: str | Blocks | None = None
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -126,7 +128,7 @@ class CountBody(Body):
     # Options of Anthropic's own servers.
     mcp_servers: list[dict[str, Any]] | None = Field(None, description="Not supported: 400.")
     billing_policy: Any = Field(None, description=_NO_MEANING)
-    cache_control: Any = Field(None, description="Taken: prefixes are cached without it.")
+    cache_control: Any = Field(None, description="Accepted; prefixes are cached without it.")
     compaction: Any = Field(None, description="Not supported: 400.")
     context_management: Any = Field(None, description=_NO_MEANING)
     speed: Label | None = Field(None, description=_NO_MEANING)
@@ -151,10 +153,10 @@ class MessagesBody(CountBody):
     stream: bool | None = None
     metadata: Metadata | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
-        None, description="Lower is served first; needs --scheduling-policy priority."
+        None, description="Lower values go first; needs --scheduling-policy priority."
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
-        None, description="Requests of different salts share no cached blocks."
+        None, description="Requests with different salts share no cached blocks."
     )
 
     # Options of Anthropic's own servers.

@@ -46,7 +46,7 @@ class Part(Body):
     text: str | None = None
     refusal: str | None = None
     image_url: str | None = Field(None, description="Of an input_image: data:, https:, ...")
-    detail: str | None = Field(None, description="Of an input_image; low makes it smaller.")
+    detail: str | None = Field(None, description="For an input_image; low shrinks it.")
     file_id: str | None = Field(None, description="Not supported: 400.")
     filename: str | None = Field(None, description="Of an input_file.")
     file_data: str | None = Field(
@@ -98,7 +98,7 @@ class ResponseTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object.")
     strict: bool | None = Field(
-        None, description="Refuse the request where calls cannot be held to the schema."
+        None, description="Refuse the request if the schema cannot be enforced."
     )
     format: CustomFormat | None = Field(None, description="Of a custom tool; null: any text.")
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = Field(
@@ -131,7 +131,7 @@ class TextOptions(Body):
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="A hint; handed to the template."
+        None, description="A hint; passed to the template."
     )
 
 
@@ -139,10 +139,10 @@ class Reasoning(Body):
     """About the reasoning of the answer."""
 
     effort: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="Handed to the template; none turns reasoning off."
+        None, description="Passed to the template; none turns reasoning off."
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="The reasoning comes as its summary; nothing shortens it."
+        None, description="The summary is the reasoning itself."
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="The older name of summary."
@@ -165,9 +165,7 @@ class ResponseBody(GenerationBody):
 
     input: Input
     instructions: str | None = Field(None, description="A system message before the input.")
-    previous_response_id: str | None = Field(
-        None, description="Go on from a stored response: its input and output come first."
-    )
+    previous_response_id: str | None = Field(None, description="Continue from a stored response.")
     store: bool | None = Field(
         None, description="Keep the response in memory for later requests; true by default."
     )
@@ -176,7 +174,7 @@ class ResponseBody(GenerationBody):
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Of built-in tools, of which there are none."
+        None, description="No effect: there are no built-in tools."
     )
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -184,7 +182,7 @@ class ResponseBody(GenerationBody):
         None, description="null: as many as the context allows."
     )
     top_logprobs: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Alternatives of each token of the text."
+        None, description="Alternatives per token of the text."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: leave out the oldest messages where the input is too long."
@@ -193,7 +191,7 @@ class ResponseBody(GenerationBody):
         None, description="Jinja source; needs --trust-request-chat-template."
     )
     chat_template_kwargs: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = Field(None, description="Taken; means nothing.")
+    client_metadata: dict[str, Any] | None = Field(None, description="Accepted without effect.")
 
     enable_response_messages: bool | None = Field(None, description="true: 400.")
     previous_input_messages: Any = Field(None, description="Not supported: 400.")
@@ -242,11 +240,11 @@ class InputTokensBody(Body):
     previous_response_id: str | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceObject | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Changes no prompt.")
+    parallel_tool_calls: bool | None = Field(None, description="No effect on the prompt.")
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="What is counted is the whole input."
+        None, description="No effect: the whole input is counted."
     )
     conversation: None = None
     personality: None = None
