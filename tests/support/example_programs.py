@@ -1,0 +1,68 @@
+"""Runs the programs of `examples/` as their docstrings say."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+_MAIN = "from mlx_paged.cli.main import main; main()"
+_TIMEOUT = 280
+
+
+def commands(name: str) -> list[list[str]]:
+    """The commands in the docstring of an example: lines that begin with "$ ".
+
+    Optional arguments, which are in brackets, are left out.
+    """
+    text = ast.get_docstring(ast.parse((EXAMPLES / name).read_text()))
+    assert text, f"{name} has no docstring"
+    lines = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
+    return [shlex.split(line.partition(" [")[0], comments=True) for line in lines]
+
+
+def command(name: str, program: str) -> list[str]:
+    """The first command of an example that runs a program, without the program."""
+    return next(found[1:] for found in commands(name) if found[0] == program)
+
+
+def serve_options(name: str) -> list[str]:
+    """The options of the `mlx-paged serve` that an example asks for."""
+    verb, *options = command(name, "mlx-paged")
+    assert verb == "serve"
+    return options
+
+
+def run(name: str, *arguments: str | Path, folder: Path, **environment: str) -> str:
+    """Runs an example in a folder that has `examples/`, as a checkout has.
+
+    Returns:
+        What it wrote to stdout.
+    """
+    return _run([sys.executable, *command(name, "python"), *arguments], folder, environment)
+
+
+def run_cli(arguments: list[str], folder: Path) -> str:
+    """Runs `mlx-paged` in such a folder, and returns what it wrote to stdout."""
+    return _run([sys.executable, "-c", _MAIN, *arguments], folder, {})
+
+
+def _run(command: list[str | Path], folder: Path, environment: dict[str, str]) -> str:
+    link = folder / "examples"
+    if not link.exists():
+        link.symlink_to(EXAMPLES)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT,
+    )
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
