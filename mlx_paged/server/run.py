@@ -289,7 +289,7 @@ class _Service:
             if defaults != GenerationDefaults():
                 limit = defaults.max_new_tokens
                 logger.info(
-                    "where requests are silent: %s",
+                    "default sampling parameters: %s",
                     {**defaults.sampling, **({} if limit is None else {"max_new_tokens": limit})},
                 )
             while self._engine.is_alive:
