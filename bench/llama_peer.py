@@ -63,7 +63,9 @@ def source(cache: Path) -> Path:
                        "-d", str(cache)]  # fmt: skip
             subprocess.run(command, check=True)
         with tarfile.open(archive) as tar:
-            tar.extractall(cache, filter="data")
+            # (Python 3.11 has the filter since 3.11.4.)
+            safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            tar.extractall(cache, **safely)  # type: ignore[arg-type]
     mend(tree / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     return tree
 

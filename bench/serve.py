@@ -27,7 +27,7 @@ from typing import Any
 from harness import free_port, print_table, save, server_process
 
 from mlx_paged.bench.client import Target, run
-from mlx_paged.bench.datasets import random_prompts
+from mlx_paged.bench.datasets import Prompt, random_prompts
 from mlx_paged.cli.bench.serve import figures
 
 
@@ -94,16 +94,23 @@ def started(server: Server, model: Path, blas: str) -> Iterator[str]:
 def measure(
     url: str, server: Server, model: Path, tokenizer: Any, workload: Workload, seed: int
 ) -> Any:
+    prompts = random_prompts(
+        tokenizer, workload.num_prompts, workload.input_len, workload.output_len,
+        prefix_len=workload.prefix_len, seed=seed + 1,
+    )  # fmt: skip
+    return measure_prompts(url, server, model, prompts, workload)
+
+
+def measure_prompts(
+    url: str, server: Server, model: Path, prompts: list[Prompt], workload: Workload
+) -> Any:
+    """Sends the prompts as the workload says; returns the figures of `mlx-paged bench serve`."""
     target = Target(
         f"{url}/v1/completions",
         server.served_name or str(model),
         False,
         {"temperature": 0, **server.extra},
     )
-    prompts = random_prompts(
-        tokenizer, workload.num_prompts, workload.input_len, workload.output_len,
-        prefix_len=workload.prefix_len, seed=seed + 1,
-    )  # fmt: skip
     results, duration = asyncio.run(
         run(target, prompts, rate=workload.rate, concurrency=workload.concurrency, seed=1)
     )

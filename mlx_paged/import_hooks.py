@@ -24,10 +24,18 @@ def around_import(name: str, hook: Hook) -> None:
         sys.meta_path.insert(0, _finder)
 
 
+def before_import(name: str, function: Callable[[], None]) -> None:
+    """Calls ``function()`` before the module `name` is first imported, when it is not begun yet."""
+    _finder.before[name] = function
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
 def forget_import(name: str) -> None:
-    """Removes the hook of a module, if any."""
+    """Removes the hook of a module, if any, and what is to be called before its import."""
     _finder.hooks.pop(name, None)
-    if not _finder.hooks and _finder in sys.meta_path:
+    _finder.before.pop(name, None)
+    if not (_finder.hooks or _finder.before) and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
 
 
@@ -36,10 +44,14 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.hooks: dict[str, Hook] = {}
+        self.before: dict[str, Callable[[], None]] = {}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        before = self.before.pop(name, None)
+        if before is not None:
+            before()
         hook = self.hooks.get(name)
         if hook is None:
             return None

@@ -6,6 +6,7 @@ first case, and hooks the import otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mlx_paged.drop_in.seams import CHECKED_ON, SEAMS, Seam, mismatch, resolve
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.import_hooks import around_import, forget_import
+from mlx_paged.import_hooks import around_import, before_import, forget_import
 
 DISABLE_VARIABLE = "MLX_PAGED_DISABLE"
 # `import mlx_lm` loads these, with the last one last; the other modules load on demand.
@@ -24,6 +25,17 @@ _CORE_MODULES = ("mlx_lm.models.cache", "mlx_lm.utils", "mlx_lm.generate")
 _LAST_MODULE = _CORE_MODULES[-1]
 _LATER_MODULES = tuple({seam.module for seam in SEAMS} - set(_CORE_MODULES))
 _WATCHED_MODULES = (*_LATER_MODULES, _LAST_MODULE)
+# Modules of ours that import mlx-lm, and that its patches need. If a program imports one of them
+# first, it would be half initialized when mlx-lm has loaded and is patched.
+_MODULES_ON_MLX_LM = (
+    "mlx_paged.drop_in.batch",
+    "mlx_paged.drop_in.caches",
+    "mlx_paged.drop_in.generation",
+    "mlx_paged.drop_in.registry",
+    "mlx_paged.model.families",
+    "mlx_paged.model.recurrent",
+    "mlx_paged.model.state_arrays",
+)
 
 
 class MlxLmMismatchError(MlxPagedError, RuntimeError):
@@ -99,7 +111,7 @@ def unpatch() -> None:
 
     Live prompt caches keep working.
     """
-    for name in _WATCHED_MODULES:
+    for name in (*_WATCHED_MODULES, *_MODULES_ON_MLX_LM):
         forget_import(name)
     _rebind([(entry.seam, entry.replacement, entry.original) for entry in reversed(_replaced)])
     _replaced.clear()
@@ -167,6 +179,13 @@ def _patch_later_module(name: str) -> None:
 def _watch_imports() -> None:
     for name in _WATCHED_MODULES:
         around_import(name, _import_and_patch)
+    for name in _MODULES_ON_MLX_LM:
+        before_import(name, _load_mlx_lm)
+
+
+def _load_mlx_lm() -> None:
+    with contextlib.suppress(ImportError):  # The module that needs it says so.
+        import_module(_LAST_MODULE)
 
 
 def _import_and_patch(module: ModuleType, execute: Callable[[], None]) -> None:

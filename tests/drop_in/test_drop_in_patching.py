@@ -326,3 +326,13 @@ def test_the_page_names_what_is_replaced_and_its_example_runs() -> None:
     ]
     example, output = re.findall(r"```\w*\n(.*?)```", page, re.DOTALL)[:2]
     assert python(example).partition("\n-----\n")[0].strip() == output.strip()
+
+
+@pytest.mark.parametrize("name", patching._MODULES_ON_MLX_LM)
+def test_a_module_of_ours_may_be_the_first_import(name: str) -> None:
+    out, _, warned = python(f"""
+        import {name}
+        from mlx_paged.drop_in.patching import is_patched
+        print(is_patched())
+    """).partition("\n-----\n")
+    assert out.split() == ["True"] and "not paged" not in warned
