@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runner import MAX_MODEL_LEN, NOTE, TASK, WORD, Agent, Body, Exchange, main
+from runner import NOTE, TASK, WORD, Agent, Body, Exchange, configuration, main
 
 _ANSWER = {
     "type": "object",
@@ -26,14 +26,8 @@ class ClaudeCode(Agent):
             str(program), "--print", "--output-format", "stream-json", "--verbose",
             "--allowedTools", "Read", "--", TASK,
         ]  # fmt: skip
-        return command, {
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_API_KEY": "none",
-            "ANTHROPIC_MODEL": "mlx-paged-demo",
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "mlx-paged-demo",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(MAX_MODEL_LEN),
-        }
+        lines = configuration("claude_code.env", url).splitlines()
+        return command, dict(line.split("=", 1) for line in lines if not line.startswith("#"))
 
     def change(self, path: str, body: Body) -> None:
         """The first request must read the note; the second contains it, and must answer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runner import MAX_MODEL_LEN, NOTE, TASK, WORD, Agent, Body, Exchange, main
+from runner import NOTE, TASK, WORD, Agent, Body, Exchange, configuration, main
 
 _COMMAND = f"cat {NOTE}"
 # JSON schema of the answer (`--output-schema`).
@@ -15,19 +15,8 @@ _ANSWER = {
     "required": ["word"],
     "additionalProperties": False,
 }
-_CONFIG = """
-model = "mlx-paged-demo"
-model_provider = "mlx-paged"
-model_context_window = {limit}
-
-[model_providers.mlx-paged]
-name = "mlx-paged"
-base_url = "{url}/v1"
-wire_api = "responses"
-stream_idle_timeout_ms = 900000
-request_max_retries = 0
-stream_max_retries = 0
-"""
+# More fields of the provider, which is the last table of codex.toml.
+_NO_RETRIES = "request_max_retries = 0\nstream_max_retries = 0\n"
 
 
 class Codex(Agent):
@@ -37,7 +26,7 @@ class Codex(Agent):
     program = "codex"
 
     def command(self, program: Path, home: Path, url: str) -> tuple[list[str], dict[str, str]]:
-        (home / "config.toml").write_text(_CONFIG.format(url=url, limit=MAX_MODEL_LEN))
+        (home / "config.toml").write_text(configuration("codex.toml", url) + _NO_RETRIES)
         (home / "answer.json").write_text(json.dumps(_ANSWER))
         command = [
             str(program), "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access",

@@ -5,11 +5,12 @@ so a proxy between the two sets request fields that a client could have set itse
 tool that must be called, and narrows the schemas until the grammar leaves one answer. The test
 covers the protocol, not the model.
 
-An agent's script (`codex.py`, `claude_code.py`) defines its installation, configuration, start and
-checks:
+An agent's script (`codex.py`, `claude_code.py`, `opencode.py`) defines its installation,
+configuration, start and checks:
 
     python scripts/agents/codex.py --folder /tmp/codex
 
+The configuration is the one in `examples/agents`, for the embedded model.
 The folder receives the agent, a copy of the model, the agent's home, and `log.txt`. Installation
 needs the network; everything else runs in a network namespace that has only loopback.
 """
@@ -40,6 +41,7 @@ TASK = f"Read the file {NOTE} and say which word it is about."
 #: Agents send 14,000 tokens or more in their first request.
 MAX_MODEL_LEN = 65536
 _PATIENCE = 900  # timeout of each wait in seconds
+_CONFIGURATIONS = Path(__file__).parents[2] / "examples/agents"
 _SERVE = "from mlx_paged.cli.main import main; main()"
 
 Body = dict[str, Any]
@@ -104,11 +106,17 @@ class Exchange:
         found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         return [json.loads(data) for data in found if data != "[DONE]"]
 
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """The choices of a streamed chat."""
+        return [choice for event in self.events for choice in event.get("choices", ())]
+
     def __str__(self) -> str:
         size = f", {len(json.dumps(self.body))} characters" if self.body else ""
         counts: dict[str, int] = {}
         for event in self.events:
-            counts[event["type"]] = counts.get(event["type"], 0) + 1
+            kind = event.get("type") or event["object"]  # chunks of chats have no type
+            counts[kind] = counts.get(kind, 0) + 1
         told = "".join(f"\n    {number:4} {kind}" for kind, number in counts.items())
         return f"{self.method} {self.path}{size}: {self.status}{told}"
 
@@ -150,7 +158,7 @@ def run(agent: Agent, folder: Path) -> None:
             done = subprocess.run(
                 command, cwd=work, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, text=True, timeout=_PATIENCE,
-                env={**os.environ, "HOME": str(home), **environment},
+                env={**os.environ, "HOME": str(home), "PWD": str(work), **environment},
             )  # fmt: skip
             log += [done.stdout, *map(str, exchanges)]
         assert done.returncode == 0, f"{agent.program} ended with {done.returncode}"
@@ -196,6 +204,19 @@ def long_model(folder: Path) -> Path:
     config["max_position_embeddings"] = MAX_MODEL_LEN
     (copy / "config.json").write_text(json.dumps(config))
     return copy
+
+
+def configuration(name: str, url: str) -> str:
+    """A file of examples/agents, for this server and the embedded model instead of its own."""
+    text = (_CONFIGURATIONS / name).read_text()
+    for theirs, ours in (
+        ("http://127.0.0.1:8000", url),
+        ("qwen3-coder", "mlx-paged-demo"),
+        ("65536", str(MAX_MODEL_LEN)),
+    ):
+        assert theirs in text, f"{name} has no {theirs}"
+        text = text.replace(theirs, ours)
+    return text
 
 
 def free_port() -> int:

@@ -6,6 +6,7 @@ import ast
 import json
 import plistlib
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -186,30 +187,26 @@ def served_agent_model() -> tuple[str, int]:
     return name, options["max_model_len"]
 
 
-def without_values(config: dict[str, Any]) -> Any:
-    """The fields of a configuration."""
-    return {
-        key: without_values(value) if isinstance(value, dict) else None
-        for key, value in config.items()
-    }
+def documented(pattern: str) -> str:
+    """The one block of code in docs/ that matches a pattern."""
+    pages = "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
+    blocks = re.findall(r"```\w+\n(.*?)```", pages, re.DOTALL)
+    [found] = [block for block in blocks if re.search(pattern, block)]
+    return found
+
+
+#: As scripts/agents gives it to the agents that it runs.
+CONFIGURATION = runpy.run_path(str(ROOT / "scripts/agents/runner.py"))["configuration"]
 
 
 def test_codex() -> None:
     config = tomllib.loads(text("agents/codex.toml"))
     name, context = served_agent_model()
     assert config["model"] == name and config["model_context_window"] == context
-    # The fields of the script that runs it, without those that only a test needs.
-    script = ast.parse((ROOT / "scripts/agents/codex.py").read_text())
-    [proven] = [
-        ast.literal_eval(node.value)
-        for node in script.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "_CONFIG"
-    ]
-    proven = tomllib.loads(proven.format(url="http://127.0.0.1:8000", limit=context))
-    provider = proven["model_providers"]["mlx-paged"]
-    del provider["request_max_retries"], provider["stream_max_retries"]
-    assert without_values(config) == without_values(proven)
-    assert config["model_providers"] == proven["model_providers"]
+    proven = tomllib.loads(CONFIGURATION("codex.toml", "http://127.0.0.1:1"))
+    assert proven["model_providers"]["mlx-paged"]["base_url"] == "http://127.0.0.1:1/v1"
+    assert proven["model"] == "mlx-paged-demo"
+    assert config == tomllib.loads(documented("model_provider ="))
 
 
 def test_claude_code() -> None:
@@ -217,18 +214,23 @@ def test_claude_code() -> None:
     name, context = served_agent_model()
     assert found["ANTHROPIC_MODEL"] == found["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == name
     assert found["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == str(context)
-    assert found["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8000"
-    script = (ROOT / "scripts/agents/claude_code.py").read_text()
-    assert found.keys() == set(re.findall(r'"((?:ANTHROPIC|CLAUDE)_\w+)"', script))
-    docs = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    assert found.keys() == set(re.findall(r"export ((?:ANTHROPIC|CLAUDE)_\w+)=", docs))
+    proven = CONFIGURATION("claude_code.env", "http://127.0.0.1:1").splitlines()
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:1" in proven
+    assert "ANTHROPIC_MODEL=mlx-paged-demo" in proven
+    block = documented("export ANTHROPIC_BASE_URL")
+    assert found == dict(re.findall(r"^export (\w+)=(\S+)", block, re.MULTILINE))
 
 
 def test_opencode() -> None:
     config = json.loads(text("agents/opencode.json"))
     name, context = served_agent_model()
     assert config["model"] == config["small_model"] == f"mlx-paged/{name}"
-    [model] = config["provider"]["mlx-paged"]["models"].items()
-    assert model[0] == name and model[1]["tool_call"] is True
-    assert model[1]["limit"]["context"] == context
-    assert config["provider"]["mlx-paged"]["options"]["baseURL"] == "http://127.0.0.1:8000/v1"
+    provider = config["provider"]["mlx-paged"]
+    [(served_name, model)] = provider["models"].items()
+    assert served_name == name and model["tool_call"] is True
+    assert model["limit"]["context"] == context
+    proven = json.loads(CONFIGURATION("opencode.json", "http://127.0.0.1:1"))
+    assert proven["provider"]["mlx-paged"]["options"]["baseURL"] == "http://127.0.0.1:1/v1"
+    # The one in the docs is for the embedded model, without tools.
+    in_docs = json.loads(documented("opencode.ai/config.json"))["provider"]["mlx-paged"]
+    assert {**provider, "models": None} == {**in_docs, "models": None}
