@@ -1,7 +1,7 @@
 """llama.cpp as a peer: builds it once from the sdist of llama-cpp-python, and runs its programs.
 
 Uses its programs, not its library: `llama-batched-bench` (which neither samples nor detokenizes),
-`llama-completion` and `llama-server`.
+`llama-completion`, `llama-server` and `llama-perplexity`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIONS = (
 )  # fmt: skip
 # Programs of each build. The second build, for machines with AMX, shows processors without it.
 BUILDS = {
-    "native": ("llama-batched-bench", "llama-completion", "llama-server"),
+    "native": ("llama-batched-bench", "llama-completion", "llama-server", "llama-perplexity"),
     "no-amx": ("llama-batched-bench",),
 }
 NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
