@@ -40,6 +40,7 @@ class Batch:
         model_names: Names that a body may give as `model`; empty means the model's own name.
         progress: Show a progress bar; None: on a terminal.
         engine_options: Fields of `EngineConfig`.
+        dtype: Data type of the weights; see `load`.
     """
 
     input: Path | None
@@ -49,6 +50,7 @@ class Batch:
     model_names: tuple[str, ...] = ()
     progress: bool | None = None
     engine_options: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "auto"
 
 
 def run(batch: Batch) -> int:
@@ -96,7 +98,7 @@ async def _answer(
     batch: Batch, file: BinaryIO, journal: Journal, counts: Counts, on_line: Any
 ) -> None:
     names = batch.model_names or (default_model_name(batch.model),)
-    engine = AsyncEngine.from_model(batch.model, **batch.engine_options)
+    engine = AsyncEngine.from_model(batch.model, dtype=batch.dtype, **batch.engine_options)
     try:
         config = ServerConfig(served_model_names=names, log_requests=False, serve_page=False)
         app = create_app(engine, config)

@@ -13,11 +13,11 @@ from mlx_paged.bench.results import check_writable, checkout, table, write_json
 from mlx_paged.cli.options import (
     ENGINE,
     CPUActivations,
-    DType,
     KVCacheDType,
     KVCacheMemory,
     MaxModelLen,
     MaxNumSeqs,
+    ModelDType,
     fields_of,
     option,
     refuse,
@@ -49,9 +49,7 @@ class EvaluatedModel:
             show_default="the embedded model",
         ),
     ] = None
-    dtype: Annotated[
-        DType, option(ENGINE, "Data type of the weights. auto: as stored, float32 on the CPU.")
-    ] = "auto"
+    dtype: ModelDType = "auto"
     max_model_len: MaxModelLen = None
     max_num_seqs: MaxNumSeqs = 256
     kv_cache_memory: KVCacheMemory = None

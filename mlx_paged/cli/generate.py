@@ -20,6 +20,7 @@ from mlx_paged.cli.options import (
     MaxModelLen,
     MaxNumSeqs,
     Model,
+    ModelDType,
     SamplingOptions,
     SystemPrompt,
     given,
@@ -40,7 +41,7 @@ _STRUCTURED = "Structured outputs"
 # Options that apply to a batch; its lines have everything else.
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
-     "runner", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
+     "runner", "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
      "async_scheduling", "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name", "runner")
@@ -132,6 +133,7 @@ def generate(
     sampling: SamplingOptions = _GREEDY,
     structured: StructuredOptions,
     model: Model = None,
+    dtype: ModelDType = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = 256,
     kv_cache_memory: KVCacheMemory = None,
@@ -173,6 +175,7 @@ def generate(
                 tuple(served_model_name or ()),
                 progress,
                 {**engine_options, "runner": runner},
+                dtype,
             )
         )
         if num_failed:
@@ -192,7 +195,7 @@ def generate(
             n=n, structured_outputs=_structured_outputs(structured), **given(**vars(sampling))
         )
         begin("model")
-        llm = LLM(model, on_kernel=partial(begin, "kernels"), **engine_options)
+        llm = LLM(model, dtype=dtype, on_kernel=partial(begin, "kernels"), **engine_options)
     _answer(llm, prompts, params, system_prompt, chat=not ignore_chat_template, progress=progress)
 
 

@@ -129,6 +129,8 @@ KVCacheMemory = Annotated[
         ENGINE, "Bytes for the KV cache.", "--kv-cache-memory", min=1, show_default="from memory"
     ),
 ]
+DTYPE_HELP = "Data type of the weights. auto: as stored, float32 on the CPU."
+ModelDType = Annotated[DType, option(ENGINE, DTYPE_HELP)]
 # Changes of a real model's perplexity: bench/results/kv_quality-smollm2.json.
 KV_CACHE_DTYPE_HELP = (
     "KV cache format: auto (the model's own), int8 (almost no loss), int8_k_int4_v or k8v4 (a real "

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mlx_paged.cli.options import (
+    DTYPE_HELP,
     ENV_PREFIX,
     KV_CACHE_DTYPE_HELP,
     DType,
@@ -59,9 +60,7 @@ class ServeOptions:
             show_default="the model's own limit",
         ),
     ] = None
-    dtype: Annotated[
-        DType, option(_MODEL, "Data type of the weights. auto: as stored, float32 on the CPU.")
-    ] = "auto"
+    dtype: Annotated[DType, option(_MODEL, DTYPE_HELP)] = "auto"
     chat_template: Annotated[
         str | None,
         option(_MODEL, "Jinja chat template, as a file or as source.", show_default="the model's"),

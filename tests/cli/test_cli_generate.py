@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+import mlx_paged.engine.async_engine
 import mlx_paged.engine.llm
+import mlx_paged.engine.local_client
 from mlx_paged.cli.entry import ExitCode, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.engine.llm import LLM
+from mlx_paged.errors import MlxPagedError
 
 RAW = ["--ignore-chat-template", "--max-tokens", "8"]
 
@@ -170,3 +173,24 @@ def test_ctrl_c_ends_answers_between_two_steps(prompts, made, monkeypatch) -> No
     assert len(seen) < 20
     [llm] = made
     assert not llm.engine.has_unfinished and llm.stats().usage.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    (["generate", "-p", "x"], ["generate", "-i", "{file}", "-o", "{file}.out"], ["chat"]),
+    ids=" ".join,
+)
+def test_the_data_type_reaches_the_loader(command, monkeypatch, tmp_path, capsys) -> None:
+    class LoadedError(MlxPagedError):
+        pass
+
+    def load(model: Any, *, dtype: str, **_: Any) -> Any:
+        raise LoadedError(f"to be loaded in {dtype}")
+
+    for module in (mlx_paged.engine.local_client, mlx_paged.engine.async_engine):
+        monkeypatch.setattr(module, "load", load)
+    pipe(monkeypatch, b"x")
+    (tmp_path / "lines.jsonl").write_text("{}\n")
+    words = [word.format(file=tmp_path / "lines.jsonl") for word in command]
+    assert status_of(app, [*words, "--dtype", "float16"]) == 1
+    assert "to be loaded in float16" in capsys.readouterr().err

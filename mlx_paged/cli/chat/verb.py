@@ -18,6 +18,7 @@ from mlx_paged.cli.options import (
     Markup,
     MaxModelLen,
     Model,
+    ModelDType,
     SamplingOptions,
     SystemPrompt,
     given,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 _TOOLS = "Tools of MCP servers"
 _ONLY_LOCAL = (
-    "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations", "async_scheduling",
+    "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
+    "async_scheduling",
 )  # fmt: skip
 
 
@@ -90,6 +92,7 @@ def chat(
     ] = 10,
     sampling: SamplingOptions,
     model: Model = None,
+    dtype: ModelDType = "auto",
     max_model_len: MaxModelLen = None,
     kv_cache_memory: KVCacheMemory = None,
     kv_cache_dtype: KVCacheDType = "auto",
@@ -123,7 +126,7 @@ def chat(
             sizes = given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory)
             sizes["kv_cache_dtype"] = kv_cache_dtype
             sizes["cpu_activations"] = cpu_activations
-            backend = _local(model, async_scheduling=async_scheduling, **sizes)
+            backend = _local(model, dtype=dtype, async_scheduling=async_scheduling, **sizes)
         else:
             backend = _remote(server, model, api_key)
         with contextlib.closing(backend), tools or contextlib.nullcontext():
