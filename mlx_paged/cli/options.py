@@ -131,11 +131,11 @@ KVCacheMemory = Annotated[
 ]
 DTYPE_HELP = "Data type of the weights. auto: as stored, float32 on the CPU."
 ModelDType = Annotated[DType, option(ENGINE, DTYPE_HELP)]
-# Changes of a real model's perplexity: bench/results/kv_quality-smollm2.json.
+# Changes of a real model's perplexity: bench/results/kv_quality-smollm2*.json.
 KV_CACHE_DTYPE_HELP = (
     "KV cache format: auto (the model's own), int8 (almost no loss), int8_k_int4_v or k8v4 (a real "
-    "model's perplexity +0.5%), fp8 (+0.6%) or int4 (+5%). All but auto hold two to three times "
-    "the tokens."
+    "model's perplexity +0.5%), fp8 (+0.6% to +1.7%) or int4 (+5%). All but auto hold two to three "
+    "times the tokens."
 )
 KVCacheDType = Annotated[str, option(ENGINE, KV_CACHE_DTYPE_HELP, "--kv-cache-dtype")]
 CPUActivations = Annotated[
