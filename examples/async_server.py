@@ -2,14 +2,15 @@
 
 $ uvicorn --app-dir examples async_server:app --port 8001
 $ curl -N 'http://127.0.0.1:8001/write?what=Reverse+a+string'
+
+The variable MODEL names another model than the embedded one.
 """
 
 import contextlib
 import os
 from collections.abc import AsyncIterator
 
-from mlx_paged import SamplingParams
-from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged import AsyncEngine, SamplingParams
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse

@@ -1,8 +1,10 @@
 """Asks three questions about a picture in one batch; the vision tower runs once for all of them.
 
 $ pip install --no-deps mlx-vlm==0.7.10    # beside the extra `vision`
-$ python examples/pictures.py
+$ python examples/pictures.py [MODEL]
 """
+
+import sys
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.demo import vision_model_path
@@ -20,7 +22,8 @@ QUESTIONS = [
     "What is in this picture?",
 ]
 
-llm = LLM(vision_model_path())  # knows shapes, colors and digits; larger models know the world
+# The embedded vision model knows shapes, colors and digits, and nothing else.
+llm = LLM(sys.argv[1] if len(sys.argv) > 1 else vision_model_path())
 chats = [
     [{"role": "user", "content": [{"type": "image", "image": picture}, question]}]
     for question in QUESTIONS

@@ -1,8 +1,8 @@
 """Paged attention, prefix sharing and continuous batching for MLX.
 
 Importing the package makes mlx-lm paged (`mlx_paged.drop_in`); ``unpatch`` undoes that.
-``LLM`` generates text, ``load`` loads models, ``ops`` has the native primitives. Names are imported
-on first use, so the state half (``mlx_paged.core``) never needs MLX.
+``LLM`` and ``AsyncEngine`` generate text, ``load`` loads models, ``ops`` has the native primitives.
+Names are imported on first use, so the state half (``mlx_paged.core``) never needs MLX.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from mlx_paged import blas, descriptors  # noqa: E402
 from mlx_paged.drop_in import arrange, patch, unpatch  # noqa: E402
 
 if TYPE_CHECKING:
+    from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.llm import LLM, RequestOutput
     from mlx_paged.engine.loading import load
     from mlx_paged.engine.pooling.params import PoolingParams
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncEngine",
     "LLM",
     "LoadedModel",
     "PoolingParams",
@@ -56,6 +58,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncEngine": "mlx_paged.engine.async_engine",
     "LLM": "mlx_paged.engine.llm",
     "LoadedModel": "mlx_paged.model.loader",
     "PoolingParams": "mlx_paged.engine.pooling.params",

@@ -41,7 +41,7 @@ def test_streaming(tmp_path) -> None:
     started = [sys.executable, *command("streaming.py", "python")]
     with subprocess.Popen(started, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         pieces = list(iter(lambda: os.read(process.stdout.fileno(), 1 << 16), b""))
-    assert process.returncode == 0 and len(pieces) > 20  # while the answer was generated
+    assert process.returncode == 0 and len(pieces) > 5  # while the answer was generated
     text = b"".join(pieces).decode()
     assert functions(text)["quicksort"]([3, 1, 2]) == [1, 2, 3]
     assert re.search(r"\n# first token after \d+ ms, then \d+ tokens/s\n$", text)
@@ -94,7 +94,7 @@ def test_prefix_sharing(tmp_path) -> None:
 def test_quantized_kv(tmp_path) -> None:
     auto, int8, same, agreed = run("quantized_kv.py", folder=tmp_path).splitlines()
     tokens = [int(line.split()[1].replace(",", "")) for line in (auto, int8)]
-    assert tokens[1] > 1.8 * tokens[0]
+    assert tokens[1] > 1.7 * tokens[0]
     assert 6 <= int(same.split()[0]) <= int(same.split()[2]) == 12
     common, total = int(agreed.split()[0]), int(agreed.split()[2])
     assert 500 < common <= total

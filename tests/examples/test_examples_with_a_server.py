@@ -26,7 +26,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = str(tmp_path_factory.mktemp("batches"))
     options = [folder if option == "batches" else option for option in options]
     hosts = re.search(
-        r"serve (--allowed-hosts .*)", (EXAMPLES / "open-webui/README.md").read_text()
+        r"serve (--allowed-hosts \S+)", (EXAMPLES / "open-webui/README.md").read_text()
     )
     with process(*options, *shlex.split(hosts[1])) as (server, url):
         assert server.poll() is None
