@@ -15,8 +15,10 @@ class Person(BaseModel, extra="forbid"):  # no other properties
 
 
 QUESTIONS = {
-    "Ada Lovelace, a mathematician, was born in London in 1815. Who is it?": {"json": Person},
-    "What is the date of Christmas in 2026?": {"regex": r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d"},
+    "Ada Lovelace was born in 1815 in London. Give her name and the year of her birth as JSON.": {
+        "json": Person
+    },
+    "Write the date December 25, 2026 in ISO format.": {"regex": r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d"},
     "Is Paris the capital of France?": {"choice": ["yes", "no"]},
 }
 
