@@ -15,7 +15,7 @@ from mlx_paged.engine.build import build_engine
 from mlx_paged.engine.client import EngineInfo
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.executor import Executor, InProcessExecutor
-from mlx_paged.engine.guard import EngineGuard, protect_thread
+from mlx_paged.engine.guard import EngineGuard, protect_thread, this_thread
 from mlx_paged.engine.intake import CheckedRequest
 from mlx_paged.engine.output_processor import OutputProcessor, RequestState
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
@@ -249,7 +249,8 @@ class Engine:
 
     def _begin(self) -> None:
         """At the beginning of every call that changes the engine."""
-        protect_thread()
+        if not this_thread.is_protected:
+            protect_thread()
         if not self._recovery.is_whole:
             self._recover()
         while self._pending_aborts:

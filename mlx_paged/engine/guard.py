@@ -16,7 +16,13 @@ from mlx_paged.errors import ForkedProcessError
 _EXIT_TIMEOUT = 60.0
 
 _user: int | None = None  # the process that made the first engine or the drop-in's store
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    is_protected = False  # by `protect_thread`
+
+
+this_thread = _Thread()
 
 
 def check_process() -> None:
@@ -39,10 +45,10 @@ def protect_thread() -> None:
     Without it, a thread that has used `mx.compile` or `mx.random` and that the exiting interpreter
     ends would abort the process: see csrc/thread_end.h.
     """
-    if not hasattr(_thread, "is_protected"):
+    if not this_thread.is_protected:
         _ = mx.random.state
         ops.outlast_interpreter()
-        _thread.is_protected = True
+        this_thread.is_protected = True
 
 
 def is_forked() -> bool:
