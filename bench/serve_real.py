@@ -44,9 +44,8 @@ from mlx_paged.engine.loading import load
 
 WORKLOADS = [
     Workload("ShareGPT", 1, num_prompts=4),
-    Workload("ShareGPT", 8, num_prompts=24),
-    Workload("ShareGPT", 16, num_prompts=48),
-    Workload("ShareGPT at 1/s", None, rate=1.0, num_prompts=24),
+    Workload("ShareGPT", 8, num_prompts=16),
+    Workload("ShareGPT", 16, num_prompts=24),
 ]
 _NUM_CONVERSATIONS = 2000
 _LLAMA_SLOTS, _LLAMA_TOKENS = "8 slots", 2048  # the fastest of 4, 8 and 32 slots; tokens of a slot
