@@ -154,3 +154,33 @@ def test_the_costs_of_kv_formats_are_as_measured() -> None:
         assert change == pytest.approx(found["perplexity_change"], abs=0.00006)
         assert float(top1.rstrip("%")) / 100 == pytest.approx(found["top1"], abs=0.0006)
         assert equal == f"{answers['equal'][name]} of {answers['number']}"
+
+
+def test_servers_with_a_real_model_are_quoted_as_measured() -> None:
+    results = json.loads((ROOT / "bench/results/serve-real-cpu.json").read_text())["results"]
+    readme, benchmarks = text_of("README.md"), text_of("docs/benchmarks.md")
+    benchmarks = benchmarks.split("## Servers with a real model")[1].split("##")[0]
+    for entry, clients in zip(results, ("one client", "8 clients", "16 clients"), strict=True):
+        speeds = {
+            name: f"{figures['output_throughput']:.0f}"
+            for name, figures in entry.items()
+            if isinstance(figures, dict)
+        }
+        [row] = [line for line in readme.splitlines() if line.startswith(f"| {clients} |")]
+        ours, peers = cells(row)[1:]
+        assert ours == f"{speeds['mlx-paged']}, in float32 {speeds['mlx-paged float32']}"
+        assert peers == ", ".join(
+            f"{name} {speeds[f'{name}{suffix}']}"
+            for name, suffix in (
+                ("llama-server", ""),
+                ("mlx_lm.server", " float32"),
+                ("vllm-mlx", " float32"),
+            )
+        )
+        [row] = [
+            line for line in benchmarks.splitlines()
+            if line.startswith(f"| {entry['concurrency']} |")
+        ]  # fmt: skip
+        order = ("mlx-paged", "mlx-paged float32", "llama-server", "mlx_lm.server float32",
+                 "vllm-mlx float32")  # fmt: skip
+        assert [cell.split(",")[0] for cell in cells(row)[1:]] == [speeds[name] for name in order]
