@@ -1,6 +1,6 @@
-"""The kernels on an Apple GPU: runs their tests, compares every primitive with copy bandwidth,
-MLX's dense attention and gathering first, and decodes with and without whole-step encoding
-(MLX_PAGED_UNCHECKED_KERNELS=1, docs/metal-kernels.md). Writes bench/results/mac-<chip>.json, .md.
+"""The kernels on an Apple GPU: runs their tests, calibrates them (docs/metal-kernels.md), compares
+every primitive with copy bandwidth, MLX's dense attention and gathering first, and decodes as
+calibration chose and with MLX's graphs. Writes bench/results/mac-<chip>.json, .md.
 
 python bench/mac_report.py
 """
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlx_paged.calibration import table
 from mlx_paged.extension import build_info
 
 # isort: split
@@ -35,38 +36,62 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
                           capture_output=True, env={**os.environ, **env})  # fmt: skip
 
 
+_DECODE = """
+import json, statistics, sys, time
+from mlx_paged import LLM, SamplingParams
+mode, batch, tokens, runs = sys.argv[1], *map(int, sys.argv[2:])
+llm = LLM(calibrate=mode)
+params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+prompts, seconds = [list(range(5, 133))] * batch, []
+for _ in range(2 + runs):
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds.append(time.perf_counter() - start)
+tokens = list(outputs[0].outputs[0].token_ids)
+print(json.dumps({"seconds": statistics.median(seconds[2:]), "tokens": tokens}))
+"""
+
+
 def whole_steps(tokens: int = 128, runs: int = 5) -> list[dict[str, Any]]:
-    """Decodes with the embedded model, with steps as MLX graphs and as one operation each: seconds
+    """Decodes with the embedded model as calibration chose, and with steps as MLX graphs: seconds
     of the median batch, in turns, and whether the greedy answers are equal."""
-    ways = {"graphs": "0", "whole": "1"}
-    prompt = ["generate", "Return the n-th Fibonacci number", "--temperature", "0"]
+    ways = {"graphs": "off", "calibrated": "auto"}
     results = []
     for batch in (1, 8, 16):
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        options = ["--batch-size", str(batch), "--output-len", str(tokens), "--input-len", "128"]
+        answers = {}
         for _ in range(3):
-            for name, value in ways.items():
-                path = RESULTS / "latency-part.json"
-                done = run("-m", "mlx_paged.cli.main", "bench", "latency", *options, "--num-iters",
-                           str(runs), "--num-iters-warmup", "2", "--output-json", str(path),
-                           MLX_PAGED_UNCHECKED_KERNELS=value)  # fmt: skip
+            for name, mode in ways.items():
+                done = run("-c", _DECODE, mode, str(batch), str(tokens), str(runs))
                 if done.returncode:
                     return [{"failed": name, "batch": batch, "error": done.stderr[-2000:]}]
-                seconds[name] += json.loads(path.read_text())["latencies"]
-                path.unlink()
-        results.append(
-            {"batch": batch, **{name: statistics.median(s) for name, s in seconds.items()}}
-        )
-    answers = [
-        run("-m", "mlx_paged.cli.main", *prompt, MLX_PAGED_UNCHECKED_KERNELS=value).stdout
-        for value in ways.values()
-    ]
-    results.append({"same_answer": bool(answers[0]) and answers[0] == answers[1]})
+                told = json.loads(done.stdout.splitlines()[-1])
+                seconds[name].append(told["seconds"])
+                answers[name] = told["tokens"]
+        medians = {name: statistics.median(s) for name, s in seconds.items()}
+        same = answers["graphs"] == answers["calibrated"]
+        results.append({"batch": batch, **medians, "same_answer": same})
     return results
 
 
+def calibration() -> dict[str, Any] | None:
+    """Calibrates this Mac anew; None: doctor says why."""
+    done = run("-m", "mlx_paged.cli.main", "doctor", "--calibrate", "--json")
+    try:
+        table: dict[str, Any] | None = json.loads(done.stdout)["calibration"]
+    except ValueError:
+        print(done.stderr)
+        return None
+    return table
+
+
 def markdown(
-    chip: str, tests: str, results: list[dict[str, Any]], copy: float, steps: list[dict[str, Any]]
+    chip: str,
+    tests: str,
+    results: list[dict[str, Any]],
+    copy: float,
+    steps: list[dict[str, Any]],
+    calibrated: Any,
 ) -> str:
     lines = [
         f"# {chip}\n",
@@ -86,7 +111,10 @@ def markdown(
             *(f"{r['bytes_per_second'] / 1e9:.0f}", f"{r['share_of_copy']:.0%}", *times),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines.append("\nDecoding of the embedded model, steps encoded as a whole or node by node:\n")
+    if calibrated is not None:
+        lines.append("\nCalibration with the embedded model:\n")
+        lines += [f"- {line}" for line in table.lines(calibrated)]
+    lines.append("\nDecoding of the embedded model, as calibrated and with MLX's graphs:\n")
     lines += [f"- {json.dumps(step)}" for step in steps]
     return "\n".join(lines) + "\n"
 
@@ -120,10 +148,11 @@ def main() -> int:
         "tests": {"summary": summary, "passed": tests.returncode == 0},
         "copy_bytes_per_second": copy,
         "results": results,
+        "calibration": (calibrated := calibration()),
         "whole_steps": (steps := whole_steps()),
     }
     (RESULTS / f"{slug}.json").write_text(json.dumps(report, indent=2) + "\n")
-    (RESULTS / f"{slug}.md").write_text(markdown(chip, summary, results, copy, steps))
+    (RESULTS / f"{slug}.md").write_text(markdown(chip, summary, results, copy, steps, calibrated))
     print(f"wrote {RESULTS / slug}.json and .md")
     return tests.returncode
 

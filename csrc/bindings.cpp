@@ -13,6 +13,7 @@
 #include "kernel_names.h"
 #include "mlx/version.h"
 #include "primitives.h"
+#include "rejected_kernels.h"
 #include "thread_end.h"
 #include "transfer.h"
 
@@ -223,6 +224,45 @@ void bind_extension(nb::module_& m) {
       },
       "Every GPU pipeline that steps of the layers seen so far can need: host name of the kernel, "
       "function constants.");
+
+  m.def(
+      "attention_layers",
+      [] {
+        nb::list layers;
+        for (const auto& a : attention_layers()) {
+          layers.append(
+              nb::make_tuple(
+                  name_of(a.dtype), a.group, a.key_dim, a.value_dim, a.features,
+                  int(a.key_format), int(a.value_format)));
+        }
+        return layers;
+      },
+      "Kinds of attention layers seen so far: dtype, query heads per KV head, key dim, value dim, "
+      "options (features_of in metal/attention_variant.h), formats of keys and values.");
+
+  m.def(
+      "attention_kernel",
+      [](mx::Dtype dtype, int group, int key_dim, int value_dim, int rows) {
+        AttentionLayer layer{dtype_of(dtype), group, key_dim, value_dim, 0};
+        return attention_kernel_for(gpu::kind(), layer, rows);
+      },
+      "dtype"_a, "group"_a, "key_dim"_a, "value_dim"_a, "rows"_a,
+      "Host name of the kernel for items of this many rows; empty if none is left.");
+
+  m.def(
+      "reject_kernels", &reject_kernels, "host_names"_a,
+      "Replaces the set of kernels that never run.");
+
+  m.def(
+      "rejected_kernels",
+      [] {
+        nb::list names;
+        for (const auto& name : rejected_kernels()) {
+          names.append(name);
+        }
+        return names;
+      },
+      "Kernels that never run, by host name.");
 
   m.def(
       "prepare_pipeline",

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "../metal/kernel_table.h"
@@ -160,12 +161,17 @@ struct AttentionLayer {
   bool operator==(const AttentionLayer&) const = default;
 };
 
+// Returns the kernel that serves items of this many rows, by host name; empty if calibration
+// rejected every one, or none supports the head dims.
+std::string attention_kernel_for(Gpu gpu, const AttentionLayer& layer, int query_rows);
+
 // Returns every pipeline that a step of any size can need for such a layer. Empty if no kernel
 // supports the head dims.
 std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer);
 
 // Records a kind of layer when its graph is built.
 void note_attention_layer(const AttentionLayer& layer);
+std::vector<AttentionLayer> attention_layers();
 void forget_attention_layers();
 
 // Returns every pipeline that later steps of the recorded layers can need, and those that move

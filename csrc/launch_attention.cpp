@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -24,6 +25,7 @@
 #include "cuda/portable_shape.h"
 #include "host_copies.h"
 #include "primitives.h"
+#include "rejected_kernels.h"
 
 namespace mlx_paged {
 
@@ -109,9 +111,77 @@ KernelName kernel_of(
   throw std::logic_error("[launch] unknown attention kernel");
 }
 
-PlanSummary read_plan(const Arrays& in, Gpu gpu) {
+// Dtype and sizes of a layer, which determine the kernels that can serve it.
+struct LayerShape {
+  Gpu gpu;
+  DType dtype;
+  int group;
+  int key_dim;
+  int value_dim;
+
+  int item_size() const { return dtype == DType::float32 ? 4 : 2; }
+};
+
+bool is_allowed(const AttentionVariant& variant, const LayerShape& layer) {
+  auto kernel = kernel_of(variant, layer.gpu, layer.dtype, layer.key_dim, layer.value_dim);
+  return !is_rejected(kernel.host_name);
+}
+
+// Returns the best variant that calibration allows. The rows of each variant are contiguous, as the
+// launches of a plan require. Sizes of a matrix that are too large only waste work, and those that
+// are too small take several tiles. Empty: no kernel is left.
+std::optional<AttentionVariant> allowed_variant(int query_rows, const LayerShape& layer) {
+  Limits limits = limits_of(layer.gpu, layer.key_dim, layer.item_size());
+  int queries = query_rows * layer.group;
+  auto first_allowed = [&](std::vector<AttentionVariant> variants) {
+    auto found = std::find_if(variants.begin(), variants.end(), [&](const auto& variant) {
+      return is_allowed(variant, layer);
+    });
+    return found == variants.end() ? std::nullopt : std::optional(*found);
+  };
+  auto wanted =
+      attention_variant(layer.gpu, query_rows, layer.group, layer.key_dim, layer.item_size());
+  if (wanted.kernel == AttentionKernel::decode) {
+    // Without one size, those above it are not used either.
+    std::vector<AttentionVariant> below;
+    for (int q = 1; q <= queries; q++) {
+      below.push_back({AttentionKernel::decode, q});
+    }
+    if (std::all_of(below.begin(), below.end(), [&](const auto& variant) {
+          return is_allowed(variant, layer);
+        })) {
+      return wanted;
+    }
+  }
+  std::vector<AttentionVariant> prefills;
+  if (limits.prefill_rows > 0) {
+    bool is_small = queries <= 32;
+    prefills = {
+        {AttentionKernel::prefill, is_small ? 32 : limits.prefill_rows},
+        {AttentionKernel::prefill, is_small ? limits.prefill_rows : 32}};
+  }
+  if (wanted.kernel == AttentionKernel::prefill) {
+    if (auto prefill = first_allowed(prefills)) {
+      return prefill;
+    }
+  }
+  int size = 8;
+  while (size < std::min(queries, limits.matrix_rows)) {
+    size *= 2;
+  }
+  std::vector<AttentionVariant> matrices;
+  for (int larger = size; larger <= limits.matrix_rows; larger *= 2) {
+    matrices.push_back({AttentionKernel::decode_matrix, larger});
+  }
+  for (int smaller = size / 2; smaller >= 8; smaller /= 2) {
+    matrices.push_back({AttentionKernel::decode_matrix, smaller});
+  }
+  auto matrix = first_allowed(matrices);
+  return matrix ? matrix : first_allowed(prefills);
+}
+
+PlanSummary read_plan(const Arrays& in, const LayerShape& layer) {
   PlanSummary plan;
-  int heads = in[Inputs::kQueries].shape(1) / in[Inputs::kKeyPool].shape(2);
   auto [work_copy, work] = host_view<WorkItem>(in[Inputs::kWork]);
   for (int i = 0; i < in[Inputs::kWork].shape(0); i++) {
     int rows = work[i].row_end - work[i].row_begin;
@@ -119,8 +189,11 @@ PlanSummary read_plan(const Arrays& in, Gpu gpu) {
       continue;
     }
     plan.has_one_row_each &= rows == 1 && work[i].row_begin == work[i].sequence;
-    auto& range = plan.variants[attention_variant(
-        gpu, rows, heads, in[Inputs::kQueries].shape(2), int(in[Inputs::kQueries].itemsize()))];
+    auto variant = allowed_variant(rows, layer);
+    if (!variant) {
+      throw std::runtime_error("[paged_attention] calibration rejected every kernel for this layer");
+    }
+    auto& range = plan.variants[*variant];
     range.fewest = std::min(range.fewest, rows);
     range.most = std::max(range.most, rows);
     if (work[i].partial_begin < 0) {
@@ -142,11 +215,9 @@ PlanSummary read_plan(const Arrays& in, Gpu gpu) {
 // numbers: its buffer may have been donated and overwritten.
 class PlanCache {
  public:
-  PlanSummary get(const Arrays& in, Gpu gpu) {
-    std::array<int, 4> key{
-        int(gpu), int(in[Inputs::kQueries].itemsize()),
-        in[Inputs::kQueries].shape(1) / in[Inputs::kKeyPool].shape(2),
-        in[Inputs::kQueries].shape(2)};
+  PlanSummary get(const Arrays& in, const LayerShape& layer) {
+    Key key{int(layer.gpu), int(layer.dtype), layer.group,
+            layer.key_dim,  layer.value_dim,  rejection_count()};
     auto [work_copy, work] = host_view<WorkItem>(in[Inputs::kWork]);
     auto [merge_copy, merge] = host_view<MergeItem>(in[Inputs::kMerge]);
     size_t work_bytes = in[Inputs::kWork].nbytes(), merge_bytes = in[Inputs::kMerge].nbytes();
@@ -165,13 +236,14 @@ class PlanCache {
       return std::vector<std::byte>(begin, begin + bytes);
     };
     auto& entry = entries_[next_++ % entries_.size()];
-    entry = {key, bytes_at(work, work_bytes), bytes_at(merge, merge_bytes), read_plan(in, gpu)};
+    entry = {key, bytes_at(work, work_bytes), bytes_at(merge, merge_bytes), read_plan(in, layer)};
     return entry.plan;
   }
 
  private:
+  using Key = std::array<int, 6>;
   struct Entry {
-    std::array<int, 4> key;
+    Key key;
     std::vector<std::byte> work;
     std::vector<std::byte> merge;
     PlanSummary plan;
@@ -181,9 +253,9 @@ class PlanCache {
   size_t next_ = 0;
 };
 
-PlanSummary summarize(const Arrays& in, Gpu gpu) {
+PlanSummary summarize(const Arrays& in, const LayerShape& layer) {
   static PlanCache cache;
-  return cache.get(in, gpu);
+  return cache.get(in, layer);
 }
 
 }  // namespace
@@ -204,16 +276,30 @@ AttentionVariant attention_variant(Gpu gpu, int query_rows, int group, int key_d
   return {AttentionKernel::decode_matrix, rows};
 }
 
+std::string attention_kernel_for(Gpu gpu, const AttentionLayer& layer, int query_rows) {
+  if (!has_kernels(layer.key_dim, layer.value_dim)) {
+    return "";
+  }
+  LayerShape shape{gpu, layer.dtype, layer.group, layer.key_dim, layer.value_dim};
+  auto variant = allowed_variant(query_rows, shape);
+  bool merges = !is_rejected(merge_kernel(layer.dtype, layer.value_dim).host_name);
+  return variant && merges
+             ? kernel_of(*variant, gpu, layer.dtype, layer.key_dim, layer.value_dim).host_name
+             : "";
+}
+
 std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer) {
   if (!has_kernels(layer.key_dim, layer.value_dim)) {
     return {};
   }
-  int item_size = layer.dtype == DType::float32 ? 4 : 2;
-  Limits limits = limits_of(gpu, layer.key_dim, item_size);
+  LayerShape shape{gpu, layer.dtype, layer.group, layer.key_dim, layer.value_dim};
+  Limits limits = limits_of(gpu, layer.key_dim, shape.item_size());
   std::set<AttentionVariant> variants;
   int max_rows = std::max(limits.matrix_rows, limits.prefill_rows) + kMaxDraftRows;
   for (int rows = 1; rows <= max_rows; rows++) {  // beyond it tiles have the largest size
-    variants.insert(attention_variant(gpu, rows, layer.group, layer.key_dim, item_size));
+    if (auto variant = allowed_variant(rows, shape)) {
+      variants.insert(*variant);
+    }
   }
   std::vector<uint8_t> constants = function_constants(layer);
   std::vector<Pipeline> pipelines;
@@ -261,6 +347,12 @@ void note_attention_layer(const AttentionLayer& layer) {
   }
 }
 
+std::vector<AttentionLayer> attention_layers() {
+  auto& [mutex, layers] = noted();
+  std::lock_guard lock(mutex);
+  return layers;
+}
+
 void forget_attention_layers() {
   auto& [mutex, layers] = noted();
   std::lock_guard lock(mutex);
@@ -303,7 +395,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
   if (out[0].size() == 0) {
     return list;
   }
-  PlanSummary plan = summarize(in, gpu);
+  PlanSummary plan = summarize(in, {gpu, dtype, num_q_heads / num_kv_heads, key_dim, value_dim});
 
   if (plan.covered_rows < queries.shape(0)) {
     paged::FillParams params{int(out[0].nbytes() / 16)};

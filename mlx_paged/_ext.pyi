@@ -67,8 +67,20 @@ def expert_linear(x: mlx.core.array, indices: mlx.core.array, weight: mlx.core.a
 
 def lookup(ids: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
-def max_gpu_step_rows() -> int:
+def supported_step_rows() -> int:
     """Maximum rows of a step for a GpuExecutable; 0 if none is supported."""
+
+def max_gpu_step_rows() -> int:
+    """The same, up to what calibration allows."""
+
+def allowed_step_rows() -> int:
+    """Maximum rows of such a step that calibration allows."""
+
+def allow_step_rows(num_rows: int) -> None:
+    """Sets `allowed_step_rows`."""
+
+def gpu_executable_kernels(executable: CapsuleType) -> list:
+    """Host names of its kernels, without those of attention."""
 
 def make_gpu_executable(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
 
@@ -145,6 +157,22 @@ def pipelines_to_come() -> list:
     """
     Every GPU pipeline that steps of the layers seen so far can need: host name of the kernel, function constants.
     """
+
+def attention_layers() -> list:
+    """
+    Kinds of attention layers seen so far: dtype, query heads per KV head, key dim, value dim, options (features_of in metal/attention_variant.h), formats of keys and values.
+    """
+
+def attention_kernel(dtype: mlx.core.Dtype, group: int, key_dim: int, value_dim: int, rows: int) -> str:
+    """
+    Host name of the kernel for items of this many rows; empty if none is left.
+    """
+
+def reject_kernels(host_names: Sequence[str]) -> None:
+    """Replaces the set of kernels that never run."""
+
+def rejected_kernels() -> list:
+    """Kernels that never run, by host name."""
 
 def prepare_pipeline(host_name: str, function_constants: Sequence[bool]) -> None:
     """Compiles a pipeline unless that has been done."""

@@ -32,7 +32,7 @@ when a GPU evaluates it; use MLX's own kernels there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Required, TypedDict
 
@@ -40,9 +40,14 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged import plain_ops
 from mlx_paged.extension import ext
 
 OnKernel = Callable[[int, int], None]  # (number of kernels done, total)
+
+# Kernels that calibration rejected on this machine, by host name; see `reject_kernels`.
+_rejected: frozenset[str] = frozenset()
+_DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,8 @@ def write_kv(
     Returns:
         The key pool and the value pool.
     """
+    if "write_kv" in _rejected and key_pool.dtype in _DTYPE_NAMES:
+        return plain_ops.write_kv(key_pool, value_pool, keys, values, slot_mapping)
     return ext.write_kv(key_pool, value_pool, keys, values, slot_mapping, stream=stream)
 
 
@@ -260,6 +267,8 @@ def copy_blocks(
     Returns:
         The pools.
     """
+    if "copy_blocks" in _rejected:
+        return plain_ops.copy_blocks(pools, block_pairs)
     return ext.copy_blocks(list(pools), block_pairs, stream=stream)
 
 
@@ -285,6 +294,10 @@ def gather_kv(
         ``[num_seqs, num_kv_heads, max_context_len, head_dim]`` keys and values, zero past each
         sequence's context.
     """
+    if "gather_kv" in _rejected and key_pool.dtype in _DTYPE_NAMES:
+        return plain_ops.gather_kv(
+            key_pool, value_pool, block_tables, context_lens, max_context_len
+        )
     return ext.gather_kv(
         key_pool,
         value_pool,
@@ -334,6 +347,20 @@ def paged_attention(
         raise ValueError(f"[paged_attention] window must be None or at least 1 but got {window}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"[paged_attention] softcap must be None or positive but got {softcap}")
+    if _rejected and not _has_attention_kernels(queries, key_pool, value_pool):
+        length = plan.block_tables.shape[1] * key_pool.shape[1]
+        dense = gather_kv(
+            *(key_pool, value_pool, plan.block_tables, plan.context_lens, length),
+            dtype=None if key_pool.dtype in _DTYPE_NAMES else queries.dtype,
+        )
+        return plain_ops.paged_attention(
+            *(queries, *dense, plan),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
     return ext.paged_attention(
         queries,
         key_pool,
@@ -538,6 +565,8 @@ def greedy_tokens(
         NaN. ``[num_rows]`` float32, the logit of each: -inf if all are, NaN if the row has one.
         ``[num_rows]`` int32 tokens for the host: -1 if the logit is not finite.
     """
+    if f"greedy_tokens_{_DTYPE_NAMES.get(logits.dtype)}" in _rejected:
+        return plain_ops.greedy_tokens(logits)
     return ext.greedy_tokens(logits, stream=stream)
 
 
@@ -588,6 +617,8 @@ def apply_token_bitmask(
     Returns:
         ``[num_rows, vocab_size]`` in the dtype of `logits`; `logits` itself if there are no masks.
     """
+    if f"apply_token_bitmask_{8 * logits.dtype.size}" in _rejected:
+        return plain_ops.apply_token_bitmask(logits, bitmask, rows)
     return ext.apply_token_bitmask(logits, bitmask, rows, stream=stream)
 
 
@@ -800,7 +831,8 @@ def has_product(mode: str, bits: int, group_size: int) -> bool:
 def max_cpu_step_rows() -> int:
     """Maximum rows per step for a `CpuExecutable` on this machine; 0 if unsupported.
 
-    Also 0 with ``MLX_PAGED_CHECK=1``, because executables do not check ids.
+    Also 0 with ``MLX_PAGED_CHECK=1``, because executables do not check ids, and with Metal until
+    calibration found them right and faster (`allow_step_rows`).
     """
     return ext.max_cpu_step_rows()
 
@@ -855,9 +887,15 @@ class CpuExecutable:
 def max_gpu_step_rows() -> int:
     """Maximum rows per step for a `GpuExecutable` on this machine; 0 if unsupported.
 
-    Also 0 with ``MLX_PAGED_CHECK=1``, because executables do not check ids.
+    Also 0 with ``MLX_PAGED_CHECK=1``, because executables do not check ids, and with Metal until
+    calibration found them right and faster (`allow_step_rows`).
     """
     return ext.max_gpu_step_rows()
+
+
+def supported_step_rows() -> int:
+    """Like `max_gpu_step_rows`, also where calibration has not allowed such steps."""
+    return ext.supported_step_rows()
 
 
 class GpuExecutable:
@@ -893,6 +931,11 @@ class GpuExecutable:
         self._executable = ext.make_gpu_executable(
             list(inputs), list(outputs), residual_in_product=residual_in_product
         )
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of its kernels, without those of attention."""
+        return list(self._ext.gpu_executable_kernels(self._executable))
 
     def __call__(
         self,
@@ -956,6 +999,74 @@ def outlast_interpreter() -> None:
     Call it after reading `mx.random.state` on this thread.
     """
     ext.outlast_interpreter()
+
+
+def reject_kernels(host_names: Iterable[str]) -> None:
+    """Replaces the set of GPU kernels that never run, by the names of metal/kernel_table.h.
+
+    Calibration rejects kernels that are wrong, crash or are slower than another way on this
+    machine. Attention then uses other kernels for the same rows. If none is left, and for writes,
+    copies, greedy tokens and masks, MLX's own operations take over (`plain_ops`). Steps with such
+    kernels do not compile as a whole.
+    """
+    global _rejected
+    _rejected = frozenset(host_names)
+    ext.reject_kernels(sorted(_rejected))
+
+
+def rejected_kernels() -> frozenset[str]:
+    """Returns the kernels that never run."""
+    return _rejected
+
+
+def kernel_files() -> dict[str, str]:
+    """Returns every kernel of metal/ with the file that has it."""
+    return {name: file for name, file, _ in ext.kernel_names()}
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """A kind of attention layer, as far as it determines kernels.
+
+    Attributes:
+        group: Query heads per KV head.
+        features: Bits of its options: window, soft cap, sinks, bounds, ALiBi.
+        key_format, value_format: 0: plain; otherwise a quantized pool (csrc/pool_format.h).
+    """
+
+    dtype: str
+    group: int
+    key_dim: int
+    value_dim: int
+    features: int
+    key_format: int
+    value_format: int
+
+
+def attention_layers() -> list[AttentionLayer]:
+    """Returns the kinds of attention in graphs that this process has built."""
+    return [AttentionLayer(*numbers) for numbers in ext.attention_layers()]
+
+
+def attention_kernel(layer: AttentionLayer, rows: int) -> str:
+    """Returns the GPU kernel for sequences with `rows` rows in a step; empty if there is none."""
+    return ext.attention_kernel(
+        getattr(mx, layer.dtype), layer.group, layer.key_dim, layer.value_dim, rows
+    )
+
+
+def _has_attention_kernels(queries: mx.array, key_pool: mx.array, value_pool: mx.array) -> bool:
+    """False if calibration left no kernel for decodes, drafts or prompts of such a layer."""
+    group, key_dim = queries.shape[1] // key_pool.shape[2], queries.shape[2]
+    is_plain = value_pool.dtype in _DTYPE_NAMES
+    value_dim = value_pool.shape[3] if is_plain else key_dim
+    rows = (1, 4, 16)
+    return all(ext.attention_kernel(queries.dtype, group, key_dim, value_dim, n) for n in rows)
+
+
+def allow_step_rows(num_rows: int) -> None:
+    """Sets the maximum rows of a step that may run as a whole; see `max_gpu_step_rows`."""
+    ext.allow_step_rows(num_rows)
 
 
 def compiles_kernels() -> bool:

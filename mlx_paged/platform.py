@@ -88,6 +88,12 @@ def has_kernels() -> bool:
     return is_cpu_default() or bool({"metal", "cuda"} & backends)
 
 
+def has_gpu_kernels() -> bool:
+    """True if MLX's default device is a GPU for which this build has kernels, or simulated."""
+    simulated = os.environ.get("MLX_PAGED_SIM") == "1"
+    return simulated or (not is_cpu_default() and has_kernels())
+
+
 def use_supported_device() -> None:
     """Sets MLX's default device to the CPU if this build has no kernels for the GPU.
 

@@ -11,6 +11,7 @@
 #include "../../metal/kernel_table.h"
 #include "../cuda/products.h"
 #include "../cuda/variants.h"
+#include "../rejected_kernels.h"
 #include "execution.h"
 #include "lowering.h"
 #include "mlx/utils.h"
@@ -44,6 +45,21 @@ GpuExecutable::GpuExecutable(
       mixture_launches(*mixture, operands_, gpu, tma);  // throws if unsupported
     }
   }
+  if (!rejected_kernels().empty()) {
+    for (const auto& name : kernels(gpu)) {
+      if (is_rejected(name)) {
+        throw UnsupportedGraph("calibration does not allow the kernel " + name);
+      }
+    }
+  }
+}
+
+std::set<std::string> GpuExecutable::kernels(Gpu gpu) const {
+  std::set<std::string> names;
+  for (const auto& launch : launches(std::vector<LaunchList>(kinds_.size()), gpu)) {
+    names.insert(launch.kernel.host_name);
+  }
+  return names;
 }
 
 bool GpuExecutable::is_pool(int input) const {

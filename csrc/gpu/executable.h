@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -155,6 +156,9 @@ class GpuExecutable {
   // The same for GPUs with the given stream kernels.
   std::vector<Launch> launches(
       const std::vector<LaunchList>& attention, Gpu gpu, cuda::TmaKernels tma) const;
+
+  // Returns the host names of its kernels, without those of attention.
+  std::set<std::string> kernels(Gpu gpu) const;
 
   // Throws std::invalid_argument for inputs of other shapes or dtypes.
   void check(const Arrays& inputs) const;

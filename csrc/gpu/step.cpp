@@ -2,6 +2,7 @@
 //
 // Python interface of GpuExecutable.
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "../bindings.h"
 #include "../gpu.h"
+#include "../rejected_kernels.h"
 #include "../transfer.h"
 #include "executable.h"
 
@@ -18,14 +20,21 @@ namespace {
 
 using Shared = std::shared_ptr<const GpuExecutable>;
 
+Gpu vendor() {
+  return has_transfers() ? Gpu::nvidia : Gpu::apple;
+}
+
+int supported_step_rows() {
+  return check_enabled() ? 0 : gpu::max_step_rows();
+}
+
 // Returns a capsule rather than a class, because nanobind would confuse the classes of the
 // extension with those of the tests' simulator in the same process.
 nb::capsule make(const Arrays& inputs, const Arrays& outputs, bool residual_in_product) {
   auto residual =
       residual_in_product ? GpuExecutable::Residual::in_product : GpuExecutable::Residual::in_norm;
-  auto gpu = has_transfers() ? Gpu::nvidia : Gpu::apple;
   try {
-    auto executable = std::make_shared<const GpuExecutable>(inputs, outputs, gpu, residual);
+    auto executable = std::make_shared<const GpuExecutable>(inputs, outputs, vendor(), residual);
     return nb::capsule(new Shared(std::move(executable)), "gpu_executable", [](void* p) noexcept {
       delete static_cast<Shared*>(p);
     });
@@ -57,8 +66,27 @@ Arrays run(
 
 void bind_gpu_executable(nb::module_& m) {
   m.def(
-      "max_gpu_step_rows", [] { return check_enabled() ? 0 : gpu::max_step_rows(); },
+      "supported_step_rows", &supported_step_rows,
       "Maximum rows of a step for a GpuExecutable; 0 if none is supported.");
+  m.def(
+      "max_gpu_step_rows", [] { return std::min(supported_step_rows(), allowed_step_rows(vendor())); },
+      "The same, up to what calibration allows.");
+  m.def(
+      "allowed_step_rows", [] { return allowed_step_rows(vendor()); },
+      "Maximum rows of such a step that calibration allows.");
+  m.def("allow_step_rows", &allow_step_rows, "num_rows"_a, "Sets `allowed_step_rows`.");
+  m.def(
+      "gpu_executable_kernels",
+      [](const nb::capsule& made) {
+        auto* executable = static_cast<const Shared*>(made.data("gpu_executable"));
+        auto names = (*executable)->kernels(vendor());
+        nb::list listed;
+        for (const auto& name : names) {
+          listed.append(name);
+        }
+        return listed;
+      },
+      "executable"_a, "Host names of its kernels, without those of attention.");
   m.def(
       "make_gpu_executable", &make, "inputs"_a, "outputs"_a, nb::kw_only(),
       "residual_in_product"_a);

@@ -4,7 +4,6 @@
 // nodes. Metal has no graphs, so nothing is captured.
 
 #include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -102,15 +101,9 @@ std::unique_ptr<StepDevice> gpu::step_device(mx::Stream stream) {
   return std::make_unique<MetalStepDevice>(stream);
 }
 
-// The number of rows that reads each weight at most twice. No Apple GPU has run these steps yet, so
-// they are opt-in: bench/mac_report.py enables them (docs/metal-kernels.md).
+// The number of rows that reads each weight at most twice.
 int gpu::max_step_rows() {
-  static const bool is_wanted = [] {
-    const char* set = std::getenv("MLX_PAGED_UNCHECKED_KERNELS");
-    return set && std::atoi(set) != 0;
-  }();
-  bool is_used = is_wanted && mx::default_device() == mx::Device::gpu;
-  return is_used ? 2 * paged::PRODUCT_ROWS : 0;
+  return mx::default_device() == mx::Device::gpu ? 2 * paged::PRODUCT_ROWS : 0;
 }
 
 }  // namespace mlx_paged

@@ -9,6 +9,12 @@ import typer
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print a full report as JSON.")] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="On a GPU: check and time its kernels anew, for later starts too."
+        ),
+    ] = False,
 ) -> None:
     """Check this machine and installation, and say how to fix problems.
 
@@ -18,11 +24,12 @@ def doctor(
     Examples:
       mlx-paged doctor
       mlx-paged doctor --json > doctor.json
+      mlx-paged doctor --calibrate
     """
     from mlx_paged.doctor.report import examine
 
     if json:
-        report = examine()
+        report = examine(calibrates=calibrate)
         typer.echo(report.dumps())
         raise typer.Exit(report.exit_status)
 
@@ -31,6 +38,6 @@ def doctor(
     from mlx_paged.doctor import terminal
 
     with Console(stderr=True).status("looking") as status:
-        report = examine(lambda phase: status.update(f"looking at {phase}"))
+        report = examine(lambda phase: status.update(f"looking at {phase}"), calibrates=calibrate)
     terminal.show(report, Console(highlight=False))
     raise typer.Exit(report.exit_status)

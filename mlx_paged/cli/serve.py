@@ -346,6 +346,14 @@ class ServeOptions:
             "--enforce-eager/--no-enforce-eager",
         ),
     ] = False
+    calibrate: Annotated[
+        Literal["auto", "off", "force"],
+        option(
+            _SCHED,
+            "GPU only: check and time the kernels. auto: at the first start on an Apple GPU; off; "
+            "force: again. docs/metal-kernels.md",
+        ),
+    ] = "auto"
     max_num_waiting: Annotated[
         int, option(_LIMITS, "Maximum waiting sequences; more get 429.", "--max-queue", min=1)
     ] = 1024

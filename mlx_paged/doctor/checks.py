@@ -7,8 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mlx_paged.child_jobs import Outcome
 from mlx_paged.doctor.fits import Fit
-from mlx_paged.doctor.jobs import EXTENSION, MEMORY, MLX, STEPS, Outcome
+from mlx_paged.doctor.jobs import (
+    CALIBRATE,
+    CALIBRATION,
+    EXTENSION,
+    MEMORY,
+    MLX,
+    STEPS,
+)
 from mlx_paged.doctor.machine import Disk, Machine
 from mlx_paged.doctor.software import Software
 
@@ -80,6 +88,7 @@ def check(
         yield _blas(build["blas"])
         yield from _self_test(outcomes)
         yield _steps(outcomes.get(STEPS))
+        yield from _calibration(outcomes.get(CALIBRATE) or outcomes.get(CALIBRATION))
         yield _threads(machine, int(build["num_threads"]))
     yield from _mac(machine)
     yield from _nvidia(machine, software)
@@ -241,6 +250,26 @@ def _steps(outcome: Outcome | None) -> Finding:
     foreign = ", ".join(f"{name} ({count})" for name, count in steps["foreign"].items())
     found = steps["refused"] or (f"MLX runs {foreign} itself" if foreign else "they do")
     return _judged(found == "they do", name, expected, found, _REPORT)
+
+
+def _calibration(outcome: Outcome | None) -> Iterator[Finding]:
+    """Warns of kernels that calibration rejected; slower ones are as good as right."""
+    if outcome is None or outcome == Outcome():  # it has never run on this machine
+        return
+    name, expected = "calibration", "the GPU's kernels give MLX's results"
+    if outcome.error is not None:
+        yield Finding(name, Status.BROKEN, expected, outcome.error, _REPORT)
+    else:
+        kernels = outcome.value["kernels"]
+        faults = [
+            k for k in kernels if k["verdict"] != "right" and " ms where " not in k["verdict"]
+        ]
+        found = f"{len(kernels) - len(faults)} of {len(kernels)} do; whole steps of up to "
+        found += f"{outcome.value['step_rows']} rows are faster"
+        for fault in faults:
+            found += f"; {fault['kernel']}: {fault['verdict']}"
+        remedy = f"other kernels or MLX replace them; {_REPORT}"
+        yield _judged(not faults, name, expected, found, remedy)
 
 
 # --- The machine ----------------------------------------------------------------------------------

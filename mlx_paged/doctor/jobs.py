@@ -1,29 +1,25 @@
 """Checks that need MLX, as small jobs named by strings: ``test/cpu/rope/float32``.
 
-They run in a child process, one after the other. If it crashes or hangs, the running job has
-failed, and a new child runs the rest.
+They run in a child process (`child_jobs`), so a crash or a hang fails one of them.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
+
+from mlx_paged import child_jobs
+from mlx_paged.calibration.table import Table
+from mlx_paged.child_jobs import Outcome
 
 # GPU kernels are compiled on first use, which takes NVRTC up to ten seconds.
 SECONDS_PER_JOB = 60.0
 MLX, EXTENSION, MEMORY, STEPS = "mlx", "extension", "memory", "steps"
-# Prefix of the child's result lines; code at interpreter start (sitecustomize) may print others.
-_MARK = "mlx-paged-doctor:"
+CALIBRATION, CALIBRATE = "calibration/known", "calibration/anew"
 
 
 class Mlx(TypedDict):
@@ -65,86 +61,16 @@ class Steps(TypedDict):
     foreign: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a job.
-
-    Attributes:
-        value: The job's answer; None if it failed.
-        error: "<type>: <message>", or "Crash: <cause>"; None if it succeeded.
-    """
-
-    value: Any = None
-    error: str | None = None
-
-
-# --- In the reporting process ---------------------------------------------------------------------
-
-
 def run_in_child(
     names: Sequence[str], *, seconds_per_job: float = SECONDS_PER_JOB
 ) -> dict[str, Outcome]:
-    """Runs jobs in a child process; after a crash, runs the rest in a new one."""
-    outcomes: dict[str, Outcome] = {}
-    while rest := [name for name in names if name not in outcomes]:
-        outcomes |= _one_child(rest, seconds_per_job)
-    return outcomes
-
-
-def _one_child(names: Sequence[str], seconds: float) -> dict[str, Outcome]:
-    """Returns outcomes up to and including the job that ends the child; at least one."""
-    command = [sys.executable, "-m", "mlx_paged.doctor.jobs", str(seconds), *names]
-    most = seconds * (len(names) + 1)  # The child enforces each job's own time limit if it can.
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=most
-        )
-        output, reason = done.stdout, _ending(done, seconds)
-    except subprocess.TimeoutExpired as error:
-        output, reason = error.stdout or b"", f"no answer within {seconds:.0f} s"
-    outcomes = {}
-    for line in output.decode(errors="replace").splitlines():
-        _, mark, text = line.partition(_MARK)
-        if mark and text.endswith("]"):  # A crash may cut a line short.
-            name, value, error_text = json.loads(text)
-            outcomes[name] = Outcome(value, error_text)
-    if len(outcomes) < len(names):
-        outcomes[names[len(outcomes)]] = Outcome(error=f"Crash: {reason}")
-    return outcomes
-
-
-def _ending(done: subprocess.CompletedProcess[bytes], seconds: float) -> str:
-    said = done.stderr.decode(errors="replace").strip().splitlines()
-    if any(line.startswith("Timeout (") for line in said):  # printed by faulthandler
-        return f"no answer within {seconds:.0f} s"
-    how = f"the process ended with status {done.returncode}"
-    if done.returncode < 0:
-        number = -done.returncode
-        known = number in set(signal.Signals)
-        how = f"the process was killed by {signal.Signals(number).name if known else number}"
-    return how + (f" ({said[-1].strip()})" if said else "")
-
-
-# --- In the child ---------------------------------------------------------------------------------
-
-
-def main(seconds: str, *names: str) -> None:
-    """Runs jobs and writes a line for each; redirects all other output to standard error."""
-    outcomes = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for name in names:
-        faulthandler.dump_traceback_later(float(seconds), exit=True)
-        outcome = attempt(name)
-        outcomes.write(f"{_MARK}{json.dumps([name, outcome.value, outcome.error])}\n")
-    faulthandler.cancel_dump_traceback_later()
+    """Runs jobs in a child process; see `child_jobs.run_in_child`."""
+    return child_jobs.run_in_child(__name__, names, seconds_per_job=seconds_per_job)
 
 
 def attempt(name: str) -> Outcome:
     """Runs a job in this process; an exception becomes the outcome's error."""
-    try:
-        return Outcome(run(name))
-    except Exception as error:
-        return Outcome(error=" ".join(f"{type(error).__name__}: {error}".split()))
+    return child_jobs.attempt(run, name)
 
 
 def run(name: str) -> Any:
@@ -224,6 +150,38 @@ def _steps() -> Steps:
     }
 
 
+def _calibration(how: str) -> Table | None:
+    """Returns what calibration found for the embedded model; None if nothing is to be calibrated.
+
+    Args:
+        how: "known" takes what the cache has, "anew" checks and times everything.
+    """
+    from mlx_paged import platform
+    from mlx_paged.calibration import machine
+    from mlx_paged.calibration.cache import Cache
+    from mlx_paged.calibration.calibrate import calibrate, take_known
+    from mlx_paged.calibration.model_needs import needs_of
+    from mlx_paged.calibration.table import table_of
+    from mlx_paged.demo import model_path
+    from mlx_paged.engine.loading import load
+    from mlx_paged.model.wrap import build_paged_model
+
+    platform.use_supported_device()
+    if not platform.has_gpu_kernels():
+        return None
+    cache = Cache(machine.key())
+    if how == "known" and not cache.load():
+        return None
+    model = load(model_path())
+    needs = needs_of(build_paged_model(model.model, model.config, block_size=32))
+    if how == "known":
+        verdicts = take_known(needs, cache)
+    else:
+        # The job has a minute, and nobody waits for an engine.
+        verdicts = calibrate(needs, cache, anew=True, seconds=0.8 * SECONDS_PER_JOB)
+    return table_of(verdicts, machine.key())
+
+
 def _cases(device: str) -> list[str]:
     from mlx_paged.doctor import self_test
 
@@ -244,9 +202,10 @@ _JOBS: dict[str, Callable[..., Any]] = {
     EXTENSION: _extension,
     MEMORY: _memory,
     STEPS: _steps,
+    "calibration": _calibration,
     "cases": _cases,
     "test": _test,
 }
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    child_jobs.serve(run, sys.argv[1:])

@@ -12,9 +12,13 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from mlx_paged.calibration.table import Table
+from mlx_paged.child_jobs import Outcome
 from mlx_paged.doctor.checks import Finding, Status, check, verdict
 from mlx_paged.doctor.fits import Fit, fits
 from mlx_paged.doctor.jobs import (
+    CALIBRATE,
+    CALIBRATION,
     EXTENSION,
     MEMORY,
     MLX,
@@ -22,7 +26,6 @@ from mlx_paged.doctor.jobs import (
     Extension,
     Memory,
     Mlx,
-    Outcome,
     run_in_child,
 )
 from mlx_paged.doctor.machine import Captures, Machine, read, take
@@ -51,6 +54,7 @@ class Report:
         exit_status: 1 if something is broken, else 0.
         memory: Memory for the engine; None if MLX or the extension does not load.
         fits: Empty if `memory` is None.
+        calibration: What calibration found on this GPU; None if it never ran.
     """
 
     schema_version: int
@@ -64,6 +68,7 @@ class Report:
     self_test: tuple[KernelTest, ...]
     memory: Memory | None
     fits: tuple[Fit, ...]
+    calibration: Table | None
     findings: tuple[Finding, ...]
 
     def dumps(self) -> str:
@@ -74,6 +79,7 @@ class Report:
 def examine(
     on_phase: Callable[[str], object] = lambda phase: None,
     *,
+    calibrates: bool = False,
     capture: Callable[[], Captures] = take,
     installed: Callable[[], Software] = installed,
     run: Callable[[Sequence[str]], Mapping[str, Outcome]] = run_in_child,
@@ -82,6 +88,7 @@ def examine(
 
     Args:
         on_phase: Called with the name of the next check, for a progress line.
+        calibrates: Checks and times the GPU's kernels anew, see `mlx_paged.calibration`.
         capture, installed, run: Sources of facts, which tests replace.
     """
     on_phase("the machine")
@@ -96,6 +103,9 @@ def examine(
         outcomes |= run([MEMORY, *(f"cases/{device}" for device in devices)])
         on_phase("whole steps")
         outcomes |= run([STEPS])
+        if on_gpu:
+            on_phase("calibration")
+            outcomes |= run([CALIBRATE if calibrates else CALIBRATION])
         on_phase("every primitive")
         cases = [case for d in devices for case in outcomes[f"cases/{d}"].value or ()]
         outcomes |= run(cases)
@@ -121,6 +131,7 @@ def examine(
         ),
         memory=memory,
         fits=fitting,
+        calibration=values.get(CALIBRATE) or values.get(CALIBRATION),
         findings=findings,
     )
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mlx_paged.calibration.table import lines
 from mlx_paged.doctor.checks import Status
 from mlx_paged.doctor.fits import Fit
 from mlx_paged.doctor.machine import Gpu, Machine
@@ -33,6 +34,9 @@ def show(report: Report, console: Console) -> None:
     _section(console, "[bold]Software[/bold]", _software_facts(report))
     checks = ((_MARKS[f.status], escape(f.check), f.found) for f in report.findings)
     _section(console, "[bold]Checks[/bold]", checks)
+    if report.calibration is not None:
+        found = (tuple(line.split(": ", 1)) for line in lines(report.calibration))
+        _section(console, "[bold]Kernels on this GPU[/bold]", found)
     if report.memory is not None:
         _fits(console, report)
     for f in report.findings:

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_paged import ops
 from mlx_paged.core import KVManager, SchedulerConfig
 from mlx_paged.engine import memory, warm_up
+from mlx_paged.engine.calibration import prove_kernels
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.intake import Intake
@@ -105,6 +106,8 @@ def build_engine(
     # A tokenizer may have more tokens than its model.
     masks = SequenceMasks(0 if compiler is None else compiler.num_words)
     runner = _runner(paged, config, kv_config, model, masks)
+    if prove_kernels(paged, config.calibrate) is not None:
+        platform = paged.platform
     with_media = _with_media(runner, config, model)
     sizes, activations = memory.allocate_pools(runner, kv_config, config, model_limit, with_media)
     cache_limit = memory.limit_buffer_cache(

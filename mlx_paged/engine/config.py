@@ -28,6 +28,7 @@ _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
 _MAX_SECONDS = 3600
 DEFAULT_STEP_TOKENS = 2048
+CALIBRATE = ("auto", "off", "force")
 CPU_ACTIVATIONS = ("float32", "bfloat16", "int8")
 
 
@@ -83,6 +84,9 @@ class EngineConfig:
             not change.
         enforce_eager: On a GPU, skip the warm-up and build every decode step anew instead of
             replaying graphs (vLLM's name).
+        calibrate: "auto" checks and times the kernels at the first start on an Apple GPU, in at
+            most 10 s, and keeps the outcome; "force" does so again, on any GPU; "off" never does,
+            and whole steps then do not run on Metal.
         reasoning_parser: Format of the model's reasoning, by vLLM's name
             (`parsing.reasoning.REASONING_FORMATS`). It determines where a grammar begins and which
             tokens `thinking_token_budget` counts. "auto" detects it by vocabulary and template;
@@ -127,6 +131,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
     enforce_eager: bool = False
+    calibrate: str = "auto"
     reasoning_parser: str = "auto"
     structured_outputs_timeout: float = 5.0
     structured_outputs_cache_size: int = 256
@@ -184,6 +189,8 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))
 
+        if self.calibrate not in CALIBRATE:
+            raise InvalidParameterError("calibrate", "'auto', 'off' or 'force'", self.calibrate)
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise InvalidParameterError("gpu_memory_utilization", "None or in (0, 1]", share)

@@ -26,11 +26,16 @@ def prepare_kernels(paged: PagedModel, on_kernel: ops.OnKernel | None = None) ->
     """
     if not ops.compiles_kernels():
         return 0
+    build_graphs(paged)
+    return ops.prepare_kernels(on_kernel)
+
+
+def build_graphs(paged: PagedModel) -> None:
+    """Builds the graph of a step of each kind, so that `ops.attention_layers` has its attention."""
     _build(paged, 1, None)
     if isinstance(paged.model, TakesMedia) and paged.model.uses_bounds:
         none = np.zeros(0, dtype=np.int32)
         _build(paged, 2, StepMedia(none, None, None, np.array([[0, 0], [1, 1]])))
-    return ops.prepare_kernels(on_kernel)
 
 
 def _build(paged: PagedModel, num_rows: int, media: StepMedia | None) -> None:

@@ -30,7 +30,7 @@ def doctor(*options: str, site: str | None = None, tmp: Path | None = None, **en
     if site is not None:
         assert tmp is not None
         (tmp / "sitecustomize.py").write_text(site)
-        inherited["PYTHONPATH"] = str(tmp)
+        inherited["PYTHONPATH"] = os.pathsep.join([str(tmp), str(ROOT)])
     return subprocess.run(
         [sys.executable, "-m", "mlx_paged.cli.main", "doctor", *options],
         env={**inherited, **env},

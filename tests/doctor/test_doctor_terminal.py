@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 from support.tmux import PROGRAM, home, needs_tmux, terminal
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = needs_tmux
 
@@ -39,7 +42,7 @@ def test_a_wrong_kernel_is_shown_with_its_remedy(tmp_path: Path) -> None:
         "    right = ops.silu_mul\n"
         "    ops.silu_mul = lambda *a, **k: right(*a, **k) * 2\n"
     )
-    environment = {**home(tmp_path), "PYTHONPATH": str(tmp_path)}
+    environment = {**home(tmp_path), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     with terminal(PROGRAM, "doctor", environment=environment, width=100, height=50) as pane:
         screen = pane.wait_for("status=")
     assert "status=1" in screen, screen

@@ -138,7 +138,7 @@ def record(wheel, compiled, tmp_path_factory) -> Path:
     """The binder linked to a recorder in place of MLX's encoder, and to this machine's libmlx."""
     folder = tmp_path_factory.mktemp("record")
     (folder / "metal").symlink_to(ROOT / "metal")
-    names = ("launch", "launch_attention", "host_copies", "pool")
+    names = ("launch", "launch_attention", "host_copies", "pool", "rejected_kernels")
     names += ("kernel_names", "kernel_source", "dtype", "validate")
     sources = [compiled(source) for source in SOURCES if source.stem != "eval_step"]
     sources += [ROOT / f"csrc/{name}.cpp" for name in names]

@@ -58,6 +58,7 @@ def answers(
             "utilization": 0.9,
         },
         "steps": {"supported": True, "refused": None, "foreign": {}},
+        "calibration/known": None,
     }
     for device in devices:
         made[f"cases/{device}"] = [f"test/{device}/{CASE}"]

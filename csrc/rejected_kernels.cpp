@@ -1,0 +1,55 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "rejected_kernels.h"
+
+#include <atomic>
+#include <limits>
+#include <mutex>
+#include <set>
+
+namespace mlx_paged {
+
+namespace {
+
+std::mutex mutex;
+std::set<std::string> rejected;  // guarded by mutex
+std::atomic<int> count{0};
+std::atomic<bool> rejects_any{false};
+std::atomic<int> step_rows{-1};  // -1: not set
+
+}  // namespace
+
+void reject_kernels(const std::vector<std::string>& host_names) {
+  std::lock_guard lock(mutex);
+  rejected = {host_names.begin(), host_names.end()};
+  rejects_any = !rejected.empty();
+  count++;
+}
+
+std::vector<std::string> rejected_kernels() {
+  std::lock_guard lock(mutex);
+  return {rejected.begin(), rejected.end()};
+}
+
+bool is_rejected(const std::string& host_name) {
+  if (!rejects_any) {
+    return false;
+  }
+  std::lock_guard lock(mutex);
+  return rejected.count(host_name) > 0;
+}
+
+int rejection_count() {
+  return count;
+}
+
+int allowed_step_rows(Gpu gpu) {
+  int allowed = step_rows;
+  return allowed >= 0 ? allowed : gpu == Gpu::apple ? 0 : std::numeric_limits<int>::max();
+}
+
+void allow_step_rows(int num_rows) {
+  step_rows = num_rows;
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,28 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Verdicts of calibration (mlx_paged/calibration) on this machine: kernels that must not run, and
+// the largest steps that may run as a whole. Set when an engine starts, read where launches are
+// chosen. Thread-safe.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernel_names.h"
+
+namespace mlx_paged {
+
+// Replaces the set of rejected kernels, by host name.
+void reject_kernels(const std::vector<std::string>& host_names);
+std::vector<std::string> rejected_kernels();
+bool is_rejected(const std::string& host_name);
+// Changes with every call of reject_kernels.
+int rejection_count();
+
+// Maximum rows of a step that may run as a whole. On Apple's GPUs 0 until calibration allows more,
+// elsewhere unlimited.
+int allowed_step_rows(Gpu gpu);
+void allow_step_rows(int num_rows);
+
+}  // namespace mlx_paged

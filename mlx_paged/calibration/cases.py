@@ -1,0 +1,185 @@
+"""Cases: the jobs that calibrate the kernels of one model, as strings.
+
+A job names everything that determines it, so its outcome can be kept: ``attention/LAYER/32/1/K``
+checks kernel K on one row per sequence. Jobs of `check` come first, then those of `timing`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mlx_paged.ops import AttentionLayer
+
+# (layer, rows of each sequence) -> the kernel that serves them
+KernelOf = Callable[[AttentionLayer, int], str]
+
+# More rows than any tile of attention has, see `attention_pipelines` in csrc/launch_attention.cpp.
+_MOST_ROWS = 80
+# Rows per sequence of decodes, drafts and chunks for which alternatives are timed.
+TIMED_ROWS = (1, 4, 16, 64)
+# Rows of the whole steps that are timed.
+STEP_ROWS = (1, 8, 16)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The shape of a linear layer. `bits` is 0 without quantization."""
+
+    n: int
+    k: int
+    bits: int = 0
+    group_size: int = 0
+    mode: str = ""
+
+    def __str__(self) -> str:
+        return ",".join(map(str, (self.n, self.k, self.bits, self.group_size, self.mode)))
+
+    @classmethod
+    def of(cls, text: str) -> Product:
+        """The inverse of `str`."""
+        n, k, bits, group_size, mode = text.split(",")
+        return cls(int(n), int(k), int(bits), int(group_size), mode)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model needs of the kernels.
+
+    Attributes:
+        dtype: Dtype of its activations.
+        layers: The kinds of its attention.
+        block_size: Tokens of a block.
+        hidden_size: Width of the residual stream.
+        products: The linear layers of one decoder layer, in order.
+        has_experts: True if it has a mixture of experts.
+        step_rows: Maximum rows of a whole step that the device supports.
+    """
+
+    dtype: str
+    layers: tuple[AttentionLayer, ...]
+    block_size: int
+    hidden_size: int = 0
+    products: tuple[Product, ...] = ()
+    has_experts: bool = False
+    step_rows: int = 0
+
+
+def layer_text(layer: AttentionLayer) -> str:
+    """The layer in the name of a job."""
+    return ",".join(
+        map(
+            str,
+            (layer.dtype, layer.group, layer.key_dim, layer.value_dim, layer.features,
+             layer.key_format, layer.value_format),
+        )
+    )  # fmt: skip
+
+
+def layer_of(text: str) -> AttentionLayer:
+    """The inverse of `layer_text`."""
+    dtype, *numbers = text.split(",")
+    return AttentionLayer(dtype, *map(int, numbers))
+
+
+def checks(needs: Needs, kernel_of: KernelOf) -> list[str]:
+    """The jobs that check kernels."""
+    jobs = [*_data_checks(needs)]
+    for layer in needs.layers:
+        jobs += _attention_checks(layer, needs.block_size, kernel_of)
+    if needs.step_rows > 0:
+        jobs += _step_checks(needs)
+    return list(dict.fromkeys(jobs))
+
+
+def _data_checks(needs: Needs) -> Iterator[str]:
+    for dtype in dict.fromkeys((needs.dtype, "float32")):
+        yield f"greedy/{dtype}"
+        yield f"bitmask/{dtype}"
+        yield f"strided/{dtype}"
+    for layer in needs.layers:
+        pool = f"{layer.dtype},{layer.key_dim},{layer.value_dim}"
+        formats = f"{layer.key_format},{layer.value_format}"
+        yield f"pool/{pool},{formats}/{needs.block_size}"
+        if layer.key_format == 0:
+            yield f"blocks/{pool}/{needs.block_size}"
+
+
+def _attention_checks(layer: AttentionLayer, block_size: int, kernel_of: KernelOf) -> Iterator[str]:
+    if not kernel_of(layer, 1):
+        return
+    kernels: dict[str, int] = {}
+    for rows in range(1, _MOST_ROWS + 1):
+        kernels.setdefault(kernel_of(layer, rows), rows)
+    kernels.pop("", None)
+    text = layer_text(layer)
+    for kernel, rows in kernels.items():
+        yield f"attention/{text}/{block_size}/{rows}/{kernel}"
+    yield f"merge/{text}/{block_size}/{merge_kernel(layer)}"
+    yield f"uncovered/{text}/{block_size}/fill_zero"
+
+
+def merge_kernel(layer: AttentionLayer) -> str:
+    """The kernel that merges split contexts."""
+    return f"paged_merge_{layer.dtype}_{layer.value_dim}"
+
+
+def _step_checks(needs: Needs) -> Iterator[str]:
+    dtype = needs.dtype
+    yield f"norm/{dtype}/{needs.hidden_size}"
+    yield f"silu/{dtype}"
+    yield f"rows/{dtype}/{needs.hidden_size}"
+    yield f"product/{dtype}/{Product(40, 256)}"
+    for product in needs.products:
+        yield f"product/{dtype}/{_small(product)}"
+    for layer in needs.layers:
+        if layer.features & ~1 == 0 and layer.key_format == 0:
+            yield f"heads/{layer_text(layer)}/{needs.block_size}"
+    if needs.has_experts:
+        yield f"experts/{dtype}"
+
+
+def _small(product: Product) -> Product:
+    """The same product with few columns; their length is what kernels loop over."""
+    return Product(40, product.k, product.bits, product.group_size, product.mode)
+
+
+def timings(needs: Needs, kernel_of: KernelOf, reject: Callable[[set[str]], None]) -> list[str]:
+    """The jobs that time alternatives.
+
+    Args:
+        reject: Rejects kernels in addition to those that calibration rejected, so that `kernel_of`
+            returns the next best.
+    """
+    jobs = []
+    for layer in needs.layers:
+        for rows in TIMED_ROWS:
+            candidates = candidates_of(layer, rows, kernel_of, reject)
+            if len(candidates) > 1:
+                text = layer_text(layer)
+                jobs += [
+                    f"time-attention/{text}/{needs.block_size}/{rows}/{kernel}"
+                    for kernel in candidates
+                ]
+    if needs.step_rows > 0 and needs.products:
+        shapes = json.dumps([str(product) for product in needs.products], separators=(",", ":"))
+        jobs += [
+            f"time-step/{needs.dtype}/{shapes}/{rows}/{way}"
+            for rows in STEP_ROWS
+            if rows <= needs.step_rows
+            for way in ("whole", "graph")
+        ]
+    return list(dict.fromkeys(jobs))
+
+
+def candidates_of(
+    layer: AttentionLayer, rows: int, kernel_of: KernelOf, reject: Callable[[set[str]], None]
+) -> list[str]:
+    """Up to three kernels that can serve rows, the preferred one first."""
+    found: list[str] = []
+    while len(found) < 3 and (kernel := kernel_of(layer, rows)) and kernel not in found:
+        found.append(kernel)
+        reject(set(found))
+    reject(set())
+    return found

@@ -1,0 +1,58 @@
+"""The needs of a loaded model: its kinds of attention, read from the graph of a step, and the
+shapes of its linear layers."""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlx_paged import ops
+from mlx_paged.calibration.cases import Needs, Product
+from mlx_paged.model.paged_model import PagedModel
+from mlx_paged.model.prepare import build_graphs
+
+_DTYPES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+_FIRST_LAYER = re.compile(r"(^|\.)layers\.0\.")
+
+
+def needs_of(paged: PagedModel) -> Needs:
+    """Returns the needs of a model that has no pools yet; it has none afterwards.
+
+    Builds the graph of a step in small pools, which runs no kernel.
+    """
+    paged.allocate(2, 2 if paged.layout.has_states else 0)
+    try:
+        build_graphs(paged)
+    finally:
+        paged.release()
+    dtypes = [spec.dtype for spec in paged.layout.attention]
+    products = tuple(_products(paged.model))
+    return Needs(
+        dtype=_DTYPES.get(dtypes[0] if dtypes else mx.float32, "float32"),
+        layers=tuple(ops.attention_layers()),  # also those of models loaded before
+        block_size=paged.block_size,
+        hidden_size=products[0].k if products else 0,
+        products=products,
+        has_experts=any(
+            isinstance(m, (SwitchLinear, QuantizedSwitchLinear)) for m in paged.model.modules()
+        ),
+        step_rows=ops.supported_step_rows(),
+    )
+
+
+def _products(model: nn.Module) -> list[Product]:
+    """The linear layers of the first decoder layer."""
+    found = []
+    for name, module in sorted(model.named_modules()):
+        if not _FIRST_LAYER.search(f"{name}."):
+            continue
+        if isinstance(module, nn.QuantizedLinear):
+            n, packed = module.weight.shape
+            k = packed * 32 // module.bits
+            found.append(Product(n, k, module.bits, module.group_size, module.mode))
+        elif isinstance(module, nn.Linear):
+            found.append(Product(*module.weight.shape))
+    return found

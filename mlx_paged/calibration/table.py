@@ -1,0 +1,73 @@
+"""The table of verdicts and timings that doctor and `make mac-report` print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:  # it imports MLX, which the process that reports must not
+    from mlx_paged.calibration.verdicts import Verdicts
+
+
+class KernelVerdict(TypedDict):
+    """A kernel. `verdict` is "right" or the reason why it is not used."""
+
+    kernel: str
+    verdict: str
+
+
+class Timing(TypedDict):
+    """A measured alternative for a shape: a kernel, or "whole" and "graph" for steps."""
+
+    shape: str
+    way: str
+    seconds: float
+
+
+class Table(TypedDict):
+    """What calibration found. `step_rows` is the maximum of whole steps; 0: they are not used."""
+
+    machine: dict[str, str]
+    kernels: list[KernelVerdict]
+    timings: list[Timing]
+    step_rows: int
+
+
+def table_of(verdicts: Verdicts, machine: dict[str, str]) -> Table:
+    """Returns the table of a machine."""
+    named = {**dict.fromkeys(verdicts.proven, "right"), **verdicts.rejected}
+    return {
+        "machine": machine,
+        "kernels": [{"kernel": k, "verdict": v} for k, v in sorted(named.items())],
+        "timings": [
+            {"shape": _shape(job), "way": job.rpartition("/")[2], "seconds": seconds}
+            for job, seconds in verdicts.seconds.items()
+        ],
+        "step_rows": verdicts.step_rows,
+    }
+
+
+def _shape(job: str) -> str:
+    kind, *parts, _ = job.split("/")
+    if kind == "time-attention":
+        layer, _, rows = parts
+        dtype, group, key_dim, value_dim, *_ = layer.split(",")
+        return f"attention {dtype}, group {group}, dims {key_dim}/{value_dim}, {rows} rows"
+    dtype, shapes, rows = parts
+    return f"{len(json.loads(shapes))} products in {dtype}, {rows} rows"
+
+
+def lines(table: Table) -> Iterator[str]:
+    """The table as text, best first within a shape."""
+    for row in table["kernels"]:
+        yield f"{row['kernel']}: {row['verdict']}"
+    shapes: dict[str, list[Timing]] = {}
+    for timing in table["timings"]:
+        shapes.setdefault(timing["shape"], []).append(timing)
+    for shape, timings in shapes.items():
+        timings.sort(key=lambda timing: timing["seconds"])
+        ways = ", ".join(f"{t['way']} {t['seconds'] * 1e3:.3f} ms" for t in timings)
+        yield f"{shape}: {ways}"
+    rows = table["step_rows"]
+    yield f"whole steps: {f'up to {rows} rows' if rows else 'not used'}"

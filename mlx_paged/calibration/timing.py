@@ -1,0 +1,83 @@
+"""Timing: how long kernels that can serve the same shape take on this machine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged import ops
+from mlx_paged.calibration.cases import Product, layer_of
+from mlx_paged.calibration.check import Sequences, linear_module, multiplied, program_of
+from mlx_paged.child_jobs import announce
+
+# Tests replace the clock and the sizes.
+clock: Callable[[], float] = time.perf_counter
+CONTEXT = 2048  # tokens of the longest of three sequences
+CALLS = 8  # in one measurement, so that the GPU is busy
+REPEATS = 5
+
+
+def fastest(run: Callable[[], Any]) -> float:
+    """Returns the seconds of the fastest of several runs, after one that does not count."""
+    run()
+    times = []
+    for _ in range(REPEATS):
+        start = clock()
+        run()
+        times.append(clock() - start)
+    return min(times)
+
+
+def attention(layer_name: str, block: str, rows: str, kernel: str) -> float:
+    """Times a kernel on sequences of `rows` rows; kernels that are preferred to it do not run."""
+    announce([kernel])
+    layer, before = layer_of(layer_name), ops.rejected_kernels()
+    try:
+        while (chosen := ops.attention_kernel(layer, int(rows))) != kernel:
+            if not chosen:
+                raise ValueError(f"{rows} rows cannot use {kernel}")
+            ops.reject_kernels({*ops.rejected_kernels(), chosen})
+        sequences = Sequences(layer, int(block), int(rows), CONTEXT)
+        plan = sequences.plan(1 << 20)
+        sequences.queries = mx.contiguous(sequences.queries)
+        mx.eval(sequences.queries, sequences.pools)
+        return fastest(lambda: mx.eval([sequences.attend(plan) for _ in range(CALLS)]))
+    finally:
+        ops.reject_kernels(before)
+
+
+def step(dtype: str, shapes: str, rows: str, way: str) -> float:
+    """Times the norms and products of one decoder layer, as a whole step or as MLX's graph."""
+    kind = getattr(mx, dtype)
+    products = [Product.of(text) for text in json.loads(shapes)]
+    modules = [linear_module(product, kind) for product in products]
+    widths = list(dict.fromkeys(product.k for product in products))
+    weights = {k: mx.ones(k, kind) for k in widths}
+    inputs = [mx.ones((int(rows), k), kind) for k in widths]
+    mx.eval(inputs, list(weights.values()))
+
+    def build(is_whole: bool, *given: mx.array) -> list[mx.array]:
+        norm = ops.rms_norm if is_whole else mx.fast.rms_norm
+        normed = {k: norm(x, weights[k], 1e-5) for k, x in zip(widths, given)}
+        return [
+            multiplied(module, normed[p.k]) for module, p in zip(modules, products, strict=True)
+        ]
+
+    if way == "graph":
+        return fastest(lambda: _evaluate(lambda: build(False, *inputs)))
+    program = program_of(lambda *given: build(True, *given), inputs)
+    announce(list(program.kernels))
+    return fastest(lambda: _evaluate(lambda: program(inputs)))
+
+
+def _evaluate(build: Callable[[], list[mx.array]]) -> None:
+    """One step after another, as an engine without overlap runs them."""
+    for _ in range(CALLS):
+        mx.eval(build())
+
+
+TIMINGS: dict[str, Callable[..., float]] = {"time-attention": attention, "time-step": step}

@@ -1,0 +1,36 @@
+"""The child process of calibration on the simulated GPU, with planted faults and another clock."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+
+from mlx_paged import child_jobs
+from mlx_paged.calibration import child, timing
+from support.planted_kernels import MLX, Clock, planted, simulated_with_faults
+
+
+def _graphs_take(clock: Clock, seconds: float) -> None:
+    """MLX's graphs take this long for each norm; by themselves they launch no simulated kernel."""
+    right = mx.fast.rms_norm
+
+    def slow(*args: Any, **kwargs: Any) -> mx.array:
+        clock.seconds += seconds
+        return right(*args, **kwargs)
+
+    mx.fast.rms_norm = slow
+
+
+if __name__ == "__main__":
+    mx.set_default_device(mx.cpu)
+    timing.clock = clock = Clock()
+    if planted().get(MLX) == "slow":
+        _graphs_take(clock, 1000)
+    timing.CONTEXT, timing.CALLS, timing.REPEATS = 40, 1, 1
+    with simulated_with_faults(clock):
+        child_jobs.serve(child.run, sys.argv[1:])
