@@ -232,8 +232,8 @@ void bind_extension(nb::module_& m) {
         for (const auto& a : attention_layers()) {
           layers.append(
               nb::make_tuple(
-                  name_of(a.dtype), a.group, a.key_dim, a.value_dim, a.features,
-                  int(a.key_format), int(a.value_format)));
+                  name_of(a.dtype), a.group, a.key_dim, a.value_dim, a.features, int(a.key_format),
+                  int(a.value_format)));
         }
         return layers;
       },

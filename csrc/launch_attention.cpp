@@ -191,7 +191,8 @@ PlanSummary read_plan(const Arrays& in, const LayerShape& layer) {
     plan.has_one_row_each &= rows == 1 && work[i].row_begin == work[i].sequence;
     auto variant = allowed_variant(rows, layer);
     if (!variant) {
-      throw std::runtime_error("[paged_attention] calibration rejected every kernel for this layer");
+      throw std::runtime_error(
+          "[paged_attention] calibration rejected every kernel for this layer");
     }
     auto& range = plan.variants[*variant];
     range.fewest = std::min(range.fewest, rows);

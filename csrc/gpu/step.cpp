@@ -69,7 +69,8 @@ void bind_gpu_executable(nb::module_& m) {
       "supported_step_rows", &supported_step_rows,
       "Maximum rows of a step for a GpuExecutable; 0 if none is supported.");
   m.def(
-      "max_gpu_step_rows", [] { return std::min(supported_step_rows(), allowed_step_rows(vendor())); },
+      "max_gpu_step_rows",
+      [] { return std::min(supported_step_rows(), allowed_step_rows(vendor())); },
       "The same, up to what calibration allows.");
   m.def(
       "allowed_step_rows", [] { return allowed_step_rows(vendor()); },

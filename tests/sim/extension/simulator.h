@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // A GPU that is simulated: mlx_paged._sim is the extension whose operations run the kernels of
-// metal/ on this machine's CPU (docs/dev/metal-without-a-mac.md). The simulator itself is handed over
-// as the address of one C function; the launches are those that a GPU would get.
+// metal/ on this machine's CPU (docs/dev/metal-without-a-mac.md). The simulator itself is handed
+// over as the address of one C function; the launches are those that a GPU would get.
 
 #pragma once
 
