@@ -31,6 +31,11 @@ def of_dtype(model: nn.Module, dtype: str) -> str | None:
             "the memory, and answers come up to 4 times slower; dtype 'auto' computes in float32 "
             "too, and keeps them"
         )
+    if dtype == "float32" and _has_16_bits(model):
+        return (
+            "dtype 'float32' widens the weights of 16 bits: they take twice the memory and answers "
+            "up to twice the time; dtype 'auto' computes in float32 too, and keeps them"
+        )
     return None
 
 
@@ -57,6 +62,13 @@ def _quantized_bits(model: nn.Module) -> int | None:
         and ops.has_product(module.mode, module.bits, module.group_size)
     ]
     return min(found, default=None)
+
+
+def _has_16_bits(model: nn.Module) -> bool:
+    return any(
+        isinstance(module, nn.Linear) and module.weight.dtype in (mx.float16, mx.bfloat16)
+        for module in model.modules()
+    )
 
 
 def _applies(module: Any, activations: str) -> bool:

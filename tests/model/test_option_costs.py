@@ -57,6 +57,14 @@ def test_costs_of_dtypes(bits: int | None, dtype: str, told: str | None) -> None
     assert line is None if told is None else told in (line or "")
 
 
+@pytest.mark.parametrize("weights", [mx.float16, mx.bfloat16])
+def test_widened_weights_are_named(weights: mx.Dtype) -> None:
+    model = Model()
+    model.set_dtype(weights)
+    assert "twice the memory" in (option_costs.of_dtype(model, "float32") or "")
+    assert option_costs.of_dtype(model, "auto") is None
+
+
 def test_activations_need_weights_that_they_apply_to() -> None:
     wide, half = Model(), Model()
     half.set_dtype(mx.bfloat16)
