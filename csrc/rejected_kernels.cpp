@@ -11,8 +11,8 @@ namespace mlx_paged {
 
 namespace {
 
-std::mutex mutex;
-std::set<std::string> rejected;  // guarded by mutex
+std::mutex rejected_mutex;
+std::set<std::string> rejected;  // guarded by it
 std::atomic<int> count{0};
 std::atomic<bool> rejects_any{false};
 std::atomic<int> step_rows{-1};  // -1: not set
@@ -20,14 +20,14 @@ std::atomic<int> step_rows{-1};  // -1: not set
 }  // namespace
 
 void reject_kernels(const std::vector<std::string>& host_names) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(rejected_mutex);
   rejected = {host_names.begin(), host_names.end()};
   rejects_any = !rejected.empty();
   count++;
 }
 
 std::vector<std::string> rejected_kernels() {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(rejected_mutex);
   return {rejected.begin(), rejected.end()};
 }
 
@@ -35,7 +35,7 @@ bool is_rejected(const std::string& host_name) {
   if (!rejects_any) {
     return false;
   }
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(rejected_mutex);
   return rejected.count(host_name) > 0;
 }
 

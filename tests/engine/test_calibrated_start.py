@@ -82,6 +82,7 @@ def test_right_kernels_run_and_the_second_start_runs_no_child(
         assert not caplog.records
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", ["wrong", "crash", "slow"])
 def test_a_faulty_kernel_is_named_and_replaced(monkeypatch, caplog, expected, fault) -> None:
     plant(monkeypatch, **{DECODE: fault})
@@ -135,6 +136,7 @@ def test_whole_steps_run_if_they_are_right_and_faster(
     assert "whole steps: up to 16 rows" in caplog.text
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", ["product_rows_float32", "rope_write_float32"])
 @pytest.mark.parametrize("fault", ["wrong", "crash"])
 def test_a_faulty_kernel_of_whole_steps_does_not_run(

@@ -827,6 +827,7 @@ def open_everything(page: Page) -> Iterator[str]:
 
 
 @in_browser
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_axe_finds_nothing(browser, page_server, width) -> None:
     with visiting(

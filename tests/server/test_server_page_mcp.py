@@ -394,6 +394,7 @@ def test_prompts_are_inserted_and_resources_attached(server, visitor, mcp_url) -
 
 
 @in_browser
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_dialog_of_tools_in_all_states(browser, server, mcp_url, refusing, width) -> None:
     """By axe, by its widths, and by keys alone."""
