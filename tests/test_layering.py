@@ -4,7 +4,7 @@ engine joins them.
 cli, server, doctor
     bench, drop_in
         engine
-            multimodal
+            calibration, multimodal
                 core    model
                             gguf
                             platform

@@ -55,8 +55,10 @@ class DropInRunner:
         kv_format: KVFormat | None = None,
     ) -> None:
         # Imported late, because an import of mlx_lm may have led here.
+        from mlx_paged.engine.calibration import follow_known_verdicts
         from mlx_paged.model.wrap import build_paged_model
 
+        follow_known_verdicts()
         config = config_of(model)
         paged = build_paged_model(model, config, block_size=block_size)
         if paged.layout.max_context_len is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from mlx_paged import ops
 from mlx_paged.calibration import machine
 from mlx_paged.calibration.cache import Cache
 from mlx_paged.calibration.calibrate import calibrate
+from mlx_paged.calibration.cases import Needs
 from mlx_paged.calibration.model_needs import needs_of
 from mlx_paged.calibration.verdicts import Verdicts
 from mlx_paged.model.paged_model import PagedModel
@@ -37,3 +39,13 @@ def prove_kernels(paged: PagedModel, mode: str) -> Verdicts | None:
     for kernel, reason in sorted(verdicts.rejected.items()):
         logger.warning("calibration rejected the kernel %s: %s", kernel, reason)
     return verdicts
+
+
+def follow_known_verdicts() -> None:
+    """Rejects the kernels that an earlier start rejected, for code without an engine.
+
+    Runs nothing, and leaves a process alone that has calibrated itself.
+    """
+    if machine.is_needed(Platform.current()) and not ops.rejected_kernels():
+        known = Verdicts.of(Cache(machine.key()).load(), Needs("float32", (), 32))
+        ops.reject_kernels(known.rejected)

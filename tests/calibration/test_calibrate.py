@@ -169,6 +169,7 @@ def test_the_job_under_way_is_in_the_file(tmp_path, monkeypatch) -> None:
             return super().__call__(module, names, on_end=end, **options)
 
     calibrate(NEEDS, cache, run=Watching(answer))
+    assert len(seen) == len(cache.load()) > 20
     for job, running in seen:
         assert running == {"job": job, "kernels": list(right(job)[0]), "pid": os.getpid()}
     assert "running" not in json.loads(cache.path.read_text())

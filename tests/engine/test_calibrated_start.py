@@ -15,8 +15,9 @@ from support.simulated import launches, needs_simulator, sim_ext
 from mlx_paged import LLM, SamplingParams, ops
 from mlx_paged.calibration import calibrate as calibration
 from mlx_paged.calibration import machine
-from mlx_paged.calibration.cache import Cache
+from mlx_paged.calibration.cache import Cache, Result
 from mlx_paged.calibration.verdicts import RejectedKernelError
+from mlx_paged.engine.calibration import follow_known_verdicts
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.platform import Platform
 
@@ -172,3 +173,12 @@ def test_off_and_other_devices_calibrate_nothing(monkeypatch, expected) -> None:
 def test_the_option_is_checked() -> None:
     with pytest.raises(InvalidParameterError, match="calibrate must be 'auto', 'off' or 'force'"):
         LLM(calibrate="maybe")
+
+
+def test_the_drop_in_follows_what_an_engine_found() -> None:
+    with simulated_with_faults():
+        follow_known_verdicts()
+        assert not ops.rejected_kernels(), "nothing is known yet"
+        Cache(machine.key()).save({"a": Result((DECODE,), "wrong"), "b": Result((PREFILL,))})
+        follow_known_verdicts()
+        assert ops.rejected_kernels() == {DECODE}
