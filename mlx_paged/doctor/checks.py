@@ -264,8 +264,11 @@ def _calibration(outcome: Outcome | None) -> Iterator[Finding]:
         faults = [
             k for k in kernels if k["verdict"] != "right" and " ms where " not in k["verdict"]
         ]
-        found = f"{len(kernels) - len(faults)} of {len(kernels)} do; whole steps of up to "
-        found += f"{outcome.value['step_rows']} rows are faster"
+        rows = outcome.value["step_rows"]
+        found = f"{len(kernels) - len(faults)} of {len(kernels)} do; "
+        found += (
+            f"whole steps of up to {rows} rows are used" if rows else "whole steps are not used"
+        )
         for fault in faults:
             found += f"; {fault['kernel']}: {fault['verdict']}"
         remedy = f"other kernels or MLX replace them; {_REPORT}"
