@@ -3,16 +3,19 @@ every primitive with copy bandwidth, MLX's dense attention and gathering first, 
 calibration chose and with MLX's graphs. Writes bench/results/mac-<chip>.json, .md.
 
 python bench/mac_report.py
+python bench/mac_report.py --quick     # small shapes and few repeats, for CI's virtual GPU
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ SHAPES = [
     ["--batch", "1", "--context", "8192,32768"],
     ["--batch", "16", "--context", "4096"],
 ]
+QUICK_SHAPES = [["--batch", "4", "--context", "1024"]]
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -52,15 +56,17 @@ print(json.dumps({"seconds": statistics.median(seconds[2:]), "tokens": tokens}))
 """
 
 
-def whole_steps(tokens: int = 128, runs: int = 5) -> list[dict[str, Any]]:
+def whole_steps(
+    tokens: int = 128, runs: int = 5, turns: int = 3, batches: Sequence[int] = (1, 8, 16)
+) -> list[dict[str, Any]]:
     """Decodes with the embedded model as calibration chose, and with steps as MLX graphs: seconds
     of the median batch, in turns, and whether the greedy answers are equal."""
     ways = {"graphs": "off", "calibrated": "auto"}
     results = []
-    for batch in (1, 8, 16):
+    for batch in batches:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         answers = {}
-        for _ in range(3):
+        for _ in range(turns):
             for name, mode in ways.items():
                 done = run("-c", _DECODE, mode, str(batch), str(tokens), str(runs))
                 if done.returncode:
@@ -120,6 +126,9 @@ def markdown(
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Tests and measures the kernels on an Apple GPU.")
+    parser.add_argument("--quick", action="store_true", help="small shapes and few repeats")
+    quick = parser.parse_args().quick
     if "metal" not in build_info()["backends"].split() or not mx.is_available(mx.gpu):
         print(f"mac-report needs an Apple GPU and a build with Metal kernels; this one has "
               f"{build_info()['backends']}")  # fmt: skip
@@ -131,7 +140,7 @@ def main() -> int:
     print(tests.stdout[-4000:])
 
     parts = []
-    for i, shape in enumerate(SHAPES):
+    for i, shape in enumerate(QUICK_SHAPES if quick else SHAPES):
         part = RESULTS / f"{slug}-part{i}.json"
         options = ["--device", "gpu", "--group", "1,4,8", *shape, "--json", str(part)]
         done = run("-m", "mlx_paged.cli.main", "bench", "kernels", *options)
@@ -143,13 +152,14 @@ def main() -> int:
     results = [r for part in parts for r in part["results"]]
     copy = statistics.median(r["copy_bytes_per_second"] for r in results)
     report = {
+        "quick": quick,
         "environment": parts[0]["environment"],
         "chip": chip,
         "tests": {"summary": summary, "passed": tests.returncode == 0},
         "copy_bytes_per_second": copy,
         "results": results,
         "calibration": (calibrated := calibration()),
-        "whole_steps": (steps := whole_steps()),
+        "whole_steps": (steps := whole_steps(32, 2, 1, (1, 8)) if quick else whole_steps()),
     }
     (RESULTS / f"{slug}.json").write_text(json.dumps(report, indent=2) + "\n")
     (RESULTS / f"{slug}.md").write_text(markdown(chip, summary, results, copy, steps, calibrated))
