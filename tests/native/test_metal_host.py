@@ -10,58 +10,30 @@ from __future__ import annotations
 import math
 import platform
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from support import mac_build
+from support.mac_build import ROOT, STUBS, tool
 from support.reference import make_batch
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="the real headers are used here")
-ROOT = Path(__file__).resolve().parents[2]
-STUBS = ROOT / "tests/native/metal_host/stubs"
-SOURCES = [
-    ROOT / f"csrc/{name}.cpp"
-    for name in ("gpu_eval", "gpu/eval_step", "metal/binder", "metal/step_encoder")
-]
-
-
-def tool(*names: str) -> str:
-    """The first of `names` that is installed."""
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(f"needs one of {', '.join(names)}")
-    return found
+SOURCES = mac_build.mac_only_sources()
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The unpacked wheel of the MLX version that is installed, kept between runs."""
-    version = metadata.version("mlx")
-    folder = ROOT / "build" / f"mlx-metal-{version}"
-    if not (folder / "mlx/include").is_dir():
-        download = tmp_path_factory.mktemp("wheel")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary=:all:", "--platform=macosx_15_0_arm64", f"--dest={download}"]
-        run = subprocess.run(
-            [*command, f"mlx-metal=={version}"], capture_output=True, text=True, check=False
-        )
-        if run.returncode:
-            pytest.skip(f"mlx-metal {version} cannot be downloaded: {run.stderr.strip()[-300:]}")
-        with zipfile.ZipFile(next(download.glob("*.whl"))) as archive:
-            archive.extractall(folder)
-    return folder / "mlx"
+    return mac_build.unpacked_mlx_metal(tmp_path_factory.mktemp("wheel"))
 
 
 def compile_command(wheel: Path) -> list[str]:
