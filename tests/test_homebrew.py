@@ -200,6 +200,7 @@ def test_it_installs_every_wheel_serves_and_tests_itself(dist: Path, tmp_path: P
     assert set(examples) == {"model", "port"}
 
 
+@pytest.mark.one_in(4)
 @needs_ruby
 @pytest.mark.parametrize(
     ("old", "new", "told"),
