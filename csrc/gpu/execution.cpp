@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../graph/view.h"
+
 namespace mlx_paged {
 
 namespace {
