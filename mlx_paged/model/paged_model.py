@@ -271,10 +271,11 @@ class PagedModel:
     def resize(self, num_blocks: int, group_spec: KVCacheGroupSpec) -> None:
         """Changes the number of blocks of a group; keeps the contents of the first ones."""
         self._compiled.forget()
-        for cache in self._attention:
+        for index, cache in enumerate(self._attention):
             if cache.spec.group_spec != group_spec:
                 continue
-            for name, dim in zip(("key_pool", "value_pool"), cache.spec.pool_dims):
+            names = ("key_pool", "value_pool")
+            for at, (name, dim) in enumerate(zip(names, cache.spec.pool_dims), 2 * index):
                 pool: mx.array = getattr(cache, name)
                 more = num_blocks - len(pool)
                 if more > 0:
@@ -284,6 +285,8 @@ class PagedModel:
                 else:
                     pool = mx.contiguous(pool[:num_blocks])
                 mx.eval(pool)  # one pool at a time, so that only one exists twice
+                # `reset` must not bring the old pool back, nor keep its memory.
+                self._allocated[at] = pool
                 setattr(cache, name, pool)
         mx.clear_cache()  # MLX would keep the freed memory
 
