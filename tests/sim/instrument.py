@@ -30,7 +30,7 @@ _UNROLL = re.compile(
 )
 _LABEL = re.compile(r'^(?:[\w.$-]+|"[^"]*"):')
 _MEMORY_CALL = re.compile(r"@llvm\.(memcpy|memmove|memset)\.")
-_OBJECT = re.compile(r"^_ZNU9CLgeneric")  # a method's own object
+_OBJECT = re.compile(r"NU9CLgeneric")  # a method's own object, also a lambda's
 _POINTER_SUFFIX = re.compile(r"(@llvm\.[\w.]*)")
 
 

@@ -60,7 +60,8 @@ class SimLibrary:
 
     Takes either `files` (.metal files, compiled as one text) or `source`, a text as MLX's
     just-in-time compiler gets it. Includes are looked up beside the files, in `include_dirs` and in
-    `root`.
+    `root`. `tensor_layout` chooses which lane holds which element of a cooperative tensor
+    (msl/tensor.h).
 
     Raises:
         SimCompileError: the source is not Metal (some of it shows when a kernel is compiled).
@@ -74,6 +75,7 @@ class SimLibrary:
         include_dirs: Iterable[Path | str] = (),
         defines: dict[str, str] | None = None,
         root: Path | str = METAL,
+        tensor_layout: int = 0,
     ) -> None:
         self.root = Path(root).resolve()
         paths = [Path(f).resolve() for f in files]
@@ -90,7 +92,7 @@ class SimLibrary:
         ]
         try:
             text = toolchain.preprocess(source, name, include, defines or {})
-            self.translation: Translation = translate(text)
+            self.translation: Translation = translate(text, tensor_layout)
         except (toolchain.ToolError, MetalError) as error:
             raise SimCompileError(self._readable(str(error))) from error
         self._units: dict[str, _Unit] = {}

@@ -45,6 +45,7 @@ _NOT_METAL = {
 _SCALARS = ["bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "size_t"]
 _SCALARS += ["half", "bfloat", "float"]
 _PLAIN_TYPES = {*_SCALARS, *(f"{t}{n}" for t in _SCALARS for n in (2, 3, 4)), "void", "unsigned"}
+_TENSOR = ["#pragma", "msl", "tensor"]  # of msl/include/metal_tensor
 _SWIZZLE = re.compile(r"[xyzw]{2,4}$|[rgba]{2,4}$")
 
 
@@ -68,6 +69,7 @@ class Translation:
     swizzles: set[str] = field(default_factory=set)
     classes: int = 0  # seen so far
     methods: set[str] = field(default_factory=set)  # with an address space, by class
+    tensor_layout: int | None = None  # of cooperative tensors, if <metal_tensor> is included
     _tokens: list[Token] = field(default_factory=list)
     _position: int = 0  # in _tokens, of the last instantiation: the next one comes after it
 
@@ -85,12 +87,17 @@ class Translation:
         finally:
             for at, _ in self.entries.values():
                 at[0].text = ""
-        return f'{_swizzle_macros(self.swizzles)}#include "metal.h"\n{body}\n'
+        library = '#include "metal.h"\n'
+        if self.tensor_layout is not None:
+            library += f'#define MSL_TENSOR_LAYOUT {self.tensor_layout}\n#include "tensor.h"\n'
+        return f"{_swizzle_macros(self.swizzles)}{library}{body}\n"
 
 
-def translate(preprocessed: str) -> Translation:
+def translate(preprocessed: str, tensor_layout: int = 0) -> Translation:
     """Raises MetalError for what Metal does not have."""
     out = Translation(_tokens=tokens(preprocessed))
+    if any(t.kind == "pragma" and t.text.split() == _TENSOR for t in out._tokens):
+        out.tensor_layout = tensor_layout
     _check_and_rename(out)
     _scope(out, [t for t in out._tokens if t.is_code or t.kind == "attribute"], "")
     conditional_operands(out._tokens)
@@ -245,7 +252,8 @@ def _qualify_method(
     while at + 1 < len(head) and head[at + 1].text in ("const", "volatile", *SPACES):
         at += 1
     space = next((t for t in head[end : at + 1] if t.text in SPACES), None)
-    if name == class_name:  # constructors are for every address space
+    converts = re.match(r"operator \w", name) and "constexpr" in words
+    if name == class_name or converts:  # for every address space, like those of constants
         if space:
             space.drop()
     elif space is None:
