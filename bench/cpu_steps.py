@@ -1,4 +1,4 @@
-"""Decode steps on a CPU: as one operation (`ops.CpuExecutable`), and as the graph they come from.
+"""Decode steps on a CPU: as one operation (`CpuExecutable`), and as the graph they come from.
 
 python bench/cpu_steps.py                          # SmolLM2-135M's shape, and the embedded model
 python bench/cpu_steps.py --only smollm-135m --rows 1 8

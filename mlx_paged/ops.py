@@ -1,4 +1,5 @@
-"""The native primitives, typed and documented.
+"""The native primitives, typed and documented. `executables` has whole steps of them, `kernels` the
+GPU kernels behind them.
 
 A *pool* is ``[num_blocks, block_size, num_kv_heads, head_dim]``, float32, float16 or bfloat16. Keys
 and values have separate pools, whose head dims may differ. A *slot* is
@@ -31,8 +32,7 @@ when a GPU evaluates it; use MLX's own kernels there.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Required, TypedDict
 
@@ -40,13 +40,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged import plain_ops
+from mlx_paged import kernels, plain_ops
 from mlx_paged.extension import ext
 
-OnKernel = Callable[[int, int], None]  # (number of kernels done, total)
-
-# Kernels that calibration rejected on this machine, by host name; see `reject_kernels`.
-_rejected: frozenset[str] = frozenset()
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
@@ -246,7 +242,7 @@ def write_kv(
     Returns:
         The key pool and the value pool.
     """
-    if "write_kv" in _rejected and key_pool.dtype in _DTYPE_NAMES:
+    if "write_kv" in kernels.rejected and key_pool.dtype in _DTYPE_NAMES:
         return plain_ops.write_kv(key_pool, value_pool, keys, values, slot_mapping)
     return ext.write_kv(key_pool, value_pool, keys, values, slot_mapping, stream=stream)
 
@@ -267,7 +263,7 @@ def copy_blocks(
     Returns:
         The pools.
     """
-    if "copy_blocks" in _rejected:
+    if "copy_blocks" in kernels.rejected:
         return plain_ops.copy_blocks(pools, block_pairs)
     return ext.copy_blocks(list(pools), block_pairs, stream=stream)
 
@@ -294,7 +290,7 @@ def gather_kv(
         ``[num_seqs, num_kv_heads, max_context_len, head_dim]`` keys and values, zero past each
         sequence's context.
     """
-    if "gather_kv" in _rejected and key_pool.dtype in _DTYPE_NAMES:
+    if "gather_kv" in kernels.rejected and key_pool.dtype in _DTYPE_NAMES:
         return plain_ops.gather_kv(
             key_pool, value_pool, block_tables, context_lens, max_context_len
         )
@@ -347,7 +343,7 @@ def paged_attention(
         raise ValueError(f"[paged_attention] window must be None or at least 1 but got {window}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"[paged_attention] softcap must be None or positive but got {softcap}")
-    if _rejected and not _has_attention_kernels(queries, key_pool, value_pool):
+    if kernels.rejected and not _has_attention_kernels(queries, key_pool, value_pool):
         length = plan.block_tables.shape[1] * key_pool.shape[1]
         dense = gather_kv(
             *(key_pool, value_pool, plan.block_tables, plan.context_lens, length),
@@ -565,7 +561,7 @@ def greedy_tokens(
         NaN. ``[num_rows]`` float32, the logit of each: -inf if all are, NaN if the row has one.
         ``[num_rows]`` int32 tokens for the host: -1 if the logit is not finite.
     """
-    if f"greedy_tokens_{_DTYPE_NAMES.get(logits.dtype)}" in _rejected:
+    if f"greedy_tokens_{_DTYPE_NAMES.get(logits.dtype)}" in kernels.rejected:
         return plain_ops.greedy_tokens(logits)
     return ext.greedy_tokens(logits, stream=stream)
 
@@ -617,7 +613,7 @@ def apply_token_bitmask(
     Returns:
         ``[num_rows, vocab_size]`` in the dtype of `logits`; `logits` itself if there are no masks.
     """
-    if f"apply_token_bitmask_{8 * logits.dtype.size}" in _rejected:
+    if f"apply_token_bitmask_{8 * logits.dtype.size}" in kernels.rejected:
         return plain_ops.apply_token_bitmask(logits, bitmask, rows)
     return ext.apply_token_bitmask(logits, bitmask, rows, stream=stream)
 
@@ -828,137 +824,6 @@ def has_product(mode: str, bits: int, group_size: int) -> bool:
     return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
 
 
-def max_cpu_step_rows() -> int:
-    """Maximum rows per step for a `CpuExecutable` on this machine; 0 if unsupported.
-
-    Also 0 with ``MLX_PAGED_CHECK=1``, because executables do not check ids, and with Metal until
-    calibration found them right and faster (`allow_step_rows`).
-    """
-    return ext.max_cpu_step_rows()
-
-
-def placeholders(arrays: Sequence[mx.array]) -> list[mx.array]:
-    """Returns stand-ins of the same shapes and dtypes to build a graph on. Never evaluate them."""
-    return ext.placeholders(list(arrays))
-
-
-class CpuExecutable:
-    """A step of few rows that runs as a single operation on the CPU.
-
-    Its graph is compiled to phases, which run in sequence, each on all threads. Products that share
-    an input are one phase.
-
-    It runs these natively, on float32 values whose first axis is the step's rows: the operations of
-    this module, including `linear`, `quantized_linear`, `expert_linear`, `lookup` and `lora` with
-    weights of any format; elementwise arithmetic and some functions; softmax, sums, partitions and
-    lookups along a row; and reshapes. Any other MLX operation runs on whole arrays in between, at
-    its usual cost.
-
-    Args:
-        inputs: `placeholders`. Inputs that only attention reads, such as a plan's block tables,
-            work and merges, may have other sizes in a call, and so may unused inputs.
-        outputs: Arrays built on the inputs: float32 results, such as logits and the hidden states
-            of some layers, followed by pools among the inputs, which are written in place.
-
-    Raises:
-        ValueError: The graph is not supported; the message says why. Parts that do not depend on
-            the inputs are evaluated once.
-    """
-
-    def __init__(self, inputs: Sequence[mx.array], outputs: Sequence[mx.array]) -> None:
-        self._executable = ext.CpuExecutable(list(inputs), list(outputs))
-
-    @property
-    def foreign(self) -> list[str]:
-        """The MLX primitives that have no native form, once for each operation."""
-        return self._executable.foreign
-
-    def __call__(
-        self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
-    ) -> list[mx.array]:
-        """Runs the step. Consumes the pools among the inputs, like `write_kv`.
-
-        Raises:
-            ValueError: An input has the wrong shape or dtype.
-        """
-        return self._executable(list(inputs), stream=stream)
-
-
-def max_gpu_step_rows() -> int:
-    """Maximum rows per step for a `GpuExecutable` on this machine; 0 if unsupported.
-
-    Also 0 with ``MLX_PAGED_CHECK=1``, because executables do not check ids, and with Metal until
-    calibration found them right and faster (`allow_step_rows`).
-    """
-    return ext.max_gpu_step_rows()
-
-
-def supported_step_rows() -> int:
-    """Like `max_gpu_step_rows`, also where calibration has not allowed such steps."""
-    return ext.supported_step_rows()
-
-
-class GpuExecutable:
-    """A decode step as a single GPU operation: a sequence of kernels over persistent memory.
-
-    With CUDA, it is captured as a graph and replayed.
-
-    The graph may contain `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,
-    `paged_attention` without bounds, `greedy_tokens`, `lora`, additions before a norm or after a
-    linear layer, row lookups, all-reduces and all-gathers, and reshapes without copies.
-
-    Args:
-        inputs: Arrays from `placeholders`.
-        outputs: Arrays built on the inputs: results, such as logits and the hidden states of some
-            layers, followed by pools among the inputs, which are written in place. `greedy_tokens`
-            puts tokens for the host in the memory of `to_host`.
-        residual_in_product: Fuse an addition after a linear layer into that layer if possible;
-            otherwise into the norm that follows.
-
-    Raises:
-        ValueError: The graph has an unsupported operation; the message names it. Parts that do not
-            depend on the inputs are evaluated once.
-    """
-
-    def __init__(
-        self,
-        inputs: Sequence[mx.array],
-        outputs: Sequence[mx.array],
-        *,
-        residual_in_product: bool = True,
-    ) -> None:
-        self._ext = ext  # only the extension that made the capsule can use it
-        self._executable = ext.make_gpu_executable(
-            list(inputs), list(outputs), residual_in_product=residual_in_product
-        )
-
-    @property
-    def kernels(self) -> list[str]:
-        """Names of its kernels, without those of attention."""
-        return list(self._ext.gpu_executable_kernels(self._executable))
-
-    def __call__(
-        self,
-        inputs: Sequence[mx.array],
-        *,
-        returns_pools: bool = True,
-        stream: mx.Stream | mx.Device | None = None,
-    ) -> list[mx.array]:
-        """Runs the step. Consumes the pools among the inputs, like `write_kv`.
-
-        Args:
-            returns_pools: False returns only the results, which saves much host time. Then start
-                the evaluation of the results, for example with `mx.async_eval`, before that of
-                anything built on the input pools: nothing else orders the two.
-
-        Raises:
-            ValueError: An input has the wrong shape or dtype.
-        """
-        return self._ext.run_gpu_executable(
-            self._executable, list(inputs), returns_pools=returns_pools, stream=stream
-        )
-
-
 class ArrayContents(Protocol):
     """See `array_contents`."""
 
@@ -1001,60 +866,6 @@ def outlast_interpreter() -> None:
     ext.outlast_interpreter()
 
 
-def reject_kernels(host_names: Iterable[str]) -> None:
-    """Replaces the set of GPU kernels that never run, by the names of metal/kernel_table.h.
-
-    Calibration rejects kernels that are wrong, crash or are slower than another way on this
-    machine. Attention then uses other kernels for the same rows. If none is left, and for writes,
-    copies, greedy tokens and masks, MLX's own operations take over (`plain_ops`). Steps with such
-    kernels do not compile as a whole.
-    """
-    global _rejected
-    _rejected = frozenset(host_names)
-    ext.reject_kernels(sorted(_rejected))
-
-
-def rejected_kernels() -> frozenset[str]:
-    """Returns the kernels that never run."""
-    return _rejected
-
-
-def kernel_files() -> dict[str, str]:
-    """Returns every kernel of metal/ with the file that has it."""
-    return {name: file for name, file, _ in ext.kernel_names()}
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """A kind of attention layer, as far as it determines kernels.
-
-    Attributes:
-        group: Query heads per KV head.
-        features: Bits of its options: window, soft cap, sinks, bounds, ALiBi.
-        key_format, value_format: 0: plain; otherwise a quantized pool (csrc/pool_format.h).
-    """
-
-    dtype: str
-    group: int
-    key_dim: int
-    value_dim: int
-    features: int
-    key_format: int
-    value_format: int
-
-
-def attention_layers() -> list[AttentionLayer]:
-    """Returns the kinds of attention in graphs that this process has built."""
-    return [AttentionLayer(*numbers) for numbers in ext.attention_layers()]
-
-
-def attention_kernel(layer: AttentionLayer, rows: int) -> str:
-    """Returns the GPU kernel for sequences with `rows` rows in a step; empty if there is none."""
-    return ext.attention_kernel(
-        getattr(mx, layer.dtype), layer.group, layer.key_dim, layer.value_dim, rows
-    )
-
-
 def _has_attention_kernels(queries: mx.array, key_pool: mx.array, value_pool: mx.array) -> bool:
     """False if calibration left no kernel for decodes, drafts or prompts of such a layer."""
     group, key_dim = queries.shape[1] // key_pool.shape[2], queries.shape[2]
@@ -1062,38 +873,3 @@ def _has_attention_kernels(queries: mx.array, key_pool: mx.array, value_pool: mx
     value_dim = value_pool.shape[3] if is_plain else key_dim
     rows = (1, 4, 16)
     return all(ext.attention_kernel(queries.dtype, group, key_dim, value_dim, n) for n in rows)
-
-
-def allow_step_rows(num_rows: int) -> None:
-    """Sets the maximum rows of a step that may run as a whole; see `max_gpu_step_rows`."""
-    ext.allow_step_rows(num_rows)
-
-
-def compiles_kernels() -> bool:
-    """True if GPU kernels are compiled on this machine on first use, as with Metal."""
-    if os.environ.get("MLX_PAGED_SIM") == "1":
-        return True
-    is_metal = "metal" in ext.build_info()["backends"].split()
-    return is_metal and mx.default_device() == mx.Device(mx.gpu)
-
-
-def prepare_kernels(on_kernel: OnKernel | None = None) -> int:
-    """Compiles every GPU kernel that later steps may need.
-
-    Covers the kinds of attention used in graphs built by this process. On Metal, each kernel takes
-    a fraction of a second.
-
-    Args:
-        on_kernel: Called with (number done, total) before each kernel and after the last.
-
-    Returns:
-        The number of kernels.
-    """
-    pipelines = ext.pipelines_to_come()
-    for done, (name, function_constants) in enumerate(pipelines):
-        if on_kernel is not None:
-            on_kernel(done, len(pipelines))
-        ext.prepare_pipeline(name, function_constants)
-    if on_kernel is not None:
-        on_kernel(len(pipelines), len(pipelines))
-    return len(pipelines)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_paged import extension, ops
+from mlx_paged import executables, extension, ops
 
 # MLX raises plain RuntimeErrors; its allocators and drivers use these words.
 _OUT_OF_MEMORY = (
@@ -37,8 +37,8 @@ class Platform:
             simulator.
         simd: Instruction set of the CPU kernels.
         activations: Formats to which linear layers can round their inputs; see `ops.activations`.
-        max_cpu_step_rows: Maximum rows per step for `ops.CpuExecutable`; 0 if unsupported.
-        max_gpu_step_rows: Maximum rows per step for `ops.GpuExecutable`; 0 if unsupported.
+        max_cpu_step_rows: Maximum rows per step for `executables.CpuExecutable`; 0 if unsupported.
+        max_gpu_step_rows: Maximum rows per step for `executables.GpuExecutable`; 0 if unsupported.
         pinned_uploads: True if `ops.upload` sends arrays from pinned memory, where they may stay.
         native_dtypes: Dtypes that `ops.linear` multiplies natively on this device.
         repeats_steps: True if the GPU replays whole steps of equal shape. The arrays of a plan
@@ -66,8 +66,8 @@ class Platform:
             plans_for_gpu=not on_cpu or os.environ.get("MLX_PAGED_SIM") == "1",
             simd=extension.ext.build_info()["simd"],
             activations=tuple(ops.activations()),
-            max_cpu_step_rows=ops.max_cpu_step_rows(),
-            max_gpu_step_rows=ops.max_gpu_step_rows(),
+            max_cpu_step_rows=executables.max_cpu_step_rows(),
+            max_gpu_step_rows=executables.max_gpu_step_rows(),
             pinned_uploads=has_cuda,
             native_dtypes=(mx.float32,) if on_cpu else (mx.float16, mx.bfloat16),
         )

@@ -8,9 +8,10 @@ cli, server, doctor
                 core    model
                             gguf
                             platform
-                                ops
-                                    extension
-                                        blas, cgroups, linker, descriptors
+                                ops, executables
+                                    kernels
+                                        extension
+                                            blas, cgroups, linker, descriptors
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -42,14 +44,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "extension": ("blas", "cgroups", "linker", "_build", "_ext"),
     "child_jobs": (),
     "plain_ops": (),
-    "ops": ("extension", "plain_ops"),
-    "platform": ("ops", "extension"),
-    "model": ("content", "platform", "ops", "extension", "demo", "descriptors", "gguf"),
+    "kernels": ("extension",),
+    "executables": ("extension",),
+    "ops": ("extension", "kernels", "plain_ops"),
+    "platform": ("ops", "executables", "extension"),
+    "model": (
+        *("content", "platform", "ops", "kernels", "executables", "extension", "demo"),
+        *("descriptors", "gguf"),
+    ),
     "gguf": ("extension",),
     "core": (),
     "calibration": (
-        *("child_jobs", "wheels", "extension", "ops", "plain_ops", "platform"),
-        *("model", "reference"),
+        *("child_jobs", "wheels", "extension", "kernels", "executables", "ops", "plain_ops"),
+        *("platform", "model", "reference"),
     ),
     "multimodal": ("addresses", "content", "core", "model", "platform"),
     "templates": (),
@@ -66,6 +73,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "model",
         "platform",
         "ops",
+        "kernels",
         "extension",
     ),
     "drop_in": (
@@ -198,7 +206,7 @@ def test_the_table_has_no_cycles_and_keeps_the_halves_apart() -> None:
 
     for part in MAY_IMPORT:
         assert part not in below(part)
-    state, device = {"core"}, {"model", "ops", "extension"}
+    state, device = {"core"}, {"model", "ops", "kernels", "executables", "extension"}
     for part in state:
         assert not below(part) & device
     for part in device:
@@ -252,17 +260,17 @@ def test_the_state_half_runs_without_mlx() -> None:
 ASKS_THE_DEVICE = re.compile(r"has_cuda\(\)|repeats_steps\(\)|default_device\(\) [!=]=")
 
 
-def test_the_device_is_asked_in_two_files() -> None:
-    """All other code receives a `Platform`, or asks that file."""
+def test_the_device_is_asked_in_three_files() -> None:
+    """All other code receives a `Platform`, or asks these files."""
     found = {path.name for path in modules() if ASKS_THE_DEVICE.search(path.read_text())}
-    assert found == {"ops.py", "platform.py"}
+    assert found == {"kernels.py", "ops.py", "platform.py"}
 
 
 def test_a_decode_step_asks_no_device(monkeypatch) -> None:
     """Every answer is in the platform, which is queried when the engine is made."""
     from support.models import embedded_twin
 
-    from mlx_paged import LLM, SamplingParams, ops
+    from mlx_paged import LLM, SamplingParams, executables, ops
 
     engine = LLM(embedded_twin(), num_gpu_blocks_override=64, block_size=8).engine
     for i, temperature in enumerate((0.0, 0.7)):
@@ -272,12 +280,14 @@ def test_a_decode_step_asks_no_device(monkeypatch) -> None:
         engine.step()
     asked: list[str] = []
 
-    def watched(name: str) -> None:
-        function = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda: asked.append(name) or function())
+    def watch(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda: asked.append(name) or function())
 
-    for name in ("has_cuda", "max_cpu_step_rows", "max_gpu_step_rows", "activations"):
-        watched(name)
+    watch(ops, "has_cuda")
+    watch(ops, "activations")
+    watch(executables, "max_cpu_step_rows")
+    watch(executables, "max_gpu_step_rows")
     for _ in range(8):
         engine.step()
     assert not asked

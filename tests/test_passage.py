@@ -25,8 +25,8 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 
 #: Limits of (files, changes of file, calls) on the path.
-STEP = (16, 51, 99)
-CHAT = (66, 692, 1170)
+STEP = (17, 51, 99)
+CHAT = (67, 692, 1170)
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/architecture.md"

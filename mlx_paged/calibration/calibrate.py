@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_paged import ops
+from mlx_paged import kernels
 from mlx_paged.calibration import cases, child
 from mlx_paged.calibration.cache import Cache, Result
 from mlx_paged.calibration.cases import Needs
@@ -80,13 +80,13 @@ def _missing(needs: Needs, results: Mapping[str, Result], verdicts: Verdicts) ->
     """The jobs that have no outcome. Checks come first: only right kernels are timed."""
 
     def reject(names: set[str]) -> None:
-        ops.reject_kernels({*verdicts.rejected, *names})
+        kernels.reject_kernels({*verdicts.rejected, *names})
 
     reject(set())
-    jobs = cases.checks(needs, ops.attention_kernel)
+    jobs = cases.checks(needs, kernels.attention_kernel)
     missing = [job for job in jobs if job not in results]
     if not missing:
-        jobs = cases.timings(needs, ops.attention_kernel, reject)
+        jobs = cases.timings(needs, kernels.attention_kernel, reject)
         missing = [job for job in jobs if job not in results]
     return missing
 
@@ -162,7 +162,7 @@ class _Session:
     def _end(self, job: str, outcome: Outcome) -> None:
         if job not in self.announced:
             raise _CannotStart(outcome.error)
-        kernels, value = self.announced[job], outcome.value or {}
+        announced, value = self.announced[job], outcome.value or {}
         if "unsupported" in value:
-            kernels = ()
-        self.results[job] = Result(kernels, outcome.error, value.get("seconds"))
+            announced = ()
+        self.results[job] = Result(announced, outcome.error, value.get("seconds"))

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mlx_paged.ops import AttentionLayer
+from mlx_paged.kernels import AttentionLayer
 
 # (layer, rows of each sequence) -> the kernel that serves them
 KernelOf = Callable[[AttentionLayer, int], str]

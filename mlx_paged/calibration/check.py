@@ -14,12 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged import ops, plain_ops
+from mlx_paged import executables, kernels, ops, plain_ops
 from mlx_paged.calibration.cases import Product, layer_of
 from mlx_paged.child_jobs import announce
+from mlx_paged.kernels import AttentionLayer
 from mlx_paged.model import patches
 from mlx_paged.model.plan import build_plan
-from mlx_paged.ops import AttentionLayer, AttentionPlan
+from mlx_paged.ops import AttentionPlan
 from mlx_paged.reference import TOLERANCE, relative_errors
 
 _KV_HEADS = 2
@@ -171,7 +172,7 @@ def attention(layer_name: str, block: str, rows: str, kernel: str) -> None:
     """Checks a kernel on sequences of `rows` rows."""
     announce([kernel])
     layer = layer_of(layer_name)
-    if ops.attention_kernel(layer, int(rows)) != kernel:
+    if kernels.attention_kernel(layer, int(rows)) != kernel:
         raise Unsupported(f"{rows} rows use another kernel than {kernel}")
     sequences = Sequences(layer, int(block), int(rows))
     plan = sequences.plan(_WHOLE)
@@ -245,7 +246,7 @@ def pool(dims: str, block: str) -> None:
 def _pool_kernels(layer: AttentionLayer) -> list[str]:
     if layer.key_format == 0:
         return ["write_kv", "gather_kv"]
-    files, kernels = ops.kernel_files(), []
+    files, names = kernels.kernel_files(), []
     for function, dim in (
         ("quantise_kv", max(layer.key_dim, layer.value_dim)),
         ("gather_quantised", layer.key_dim),
@@ -253,8 +254,8 @@ def _pool_kernels(layer: AttentionLayer) -> list[str]:
         ("rotate_queries", layer.key_dim),
     ):
         size = next(n for n in (64, 128, 256, 576) if dim <= n)
-        kernels.append(f"{function}_{layer.dtype}_{size}")
-    return [kernel for kernel in dict.fromkeys(kernels) if kernel in files]
+        names.append(f"{function}_{layer.dtype}_{size}")
+    return [name for name in dict.fromkeys(names) if name in files]
 
 
 def blocks(dims: str, block: str) -> None:
@@ -316,18 +317,18 @@ def bitmask(dtype: str) -> None:
 Build = Callable[..., list[mx.array]]
 
 
-def program_of(build: Build, inputs: Sequence[mx.array]) -> ops.GpuExecutable:
+def program_of(build: Build, inputs: Sequence[mx.array]) -> executables.GpuExecutable:
     """Compiles a graph as a whole step.
 
     Raises:
         Unsupported: The device has no kernels for it.
     """
     mx.eval(list(inputs))
-    unknown = ops.placeholders(list(inputs))
+    unknown = executables.placeholders(list(inputs))
     try:
         with patches.graph_for_program():
             outputs = build(*unknown)
-        return ops.GpuExecutable(unknown, outputs)
+        return executables.GpuExecutable(unknown, outputs)
     except ValueError as error:
         raise Unsupported(str(error)) from error
 

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from mlx_paged import child_jobs, ops
+from mlx_paged import child_jobs, kernels
 from mlx_paged.calibration import check, timing
 
 # The job that comes first: what calibration knows so far.
@@ -18,7 +18,7 @@ def run(name: str) -> dict[str, Any]:
     kind, _, rest = name.partition("/")
     if kind == KNOWN:
         known = json.loads(rest)
-        ops.reject_kernels(known["rejected"])
+        kernels.reject_kernels(known["rejected"])
         check.programs.proven = set(known["proven"])
         return {}
     try:
@@ -31,7 +31,7 @@ def run(name: str) -> dict[str, Any]:
         return {"unsupported": str(reason)}
     except Exception:
         # Later jobs must not run these kernels, whose faults would look like those of others.
-        ops.reject_kernels({*ops.rejected_kernels(), *(child_jobs.announced() or ())})
+        kernels.reject_kernels({*kernels.rejected, *(child_jobs.announced() or ())})
         raise
     return {}
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_paged import ops
+from mlx_paged import executables, kernels
 from mlx_paged.calibration.cases import Needs, Product
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import build_graphs
@@ -32,14 +32,14 @@ def needs_of(paged: PagedModel) -> Needs:
     products = tuple(_products(paged.model))
     return Needs(
         dtype=_DTYPES.get(dtypes[0] if dtypes else mx.float32, "float32"),
-        layers=tuple(ops.attention_layers()),  # also those of models loaded before
+        layers=tuple(kernels.attention_layers()),  # also those of models loaded before
         block_size=paged.block_size,
         hidden_size=products[0].k if products else 0,
         products=products,
         has_experts=any(
             isinstance(m, (SwitchLinear, QuantizedSwitchLinear)) for m in paged.model.modules()
         ),
-        step_rows=ops.supported_step_rows(),
+        step_rows=executables.supported_step_rows(),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged import ops
+from mlx_paged import kernels, ops
 from mlx_paged.calibration.cases import Product, layer_of
 from mlx_paged.calibration.check import Sequences, linear_module, multiplied, program_of
 from mlx_paged.child_jobs import announce
@@ -35,19 +35,19 @@ def fastest(run: Callable[[], Any]) -> float:
 def attention(layer_name: str, block: str, rows: str, kernel: str) -> float:
     """Times a kernel on sequences of `rows` rows; kernels that are preferred to it do not run."""
     announce([kernel])
-    layer, before = layer_of(layer_name), ops.rejected_kernels()
+    layer, before = layer_of(layer_name), kernels.rejected
     try:
-        while (chosen := ops.attention_kernel(layer, int(rows))) != kernel:
+        while (chosen := kernels.attention_kernel(layer, int(rows))) != kernel:
             if not chosen:
                 raise ValueError(f"{rows} rows cannot use {kernel}")
-            ops.reject_kernels({*ops.rejected_kernels(), chosen})
+            kernels.reject_kernels({*kernels.rejected, chosen})
         sequences = Sequences(layer, int(block), int(rows), CONTEXT)
         plan = sequences.plan(1 << 20)
         sequences.queries = mx.contiguous(sequences.queries)
         mx.eval(sequences.queries, sequences.pools)
         return fastest(lambda: mx.eval([sequences.attend(plan) for _ in range(CALLS)]))
     finally:
-        ops.reject_kernels(before)
+        kernels.reject_kernels(before)
 
 
 def step(dtype: str, shapes: str, rows: str, way: str) -> float:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mlx_paged import ops
+from mlx_paged import kernels
 from mlx_paged.calibration.cache import Result
 from mlx_paged.calibration.cases import STEP_ROWS, Needs, layer_of
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.ops import AttentionLayer
+from mlx_paged.kernels import AttentionLayer
 
 # A preferred kernel is replaced if another takes less than 1 / this of its time: timings vary.
 _MARGIN = 1.1
@@ -130,14 +130,14 @@ class Verdicts:
         """Kernels of whole steps that nothing has proven."""
         return {
             name
-            for name, file in ops.kernel_files().items()
+            for name, file in kernels.kernel_files().items()
             if not file.startswith(_ALWAYS) and name not in self.proven
         } - self.rejected.keys()
 
     def apply(self) -> None:
         """Makes this process follow the verdicts."""
-        ops.reject_kernels({*self.rejected, *self.unproven})
-        ops.allow_step_rows(self.step_rows)
+        kernels.reject_kernels({*self.rejected, *self.unproven})
+        kernels.allow_step_rows(self.step_rows)
 
     def require(self, layers: Iterable[AttentionLayer]) -> None:
         """Checks that every layer can run.

@@ -34,7 +34,7 @@ from mlx_paged.errors import (
     ForkedProcessError,
     InvalidParameterError,
 )
-from mlx_paged.ops import OnKernel
+from mlx_paged.kernels import OnKernel
 
 T = TypeVar("T")
 

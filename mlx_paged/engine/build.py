@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mlx_paged import ops
+from mlx_paged import kernels
 from mlx_paged.core import KVManager, SchedulerConfig
 from mlx_paged.engine import memory, warm_up
 from mlx_paged.engine.calibration import prove_kernels
@@ -66,7 +66,7 @@ class EngineParts:
 
 
 def build_engine(
-    model: LoadedModel, given: EngineConfig, on_kernel: ops.OnKernel | None
+    model: LoadedModel, given: EngineConfig, on_kernel: kernels.OnKernel | None
 ) -> EngineParts:
     """Builds the model, its pools and its kernels, and warms it up.
 

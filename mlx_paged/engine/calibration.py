@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from mlx_paged import ops
+from mlx_paged import kernels
 from mlx_paged.calibration import machine
 from mlx_paged.calibration.cache import Cache
 from mlx_paged.calibration.calibrate import calibrate
@@ -46,6 +46,6 @@ def follow_known_verdicts() -> None:
 
     Runs nothing, and leaves a process alone that has calibrated itself.
     """
-    if machine.is_needed(Platform.current()) and not ops.rejected_kernels():
+    if machine.is_needed(Platform.current()) and not kernels.rejected:
         known = Verdicts.of(Cache(machine.key()).load(), Needs("float32", (), 32))
-        ops.reject_kernels(known.rejected)
+        kernels.reject_kernels(known.rejected)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_paged import ops
+from mlx_paged import kernels, ops
 from mlx_paged.core import Scheduler, SchedulerOutput
 from mlx_paged.engine import memory
 from mlx_paged.engine.build import build_engine
@@ -62,7 +62,7 @@ class Engine:
         model: LoadedModel,
         config: EngineConfig | None = None,
         *,
-        on_kernel: ops.OnKernel | None = None,
+        on_kernel: kernels.OnKernel | None = None,
     ) -> None:
         self._guard = EngineGuard()
         parts = build_engine(model, config or EngineConfig(), on_kernel)

@@ -36,8 +36,8 @@ from mlx_paged.engine.request_options import (
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.kernels import OnKernel
 from mlx_paged.model.loader import LoadedModel
-from mlx_paged.ops import OnKernel
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | TextWithMedia
 Message = Mapping[str, Any]

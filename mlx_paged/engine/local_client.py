@@ -23,8 +23,8 @@ from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.errors import ForkedProcessError, MlxPagedError
+from mlx_paged.kernels import OnKernel
 from mlx_paged.model.loader import LoadedModel
-from mlx_paged.ops import OnKernel
 
 # Seconds between two checks of whether another thread's steps have finished this batch.
 _TURN = 0.001

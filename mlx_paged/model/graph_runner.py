@@ -4,14 +4,14 @@ Half of the host's time in a decode step is model code in Python, which builds t
 every step of one shape, and most steps have as many rows as the one before. So it runs once for
 each shape.
 
-With CUDA, the graph becomes one operation (`ops.GpuExecutable`), which a GPU replays as a whole, so
+With CUDA, the graph becomes one operation (`GpuExecutable`), which a GPU replays as a whole, so
 the host has almost nothing to do. If the step has more rows or other operations than that supports,
 `mx.compile` repeats the graph; its arrays keep their sizes because those of a plan grow in strides
 (`plan.build_plan`). A shape is compiled at its third occurrence, so that model code has run on real
 arrays before, and shapes that do not repeat cost nothing. With Metal, the same operation is encoded
 as a whole if it is enabled (docs/metal-kernels.md).
 
-On the CPU, the graph becomes one operation (`ops.CpuExecutable`). Reading it costs no more than
+On the CPU, the graph becomes one operation (`CpuExecutable`). Reading it costs no more than
 evaluating it, so that happens immediately, and a plan's work may have any size.
 
 `Refusals` holds the reasons why a model's steps are not compiled. Each is logged once, like the
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from mlx_paged.model import patches
 from mlx_paged.model.caches import Step
 from mlx_paged.model.media import MediaRows
@@ -312,11 +312,11 @@ class GraphRunner:
     ) -> _Graph:
         chooses = self._chooses()  # False if its outputs are no logits
         end = 1 + len(arrays)
-        inputs = ops.placeholders([tokens, *arrays, *pools])
+        inputs = executables.placeholders([tokens, *arrays, *pools])
         with patches.graph_for_program():
             logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
         greedy = ops.greedy_tokens(logits) if chooses else ()
-        executable = ops.GpuExecutable(inputs, [logits, *greedy, *written])
+        executable = executables.GpuExecutable(inputs, [logits, *greedy, *written])
 
         def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
             logits, *greedy = executable([tokens, *arrays, *pools], returns_pools=False)
@@ -330,9 +330,9 @@ class GraphRunner:
         self, forward: _GraphForward, tokens: mx.array, arrays: list[mx.array], pools: Pools
     ) -> _Graph:
         end = 1 + len(arrays)
-        inputs = ops.placeholders([tokens, *arrays, *pools])
+        inputs = executables.placeholders([tokens, *arrays, *pools])
         logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
-        executable = ops.CpuExecutable(inputs, [logits, *written])
+        executable = executables.CpuExecutable(inputs, [logits, *written])
         self._note_foreign(executable.foreign)
 
         def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:

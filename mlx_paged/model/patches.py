@@ -126,7 +126,7 @@ class _Building(threading.local):
 
     rotations: _Rotations | None = None
     is_native: bool = False  # on the CPU, and for a program: all operations
-    for_program: bool = False  # the graph becomes an `ops.GpuExecutable`
+    for_program: bool = False  # the graph becomes an `executables.GpuExecutable`
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # that `ops.linear` supports
     activations: str = "float32"  # of products on the CPU,
@@ -177,7 +177,7 @@ def native_ops(
 
 @contextmanager
 def graph_for_program() -> Iterator[None]:
-    """Makes graphs built on this thread suitable for an `ops.GpuExecutable`, which consists of
+    """Makes graphs built on this thread suitable for a `GpuExecutable`, which consists of
     native forms. A GPU does not run such graphs directly."""
     _building.for_program = True
     try:

@@ -222,7 +222,7 @@ def build_plan(
             prompt's prefix. A row without a span has its own position, twice. None: no row has one.
             A span ends within its sequence's context after this step.
         stays_on_host: With CUDA, kernels read the plan from host memory, which is faster if they
-            read it once (`ops.GpuExecutable`).
+            read it once (`executables.GpuExecutable`).
         num_rows: Pads the step to this many rows, or to as much work as others. The last rows then
             belong to no sequence, write nothing and see nothing. None adds no padding. (With
             bounds, there is none.)

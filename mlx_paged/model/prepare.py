@@ -5,33 +5,33 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged import ops
+from mlx_paged import kernels
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import StateSlots, StepInputs
 from mlx_paged.model.takes_media import TakesMedia
 
 
-def prepare_kernels(paged: PagedModel, on_kernel: ops.OnKernel | None = None) -> int:
+def prepare_kernels(paged: PagedModel, on_kernel: kernels.OnKernel | None = None) -> int:
     """Compiles the kernels of a model, on machines that compile them (Apple's GPUs).
 
     It builds the graph of a step, which shows the layers' attention, and drops it unevaluated.
 
     Args:
         paged: The model with its pools.
-        on_kernel: See `ops.prepare_kernels`.
+        on_kernel: See `kernels.prepare_kernels`.
 
     Returns:
         The number of kernels; 0 if nothing is compiled.
     """
-    if not ops.compiles_kernels():
+    if not kernels.compiles_kernels():
         return 0
     build_graphs(paged)
-    return ops.prepare_kernels(on_kernel)
+    return kernels.prepare_kernels(on_kernel)
 
 
 def build_graphs(paged: PagedModel) -> None:
-    """Builds the graph of a step of each kind, so that `ops.attention_layers` has its attention."""
+    """Builds the graph of a step of each kind, so that `attention_layers` has its attention."""
     _build(paged, 1, None)
     if isinstance(paged.model, TakesMedia) and paged.model.uses_bounds:
         none = np.zeros(0, dtype=np.int32)

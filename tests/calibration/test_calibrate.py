@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from mlx_paged import ops
+from mlx_paged import kernels
 from mlx_paged.calibration import cases, table
 from mlx_paged.calibration.cache import Cache, Result
 from mlx_paged.calibration.calibrate import calibrate, take_known
 from mlx_paged.calibration.cases import Needs, Product
 from mlx_paged.calibration.verdicts import RejectedKernelError, Verdicts
 from mlx_paged.child_jobs import Outcome
-from mlx_paged.ops import AttentionLayer
+from mlx_paged.kernels import AttentionLayer
 
 LAYER = AttentionLayer("float16", 1, 64, 64, 0, 0, 0)
 PRODUCTS = (Product(256, 64, 4, 64, "affine"), Product(64, 256, 4, 64, "affine"))
@@ -31,8 +31,8 @@ Answer = Callable[[str], tuple[Sequence[str], Outcome] | None]
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     yield
-    ops.reject_kernels(())
-    ops.allow_step_rows(0)
+    kernels.reject_kernels(())
+    kernels.allow_step_rows(0)
 
 
 class Child:
@@ -52,9 +52,9 @@ class Child:
             answer = self.answer(name)
             if answer is None:
                 break
-            kernels, outcome = answer
+            names, outcome = answer
             on_begin(name, None)
-            on_begin(name, list(kernels))
+            on_begin(name, list(names))
             self.ran.append(name)
             on_end(name, outcome)
         return {}
@@ -63,8 +63,8 @@ class Child:
 def right(job: str) -> tuple[Sequence[str], Outcome]:
     """Every kernel is right, and equally fast."""
     kind, _, rest = job.partition("/")
-    kernels = [rest.rpartition("/")[2]] if kind in ("attention", "merge") else [f"of {kind}"]
-    return kernels, Outcome({"seconds": 1.0} if kind.startswith("time-") else {})
+    names = [rest.rpartition("/")[2]] if kind in ("attention", "merge") else [f"of {kind}"]
+    return names, Outcome({"seconds": 1.0} if kind.startswith("time-") else {})
 
 
 def run(tmp_path: Path, answer: Answer, **options: Any) -> tuple[Verdicts, Child]:
@@ -90,16 +90,16 @@ def test_every_kernel_is_checked_before_any_is_timed(tmp_path) -> None:
 
 
 def test_the_kernels_of_every_number_of_rows_are_checked() -> None:
-    jobs = cases.checks(NEEDS, ops.attention_kernel)
+    jobs = cases.checks(NEEDS, kernels.attention_kernel)
     checked = {job.rpartition("/")[2] for job in jobs if job.startswith("attention/")}
-    assert checked == {ops.attention_kernel(LAYER, rows) for rows in range(1, 300)}
+    assert checked == {kernels.attention_kernel(LAYER, rows) for rows in range(1, 300)}
 
 
 def test_a_second_start_runs_nothing_and_follows_the_first(tmp_path) -> None:
     run(tmp_path, lambda job: ([DECODE], Outcome(error="wrong")) if DECODE in job else right(job))
-    ops.reject_kernels(())
+    kernels.reject_kernels(())
     verdicts, child = run(tmp_path, right)
-    assert child.ran == [] and DECODE in verdicts.rejected and DECODE in ops.rejected_kernels()
+    assert child.ran == [] and DECODE in verdicts.rejected and DECODE in kernels.rejected
     verdicts, child = run(tmp_path, right, anew=True)
     assert child.ran and DECODE not in verdicts.rejected
 
@@ -118,8 +118,8 @@ def test_what_does_not_fit_runs_at_the_next_start(tmp_path) -> None:
         tmp_path, lambda job: right(job) if next(left, None) is not None else None
     )
     assert len(child.ran) == 6 and verdicts.step_rows == 0
-    assert "product_rows_float16" in ops.rejected_kernels(), "unproven kernels of whole steps"
-    assert DECODE not in ops.rejected_kernels(), "attention has no proven substitute"
+    assert "product_rows_float16" in kernels.rejected, "unproven kernels of whole steps"
+    assert DECODE not in kernels.rejected, "attention has no proven substitute"
     before = child.ran
     verdicts, child = run(tmp_path, right)
     assert not set(child.ran) & set(before) and verdicts.step_rows == 16
@@ -127,9 +127,9 @@ def test_what_does_not_fit_runs_at_the_next_start(tmp_path) -> None:
 
 def test_the_substitute_of_a_rejected_kernel_is_checked_too(tmp_path) -> None:
     def answer(job: str) -> tuple[Sequence[str], Outcome]:
-        kernels, outcome = right(job)
+        names, outcome = right(job)
         is_matrix = "paged_decode" in job and not job.startswith("time-")
-        return kernels, Outcome(error="wrong") if is_matrix else outcome
+        return names, Outcome(error="wrong") if is_matrix else outcome
 
     _, child = run(tmp_path, answer)
     checked = [job for job in child.ran if job.startswith("attention/")]
@@ -248,7 +248,7 @@ def test_known_verdicts_are_taken_without_a_child(tmp_path) -> None:
     cache = Cache({"chip": "test"}, tmp_path)
     cache.save({"a": Result((DECODE,), "wrong")})
     assert take_known(NEEDS, cache).rejected == {DECODE: "wrong"}
-    assert ops.attention_kernel(LAYER, 1) == MATRIX
+    assert kernels.attention_kernel(LAYER, 1) == MATRIX
 
 
 def test_the_table_lists_kernels_and_times() -> None:

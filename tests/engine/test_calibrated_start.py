@@ -12,7 +12,7 @@ import pytest
 from support.planted_kernels import MLX, VARIABLE, simulated_with_faults
 from support.simulated import launches, needs_simulator, sim_ext
 
-from mlx_paged import LLM, SamplingParams, ops
+from mlx_paged import LLM, SamplingParams, kernels
 from mlx_paged.calibration import calibrate as calibration
 from mlx_paged.calibration import machine
 from mlx_paged.calibration.cache import Cache, Result
@@ -63,7 +63,7 @@ def expected_of_floats() -> list[tuple[int, ...]]:
     return generate(dtype="float32", calibrate="off")
 
 
-def kernels() -> set[str]:
+def ran_kernels() -> set[str]:
     """The kernels that ran in this process since the last call."""
     return {launch["kernel"] for launch in launches()}
 
@@ -74,7 +74,7 @@ def test_right_kernels_run_and_the_second_start_runs_no_child(
     caplog.set_level(logging.INFO, "mlx_paged.calibration")
     with simulated_with_faults():
         assert generate() == expected
-        assert not ops.rejected_kernels() & set(EVERY_ATTENTION) and DECODE in kernels()
+        assert not kernels.rejected & set(EVERY_ATTENTION) and DECODE in ran_kernels()
         [begin, end] = [record.getMessage() for record in caplog.records]
         assert begin.startswith("calibrating this machine's kernels") and "0 are not used" in end
         monkeypatch.setattr(calibration, "MODULE", "no_such_module")
@@ -89,8 +89,8 @@ def test_a_faulty_kernel_is_named_and_replaced(monkeypatch, caplog, expected, fa
     plant(monkeypatch, **{DECODE: fault})
     with simulated_with_faults():
         assert generate() == expected
-        assert DECODE in ops.rejected_kernels()
-        ran = kernels()
+        assert DECODE in kernels.rejected
+        ran = ran_kernels()
     assert DECODE not in ran and f"{MATRIX}m8" in ran
     [said] = [r.getMessage() for r in caplog.records if "rejected" in r.getMessage()]
     words = {"wrong": "WrongResult: row", "crash": "SIGABRT", "slow": f"where {MATRIX}m8 takes"}
@@ -102,18 +102,18 @@ def test_a_kernel_that_hangs_is_ended_and_not_tried_again(monkeypatch, caplog, e
     monkeypatch.setattr(calibration, "SECONDS_PER_JOB", 8.0)
     with simulated_with_faults():
         assert generate() == expected
-        assert PREFILL not in kernels()
+        assert PREFILL not in ran_kernels()
         assert "no answer within 8 s" in caplog.text
         monkeypatch.setattr(calibration, "MODULE", "no_such_module")
         assert generate() == expected  # the cache has the hang
-        assert PREFILL in ops.rejected_kernels()
+        assert PREFILL in kernels.rejected
 
 
 def test_without_any_attention_kernel_mlx_computes_it(monkeypatch, expected) -> None:
     plant(monkeypatch, write_kv="wrong", **dict.fromkeys(EVERY_ATTENTION, "wrong"))
     with simulated_with_faults():
         assert generate() == expected
-        assert not kernels() & {"write_kv", *EVERY_ATTENTION}
+        assert not ran_kernels() & {"write_kv", *EVERY_ATTENTION}
 
 
 def test_a_kernel_that_nothing_replaces_is_an_error_with_its_name(monkeypatch) -> None:
@@ -133,7 +133,7 @@ def test_whole_steps_run_if_they_are_right_and_faster(
         plant(monkeypatch, **{MLX: "slow"})
         assert generate(calibrate="force", dtype="float32") == expected_of_floats
         assert sim_ext.step_counts()["steps"] > before
-        assert "product_rows_float32" in kernels()
+        assert "product_rows_float32" in ran_kernels()
     assert "whole steps: up to 16 rows" in caplog.text
 
 
@@ -146,7 +146,7 @@ def test_a_faulty_kernel_of_whole_steps_does_not_run(
     plant(monkeypatch, **{MLX: "slow", kernel: fault})
     with simulated_with_faults():
         assert generate(dtype="float32") == expected_of_floats
-        assert kernel not in kernels() and kernel in ops.rejected_kernels()
+        assert kernel not in ran_kernels() and kernel in kernels.rejected
     assert f"calibration rejected the kernel {kernel}" in caplog.text
 
 
@@ -156,7 +156,7 @@ def test_a_child_that_cannot_start_leaves_kernels_as_they_are(
     monkeypatch.setattr(calibration, "MODULE", "no_such_module")
     with simulated_with_faults():
         assert generate() == expected
-        assert DECODE in kernels()
+        assert DECODE in ran_kernels()
         assert not Cache(machine.key()).load()
     assert "kernels could not be calibrated" in caplog.text
 
@@ -178,7 +178,7 @@ def test_the_option_is_checked() -> None:
 def test_the_drop_in_follows_what_an_engine_found() -> None:
     with simulated_with_faults():
         follow_known_verdicts()
-        assert not ops.rejected_kernels(), "nothing is known yet"
+        assert not kernels.rejected, "nothing is known yet"
         Cache(machine.key()).save({"a": Result((DECODE,), "wrong"), "b": Result((PREFILL,))})
         follow_known_verdicts()
-        assert ops.rejected_kernels() == {DECODE}
+        assert kernels.rejected == {DECODE}

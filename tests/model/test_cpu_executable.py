@@ -15,7 +15,7 @@ import pytest
 from support.family_configs import compiled_families, config_of
 from support.models import StepDriver, tiny_config, tiny_model
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from mlx_paged.model import graph_runner
 from mlx_paged.model.graph_runner import GraphRunner, Repeat
 from mlx_paged.model.kv_formats import FORMATS as KV_FORMATS
@@ -24,7 +24,7 @@ from mlx_paged.model.plan import StepInputs, build_plan
 from mlx_paged.model.wrap import convert_to_paged
 
 pytestmark = pytest.mark.skipif(
-    ops.max_cpu_step_rows() == 0, reason="this processor has no product of few rows"
+    executables.max_cpu_step_rows() == 0, reason="this processor has no product of few rows"
 )
 
 LLAMA3 = {
@@ -189,13 +189,13 @@ def test_families_that_need_no_operation_of_mlx(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = []
-    original = ops.CpuExecutable.__init__
+    original = executables.CpuExecutable.__init__
 
-    def keep(self: ops.CpuExecutable, *arguments: Any) -> None:
+    def keep(self: executables.CpuExecutable, *arguments: Any) -> None:
         original(self, *arguments)
         programs.append(self)
 
-    monkeypatch.setattr(ops.CpuExecutable, "__init__", keep)
+    monkeypatch.setattr(executables.CpuExecutable, "__init__", keep)
     config = config_of(family)
     StepDriver(tiny_model(config), family, block_size=8).step({"a": [1, 2, 3]})
     assert programs
@@ -234,7 +234,7 @@ def test_a_refused_primitive_is_a_warning_and_a_dtype_is_not(
 
 def test_as_many_rows_as_they_take_and_one_more() -> None:
     driver = driver_of("llama")
-    most = ops.max_cpu_step_rows()
+    most = executables.max_cpu_step_rows()
     for rows in (most, most + 1):
         driver.step({str(rows): [i % 96 for i in range(rows)]})
     [shape] = driver.runner.model._compiled._graphs
@@ -271,8 +271,8 @@ def test_operations_that_it_has_not_are_mlxs_own() -> None:
         return mx.sin(mx.cumsum((parts[0] - parts[1]).squeeze(1), axis=0) / largest) * 3.0
 
     x, table = mx.random.normal((3, 16)), mx.random.normal((8, 16))
-    placeholders = ops.placeholders([x, table])
-    program = ops.CpuExecutable(placeholders, [graph(*placeholders)])
+    placeholders = executables.placeholders([x, table])
+    program = executables.CpuExecutable(placeholders, [graph(*placeholders)])
     assert len(program.foreign) > 3
     for _ in range(3):
         np.testing.assert_array_equal(np.array(program([x, table])[0]), np.array(graph(x, table)))
@@ -290,8 +290,8 @@ def test_another_view_of_a_value_outlives_its_memory() -> None:
             late = mx.sin(late)
         return mx.view(seen, mx.float32) + late
 
-    [placeholder] = ops.placeholders([x])
-    program = ops.CpuExecutable([placeholder], [graph(placeholder)])
+    [placeholder] = executables.placeholders([x])
+    program = executables.CpuExecutable([placeholder], [graph(placeholder)])
     np.testing.assert_array_equal(np.array(program([x])[0]), np.array(graph(x)))
 
 
@@ -303,26 +303,26 @@ def test_changes_of_shape_that_copy_many_axes() -> None:
         parts = (x * 2.0).reshape(1, 3, 2, 4, 6)[..., :3, :]
         return parts.reshape(3, 36) + 1.0
 
-    [placeholder] = ops.placeholders([x])
-    program = ops.CpuExecutable([placeholder], [graph(placeholder)])
+    [placeholder] = executables.placeholders([x])
+    program = executables.CpuExecutable([placeholder], [graph(placeholder)])
     np.testing.assert_array_equal(np.array(program([x])[0]), np.array(graph(x)))
 
 
 def test_row_operations_wait_for_the_rows_that_they_read() -> None:
     x = mx.random.normal((32, 32))
-    [placeholder] = ops.placeholders([x])
+    [placeholder] = executables.placeholders([x])
     out = (placeholder * 2.0).T + 1.0
-    program = ops.CpuExecutable([placeholder], [out])
+    program = executables.CpuExecutable([placeholder], [out])
     for _ in range(20):
         np.testing.assert_array_equal(np.array(program([x])[0]), np.array((x * 2.0).T + 1.0))
 
 
 def test_pools_behind_a_dependency_are_refused() -> None:
     """MLX would return them as copies instead of writing them in place."""
-    x, pool = ops.placeholders([mx.zeros((3, 8)), mx.zeros((4, 8, 1, 8))])
+    x, pool = executables.placeholders([mx.zeros((3, 8)), mx.zeros((4, 8, 1, 8))])
     out = x * 2.0
     with pytest.raises(ValueError, match="depend on others by hand"):
-        ops.CpuExecutable([x, pool], [out, *mx.depends([pool], [out])])
+        executables.CpuExecutable([x, pool], [out, *mx.depends([pool], [out])])
 
 
 def test_steps_in_pools_of_another_size_are_compiled_again() -> None:
@@ -338,23 +338,23 @@ def test_steps_in_pools_of_another_size_are_compiled_again() -> None:
 
 
 def test_what_a_program_cannot_be_is_named() -> None:
-    [x] = ops.placeholders([mx.zeros((3, 8))])
+    [x] = executables.placeholders([mx.zeros((3, 8))])
     with pytest.raises(ValueError, match="does not depend on the inputs"):
-        ops.CpuExecutable([x], [mx.zeros((3, 8))])
-    [half] = ops.placeholders([mx.zeros((3, 8), dtype=mx.float16)])
+        executables.CpuExecutable([x], [mx.zeros((3, 8))])
+    [half] = executables.placeholders([mx.zeros((3, 8), dtype=mx.float16)])
     with pytest.raises(ValueError, match="result of other than float32"):
-        ops.CpuExecutable([half], [half + half])
+        executables.CpuExecutable([half], [half + half])
 
 
 def test_placeholders_have_no_values() -> None:
-    [x] = ops.placeholders([mx.zeros((3,))])
+    [x] = executables.placeholders([mx.zeros((3,))])
     with pytest.raises(RuntimeError, match="without a primitive"):
         mx.eval(x + 1)
 
 
 def test_inputs_of_another_shape_or_dtype_are_refused() -> None:
-    placeholders = ops.placeholders([mx.zeros((3, 8)), mx.zeros((3, 8))])
-    program = ops.CpuExecutable(placeholders, [placeholders[0] + placeholders[1]])
+    placeholders = executables.placeholders([mx.zeros((3, 8)), mx.zeros((3, 8))])
+    program = executables.CpuExecutable(placeholders, [placeholders[0] + placeholders[1]])
     x = mx.arange(24.0).reshape(3, 8)
     assert mx.array_equal(program([x, x])[0], 2 * x)
     # (Of any strides.)
@@ -369,8 +369,8 @@ def test_inputs_of_another_shape_or_dtype_are_refused() -> None:
 
 def test_inputs_that_are_not_used_may_have_any_length() -> None:
     """As a plan's work in a model without attention."""
-    placeholders = ops.placeholders([mx.zeros((3, 8)), mx.zeros((4, 2), dtype=mx.int32)])
-    program = ops.CpuExecutable(placeholders, [placeholders[0] * 2.0])
+    placeholders = executables.placeholders([mx.zeros((3, 8)), mx.zeros((4, 2), dtype=mx.int32)])
+    program = executables.CpuExecutable(placeholders, [placeholders[0] * 2.0])
     x = mx.arange(24.0).reshape(3, 8)
     for rows in (4, 9):
         assert mx.array_equal(program([x, mx.zeros((rows, 2), dtype=mx.int32)])[0], 2 * x)
@@ -379,8 +379,8 @@ def test_inputs_that_are_not_used_may_have_any_length() -> None:
 def test_lookups_of_rows() -> None:
     table = mx.random.normal((5, 6))
     indices = mx.array([4, 0, -1, 5, -6], dtype=mx.int32)
-    [placeholder] = ops.placeholders([indices])
-    program = ops.CpuExecutable([placeholder], [table[placeholder] * 2.0])
+    [placeholder] = executables.placeholders([indices])
+    program = executables.CpuExecutable([placeholder], [table[placeholder] * 2.0])
     out = np.array(program([indices])[0])
     np.testing.assert_array_equal(out[:3], 2 * np.array(table)[[4, 0, 4]])
     assert np.isnan(out[3:]).all(), "no memory beside the table is read"
@@ -408,8 +408,10 @@ def test_lookups_in_every_format(form: str) -> None:
     assert graph.shape == (5, 1, 64)
     np.testing.assert_allclose(graph[:3, 0], np.array(values)[[4, 0, 4]], rtol=1e-6, atol=1e-6)
     assert np.isnan(graph[3:]).all(), "no memory beside the table is read"
-    [placeholder] = ops.placeholders([indices])
-    program = ops.CpuExecutable([placeholder], [ops.lookup(placeholder, *arrays, **format_of)])
+    [placeholder] = executables.placeholders([indices])
+    program = executables.CpuExecutable(
+        [placeholder], [ops.lookup(placeholder, *arrays, **format_of)]
+    )
     np.testing.assert_array_equal(np.array(program([indices])[0]), graph)
 
 
@@ -431,7 +433,7 @@ def test_lookups_refuse_what_is_no_embedding() -> None:
 def test_a_plan_that_is_used_for_more_than_attention_is_refused() -> None:
     plan = build_plan([[1], [2]], [3, 4], [1, 1], block_size=8)
     pool = ops.allocate_pool(4, 8, 1, 8, mx.float32)
-    inputs = ops.placeholders(
+    inputs = executables.placeholders(
         [mx.zeros((2, 2, 8)), plan.positions, plan.block_tables, plan.work_items,
          plan.merge_items, pool, pool]
     )  # fmt: skip
@@ -441,10 +443,10 @@ def test_a_plan_that_is_used_for_more_than_attention_is_refused() -> None:
         positions, block_tables=tables, work_items=work, merge_items=merges, **fields
     )
     out = ops.paged_attention(queries, keys, values, made, scale=1.0)
-    assert ops.CpuExecutable(inputs, [out])
+    assert executables.CpuExecutable(inputs, [out])
     first = mx.take(mx.ones((4, 16)), tables[:, :1].reshape(2), axis=0)
     with pytest.raises(ValueError, match="used for more than attention"):
-        ops.CpuExecutable(inputs, [out.reshape(2, 16) + first])
+        executables.CpuExecutable(inputs, [out.reshape(2, 16) + first])
 
 
 def test_checking_mode_takes_the_operations_that_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from support.models import StepDriver, tiny_config, tiny_model
 from support.parity import Driver, family_model
 from support.platforms import CUDA, platform_with
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
@@ -261,7 +261,7 @@ def test_the_arrays_that_an_executable_reads_stay_on_the_host(
 ) -> None:
     """Tokens, logit rows and plan, of decodes and of few rows with prompts."""
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(ops, "max_gpu_step_rows", lambda: 64)
+    monkeypatch.setattr(executables, "max_gpu_step_rows", lambda: 64)
     monkeypatch.setattr(GraphRunner, "_gpu_executable", lambda self, forward, *_: forward)
     driver = StepDriver(tiny_model(tiny_config("llama", head_dim=64)), "llama", block_size=8)
     stayed: list[bool] = []

@@ -14,7 +14,7 @@ from support.parity import Driver, family_model, relative_difference
 # isort: split
 import mlx_lm.models
 
-from mlx_paged import ops
+from mlx_paged import kernels
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import PROVEN, REFUSED, require_family
 from mlx_paged.model.layout import Mode
@@ -56,8 +56,8 @@ def test_a_mixed_step_matches_the_dense_cache(
     module: str, record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As at the start on a Mac: the graph of a step is built and dropped.
-    monkeypatch.setattr(ops, "compiles_kernels", lambda: True)
-    monkeypatch.setattr(ops, "prepare_kernels", lambda on_kernel: 7)
+    monkeypatch.setattr(kernels, "compiles_kernels", lambda: True)
+    monkeypatch.setattr(kernels, "prepare_kernels", lambda on_kernel: 7)
     with standing_in(module):
         model = family_model(config_of(module))
         paged = build_paged_model(model, config_of(module), block_size=8)

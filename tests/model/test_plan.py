@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from mlx_paged.model.plan import BlockTableCache, build_plan
 from mlx_paged.ops import AttentionPlan
 
@@ -22,14 +22,14 @@ def _no_strides() -> Iterator[None]:
     """On GPUs plans are padded; here they are as large as they need to be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "has_cuda", lambda: False)
-        patch.setattr(ops, "max_gpu_step_rows", lambda: 0)
+        patch.setattr(executables, "max_gpu_step_rows", lambda: 0)
         yield
 
 
 def test_strides_add_items_and_blocks_that_do_nothing(monkeypatch) -> None:
     lengths = [(n, 1) for n in (700, 3, 64)]
     exact = plan_of(lengths, split_tokens=64)
-    monkeypatch.setattr(ops, "max_gpu_step_rows", lambda: 64)
+    monkeypatch.setattr(executables, "max_gpu_step_rows", lambda: 64)
     padded = plan_of(lengths, split_tokens=64)
     for name in ("block_tables", "work_items", "merge_items"):
         small, large = (np.array(getattr(plan, name)) for plan in (exact, padded))

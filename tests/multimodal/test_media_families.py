@@ -34,9 +34,8 @@ from support.media_parity import (
 )
 from support.more_media_models import ALL_CASES as CASES
 from support.reference import ON_GPU
-from support.simulated import needs_sim_extension, sim_ext
+from support.simulated import needs_sim_extension, sim_ext, simulated_extension
 
-from mlx_paged import ops
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.layout import Mode
 from mlx_paged.model.media import MediaFeatures, MediaRows, StepMedia
@@ -314,11 +313,10 @@ def test_kernels_with_bounds_are_compiled_at_the_start(
     model = paged(gemma3(head_dim=64))
     model.allocate(4)
     prepared: list[tuple[str, tuple[bool, ...]]] = []
-    monkeypatch.setenv("MLX_PAGED_SIM", "1")
-    monkeypatch.setattr(ops, "ext", sim_ext)
     monkeypatch.setattr(sim_ext, "prepare_pipeline", lambda *pipeline: prepared.append(pipeline))
-    sim_ext.forget_attention_layers()
-    assert prepare_kernels(model) == len(prepared) > 0
+    with simulated_extension():
+        sim_ext.forget_attention_layers()
+        assert prepare_kernels(model) == len(prepared) > 0
     of_attention = [constants for name, constants in prepared if name.startswith("paged_")]
     # (For layers with a window, and for those without.)
     expected = set(itertools.product((False, True), {False, has_bounds}))

@@ -14,7 +14,7 @@ from support.mixtures import Experts, chosen_by, logits_apart
 from support.models import StepDriver, tiny_config, tiny_model
 from support.reference import bits
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from mlx_paged.model import patches
 from mlx_paged.model.kv_formats import FORMATS
 from mlx_paged.model.plan import PaddedTables, build_plan
@@ -36,8 +36,8 @@ def exact(array: mx.array) -> np.ndarray:
 
 
 def run(build: Any, *inputs: mx.array, **options: Any) -> mx.array:
-    unknown = ops.placeholders(inputs)
-    program = ops.GpuExecutable(unknown, [build(*unknown)], **options)
+    unknown = executables.placeholders(inputs)
+    program = executables.GpuExecutable(unknown, [build(*unknown)], **options)
     first = program(list(inputs))[0]
     second = program(list(inputs))[0]
     mx.eval(first, second)
@@ -224,11 +224,11 @@ def test_a_mixture(rng, form: tuple[str, int, int] | None, dtype) -> None:
 def test_experts_that_no_kernel_serves_are_refused(rng) -> None:
     """Rows of scales are no multiples of 16 bytes."""
     experts = Experts(rng, 4, 320, 64, mx.bfloat16, form=("affine", 4, 64))
-    inputs = ops.placeholders(
+    inputs = executables.placeholders(
         [mx.zeros((3, 1, 320), mx.bfloat16), mx.zeros((3, 1, 4), mx.bfloat16)]
     )
     with pytest.raises(ValueError, match="experts with quantized weights"):
-        ops.GpuExecutable(inputs, [experts.build(*inputs, "normalised", 2)])
+        executables.GpuExecutable(inputs, [experts.build(*inputs, "normalised", 2)])
 
 
 def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
@@ -314,8 +314,8 @@ def test_steps_of_a_model(
 def test_results_that_are_kept_are_not_overwritten(rng) -> None:
     x = values(rng, 3, 64, dtype=mx.bfloat16)
     weight = values(rng, 48, 64, dtype=mx.bfloat16)
-    [unknown] = ops.placeholders([x])
-    program = ops.GpuExecutable([unknown], [ops.linear(unknown, weight)])
+    [unknown] = executables.placeholders([x])
+    program = executables.GpuExecutable([unknown], [ops.linear(unknown, weight)])
     kept = [program([x * i])[0] for i in range(6)]
     mx.eval(kept)
     for i, out in enumerate(kept):
@@ -327,8 +327,10 @@ def test_weights_that_were_moved_are_found(rng) -> None:
     x = values(rng, 3, 64, dtype=mx.bfloat16)
     weight = values(rng, 48, 64, dtype=mx.bfloat16) * 1
     mx.eval(weight)
-    [unknown] = ops.placeholders([x])
-    program = ops.GpuExecutable([unknown], [ops.linear(ops.rms_norm(unknown, x[0], 1e-5), weight)])
+    [unknown] = executables.placeholders([x])
+    program = executables.GpuExecutable(
+        [unknown], [ops.linear(ops.rms_norm(unknown, x[0], 1e-5), weight)]
+    )
     before = bits(program([x])[0])
     assert np.isfinite(np.array(weight.astype(mx.float32))).all()
     np.array(weight.view(mx.uint16))
@@ -339,9 +341,9 @@ def test_products_that_no_kernel_serves_are_refused(rng) -> None:
     x = mx.zeros((3, 64))
     weight = mx.zeros((48, 64))
     mx.eval(x, weight)
-    [unknown] = ops.placeholders([x])
+    [unknown] = executables.placeholders([x])
     with pytest.raises(ValueError, match="a product of 3 rows, 48 x 64 float32"):
-        ops.GpuExecutable([unknown], [mx.matmul(unknown, weight.T)])
+        executables.GpuExecutable([unknown], [mx.matmul(unknown, weight.T)])
 
 
 def test_steps_through_the_driver_of_tests(rng) -> None:
@@ -365,8 +367,8 @@ def test_plans_in_pinned_memory_are_those_that_are_sent(rng) -> None:
     lens = np.array([640, 77, 100])
     weight = values(rng, 48, 64, dtype=mx.bfloat16)
     table = values(rng, 700, 64, dtype=mx.bfloat16)
-    [unknown] = ops.placeholders([mx.zeros((3,), mx.int32)])
-    program = ops.GpuExecutable([unknown], [ops.linear(table[unknown], weight)])
+    [unknown] = executables.placeholders([mx.zeros((3,), mx.int32)])
+    program = executables.GpuExecutable([unknown], [ops.linear(table[unknown], weight)])
     results = []
     for i in range(200):
         made = [
@@ -390,9 +392,9 @@ def test_plans_in_pinned_memory_are_those_that_are_sent(rng) -> None:
 def test_greedy_tokens_of_a_program(rng, dtype) -> None:
     """In memory that the host reads; each step's stay as they are."""
     weight = values(rng, 4096, 64, dtype=dtype)
-    [unknown] = ops.placeholders([mx.zeros((5, 64), dtype)])
+    [unknown] = executables.placeholders([mx.zeros((5, 64), dtype)])
     logits = ops.linear(unknown, weight)
-    program = ops.GpuExecutable([unknown], [logits, *ops.greedy_tokens(logits)])
+    program = executables.GpuExecutable([unknown], [logits, *ops.greedy_tokens(logits)])
     inputs = [values(rng, 5, 64, dtype=dtype) for _ in range(20)]
     inputs[3][2] = mx.nan
     kept = [program([x]) for x in inputs]

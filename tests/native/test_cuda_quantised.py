@@ -16,7 +16,7 @@ from support.models import StepDriver, tiny_config, tiny_model
 from support.reference import bits
 from support.weight_formats import dequantised, quantised
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from mlx_paged.model import patches
 from mlx_paged.model.patches import native_ops
 
@@ -145,8 +145,8 @@ def test_a_layer_is_one_operation_within_a_step() -> None:
 
 
 def run(build: Any, *inputs: mx.array) -> mx.array:
-    unknown = ops.placeholders(inputs)
-    program = ops.GpuExecutable(unknown, [build(*unknown)])
+    unknown = executables.placeholders(inputs)
+    program = executables.GpuExecutable(unknown, [build(*unknown)])
     first, second = program(list(inputs))[0], program(list(inputs))[0]
     mx.eval(first, second)
     np.testing.assert_array_equal(bits(first), bits(second))
@@ -196,8 +196,8 @@ def test_values_in_the_order_of_codes(rng, form, rows: int, dtype: mx.Dtype) -> 
 
     outputs = []
     for num_results in (1, 2, 3):  # neither value, one and both
-        unknown = ops.placeholders(inputs)
-        program = ops.GpuExecutable(unknown, build(*unknown)[:num_results])
+        unknown = executables.placeholders(inputs)
+        program = executables.GpuExecutable(unknown, build(*unknown)[:num_results])
         outputs.append(program(inputs))
     alone, with_gated, with_both = outputs
     assert np.isfinite(exact(alone[0])).all() and np.ptp(exact(alone[0])) > 0

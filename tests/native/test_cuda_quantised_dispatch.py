@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.simulated import needs_sim_extension, sim_ext, simulated
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 
 pytestmark = needs_sim_extension
 
@@ -158,7 +158,7 @@ def launches_of(
     build: Callable[..., list[mx.array]], rows: int = 8, k: int = 256, tma: str = "any"
 ) -> list[dict[str, Any]]:
     with simulated():
-        [x] = ops.placeholders([mx.zeros((rows, k), mx.bfloat16)])
+        [x] = executables.placeholders([mx.zeros((rows, k), mx.bfloat16)])
         return sim_ext.cuda_executable_launches([x], build(x), tma=tma)
 
 
@@ -222,8 +222,8 @@ def test_a_refusal_names_the_format() -> None:
     with pytest.raises(RuntimeError, match=r"of 65 rows, 64 x 256 .* 4 bits in groups of 64"):
         launches_of(lambda x: [layer(x)], rows=65)
     with simulated(), pytest.raises(ValueError, match=r": a product with quantized weights$"):
-        [x] = ops.placeholders([mx.zeros((8, 256), mx.bfloat16)])
-        ops.GpuExecutable([x], [layer(x)])
+        [x] = executables.placeholders([mx.zeros((8, 256), mx.bfloat16)])
+        executables.GpuExecutable([x], [layer(x)])
 
 
 # --- Values in the order of codes -----------------------------------------------------------------

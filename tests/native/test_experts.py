@@ -13,7 +13,7 @@ import pytest
 from support.simd_processes import run_in_process_of
 from support.weight_formats import FORMATS, SCALE_DTYPES, assert_near, dequantised, quantised
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 
 pytestmark = pytest.mark.skipif(
     mx.default_device() != mx.cpu, reason="GPUs multiply these with MLX's own kernels"
@@ -233,7 +233,7 @@ def test_operands_that_do_not_fit_are_refused(rng, name: str) -> None:
 # --- In step programs -----------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(ops.max_cpu_step_rows() == 0, reason="no step programs here")
+@pytest.mark.skipif(executables.max_cpu_step_rows() == 0, reason="no step programs here")
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 def test_programs_give_what_the_operations_give(rng, rows: int, gated: bool) -> None:
@@ -257,8 +257,10 @@ def test_programs_give_what_the_operations_give(rng, rows: int, gated: bool) -> 
         out = ops.expert_linear(h[:, :, None], experts, *matrices[2], **format_of)
         return (out.squeeze(-2) * 2.0).sum(axis=-2)
 
-    inputs = ops.placeholders([mx.zeros((rows, k + 4)), mx.zeros((rows, 5), dtype=mx.uint32)])
-    program = ops.CpuExecutable(inputs, [graph(*inputs)])
+    inputs = executables.placeholders(
+        [mx.zeros((rows, k + 4)), mx.zeros((rows, 5), dtype=mx.uint32)]
+    )
+    program = executables.CpuExecutable(inputs, [graph(*inputs)])
     for _ in range(3):
         x = mx.array(rng.standard_normal((rows, k + 4)).astype(np.float32))
         experts = mx.array(rng.integers(0, EXPERTS, (rows, 5)).astype(np.uint32))
@@ -267,7 +269,7 @@ def test_programs_give_what_the_operations_give(rng, rows: int, gated: bool) -> 
         )
 
 
-@pytest.mark.skipif(ops.max_cpu_step_rows() == 0, reason="no step programs here")
+@pytest.mark.skipif(executables.max_cpu_step_rows() == 0, reason="no step programs here")
 @pytest.mark.parametrize("other", ["experts", "rows", "uses"])
 def test_gates_that_are_no_gated_layer(rng, other: str) -> None:
     """Of other experts or rows than the rest, or needed elsewhere too."""
@@ -286,8 +288,8 @@ def test_gates_that_are_no_gated_layer(rng, other: str) -> None:
 
     x = mx.array(rng.standard_normal((5, 32)).astype(np.float32))
     experts = mx.array(rng.integers(0, EXPERTS, (5, 3)).astype(np.uint32))
-    inputs = ops.placeholders([x, experts])
-    program = ops.CpuExecutable(inputs, [graph(*inputs)])
+    inputs = executables.placeholders([x, experts])
+    program = executables.CpuExecutable(inputs, [graph(*inputs)])
     np.testing.assert_array_equal(np.array(program([x, experts])[0]), np.array(graph(x, experts)))
 
 

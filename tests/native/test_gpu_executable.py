@@ -20,7 +20,7 @@ from support.quantised import raw
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.graph_runner import Refusals, Repeat
 from mlx_paged.model.kv_formats import FORMATS
@@ -291,8 +291,8 @@ def run(
     """The program of what `build` makes of the inputs, its outputs and its launches."""
     mx.eval(inputs)
     with simulated():
-        unknown = ops.placeholders(inputs)
-        program = ops.GpuExecutable(unknown, build(*unknown), **options)
+        unknown = executables.placeholders(inputs)
+        program = executables.GpuExecutable(unknown, build(*unknown), **options)
         outputs = program(list(inputs))
         mx.eval(outputs)
         return outputs, launches()
@@ -555,16 +555,16 @@ def test_mixtures_of_other_forms_are_refused(rng) -> None:
         return indices, mx.take_along_axis(shares, indices, axis=-1)
 
     with simulated():
-        [x] = ops.placeholders([mx.zeros((3, 1, 8))])
+        [x] = executables.placeholders([mx.zeros((3, 1, 8))])
         for route, activate in (
             *((route, ops.silu_mul) for route in (raw, of_others, middle)),
             (softmax_and_last, lambda gate, up: ops.clipped_swiglu(gate, up, alpha=1.7, limit=7.0)),
             (softmax_and_last, lambda gate, up: gate),
         ):
             with pytest.raises(ValueError, match="cannot compile this graph"):
-                ops.GpuExecutable([x], [build(x, route, activate)])
+                executables.GpuExecutable([x], [build(x, route, activate)])
         # (They are refused for what they are: this one is not.)
-        ops.GpuExecutable([x], [build(x, softmax_and_last, ops.silu_mul)])
+        executables.GpuExecutable([x], [build(x, softmax_and_last, ops.silu_mul)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -616,8 +616,8 @@ def products_of(rng: np.random.Generator, rows: int, size: int) -> tuple[Any, mx
     def build(x: mx.array) -> mx.array:
         return ops.linear(ops.linear(x, weights[0]), weights[1])
 
-    [unknown] = ops.placeholders([x])
-    program = ops.GpuExecutable([unknown], [build(unknown)])
+    [unknown] = executables.placeholders([x])
+    program = executables.GpuExecutable([unknown], [build(unknown)])
     expected = build(x)
     mx.eval(expected)
     return program, x, expected
@@ -739,25 +739,25 @@ def weights_in_the_middle() -> mx.array:
 def test_weights_that_begin_anywhere_are_refused() -> None:
     part = weights_in_the_middle()
     with simulated():
-        [x] = ops.placeholders([mx.zeros((3, 16), mx.float16)])
+        [x] = executables.placeholders([mx.zeros((3, 16), mx.float16)])
         for out in (ops.rms_norm(x, part, 1e-5), x @ mx.broadcast_to(part, (16, 16)).T):
             with pytest.raises(ValueError, match=r"16 bytes|not dense"):
-                ops.GpuExecutable([x], [out])
+                executables.GpuExecutable([x], [out])
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_a_program_cannot_run_is_said(name: str) -> None:
     build, reason = REFUSALS[name]
     with simulated():
-        [x] = ops.placeholders([mx.zeros((3, 16))])
+        [x] = executables.placeholders([mx.zeros((3, 16))])
         with pytest.raises(ValueError, match=reason):
-            ops.GpuExecutable([x], [build(x)])
+            executables.GpuExecutable([x], [build(x)])
 
 
 def test_other_shapes_and_dtypes_are_refused() -> None:
     with simulated():
-        [x] = ops.placeholders([mx.zeros((3, 16))])
-        program = ops.GpuExecutable([x], [ops.rms_norm(x, mx.ones(16), 1e-5)])
+        [x] = executables.placeholders([mx.zeros((3, 16))])
+        program = executables.GpuExecutable([x], [ops.rms_norm(x, mx.ones(16), 1e-5)])
         for wrong in ([], [mx.zeros((4, 16))], [mx.zeros((3, 16), mx.float16)]):
             with pytest.raises(ValueError, match="gpu_executable"):
                 program(wrong)

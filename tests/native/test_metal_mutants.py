@@ -6,7 +6,7 @@ import pytest
 from sim.checks import checks_of
 from sim.mutants import Mutant, judge
 from support.metal_mutants import MUTANTS
-from support.simulated import kernels, needs_simulator
+from support.simulated import metal_library, needs_simulator
 
 pytestmark = needs_simulator
 
@@ -14,7 +14,7 @@ pytestmark = needs_simulator
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(checks_of("support.metal_checks")))
 def test_the_kernels_pass(name) -> None:
-    checks_of("support.metal_checks")[name](kernels())
+    checks_of("support.metal_checks")[name](metal_library())
 
 
 @pytest.mark.one_in(10)

@@ -10,7 +10,7 @@ import pytest
 from support.mixtures import ROUTERS, Experts, softmax_and_last
 from support.simulated import needs_simulator, sim_ext, simulated
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from mlx_paged.model.plan import build_plan
 
 pytestmark = needs_simulator
@@ -26,7 +26,7 @@ def weight(n: int = SIZE, k: int = SIZE, dtype: mx.Dtype = mx.float32) -> mx.arr
 
 def fusions(name: str, build: Build, *arrays: mx.array) -> list[tuple[str, list[str]]]:
     with simulated():
-        inputs = ops.placeholders(arrays or [mx.zeros(X)])
+        inputs = executables.placeholders(arrays or [mx.zeros(X)])
         made = build(*inputs)
         return sim_ext.run_pass(inputs, made if isinstance(made, list) else [made], name)
 

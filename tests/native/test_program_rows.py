@@ -12,18 +12,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 
 pytestmark = pytest.mark.skipif(
-    ops.max_cpu_step_rows() == 0, reason="this processor has no product of few rows"
+    executables.max_cpu_step_rows() == 0, reason="this processor has no product of few rows"
 )
 
 
 def assert_program_equals_graph(
     graph: Callable[..., mx.array], *arrays: mx.array, num_foreign: int = 0
 ) -> None:
-    inputs = ops.placeholders(list(arrays))
-    program = ops.CpuExecutable(inputs, [graph(*inputs)])
+    inputs = executables.placeholders(list(arrays))
+    program = executables.CpuExecutable(inputs, [graph(*inputs)])
     assert len(program.foreign) == num_foreign
     np.testing.assert_array_equal(np.array(program(list(arrays))[0]), np.array(graph(*arrays)))
 
@@ -207,8 +207,8 @@ def test_a_router_of_each_kind(rng) -> None:
 
 def test_numbers_of_rows_that_no_row_has_read_nothing(rng) -> None:
     x, at = mx.ones((2, 4)), mx.array([[0, 4], [2**31, 3]], dtype=mx.uint32)
-    inputs = ops.placeholders([x, at])
-    program = ops.CpuExecutable(inputs, [mx.take_along_axis(*inputs, axis=-1) * 1.0])
+    inputs = executables.placeholders([x, at])
+    program = executables.CpuExecutable(inputs, [mx.take_along_axis(*inputs, axis=-1) * 1.0])
     np.testing.assert_array_equal(np.array(program([x, at])[0]), [[1, np.nan], [np.nan, 1]])
 
 

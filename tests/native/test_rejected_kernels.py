@@ -12,8 +12,8 @@ from support.planted_kernels import whole_steps
 from support.reference import alibi_slopes, assert_close, make_batch, spans_of
 from support.simulated import launches, needs_sim_extension, needs_simulator, sim_ext, simulated
 
-from mlx_paged import ops, plain_ops
-from mlx_paged.ops import AttentionLayer
+from mlx_paged import executables, kernels, ops, plain_ops
+from mlx_paged.kernels import AttentionLayer
 
 pytestmark = [needs_sim_extension, needs_simulator]
 
@@ -28,7 +28,7 @@ DECODE = [f"paged_decode_{NAME}_q{n}" for n in (1, 2, 3)]
 def _forget() -> Iterator[None]:
     yield
     with simulated():
-        ops.reject_kernels(())
+        kernels.reject_kernels(())
 
 
 def attend(rng: np.random.Generator, rows: Sequence[int], heads: int = 2, **options) -> set[str]:
@@ -47,9 +47,9 @@ def attend(rng: np.random.Generator, rows: Sequence[int], heads: int = 2, **opti
 def served(rejected: Sequence[str], group: int = 1) -> list[str]:
     """The kernels of 1 to 20 rows, without repetitions."""
     layer = AttentionLayer("float32", group, 80, 80, 0, 0, 0)
-    ops.reject_kernels(rejected)
-    kernels = [ops.attention_kernel(layer, rows) for rows in range(1, 21)]
-    return [k for i, k in enumerate(kernels) if i == 0 or k != kernels[i - 1]]
+    kernels.reject_kernels(rejected)
+    names = [kernels.attention_kernel(layer, rows) for rows in range(1, 21)]
+    return [k for i, k in enumerate(names) if i == 0 or k != names[i - 1]]
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def served(rejected: Sequence[str], group: int = 1) -> list[str]:
 )
 def test_the_next_tile_serves_the_rows_of_a_rejected_one(rng, rejected, expected) -> None:
     with simulated():
-        kernels = served(rejected)
-        assert kernels == expected
-        assert len(set(kernels)) == len(kernels), "the rows of a kernel are contiguous"
+        names = served(rejected)
+        assert names == expected
+        assert len(set(names)) == len(names), "the rows of a kernel are contiguous"
         ran = attend(rng, [1, 2, 3, 5, 8, 9, 20, 40])
     assert not ran & set(rejected)
     assert ran == {"gather_kv"} if expected == [""] else ran >= {expected[-1]}
@@ -83,7 +83,7 @@ def test_the_next_tile_serves_the_rows_of_a_rejected_one(rng, rejected, expected
 def test_pipelines_of_rejected_kernels_are_not_compiled(rng) -> None:
     with simulated():
         sim_ext.forget_attention_layers()
-        ops.reject_kernels(MATRIX[:1])
+        kernels.reject_kernels(MATRIX[:1])
         attend(rng, [1, 4])
         names = {name for name, _ in sim_ext.pipelines_to_come()}
     assert MATRIX[0] not in names and {DECODE[0], MATRIX[1], PREFILL[0]} <= names
@@ -93,21 +93,21 @@ def test_a_rejected_kernel_takes_whole_steps_with_it() -> None:
     x, weight = mx.ones((2, 64)), mx.ones((8, 64))
     mx.eval(x, weight)
     with simulated():
-        (unknown,) = ops.placeholders([x])
-        assert ops.GpuExecutable([unknown], [ops.linear(unknown, weight)]).kernels == [
+        (unknown,) = executables.placeholders([x])
+        assert executables.GpuExecutable([unknown], [ops.linear(unknown, weight)]).kernels == [
             "product_rows_float32"
         ]
-        ops.reject_kernels(["product_rows_float32"])
+        kernels.reject_kernels(["product_rows_float32"])
         with pytest.raises(ValueError, match="does not allow the kernel product_rows_float32"):
-            ops.GpuExecutable([unknown], [ops.linear(unknown, weight)])
+            executables.GpuExecutable([unknown], [ops.linear(unknown, weight)])
 
 
 def test_whole_steps_wait_for_calibration() -> None:
     with simulated(), whole_steps():
-        assert (ops.max_gpu_step_rows(), ops.supported_step_rows()) == (0, 16)
+        assert (executables.max_gpu_step_rows(), executables.supported_step_rows()) == (0, 16)
         for allowed in (8, 32, 0):
-            ops.allow_step_rows(allowed)
-            assert ops.max_gpu_step_rows() == min(allowed, 16)
+            kernels.allow_step_rows(allowed)
+            assert executables.max_gpu_step_rows() == min(allowed, 16)
 
 
 # --- MLX's own operations -------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_every_replaced_operation_gives_the_kernels_result(rng) -> None:
     with simulated():
         expected = all_of_them()
         assert {launch["kernel"] for launch in launches()} == set(names)
-        ops.reject_kernels(names)
+        kernels.reject_kernels(names)
         for found, wanted in zip(all_of_them(), expected, strict=True):
             np.testing.assert_array_equal(found, wanted)
         assert not launches()

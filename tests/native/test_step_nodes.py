@@ -17,7 +17,7 @@ import pytest
 from support.reference import DTYPES, ON_GPU
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
-from mlx_paged import ops, reference
+from mlx_paged import executables, ops, reference
 from mlx_paged.doctor.self_test import exact
 
 ROWS, K, N, RANK, ADAPTERS = 5, 64, 96, 8, 3
@@ -25,7 +25,7 @@ CHOSEN = [2, -1, 0, 2, 3]  # -1 and 3 are no adapters
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 needs_cpu_steps = pytest.mark.skipif(
-    ops.max_cpu_step_rows() == 0 or ON_GPU,
+    executables.max_cpu_step_rows() == 0 or ON_GPU,
     reason="the device is a GPU, or this processor has no product of few rows",
 )
 
@@ -83,8 +83,8 @@ def test_adapters_in_a_cpu_executable(rng, dtype: mx.Dtype, are_inputs: bool) ->
         return ops.lora(base + ops.linear(x, weight), x, adapters, a, b)
 
     given = inputs if are_inputs else inputs[:3]
-    unknown = ops.placeholders(given)
-    executable = ops.CpuExecutable(unknown, [build(*unknown, *inputs[len(given) :])])
+    unknown = executables.placeholders(given)
+    executable = executables.CpuExecutable(unknown, [build(*unknown, *inputs[len(given) :])])
     assert executable.foreign == []
     [got] = executable(given)
     np.testing.assert_array_equal(np.array(got), np.array(build(*inputs)))
@@ -99,8 +99,8 @@ def test_adapters_on_the_simulated_gpu(rng, dtype: mx.Dtype) -> None:
         alone = ops.lora(*inputs)
         mx.eval(alone)
         kernels = [launch["kernel"].rpartition("_")[0] for launch in launches()]
-        unknown = ops.placeholders(inputs)
-        executable = ops.GpuExecutable(unknown, [ops.lora(*unknown)])
+        unknown = executables.placeholders(inputs)
+        executable = executables.GpuExecutable(unknown, [ops.lora(*unknown)])
         for _ in range(3):
             [got] = executable(inputs)
             mx.eval(got)
@@ -114,8 +114,8 @@ def test_adapters_on_the_simulated_gpu(rng, dtype: mx.Dtype) -> None:
 def test_adapters_on_a_gpu(rng, dtype: mx.Dtype) -> None:
     inputs = lora_inputs(rng, dtype, dtype)
     alone = ops.lora(*inputs)
-    unknown = ops.placeholders(inputs)
-    executable = ops.GpuExecutable(unknown, [ops.lora(*unknown)])
+    unknown = executables.placeholders(inputs)
+    executable = executables.GpuExecutable(unknown, [ops.lora(*unknown)])
     for _ in range(3):
         [got] = executable(inputs)
         mx.eval(got)
@@ -176,8 +176,8 @@ def layers(rng: np.random.Generator, dtype: mx.Dtype) -> Callable[[mx.array], li
 @needs_cpu_steps
 def test_taps_of_a_cpu_executable(rng) -> None:
     build, x = layers(rng, mx.float32), normal(rng, ROWS, K, dtype=mx.float32)
-    unknown = ops.placeholders([x])
-    executable = ops.CpuExecutable(unknown, build(*unknown))
+    unknown = executables.placeholders([x])
+    executable = executables.CpuExecutable(unknown, build(*unknown))
     for _ in range(2):
         got, expected = executable([x]), build(x)
         assert [a.shape for a in got] == [(ROWS, N), (ROWS, K), (ROWS, K)]
@@ -196,8 +196,8 @@ def test_a_tap_may_be_any_result_twice(rng) -> None:
         out = mx.sin(hidden)
         return [out, hidden, out, hidden[:, :8], hidden.reshape(ROWS, 8, 8)]
 
-    unknown = ops.placeholders([x])
-    executable = ops.CpuExecutable(unknown, build(*unknown))
+    unknown = executables.placeholders([x])
+    executable = executables.CpuExecutable(unknown, build(*unknown))
     for a, b in zip(executable([x]), build(x), strict=True):
         np.testing.assert_array_equal(np.array(a), np.array(b))
 
@@ -209,9 +209,9 @@ def test_taps_of_a_gpu_executable(rng, dtype: mx.Dtype, in_product: bool) -> Non
     """All launches but the last ones are captured: taps are copied behind them."""
     build, x = layers(rng, dtype), normal(rng, ROWS, K, dtype=dtype)
     with simulated():
-        unknown = ops.placeholders([x])
+        unknown = executables.placeholders([x])
         outputs = build(*unknown)
-        executable = ops.GpuExecutable(unknown, outputs, residual_in_product=in_product)
+        executable = executables.GpuExecutable(unknown, outputs, residual_in_product=in_product)
         before = sim_ext.step_counts()
         for _ in range(4):
             launches()
@@ -237,7 +237,7 @@ sys.path[:0] = json.loads(sys.argv[1])
 import mlx_paged
 import mlx.core as mx
 import numpy as np
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from support.simulated import simulated, sim_ext
 
 group = mx.distributed.init(strict=True, backend="ring")
@@ -262,9 +262,9 @@ results = {}
 for gathers in (False, True):
     for kind in sys.argv[2].split(","):
         def steps():
-            unknown = ops.placeholders([x])
+            unknown = executables.placeholders([x])
             out = build(*unknown, gathers)
-            make = ops.CpuExecutable if kind == "cpu" else ops.GpuExecutable
+            make = executables.CpuExecutable if kind == "cpu" else executables.GpuExecutable
             executable = make(unknown, [out])
             assert kind == "gpu" or executable.foreign == [], executable.foreign
             found = []

@@ -17,7 +17,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from support.mixtures import Experts, chosen_by, exact, logits_apart
 from support.quantised import FORMATS, make_quantised
 from support.reference import GPU_HEAD_DIMS, alibi_slopes, assert_close, make_batch, spans_of
@@ -191,8 +191,8 @@ def program_of(rows: int, weights: list[mx.array], scale: mx.array, inputs: list
         )
         return [ops.linear(ops.rms_norm(x[index], scale, 1e-5), weights[4]), keys, values]
 
-    unknown = ops.placeholders(inputs)
-    return ops.GpuExecutable(unknown, build(*unknown))
+    unknown = executables.placeholders(inputs)
+    return executables.GpuExecutable(unknown, build(*unknown))
 
 
 def programs(rng: np.random.Generator, dtype: mx.Dtype) -> None:
@@ -231,8 +231,8 @@ def mixtures(rng: np.random.Generator, dtype: mx.Dtype) -> None:
             logits = logits_apart(rng, rows, 6, dtype)
             inputs = [x, logits]
             mx.eval(inputs)
-            unknown = ops.placeholders(inputs)
-            program = ops.GpuExecutable(unknown, [experts.build(*unknown, "normalised", 3)])
+            unknown = executables.placeholders(inputs)
+            program = executables.GpuExecutable(unknown, [experts.build(*unknown, "normalised", 3)])
             chosen, shares = chosen_by("normalised", exact(logits)[:, 0], 3)
             expected = experts.expected(x, chosen, shares)
             for _ in range(2):

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from mlx_paged.model import patches
 from mlx_paged.model.caches import Step
 from mlx_paged.model.graph_runner import (
@@ -28,7 +28,9 @@ class ProgramSteps(GraphRunner):
     def __init__(self, forward: Any, **options: Any) -> None:
         super().__init__(forward)
         self.options = options
-        self.made: list[tuple[ops.GpuExecutable, list[mx.array]]] = []  # (program, its inputs)
+        self.made: list[
+            tuple[executables.GpuExecutable, list[mx.array]]
+        ] = []  # (program, its inputs)
         self._newest: Greedy | None = None
 
     def newest_greedy(self) -> Greedy:
@@ -40,13 +42,13 @@ class ProgramSteps(GraphRunner):
         self, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat = Repeat.NOT
     ) -> StepOutput:
         arrays = _arrays_of(step)
-        unknown = ops.placeholders([tokens, *arrays, *pools])
+        unknown = executables.placeholders([tokens, *arrays, *pools])
         end = 1 + len(arrays)
         of_step = _step_of(unknown[1:end], tuple(step.plans), _has_rope_positions(step))
         with patches.graph_for_program():
             logits, written = self._forward(unknown[0], of_step, unknown[end:])
         greedy = ops.greedy_tokens(logits)
-        program = ops.GpuExecutable(unknown, [logits, *greedy, *written], **self.options)
+        program = executables.GpuExecutable(unknown, [logits, *greedy, *written], **self.options)
         inputs = [tokens, *arrays, *pools]
         self.made.append((program, inputs))
         logits, *rest = program(inputs)

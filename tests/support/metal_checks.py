@@ -17,7 +17,7 @@ import numpy as np
 from sim import Buffer, SimLibrary
 from sim.checks import check
 
-from mlx_paged import ops
+from mlx_paged import executables, ops
 from support import big_pools, reference
 from support.mixtures import Experts, chosen_by, logits_apart
 from support.quantised import (
@@ -549,8 +549,8 @@ def quantised_gather(library: SimLibrary) -> None:
 def run_program(library: SimLibrary, build, *inputs: mx.array) -> list[mx.array]:
     mx.eval(inputs)
     with simulated(library):
-        unknown = ops.placeholders(inputs)
-        program = ops.GpuExecutable(unknown, build(*unknown), residual_in_product=False)
+        unknown = executables.placeholders(inputs)
+        program = executables.GpuExecutable(unknown, build(*unknown), residual_in_product=False)
         outputs = program(list(inputs))
         mx.eval(outputs)
     return outputs
@@ -604,8 +604,8 @@ def products(library: SimLibrary) -> None:
          ops.linear(x, weight, bias))  # fmt: skip
     mx.eval(inputs := [x, more])
     with simulated(library):
-        unknown = ops.placeholders(inputs)
-        program = ops.GpuExecutable(unknown, [unknown[1] + ops.linear(unknown[0], weight)])
+        unknown = executables.placeholders(inputs)
+        program = executables.GpuExecutable(unknown, [unknown[1] + ops.linear(unknown[0], weight)])
         got = program(inputs)[0]
         mx.eval(got)
     near(got, more + ops.linear(x, weight))

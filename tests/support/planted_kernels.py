@@ -14,8 +14,8 @@ from unittest import mock
 from sim import METAL, abi, launcher
 from sim.checks import library
 
-from mlx_paged import ops
-from support.simulated import sim_ext
+from mlx_paged import kernels
+from support.simulated import sim_ext, simulated_extension
 
 # Faults by kernel, as JSON: {"greedy_tokens_float32": "crash"}.
 VARIABLE = "MLX_PAGED_TEST_PLANTED"
@@ -81,12 +81,11 @@ def simulated_with_faults(clock: Clock | None = None) -> Iterator[None]:
     sim_ext.set_simulator(_launcher(planted(), clock or Clock()))
     sim_ext.simulated_launches()
     with (
-        mock.patch.object(ops, "ext", sim_ext),
-        mock.patch.dict(os.environ, MLX_PAGED_SIM="1"),
+        simulated_extension(),
         whole_steps(),
     ):
         try:
             yield
         finally:
-            ops.reject_kernels(())
-            ops.allow_step_rows(0)
+            kernels.reject_kernels(())
+            kernels.allow_step_rows(0)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 from sim import METAL, SimLibrary, launcher, missing
-from sim.checks import library
+from sim.checks import library as compiled_library
 
-from mlx_paged import ops
+from mlx_paged import executables, kernels, ops
 
 try:
     from mlx_paged import _sim as sim_ext
@@ -31,17 +31,27 @@ needs_simulator = pytest.mark.skipif(_reason is not None, reason=_reason or "")
 
 
 @cache
-def kernels() -> SimLibrary:
+def metal_library() -> SimLibrary:
     """The library of metal/; compiles a kernel on its first launch."""
-    return library(METAL)
+    return compiled_library(METAL)
 
 
 @contextmanager
-def simulated(kernels_: SimLibrary | None = None) -> Iterator[None]:
+def simulated_extension() -> Iterator[None]:
+    """Within this context, `mlx_paged._sim` takes the place of the native extension."""
+    with ExitStack() as stack:
+        for module in (ops, kernels, executables):
+            stack.enter_context(mock.patch.object(module, "ext", sim_ext))
+        stack.enter_context(mock.patch.dict(os.environ, MLX_PAGED_SIM="1"))
+        yield
+
+
+@contextmanager
+def simulated(library: SimLibrary | None = None) -> Iterator[None]:
     """Within this context, primitives run on the simulated GPU, and work is split as for a GPU."""
-    sim_ext.set_simulator(launcher(kernels_ or kernels()))
+    sim_ext.set_simulator(launcher(library or metal_library()))
     sim_ext.simulated_launches()
-    with mock.patch.object(ops, "ext", sim_ext), mock.patch.dict(os.environ, MLX_PAGED_SIM="1"):
+    with simulated_extension():
         yield
 
 

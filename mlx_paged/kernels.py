@@ -1,0 +1,101 @@
+"""The GPU kernels: which ones exist, which ones calibration rejected, and their compilation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_paged.extension import ext
+
+OnKernel = Callable[[int, int], None]  # (number of kernels done, total)
+
+# Host names of the kernels that never run. `reject_kernels` replaces the set, so read it as an
+# attribute of this module.
+rejected: frozenset[str] = frozenset()
+
+
+def reject_kernels(host_names: Iterable[str]) -> None:
+    """Replaces the set of GPU kernels that never run, by the names of metal/kernel_table.h.
+
+    Calibration rejects kernels that are wrong, crash or are slower than another way on this
+    machine. Attention then uses other kernels for the same rows. If none is left, and for writes,
+    copies, greedy tokens and masks, MLX's own operations take over (`plain_ops`). Steps with such
+    kernels do not compile as a whole.
+    """
+    global rejected
+    rejected = frozenset(host_names)
+    ext.reject_kernels(sorted(rejected))
+
+
+def kernel_files() -> dict[str, str]:
+    """Returns every kernel of metal/ with the file that has it."""
+    return {name: file for name, file, _ in ext.kernel_names()}
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """A kind of attention layer, as far as it determines kernels.
+
+    Attributes:
+        group: Query heads per KV head.
+        features: Bits of its options: window, soft cap, sinks, bounds, ALiBi.
+        key_format, value_format: 0: plain; otherwise a quantized pool (csrc/pool_format.h).
+    """
+
+    dtype: str
+    group: int
+    key_dim: int
+    value_dim: int
+    features: int
+    key_format: int
+    value_format: int
+
+
+def attention_layers() -> list[AttentionLayer]:
+    """Returns the kinds of attention in graphs that this process has built."""
+    return [AttentionLayer(*numbers) for numbers in ext.attention_layers()]
+
+
+def attention_kernel(layer: AttentionLayer, rows: int) -> str:
+    """Returns the GPU kernel for sequences with `rows` rows in a step; empty if there is none."""
+    return ext.attention_kernel(
+        getattr(mx, layer.dtype), layer.group, layer.key_dim, layer.value_dim, rows
+    )
+
+
+def allow_step_rows(num_rows: int) -> None:
+    """Sets the maximum rows of a step that may run as a whole; see `executables`."""
+    ext.allow_step_rows(num_rows)
+
+
+def compiles_kernels() -> bool:
+    """True if GPU kernels are compiled on this machine on first use, as with Metal."""
+    if os.environ.get("MLX_PAGED_SIM") == "1":
+        return True
+    is_metal = "metal" in ext.build_info()["backends"].split()
+    return is_metal and mx.default_device() == mx.Device(mx.gpu)
+
+
+def prepare_kernels(on_kernel: OnKernel | None = None) -> int:
+    """Compiles every GPU kernel that later steps may need.
+
+    Covers the kinds of attention used in graphs built by this process. On Metal, each kernel takes
+    a fraction of a second.
+
+    Args:
+        on_kernel: Called with (number done, total) before each kernel and after the last.
+
+    Returns:
+        The number of kernels.
+    """
+    pipelines = ext.pipelines_to_come()
+    for done, (name, function_constants) in enumerate(pipelines):
+        if on_kernel is not None:
+            on_kernel(done, len(pipelines))
+        ext.prepare_pipeline(name, function_constants)
+    if on_kernel is not None:
+        on_kernel(len(pipelines), len(pipelines))
+    return len(pipelines)
