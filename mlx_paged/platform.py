@@ -72,6 +72,11 @@ class Platform:
             native_dtypes=(mx.float32,) if on_cpu else (mx.float16, mx.bfloat16),
         )
 
+    @property
+    def draws_screen(self) -> bool:
+        """True on an Apple GPU, which also draws the screen."""
+        return not self.on_cpu and not self.has_cuda
+
     def __post_init__(self) -> None:
         repeats = self.has_cuda or self.max_gpu_step_rows > 0
         object.__setattr__(self, "repeats_steps", repeats)

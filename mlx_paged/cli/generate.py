@@ -19,6 +19,7 @@ from mlx_paged.cli.options import (
     KVCacheMemory,
     MaxModelLen,
     MaxNumSeqs,
+    MaxStepTime,
     Model,
     ModelDType,
     SamplingOptions,
@@ -42,7 +43,7 @@ _STRUCTURED = "Structured outputs"
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "runner", "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
-     "async_scheduling", "progress"}
+     "async_scheduling", "max_step_time_ms", "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name", "runner")
 _GREEDY = SamplingOptions(
@@ -140,6 +141,7 @@ def generate(
     kv_cache_dtype: KVCacheDType = "auto",
     cpu_activations: CPUActivations = "float32",
     async_scheduling: AsyncScheduling = True,
+    max_step_time_ms: MaxStepTime = None,
 ) -> None:  # fmt: skip
     """Answer prompts, or the requests of a batch file, many at once.
 
@@ -159,7 +161,11 @@ def generate(
         "async_scheduling": async_scheduling,
         "kv_cache_dtype": kv_cache_dtype,
         "cpu_activations": cpu_activations,
-        **given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
+        **given(
+            max_model_len=max_model_len,
+            kv_cache_memory=kv_cache_memory,
+            max_step_time_ms=max_step_time_ms,
+        ),
     }
     if input is not None:
         others = context.params.keys() - _OF_BATCH

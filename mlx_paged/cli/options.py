@@ -156,6 +156,15 @@ AsyncScheduling = Annotated[
         "--async-scheduling/--no-async-scheduling",
     ),
 ]
+MAX_STEP_TIME_HELP = (
+    "Milliseconds that a step with prompts should take at most, so that the screen stays smooth. "
+    "0: no limit."
+)
+MAX_STEP_TIME_DEFAULT = "50 on Metal, 0 elsewhere"
+MaxStepTime = Annotated[
+    float | None,
+    option(ENGINE, MAX_STEP_TIME_HELP, "--max-step-time-ms", show_default=MAX_STEP_TIME_DEFAULT),
+]
 SystemPrompt = Annotated[str | None, option(None, "System message.")]
 MaxTokens = Annotated[int | None, option(_SAMPLING, "Maximum tokens of an answer.", min=1)]
 

@@ -16,6 +16,8 @@ from mlx_paged.cli.options import (
     DTYPE_HELP,
     ENV_PREFIX,
     KV_CACHE_DTYPE_HELP,
+    MAX_STEP_TIME_DEFAULT,
+    MAX_STEP_TIME_HELP,
     DType,
     fields_of,
     option,
@@ -326,6 +328,10 @@ class ServeOptions:
             min=0,
             show_default="half of --max-num-batched-tokens",
         ),
+    ] = None
+    max_step_time_ms: Annotated[
+        float | None,
+        option(_SCHED, MAX_STEP_TIME_HELP, show_default=MAX_STEP_TIME_DEFAULT),
     ] = None
     watermark: Annotated[
         float, option(_SCHED, "Share of KV blocks kept free for running sequences.")

@@ -19,7 +19,8 @@ from mlx_paged.core.media import MediaSpan, PromptMedia
 from mlx_paged.core.outputs import SchedulerOutput
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus, StopPolicy
 from mlx_paged.core.scheduler import Scheduler
-from mlx_paged.core.step import PooledStates, PromptLogprobs, StepBatch, StepResult
+from mlx_paged.core.step import PooledStates, PromptLogprobs, StepBatch, StepResult, StepTime
+from mlx_paged.core.step_time import StepTimeLimit
 
 __all__ = [
     "NULL_BLOCK",
@@ -56,5 +57,7 @@ __all__ = [
     "StepBatch",
     "StepResult",
     "StepTable",
+    "StepTime",
+    "StepTimeLimit",
     "WindowGroupSpec",
 ]

@@ -23,6 +23,7 @@ from mlx_paged.core.prefix_sharing import PrefixSharing
 from mlx_paged.core.queues import Deadlines, SequenceQueue, WaitingQueue
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus
 from mlx_paged.core.step import StepBatch
+from mlx_paged.core.step_time import StepTimeBudget, StepTimeLimit
 from mlx_paged.errors import (
     DuplicateRequestError,
     EngineOverloadedError,
@@ -69,6 +70,10 @@ class Scheduler:
     cached tokens take a request to one of its stops. Otherwise it returns a step as long as
     `has_unfinished`. Tokens of sequences that have finished since are ignored.
 
+    Args:
+        step_time: Limits the prompt tokens of a step by their expected time; None: no such limit.
+            Only with chunked prefill.
+
     Attributes:
         waiting, running: The unfinished sequences, in service order.
         max_parked_tokens: `MAX_PARKED_TOKENS`; tests lower it.
@@ -82,7 +87,9 @@ class Scheduler:
         kv: KVManager,
         *,
         clock: Callable[[], float] = time.monotonic,
+        step_time: StepTimeLimit | None = None,
     ) -> None:
+        assert step_time is None or config.enable_chunked_prefill
         self.config = config
         self.kv = kv
         self._long_prefill_threshold = config.long_prefill_threshold
@@ -96,6 +103,7 @@ class Scheduler:
         self._media = MediaScheduler(config, kv, self._begin_media)
         self.encoder_cache = self._media.encoder_cache
         self._clock = clock
+        self._step_time = step_time
         self._watermark = int(config.watermark * kv.pool.num_usable)
         self._num_background = 0  # among them
         self._background_places = max(1, config.max_num_seqs // _BACKGROUND_PART)
@@ -116,6 +124,7 @@ class Scheduler:
         self._prefilling: list[Sequence] = []  # running, with prompt tokens left
         self._budget = 0
         self._prompt_budget = 0  # left by the decodes
+        self._time_budget: StepTimeBudget | None = None
         self._long_budget = 0
         self._preempted = False
         self._parking_budgets = [0, 0]  # short, long
@@ -284,6 +293,9 @@ class Scheduler:
         self._schedule_decodes()
         if self.config.max_num_prompt_tokens is not None:
             self._budget = min(self._budget, self.config.max_num_prompt_tokens)
+        if self._step_time is not None and (self._prefilling or waiting.size):
+            self._time_budget = self._step_time.budget(self._num_decodes)
+            self._limit_by_time()
         self._prompt_budget = self._budget
         if self._prefilling or waiting.size:
             self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
@@ -570,9 +582,8 @@ class Scheduler:
         for seq in self._prefilling:
             # An earlier sequence may have preempted this one.
             if seq.is_running and seq.request.background == background:
-                num_tokens = self._until_stop(
-                    seq, self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens)
-                )
+                start = seq.num_scheduled_tokens
+                num_tokens = self._until_stop(seq, self._chunk_for(len(seq.tokens) - start, start))
                 if seq.request.prompt_media is not None:
                     num_tokens = self._media_chunk(seq, num_tokens)
                 self._add(seq, self._secure_chunk(seq, num_tokens))
@@ -632,14 +643,21 @@ class Scheduler:
     def _is_long(self, num_tokens: int) -> bool:
         return num_tokens > self._long_prefill_threshold
 
-    def _chunk_for(self, num_tokens: int) -> int:
-        """Tokens this step spends on a prompt with `num_tokens` left."""
+    def _limit_by_time(self) -> None:
+        """Lowers the tokens of the step to what the time left allows to a new prompt."""
+        if self._time_budget is not None:
+            self._budget = min(self._budget, self._time_budget.num_tokens(0))
+
+    def _chunk_for(self, num_tokens: int, start: int) -> int:
+        """Tokens this step spends on a prompt with `num_tokens` left at position `start`."""
         if self._is_long(num_tokens):
             share = self._long_budget
             # A long prompt that is alone may use the whole step.
             if self._has_own_threshold or len(self.running) + self.waiting.size > 1:
                 share = min(share, self._long_prefill_threshold)
             num_tokens = min(num_tokens, share)
+        if self._time_budget is not None:
+            num_tokens = min(num_tokens, self._time_budget.num_tokens(start))
         return min(num_tokens, self._budget)
 
     def _short_demand(self) -> int:
@@ -683,6 +701,9 @@ class Scheduler:
         batch.tables.append(seq.tables.export())
         self._scheduled.append(seq)
         self._budget = max(0, self._budget - num_tokens)
+        if self._time_budget is not None:
+            self._time_budget.spend(start, num_tokens)
+            self._limit_by_time()
         if self._is_long(len(seq.tokens) - start):
             self._long_budget = max(0, self._long_budget - num_tokens)
 
@@ -765,7 +786,7 @@ class Scheduler:
         if is_first:
             seq.num_cached_tokens = num_cached
             seq.first_admission = time.monotonic()
-        num_tokens = self._chunk_for(len(seq.tokens) - num_cached)
+        num_tokens = self._chunk_for(len(seq.tokens) - num_cached, num_cached)
         if request.stops:
             stop = request.stop_after(num_cached)
             if num_cached in request.stops:

@@ -121,6 +121,19 @@ class PooledStates(NamedTuple):
     states: Any
 
 
+class StepTime(NamedTuple):
+    """The measured time of a step.
+
+    Attributes:
+        seconds: From the launch, or from the end of the previous step if that was later, to the
+            end.
+        is_exact: False if the step had ended before the host looked, so that it took less.
+    """
+
+    seconds: float
+    is_exact: bool
+
+
 @dataclass(slots=True)
 class StepResult:
     """The results of a step. `place` is the index of a sequence in its `StepBatch`.
@@ -135,6 +148,7 @@ class StepResult:
         pooled: Pooled hidden states.
         feature_sizes: (key, bytes) of media features encoded since the last result.
         is_poisoned: True if NaNs or infinities were found; the prefix cache is then unreliable.
+        time: The time that the step took; None if it did not run as a whole.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)
@@ -144,3 +158,4 @@ class StepResult:
     pooled: list[PooledStates] = field(default_factory=list)
     feature_sizes: list[tuple[bytes, int]] = field(default_factory=list)
     is_poisoned: bool = False
+    time: StepTime | None = None

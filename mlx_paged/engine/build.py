@@ -82,7 +82,7 @@ def build_engine(
     directory = model_directory(model.name)
     config = memory.with_step_tokens(
         given.for_model(directory, model.config, classifies=model.head is not None), platform
-    )
+    ).with_step_time(draws_screen=platform.draws_screen)
     media = model.media
     if media is not None and config.mm_processor_kwargs:
         media = media.with_options(config.mm_processor_kwargs)

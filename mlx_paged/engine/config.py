@@ -28,6 +28,7 @@ _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
 _MAX_SECONDS = 3600
 DEFAULT_STEP_TOKENS = 2048
+_SMOOTH_STEP_MS = 50
 CALIBRATE = ("auto", "off", "force")
 CPU_ACTIVATIONS = ("float32", "bfloat16", "int8")
 
@@ -71,6 +72,9 @@ class EngineConfig:
             this many tokens a step, and all long prompts together leave short ones the tokens they
             need, up to half of the step. None: half of max_num_batched_tokens, or all of it for a
             prompt without competitors; 0 treats all prompts the same.
+        max_step_time_ms: Milliseconds that a step with prompts should take at most; chunks are
+            sized by measured times, see docs/scheduling.md. None: 50 on Metal, where long steps
+            make the screen stutter, and no limit on other devices. 0: no limit.
         watermark: Share of the blocks that admission leaves free for running sequences to grow.
         max_num_waiting: Maximum waiting sequences; more are refused with `EngineOverloadedError`.
             None means no limit.
@@ -123,6 +127,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
+    max_step_time_ms: float | None = None
     watermark: float = 0.01
     max_num_waiting: int | None = None
     policy: str = "fcfs"
@@ -200,6 +205,7 @@ class EngineConfig:
             or not 0 <= self.watermark < 1
         ):
             raise InvalidParameterError("watermark", "a number in [0, 1)", self.watermark)
+        self._check_step_time()
         timeout = self.structured_outputs_timeout
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if not is_number or not 0 < timeout <= _MAX_SECONDS:
@@ -247,6 +253,18 @@ class EngineConfig:
             media_limits=self.media_limits,
         )
 
+    def _check_step_time(self) -> None:
+        limit = self.max_step_time_ms
+        if limit is None:
+            return
+        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if not is_number or not (limit == 0 or 1 <= limit <= 1000 * _MAX_SECONDS):
+            expected = f"None, 0 or milliseconds in [1, {1000 * _MAX_SECONDS}]"
+            raise InvalidParameterError("max_step_time_ms", expected, limit)
+        if limit and not self.enable_chunked_prefill:
+            expected = "None or 0 where enable_chunked_prefill is False"
+            raise InvalidParameterError("max_step_time_ms", expected, limit)
+
     def _check_pooler(self) -> None:
         if self.runner == "generate" and self.pooler_config is not None:
             expected = "None for the runner 'generate', which pools nothing"
@@ -282,6 +300,17 @@ class EngineConfig:
         # A mean needs the states of all tokens, and the cache holds none.
         caches = self.enable_prefix_caching and pooler.pooling_type == LAST
         return replace(self, runner=runner, pooler_config=pooler, enable_prefix_caching=caches)
+
+    def with_step_time(self, *, draws_screen: bool) -> EngineConfig:
+        """Returns these options with a default for `max_step_time_ms`.
+
+        Args:
+            draws_screen: True if the device of the model also draws the screen.
+        """
+        if self.max_step_time_ms is not None:
+            return self
+        is_limited = draws_screen and self.enable_chunked_prefill
+        return replace(self, max_step_time_ms=_SMOOTH_STEP_MS if is_limited else 0)
 
     def model_len(self, model_limit: int | None) -> int | None:
         """Returns the context limit in effect, given the model's own.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_paged import kernels, ops
-from mlx_paged.core import Scheduler, SchedulerOutput
+from mlx_paged.core import Scheduler, SchedulerOutput, StepTimeLimit
 from mlx_paged.engine import memory
 from mlx_paged.engine.build import build_engine
 from mlx_paged.engine.client import EngineInfo
@@ -77,7 +77,10 @@ class Engine:
         self._runner = parts.runner
         self._make_kv = parts.make_kv
         self._kv = self._make_kv()
-        self._scheduler = Scheduler(parts.scheduler_config, self._kv)
+        limit = self.config.max_step_time_ms
+        # It outlives the schedulers, which recoveries replace.
+        self._step_time = StepTimeLimit(limit / 1000) if limit else None
+        self._scheduler = Scheduler(parts.scheduler_config, self._kv, step_time=self._step_time)
         self._executor: Executor = InProcessExecutor(self._runner)
         self._columns = parts.columns
         self.intake = parts.make_intake(self.max_request_len)
@@ -266,7 +269,7 @@ class Engine:
         self._columns.reset()
         self._in_flight = None
         kv = self._make_kv()
-        scheduler = Scheduler(self._scheduler.config, kv)
+        scheduler = Scheduler(self._scheduler.config, kv, step_time=self._step_time)
         self._output_processor.restore(scheduler, recovery.reason_to_end)
         lost = self._kv, self._scheduler
         self._kv, self._scheduler = kv, scheduler
@@ -310,6 +313,8 @@ class Engine:
         if launched is None:
             return self._output_processor.end_expired(self._scheduler.take_expired())
         result = self._executor.read()
+        if self._step_time is not None and result.time is not None:
+            self._step_time.learn(launched.batch, result.time)
         for key, num_bytes in result.feature_sizes:
             self._scheduler.encoder_cache.resize(key, num_bytes)
         updates: list[SequenceUpdate] = []

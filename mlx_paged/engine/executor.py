@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.core import StepBatch, StepResult
+from mlx_paged.core import StepBatch, StepResult, StepTime
 from mlx_paged.core.media import RejectedItem
 from mlx_paged.engine.active_wait import ActiveWait
 from mlx_paged.engine.faults import reason_of
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Number of good steps after which a limit set by a lack of memory doubles.
 _STEPS_UNTIL_LARGER = 64
+# Seconds. If the host waits less than this for a step, the step may have ended long before.
+_LEAST_WAIT = 0.0002
 
 
 class Executor(Protocol):
@@ -64,23 +67,32 @@ class PendingStep:
     Attributes:
         launched: The step on the device; None if it failed or was too large, and must run in parts.
         result: Its results, if it ran in parts before it was read.
+        launched_at: Time of the launch.
     """
 
     batch: StepBatch
     launched: LaunchedStep | None = None
     result: StepResult | None = None
+    launched_at: float = 0.0
 
 
 class InProcessExecutor:
     """Runs batches with a `ModelRunner`, on the calling thread.
+
+    Args:
+        clock: Returns the time in seconds, for `StepResult.time`.
 
     Attributes:
         max_rows: Maximum rows of one launch after memory ran out; None means no limit.
         num_faults: Steps, or parts of steps, that failed.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._runner = runner
+        self._clock = clock
+        self._last_end = 0.0  # time of the end of the step read last
         self._wait_actively = ActiveWait.on(runner.model.platform)
         self._thread = threading.current_thread()  # the one that launched the pending steps
         self._pending: deque[PendingStep] = deque()
@@ -107,6 +119,7 @@ class InProcessExecutor:
             previous: LaunchedStep | KnownTokens | None = None
             if before is not None:
                 previous = before.launched or _known_tokens(before)
+            step.launched_at = self._clock()
             step.launched = self._runner.launch(batch, previous)
         except Exception as error:
             if not isinstance(error, RejectedItem):  # That is no fault of the device.
@@ -117,9 +130,16 @@ class InProcessExecutor:
         self._enter_thread()
         step = self._pending[0]
         num_faults = self.num_faults
+        began = self._clock()
         result = step.result or self._read_launched(step)
+        ended = self._clock()
         if result is None:
             result = self._run_in_parts(step)
+            ended = self._clock()
+        elif step.launched is not None:
+            seconds = ended - max(step.launched_at, self._last_end)
+            result.time = StepTime(seconds, is_exact=ended - began >= _LEAST_WAIT)
+        self._last_end = ended
         if self.num_faults == num_faults:
             self._count_good_step()
         if self._runner.media is not None:

@@ -179,6 +179,9 @@ def _log_capacity(info: EngineInfo, stats: EngineStats) -> None:
     # The last token of an answer needs no slot.
     at_once = num_blocks / max(1, -(-(limit - 1) // block_size))
     logger.info("KV cache size: %s tokens", f"{num_blocks * block_size:,}")
+    if info.config.max_step_time_ms:
+        limit_ms = info.config.max_step_time_ms
+        logger.info("Steps with prompts: at most about %g ms (--max-step-time-ms)", limit_ms)
     logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{limit:,}", at_once)
     if model_len is not None and limit < model_len:
         logger.warning(

@@ -20,6 +20,7 @@ INVALID: dict[str, list[Any]] = {
     "max_model_len": [0, -1, "4096", 10.5],
     "max_num_seqs": [0, -1, None, "8", 1.5],
     "max_num_batched_tokens": [0, -1, "2048", 100.5],
+    "max_step_time_ms": [-1, 0.5, 3_600_001, "50", True, float("nan"), float("inf")],
 }
 GIB = 1 << 30
 
@@ -36,6 +37,14 @@ def test_an_invalid_value_is_refused_with_its_name(field: str, value: Any) -> No
         EngineConfig(**{field: value}).scheduler_config(None)
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field} must be ")
+
+
+def test_a_limited_step_time_needs_chunks() -> None:
+    options = {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
+    for allowed in (None, 0):
+        EngineConfig(**options, max_step_time_ms=allowed)
+    with pytest.raises(InvalidParameterError, match=r"max_step_time_ms must be None or 0 .* 50"):
+        EngineConfig(**options, max_step_time_ms=50)
 
 
 def test_an_unknown_option_is_refused_by_name() -> None:

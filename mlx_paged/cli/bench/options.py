@@ -17,6 +17,7 @@ from mlx_paged.cli.options import (
     KVCacheDType,
     KVCacheMemory,
     MaxNumSeqs,
+    MaxStepTime,
     Model,
     option,
 )
@@ -90,6 +91,7 @@ class EngineOptions:
         ),
     ] = True
     async_scheduling: AsyncScheduling = True
+    max_step_time_ms: MaxStepTime = None
 
 
 NumAnswers = Annotated[int, option(ENGINE, "Answers per prompt.", "--n", min=1)]

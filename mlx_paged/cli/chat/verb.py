@@ -17,6 +17,7 @@ from mlx_paged.cli.options import (
     KVCacheMemory,
     Markup,
     MaxModelLen,
+    MaxStepTime,
     Model,
     ModelDType,
     SamplingOptions,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _TOOLS = "Tools of MCP servers"
 _ONLY_LOCAL = (
     "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
-    "async_scheduling",
+    "async_scheduling", "max_step_time_ms",
 )  # fmt: skip
 
 
@@ -98,6 +99,7 @@ def chat(
     kv_cache_dtype: KVCacheDType = "auto",
     cpu_activations: CPUActivations = "float32",
     async_scheduling: AsyncScheduling = True,
+    max_step_time_ms: MaxStepTime = None,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal.
 
@@ -123,7 +125,10 @@ def chat(
             import prompt_toolkit  # noqa: F401  (refused before the model is loaded)
     with typed_ahead() if at_terminal else contextlib.nullcontext():
         if server is None:
-            sizes = given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory)
+            sizes = given(
+                max_model_len=max_model_len, kv_cache_memory=kv_cache_memory,
+                max_step_time_ms=max_step_time_ms,
+            )  # fmt: skip
             sizes["kv_cache_dtype"] = kv_cache_dtype
             sizes["cpu_activations"] = cpu_activations
             backend = _local(model, dtype=dtype, async_scheduling=async_scheduling, **sizes)
