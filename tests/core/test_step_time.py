@@ -176,7 +176,10 @@ def test_short_prompts_share_the_floor() -> None:
     run = Run(Device(0.2, 1e-3))
     run.run(prompt("a", 500))
     run.batches.clear(), run.seconds.clear()
-    run.run(*(prompt(f"{i}", 8) for i in range(8)))
+    run.add(*(prompt(f"{i}", 8, 5) for i in range(8)))
+    run.step()
+    assert (run.scheduler.num_running, run.scheduler.num_waiting) == (4, 4)
+    run.run()
     assert [n for n, _ in run.steps_with_prompts()] == [MIN_PROMPT_TOKENS] * 2
 
 
@@ -193,13 +196,14 @@ def test_decodes_are_never_delayed() -> None:
 
 
 def test_long_prompts_leave_short_ones_half_of_the_limited_step() -> None:
-    run = Run(Device(0.0, 1e-4), options={"long_prefill_token_threshold": 300})
+    run = Run(Device(0.0, 1e-4), options={"long_prefill_token_threshold": 450})
     run.run(prompt("first", 5000))
     run.add(prompt("long", 9000))
     run.step()
-    run.run(prompt("short", 200))
-    at = next(i for i, b in enumerate(run.batches) if b.query_lens.tolist()[-1:] == [200])
-    assert num_prompt_tokens(run.batches[at]) == 500
+    run.add(prompt("short", 400))
+    run.step()
+    assert run.batches[-1].query_lens.tolist() == pytest.approx([250, 250], abs=2)
+    run.run()
 
 
 costs = st.sampled_from([0.0, 1e-9, 1e-5, 1e-3, 1.0, 1e6])

@@ -508,11 +508,12 @@ def test_the_context_is_what_the_pool_can_serve(caplog) -> None:
 
 def test_a_pool_that_is_large_enough_is_no_reason_to_warn(caplog) -> None:
     caplog.set_level("INFO", "mlx_paged.server")
-    options = {"num_gpu_blocks_override": 101, "max_model_len": 161}
+    options = {"num_gpu_blocks_override": 101, "max_model_len": 161, "max_step_time_ms": 70}
     with running(**options) as server, server.client() as client:
         [model] = client.get("/v1/models").json()["data"]
         assert model["max_model_len"] == 161
     assert "KV cache size: 800 tokens" in caplog.messages
+    assert "Steps with prompts: at most about 70 ms (--max-step-time-ms)" in caplog.messages
     assert "Maximum concurrency for 161 tokens per request: 5.00x" in caplog.messages
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
