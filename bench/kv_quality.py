@@ -206,7 +206,8 @@ def conversations(text: str) -> Iterator[list[str]]:
 
 
 def text_of(path: Path, num_characters: int) -> str:
-    """At least so many characters of a text, or of all turns of ShareGPT's conversations."""
+    """Returns the text of a file, or turns of ShareGPT's conversations with at least
+    `num_characters` characters."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".json":
         return text

@@ -101,8 +101,8 @@ class _Child:
     def outcomes(
         self, names: Sequence[str], on_begin: OnBegin
     ) -> Generator[tuple[str, Outcome], None, None]:
-        """Yields outcomes up to that of the job that ends the child: at least one, unless the
-        time is over."""
+        """Yields the outcome of each job until one ends the child. Yields at least one outcome,
+        unless the time is over."""
         left = None if self.deadline is None else self.deadline - time.monotonic()
         if left is not None and left <= 0:
             self.is_out_of_time = True

@@ -52,7 +52,7 @@ class InvalidMediaError(InvalidParameterError):
     def __init__(self, field: str, reason: str) -> None:
         MlxPagedError.__init__(self, f"{field}: {reason}")
         self.field = field
-        self.expected = "a picture, clip or sound that can be read"
+        self.expected = "a readable picture, clip or sound"
         self.actual = None
         self.reason = reason
 

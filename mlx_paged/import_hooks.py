@@ -32,7 +32,7 @@ def before_import(name: str, function: Callable[[], None]) -> None:
 
 
 def forget_import(name: str) -> None:
-    """Removes the hook of a module, if any, and what is to be called before its import."""
+    """Removes both hooks of a module, the one before its import and the one after, if any."""
     _finder.hooks.pop(name, None)
     _finder.before.pop(name, None)
     if not (_finder.hooks or _finder.before) and _finder in sys.meta_path:

@@ -41,7 +41,7 @@ class FormulaError(Exception):
 
 
 def requirements() -> list[str]:
-    """What the formula installs besides mlx-paged, as pyproject.toml names it."""
+    """Returns the requirements of mlx-paged and its extras from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [*project["dependencies"], *(line for name in EXTRAS for line in extras[name])]

@@ -481,7 +481,7 @@ void CpuLowering::add_results() {
     View v = view(output);
     bool is_input = buffer(v).kind == Buffer::Kind::input;
     if (is_input && !executable_.results_.empty()) {
-      require(v.offset == 0, "an output that is no pool of the inputs");
+      require(v.offset == 0, "an output that is not a pool of the inputs");
       executable_.pools_.push_back(buffer(v).index);
       continue;
     }

@@ -100,7 +100,7 @@ void GpuLowering::lower_write_kv(const GraphNode& node) {
 void GpuLowering::check_pools(const View& key_pool, const View& value_pool) const {
   for (const View* pool : {&key_pool, &value_pool}) {
     const Buffer& b = buffer(*pool);
-    require(b.kind == StepOperand::Kind::input, "a pool that is no input");
+    require(b.kind == StepOperand::Kind::input, "a pool that is not an input");
     require(!b.is_written, "a pool that is written twice");
     require(b.last_use < 0, "a pool that is read before it is written");
   }

@@ -426,7 +426,7 @@ void GpuLowering::add_outputs() {
   for (const auto& output : graph_.outputs()) {
     View v = view(output);
     if (buffer(v).kind == StepOperand::Kind::input) {
-      require(v.offset == 0, "an output that is no pool of the inputs");
+      require(v.offset == 0, "an output that is not a pool of the inputs");
       executable_.pools_.push_back(buffer(v).index);
       continue;
     }

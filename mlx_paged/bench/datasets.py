@@ -247,7 +247,7 @@ def _read_conversations(path: Path) -> list[tuple[str, str]]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        expected = f"a file that can be read ({error.strerror})"
+        expected = f"a readable file ({error.strerror})"
         raise InvalidParameterError("dataset_path", expected, str(path)) from None
     except ValueError as error:
         raise InvalidParameterError("dataset_path", f"JSON ({error})", str(path)) from None

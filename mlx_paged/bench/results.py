@@ -157,9 +157,7 @@ def read_json(path: Path, field: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise InvalidParameterError(
-            field, f"a file that can be read ({error})", str(path)
-        ) from None
+        raise InvalidParameterError(field, f"a readable file ({error})", str(path)) from None
     except ValueError as error:
         raise InvalidParameterError(field, f"a JSON file ({error})", str(path)) from None
     if not isinstance(found, dict) or "environment" not in found:

@@ -45,7 +45,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model needs of the kernels.
+    """The properties of a model that determine which kernels it needs.
 
     Attributes:
         dtype: Dtype of its activations.

@@ -26,7 +26,7 @@ class Timing(TypedDict):
 
 
 class Table(TypedDict):
-    """What calibration found. `step_rows` is the maximum of whole steps; 0: they are not used."""
+    """The results of calibration. `step_rows` is the maximum of a whole step; 0 disables those."""
 
     machine: dict[str, str]
     kernels: list[KernelVerdict]

@@ -40,7 +40,7 @@ class RejectedKernelError(MlxPagedError, RuntimeError):
 
 @dataclass
 class Verdicts:
-    """What follows from the outcomes of calibration.
+    """Conclusions from the outcomes of calibration.
 
     Attributes:
         rejected: Reason by kernel: wrong, crashed, hung, or slower than another.

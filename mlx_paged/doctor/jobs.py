@@ -151,7 +151,8 @@ def _steps() -> Steps:
 
 
 def _calibration(how: str) -> Table | None:
-    """Returns what calibration found for the embedded model; None if nothing is to be calibrated.
+    """Returns the calibration results for the embedded model; None if there is no GPU to calibrate
+    or no known result.
 
     Args:
         how: "known" takes what the cache has, "anew" checks and times everything.

@@ -115,10 +115,11 @@ def _software_facts(report: Report) -> list[tuple[str, str]]:
 
 def _fits(console: Console, report: Report) -> None:
     assert report.memory is not None
-    where = "GPU" if report.memory["on_gpu"] else "CPU, with weights in float32"
+    where = "GPU" if report.memory["on_gpu"] else "CPU, with keys and values in float32"
     gib = report.memory["device_bytes"] / _GIB
     console.print(f"[bold]What fits[/bold] in {gib:.1f} GiB on the {where}")
-    console.print("  [dim]Weights, and tokens of keys and values beside them.[/dim]")
+    words = "Size of the weights in each precision, and the tokens of keys and values that fit too."
+    console.print(f"  [dim]{words}[/dim]")
     models: dict[str, list[Fit]] = {}
     for fit in report.fits:
         models.setdefault(fit.model, []).append(fit)

@@ -24,7 +24,7 @@ def prove_kernels(paged: PagedModel, mode: str) -> Verdicts | None:
         mode: See `EngineConfig.calibrate`.
 
     Returns:
-        None if nothing is to be calibrated.
+        None if this device or this mode needs no calibration.
 
     Raises:
         RejectedKernelError: Nothing can replace a rejected kernel of the model.

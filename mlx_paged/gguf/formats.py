@@ -112,7 +112,7 @@ def require_supported(tensor: Tensor) -> None:
         f"its tensor {tensor.name!r} is quantized as {name}, {kind} that MLX does not have; take "
         "a file in Q4_K_M, Q5_K_M, Q6_K, Q8_0, Q4_0 or F16"
         if tensor.type.is_quantized
-        else f"its tensor {tensor.name!r} has the type {name}, which is no type of weights"
+        else f"its tensor {tensor.name!r} has the type {name}, which is not a type of weights"
     )
 
 

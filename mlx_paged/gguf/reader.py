@@ -121,7 +121,7 @@ class _Part:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise GGUFError(f"{path.name} is no file")
+            raise GGUFError(f"{path.name} is not a file")
         with path.open("rb") as file:
             size = path.stat().st_size
             if size < 24:

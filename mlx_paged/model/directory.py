@@ -32,7 +32,7 @@ def check_path(name: str) -> None:
             raise ModelLoadError(name, "there is no such file")
         if not name or name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
             raise ModelLoadError(
-                name, "there is no such directory, and it is no hub id ('owner/model') either"
+                name, "there is no such directory, and it is not a hub id ('owner/model')"
             )
     elif not path.is_dir() and not is_gguf(path):
         raise ModelLoadError(

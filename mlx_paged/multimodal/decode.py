@@ -115,7 +115,7 @@ def image_of(
     except Unusable:
         raise
     except UnidentifiedImageError:
-        raise Unusable(f"it is no picture that can be read ({_looks_like(content)})") from None
+        raise Unusable(f"not a readable image ({_looks_like(content)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Unusable(f"it has more than {limits.max_image_pixels} pixels") from None
     except MemoryError:
@@ -462,7 +462,7 @@ def _opened(content: bytes, kind: Kind) -> Iterator[InputContainer]:
         is_usual = isinstance(error, av.error.InvalidDataError | av.error.ArgumentError)
         reason = "" if is_usual else f": {_reason(error)}"
         looks = _looks_like(content)
-        raise Unusable(f"it is no {what} that can be read ({looks}){reason}") from None
+        raise Unusable(f"not a readable {what} ({looks}){reason}") from None
     except MemoryError:
         raise Unusable("there is not enough memory for it") from None
     except (Unusable, CancelledError):

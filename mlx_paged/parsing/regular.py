@@ -357,7 +357,7 @@ def _text(token: _Token) -> str:
         found = str(ast.literal_eval(quoted.replace("\\/", "/")))
         found.encode()  # Half of a surrogate pair is no character.
     except (ValueError, SyntaxError) as error:
-        raise NotRegular(f"line {token.line}: {quoted} is no string") from error
+        raise NotRegular(f"line {token.line}: {quoted} is not a valid string") from error
     return found
 
 

@@ -50,7 +50,7 @@ def _what_works_first(schema: dict[str, Any]) -> None:
 class Body(BaseModel):
     """A request's body.
 
-    Types are strict ("5" is no number), and numbers must be finite. Unknown fields stay in
+    Types are strict ("5" is not a number), and numbers must be finite. Unknown fields stay in
     `model_extra`; the server logs them, or refuses them under ``--strict-requests``.
     """
 

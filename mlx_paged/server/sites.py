@@ -62,7 +62,7 @@ class SiteMiddleware:
         if self._hosts is None or host is None:
             return
         name = _name_of(host)
-        # An address that the client connected to is no name that could have been pointed here.
+        # A client that connected to an address used no name that could have been pointed here.
         own = scope.get("server") or ("",)
         if name in self._hosts or is_loopback(name) or name == _plain(str(own[0])):
             return

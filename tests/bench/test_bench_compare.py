@@ -205,7 +205,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, wrong) -> None:
 
 def test_files_that_cannot_be_read_are_refused(tmp_path) -> None:
     [good] = files(tmp_path, run_of(1.0))
-    assert "can be read" in str(invoke("--compare", good, str(tmp_path / "no")).exception)
+    assert "readable file" in str(invoke("--compare", good, str(tmp_path / "no")).exception)
     (tmp_path / "text").write_text("{")
     assert "JSON" in str(invoke("--compare", str(tmp_path / "text"), good).exception)
 

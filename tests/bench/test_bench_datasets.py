@@ -134,7 +134,7 @@ def test_conversations_that_are_usable(tokenizer, tmp_path) -> None:
         ('[{"conversations": [{"text": "x"}]}]', r"\(entry 0 is not\)"),
         ('[{"conversations": [{"value": 3}]}]', r"\(entry 0 is not\)"),
         ("[7]", r"\(entry 0 is not\)"),
-        (None, "dataset_path must be a file that can be read"),
+        (None, "dataset_path must be a readable file"),
     ],
 )
 def test_files_that_hold_something_else(tokenizer, tmp_path, content, message) -> None:

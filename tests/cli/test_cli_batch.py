@@ -194,7 +194,7 @@ def test_lines_may_be_added_to_the_input(tmp_path) -> None:
 @pytest.mark.parametrize("content", [b"my notes\n", b"my notes", b'{"id": "else"}\n', b"\n"])
 def test_a_file_that_is_no_output_is_left_alone(content, tmp_path) -> None:
     (tmp_path / "out").write_bytes(content)
-    with pytest.raises(MlxPagedError, match="is no output of a batch"):
+    with pytest.raises(MlxPagedError, match="is not batch output"):
         run(jsonl([request(1)]), tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == content
 

@@ -192,14 +192,14 @@ def test_another_file_is_not_overwritten(tmp_path) -> None:
     (tmp_path / "notes").write_text("mine")
     session = chat()
     handle(session, f"/save {tmp_path}/notes")
-    assert "exists and is no saved chat" in session.view.errors[0]
+    assert "exists and is not a saved chat" in session.view.errors[0]
     assert (tmp_path / "notes").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"format": "else"}, "is no saved chat"),
+        ({"format": "else"}, "is not a saved chat"),
         ({"version": 4}, "version 4; this program reads versions 1 to 3"),
         ({"system": 3}, "is damaged: system"),
         ({"params": []}, "is damaged: system or params"),

@@ -84,8 +84,8 @@ def test_paths_are_read_as_a_shell_does_or_as_one(folder, entered, expected) -> 
         ("/image none.png", "cannot read none.png: No such file"),
         ("/image a.png none.png", "cannot read none.png: No such file"),
         ("/image 'a.png", "cannot read 'a.png: No such file"),
-        ("/video .", "cannot read .: it is no file"),
-        ("/audio /dev/zero", "cannot read /dev/zero: it is no file"),
+        ("/video .", "cannot read .: not a regular file"),
+        ("/audio /dev/zero", "cannot read /dev/zero: not a regular file"),
         ("/image ~nobody-of-this-name/x", "cannot read ~nobody-of-this-name/x: No such file"),
         ("/media 1", "write /media, /media - or /media -NUMBER, not /media 1"),
         ("/media -1", "write /media, /media - or /media -NUMBER"),
@@ -149,7 +149,7 @@ def test_retry_undo_clear_and_files(folder) -> None:
 
 
 def test_errors_name_the_file_and_not_its_place(folder) -> None:
-    here = MlxPagedError("messages[0].content[1].image_url: it is no picture")
+    here = MlxPagedError("messages[0].content[1].image_url: not a readable image")
     there = MlxPagedError("the server answers 400: messages[0].content[0].image_url: too large")
     other = MlxPagedError("messages[7].content[0].image_url: it is not ours")
     session = chat([here], [there], [other])
@@ -158,7 +158,7 @@ def test_errors_name_the_file_and_not_its_place(folder) -> None:
     handle(session, "/retry")
     handle(session, "/retry")
     assert session.view.errors == [
-        "b.png: it is no picture",
+        "b.png: not a readable image",
         "the server answers 400: a.png: too large",
         "messages[7].content[0].image_url: it is not ours",
     ]

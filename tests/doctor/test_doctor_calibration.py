@@ -1,4 +1,4 @@
-"""What doctor says of the calibration of a GPU's kernels."""
+"""The doctor's report on the calibration of a GPU's kernels."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_every_family_loads_and_runs(tmp_path: Path, model_type: str) -> None:
 
 def test_a_missing_path_is_no_hub_id(tmp_path: Path) -> None:
     for path in (tmp_path / "gone", "./gone", "~/gone", "gone", "a/b/c"):
-        refused(path, "there is no such directory, and it is no hub id")
+        refused(path, "there is no such directory, and it is not a hub id")
 
 
 def test_a_file_is_not_a_model(directory: Path) -> None:

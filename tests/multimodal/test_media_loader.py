@@ -166,7 +166,7 @@ def test_another_prompt_whose_time_is_up_fails_alone() -> None:
 def test_a_failure_is_not_kept(monkeypatch) -> None:
     media = make()
     for _ in range(2):
-        assert "no picture" in refusal(media, b"not a picture")
+        assert "not a readable image" in refusal(media, b"not a picture")
     assert media._decoded.num_bytes == 0
 
 

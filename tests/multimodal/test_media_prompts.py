@@ -139,7 +139,7 @@ def test_text_goes_its_old_way(llm: LLM) -> None:
         ({"type": "image_url", "image_url": "x"}, "messages[0].content[0].image_url", "data:"),
         ({"type": "input_image", "file_id": "f"}, "messages[0].content[0].file_id", "not stored"),
         ({"type": "image"}, "messages[0].content[0].image", "missing"),
-        ({"type": "image", "image": b"no"}, "messages[0].content[0].image", "no picture"),
+        ({"type": "image", "image": b"no"}, "messages[0].content[0].image", "not a readable image"),
         ({"type": "input_audio"}, "messages[0].content[0].input_audio", "base64"),
         (
             {"type": "input_audio", "input_audio": {"data": "", "format": "midi"}},

@@ -71,7 +71,7 @@ def test_grammars_as_expressions(grammar, accepted, refused) -> None:
         ('start: %json {"a": 1}', "is not supported"),
         ('start: ("x"', "line 1: ')' must come, not the end"),
         ('start: "b".."a"', "a range"),
-        (r'start: "\ud83d"', "is no string"),
+        (r'start: "\ud83d"', "is not a valid string"),
         ("%import python.X", "no 'python' to import from"),
         ("%declare X", "line 1: %declare is not supported"),
         ("start: a a\n" + "".join(f"{c}: {d} {d}\n" for c, d in zip("abcdefghijklmnopqr",

@@ -223,7 +223,7 @@ def test_a_damaged_output_fails_its_batch_alone(tmp_path) -> None:
     record = life.run(until(2, hang), life.answered(2))
     (tmp_path / "files" / f"{record.output_file_id}.data").write_bytes(b"damaged\n")
     record = life.run(echo, life.ended)
-    assert record.status == "failed" and "is no output of a batch" in record.errors[0]["message"]
+    assert record.status == "failed" and "is not batch output" in record.errors[0]["message"]
     life.id = ""
     assert life.run(echo, life.ended, f"batch_{1:032x}").status == "completed"
 

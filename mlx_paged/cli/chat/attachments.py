@@ -56,7 +56,7 @@ def paths_of(entered: str) -> list[Path]:
         if not path.exists():
             raise MlxPagedError(f"cannot read {path}: No such file or directory")
         if not path.is_file():  # A device may have no end.
-            raise MlxPagedError(f"cannot read {path}: it is no file")
+            raise MlxPagedError(f"cannot read {path}: not a regular file")
     return paths
 
 

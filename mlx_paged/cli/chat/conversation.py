@@ -97,7 +97,9 @@ class Conversation:
             try:
                 Conversation.load(path)
             except MlxPagedError as error:
-                raise MlxPagedError(f"{path} exists and is no saved chat: give another") from error
+                raise MlxPagedError(
+                    f"{path} exists and is not a saved chat; use another"
+                ) from error
         saved = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -129,9 +131,9 @@ class Conversation:
         except OSError as error:
             raise MlxPagedError(f"cannot read {path}: {error.strerror}") from error
         except ValueError:
-            raise MlxPagedError(f"{path} is no saved chat: it is not JSON") from None
+            raise MlxPagedError(f"{path} is not a saved chat: it is not JSON") from None
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
-            raise MlxPagedError(f"{path} is no saved chat")
+            raise MlxPagedError(f"{path} is not a saved chat")
         if saved.get("version") not in range(1, _VERSION + 1):
             raise MlxPagedError(
                 f"{path} is a chat of version {saved.get('version')!r}; this program reads "

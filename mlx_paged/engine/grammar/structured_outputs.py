@@ -184,13 +184,13 @@ def _schema_of(name: str, given: Any) -> dict[str, Any] | bool:
 def _data_of(name: str, given: Any, expected: str) -> Any:
     """Returns plain Python data from JSON text, or a copy of data that could be JSON."""
     if isinstance(given, (str, bytes)):
-        text, expected = given, f"{expected} (this text is no JSON)"
+        text, expected = given, f"{expected} (this text is not JSON)"
     else:
         _check(name, isinstance(given, (Mapping, bool)), expected, given)
         try:
             text = json_module.dumps(given, allow_nan=False, default=_plain)
         except (TypeError, ValueError, RecursionError) as error:
-            message = f"{expected} (it is no JSON: {error})"
+            message = f"{expected} (not JSON: {error})"
             raise InvalidParameterError(f"{_FIELD}.{name}", message, given) from error
     try:
         data = json_module.loads(text, parse_constant=_refuse_constant)
@@ -208,4 +208,4 @@ def _plain(value: object) -> Any:
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")

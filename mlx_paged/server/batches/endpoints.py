@@ -208,7 +208,8 @@ async def create_batch(request: Request) -> Response:
     context_of(request).models.default.check_runner(runner, body.endpoint)
     file = manager.folder.files.get(body.input_file_id)
     unknown = bad_request(
-        "input_file_id", f"input_file_id {shorten(body.input_file_id, 64)!r} is no file here"
+        "input_file_id",
+        f"input_file_id {shorten(body.input_file_id, 64)!r} is not a file here",
     )
     if file is None:
         raise unknown

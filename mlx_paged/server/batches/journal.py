@@ -112,7 +112,7 @@ class Journal:
                 torn = not line.endswith(b"\n")
                 if torn and (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
                     return end
-                raise MlxPagedError(f"{path} is no output of a batch (line {number}): {_REMEDY}")
+                raise MlxPagedError(f"{path} is not batch output (line {number}): {_REMEDY}")
             self.done.add(int(found[1]), int(found[2], 16))
             end += len(line)
         return end

@@ -391,7 +391,7 @@ def _dereferenced(item: Item, place: int, stores: Sequence[ResponseStore | Lates
     if found is None:
         raise bad_request(
             f"input[{place}].id",
-            f"input[{place}].id {shorten(item['id'], 64)!r} is no item of a stored response",
+            f"input[{place}].id {shorten(item['id'], 64)!r} is not an item of a stored response",
             "item_not_found",
         )
     return found
