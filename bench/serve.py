@@ -173,32 +173,56 @@ def main() -> None:
     report(runs, options)
 
 
-def report(runs: dict[tuple[int, str], list[Any]], options: argparse.Namespace) -> None:
-    results, rows = [], []
-    names = list(dict.fromkeys(name for _, name in runs))
-    for i, workload in enumerate(WORKLOADS):
+#: Columns of `latencies`.
+LATENCIES = ["TTFT ms 50/99", "TPOT ms", "ITL p99", "done+failed"]
+
+
+def latencies(figures: dict[str, float]) -> list[str]:
+    """Formats a server's latencies and numbers of requests."""
+    return [
+        f"{figures['median_ttft_ms']:.0f} / {figures['p99_ttft_ms']:.0f}",
+        f"{figures['median_tpot_ms']:.1f}",
+        f"{figures['p99_itl_ms']:.0f}",
+        f"{figures['completed']:.0f}+{figures['failed']:.0f}",
+    ]
+
+
+def names_of(runs: dict[tuple[int, str], list[Any]]) -> list[str]:
+    """Returns the names of the servers in the order in which they ran."""
+    return list(dict.fromkeys(name for _, name in runs))
+
+
+def medians(workloads: list[Workload], runs: dict[tuple[int, str], list[Any]]) -> list[Any]:
+    """Returns an entry for each workload: by name of the server, the medians of its rounds.
+
+    Args:
+        runs: Figures of the rounds, by index of the workload and name of the server.
+    """
+    results = []
+    for i, workload in enumerate(workloads):
         entry: dict[str, Any] = {"workload": workload.name, "concurrency": workload.concurrency}
-        for name in names:
+        for name in names_of(runs):
             rounds = runs[i, name]
             entry[name] = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
+        results.append(entry)
+    return results
+
+
+def report(runs: dict[tuple[int, str], list[Any]], options: argparse.Namespace) -> None:
+    results, rows, names = medians(WORKLOADS, runs), [], names_of(runs)
+    for workload, entry in zip(WORKLOADS, results, strict=True):
         ours = entry["mlx-paged"]
         peers = [entry[name] for name in names if name != "mlx-paged"]
         best = max(peer["output_throughput"] for peer in peers)
         entry["speedup_over_best_peer"] = ours["output_throughput"] / best
-        results.append(entry)
         at_once = str(workload.concurrency or "-")
         for name in names:
             f = entry[name]
             rows.append([
                 workload.name, at_once, name, f"{f['output_throughput']:.0f}",
-                f"{ours['output_throughput'] / f['output_throughput']:.2f}x",
-                f"{f['median_ttft_ms']:.0f} / {f['p99_ttft_ms']:.0f}",
-                f"{f['median_tpot_ms']:.1f}", f"{f['p99_itl_ms']:.0f}",
-                f"{f['completed']:.0f}+{f['failed']:.0f}",
+                f"{ours['output_throughput'] / f['output_throughput']:.2f}x", *latencies(f),
             ])  # fmt: skip
-    header = ["workload", "at once", "server", "tokens/s", "ours is", "TTFT ms 50/99", "TPOT ms",
-              "ITL p99", "done+failed"]  # fmt: skip
-    print_table(header, rows)
+    print_table(["workload", "at once", "server", "tokens/s", "ours is", *LATENCIES], rows)
     if options.save:
         load = os.getloadavg()
         print(save("serve-cpu", {"rounds": options.rounds, "load": load, "results": results}))

@@ -20,7 +20,6 @@ import contextlib
 import ctypes.util
 import json
 import os
-import statistics
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -35,7 +34,16 @@ import llama_peer
 from harness import print_table, save
 from kv_quality import conversations
 from mlx_lm.utils import save_config, save_model
-from serve import Server, Workload, measure_prompts, started
+from serve import (
+    LATENCIES,
+    Server,
+    Workload,
+    latencies,
+    measure_prompts,
+    medians,
+    names_of,
+    started,
+)
 
 from mlx_paged.bench.datasets import Dataset, Prompt
 from mlx_paged.bench.datasets import Workload as Questions
@@ -148,24 +156,14 @@ def main() -> None:
 
 
 def report(runs: dict[tuple[int, str], list[Any]], options: argparse.Namespace) -> None:
-    results, rows = [], []
-    names = list(dict.fromkeys(name for _, name in runs))
-    for i, workload in enumerate(WORKLOADS):
-        entry: dict[str, Any] = {"workload": workload.name, "concurrency": workload.concurrency}
-        for name in names:
-            rounds = runs[i, name]
-            entry[name] = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
-            figures = entry[name]
-            rows.append([
-                workload.name, str(workload.concurrency or "-"), name,
-                f"{figures['output_throughput']:.0f}",
-                f"{figures['median_ttft_ms']:.0f} / {figures['p99_ttft_ms']:.0f}",
-                f"{figures['median_tpot_ms']:.1f}", f"{figures['p99_itl_ms']:.0f}",
-                f"{figures['completed']:.0f}+{figures['failed']:.0f}",
-            ])  # fmt: skip
-        results.append(entry)
-    print_table(["workload", "at once", "server", "tokens/s", "TTFT ms 50/99", "TPOT ms",
-                 "ITL p99", "done+failed"], rows)  # fmt: skip
+    results = medians(WORKLOADS, runs)
+    rows = [
+        [workload.name, str(workload.concurrency or "-"), name,
+         f"{entry[name]['output_throughput']:.0f}", *latencies(entry[name])]
+        for workload, entry in zip(WORKLOADS, results, strict=True)
+        for name in names_of(runs)
+    ]  # fmt: skip
+    print_table(["workload", "at once", "server", "tokens/s", *LATENCIES], rows)
     if options.save:
         found = {"rounds": options.rounds, "load": os.getloadavg(), "results": results}
         print(save("serve-real-cpu", found))

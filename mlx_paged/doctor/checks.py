@@ -8,15 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mlx_paged.child_jobs import Outcome
+from mlx_paged.doctor import jobs
 from mlx_paged.doctor.fits import Fit
-from mlx_paged.doctor.jobs import (
-    CALIBRATE,
-    CALIBRATION,
-    EXTENSION,
-    MEMORY,
-    MLX,
-    STEPS,
-)
 from mlx_paged.doctor.machine import Disk, Machine
 from mlx_paged.doctor.software import Software
 
@@ -82,17 +75,17 @@ def check(
     yield from _packages(software)
     yield from _backend_package(software, machine)
     yield from _loading(outcomes, software)
-    if outcomes[EXTENSION].error is None:
-        build: dict[str, str] = outcomes[EXTENSION].value["build_info"]
-        yield from _backend(machine, build, outcomes[MLX].value["default_device"])
+    if outcomes[jobs.EXTENSION].error is None:
+        build: dict[str, str] = outcomes[jobs.EXTENSION].value["build_info"]
+        yield from _backend(machine, build, outcomes[jobs.MLX].value["default_device"])
         yield _blas(build["blas"])
         yield from _self_test(outcomes)
-        yield _steps(outcomes.get(STEPS))
-        yield from _calibration(outcomes.get(CALIBRATE) or outcomes.get(CALIBRATION))
+        yield _steps(outcomes.get(jobs.STEPS))
+        yield from _calibration(outcomes.get(jobs.CALIBRATE) or outcomes.get(jobs.CALIBRATION))
         yield _threads(machine, int(build["num_threads"]))
     yield from _mac(machine)
     yield from _nvidia(machine, software)
-    yield _memory(outcomes.get(MEMORY), fits)
+    yield _memory(outcomes.get(jobs.MEMORY), fits)
     if machine.disk is not None:
         yield _disk(machine.disk)
 
@@ -162,7 +155,7 @@ def _backend_package(software: Software, machine: Machine) -> Iterator[Finding]:
 
 
 def _loading(outcomes: Mapping[str, Outcome], software: Software) -> Iterator[Finding]:
-    mlx, extension = outcomes[MLX].error, outcomes[EXTENSION].error
+    mlx, extension = outcomes[jobs.MLX].error, outcomes[jobs.EXTENSION].error
     none = "no error"
     rebuild = (
         "pip install --force-reinstall --no-deps . in mlx_paged's checkout; without a checkout "
@@ -180,7 +173,7 @@ def _loading(outcomes: Mapping[str, Outcome], software: Software) -> Iterator[Fi
     yield _judged(extension is None, name, none, extension or none, rebuild, Status.BROKEN)
     if extension is None:
         # In a checkout, Python changes take effect immediately; the extension must be rebuilt.
-        missing = outcomes[EXTENSION].value["missing"]
+        missing = outcomes[jobs.EXTENSION].value["missing"]
         found = f"it lacks {', '.join(missing)}" if missing else "all are there"
         name, expected = "extension is up to date", "every function that the package calls"
         yield _judged(not missing, name, expected, found, rebuild, Status.BROKEN)
@@ -223,14 +216,14 @@ def _self_test(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
         if listing is not None and listing.error is not None:
             yield Finding(name, Status.BROKEN, "the cases load", listing.error, _REPORT)
         cases = {job: o for job, o in outcomes.items() if job.startswith(f"test/{device}/")}
-        failed: dict[str, list[str]] = {}  # jobs by error
+        failed: dict[str, list[str]] = {}  # names of jobs by error
         for job, outcome in cases.items():
             if outcome.error is not None:
                 failed.setdefault(outcome.error, []).append(job)
-        for error, jobs in failed.items():
-            _, _, primitive, dtype = jobs[0].split("/")
+        for error, names in failed.items():
+            _, _, primitive, dtype = names[0].split("/")
             which = f"{name}: {primitive} in {dtype}"
-            which += f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+            which += f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield Finding(which, Status.BROKEN, "NumPy's result in float64", error, _REPORT)
         if cases and not failed:
             seconds = sum(float(o.value) for o in cases.values())

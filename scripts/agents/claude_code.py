@@ -5,14 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runner import NOTE, TASK, WORD, Agent, Body, Exchange, configuration, main
-
-_ANSWER = {
-    "type": "object",
-    "properties": {"word": {"type": "string", "enum": [WORD]}},
-    "required": ["word"],
-    "additionalProperties": False,
-}
+from runner import ANSWER, NOTE, TASK, WORD, Agent, Body, Exchange, configuration, main
 
 
 class ClaudeCode(Agent):
@@ -33,7 +26,7 @@ class ClaudeCode(Agent):
         """The first request must read the note; the second contains it, and must answer."""
         if _results(body):
             body["tool_choice"] = {"type": "none"}
-            body["output_config"] = {"format": {"type": "json_schema", "schema": _ANSWER}}
+            body["output_config"] = {"format": {"type": "json_schema", "schema": ANSWER}}
             return
         body["tool_choice"] = {
             "type": "tool", "name": "Read", "disable_parallel_tool_use": True,

@@ -5,16 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runner import NOTE, TASK, WORD, Agent, Body, Exchange, configuration, main
+from runner import ANSWER, NOTE, TASK, WORD, Agent, Body, Exchange, configuration, main
 
 _COMMAND = f"cat {NOTE}"
-# JSON schema of the answer (`--output-schema`).
-_ANSWER = {
-    "type": "object",
-    "properties": {"word": {"type": "string", "enum": [WORD]}},
-    "required": ["word"],
-    "additionalProperties": False,
-}
 # More fields of the provider, which is the last table of codex.toml.
 _NO_RETRIES = "request_max_retries = 0\nstream_max_retries = 0\n"
 
@@ -27,7 +20,7 @@ class Codex(Agent):
 
     def command(self, program: Path, home: Path, url: str) -> tuple[list[str], dict[str, str]]:
         (home / "config.toml").write_text(configuration("codex.toml", url) + _NO_RETRIES)
-        (home / "answer.json").write_text(json.dumps(_ANSWER))
+        (home / "answer.json").write_text(json.dumps(ANSWER))
         command = [
             str(program), "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access",
             "--json", "--output-schema", str(home / "answer.json"), TASK,

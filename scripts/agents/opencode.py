@@ -5,14 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runner import NOTE, TASK, WORD, Agent, Body, Exchange, configuration, main
-
-_ANSWER = {
-    "type": "object",
-    "properties": {"word": {"type": "string", "enum": [WORD]}},
-    "required": ["word"],
-    "additionalProperties": False,
-}
+from runner import ANSWER, NOTE, TASK, WORD, Agent, Body, Exchange, configuration, main
 
 
 class OpenCode(Agent):
@@ -35,7 +28,7 @@ class OpenCode(Agent):
             body["tool_choice"] = "none"
             body["response_format"] = {
                 "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": _ANSWER},
+                "json_schema": {"name": "answer", "schema": ANSWER},
             }
         elif body.get("tools"):
             body["tool_choice"] = {"type": "function", "function": {"name": "read"}}

@@ -38,6 +38,13 @@ from typing import Any, ClassVar
 
 NOTE, WORD = "note.txt", "walnut"
 TASK = f"Read the file {NOTE} and say which word it is about."
+#: JSON Schema of the answer.
+ANSWER = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "enum": [WORD]}},
+    "required": ["word"],
+    "additionalProperties": False,
+}
 #: Agents send 14,000 tokens or more in their first request.
 MAX_MODEL_LEN = 65536
 _PATIENCE = 900  # timeout of each wait in seconds
