@@ -91,6 +91,23 @@ def files_of(own: str) -> list[str]:
     return [f"{folder}/{name}" for folder in folders for name in _NAMES]
 
 
+def unified_folders(own: str) -> list[str]:
+    """Lists the folders of a process's version 2 group and its ancestors, the group first.
+
+    Args:
+        own: Contents of `OWN`.
+    """
+    path = next((line[3:] for line in own.splitlines() if line.startswith("0::")), None)
+    if path is None:
+        return []
+    parts = [part for part in path.split("/") if part]
+    return [
+        "/".join([root, *parts[:depth]])
+        for root in (_ROOT, f"{_ROOT}/unified")
+        for depth in range(len(parts), -1, -1)
+    ]
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace")
