@@ -79,6 +79,9 @@ class Scheduler:
         max_parked_tokens: `MAX_PARKED_TOKENS`; tests lower it.
         num_preemptions: Number of preemptions so far.
         encoder_cache: Bookkeeping for media features on the device.
+        holds_admission: While True, waiting sequences are admitted only if nothing runs.
+        lacks_room: True if the last `schedule` preempted a sequence or could not admit one because
+            the pools were too small.
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class Scheduler:
         self.waiting = WaitingQueue(self._is_long)
         self.running = SequenceQueue()
         self.num_preemptions = 0
+        self.holds_admission = False
+        self.lacks_room = False
         self.max_parked_tokens = MAX_PARKED_TOKENS
         self._requests: dict[str, Request] = {}  # unfinished ones by id
         self._sharing = PrefixSharing(kv, self._requests)
@@ -104,7 +109,6 @@ class Scheduler:
         self.encoder_cache = self._media.encoder_cache
         self._clock = clock
         self._step_time = step_time
-        self._watermark = int(config.watermark * kv.pool.num_usable)
         self._num_background = 0  # among them
         self._background_places = max(1, config.max_num_seqs // _BACKGROUND_PART)
         self._background_tokens = max(1, config.max_num_batched_tokens // _BACKGROUND_PART)
@@ -283,12 +287,13 @@ class Scheduler:
         self._num_drafts = {}
         self._num_sampled = self._num_decodes = 0
         self._budget = self.config.max_num_batched_tokens
-        self._preempted = False
+        self._preempted = self.lacks_room = False
         self._parking_budgets = [self.max_parked_tokens] * 2
         waiting = self.waiting
         if waiting.size:
             waiting.wake()
-            if self._num_background or self.config.policy is SchedulingPolicy.PRIORITY:
+            has_classes = self._num_background or self.config.policy is SchedulingPolicy.PRIORITY
+            if has_classes and not self.holds_admission:
                 self._preempt_for_waiting()
         self._schedule_decodes()
         if self.config.max_num_prompt_tokens is not None:
@@ -308,6 +313,7 @@ class Scheduler:
                 # Never give the blocks of a preempted sequence to waiting ones.
                 if waiting.size and not self._preempted:
                     self._admit_waiting(background)
+        self.lacks_room |= self._preempted
         if not self._scheduled:
             self._step -= 1
             self.encoder_cache.cancel(self._step)
@@ -712,6 +718,8 @@ class Scheduler:
     def _admit_waiting(self, background: bool) -> None:
         # The first sequence is admitted or parked, or it blocks all behind it.
         most = len(self.running) + self._num_prefill_places()
+        if self.holds_admission:
+            most = min(most, 1)
         while self._budget > 0 and len(self.running) < min(most, self.config.max_num_seqs):
             # Once long prompts have had their share, short ones behind them use the rest.
             seq = self._first_to_admit(with_long=self._long_budget > 0)
@@ -724,7 +732,12 @@ class Scheduler:
             if not self.config.enable_chunked_prefill and not self._fits_whole(seq):
                 return  # waits for a step with room for the whole prompt; nothing overtakes it
             if not self._admit(seq):
+                self.lacks_room = True
                 return  # waits for memory; nothing overtakes it
+
+    def _watermark(self) -> int:
+        """Blocks that admission leaves free for running sequences."""
+        return int(self.config.watermark * self.kv.pool.num_usable)
 
     def _num_prefill_places(self) -> int:
         """Number of sequences that the limit on prompts lets in."""
@@ -763,7 +776,7 @@ class Scheduler:
         tables = self.kv.admit(
             seq.tree_tokens,
             query=self._sharing.query(seq),
-            headroom=self._watermark if self.running else 0,
+            headroom=self._watermark() if self.running else 0,
             read_cache=request.read_prefix_cache,
             fork_of=request.parent if source is None else source.tables,
             num_fork_tokens=(
@@ -815,7 +828,7 @@ class Scheduler:
             return
         while self.running and self.running.last.order[0] > head.order[0]:
             if len(self.running) < self.config.max_num_seqs and self.kv.will_have_room(
-                len(head.tokens), self._sharing.query(head), headroom=self._watermark
+                len(head.tokens), self._sharing.query(head), headroom=self._watermark()
             ):
                 return
             self._preempt(self.running.last)

@@ -95,16 +95,6 @@ class ForkingKVManager(KVManager):
                 if block != NULL_BLOCK:
                     group.pool.release(block)
 
-    def compact(self, num_blocks: int, number: int = 0) -> list[BlockCopy]:
-        """Shrinks the pool of an attention group to `num_blocks` blocks.
-
-        Keeps all used blocks and evicts cached ones that do not fit. No step may be in flight.
-
-        Returns:
-            Block copies to run before the device pool is cut.
-        """
-        return self.attention[number].compact(num_blocks, self._sequences)
-
     def check_recovery(self, lost: Collection[BlockTables]) -> None:
         """Raises `IntegrityError` if an interrupted change has left anything behind.
 

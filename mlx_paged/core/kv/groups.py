@@ -276,6 +276,11 @@ class KVCacheGroup(ABC):
             self.evict(node)
         return True
 
+    def evict_idle(self) -> None:
+        """Evicts every cached block that no step in flight may read."""
+        while (node := self.pool.next_to_evict()) is not None:
+            self.evict(node)
+
     def keep_at_most(self, num_blocks: int) -> None:
         """Evicts until at most `num_blocks` cached blocks are left. No step may be in flight."""
         while self.pool.num_cached > num_blocks:
@@ -409,6 +414,10 @@ class AttentionGroup(KVCacheGroup):
             tokens at admission. Windows do not, because a long prompt never needs most of them at
             once.
         supply: See `KVManager`.
+
+    Attributes:
+        max_usable: Usable blocks that it was made with. A pool that has shrunk since grows back for
+            a sequence that needs them, so they limit its length.
     """
 
     def __init__(
@@ -429,6 +438,7 @@ class AttentionGroup(KVCacheGroup):
         # Maximum number of blocks that a row sees.
         self.view_blocks = None if spec is None else (spec.span + block_size - 2) // block_size + 1
         self._supply = supply
+        self.max_usable = self.pool.num_usable
         self._copying: list[BlockTable] = []  # the step being built makes their copies
         self._deferred: list[BlockTable] = []  # a later step makes their copies
         self.num_deduplicated = 0
@@ -499,8 +509,8 @@ class AttentionGroup(KVCacheGroup):
 
     @property
     def capacity(self) -> int | None:
-        fits = self.view_blocks is not None and self.pool.num_usable >= self.view_blocks
-        return None if fits or self._supply is not None else self.pool.num_usable * self.block_size
+        fits = self.view_blocks is not None and self.max_usable >= self.view_blocks
+        return None if fits or self._supply is not None else self.max_usable * self.block_size
 
     def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
         if num_tokens == parent.num_computed_tokens:
@@ -593,6 +603,8 @@ class AttentionGroup(KVCacheGroup):
                 block = table.blocks[index]
                 if block in moved:
                     tables.replace(self.number, index, moved[block])
+            if table.copy_source in moved:
+                table.copy_source = moved[table.copy_source]
         for block in moved.values():
             node = pool.node_of(block)
             if node is not None:

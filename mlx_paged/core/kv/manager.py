@@ -303,6 +303,25 @@ class KVManager:
         self._counters.num_resets += 1
         return len(nodes)
 
+    def evict_idle(self) -> int:
+        """Evicts every cached block that no step in flight may read; returns how many of the first
+        group."""
+        before = self.attention[0].num_evictions
+        # A node that full attention evicts also leaves the other groups.
+        for group in reversed(self._by_eviction):
+            group.evict_idle()
+        return self.attention[0].num_evictions - before
+
+    def compact(self, num_blocks: int, number: int = 0) -> list[BlockCopy]:
+        """Shrinks the pool of an attention group to `num_blocks` blocks.
+
+        Keeps all used blocks and evicts cached ones that do not fit. No step may be in flight.
+
+        Returns:
+            Block copies to run before the device pool is cut.
+        """
+        return self.attention[number].compact(num_blocks, self._sequences)
+
     def _remove_node(self, node: PrefixNode) -> None:
         """Removes a node, and everything below it, from the tree and from all groups.
 
@@ -496,7 +515,7 @@ class KVManager:
         of a copy.
         """
         limits = [
-            (group.pool.num_usable - group.view_blocks - 1) * self.block_size
+            (group.max_usable - group.view_blocks - 1) * self.block_size
             for group in self.attention
             if group.view_blocks is not None
         ]

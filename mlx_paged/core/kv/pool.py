@@ -221,6 +221,14 @@ class BlockPool:
                 return self._nodes[block]
         return None
 
+    def free_since(self, step: int) -> list[int]:
+        """Free blocks whose last owner left after step `step` was launched; -1: all of them.
+
+        No step in flight touches them.
+        """
+        last_step = self._last_step
+        return [block for block in self._free if last_step[block] > step]
+
     # Steps.
 
     def on_step_launched(self, step: int) -> None:
