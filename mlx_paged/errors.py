@@ -127,6 +127,24 @@ class GrammarsBusyError(EngineOverloadedError):
         self.num_running = self.num_waiting = self.max_num_waiting = num_running
 
 
+class MemoryPressureError(EngineOverloadedError):
+    """The system is critically short of memory; running requests finish, and new ones are refused
+    (HTTP 503).
+
+    Attributes:
+        retry_after: Seconds after which it may have memory again.
+    """
+
+    def __init__(self, retry_after: float) -> None:
+        MlxPagedError.__init__(
+            self,
+            "the system is critically short of memory, so no new requests are taken; "
+            "try again later",
+        )
+        self.retry_after = retry_after
+        self.num_waiting = self.max_num_waiting = 0
+
+
 class EngineDeadError(MlxPagedError, RuntimeError):
     """The engine has stopped and accepts no more requests."""
 

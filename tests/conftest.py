@@ -151,6 +151,15 @@ def device() -> None:
         warm_up.is_needed = lambda *_: False
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_memory_pressure() -> None:
+    """Keeps engines from following the memory pressure of the machine that runs the tests."""
+    from mlx_paged.engine import pressure_sources
+
+    pressure_sources.system_source = lambda: None
+    os.environ["MLX_PAGED_MEMORY_PRESSURE"] = "off"  # for servers in processes of their own
+
+
 @pytest.fixture(autouse=True)
 def no_log_handlers() -> Iterator[None]:
     """Removes log handlers that a test installed, because pytest closes their stream."""

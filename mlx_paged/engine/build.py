@@ -10,15 +10,18 @@ from typing import Any
 
 from mlx_paged import kernels
 from mlx_paged.core import KVManager, SchedulerConfig
-from mlx_paged.engine import memory, warm_up
+from mlx_paged.engine import memory, pressure_sources, warm_up
 from mlx_paged.engine.calibration import prove_kernels
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.intake import Intake
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
 from mlx_paged.engine.media import StepMediaBuilder
+from mlx_paged.engine.pool_memory import PoolMemory
 from mlx_paged.engine.pooling.params import check_dimensions_fit, prompts_of
 from mlx_paged.engine.pooling.runner import Classifier, PoolingRunner
+from mlx_paged.engine.pressure import MemoryPressure
+from mlx_paged.engine.relief import Relief
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
@@ -41,7 +44,7 @@ class EngineParts:
 
     Attributes:
         config: The options, resolved for the model.
-        make_kv: Makes an empty KV store over the pools.
+        relief: Gives memory back when the system is short of it. Its `pools` make the KV store.
         make_intake: Makes the intake for a maximum request length.
         cache_limit: Maximum bytes of MLX's buffer cache.
         report: Adds the texts of the tokens to log-probabilities.
@@ -51,7 +54,7 @@ class EngineParts:
 
     config: EngineConfig
     runner: ModelRunner
-    make_kv: Callable[[], KVManager]
+    relief: Relief
     scheduler_config: SchedulerConfig
     columns: StepColumns
     make_intake: Callable[[int], Intake]
@@ -139,17 +142,22 @@ def build_engine(
             report=report,
         )
 
+    new_kv = partial(
+        KVManager,
+        sizes.num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        windows=kv_config.window_specs(sizes),
+        states=kv_config.state_spec(sizes),
+    )
+    step_blocks = -(-config.step_tokens // config.block_size)
+    pools = PoolMemory(runner, kv_config, sizes, new_kv, step_blocks=step_blocks)
+    follows = config.memory_pressure == "auto" and not platform.has_cuda
+    source = pressure_sources.system_source() if follows else None
     return EngineParts(
         config=config,
         runner=runner,
-        make_kv=partial(
-            KVManager,
-            sizes.num_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            windows=kv_config.window_specs(sizes),
-            states=kv_config.state_spec(sizes),
-        ),
+        relief=Relief(MemoryPressure(source), pools),
         scheduler_config=config.scheduler_config(
             model_limit, _feature_bytes(model), encodes_slowly=platform.on_cpu
         ),

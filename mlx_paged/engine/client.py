@@ -131,6 +131,7 @@ class EngineClient(Protocol):
             RequestTooLargeError: Prompt and answer could never fit.
             DuplicateRequestError: An unfinished request has this id.
             EngineOverloadedError: Too many requests wait.
+            MemoryPressureError: The system is critically short of memory.
             EngineDeadError: The engine stopped.
         """
 

@@ -30,6 +30,7 @@ _MAX_SECONDS = 3600
 DEFAULT_STEP_TOKENS = 2048
 _SMOOTH_STEP_MS = 50
 CALIBRATE = ("auto", "off", "force")
+MEMORY_PRESSURE = ("auto", "off")
 CPU_ACTIVATIONS = ("float32", "bfloat16", "int8")
 
 
@@ -91,6 +92,9 @@ class EngineConfig:
         calibrate: "auto" checks and times the kernels at the first start on an Apple GPU, in at
             most 10 s, and keeps the outcome; "force" does so again, on any GPU; "off" never does,
             and whole steps then do not run on Metal.
+        memory_pressure: "auto" follows the system's memory pressure where the pools are in main
+            memory: it gives unused blocks back, and refuses new requests with
+            `MemoryPressureError` while the system is critically short; "off" ignores it.
         reasoning_parser: Format of the model's reasoning, by vLLM's name
             (`parsing.reasoning.REASONING_FORMATS`). It determines where a grammar begins and which
             tokens `thinking_token_budget` counts. "auto" detects it by vocabulary and template;
@@ -137,6 +141,7 @@ class EngineConfig:
     async_scheduling: bool = True
     enforce_eager: bool = False
     calibrate: str = "auto"
+    memory_pressure: str = "auto"
     reasoning_parser: str = "auto"
     structured_outputs_timeout: float = 5.0
     structured_outputs_cache_size: int = 256
@@ -196,6 +201,8 @@ class EngineConfig:
 
         if self.calibrate not in CALIBRATE:
             raise InvalidParameterError("calibrate", "'auto', 'off' or 'force'", self.calibrate)
+        if self.memory_pressure not in MEMORY_PRESSURE:
+            raise InvalidParameterError("memory_pressure", "'auto' or 'off'", self.memory_pressure)
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise InvalidParameterError("gpu_memory_utilization", "None or in (0, 1]", share)

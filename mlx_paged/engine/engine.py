@@ -20,6 +20,7 @@ from mlx_paged.engine.intake import CheckedRequest
 from mlx_paged.engine.output_processor import OutputProcessor, RequestState
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.params import PoolingParams
+from mlx_paged.engine.pressure import POLL_SECONDS
 from mlx_paged.engine.recovery import Recovery
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats, sum_counters, sum_encoder_stats
@@ -75,8 +76,8 @@ class Engine:
         self.media, self.media_reason = parts.media, model.media_reason
         self.hidden_size, self.labels, self.prompts = parts.hidden_size, parts.labels, parts.prompts
         self._runner = parts.runner
-        self._make_kv = parts.make_kv
-        self._kv = self._make_kv()
+        self._relief = parts.relief
+        self._kv = self._relief.pools.make_kv()
         limit = self.config.max_step_time_ms
         # It outlives the schedulers, which recoveries replace.
         self._step_time = StepTimeLimit(limit / 1000) if limit else None
@@ -127,6 +128,7 @@ class Engine:
             RequestTooLargeError: Prompt and answer could never fit.
             DuplicateRequestError: An unfinished request has this id.
             EngineOverloadedError: Too many sequences wait.
+            MemoryPressureError: The system is critically short of memory.
         """
         self._enter()
         return self.add(self.intake.check(request_id, prompt_token_ids, params, **options))
@@ -147,6 +149,8 @@ class Engine:
                 if not self._has_work:
                     # Other parts of the process may have taken memory since.
                     memory.limit_run_ahead(self._runner.model.platform)
+                self._follow_pressure()
+                self._relief.check_admission()
                 self._recovery.is_whole = False
                 try:
                     self._scheduler.add(state.request)
@@ -200,6 +204,29 @@ class Engine:
                 self._begin()
                 while self._in_flight is not None and not self._scheduler.has_unfinished:
                     self._run_step()
+
+    @property
+    def pressure_interval(self) -> float | None:
+        """Seconds after which an idle engine wants `follow_pressure`; None: it need not be
+        called."""
+        return POLL_SECONDS if self._relief.pressure.is_on else None
+
+    def follow_pressure(self) -> None:
+        """Reacts to the system's memory pressure, as steps and `add` do, too."""
+        self._enter()
+        if not self._relief.is_due:
+            return
+        with self._guard.lock:
+            self._refuse_within_call()
+            with self._guard.busy:
+                self._begin()
+                self._follow_pressure()
+
+    def _follow_pressure(self) -> None:
+        if self._relief.is_due:
+            self._recovery.is_whole = False
+            self._relief.follow(self._scheduler, in_flight=self._in_flight is not None)
+            self._recovery.is_whole = True
 
     @property
     def has_unfinished(self) -> bool:
@@ -268,8 +295,9 @@ class Engine:
         self._executor.reset()
         self._columns.reset()
         self._in_flight = None
-        kv = self._make_kv()
+        kv = self._relief.pools.make_kv()
         scheduler = Scheduler(self._scheduler.config, kv, step_time=self._step_time)
+        scheduler.holds_admission = self._scheduler.holds_admission
         self._output_processor.restore(scheduler, recovery.reason_to_end)
         lost = self._kv, self._scheduler
         self._kv, self._scheduler = kv, scheduler
@@ -307,7 +335,9 @@ class Engine:
         return updates
 
     def _step(self) -> list[SequenceUpdate]:
-        launched = self._launch_next()
+        relief, in_flight = self._relief, self._in_flight is not None
+        waits = relief.is_due and relief.follow(self._scheduler, in_flight=in_flight)
+        launched = None if waits else self._launch_next()
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
@@ -372,6 +402,7 @@ class Engine:
             num_recoveries=past.num_recoveries,
             encoder_cache=sum_encoder_stats(past.encoder_cache, encoder_cache.stats),
             compilation=self._runner.model.compilation,
+            pressure=self._relief.pressure.stats,
         )
 
     @property

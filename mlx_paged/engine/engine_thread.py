@@ -161,6 +161,8 @@ class EngineThread:
                         with gc_pause.gc_paused():
                             self.engine.step()
                         self._num_failures = 0
+                    else:
+                        self.engine.follow_pressure()
                     self._wake_readers()
                 return
             except BaseException as error:
@@ -171,7 +173,8 @@ class EngineThread:
                 logger.exception("the engine goes on after %s", reason_of(error))
 
     def _take_calls(self) -> bool:
-        """Runs the pending calls, and waits while there is nothing to do. Returns False to stop.
+        """Runs the pending calls, and waits while there is nothing to do, but not longer than
+        `Engine.pressure_interval`. Returns False to stop.
 
         An interrupted call runs once more, so every call must tolerate that.
         """
@@ -182,7 +185,8 @@ class EngineThread:
                 or self.engine.has_unfinished
                 or self._stop_at is not None
             ):
-                self._changed.wait()
+                if not self._changed.wait(self.engine.pressure_interval):
+                    break  # An idle engine follows the system's memory pressure, too.
         for _ in range(len(self._calls)):
             function, future = self._calls[0]
             is_second_time, self._begun = future is self._begun, future

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from mlx_paged.core import EncoderCacheStats, KVCounters, KVUsage
 from mlx_paged.engine.memory import MemoryUsage
+from mlx_paged.engine.pressure import PressureStats
 from mlx_paged.model.graph_runner import Compilation
 
 
@@ -29,6 +30,7 @@ class EngineStats:
         num_recoveries: Times the engine was repaired after an exception out of a call.
         encoder_cache: Features of pictures, videos and sounds.
         compilation: How the model's steps are compiled.
+        pressure: The system's memory pressure, and what was given back.
     """
 
     usage: KVUsage
@@ -46,6 +48,7 @@ class EngineStats:
     num_recoveries: int = 0
     encoder_cache: EncoderCacheStats = field(default_factory=EncoderCacheStats)
     compilation: Compilation = field(default_factory=Compilation)
+    pressure: PressureStats = field(default_factory=PressureStats)
 
 
 def sum_counters(one: KVCounters, other: KVCounters) -> KVCounters:

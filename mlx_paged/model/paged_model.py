@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model import dense_prefill, patches
+from mlx_paged.model import dense_prefill, pages, patches
 from mlx_paged.model.caches import (
     KVPools,
     LastLayerPruning,
@@ -289,6 +289,29 @@ class PagedModel:
                 self._allocated[at] = pool
                 setattr(cache, name, pool)
         mx.clear_cache()  # MLX would keep the freed memory
+
+    def discard_blocks(self, runs: Sequence[tuple[int, int]], group_spec: KVCacheGroupSpec) -> None:
+        """Gives the memory of blocks of a group back to the system; `pages.can_discard` says where.
+
+        Args:
+            runs: (first, end) of the blocks, which no step in flight touches.
+        """
+        handles = iter(self._allocated)
+        for cache in self._attention:
+            pair = next(handles), next(handles)
+            if cache.spec.group_spec == group_spec:
+                for pool in pair:
+                    pages.discard_rows(pool, pool.shape[0], runs)
+
+    def discard_slots(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Gives the memory of state slots back, as `discard_blocks` does."""
+        for pool in self._allocated[2 * len(self._attention) :]:
+            pages.discard_rows(pool, pool.shape[0] * pool.shape[1], runs)
+
+    def allow_huge_pages(self, allowed: bool) -> None:
+        """Lets the system back the pools with huge pages, or not; see `pages`."""
+        for pool in self._allocated:
+            pages.allow_huge_pages(pool, allowed)
 
     # Steps.
 

@@ -1,0 +1,200 @@
+"""PoolMemory: gives the memory of unused blocks back to the system, and takes it again on demand.
+
+There are two ways, by device:
+
+- *Discard* (CPU on Linux): the pages of free blocks go back, and come again with the next write. A
+  pool keeps its size, so nothing else changes.
+- *Resize* (Metal, where the system keeps a whole buffer): the blocks in use move to the front, and
+  smaller pools replace the old ones. They grow when the scheduler lacks room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.core import BlockCopy, KVManager
+from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
+from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.model import pages
+from mlx_paged.model.layout import KVCacheGroupSpec
+
+# A pool shrinks to the blocks in use and this share of them, and only if a quarter goes.
+_SPARE = 4
+_WORTHWHILE = 4
+
+
+class PoolMemory:
+    """The memory of an engine's pools.
+
+    Args:
+        kv_config: Derives the sizes of all pools from that of the full group.
+        sizes: The configured sizes, which the runner's pools have.
+        new_kv: Makes an empty KV store of the configured sizes.
+        step_blocks: Blocks of the largest step.
+
+    Attributes:
+        num_blocks: Blocks of the full group's pool now.
+        resizes: True to resize, False to discard.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        kv_config: KVCacheConfig,
+        sizes: PoolSizes,
+        new_kv: Callable[[], KVManager],
+        *,
+        step_blocks: int,
+    ) -> None:
+        self._runner = runner
+        self._kv_config = kv_config
+        self._full = sizes
+        self._new_kv = new_kv
+        self._step_blocks = step_blocks
+        self.num_blocks = sizes.num_blocks
+        self.resizes = not pages.can_discard(runner.model.platform)
+        self._is_torn = False  # an exception cut off a change of sizes
+        self._last_discard = -1  # newest step that was launched before
+        others = [s for s in runner.model.layout.group_specs if s not in kv_config.windows]
+        self._specs: list[list[KVCacheGroupSpec]] = [others, *([w] for w in kv_config.windows)]
+
+    @property
+    def is_shrunk(self) -> bool:
+        """True while the pools are smaller than configured."""
+        return self.num_blocks < self._full.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the full group."""
+        return self._bytes_per_block(0)
+
+    def _bytes_per_block(self, number: int) -> int:
+        model = self._runner.model
+        per_token = sum(model.layout.bytes_per_token(spec) for spec in self._specs[number])
+        return per_token * model.block_size
+
+    def _sizes(self, num_blocks: int) -> list[int]:
+        """The blocks of each attention group, by the blocks of the full one."""
+        sizes = self._kv_config.sizes(num_blocks)
+        return [sizes.num_blocks, *sizes.window_blocks]
+
+    def make_kv(self) -> KVManager:
+        """Makes an empty KV store over the pools as they are.
+
+        Allocates them anew, without their contents, if a change of their sizes was interrupted.
+        """
+        if self._is_torn:
+            sizes = self._kv_config.sizes(self.num_blocks)
+            self._runner.allocate(
+                self._kv_config.blocks_by_group(sizes), self._full.num_state_slots
+            )
+            self._is_torn = False
+        self._last_discard = -1
+        kv = self._new_kv()
+        for number, size in enumerate(self._sizes(self.num_blocks)):
+            if size < kv.attention[number].pool.num_blocks:
+                kv.compact(size, number)
+        return kv
+
+    # Discarding.
+
+    def discard(self, kv: KVManager) -> int:
+        """Gives back the memory of free blocks and state slots; returns the bytes that were in use.
+
+        A step may be in flight: it touches no free block.
+        """
+        num_bytes, model = 0, self._runner.model
+        for group, specs in zip(kv.attention, self._specs):
+            runs, num_fresh = self._runs(group.pool.free_since)
+            for spec in specs:
+                model.discard_blocks(runs, spec)
+            num_bytes += num_fresh * self._bytes_per_block(group.number)
+        if kv.states is not None:
+            runs, num_fresh = self._runs(kv.states.pool.free_since)
+            model.discard_slots(runs)
+            num_bytes += num_fresh * model.layout.bytes_per_slot
+        self._last_discard = kv.pool.launched_step
+        return num_bytes
+
+    def _runs(self, free_since: Callable[[int], list[int]]) -> tuple[list[tuple[int, int]], int]:
+        """Returns the runs of free blocks to discard, and how many blocks in them were used."""
+        fresh = free_since(self._last_discard)
+        if not fresh:
+            return [], 0
+        return pages.runs_of(free_since(-1), fresh), len(free_since(max(0, self._last_discard)))
+
+    def hold_pages(self, holds: bool) -> None:
+        """Keeps the system from filling discarded parts of huge pages again, or no longer."""
+        if not self.resizes:
+            self._runner.model.allow_huge_pages(not holds)
+
+    # Resizing. No step may be in flight.
+
+    def least(self, kv: KVManager, num_running: int) -> int:
+        """The size of the full group whose pools hold what is in use, and let sequences go on."""
+        used = [group.pool.num_used + group.pool.num_quarantined for group in kv.attention]
+        room = max(used[0] // _SPARE, self._step_blocks, num_running)
+        size, full = 1 + used[0] + room, self._full.num_blocks
+        while size < full and any(
+            blocks < 1 + count + num_running for blocks, count in zip(self._sizes(size), used)
+        ):
+            size += max(1, size // _SPARE)
+        return min(size, full)
+
+    def is_worthwhile(self, num_blocks: int) -> bool:
+        """True if shrinking to `num_blocks` gives enough back to be worth the copy."""
+        return num_blocks <= self.num_blocks - self.num_blocks // _WORTHWHILE
+
+    def is_short(self, kv: KVManager, num_running: int) -> bool:
+        """True if the running sequences might not find a block each."""
+        return any(group.pool.num_available_later < num_running for group in kv.attention)
+
+    def is_full(self, kv: KVManager, num_running: int) -> bool:
+        """True if cached blocks will be evicted soon."""
+        return any(group.pool.num_free <= num_running for group in kv.attention)
+
+    def grown(self) -> int:
+        """The next larger size."""
+        return min(self._full.num_blocks, self.num_blocks + self.num_blocks // 2 + 1)
+
+    @property
+    def full(self) -> int:
+        """The configured size."""
+        return self._full.num_blocks
+
+    def resize(self, kv: KVManager, num_blocks: int) -> int:
+        """Changes the size of the full group's pool to `num_blocks`, and the others with it.
+
+        Returns:
+            Bytes given back; negative if the pools grew.
+        """
+        before = self._num_bytes
+        self._is_torn = True
+        for number, size in enumerate(self._sizes(num_blocks)):
+            pool = kv.attention[number].pool
+            if size < pool.num_blocks:
+                self._copy(kv.compact(size, number), self._specs[number])
+                self._resize(number, size)
+            elif size > pool.num_blocks:
+                self._resize(number, size)
+                pool.grow(size)
+        self.num_blocks = num_blocks
+        self._is_torn = False
+        return before - self._num_bytes
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(pool.nbytes for pool in self._runner.model.pools())
+
+    def _resize(self, number: int, num_blocks: int) -> None:
+        for spec in self._specs[number]:
+            self._runner.model.resize(num_blocks, spec)
+
+    def _copy(self, copies: Sequence[BlockCopy], specs: Sequence[KVCacheGroupSpec]) -> None:
+        if copies:
+            pairs = mx.array(np.array(copies, dtype=np.int32))
+            for spec in specs:
+                self._runner.model.copy_blocks(pairs, spec)

@@ -1,0 +1,149 @@
+"""Relief: what an engine does when the system is short of memory.
+
+========  ========================================================================================
+warning   Cached blocks that no sequence uses are evicted, and their memory goes back to the system.
+          So does MLX's cache of freed buffers. Sequences still take the blocks they need.
+critical  The same, and new requests are refused. Running ones finish; those that wait run one at a
+          time.
+normal    Pools that were resized grow back as soon as something needs the room.
+========  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+
+from mlx_paged import ops
+from mlx_paged.core import KVManager, Scheduler
+from mlx_paged.engine.pool_memory import PoolMemory
+from mlx_paged.engine.pressure import QUIET_SECONDS, MemoryPressure
+from mlx_paged.engine.pressure_sources import PressureLevel
+from mlx_paged.errors import MemoryPressureError
+from mlx_paged.model import pages
+
+logger = logging.getLogger(__name__)
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+class Relief:
+    """Follows the memory pressure for one engine, on the thread that calls it.
+
+    Attributes:
+        pressure: The level, and what was given back.
+        pools: The memory of the engine's pools.
+    """
+
+    def __init__(self, pressure: MemoryPressure, pools: PoolMemory) -> None:
+        self.pressure = pressure
+        self.pools = pools
+        self._level = PressureLevel.NORMAL  # as of the last log line
+        self._shrinks = False  # the pools are to shrink once no step is in flight
+        self._next_shrink = float("-inf")  # earliest time
+        self._given_back = 0  # bytes, since the last log line
+
+    @property
+    def is_due(self) -> bool:
+        """True if `follow` has something to do."""
+        return self.pressure.is_due or self._shrinks or self.pools.is_shrunk
+
+    def check_admission(self) -> None:
+        """Raises `MemoryPressureError` while no new request is taken."""
+        if self.pressure.level is PressureLevel.CRITICAL:
+            raise MemoryPressureError(QUIET_SECONDS)
+
+    def follow(self, scheduler: Scheduler, *, in_flight: bool) -> bool:
+        """Reacts to the pressure. Call it between two steps.
+
+        Args:
+            in_flight: True if a step is in flight.
+
+        Returns:
+            True if the step in flight must be read before another one is launched.
+        """
+        kv = scheduler.kv
+        if self.pressure.poll():
+            scheduler.holds_admission = self.pressure.level is PressureLevel.CRITICAL
+            if self.pressure.level is not PressureLevel.NORMAL:
+                self._give_back(kv)
+        if self.pools.resizes:
+            wanted = self._wanted_size(scheduler)
+            if wanted != self.pools.num_blocks:
+                if in_flight:
+                    return True
+                num_bytes = self.pools.resize(kv, wanted)
+                if num_bytes > 0:
+                    self._count(num_bytes)
+                    self._next_shrink = self.pressure.clock() + QUIET_SECONDS
+            self._shrinks = False
+        self._log()
+        return False
+
+    def _give_back(self, kv: KVManager) -> None:
+        """Evicts what no sequence uses, and gives its memory back as far as it can be done now."""
+        is_first = self._level is PressureLevel.NORMAL
+        self.pressure.num_blocks += kv.evict_idle()
+        self._shrinks = self.pools.resizes
+        num_cached = mx.get_cache_memory()
+        ops.make_room()
+        self._count(max(0, num_cached - mx.get_cache_memory()))
+        if not self.pools.resizes:
+            if is_first:
+                self.pools.hold_pages(True)
+                pages.trim_heap()
+            self._count(self.pools.discard(kv))
+
+    def _wanted_size(self, scheduler: Scheduler) -> int:
+        """The size that the full group's pool should have now."""
+        pools, kv, num_running = self.pools, scheduler.kv, scheduler.num_running
+        lacks_room = scheduler.has_unfinished and scheduler.lacks_room
+        # Never what the next step needs, or the pools would shrink and grow forever.
+        if self._shrinks and not lacks_room and self.pressure.clock() >= self._next_shrink:
+            least = pools.least(kv, num_running)
+            if pools.is_worthwhile(least):
+                return least
+        if not pools.is_shrunk or not scheduler.has_unfinished:
+            return pools.num_blocks
+        is_short = lacks_room or pools.is_short(kv, num_running)
+        if self.pressure.level is PressureLevel.NORMAL:
+            # Before blocks are evicted that could stay.
+            is_short = is_short or pools.is_full(kv, num_running)
+            return pools.full if is_short else pools.num_blocks
+        if self.pressure.level is PressureLevel.CRITICAL and num_running:
+            # Waiting sequences wait.
+            is_short = pools.is_short(kv, num_running)
+        return pools.grown() if is_short else pools.num_blocks
+
+    def _count(self, num_bytes: int) -> None:
+        self.pressure.num_bytes += num_bytes
+        self._given_back += num_bytes
+
+    def _log(self) -> None:
+        """One line for each change of level, once its memory has been given back."""
+        level = self.pressure.level
+        if level is self._level:
+            return
+        before, self._level = self._level, level
+        gave = f"gave back {size(self._given_back)} of unused memory"
+        if level is PressureLevel.CRITICAL:
+            logger.warning(
+                "the system is critically short of memory: %s; new requests are refused", gave
+            )
+        elif level > before:
+            logger.warning("the system is short of memory: %s", gave)
+        elif level is PressureLevel.WARNING:
+            logger.warning("the system is less short of memory: new requests are taken again")
+        else:
+            self.pools.hold_pages(False)
+            logger.warning("the system has memory again: %s since it was short", gave)
+            self._given_back = 0
+
+
+def size(num_bytes: int) -> str:
+    """Returns a number of bytes in the unit that fits."""
+    for unit, name in _UNITS:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes} bytes"
