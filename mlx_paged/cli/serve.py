@@ -249,6 +249,14 @@ class ServeOptions:
             show_default="4 GiB on the CPU",
         ),
     ] = None
+    memory_pressure: Annotated[
+        Literal["auto", "off"],
+        option(
+            _CACHE,
+            "When the system is short of main memory: auto: give unused KV blocks back, and answer "
+            "503 while it is critically short; off: ignore it.",
+        ),
+    ] = "auto"
     enable_prefix_caching: Annotated[
         bool,
         option(

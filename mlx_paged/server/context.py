@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.documents import Documents
-from mlx_paged.server.errors import shorten, unavailable
+from mlx_paged.server.errors import BODY_MEMORY, shorten, unavailable
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.registry import ModelRegistry
 from mlx_paged.server.responses_api.background import BackgroundRuns
@@ -142,11 +142,11 @@ class Context:
             return
         others = self._held_bytes - trace.held_bytes
         if others and self._held_bytes + more > self.config.max_body_memory:
-            self.metrics.rejected.labels("body_memory").inc()
+            self.metrics.rejected.labels(BODY_MEMORY).inc()
             raise unavailable(
                 f"the bodies of requests under way have {self._held_bytes} bytes, and may have at "
                 f"most {self.config.max_body_memory}",
-                "body_memory",
+                BODY_MEMORY,
             )
         trace.held_bytes += more
         self._held_bytes += more

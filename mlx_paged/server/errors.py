@@ -5,6 +5,7 @@ There are two forms, OpenAI's and Anthropic's. The path decides which one a clie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -19,12 +20,16 @@ from mlx_paged.errors import (
     EngineOverloadedError,
     InvalidMediaError,
     InvalidParameterError,
+    MemoryPressureError,
     MlxPagedError,
     RequestTooLargeError,
 )
 from mlx_paged.server.messages.answers import MessageError
 from mlx_paged.server.responses import ErrorAnswer
 
+#: Codes of requests that are refused because memory is short now: for the bodies of requests under
+#: way, or in the whole system.
+BODY_MEMORY, MEMORY_PRESSURE = SHORT_OF_MEMORY = ("body_memory", "memory_pressure")
 #: Seconds after which a refused client may retry.
 RETRY_AFTER = 1
 
@@ -120,9 +125,9 @@ def message_error(error: ApiError, request_id: str | None) -> MessageError:
         message = f"prompt is too long: {message}"  # Clients look for these words.
     kind = _MESSAGE_TYPES.get(status, _TYPES.get(status, "api_error"))
     body: MessageError = {"type": "error", "error": {"type": kind, "message": message}}
-    if error.code == THREADS:
-        # Upon this the SDK sends the whole conversation.
-        body["error"]["details"] = {"error_code": THREADS}
+    if error.code in (THREADS, *SHORT_OF_MEMORY):
+        # Upon `THREADS` the SDK sends the whole conversation.
+        body["error"]["details"] = {"error_code": error.code}
     if request_id is not None:
         body["request_id"] = request_id
     return body
@@ -138,9 +143,17 @@ def bad_request(param: str, message: str, code: str | None = "invalid_value") ->
     return ApiError(400, message, param=param, code=code)
 
 
-def unavailable(message: str, code: str) -> ApiError:
+def unavailable(message: str, code: str, retry_after: float = RETRY_AFTER) -> ApiError:
     """503: the server cannot answer now."""
-    return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER)})
+    headers = {"Retry-After": str(math.ceil(retry_after))}
+    return ApiError(503, message, code=code, headers=headers)
+
+
+def refusal_reason(error: MlxPagedError) -> str:
+    """Returns why the engine refused a request, as the metrics name it."""
+    if isinstance(error, MemoryPressureError):
+        return MEMORY_PRESSURE
+    return "queue_full" if isinstance(error, EngineOverloadedError) else "invalid"
 
 
 def timed_out(seconds: float | None) -> ApiError:
@@ -244,6 +257,8 @@ def from_engine(
         return context_exceeded(error.limit, found, "prompt" if too_long else "max_tokens")
     if isinstance(error, DuplicateRequestError):
         return bad_request("request_id", "request_id is in use by an unfinished request")
+    if isinstance(error, MemoryPressureError):
+        return unavailable(f"{error}", MEMORY_PRESSURE, error.retry_after)
     if isinstance(error, EngineOverloadedError):
         message = f"{error}"
         headers = {"Retry-After": str(RETRY_AFTER)}

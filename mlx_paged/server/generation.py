@@ -19,7 +19,7 @@ from mlx_paged.engine.media import PreparedMedia
 from mlx_paged.engine.outputs import CompletionOutput, PositionReport, RequestOutput
 from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
+from mlx_paged.errors import EngineDeadError, MlxPagedError
 from mlx_paged.server import errors
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.rate_limits import budget_of
@@ -208,8 +208,7 @@ class Generation:
             if isinstance(error, EngineDeadError):
                 context.check_takes_requests()  # knows more about the cause
             else:
-                overloaded = isinstance(error, EngineOverloadedError)
-                context.metrics.rejected.labels("queue_full" if overloaded else "invalid").inc()
+                context.metrics.rejected.labels(errors.refusal_reason(error)).inc()
             raise errors.from_engine(error, request_id, self._names) from error
         except BaseException:
             self._close_streams()

@@ -62,7 +62,10 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {
 }  # fmt: skip
 
 # Why a request was refused: by the phase of the server, by the engine, or for its client.
-_REFUSALS = ("loading", "draining", "dead", "queue_full", "body_memory", "invalid", "rate_limit")
+_REFUSALS = (
+    *("loading", "draining", "dead", "queue_full", "body_memory", "memory_pressure", "invalid"),
+    "rate_limit",
+)
 _MANY_GAPS = 10_000  # tokens
 
 _LABELS = ("model_name", "engine")
@@ -235,6 +238,11 @@ class _EngineCollector(Collector):
             ("mlx_paged:memory_cached_bytes", "MLX's freed buffers.", stats.memory.cached),
             ("mlx_paged:memory_peak_bytes", "Most that was live.", stats.memory.peak),
             (
+                "mlx_paged:memory_pressure",
+                "The system's memory pressure: 0 normal, 1 warning, 2 critical (requests get 503).",
+                stats.pressure.level,
+            ),
+            (
                 "mlx_paged:encoder_cache_bytes",
                 "Held features of pictures, videos and sounds.",
                 media.num_bytes,
@@ -261,6 +269,10 @@ class _EngineCollector(Collector):
              stats.pool_copies),
             ("mlx_paged:block_copies", "Blocks copied on write.", counters.num_block_copies),
             ("mlx_paged:evictions", "Cached blocks dropped.", counters.num_evictions),
+            ("mlx_paged:memory_given_back_bytes", "Memory given back under memory pressure.",
+             stats.pressure.num_bytes),
+            ("mlx_paged:blocks_given_back", "Cached blocks dropped under memory pressure.",
+             stats.pressure.num_blocks),
         )  # fmt: skip
         families: list[Metric] = []
         for name, text, value in gauges:

@@ -510,7 +510,7 @@ class Embeddings:
         if isinstance(error, EngineDeadError):
             self.context.check_takes_requests()  # knows more about the cause
         elif isinstance(error, EngineOverloadedError):
-            self.context.metrics.rejected.labels("queue_full").inc()
+            self.context.metrics.rejected.labels(errors.refusal_reason(error)).inc()
         else:
             logger.error("%s", error, extra={"request_id": request_id})
         return errors.from_engine(error, request_id)

@@ -15,7 +15,12 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.errors import EngineDeadError, InvalidParameterError, MlxPagedError
+from mlx_paged.errors import (
+    EngineDeadError,
+    InvalidParameterError,
+    MemoryPressureError,
+    MlxPagedError,
+)
 from mlx_paged.server.batches.folder import Folder
 from mlx_paged.server.batches.in_process import InProcess
 from mlx_paged.server.batches.journal import Journal
@@ -23,7 +28,7 @@ from mlx_paged.server.batches.lines import BatchRequest, Line, parse
 from mlx_paged.server.batches.manager import BatchManager
 from mlx_paged.server.batches.records import BatchRecord
 from mlx_paged.server.batches.runner import Reply
-from mlx_paged.server.errors import ApiError
+from mlx_paged.server.errors import ApiError, from_engine, unavailable
 
 URL = "/v1/completions"
 Post = Callable[[str, bytes, str], Awaitable[Reply]]
@@ -348,3 +353,24 @@ def test_lines_wait_for_a_busy_server_but_not_for_ever() -> None:
 
     assert [reply.status_code for reply in asyncio.run(post())] == [200, 200, 429, 429]
     assert answers.count(429) >= 4
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_lines_wait_while_memory_is_short(path) -> None:
+    """In both forms of errors: a server that has failed ends the batch, this one goes on."""
+    refusals = [
+        from_engine(MemoryPressureError(1.0), "id"),
+        unavailable("bodies", "body_memory"),
+    ]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if refusals:
+            await refusals.pop().response({**scope, "path": path})(scope, receive, send)
+        else:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+    assert asyncio.run(InProcess(app).post(path, b"{}", "1")).status_code == 200
+    refusals.append(unavailable("the engine takes no requests", "engine_unavailable"))
+    with pytest.raises(EngineDeadError):
+        asyncio.run(InProcess(app).post(path, b"{}", "1"))

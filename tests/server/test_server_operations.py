@@ -439,7 +439,9 @@ def test_while_the_model_loads() -> None:
         }
         phases = {phase.value for phase in Phase} - {"ready"}
         assert refusals == {"loading": 1, **dict.fromkeys(refusals.keys() - {"loading"}, 0)}
-        assert refusals.keys() == phases | {"queue_full", "body_memory", "invalid", "rate_limit"}
+        assert refusals.keys() == phases | {
+            *("queue_full", "body_memory", "memory_pressure", "invalid", "rate_limit"),
+        }
         go.set()
         server.wait_ready()
         assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200

@@ -9,9 +9,12 @@ from starlette.types import ASGIApp
 
 from mlx_paged.errors import EngineDeadError
 from mlx_paged.server.batches.runner import Reply
+from mlx_paged.server.errors import SHORT_OF_MEMORY
 
 # Statuses of a server that takes no requests: OpenAI's and Anthropic's.
 _UNAVAILABLE = (503, 529)
+# Codes of those that wait until there is memory again.
+_WAITS = tuple(f'"{code}"'.encode() for code in SHORT_OF_MEMORY)
 # Seconds until a request that found the server busy is retried: the first time, and at most.
 _FIRST_WAIT, _MAX_WAIT = 0.02, 1.0
 
@@ -47,7 +50,7 @@ class InProcess:
             finally:
                 self._num_inside -= 1
             unavailable = reply.status_code in _UNAVAILABLE
-            waits_for_memory = unavailable and b'"body_memory"' in reply.body
+            waits_for_memory = unavailable and any(code in reply.body for code in _WAITS)
             if unavailable and not waits_for_memory:
                 raise EngineDeadError("it failed while it worked on the batch")
             # It is alone and still too much for the queue, so it will never fit.
