@@ -125,9 +125,8 @@ class StepTime(NamedTuple):
     """The measured time of a step.
 
     Attributes:
-        seconds: From the launch, or from the end of the previous step if that was later, to the
-            end.
-        is_exact: False if the step had ended before the host looked, so that it took less.
+        seconds: From the launch, on an idle device, to the end.
+        is_exact: False if the step may have ended long before the host looked.
     """
 
     seconds: float
@@ -148,7 +147,8 @@ class StepResult:
         pooled: Pooled hidden states.
         feature_sizes: (key, bytes) of media features encoded since the last result.
         is_poisoned: True if NaNs or infinities were found; the prefix cache is then unreliable.
-        time: The time that the step took; None if it did not run as a whole.
+        time: The time that a step with prompts took; None if it was not measured or did not run as
+            a whole.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)

@@ -31,6 +31,9 @@ _STIFFNESS = 0.01  # pull toward the last estimate, relative to the weight of th
 _OUTLIER = 4.0  # times the expected time
 _MAX_SLOWDOWN = 8.0
 _RECOVERY = 0.3  # part of a slowdown that a step without one takes back
+# A prompt token is at most this many times cheaper than those of the last step. Noise can make
+# attention look too costly, and then tokens of a new prompt too cheap.
+_CHEAPER = 2.0
 _NUM_FEATURES = 4
 
 
@@ -62,6 +65,7 @@ class StepTimeLimit:
         self._products = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]
         self._targets = [0.0] * _NUM_FEATURES
         self._slowdown = 1.0  # by which recent steps exceeded the expected time
+        self._last_cost = 0.0  # seconds per prompt token of the last step, beyond its other costs
         self._trusted_tokens = _FIRST_TRUSTED
         self._num_measured = -1  # the first step compiles kernels
         self._was_outlier = False
@@ -74,7 +78,8 @@ class StepTimeLimit:
         """Returns the time and the tokens that a step with these decodes has for prompts."""
         base, per_token, per_pair, per_decode = self._costs
         left = self.seconds / self._slowdown - base - per_decode * num_decodes
-        return StepTimeBudget(left, _GROWTH * self._trusted_tokens, per_token, per_pair)
+        least = self._last_cost / _CHEAPER
+        return StepTimeBudget(left, _GROWTH * self._trusted_tokens, per_token, per_pair, least)
 
     def learn(self, batch: StepBatch, time: StepTime) -> None:
         """Learns from a step. Ignores steps without prompts, and those that encode media."""
@@ -107,6 +112,9 @@ class StepTimeLimit:
             self._slowdown = max(1.0, self._slowdown + _RECOVERY * (ratio - self._slowdown))
         self._trusted_tokens = max(self._trusted_tokens, int(features.tokens))
         self._fit(features, min(time.seconds, _MAX_SLOWDOWN * expected), expected)
+        if features.tokens >= MIN_PROMPT_TOKENS:
+            others = self._costs[0] + self._costs[3] * features.decodes
+            self._last_cost = max(0.0, time.seconds - others) / features.tokens
 
     def _fit(self, features: _Features, seconds: float, scale: float) -> None:
         """Adds a step to the sums, and updates the costs to fit them."""
@@ -123,13 +131,16 @@ class StepTimeLimit:
 class StepTimeBudget:
     """The time and the tokens that one step has left for prompts."""
 
-    __slots__ = ("_num_spent", "_per_pair", "_per_token", "_seconds", "_tokens")
+    __slots__ = ("_least", "_num_spent", "_per_pair", "_per_token", "_seconds", "_tokens")
 
-    def __init__(self, seconds: float, tokens: int, per_token: float, per_pair: float) -> None:
+    def __init__(
+        self, seconds: float, tokens: int, per_token: float, per_pair: float, least: float
+    ) -> None:
         self._seconds = seconds
         self._tokens = tokens
         self._per_token = per_token
         self._per_pair = per_pair
+        self._least = least
         self._num_spent = 0
 
     def num_tokens(self, start: int) -> int:
@@ -151,7 +162,7 @@ class StepTimeBudget:
 
     def _cost_at(self, start: int) -> float:
         """Seconds of the first token of a chunk."""
-        return self._per_token + self._per_pair * start
+        return max(self._least, self._per_token + self._per_pair * start)
 
 
 def _num_fitting(seconds: float, cost: float, growth: float) -> int:

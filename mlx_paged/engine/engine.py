@@ -82,7 +82,9 @@ class Engine:
         # It outlives the schedulers, which recoveries replace.
         self._step_time = StepTimeLimit(limit / 1000) if limit else None
         self._scheduler = Scheduler(parts.scheduler_config, self._kv, step_time=self._step_time)
-        self._executor: Executor = InProcessExecutor(self._runner)
+        self._executor: Executor = InProcessExecutor(
+            self._runner, times_prompts=self._step_time is not None
+        )
         self._columns = parts.columns
         self.intake = parts.make_intake(self.max_request_len)
         self._output_processor = OutputProcessor(self._scheduler, parts.report)

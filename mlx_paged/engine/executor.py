@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 
 # Number of good steps after which a limit set by a lack of memory doubles.
 _STEPS_UNTIL_LARGER = 64
-# Seconds. If the host waits less than this for a step, the step may have ended long before.
+# A step that the host waited for at least this long (seconds) ended just then. So did one that the
+# host looked at soon after its launch: within this part of its time.
 _LEAST_WAIT = 0.0002
+_SOON = 0.1
 
 
 class Executor(Protocol):
@@ -67,20 +69,24 @@ class PendingStep:
     Attributes:
         launched: The step on the device; None if it failed or was too large, and must run in parts.
         result: Its results, if it ran in parts before it was read.
-        launched_at: Time of the launch.
+        launched_at, returned_at: Times when its launch began and ended.
+        time: The time that it took, if it is over and was measured.
     """
 
     batch: StepBatch
     launched: LaunchedStep | None = None
     result: StepResult | None = None
     launched_at: float = 0.0
+    returned_at: float = 0.0
+    time: StepTime | None = None
 
 
 class InProcessExecutor:
     """Runs batches with a `ModelRunner`, on the calling thread.
 
     Args:
-        clock: Returns the time in seconds, for `StepResult.time`.
+        times_prompts: True if steps with prompts are measured. They then overlap with no others.
+        clock: Returns the time in seconds.
 
     Attributes:
         max_rows: Maximum rows of one launch after memory ran out; None means no limit.
@@ -88,11 +94,15 @@ class InProcessExecutor:
     """
 
     def __init__(
-        self, runner: ModelRunner, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        runner: ModelRunner,
+        *,
+        times_prompts: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
+        self._times_prompts = times_prompts
         self._clock = clock
-        self._last_end = 0.0  # time of the end of the step read last
         self._wait_actively = ActiveWait.on(runner.model.platform)
         self._thread = threading.current_thread()  # the one that launched the pending steps
         self._pending: deque[PendingStep] = deque()
@@ -115,12 +125,15 @@ class InProcessExecutor:
             return
         if before is not None and before.result is not None and before.result.failures:
             return  # it has sequences that ended there, and runs without them
+        if before is not None and not (before.batch.is_decode and batch.is_decode):
+            self._time(before)
         try:
             previous: LaunchedStep | KnownTokens | None = None
             if before is not None:
                 previous = before.launched or _known_tokens(before)
             step.launched_at = self._clock()
             step.launched = self._runner.launch(batch, previous)
+            step.returned_at = self._clock()
         except Exception as error:
             if not isinstance(error, RejectedItem):  # That is no fault of the device.
                 self._note(error, batch.num_tokens)
@@ -130,16 +143,13 @@ class InProcessExecutor:
         self._enter_thread()
         step = self._pending[0]
         num_faults = self.num_faults
-        began = self._clock()
+        if not step.batch.is_decode:
+            self._time(step)
         result = step.result or self._read_launched(step)
-        ended = self._clock()
         if result is None:
             result = self._run_in_parts(step)
-            ended = self._clock()
         elif step.launched is not None:
-            seconds = ended - max(step.launched_at, self._last_end)
-            result.time = StepTime(seconds, is_exact=ended - began >= _LEAST_WAIT)
-        self._last_end = ended
+            result.time = step.time
         if self.num_faults == num_faults:
             self._count_good_step()
         if self._runner.media is not None:
@@ -168,6 +178,24 @@ class InProcessExecutor:
                 with suppress(Exception):
                     self._runner.wait(step.launched)
         self._thread = thread
+
+    def _time(self, step: PendingStep) -> None:
+        """Waits for a step and measures it.
+
+        MLX blocks a launch while too much is in flight. If the next step were launched meanwhile,
+        the host would learn too late that this one has ended.
+        """
+        if not self._times_prompts or step.launched is None or step.time is not None:
+            return
+        began = self._clock()
+        try:
+            self._runner.wait(step.launched)
+        except Exception:
+            return  # `read` finds the error again.
+        ended = self._clock()
+        seconds = ended - step.launched_at
+        is_soon = began - step.returned_at <= _SOON * seconds
+        step.time = StepTime(seconds, is_exact=is_soon or ended - began >= _LEAST_WAIT)
 
     def _read_launched(self, step: PendingStep) -> StepResult | None:
         if step.launched is None:

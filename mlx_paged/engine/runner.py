@@ -225,7 +225,7 @@ class ModelRunner:
 
     @staticmethod
     def wait(launched: LaunchedStep) -> None:
-        """Waits for a step that another thread launched, so that this thread may build on it."""
+        """Waits for a step, for example so that another thread may build on it."""
         mx.eval(*launched.results, launched.tokens, launched.written)
 
     def reset(self) -> None:

@@ -232,6 +232,16 @@ def test_chunks_grow_from_a_small_first_one() -> None:
     assert [allowed(taught(STEPS[:n])) for n in range(3)] == [64, 64, 256]
 
 
+def test_a_new_prompt_starts_at_most_twice_as_large_as_the_last_chunk() -> None:
+    """Noise may make attention look too costly, so that a start without context looks too cheap."""
+    run = Run(Device(0.001, 2e-5, pair=1e-7))
+    run.run(prompt("long", 6000))
+    run.batches.clear()
+    run.run(prompt("next", 6000))
+    chunks = [num_prompt_tokens(batch) for batch in run.batches]
+    assert chunks[0] <= 200 and max(chunks) > 500
+
+
 def test_a_single_outlier_is_rejected() -> None:
     before = allowed(taught(STEPS))
     assert 440 <= before <= 455

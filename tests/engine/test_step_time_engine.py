@@ -24,18 +24,26 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 class SimulatedDevice:
-    """An engine's device that takes 10 ms and 0.5 ms per token, on a clock that only it moves."""
+    """An engine's device that takes 10 ms and 0.5 ms per token, on a clock that only it moves.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        blocked_until: Seconds before the end of a step when its launch returns.
+    """
+
+    def __init__(self, engine: Engine, blocked_until: float) -> None:
         self.now = self.idle_from = 0.0
+        self.blocked_until = blocked_until
         self.ends: dict[int, float] = {}  # by step
         self.batches: list[StepBatch] = []
         self.times: list[tuple[StepBatch, StepTime]] = []
         runner = engine._runner
-        self._launch, self._read = runner.launch, runner.read
+        self._launch, self._wait, self._read = runner.launch, runner.wait, runner.read
         runner.launch = self.launch  # type: ignore[method-assign]
+        runner.wait = self.wait  # type: ignore[method-assign]
         runner.read = self.read  # type: ignore[method-assign]
-        engine._executor = InProcessExecutor(runner, clock=lambda: self.now)
+        engine._executor = InProcessExecutor(
+            runner, times_prompts=engine._executor._times_prompts, clock=lambda: self.now
+        )
         if engine._step_time is not None:
             learn = engine._step_time.learn
 
@@ -50,22 +58,30 @@ class SimulatedDevice:
         self.batches.append(batch)
         self.idle_from = max(self.now, self.idle_from) + 0.01 + 0.0005 * batch.num_tokens
         self.ends[id(launched)] = self.idle_from
+        # A part of the launch is blocked by the step itself.
+        self.now = max(self.now, self.idle_from - self.blocked_until)
         return launched
 
+    def wait(self, launched: LaunchedStep) -> None:
+        self._wait(launched)
+        self.now = max(self.now, self.ends[id(launched)])
+
     def read(self, launched: LaunchedStep) -> StepResult:
-        self.now = max(self.now, self.ends.pop(id(launched)))
+        self.wait(launched)
         return self._read(launched)
 
     def chunks(self) -> list[int]:
         return [batch.num_tokens for batch in self.batches if not batch.is_decode]
 
 
-def make(overlap: bool, **options: Any) -> tuple[Engine, SimulatedDevice]:
+def make(
+    overlap: bool, *, blocked_until: float = 10.0, **options: Any
+) -> tuple[Engine, SimulatedDevice]:
     config = EngineConfig(
         kv_cache_memory=8 << 20, max_num_seqs=4, async_scheduling=overlap, **options
     )
     engine = Engine(embedded_twin(), config)
-    return engine, SimulatedDevice(engine)
+    return engine, SimulatedDevice(engine, blocked_until)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -82,12 +98,14 @@ def answers(engine: Engine, *prompts: list[int], between: Any = None) -> list[li
 
 
 @OVERLAP
-def test_chunks_take_the_time_that_they_may(overlap: bool) -> None:
+@pytest.mark.parametrize("blocked_until", [10.0, 0.0], ids=["", "launches block"])
+def test_chunks_take_the_time_that_they_may(overlap: bool, blocked_until: float) -> None:
     prompts = prompt(0, 900), prompt(1, 300)
-    engine, device = make(overlap, max_step_time_ms=1000 * LIMIT)
+    engine, device = make(overlap, blocked_until=blocked_until, max_step_time_ms=1000 * LIMIT)
     unlimited, _ = make(overlap)
     assert answers(engine, *prompts) == answers(unlimited, *prompts)
-    # Each measured time is the device's, without the time in which a step waited for another.
+    # Each measured time is the device's.
+    assert [batch for batch, _ in device.times] == [b for b in device.batches if not b.is_decode]
     for batch, time in device.times:
         assert time.seconds == pytest.approx(0.01 + 0.0005 * batch.num_tokens)
         assert time.is_exact
@@ -130,7 +148,7 @@ def test_steps_in_parts_are_not_measured(overlap: bool) -> None:
 
 def test_there_is_no_limit_by_default_but_on_devices_that_draw_the_screen() -> None:
     engine, device = make(True)
-    assert engine.config.max_step_time_ms == 0
+    assert engine.config.max_step_time_ms == 0 and not engine._executor._times_prompts
     answers(engine, prompt(0, 900))
     assert device.chunks() == [900]
     assert EngineConfig().with_step_time(draws_screen=True).max_step_time_ms == 50
