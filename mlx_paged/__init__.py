@@ -21,10 +21,15 @@ def _exit_interrupted(*_: object) -> None:
     os._exit(130)
 
 
-if (
-    os.path.basename(getattr(sys, "argv", [""])[0]).removesuffix(".exe") == "mlx-paged"
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
+def _is_program() -> bool:
+    """True if this process is ``mlx-paged`` or ``python -m mlx_paged``."""
+    arguments: list[str] = getattr(sys, "argv", [""])
+    if arguments[0] == "-m":  # Python is looking for the module that it will run
+        return sys.orig_argv[-len(arguments)] == "mlx_paged"
+    return os.path.basename(arguments[0]).removesuffix(".exe") == "mlx-paged"
+
+
+if _is_program() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Runs before any other import of the CLI. Until `cli.entry.run` takes over, Ctrl-C exits
     # without a traceback from the middle of an import.
     signal.signal(signal.SIGINT, _exit_interrupted)

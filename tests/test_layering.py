@@ -111,6 +111,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "parsing",
         "templates",
     ),
+    "__main__": ("cli",),
     "__init__": ("blas", "descriptors", "extension", "model", "engine", "drop_in"),
 }
 # Parts that import only Python's standard library: neither mlx, mlx_lm nor numpy.

@@ -71,7 +71,9 @@ def command() -> str:
     """The command line, without the path of the program."""
     program, *arguments = sys.argv
     name = Path(program).name
-    if Path(program).parts[-3:] == ("mlx_paged", "cli", "main.py"):
+    if Path(program).parts[-2:] == ("mlx_paged", "__main__.py"):
+        words = ["python", "-m", "mlx_paged"]
+    elif Path(program).parts[-3:] == ("mlx_paged", "cli", "main.py"):
         words = ["python", "-m", "mlx_paged.cli.main"]
     elif name.endswith(".py"):
         words = ["python", program]

@@ -247,6 +247,7 @@ def test_an_installed_package_has_no_commit(tmp_path, monkeypatch) -> None:
         (["/opt/env/bin/mlx-paged", "bench", "kernels"], "mlx-paged bench kernels"),
         (["bench/engine.py", "--only", "a b"], "python bench/engine.py --only 'a b'"),
         (["/opt/x/mlx_paged/cli/main.py", "-q"], "python -m mlx_paged.cli.main -q"),
+        (["/opt/x/mlx_paged/__main__.py", "-q"], "python -m mlx_paged -q"),
     ],
 )
 def test_the_command_is_what_was_typed(monkeypatch, argv, expected) -> None:

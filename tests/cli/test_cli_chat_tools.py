@@ -369,7 +369,7 @@ def test_a_terminal_asks_before_each_call(scripted, tmp_path) -> None:
         call("test__note", **note), call("test__note", **note), "Twice.",
         call("test__hangs", path=str(tmp_path / "begun")),
     )  # fmt: skip
-    command = [PROGRAM, "chat", "--server", scripted.url, "--mcp", str(config)]
+    command = [*PROGRAM, "chat", "--server", scripted.url, "--mcp", str(config)]
     with terminal(*command, environment=home(tmp_path), width=120, height=50) as pane:
         pane.wait_for("Ctrl-D ends.")
         pane.say("/tools")
@@ -411,7 +411,7 @@ def test_lines_run_named_tools_only(scripted, tmp_path) -> None:
     scripted.engine.says(
         call("test__add", a=1, b=2), "Three.", call("test__say_it", text="x"), "Refused."
     )
-    command = [PROGRAM, "chat", "--server", scripted.url, "--mcp", str(config)]
+    command = [*PROGRAM, "chat", "--server", scripted.url, "--mcp", str(config)]
     run = subprocess.run(
         [*command, "--mcp-allow", "test__add"],
         input="Add\nSay\n/tools\n",

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-# The console script, which interrupts itself where a module is first imported.
-IMPORTING = """
-import signal, sys
-place = sys.argv.pop()
+ROOT = Path(__file__).resolve().parents[2]
+# Interrupts the program where a module is first imported.
+INTERRUPT = """
+import os, signal, sys
 
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
-        if name == place:
+        if name == os.environ["PLACE"]:
             signal.raise_signal(signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupt())
+"""
+# The console script.
+SCRIPT = """
 from mlx_paged.cli.main import main
 main()
 """
@@ -66,20 +70,27 @@ main()
 def run(tmp_path: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "mlx-paged"
     program.write_text(script)
+    return execute(str(program), *arguments)
+
+
+def execute(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(program), *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, *arguments], check=False, capture_output=True, text=True, timeout=300
     )
 
 
 @pytest.mark.parametrize(
     "place", ["mlx_paged.blas", "mlx_paged.cli", "typer", "mlx_paged.cli.serve", "mlx_paged.demo"]
 )
-def test_while_the_program_starts(place: str, tmp_path: Path) -> None:
-    done = run(tmp_path, IMPORTING, "--help", place)
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_while_the_program_starts(how: str, place: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PLACE", place)
+    if how == "script":
+        done = run(tmp_path, INTERRUPT + SCRIPT, "--help")
+    else:
+        (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+        done = execute("-m", "mlx_paged", "--help")
     assert done.returncode == 130, done.stderr
     assert done.stderr == "mlx-paged: interrupted\n" and done.stdout == ""
 

@@ -17,7 +17,7 @@ pytestmark = needs_tmux
 @pytest.fixture
 def chat(tmp_path: Path) -> Iterator[Terminal]:
     """A chat with the embedded model, greedy."""
-    command = [PROGRAM, "chat", "--temperature", "0"]
+    command = [*PROGRAM, "chat", "--temperature", "0"]
     with terminal(*command, environment=home(tmp_path), width=100, height=30) as pane:
         pane.wait_for("Ctrl-D ends.")
         yield pane
@@ -96,13 +96,13 @@ def test_a_saved_chat_goes_on_in_another_one(chat, tmp_path) -> None:
 
 
 def test_what_was_typed_before_comes_back(tmp_path) -> None:
-    with terminal(PROGRAM, "chat", environment=home(tmp_path)) as pane:
+    with terminal(*PROGRAM, "chat", environment=home(tmp_path)) as pane:
         pane.wait_for("Ctrl-D ends.")
         pane.say("/system something remembered")
         pane.wait_for("system message: something remembered")
         pane.press("C-d")
         pane.wait_for("status=0")
-    with terminal(PROGRAM, "chat", environment=home(tmp_path)) as pane:
+    with terminal(*PROGRAM, "chat", environment=home(tmp_path)) as pane:
         pane.wait_for("Ctrl-D ends.")
         pane.press("Up")
         pane.wait_for("> /system something remembered")
@@ -140,7 +140,7 @@ def test_markdown_is_drawn_once_and_cannot_steer_the_terminal(tmp_path) -> None:
     lines = [f"line {i} of many" for i in range(60)]  # more than the screen has
     text = MARKDOWN.replace("{code}", "\n".join(lines))
     with StubServer(text, delay=0.002) as server:
-        command = [PROGRAM, "chat", "--server", server.url]
+        command = [*PROGRAM, "chat", "--server", server.url]
         with terminal(*command, environment=home(tmp_path), height=20) as pane:
             pane.wait_for("Ctrl-D ends.")
             pane.say("hello")
@@ -161,7 +161,7 @@ def test_markdown_is_drawn_once_and_cannot_steer_the_terminal(tmp_path) -> None:
 def test_errors_of_a_server_are_a_line_and_the_chat_goes_on(tmp_path) -> None:
     with StubServer("fine", delay=0.0) as server:
         server.fail_next(429, "queue is full")
-        command = [PROGRAM, "chat", "--server", server.url, "--api-key", "k"]
+        command = [*PROGRAM, "chat", "--server", server.url, "--api-key", "k"]
         with terminal(*command, environment=home(tmp_path), width=120) as pane:
             pane.wait_for("Ctrl-D ends.")
             pane.say("hello")
@@ -178,7 +178,7 @@ def test_errors_of_a_server_are_a_line_and_the_chat_goes_on(tmp_path) -> None:
 def test_control_c_while_a_server_thinks(tmp_path) -> None:
     with StubServer("never", delay=0.0) as server:
         server.hang_next()
-        command = [PROGRAM, "chat", "--server", server.url]
+        command = [*PROGRAM, "chat", "--server", server.url]
         with terminal(*command, environment=home(tmp_path)) as pane:
             pane.wait_for("Ctrl-D ends.")
             pane.say("hello")
@@ -210,7 +210,7 @@ def test_without_its_extra_a_chat_says_what_to_install(tmp_path) -> None:
     error = "raise ModuleNotFoundError('no', name='prompt_toolkit')\n"
     (stand_in / "__init__.py").write_text(error)
     environment = {**home(tmp_path), "PYTHONPATH": str(tmp_path)}
-    with terminal(PROGRAM, "chat", environment=environment, width=120) as pane:
+    with terminal(*PROGRAM, "chat", environment=environment, width=120) as pane:
         screen = pane.wait_for("status=1")
     assert "not installed (prompt_toolkit): pip install 'mlx-paged[chat]'" in screen
 
@@ -226,7 +226,7 @@ def test_a_batch_shows_a_bar_only_at_a_terminal(tmp_path) -> None:
         for i in range(5)
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [PROGRAM, "generate", "-i", str(tmp_path / "in.jsonl")]
+    command = [*PROGRAM, "generate", "-i", str(tmp_path / "in.jsonl")]
     with terminal(*command, "-o", f"{tmp_path}/out", environment=home(tmp_path)) as pane:
         screen = pane.wait_for("status=0")
     assert "5/5" in screen and "━" in screen

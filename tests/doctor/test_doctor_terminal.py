@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ pytestmark = needs_tmux
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_what_a_healthy_installation_shows(tmp_path: Path, width: int) -> None:
-    with terminal(PROGRAM, "doctor", environment=home(tmp_path), width=width, height=50) as pane:
+    with terminal(*PROGRAM, "doctor", environment=home(tmp_path), width=width, height=50) as pane:
         screen = pane.wait_for("status=")
         colors = pane.screen(colors=True)
     assert "status=0" in screen, screen
@@ -29,7 +30,7 @@ def test_what_a_healthy_installation_shows(tmp_path: Path, width: int) -> None:
 
 
 def test_progress_is_shown_while_it_looks(tmp_path: Path) -> None:
-    with terminal(PROGRAM, "doctor", environment=home(tmp_path)) as pane:
+    with terminal(*PROGRAM, "doctor", environment=home(tmp_path)) as pane:
         pane.wait_for("looking at")
         pane.wait_for("status=0")
 
@@ -43,7 +44,7 @@ def test_a_wrong_kernel_is_shown_with_its_remedy(tmp_path: Path) -> None:
         "    ops.silu_mul = lambda *a, **k: right(*a, **k) * 2\n"
     )
     environment = {**home(tmp_path), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    with terminal(PROGRAM, "doctor", environment=environment, width=100, height=50) as pane:
+    with terminal(*PROGRAM, "doctor", environment=environment, width=100, height=50) as pane:
         screen = pane.wait_for("status=")
     assert "status=1" in screen, screen
     ending = screen[screen.index("What fits") :]
@@ -53,7 +54,7 @@ def test_a_wrong_kernel_is_shown_with_its_remedy(tmp_path: Path) -> None:
 
 
 def test_control_c_ends_it_and_leaves_no_process(tmp_path: Path) -> None:
-    with terminal(PROGRAM, "doctor", environment=home(tmp_path)) as pane:
+    with terminal(*PROGRAM, "doctor", environment=home(tmp_path)) as pane:
         pane.wait_for("looking at")
         pane.press("C-c")
         screen = pane.wait_for("status=")
@@ -62,8 +63,7 @@ def test_control_c_ends_it_and_leaves_no_process(tmp_path: Path) -> None:
 
 def test_json_can_be_piped(tmp_path: Path) -> None:
     command = (
-        f"{shlex.quote(PROGRAM)} doctor --json"
-        " | python3 -c 'import json, sys; json.load(sys.stdin)'"
+        f"{shlex.join(PROGRAM)} doctor --json | python3 -c 'import json, sys; json.load(sys.stdin)'"
     )
     with terminal("bash", "-c", command, environment=home(tmp_path)) as pane:
         screen = pane.wait_for("status=")
@@ -73,9 +73,8 @@ def test_json_can_be_piped(tmp_path: Path) -> None:
 def test_pictures_for_the_documentation_are_made(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "scripts" / "terminal_picture.py"
     picture = tmp_path / "picture.svg"
-    python = str(Path(PROGRAM).with_name("python"))
     shown = ["printf", "\\033[31mred\\033[0m and plain\\n"]
-    command = [python, str(script), str(picture), "--columns", "40", "--", *shown]
+    command = [sys.executable, str(script), str(picture), "--columns", "40", "--", *shown]
     with terminal(*command, environment=home(tmp_path)) as pane:
         pane.wait_for("status=0")
     svg = picture.read_text()

@@ -16,8 +16,8 @@ from pathlib import Path
 from support.programs import needs
 
 TIMEOUT = 300.0
-# The installed program of this Python.
-PROGRAM = str(Path(sys.executable).with_name("mlx-paged"))
+# `mlx-paged`, also where it is not installed.
+PROGRAM = [sys.executable, "-m", "mlx_paged"]
 needs_tmux = needs("tmux", found=shutil.which("tmux") is not None)
 
 
@@ -87,6 +87,6 @@ def home(path: Path) -> dict[str, str]:
     return {
         "HOME": str(path),
         "XDG_STATE_HOME": str(path / "state"),
-        "PATH": f"{Path(PROGRAM).parent}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "LANG": "C.UTF-8",
     }
