@@ -87,7 +87,7 @@ async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Pr
     headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
     seen = Arrivals(prompt, time.perf_counter())
     try:
-        async with session.post(target.url, json=body, headers=headers) as response:
+        async with await _post(session, target.url, json=body, headers=headers) as response:
             if response.status != 200:
                 told = (await response.text())[:500]
                 seen.error = f"{response.status}{hint_of(response.status)}: {told}"
@@ -97,6 +97,51 @@ async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Pr
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         seen.error = f"{type(error).__name__}: {error}"
     return seen
+
+
+async def _post(session: aiohttp.ClientSession, url: str, **options: Any) -> aiohttp.ClientResponse:
+    """Sends a request, and again if it went to a kept-alive connection that the server closed.
+
+    A server may close an idle connection while a request is on its way (RFC 9112, section 9.3.1),
+    which is not a failure of the server. Each attempt uses up a kept connection. A request is not
+    repeated if its connection was new or if any byte of an answer came.
+
+    Args:
+        session: From `_session`.
+    """
+    while True:
+        attempt = _Attempt()
+        try:
+            return await session.post(url, trace_request_ctx=attempt, **options)
+        except aiohttp.ServerDisconnectedError as error:
+            if not attempt.is_reused or not isinstance(error.message, str):  # headers of an answer
+                raise
+        except aiohttp.ClientOSError:
+            if not attempt.is_reused:
+                raise
+
+
+@dataclass
+class _Attempt:
+    """One attempt to send a request."""
+
+    is_reused: bool = False  # the connection has carried a request before
+
+
+def _session() -> aiohttp.ClientSession:
+    """Returns a client session that tells `_post` about reused connections."""
+
+    async def note(_: Any, context: Any, __: Any) -> None:
+        context.trace_request_ctx.is_reused = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=6 * 3600),
+        connector=aiohttp.TCPConnector(limit=0),
+        read_bufsize=_READ_BUFFER,
+        trace_configs=[trace],
+    )
 
 
 @dataclass
@@ -186,11 +231,7 @@ async def run(
         Results in the order of the prompts, and the seconds for all of them.
     """
     gate = asyncio.Semaphore(concurrency or len(prompts) or 1)
-    timeout = aiohttp.ClientTimeout(total=6 * 3600)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        timeout=timeout, connector=connector, read_bufsize=_READ_BUFFER
-    ) as session:
+    async with _session() as session:
 
         async def limited(prompt: Prompt) -> Arrivals:
             async with gate:
