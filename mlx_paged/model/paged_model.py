@@ -277,11 +277,11 @@ class PagedModel:
             names = ("key_pool", "value_pool")
             for at, (name, dim) in enumerate(zip(names, cache.spec.pool_dims), 2 * index):
                 pool: mx.array = getattr(cache, name)
-                more = num_blocks - len(pool)
-                if more > 0:
+                if num_blocks > len(pool):
                     block_size, num_heads = pool.shape[1:3]
-                    added = ops.allocate_pool(more, block_size, num_heads, dim, pool.dtype)
-                    pool = mx.concatenate([pool, added])
+                    larger = ops.allocate_pool(num_blocks, block_size, num_heads, dim, pool.dtype)
+                    larger[: len(pool)] = pool  # in place, so the other blocks take no memory yet
+                    pool = larger
                 else:
                     pool = mx.contiguous(pool[:num_blocks])
                 mx.eval(pool)  # one pool at a time, so that only one exists twice
