@@ -27,6 +27,7 @@ from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError, MemoryPressureError
 from mlx_paged.model import pages
+from mlx_paged.model.paged_model import PagedModel
 
 NORMAL, WARNING, CRITICAL = PressureLevel
 NUM_INTERRUPTS = int(os.environ.get("MLX_PAGED_INTERRUPTS", "24"))
@@ -69,9 +70,12 @@ def add(engine: Engine, name: str, prompt: list[int], max_tokens: int = 20) -> R
 
 def finish(engine: Engine, *outputs: RequestOutput) -> None:
     """Runs to the end; all answers are the model's."""
+    num_steps = 0
     while engine.has_unfinished:
         engine.step()
         engine.check_integrity()
+        num_steps += 1
+        assert num_steps < 2000, "the requests do not come to an end"
     for output in outputs:
         [answer] = output.outputs
         assert answer.token_ids == follows(output.prompt_token_ids, len(answer.token_ids))
@@ -220,7 +224,8 @@ def test_an_idle_engine_reacts(source, resizes, monkeypatch) -> None:
 
             monkeypatch.setattr(engine.engine._relief, "_give_back", noting)
             source.level = CRITICAL
-            await asyncio.get_running_loop().run_in_executor(None, gone.wait, 300)
+            await asyncio.get_running_loop().run_in_executor(None, gone.wait, 60)
+            assert gone.is_set()
             usage = (await engine.stats()).usage
             assert usage.num_cached_blocks == 0
             with pytest.raises(MemoryPressureError):
@@ -267,6 +272,37 @@ def test_an_interrupt_at_any_line_of_it_loses_no_request(source, resizes, model)
     for at in random.Random(resizes).choices(range(1, counter.num_lines + 1), k=count):
         interrupter, answers = run(CRITICAL, at)
         assert answers == expected, interrupter.where
+
+
+@pytest.mark.parametrize("resizes", [True], indirect=True)
+def test_pools_of_which_only_some_were_resized_are_made_anew(source, resizes, monkeypatch) -> None:
+    engine = engine_of("gemma3").engine
+    output = add(engine, "a", prompt_of(1), 10)
+    for _ in range(5):
+        engine.step()
+    before, resize = size_of(engine), PagedModel.resize
+
+    def interrupted(self: PagedModel, *args: Any) -> None:
+        resize(self, *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PagedModel, "resize", interrupted)
+    source.level = WARNING
+    with pytest.raises(KeyboardInterrupt):
+        while engine.has_unfinished:
+            engine.step()
+    monkeypatch.undo()
+    assert engine.needs_recovery and engine.recover()
+    assert size_of(engine) == before
+    groups: dict[Any, set[int]] = {}
+    for cache in engine._runner.model.attention_caches:
+        groups.setdefault(cache.spec.group_spec, set()).add(len(cache.key_pool))
+    sizes = [{group.pool.num_blocks} for group in engine._kv.attention]
+    assert sorted(groups.values(), key=max) == sorted(sizes, key=max)
+    while engine.has_unfinished:
+        engine.step()
+        engine.check_integrity()
+    assert output.outputs[0].token_ids == dense_answer("gemma3", output.prompt_token_ids, 10)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
