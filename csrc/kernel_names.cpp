@@ -21,6 +21,7 @@ namespace {
 #define DATA_TEMPLATE(host_name, ...) {host_name, "data.h", INSTANCE(__VA_ARGS__)},
 #define QUANTISED_TEMPLATE(host_name, ...) {host_name, "quantised_pool.h", INSTANCE(__VA_ARGS__)},
 #define LAYER_TEMPLATE(host_name, ...) {host_name, "layer.h", INSTANCE(__VA_ARGS__)},
+#define PRODUCT_TEMPLATE(host_name, ...) {host_name, "products.h", INSTANCE(__VA_ARGS__)},
 #define EXPERT_TEMPLATE(host_name, ...) {host_name, "experts.h", INSTANCE(__VA_ARGS__)},
 #define LORA_TEMPLATE(host_name, ...) {host_name, "lora.h", INSTANCE(__VA_ARGS__)},
 #define GREEDY_TEMPLATE(host_name, ...) {host_name, "greedy.h", INSTANCE(__VA_ARGS__)},
@@ -38,6 +39,7 @@ constexpr KernelRow kKernels[] = {
     PAGED_FOR_EACH_DATA_TEMPLATE(DATA_TEMPLATE)
     PAGED_FOR_EACH_QUANTISED_TEMPLATE(QUANTISED_TEMPLATE)
     PAGED_FOR_EACH_LAYER_TEMPLATE(LAYER_TEMPLATE)
+    PAGED_FOR_EACH_PRODUCT_TEMPLATE(PRODUCT_TEMPLATE)
     PAGED_FOR_EACH_EXPERT_TEMPLATE(EXPERT_TEMPLATE)
     PAGED_FOR_EACH_LORA_TEMPLATE(LORA_TEMPLATE)
     PAGED_FOR_EACH_GREEDY_TEMPLATE(GREEDY_TEMPLATE)

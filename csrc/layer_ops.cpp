@@ -247,7 +247,7 @@ mx::array quantized_linear(
     const mx::array& x, const mx::array& weight, const mx::array& scales,
     const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, int group_size,
     int bits, const std::string& mode, const std::string& activations, bool by_rows,
-    mx::StreamOrDevice s_) {
+    bool for_program, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("quantized_linear");
   auto rounded = activations_named(v, activations);
@@ -256,7 +256,7 @@ mx::array quantized_linear(
   auto is_scale = [&](const mx::array& a) {
     return is_affine ? is_supported(a.dtype()) : a.dtype() == mx::uint8;
   };
-  bool on_cpu = s.device == mx::Device::cpu;
+  bool on_cpu = s.device == mx::Device::cpu && !for_program;
   Arrays inputs{x, weight, scales};
   if (biases) {
     inputs.push_back(*biases);
@@ -269,8 +269,8 @@ mx::array quantized_linear(
                 weight.ndim() == 2 && weight.size() > 0 && is_dense(weight) && is_scale(scales) &&
                 is_dense(scales) && bool(biases) == is_affine &&
                 (!biases || (biases->dtype() == scales.dtype() && is_dense(*biases)));
-  served = served &&
-           (on_cpu || QuantizedLinear::served_on_gpu(inputs, {quantized.format, bits, group_size}));
+  WeightCodes codes{quantized.format, bits, group_size};
+  served = served && (on_cpu || QuantizedLinear::served_on_gpu(inputs, codes, for_program));
   if (!served) {  // MLX checks its arguments
     auto out = mx::quantized_matmul(x, weight, scales, biases, true, group_size, bits, mode, s);
     return bias ? mx::add(out, *bias, s) : out;
@@ -287,7 +287,6 @@ mx::array quantized_linear(
   if (bias) {
     v.shape(*bias, "bias", {n});
   }
-  WeightCodes codes{quantized.format, bits, group_size};
   auto shape = x.shape();
   shape.back() = n;
   if (!on_cpu) {
@@ -347,19 +346,25 @@ std::pair<WeightCodes, int> add_weights(
 mx::array lookup(
     const mx::array& ids, const mx::array& weight, const std::optional<mx::array>& scales,
     const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,
-    mx::StreamOrDevice s_) {
+    bool for_program, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("lookup");
   v.require(
       ids.dtype() == mx::int32 || ids.dtype() == mx::uint32, "ids", "int32 or uint32", ids.dtype());
   v.shape(weight, "weight", {-1, -1});
-  v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
+  v.require(
+      for_program || s.device == mx::Device::cpu, "stream", "the CPU's unless for_program",
+      "a GPU's");
   Arrays inputs{ids};
   auto [codes, k] = add_weights(v, weight, scales, biases, group_size, bits, mode, inputs);
   auto shape = ids.shape();
   shape.push_back(k);
-  return mx::array(
-      std::move(shape), mx::float32, std::make_shared<Lookup>(s, codes), std::move(inputs));
+  // A GPU's rows have the dtype that mx.dequantize gives them.
+  auto dtype = !for_program                           ? mx::float32
+               : !scales                              ? weight.dtype()
+               : codes.format == WeightFormat::affine ? scales->dtype()
+                                                      : mx::bfloat16;
+  return mx::array(std::move(shape), dtype, std::make_shared<Lookup>(s, codes), std::move(inputs));
 }
 
 mx::array lora(
@@ -497,7 +502,8 @@ std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
   Arrays moved = inputs;
   moved[0] = mx::moveaxis(inputs[0], axes[0], 0, stream());
   auto shape = output_shapes(moved)[0];
-  if (stream().device != mx::Device::cpu && !served_on_gpu(moved, codes_)) {  // mapping adds rows
+  if (stream().device != mx::Device::cpu &&
+      !served_on_gpu(moved, codes_, false)) {  // mapping adds rows
     auto biases = has_biases() ? std::optional(moved[3]) : std::nullopt;
     auto out = mx::quantized_matmul(
         moved[0], moved[1], moved[2], biases, true, codes_.group_size, codes_.bits,
@@ -550,14 +556,14 @@ void bind_layer_ops(nb::module_& m) {
   m.def(
       "quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "biases"_a.none(),
       "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "activations"_a,
-      "by_rows"_a, "stream"_a = nb::none());
+      "by_rows"_a, "for_program"_a, "stream"_a = nb::none());
   m.def(
       "expert_linear", &expert_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a.none(),
       "biases"_a.none(), "bias"_a.none(), "global_scale"_a.none(), nb::kw_only(), "group_size"_a,
       "bits"_a, "mode"_a, "for_program"_a, "stream"_a = nb::none());
   m.def(
       "lookup", &lookup, "ids"_a, "weight"_a, "scales"_a.none(), "biases"_a.none(), nb::kw_only(),
-      "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());
+      "group_size"_a, "bits"_a, "mode"_a, "for_program"_a, "stream"_a = nb::none());
 }
 
 }  // namespace mlx_paged

@@ -50,14 +50,6 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   Node::eval_gpu(in, out);
 }
 
-bool QuantizedLinear::served_on_gpu(const Arrays&, const WeightCodes&) {
-  return false;
-}
-
-void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
-  Node::eval_gpu(in, out);
-}
-
 // Tests inspect launches for NVIDIA in any build.
 cuda::TmaKernels cuda::tma_kernels() {
   return TmaKernels::any;

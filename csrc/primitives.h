@@ -362,10 +362,10 @@ class Linear : public Node {
 };
 
 // The same with a weight from mx.quantize: float32 rows on the CPU; 16 bits and up to 64 rows with
-// CUDA.
+// CUDA; up to 16 rows with Metal.
 // in: x [..., k], weight [n, k * bits / 32] uint32, scales [n, k / group_size][, biases like
 // scales, if the format has them][, bias [n]]. out: [..., n] with the dtype of x; so have bias, and
-// with CUDA scales and biases that are not bytes.
+// on GPUs scales and biases that are not bytes.
 class QuantizedLinear : public Node {
  public:
   QuantizedLinear(mx::Stream s, WeightCodes codes, Activations activations, bool by_rows)
@@ -378,8 +378,9 @@ class QuantizedLinear : public Node {
   }
   const WeightCodes& codes() const { return codes_; }
   bool has_biases() const { return codes_.format == WeightFormat::affine; }
-  // Both are in cuda/linear_launch.cpp; no_cuda.cpp returns false and uses Node's. in: as above.
-  static bool served_on_gpu(const Arrays& in, const WeightCodes& codes);
+  // In cuda/linear_launch.cpp and metal/linear_launch.cpp. in: as above. for_program: the node will
+  // not run by itself, but become part of an executable; builds without a GPU have those for tests.
+  static bool served_on_gpu(const Arrays& in, const WeightCodes& codes, bool for_program);
   void eval_gpu(const Arrays& in, Arrays& out) override;
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     auto shape = in[0].shape();
@@ -399,9 +400,10 @@ class QuantizedLinear : public Node {
   bool by_rows_;             // on the CPU; see Linear
 };
 
-// Rows of an embedding's weight, on the CPU. Ids out of range are not read; their rows are NaN.
+// Rows of an embedding's weight. Ids out of range are not read; their rows are NaN. On the CPU in
+// float32; otherwise the node only occurs in a graph that becomes an executable.
 // in: ids int32 or uint32, weight and, if quantized, scales and biases, as for linear layers. out:
-// [..., k] float32.
+// [..., k] float32, or of the dtype of scales that are no bytes.
 class Lookup : public Node {
  public:
   Lookup(mx::Stream s, WeightCodes codes) : Node(s), codes_(codes) {}

@@ -12,6 +12,7 @@
 #include "few_rows.h"
 #include "kernel_table.h"
 #include "language.h"
+#include "quantized_weights.h"
 #include "vector_load.h"
 
 using namespace metal;
@@ -190,20 +191,23 @@ route_experts(
   }
 }
 
-// Computes out = x @ weight[expert].T + bias[expert] for an item's pairs; a SIMD-group reads a row
-// of the weight once for all of them. Rows of x are by place, or by row of the step (`gathers`);
-// rows of `out` are by place, or by pair in row order (`scatters`).
-// grid: (rows of the weight / PRODUCT_SIMD_GROUPS rounded up, items).
-template <typename T>
+// Computes out = x @ weight[expert].T + bias[expert] for an item's pairs, at most ROWS; a
+// threadgroup reads its rows of the weight once for all of them. Rows of x are by place, or by row
+// of the step
+// (`gathers`); rows of `out` are by place, or by pair in row order (`scatters`).
+// grid: (rows of an expert's weight / those of a threadgroup rounded up, items).
+template <typename T, typename Weight, int ROWS>
 PAGED_KERNEL(32 * paged::PRODUCT_SIMD_GROUPS)
 expert_rows(
-    device const T* x [[buffer(0)]], device const T* weight [[buffer(1)]],
-    device const T* bias [[buffer(2)]], device const int* sorted_pairs [[buffer(3)]],
-    device const int* items [[buffer(4)]], device T* out [[buffer(5)]],
-    constant paged::ExpertParams& params [[buffer(6)]],
+    device const T* x [[buffer(0)]], device const uchar* weight [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device const T* bias [[buffer(4)]], device const int* sorted_pairs [[buffer(5)]],
+    device const int* items [[buffer(6)]], device T* out [[buffer(7)]],
+    constant paged::ExpertParams& params [[buffer(8)]],
     uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
-  int column = int(group_id.x) * PRODUCT_SIMD_GROUPS + int(simd_id);
+  constexpr int COLUMNS = product_columns(ROWS);
+  int column = (int(group_id.x) * PRODUCT_SIMD_GROUPS + int(simd_id)) * COLUMNS;
   int expert = items[3 * group_id.y];
   int first = items[3 * group_id.y + 1];
   int count = items[3 * group_id.y + 2];
@@ -211,25 +215,31 @@ expert_rows(
     return;
   }
   ulong of_expert = ulong(expert) * params.n + column;
-  int rows[PRODUCT_ROWS];
+  int rows[ROWS];
   PAGED_UNROLL
-  for (int i = 0; i < PRODUCT_ROWS; i++) {
+  for (int i = 0; i < ROWS; i++) {
     int place = first + min(i, count - 1);
     rows[i] = params.gathers ? sorted_pairs[place] / params.top_k : place;
   }
-  float sums[PRODUCT_ROWS];
-  multiply_rows<T>(
-      weight + of_expert * params.k, params.k, x, params.x_stride, rows, count, int(lane), sums);
+  WeightRows weights = {
+      weight, scales, biases, of_expert, params.k / Weight::unit_size(), params.group_shift};
+  int num_columns = min(COLUMNS, params.n - column);
+  float sums[ROWS][COLUMNS];
+  multiply_rows<T, Weight, ROWS>(
+      weights, num_columns, x, params.x_stride, rows, count, int(lane), sums);
   PAGED_UNROLL
-  for (int i = 0; i < PRODUCT_ROWS; i++) {
-    float sum = simd_sum(sums[i]);
-    if (lane == 0 && i < count) {
-      if (params.has_bias) {
-        sum = rounded<T>(sum) + float(bias[of_expert]);
+  for (int i = 0; i < ROWS; i++) {
+    PAGED_UNROLL
+    for (int c = 0; c < COLUMNS; c++) {
+      float sum = simd_sum(sums[i][c]);
+      if (lane == 0 && i < count && c < num_columns) {
+        if (params.has_bias) {
+          sum = rounded<T>(sum) + float(bias[of_expert + c]);
+        }
+        int place = first + i;
+        int row = params.scatters ? sorted_pairs[place] : place;
+        out[ulong(row) * params.n + column + c] = T(sum);
       }
-      int place = first + i;
-      int row = params.scatters ? sorted_pairs[place] : place;
-      out[ulong(row) * params.n + column] = T(sum);
     }
   }
 }

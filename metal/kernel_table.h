@@ -66,7 +66,7 @@ enum {
   NORM_THREADS = 1024,   // of add_rms_norm, maximum
   NORM_CHUNKS = 4,       // per thread
   ROPE_SIMD_GROUPS = 4,  // of rope_write, one head each
-  PRODUCT_ROWS = 8,      // rows of x per threadgroup of product_rows
+  PRODUCT_ROWS = 16,     // rows of x for which products.h and experts.h read a weight once
   PRODUCT_SIMD_GROUPS = 4,
   GREEDY_THREADS = 1024,  // of greedy_tokens, maximum
   LORA_THREADS = 128,
@@ -75,6 +75,12 @@ enum {
   ROUTE_PAIRS = 2,      // per thread
   ROUTE_MAX_PAIRS = ROUTE_PAIRS * ROUTE_THREADS,
 };
+
+// Rows of the weight per SIMD-group of a product of `rows` rows: as many as fit in registers,
+// because they share each load of x.
+constexpr int product_columns(int rows) {
+  return rows > 1 ? 2 : 4;
+}
 
 // Counts of `chunks` are in units of 16 bytes.
 struct WriteParams {
@@ -203,6 +209,7 @@ struct RowParams {
 };
 static_assert(sizeof(RowParams) == 8, "the same for every compiler");
 
+// Params of products.h. A unit has 32 elements of a quantized weight.
 struct ProductParams {
   int num_rows;
   int n;
@@ -210,8 +217,16 @@ struct ProductParams {
   int x_stride;
   int has_bias;
   int has_residual;
+  int group_shift;  // log2 of the units per group of a scale
 };
-static_assert(sizeof(ProductParams) == 24, "the same for every compiler");
+static_assert(sizeof(ProductParams) == 28, "the same for every compiler");
+
+struct LookupParams {
+  int row_units;
+  int num_rows;  // in the table
+  int group_shift;
+};
+static_assert(sizeof(LookupParams) == 12, "the same for every compiler");
 
 // Params of experts.h.
 struct RouteParams {
@@ -235,8 +250,9 @@ struct ExpertParams {
   int has_bias;
   int gathers;   // x has one row per row of the step rather than per pair
   int scatters;  // results are ordered by pair rather than by expert
+  int group_shift;
 };
-static_assert(sizeof(ExpertParams) == 28, "the same for every compiler");
+static_assert(sizeof(ExpertParams) == 32, "the same for every compiler");
 
 struct CombineParams {
   int row_chunks;
@@ -296,16 +312,46 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
   X("add_rms_norm_" #dtype, add_rms_norm, type)     \
   X("rope_write_" #dtype, rope_write, type)         \
   X("silu_mul_" #dtype, silu_mul, type)             \
-  X("gather_rows_" #dtype, gather_rows, type)       \
-  X("product_rows_" #dtype, product_rows, type)
+  X("gather_rows_" #dtype, gather_rows, type)
 #define PAGED_FOR_EACH_LAYER_TEMPLATE(X)     \
   X("rope_rotations", rope_rotations, float) \
   PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_LAYER_KERNEL, X)
 
-#define PAGED_FOR_EACH_EXPERT_KERNEL(X, dtype, type) \
-  X("route_experts_" #dtype, route_experts, type)    \
-  X("expert_rows_" #dtype, expert_rows, type)        \
+// Kernels of products.h and experts.h. Products have a kernel for each format of weights and number
+// of rows: X(host name, function, type, weight, rows).
+#define PAGED_PRODUCT_ROWS(X, function, name, ...)      \
+  X(#function "_" name "_m1", function, __VA_ARGS__, 1) \
+  X(#function "_" name "_m4", function, __VA_ARGS__, 4) \
+  X(#function "_" name "_m16", function, __VA_ARGS__, 16)
+#define PAGED_DENSE_PRODUCT(X, function, dtype, type) \
+  PAGED_PRODUCT_ROWS(X, function, #dtype, type, paged::DenseWeight<type>)
+#define PAGED_FOR_EACH_QUANTIZED_WEIGHT(Y, X, function, dtype, type)     \
+  Y(X, function, #dtype "_affine_2", type, paged::AffineWeight<type, 2>) \
+  Y(X, function, #dtype "_affine_3", type, paged::AffineWeight<type, 3>) \
+  Y(X, function, #dtype "_affine_4", type, paged::AffineWeight<type, 4>) \
+  Y(X, function, #dtype "_affine_5", type, paged::AffineWeight<type, 5>) \
+  Y(X, function, #dtype "_affine_6", type, paged::AffineWeight<type, 6>) \
+  Y(X, function, #dtype "_affine_8", type, paged::AffineWeight<type, 8>) \
+  Y(X, function, #dtype "_mxfp4_4", type, paged::MxWeight<type, 4>)      \
+  Y(X, function, #dtype "_mxfp8_8", type, paged::MxWeight<type, 8>)      \
+  Y(X, function, #dtype "_nvfp4_4", type, paged::Nvfp4Weight<type>)
+#define PAGED_LOOKUP(X, function, name, ...) X(#function "_" name, function, __VA_ARGS__)
+
+#define PAGED_FOR_EACH_PRODUCT_KERNEL(X, dtype, type)                               \
+  PAGED_DENSE_PRODUCT(X, product_rows, dtype, type)                                 \
+  PAGED_FOR_EACH_QUANTIZED_WEIGHT(PAGED_PRODUCT_ROWS, X, product_rows, dtype, type) \
+  PAGED_FOR_EACH_QUANTIZED_WEIGHT(PAGED_LOOKUP, X, lookup_rows, dtype, type)
+#define PAGED_FOR_EACH_PRODUCT_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_PRODUCT_KERNEL, X)
+
+#define PAGED_FOR_EACH_DENSE_EXPERT_KERNEL(X, dtype, type) \
+  X("route_experts_" #dtype, route_experts, type)          \
+  PAGED_DENSE_PRODUCT(X, expert_rows, dtype, type)         \
   X("combine_experts_" #dtype, combine_experts, type)
+#define PAGED_FOR_EACH_EXPERT_KERNEL(X, dtype, type) \
+  PAGED_FOR_EACH_DENSE_EXPERT_KERNEL(X, dtype, type) \
+  PAGED_FOR_EACH_QUANTIZED_WEIGHT(PAGED_PRODUCT_ROWS, X, expert_rows, dtype, type)
+#define PAGED_FOR_EACH_DENSE_EXPERT_TEMPLATE(X) \
+  PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_DENSE_EXPERT_KERNEL, X)
 #define PAGED_FOR_EACH_EXPERT_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_EXPERT_KERNEL, X)
 
 #define PAGED_FOR_EACH_LORA_KERNEL(X, dtype, type) \

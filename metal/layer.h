@@ -8,7 +8,6 @@
 
 #include <metal_stdlib>
 
-#include "few_rows.h"
 #include "kernel_table.h"
 #include "language.h"
 #include "vector_load.h"
@@ -240,45 +239,4 @@ gather_rows(
     values = ((device const uint4*)table)[ulong(from) * params.row_chunks + at.chunk];
   }
   ((device uint4*)out)[at.row * params.row_chunks + at.chunk] = values;
-}
-
-// Computes x @ weight.T + bias + residual for few rows; a SIMD-group reads a row of the weight once
-// for up to PRODUCT_ROWS rows of x.
-// grid: (rows of the weight / PRODUCT_SIMD_GROUPS rounded up, rows of x / PRODUCT_ROWS likewise).
-template <typename T>
-PAGED_KERNEL(32 * paged::PRODUCT_SIMD_GROUPS)
-product_rows(
-    device const T* x [[buffer(0)]], device const T* weight [[buffer(1)]],
-    device const T* bias [[buffer(2)]], device const T* residual [[buffer(3)]],
-    device T* out [[buffer(4)]], constant paged::ProductParams& params [[buffer(5)]],
-    uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
-  using namespace paged;
-  int column = int(group_id.x) * PRODUCT_SIMD_GROUPS + int(simd_id);
-  int first = int(group_id.y) * PRODUCT_ROWS;
-  if (column >= params.n) {
-    return;
-  }
-  int rows[PRODUCT_ROWS];
-  PAGED_UNROLL
-  for (int i = 0; i < PRODUCT_ROWS; i++) {
-    rows[i] = first + i;
-  }
-  float sums[PRODUCT_ROWS];
-  multiply_rows<T>(
-      weight + ulong(column) * params.k, params.k, x, params.x_stride, rows,
-      params.num_rows - first, int(lane), sums);
-  PAGED_UNROLL
-  for (int i = 0; i < PRODUCT_ROWS; i++) {
-    float sum = simd_sum(sums[i]);
-    if (lane == 0 && first + i < params.num_rows) {
-      ulong at = ulong(first + i) * params.n + column;
-      if (params.has_bias) {
-        sum = rounded<T>(sum) + float(bias[column]);
-      }
-      if (params.has_residual) {
-        sum = rounded<T>(sum) + float(residual[at]);
-      }
-      out[at] = T(sum);
-    }
-  }
 }

@@ -660,6 +660,7 @@ def quantized_linear(
     mode: str = "affine",
     activations: str = "float32",
     by_rows: bool = False,
+    for_program: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x @ w.T + bias`` for a matrix ``w`` that `mx.quantize` turned into ``weight``, `scales` and
@@ -667,7 +668,8 @@ def quantized_linear(
 
     A single operation on the CPU, which reads the weight without conversion and computes in float32
     for all dtypes. Also a single operation with CUDA, for up to 64 rows in 16 bits with scales of
-    the same dtype, in every format except "nvfp4". Otherwise, and if the weight is not evaluated,
+    the same dtype, in every format except "nvfp4"; and with Metal, for up to 16 rows in every
+    format, where calibration allows it. Otherwise, and if the weight is not evaluated,
     ``mx.quantized_matmul``.
 
     On the CPU, `activations` "int8" first rounds each group of 32 numbers of `x` to integers in
@@ -686,13 +688,15 @@ def quantized_linear(
         bias: ``[n]``, added to the product.
         activations: One of `activations()`; "bfloat16" means "float32" here.
         by_rows: As in `linear`.
+        for_program: True if the result becomes part of a `GpuExecutable` and is never evaluated by
+            itself.
 
     Returns:
         ``[..., n]`` in the dtype of ``mx.quantized_matmul``.
     """
     return ext.quantized_linear(
         x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode,
-        activations=activations, by_rows=by_rows, stream=stream,
+        activations=activations, by_rows=by_rows, for_program=for_program, stream=stream,
     )  # fmt: skip
 
 
@@ -714,6 +718,7 @@ def lookup(
     group_size: int = 0,
     bits: int = 0,
     mode: str = "affine",
+    for_program: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """Looks up rows of an embedding weight as float32. CPU only, no gradient.
@@ -724,13 +729,16 @@ def lookup(
         weight: ``[n, k]`` float32, float16 or bfloat16; with `scales`, the output of `mx.quantize`.
         scales: ``[n, k / group_size]``.
         biases: Like `scales`, for the mode "affine" only.
+        for_program: True if the result becomes part of a `GpuExecutable`: in the dtype of
+            ``mx.dequantize``, and never evaluated by itself.
 
     Returns:
         ``[*ids.shape, k]`` float32.
     """
     return ext.lookup(
-        ids, weight, scales, biases, group_size=group_size, bits=bits, mode=mode, stream=stream
-    )
+        ids, weight, scales, biases, group_size=group_size, bits=bits, mode=mode,
+        for_program=for_program, stream=stream,
+    )  # fmt: skip
 
 
 def expert_linear(

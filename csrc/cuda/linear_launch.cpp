@@ -78,7 +78,7 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());
 }
 
-bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes) {
+bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes, bool) {
   const auto& x = in[0];
   const auto& weight = in[1];
   auto dtype = x.dtype();

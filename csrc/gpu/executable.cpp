@@ -15,6 +15,7 @@
 #include "execution.h"
 #include "lowering.h"
 #include "mlx/utils.h"
+#include "portable_products.h"
 
 namespace mlx_paged {
 
@@ -286,39 +287,6 @@ Launch GpuExecutable::collective_launch(const CollectiveStep& step) const {
   launch.collective = std::make_shared<const Collective>(
       Collective{step.primitive, step.in_shape, step.out_shape, step.dtype});
   return launch;
-}
-
-std::vector<Launch> portable_product_launches(
-    const ProductStep& step, const std::vector<StepOperand>& operands) {
-  if (step.codes) {
-    throw UnsupportedGraph("a product with quantized weights");
-  }
-  std::vector<Launch> launches;
-  auto bind = [&](Launch& launch, int operand, Access access) {
-    launch.buffers.push_back({operand, access, operands[operand].bytes});
-  };
-  for (size_t i = 0; i < step.parts.size(); i++) {
-    const auto& part = step.parts[i];
-    paged::ProductParams params{step.num_rows, part.n,         step.k,
-                                step.x_stride, part.bias >= 0, step.residual >= 0};
-    Launch launch;
-    launch.kernel = kernel_named(std::string("product_rows_") + name_of(step.dtype));
-    bind(launch, step.x, Access::read);
-    bind(launch, part.weight, Access::read);
-    bind(launch, part.bias >= 0 ? part.bias : part.weight, Access::read);
-    bind(launch, step.residual >= 0 ? step.residual : step.x, Access::read);
-    bind(launch, part.out, Access::write);
-    launch.constants = bytes_of(params);
-    launch.grid = {
-        div_up(part.n, paged::PRODUCT_SIMD_GROUPS), div_up(step.num_rows, paged::PRODUCT_ROWS), 1};
-    launch.threadgroup = {32 * paged::PRODUCT_SIMD_GROUPS, 1, 1};
-    launch.beside_previous = i > 0;
-    launches.push_back(std::move(launch));
-  }
-  for (auto& launch : launches_after_products(step, operands)) {
-    launches.push_back(std::move(launch));
-  }
-  return launches;
 }
 
 std::vector<Launch> launches_after_products(

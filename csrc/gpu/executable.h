@@ -239,10 +239,6 @@ class GpuStep : public mx::Primitive {
   std::shared_ptr<const GpuExecutable> executable_;
 };
 
-// Launches of one product by kernels of metal/. Those for NVIDIA are in cuda/products.h.
-std::vector<Launch> portable_product_launches(
-    const ProductStep& step, const std::vector<StepOperand>& operands);
-
 // Launches of a mixture of experts. Throws UnsupportedGraph if no kernel of `gpu` serves its
 // products.
 std::vector<Launch> mixture_launches(

@@ -11,6 +11,7 @@
 #include "../graph/memory_plan.h"
 #include "mlx/fast_primitives.h"
 #include "mlx/ops.h"
+#include "portable_products.h"
 
 namespace mlx_paged {
 
@@ -91,6 +92,8 @@ void GpuLowering::lower(const GraphNode& node) {
       return lower_gather(node);
     case Op::dequantize:
       return lower_dequantize(node);
+    case Op::lookup:
+      return lower_lookup(node);
     default:
       return lower_view(node);
   }
@@ -204,7 +207,36 @@ void GpuLowering::add_rows_copy(
   add_step(std::move(launch));
 }
 
-// Dequantizes rows of an embedding with CUDA; elsewhere MLX builds no such node.
+// Looks up rows of a quantized embedding, except with CUDA.
+void GpuLowering::lower_lookup(const GraphNode& node) {
+  const auto& in = node.inputs;
+  const auto& out = node.outputs[0];
+  const auto& codes = node.as<Lookup>().codes();
+  bool is_affine = codes.format == WeightFormat::affine;
+  int64_t k = out.shape(-1);
+  require(codes.format != WeightFormat::dense, "a lookup in a dense table");
+  if (auto reason = unsupported_weight(codes, k)) {
+    throw UnsupportedGraph(*reason);
+  }
+  require(!is_affine || in[2].dtype() == out.dtype(), "a lookup with scales of another dtype");
+  View ids = dense_view(in[0], "rows to look up that are not dense");
+  Launch launch;
+  launch.kernel = lookup_kernel(dtype_of(out.dtype()), codes);
+  read(launch, ids);
+  for (size_t i = 1; i <= 3; i++) {  // without biases the scales again
+    View table = dense_constant(in[std::min(i, in.size() - 1)]);
+    require(begins_at_chunk(table), "weights that do not begin at 16 bytes");
+    read(launch, table);
+  }
+  write(launch, new_value(out));
+  paged::LookupParams params{lookup_units(k), in[1].shape(0), group_shift_of(codes)};
+  launch.constants = bytes_of(params);
+  launch.grid = {uint32_t(out.size() / k), div_up(params.row_units, paged::DATA_THREADS), 1};
+  launch.threadgroup = {paged::DATA_THREADS, 1, 1};
+  add_step(std::move(launch));
+}
+
+// Dequantizes rows of an embedding with CUDA; elsewhere patches build a lookup.
 void GpuLowering::lower_dequantize(const GraphNode& node) {
   auto [unused, group_size, bits, mode, is_inverse] = node.as<mx::fast::Quantize>().state();
   const auto& out = node.outputs[0];

@@ -71,6 +71,7 @@ class GpuLowering {
   void lower_silu_mul(const GraphNode& node);
   void lower_gather(const GraphNode& node);
   void lower_dequantize(const GraphNode& node);
+  void lower_lookup(const GraphNode& node);
   void lower_greedy(const GraphNode& node);
   void lower_lora(const GraphNode& node);
   void lower_collective(const GraphNode& node);

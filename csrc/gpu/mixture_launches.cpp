@@ -10,6 +10,7 @@
 #include "../../metal/kernel_table.h"
 #include "../cuda/products.h"
 #include "executable.h"
+#include "portable_products.h"
 
 namespace mlx_paged {
 
@@ -23,8 +24,14 @@ class Launches {
       : step_(step), operands_(operands), dtype_(step.down.dtype) {
     bool by_stream = gpu == Gpu::nvidia && cuda::serves_experts(step.gated, tma) &&
                      cuda::serves_experts(step.down, tma);
-    if (!by_stream && step.down.codes) {
-      throw UnsupportedGraph("experts with quantized weights");
+    for (const auto* products : {&step.gated, &step.down}) {
+      auto reason = unsupported_weight(products->codes, products->k);
+      if (!by_stream && reason) {
+        throw UnsupportedGraph(*reason);
+      }
+      if (!by_stream && gpu == Gpu::nvidia && products->codes) {
+        throw UnsupportedGraph("experts with quantized weights");
+      }
     }
     route_ = step.route;
     if (by_stream) {
@@ -33,7 +40,7 @@ class Launches {
         tiles_ = cuda::quantised_expert_tiles(*tiles_);
       }
     }
-    route_.item_rows = tiles_ ? 8 * *tiles_ : paged::PRODUCT_ROWS;
+    route_.item_rows = tiles_ ? 8 * *tiles_ : product_rows_of(route_.num_rows);
     // Each chosen expert has at most one item that is not full.
     int max_experts = std::min(step.num_pairs(), route_.num_experts);
     route_.max_items =
@@ -72,9 +79,10 @@ class Launches {
     }
     for (size_t i = 0; i < products.parts.size(); i++) {
       const auto& part = products.parts[i];
-      Launch launch = kernel("expert_rows");
+      Launch launch;
+      launch.kernel = product_kernel("expert_rows", dtype_, products.codes, route_.item_rows);
       bind(launch, products.x, Access::read);
-      bind(launch, part.weight, Access::read);
+      bind_weight(launch, part, operands_);
       bind(launch, part.bias >= 0 ? part.bias : part.weight, Access::read);
       bind(launch, step_.sorted_pairs, Access::read);
       bind(launch, step_.items, Access::read);
@@ -82,8 +90,9 @@ class Launches {
       launch.constants = bytes_of(
           paged::ExpertParams{
               part.n, products.k, products.x_stride, route_.top_k, part.bias >= 0, is_first,
-              !is_first});
-      launch.grid = {div_up(part.n, paged::PRODUCT_SIMD_GROUPS), uint32_t(route_.max_items), 1};
+              !is_first, group_shift_of(products.codes)});
+      launch.grid = {
+          div_up(part.n, product_columns_of(route_.item_rows)), uint32_t(route_.max_items), 1};
       launch.threadgroup = {32 * paged::PRODUCT_SIMD_GROUPS, 1, 1};
       launch.beside_previous = i > 0;
       all_.push_back(std::move(launch));

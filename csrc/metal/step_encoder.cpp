@@ -101,9 +101,9 @@ std::unique_ptr<StepDevice> gpu::step_device(mx::Stream stream) {
   return std::make_unique<MetalStepDevice>(stream);
 }
 
-// The number of rows that reads each weight at most twice.
+// The number of rows that reads each weight once.
 int gpu::max_step_rows() {
-  return mx::default_device() == mx::Device::gpu ? 2 * paged::PRODUCT_ROWS : 0;
+  return mx::default_device() == mx::Device::gpu ? paged::PRODUCT_ROWS : 0;
 }
 
 }  // namespace mlx_paged

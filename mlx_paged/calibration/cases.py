@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_paged.kernels import AttentionLayer
 
@@ -36,6 +36,16 @@ class Product:
     def __str__(self) -> str:
         return ",".join(map(str, (self.n, self.k, self.bits, self.group_size, self.mode)))
 
+    @property
+    def small(self) -> Product:
+        """The same product with few columns; their length is what kernels loop over."""
+        return replace(self, n=40)
+
+    @property
+    def smallest(self) -> Product:
+        """A product in the same format that is equal for all layers."""
+        return replace(self, n=40, k=256)
+
     @classmethod
     def of(cls, text: str) -> Product:
         """The inverse of `str`."""
@@ -53,7 +63,9 @@ class Needs:
         block_size: Tokens of a block.
         hidden_size: Width of the residual stream.
         products: The linear layers of one decoder layer, in order.
-        has_experts: True if it has a mixture of experts.
+        formats: A small product in each format of its linear layers.
+        tables: The same for quantized embeddings.
+        experts: The same for mixtures of experts.
         step_rows: Maximum rows of a whole step that the device supports.
     """
 
@@ -62,7 +74,9 @@ class Needs:
     block_size: int
     hidden_size: int = 0
     products: tuple[Product, ...] = ()
-    has_experts: bool = False
+    formats: tuple[Product, ...] = ()
+    tables: tuple[Product, ...] = ()
+    experts: tuple[Product, ...] = ()
     step_rows: int = 0
 
 
@@ -131,18 +145,15 @@ def _step_checks(needs: Needs) -> Iterator[str]:
     yield f"silu/{dtype}"
     yield f"rows/{dtype}/{needs.hidden_size}"
     yield f"product/{dtype}/{Product(40, 256)}"
-    for product in needs.products:
-        yield f"product/{dtype}/{_small(product)}"
+    for product in (*needs.formats, *needs.products):
+        yield f"product/{dtype}/{product.small}"
+    for table in needs.tables:
+        yield f"lookup/{dtype}/{table}"
     for layer in needs.layers:
         if layer.features & ~1 == 0 and layer.key_format == 0:
             yield f"heads/{layer_text(layer)}/{needs.block_size}"
-    if needs.has_experts:
-        yield f"experts/{dtype}"
-
-
-def _small(product: Product) -> Product:
-    """The same product with few columns; their length is what kernels loop over."""
-    return Product(40, product.k, product.bits, product.group_size, product.mode)
+    for experts in needs.experts:
+        yield f"experts/{dtype}/{experts}"
 
 
 def timings(needs: Needs, kernel_of: KernelOf, reject: Callable[[set[str]], None]) -> list[str]:

@@ -415,15 +415,46 @@ def multiplied(module: nn.Module, x: mx.array) -> mx.array:
         return out
 
 
+# Rows for which a product has kernels of its own: the most, one and a few.
+_ROWS = (16, 1, 3)
+
+
 def product(dtype: str, shape: str) -> None:
-    """Checks a product with few and with the most rows."""
+    """Checks a product, and that a row has the same bits beside any number of other rows."""
     module = linear_module(Product.of(shape), getattr(mx, dtype))
-    for num_rows in (1, 5, 16):
-        x = _normal(
-            np.random.default_rng(1), num_rows, Product.of(shape).k, dtype=getattr(mx, dtype)
-        )
-        found = programs.run(lambda x: [multiplied(module, x)], [x])
-        _close(found[0], _plain_product(module, x), dtype)
+    x = _normal(np.random.default_rng(1), _ROWS[0], Product.of(shape).k, dtype=getattr(mx, dtype))
+    most: mx.array | None = None
+    for num_rows in _ROWS:
+        [found] = programs.run(lambda x: [multiplied(module, x)], [x[:num_rows]])
+        _close(found, _plain_product(module, x[:num_rows]), dtype)
+        most = found if most is None else most
+        _same(found, most[:num_rows], _COMPANY)
+
+
+_COMPANY = "results of a row alone and beside others"
+
+
+def lookup(dtype: str, shape: str) -> None:
+    """Checks lookups in a quantized embedding."""
+    made = Product.of(shape)
+    weight = _normal(np.random.default_rng(0), made.n, made.k, dtype=getattr(mx, dtype))
+    table = nn.QuantizedEmbedding.from_embedding(
+        _embedding_of(weight), made.group_size, made.bits, mode=made.mode
+    )
+    ids = mx.array([8, 0, made.n - 1, 3], mx.int32)
+    mx.eval(table.parameters())
+    [found] = programs.run(lambda ids: [patches.quantized_embedding(table, ids)], [ids])
+    scales, biases = table.scales[ids], table.get("biases")
+    if made.mode == "affine":
+        scales, biases = scales.astype(mx.float32), biases[ids].astype(mx.float32)
+    want = mx.dequantize(table.weight[ids], scales, biases, made.group_size, made.bits, made.mode)
+    _close(found, want, dtype)
+
+
+def _embedding_of(weight: mx.array) -> nn.Embedding:
+    made = nn.Embedding(*weight.shape)
+    made.weight = weight
+    return made
 
 
 def _plain_product(module: nn.Module, x: mx.array) -> mx.array:
@@ -490,16 +521,14 @@ def heads(layer_name: str, block: str) -> None:
     _close(found[0], want, layer.dtype, 4 * TOLERANCE[layer.dtype])
 
 
-def experts(dtype: str) -> None:
-    """Checks a mixture of experts."""
+def experts(dtype: str, shape: str) -> None:
+    """Checks a mixture of experts with weights in a format, and the bits of its rows."""
     rng, kind = np.random.default_rng(0), getattr(mx, dtype)
-    num_experts, hidden, width, top_k, num_rows = 6, 128, 64, 2, 5
-    gate, up = (_normal(rng, num_experts, width, hidden, dtype=kind) / hidden**0.5 for _ in "gu")
-    down = _normal(rng, num_experts, hidden, width, dtype=kind) / width**0.5
-    x = _normal(rng, num_rows, 1, hidden, dtype=kind)
-    order = np.stack([rng.permutation(num_experts) for _ in range(num_rows)])
-    logits = mx.array(order[:, None].astype(np.float32)).astype(kind)
-    mx.eval(gate, up, down)
+    num_experts, top_k = 6, 2
+    gate, up, down = (_Experts(rng, Product.of(shape), num_experts, kind) for _ in "gud")
+    every_x = _normal(rng, _ROWS[0], 1, Product.of(shape).k, dtype=kind)
+    order = np.stack([rng.permutation(num_experts) for _ in range(_ROWS[0])])
+    every_logit = mx.array(order[:, None].astype(np.float32)).astype(kind)
 
     def chosen(logits: mx.array) -> tuple[mx.array, mx.array]:
         shares = mx.softmax(logits, axis=-1, precise=True)
@@ -509,22 +538,52 @@ def experts(dtype: str) -> None:
     def build(x: mx.array, logits: mx.array) -> list[mx.array]:
         best, shares = chosen(logits)
         rows = mx.expand_dims(x, (-2, -3))
-        given = [ops.expert_linear(rows, best, weight, for_program=True) for weight in (gate, up)]
-        y = ops.expert_linear(ops.silu_mul(*given), best, down, for_program=True).squeeze(-2)
-        return [(y * shares[..., None]).sum(axis=-2)]
+        y = ops.silu_mul(gate.multiply(rows, best), up.multiply(rows, best))
+        return [(down.multiply(y, best).squeeze(-2) * shares[..., None]).sum(axis=-2)]
 
-    best, shares = chosen(logits)
-    best, wide = best[:, 0], x.astype(mx.float32)[:, 0]
-    g, u = ((w.astype(mx.float32)[best] @ wide[:, None, :, None]).squeeze(-1) for w in (gate, up))
-    y = (down.astype(mx.float32)[best] @ (g * mx.sigmoid(g) * u)[..., None]).squeeze(-1)
-    want = (y * shares[:, 0, :, None].astype(mx.float32)).sum(axis=1)[:, None]
-    _close(programs.run(build, [x, logits])[0], want, dtype, 4 * TOLERANCE[dtype])
+    most: mx.array | None = None
+    for num_rows in _ROWS:
+        x, logits = every_x[:num_rows], every_logit[:num_rows]
+        best, shares = chosen(logits)
+        best, wide = best[:, 0], x.astype(mx.float32)[:, 0]
+        g, u = ((e.wide[best] @ wide[:, None, :, None]).squeeze(-1) for e in (gate, up))
+        y = (down.wide[best] @ (g * mx.sigmoid(g) * u)[..., None]).squeeze(-1)
+        want = (y * shares[:, 0, :, None].astype(mx.float32)).sum(axis=1)[:, None]
+        [found] = programs.run(build, [x, logits])
+        _close(found, want, dtype, 4 * TOLERANCE[dtype])
+        most = found if most is None else most
+        _same(found, most[:num_rows], _COMPANY)
+
+
+class _Experts:
+    """Random square matrices of experts, ``[num_experts, k, k]``."""
+
+    def __init__(
+        self, rng: np.random.Generator, made: Product, num_experts: int, dtype: mx.Dtype
+    ) -> None:
+        weight = _normal(rng, num_experts, made.k, made.k) / made.k**0.5
+        self.form: dict[str, Any] = {
+            "group_size": made.group_size,
+            "bits": made.bits,
+            "mode": made.mode,
+        }
+        self.arrays = [weight.astype(dtype)]
+        self.wide = self.arrays[0].astype(mx.float32)
+        if made.bits:
+            self.arrays = list(mx.quantize(self.arrays[0], **self.form))
+            self.wide = mx.dequantize(*self.arrays, **self.form).astype(mx.float32)
+        mx.eval(self.arrays, self.wide)
+
+    def multiply(self, x: mx.array, indices: mx.array) -> mx.array:
+        """The product as a step's graph has it."""
+        form = self.form if len(self.arrays) > 1 else {}
+        return ops.expert_linear(x, indices, *self.arrays, **form, for_program=True)
 
 
 CHECKS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         attention, merge, uncovered, pool, blocks, strided, greedy, bitmask,
-        norm, silu, rows, product, heads, experts,
+        norm, silu, rows, product, lookup, heads, experts,
     )
 }  # fmt: skip

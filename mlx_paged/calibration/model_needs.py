@@ -36,11 +36,24 @@ def needs_of(paged: PagedModel) -> Needs:
         block_size=paged.block_size,
         hidden_size=products[0].k if products else 0,
         products=products,
-        has_experts=any(
-            isinstance(m, (SwitchLinear, QuantizedSwitchLinear)) for m in paged.model.modules()
-        ),
+        formats=_formats(paged.model, (nn.QuantizedLinear, nn.QuantizedEmbedding)),
+        tables=_formats(paged.model, (nn.QuantizedEmbedding,)),
+        experts=_formats(paged.model, (SwitchLinear, QuantizedSwitchLinear)),
         step_rows=executables.supported_step_rows(),
     )
+
+
+def _product_of(module: nn.Module) -> Product:
+    n, k = module.weight.shape[-2:]
+    if not hasattr(module, "bits"):
+        return Product(n, k)
+    return Product(n, k * 32 // module.bits, module.bits, module.group_size, module.mode)
+
+
+def _formats(model: nn.Module, kinds: tuple[type, ...]) -> tuple[Product, ...]:
+    """The formats of these modules' weights."""
+    found = {_product_of(m).smallest for m in model.modules() if isinstance(m, kinds)}
+    return tuple(sorted(found, key=str))
 
 
 def _products(model: nn.Module) -> list[Product]:
@@ -49,10 +62,6 @@ def _products(model: nn.Module) -> list[Product]:
     for name, module in sorted(model.named_modules()):
         if not _FIRST_LAYER.search(f"{name}."):
             continue
-        if isinstance(module, nn.QuantizedLinear):
-            n, packed = module.weight.shape
-            k = packed * 32 // module.bits
-            found.append(Product(n, k, module.bits, module.group_size, module.mode))
-        elif isinstance(module, nn.Linear):
-            found.append(Product(*module.weight.shape))
+        if isinstance(module, (nn.QuantizedLinear, nn.Linear)):
+            found.append(_product_of(module))
     return found

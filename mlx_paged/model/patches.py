@@ -56,6 +56,7 @@ _mlx_switch_mlp = switch_layers.SwitchMLP.__call__
 _mlx_lm_clipped_swiglu = activations.swiglu_oai
 _mlx_as_linear = nn.Embedding.as_linear
 _mlx_quantized_as_linear = nn.QuantizedEmbedding.as_linear
+_mlx_quantized_embedding = nn.QuantizedEmbedding.__call__
 _mlx_lm_swiglu = activations.swiglu
 
 # --- Attention ------------------------------------------------------------------------------------
@@ -169,6 +170,9 @@ def native_ops(
         _building.linear_dtypes = platform.native_dtypes
         _building.rotations = _Rotations(positions)
         _building.is_native = _building.for_program
+    elif platform.max_gpu_step_rows > 0:
+        # With Metal, quantized products give a row the same bits in programs and outside of them.
+        _building.linear_dtypes = platform.native_dtypes
     try:
         yield
     finally:
@@ -504,6 +508,23 @@ def _native_quantized(self: nn.Module, x: mx.array) -> mx.array:
         mode=self.mode,
         activations=_building.activations,
         by_rows=_building.by_rows,
+        for_program=_building.for_program,
+    )
+
+
+def quantized_embedding(self: nn.QuantizedEmbedding, x: mx.array) -> mx.array:
+    """``nn.QuantizedEmbedding.__call__``."""
+    if not _building.for_program or Platform.current().has_cuda:
+        return _mlx_quantized_embedding(self, x)
+    return ops.lookup(
+        x,
+        self["weight"],
+        self["scales"],
+        self.get("biases"),
+        group_size=self.group_size,
+        bits=self.bits,
+        mode=self.mode,
+        for_program=True,
     )
 
 
@@ -537,6 +558,7 @@ _REBOUND: tuple[tuple[Any, str, Any, Any], ...] = (  # owner, name, MLX's, ours
     (nn.QuantizedLinear, "__call__", _mlx_quantized_linear, quantized_linear),
     (nn.Embedding, "as_linear", _mlx_as_linear, as_linear),
     (nn.QuantizedEmbedding, "as_linear", _mlx_quantized_as_linear, quantized_as_linear),
+    (nn.QuantizedEmbedding, "__call__", _mlx_quantized_embedding, quantized_embedding),
     (switch_layers.SwitchLinear, "__call__", _mlx_expert_linear, expert_linear),
     (
         switch_layers.QuantizedSwitchLinear,

@@ -21,7 +21,7 @@ TABLE = {
     "kernels": [
         {"kernel": "greedy_tokens_float16", "verdict": "right"},
         {"kernel": "paged_decode_float16_64_64_q1", "verdict": "2.000 ms where another takes 1"},
-        {"kernel": "product_rows_float16", "verdict": "Crash: no answer within 5 s"},
+        {"kernel": "product_rows_float16_m1", "verdict": "Crash: no answer within 5 s"},
     ],
     "timings": [{"shape": "7 products in float16, 1 rows", "way": "whole", "seconds": 0.001}],
     "step_rows": 8,
@@ -46,7 +46,7 @@ def test_faulty_kernels_are_a_warning_with_their_names(job: str) -> None:
     assert found.status is Status.WARNING and told.calibration == TABLE
     assert found.found == (
         "2 of 3 do; whole steps of up to 8 rows are used; "
-        "product_rows_float16: Crash: no answer within 5 s"
+        "product_rows_float16_m1: Crash: no answer within 5 s"
     )
     schema = jsonschema_rs.validator_for(report.schema())
     assert [str(error) for error in schema.iter_errors(json.loads(told.dumps()))] == []

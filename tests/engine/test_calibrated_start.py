@@ -133,12 +133,12 @@ def test_whole_steps_run_if_they_are_right_and_faster(
         plant(monkeypatch, **{MLX: "slow"})
         assert generate(calibrate="force", dtype="float32") == expected_of_floats
         assert sim_ext.step_counts()["steps"] > before
-        assert "product_rows_float32" in ran_kernels()
+        assert "product_rows_float32_m4" in ran_kernels()
     assert "whole steps: up to 16 rows" in caplog.text
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("kernel", ["product_rows_float32", "rope_write_float32"])
+@pytest.mark.parametrize("kernel", ["product_rows_float32_m4", "rope_write_float32"])
 @pytest.mark.parametrize("fault", ["wrong", "crash"])
 def test_a_faulty_kernel_of_whole_steps_does_not_run(
     monkeypatch, caplog, expected_of_floats, kernel, fault

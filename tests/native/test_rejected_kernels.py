@@ -95,10 +95,10 @@ def test_a_rejected_kernel_takes_whole_steps_with_it() -> None:
     with simulated():
         (unknown,) = executables.placeholders([x])
         assert executables.GpuExecutable([unknown], [ops.linear(unknown, weight)]).kernels == [
-            "product_rows_float32"
+            "product_rows_float32_m4"
         ]
-        kernels.reject_kernels(["product_rows_float32"])
-        with pytest.raises(ValueError, match="does not allow the kernel product_rows_float32"):
+        kernels.reject_kernels(["product_rows_float32_m4"])
+        with pytest.raises(ValueError, match="does not allow the kernel product_rows_float32_m4"):
             executables.GpuExecutable([unknown], [ops.linear(unknown, weight)])
 
 

@@ -28,7 +28,7 @@ HEADERS = HERE / "cxx"
 STANDARD = ["-x", "c++", "-std=c++14", f"-isystem{HEADERS}", "-Wno-unknown-attributes"]
 FILES = (
     "data.h", "experts.h", "greedy.h", "layer.h", "lora.h", "paged_decode.h",
-    "paged_decode_matrix.h", "paged_prefill.h", "paged_merge.h", "quantised_pool.h",
+    "paged_decode_matrix.h", "paged_prefill.h", "paged_merge.h", "products.h", "quantised_pool.h",
 )  # fmt: skip
 STRICT = ["-Wall", "-Wextra", "-pedantic-errors", "-Werror", "-Werror=c++17-extensions"]
 GPU = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1030", "-nogpulib", "-O2", "-w"]
@@ -64,20 +64,16 @@ def registers(
     bounds: bool = False,
     alibi: bool = False,
 ) -> dict[str, Registers]:
-    """What each attention kernel needs if a thread has `limit` registers; `bounds`: in steps that
-    have some; `alibi`: in layers with ALiBi."""
-    kernels = [
-        kernel
-        for kernel in kernels
-        if kernel[2] and kernel[1] not in ("data.h", "quantised_pool.h")
-    ]
+    """What each kernel of attention and products needs if a thread has `limit` registers; `bounds`:
+    in steps that have some; `alibi`: in layers with ALiBi."""
+    kernels = [kernel for kernel in kernels if _function(kernel) in _BUFFERS]
     groups = [kernels[i : i + TOGETHER] for i in range(0, len(kernels), TOGETHER)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = pool.map(lambda group: _registers(group, root, limit, bounds, alibi), groups)
         return {name: count for part in parts for name, count in part.items()}
 
 
-_BUFFERS = (
+_ATTENTION_BUFFERS = (
     "device const {T}* queries, device const {T}* keys, device const {T}* values, "
     "device const int* positions, device const int* tables, "
     "device const paged::WorkItem* items, device const float* sinks, device {T}* out, "
@@ -88,12 +84,33 @@ _MERGE_BUFFERS = (
     "device const paged::MergeItem* items, device const float* workspace, "
     "device const float* sinks, device {T}* out, constant paged::MergeParams& params"
 )
+_WEIGHT_BUFFERS = (
+    "device const {T}* x, device const uchar* weight, device const uchar* scales, "
+    "device const uchar* biases, device const {T}* bias, "
+)
+_BUFFERS = {
+    "paged_decode": _ATTENTION_BUFFERS,
+    "paged_decode_matrix": _ATTENTION_BUFFERS,
+    "paged_prefill": _ATTENTION_BUFFERS,
+    "paged_merge": _MERGE_BUFFERS,
+    "product_rows": _WEIGHT_BUFFERS
+    + "device const {T}* residual, device {T}* out, constant paged::ProductParams& params",
+    "expert_rows": _WEIGHT_BUFFERS
+    + "device const int* pairs, device const int* items, device {T}* out, "
+    "constant paged::ExpertParams& params",
+}
 _SIMD_GROUPS = {
+    "product_rows": "paged::PRODUCT_SIMD_GROUPS",
+    "expert_rows": "paged::PRODUCT_SIMD_GROUPS",
     "paged_decode": "paged::DECODE_SIMD_GROUPS",
     "paged_decode_matrix": "paged::matrix_simd_groups({key_dim})",
     "paged_prefill": "paged::PREFILL_SIMD_GROUPS",
     "paged_merge": "paged::MERGE_SIMD_GROUPS",
 }
+
+
+def _function(kernel: Kernel) -> str:
+    return kernel[2].partition("<")[0]
 
 
 def _includes() -> str:
@@ -102,12 +119,11 @@ def _includes() -> str:
 
 def _entry(kernel: Kernel, limit: int) -> str:
     """A kernel of that GPU. Places in the grid are values that only a thread itself knows."""
-    name, file, instance = kernel
-    function = file.removesuffix(".h")
-    first, key_dim = re.match(r"\w+<(\w+), (\d+)", instance).groups()  # type: ignore[union-attr]
-    merge = function == "paged_merge"
+    name, _, instance = kernel
+    function = _function(kernel)
+    first, key_dim = re.match(r"\w+<(\w+), ([\w:]+)", instance).groups()  # type: ignore[union-attr]
     scratch = "float" if function == "paged_decode" else "uchar"
-    buffers = (_MERGE_BUFFERS if merge else _BUFFERS).format(T=first, scratch=scratch)
+    buffers = _BUFFERS[function].format(T=first, scratch=scratch)
     given = [part.split()[-1] for part in buffers.replace("&", "").replace("*", " ").split(",")]
     groups = _SIMD_GROUPS[function].format(key_dim=key_dim)
     given.append("uint3{place(), place(), place()}")

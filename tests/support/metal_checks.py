@@ -7,6 +7,7 @@ inside blocks and tiles; slots that must not be read hold NaN.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -31,6 +32,8 @@ from support.quantised import (
 )
 from support.reference import PagedBatch, alibi_slopes, assert_close, make_batch, spans_of, to_numpy
 from support.simulated import launches, simulated
+from support.weight_formats import dequantised
+from support.weight_formats import quantised as quantized_weight
 
 mx.set_default_device(mx.cpu)
 
@@ -597,18 +600,96 @@ def gates_and_rows(library: SimLibrary) -> None:
 
 @check
 def products(library: SimLibrary) -> None:
+    """Rows that are parts of wider ones, and rows of weights that do not fill a SIMD-group."""
     rng = np.random.default_rng(0)
-    x, weight, more = normal(rng, 11, 72), normal(rng, 38, 72), normal(rng, 11, 38)
-    bias = normal(rng, 38)
-    near(run_program(library, lambda x: [ops.linear(x, weight, bias)], x)[0],
-         ops.linear(x, weight, bias))  # fmt: skip
-    mx.eval(inputs := [x, more])
-    with simulated(library):
-        unknown = executables.placeholders(inputs)
-        program = executables.GpuExecutable(unknown, [unknown[1] + ops.linear(unknown[0], weight)])
-        got = program(inputs)[0]
-        mx.eval(got)
-    near(got, more + ops.linear(x, weight))
+    for rows, n, k, dtype in ((19, 38, 136, mx.float32), (3, 35, 264, mx.bfloat16)):
+        wide, more = normal(rng, rows, k + 16, dtype=dtype), normal(rng, rows, n, dtype=dtype)
+        weight, bias = normal(rng, n, k, dtype=dtype), normal(rng, n, dtype=dtype)
+
+        def build(wide: mx.array, more: mx.array) -> list[mx.array]:
+            x = mx.split(wide, [k], axis=1)[0]  # noqa: B023
+            return [ops.linear(x, weight, bias), more + ops.linear(x, weight)]  # noqa: B023
+
+        mx.eval(inputs := [wide, more])
+        with simulated(library):
+            unknown = executables.placeholders(inputs)
+            got = executables.GpuExecutable(unknown, build(*unknown))(inputs)
+            mx.eval(got)
+        for ours, expected in zip(got, build(wide, more), strict=True):
+            near(ours, expected)
+
+
+def _quantized_products(
+    library: SimLibrary, forms: Sequence[tuple[str, int, int, int, int]]
+) -> None:
+    """Compares (mode, bits, group size, rows, columns) with float64; the weight has 36 units."""
+    rng = np.random.default_rng(0)
+    for mode, width, group, rows, n in forms:
+        arrays = quantized_weight(rng, n, 1152, mode, width, group, mx.float32)
+        x, weight = normal(rng, rows, 1152), dequantised(arrays, mode, width, group)
+
+        def build(x: mx.array) -> list[mx.array]:
+            codes, scales, *biases = arrays  # noqa: B023
+            return [ops.quantized_linear(
+                x, codes, scales, *(biases or [None]), group_size=group, bits=width, mode=mode,  # noqa: B023
+                for_program=True,
+            )]  # fmt: skip
+
+        got = to_numpy(run_program(library, build, x)[0])
+        traffic = launches()[0]["traffic"]
+        assert [traffic.get(i + 1, (0, 0))[0] for i in range(len(arrays))] == [
+            a.nbytes for a in arrays
+        ]
+        expected = to_numpy(x).astype(np.float64) @ weight.T
+        scale = np.linalg.norm(expected, axis=1, keepdims=True) / np.sqrt(n)
+        assert (np.abs(got - expected) <= 1e-5 * scale).all()
+
+
+@check
+def affine_products(library: SimLibrary) -> None:
+    _quantized_products(
+        library, [("affine", 4, 64, 3, 21), ("affine", 3, 128, 1, 18), ("affine", 6, 32, 1, 7)]
+    )
+
+
+@check
+def affine_products_of_many_rows(library: SimLibrary) -> None:
+    _quantized_products(library, [("affine", 8, 128, 9, 11), ("affine", 5, 64, 16, 5)])
+
+
+@check
+def float_products(library: SimLibrary) -> None:
+    _quantized_products(
+        library, [("mxfp4", 4, 32, 1, 9), ("mxfp8", 8, 32, 3, 9), ("nvfp4", 4, 16, 2, 10)]
+    )
+
+
+@check
+def lookups(library: SimLibrary) -> None:
+    """Rows of more units than a threadgroup has threads, exactly as their codes say."""
+    rng = np.random.default_rng(0)
+    ids = mx.array([3, -1, 5, -6, 0])
+    for mode, width, group, k in (
+        ("affine", 2, 64, 128), ("affine", 5, 32, 8224), ("mxfp4", 4, 32, 64), ("mxfp8", 8, 32, 64),
+        ("nvfp4", 4, 16, 64),
+    ):  # fmt: skip
+        arrays = quantized_weight(rng, 5, k, mode, width, group, mx.float32)
+        if mode.startswith("mx"):
+            arrays[1] = mx.array(rng.integers(0, 9, (5, k // group), dtype=np.uint8))
+            mx.eval(arrays)
+
+        def build(ids: mx.array) -> list[mx.array]:
+            codes, scales, *biases = arrays  # noqa: B023
+            return [ops.lookup(
+                ids, codes, scales, *(biases or [None]), group_size=group, bits=width, mode=mode,  # noqa: B023
+                for_program=True,
+            )]  # fmt: skip
+
+        got = to_numpy(run_program(library, build, ids)[0].astype(mx.float32))
+        kept = np.array([0, 1, 4])
+        expected = dequantised(arrays, mode, width, group)[np.array([3, 4, 0])]
+        np.testing.assert_allclose(got[kept], expected, rtol=1e-2 if mode == "nvfp4" else 2e-6)
+        assert np.isnan(got[[2, 3]]).all()
 
 
 @check
@@ -616,12 +697,16 @@ def mixtures(library: SimLibrary) -> None:
     """Experts that span several chunks of a SIMD-group, full and partial items, numbers of pairs
     that are not multiples of four, and more pairs than threads."""
     rng = np.random.default_rng(0)
-    for router, rows, num_experts, top_k, dtype in (
-        ("softmax, last", 1, 5, 3, mx.float32), ("normalised", 40, 40, 16, mx.bfloat16),
-        ("first, softmax", 21, 3, 2, mx.float32), ("normalised", 9, 70, 3, mx.float16),
-    ):  # fmt: skip
-        experts = Experts(rng, num_experts, 24, 16, dtype, has_bias=top_k == 3)
-        x = normal(rng, rows, 1, 24, dtype=dtype)
+    for router, rows, num_experts, top_k, dtype, form in (
+        ("softmax, last", 1, 5, 3, mx.float32, None),
+        ("normalised", 40, 40, 16, mx.bfloat16, None),
+        ("first, softmax", 21, 3, 2, mx.float32, ("affine", 4, 32)),
+        ("normalised", 9, 70, 3, mx.float16, None),
+    ):
+        size = 24 if form is None else 64
+        experts = Experts(rng, num_experts, size, size - 8 if form is None else 64, dtype,
+                          has_bias=top_k == 3, form=form)  # fmt: skip
+        x = normal(rng, rows, 1, size, dtype=dtype)
         logits = logits_apart(rng, rows, num_experts, dtype)
         if router == "first, softmax":  # the two largest are equal
             logits = mx.array([[[1.0, 2.0, 1.0]], [[3.0, 3.0, 3.0]], [[0.0, 1.0, 1.0]]] * 7)

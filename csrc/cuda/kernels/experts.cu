@@ -17,12 +17,13 @@ __global__ void __launch_bounds__(paged::ROUTE_THREADS) route_experts_entry(
   route_experts<T>(logits, weights, sorted_pairs, items, params);
 }
 
-template <typename T>
+template <typename T, typename Weight, int ROWS>
 __global__ void __launch_bounds__(32 * paged::PRODUCT_SIMD_GROUPS) expert_rows_entry(
-    const T* x, const T* weight, const T* bias, const int* sorted_pairs, const int* items, T* out,
+    const T* x, const unsigned char* weight, const unsigned char* scales,
+    const unsigned char* biases, const T* bias, const int* sorted_pairs, const int* items, T* out,
     const __grid_constant__ paged::ExpertParams params) {
   paged::begin_after_kernel_before();
-  expert_rows<T>(x, weight, bias, sorted_pairs, items, out, params);
+  expert_rows<T, Weight, ROWS>(x, weight, scales, biases, bias, sorted_pairs, items, out, params);
 }
 
 template <typename T>
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(paged::DATA_THREADS) combine_experts_entry(
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
-    PAGED_FOR_EACH_EXPERT_TEMPLATE(PORTABLE)
+    PAGED_FOR_EACH_DENSE_EXPERT_TEMPLATE(PORTABLE)
     PAGED_FOR_EACH_LINEAR_STREAM(STREAM, float16, __half)
     PAGED_FOR_EACH_LINEAR_STREAM(STREAM, bfloat16, __nv_bfloat16)
     // clang-format on

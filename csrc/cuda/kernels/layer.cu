@@ -98,14 +98,6 @@ __global__ void gather_rows_entry(
   gather_rows<T>(table, rows, out, params);
 }
 
-template <typename T>
-__global__ void __launch_bounds__(32 * paged::PRODUCT_SIMD_GROUPS) product_rows_entry(
-    const T* x, const T* weight, const T* bias, const T* residual, T* out,
-    const __grid_constant__ paged::ProductParams params) {
-  paged::begin_after_kernel_before();
-  product_rows<T>(x, weight, bias, residual, out, params);
-}
-
 // Grid: (blocks per input, inputs).
 __global__ void copy_inputs_entry(const __grid_constant__ mlx_paged::cuda::StepInputs inputs) {
   paged::begin_after_kernel_before();
@@ -118,15 +110,15 @@ __global__ void copy_inputs_entry(const __grid_constant__ mlx_paged::cuda::StepI
 
 #define LAYER(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
 // The same runs and distances as in code_order.h.
-#define ORDERED_NORM(dtype, type, run, apart)              \
-  {"add_rms_norm_" #dtype "_ordered_" #run "_" #apart,     \
+#define ORDERED_NORM(dtype, type, run, apart)          \
+  {"add_rms_norm_" #dtype "_ordered_" #run "_" #apart, \
    add_rms_norm_entry<type, mlx_paged::cuda::InOrder<run, apart>>},
-#define ORDERED_NORMS(dtype, type)   \
-  ORDERED_NORM(dtype, type, 32, 1)   \
-  ORDERED_NORM(dtype, type, 32, 2)   \
-  ORDERED_NORM(dtype, type, 32, 4)   \
-  ORDERED_NORM(dtype, type, 64, 1)   \
-  ORDERED_NORM(dtype, type, 64, 2)   \
+#define ORDERED_NORMS(dtype, type) \
+  ORDERED_NORM(dtype, type, 32, 1) \
+  ORDERED_NORM(dtype, type, 32, 2) \
+  ORDERED_NORM(dtype, type, 32, 4) \
+  ORDERED_NORM(dtype, type, 64, 1) \
+  ORDERED_NORM(dtype, type, 64, 2) \
   ORDERED_NORM(dtype, type, 64, 4)
 
 static const bool added = mlx_paged::cuda::add_kernels({

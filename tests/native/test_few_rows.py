@@ -1,0 +1,306 @@
+"""Products of up to 16 rows with dense and quantized weights, in steps on the simulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from support.gpu_executables import with_programs
+from support.mixtures import Experts, chosen_by, logits_apart
+from support.models import StepDriver, tiny_config, tiny_model
+from support.platforms import platform_with, run_as_on
+from support.reference import DTYPES, bits
+from support.simulated import launches, needs_simulator, simulated
+from support.weight_formats import FORMATS, dequantised, quantised
+
+from mlx_paged import executables, ops
+from mlx_paged.model import patches
+
+pytestmark = needs_simulator
+
+Form = tuple[str, int, int]  # mode, bits, group size
+DENSE: Form = ("dense", 16, 1)
+# One group size per mode and number of bits.
+FORMS: list[Form] = [
+    ("affine", 2, 128), ("affine", 3, 32), ("affine", 4, 64), ("affine", 5, 128),
+    ("affine", 6, 32), ("affine", 8, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16),
+]  # fmt: skip
+# Largest error of a row, relative to the row's norm.
+TOLERANCE = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+# More units of 32 elements than a SIMD-group has lanes; rows of the weight that do not fill one.
+N, K = 43, 1152
+
+
+def form_name(form: Form) -> str:
+    mode, width, group = form
+    return "dense" if form == DENSE else f"{mode}-{width}-{group}"
+
+
+def short(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
+class Weight:
+    """A random weight and its values in float64."""
+
+    def __init__(
+        self, rng: np.random.Generator, form: Form, dtype: mx.Dtype, n: int = N, k: int = K
+    ) -> None:
+        self.form = form
+        if form == DENSE:
+            self.arrays = [mx.array(rng.standard_normal((n, k)).astype(np.float32)).astype(dtype)]
+            mx.eval(self.arrays)
+            self.exact = exact(self.arrays[0])
+        else:
+            mode, width, group = form
+            self.arrays = quantised(rng, n, k, mode, width, group, dtype)
+            self.exact = dequantised(self.arrays, mode, width, group)
+
+    def multiply(self, x: mx.array, bias: mx.array | None = None) -> mx.array:
+        if self.form == DENSE:
+            return ops.linear(x, self.arrays[0], bias)
+        mode, width, group = self.form
+        weight, scales, *biases = self.arrays
+        return ops.quantized_linear(
+            x, weight, scales, *(biases or [None]), bias,
+            group_size=group, bits=width, mode=mode, for_program=True,
+        )  # fmt: skip
+
+
+def exact(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> mx.array:
+    array = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+    mx.eval(array)
+    return array
+
+
+def run(build: Callable[..., mx.array], *inputs: mx.array) -> tuple[mx.array, list[dict[str, Any]]]:
+    """The result of a program, and its launches."""
+    mx.eval(inputs)
+    with simulated():
+        unknown = executables.placeholders(inputs)
+        [out] = executables.GpuExecutable(unknown, [build(*unknown)])(list(inputs))
+        mx.eval(out)
+        return out, launches()
+
+
+def assert_close(got: mx.array, expected: np.ndarray, tolerance: float) -> None:
+    assert got.shape == expected.shape
+    error = np.linalg.norm(exact(got) - expected, axis=-1)
+    assert (error <= tolerance * np.linalg.norm(expected, axis=-1)).all()
+
+
+# --- Linear layers --------------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("form", [DENSE, *FORMS], ids=form_name)
+def test_rows_have_the_same_bits_in_any_company_and_read_a_weight_once(
+    rng, dtype, form: Form
+) -> None:
+    weight = Weight(rng, form, dtype)
+    x = normal(rng, 16, K, dtype=dtype)
+    whole = None
+    counts = range(16, 0, -1) if form[:2] == ("affine", 4) else (16, 9, 5, 3, 2, 1)
+    for count in counts:
+        out, [launch] = run(weight.multiply, x[16 - count :])
+        whole = bits(out) if whole is None else whole
+        np.testing.assert_array_equal(bits(out), whole[16 - count :])
+        assert_close(out, exact(x)[16 - count :] @ weight.exact.T, 2 * TOLERANCE[dtype])
+        name = "" if form == DENSE else f"_{form[0]}_{form[1]}"
+        tile = 1 if count == 1 else 4 if count <= 4 else 16
+        assert launch["kernel"] == f"product_rows_{short(dtype)}{name}_m{tile}"
+        assert weight_bytes(launch, weight.arrays) == sum(a.nbytes for a in weight.arrays)
+
+
+def weight_bytes(launch: dict[str, Any], arrays: list[mx.array]) -> int:
+    """Bytes that a product reads of its weight, which is its second argument, and of scales."""
+    return sum(launch["traffic"][1 + i][0] for i in range(len(arrays)))
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("form", FORMATS, ids=form_name)
+def test_products_in_every_format(rng, form: Form) -> None:
+    """Against float64 and against MLX, with a bias and a residual."""
+    weight = Weight(rng, form, mx.float32, 20, 256)
+    x, bias, residual = (normal(rng, *s, dtype=mx.float32) for s in ((5, 256), (20,), (5, 20)))
+    out, [_] = run(lambda x, residual: residual + weight.multiply(x, bias), x, residual)
+    expected = exact(x) @ weight.exact.T + exact(bias) + exact(residual)
+    assert_close(out, expected, 3e-6)
+    mode, width, group = form
+    w, scales, *biases = weight.arrays
+    of_mlx = mx.quantized_matmul(
+        x, w, scales, *(biases or [None]), group_size=group, bits=width, mode=mode
+    )
+    assert_close(out, exact(of_mlx + bias + residual), 1e-5)
+
+
+def test_gate_and_up_of_quantized_weights(rng) -> None:
+    gate, up = (Weight(rng, ("affine", 4, 32), mx.bfloat16, 40, 64) for _ in range(2))
+    x = normal(rng, 3, 64, dtype=mx.bfloat16)
+    out, ran = run(lambda x: ops.silu_mul(gate.multiply(x), up.multiply(x)), x)
+    g, u = (exact(x) @ w.exact.T for w in (gate, up))
+    assert_close(out, g / (1 + np.exp(-g)) * u, 0.03)
+    assert len(ran) == 3
+
+
+def test_columns_that_are_no_multiple_of_32_are_refused(rng) -> None:
+    weight = Weight(rng, ("nvfp4", 4, 16), mx.float32, 8, 48)
+    with simulated():
+        [x] = executables.placeholders([mx.zeros((2, 48))])
+        with pytest.raises(ValueError, match="the operation QuantizedMatmul"):
+            executables.GpuExecutable([x], [weight.multiply(x)])
+
+
+# --- Embeddings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("form", FORMS, ids=form_name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_rows_of_a_quantized_table(rng, dtype, form: Form) -> None:
+    mode, width, group = form
+    weight = Weight(rng, form, dtype, 9, 384)
+    table, scales, *biases = weight.arrays
+    ids = mx.array([3, -1, 9, 0, -10], mx.int32)
+
+    def build(ids: mx.array) -> mx.array:
+        return ops.lookup(
+            ids, table, scales, *(biases or [None]), group_size=group, bits=width, mode=mode,
+            for_program=True,
+        )  # fmt: skip
+
+    out, [launch] = run(build, ids)
+    assert out.dtype == (dtype if mode == "affine" else mx.bfloat16)
+    assert launch["kernel"] == f"lookup_rows_{short(out.dtype)}_{mode}_{width}"
+    kept = np.array([0, 1, 3])
+    expected = mx.array(weight.exact[np.array([3, 8, 0])], mx.float32).astype(out.dtype)
+    np.testing.assert_allclose(
+        exact(out)[kept], exact(expected), rtol=2 * TOLERANCE[out.dtype], atol=1e-6
+    )
+    assert np.isnan(exact(out)[[2, 4]]).all()
+
+
+# --- Mixtures of experts --------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("form", FORMS, ids=form_name)
+@pytest.mark.parametrize(("rows", "top_k"), [(1, 2), (4, 3), (21, 2)])
+def test_quantized_experts(rng, form: Form, rows: int, top_k: int) -> None:
+    dtype = [mx.float32, mx.float16, mx.bfloat16][rows % 3]
+    experts = Experts(rng, 5, 128, 128, dtype, has_bias=top_k == 3, form=(*form[:2], form[2]))
+    x, logits = normal(rng, rows, 1, 128, dtype=dtype), logits_apart(rng, rows, 5, dtype)
+    router = "normalised"
+    out, ran = run(lambda x, logits: experts.build(x, logits, router, top_k), x, logits)
+    chosen, shares = chosen_by(router, exact(logits)[:, 0], top_k)
+    assert_close(out, experts.expected(x, chosen, shares), 6 * TOLERANCE[dtype])
+    tile = {1: 1, 4: 4, 21: 16}[rows]
+    gate, up = ran[1:3]
+    assert gate["kernel"] == f"expert_rows_{short(dtype)}_{form[0]}_{form[1]}_m{tile}"
+    # Every chosen expert's matrix is read once for each 16 of its rows.
+    items = int(-(-np.unique(chosen, return_counts=True)[1] // 16).sum())
+    bytes_of_one = sum(a.nbytes for a in experts.arrays["gate"]) // 5
+    for launch in (gate, up):
+        assert weight_bytes(launch, experts.arrays["gate"]) == items * bytes_of_one
+
+
+@pytest.mark.parametrize("form", [None, ("affine", 4, 32), ("nvfp4", 4, 16)], ids=str)
+def test_a_row_of_experts_has_the_same_bits_in_any_company(rng, form: Form | None) -> None:
+    experts = Experts(rng, 3, 64, 64, mx.bfloat16, form=form)
+    x, logits = normal(rng, 16, 1, 64, dtype=mx.bfloat16), logits_apart(rng, 16, 3, mx.bfloat16)
+
+    def build(x: mx.array, logits: mx.array) -> mx.array:
+        return experts.build(x, logits, "normalised", 2)
+
+    whole, _ = run(build, x, logits)
+    for count in (1, 3, 6):
+        part, _ = run(build, x[:count], logits[:count])
+        np.testing.assert_array_equal(bits(part), bits(whole)[:count])
+
+
+# --- Whole steps ----------------------------------------------------------------------------------
+
+CONFIG = tiny_config("qwen3", head_dim=32)
+MIXTURE = {
+    **tiny_config("qwen3", head_dim=32, num_hidden_layers=2),
+    **{"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []},
+    **{"moe_intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 2},
+    "norm_topk_prob": True,
+}
+
+
+def quantized_driver(config: dict[str, Any], form: Form) -> StepDriver:
+    model = tiny_model(config)
+    mode, width, group = form
+    nn.quantize(model, group, width, mode=mode)
+    mx.eval(model.parameters())
+    return StepDriver(model, config["model_type"], block_size=8)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("config", [CONFIG, MIXTURE], ids=["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("form", [("affine", 4, 32), ("affine", 8, 64), ("affine", 6, 32)], ids=str)
+def test_steps_of_quantized_models_are_programs(rng, form: Form, config) -> None:
+    ours, graphs = (quantized_driver(config, form) for _ in range(2))
+    steps = with_programs(ours)
+    works = [{"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}]
+    for work in works:
+        tokens = {s: rng.integers(0, 96, count).tolist() for s, count in work.items()}
+        expected = graphs.step(tokens)
+        with simulated():
+            actual = ours.step(tokens)
+            kernels = {launch["kernel"] for launch in launches()}
+        for sequence, logits in expected.items():
+            np.testing.assert_allclose(actual[sequence], logits, atol=2e-4)
+        of_format = f"float32_affine_{form[1]}"
+        assert any(name.startswith(f"product_rows_{of_format}_m") for name in kernels)
+        assert f"lookup_rows_{of_format}" in kernels
+    assert len(steps.made) == 3
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("form", [("affine", 4, 64), ("affine", 3, 32)], ids=str)
+def test_decodes_of_quantized_models_become_programs_of_metal(rng, form: Form) -> None:
+    driver = quantized_driver(CONFIG, form)
+    steps = driver.runner.model._compiled
+    run_as_on(driver.runner.model, max_gpu_step_rows=16)
+    with simulated():
+        for _ in range(5):
+            driver.step({s: rng.integers(0, 96, 1).tolist() for s in "ab"})
+        kernels = {launch["kernel"] for launch in launches()}
+    assert steps._graphs and not steps.refusals.executables
+    assert f"product_rows_float32_affine_{form[1]}_m4" in kernels
+
+
+def test_embeddings_outside_of_programs_are_mlxs(rng) -> None:
+    embedding = nn.QuantizedEmbedding(8, 64, group_size=32, bits=4)
+    ids = mx.array([1, 2])
+    patches.install()
+    expected = mx.dequantize(
+        embedding.weight[ids], embedding.scales[ids], embedding.biases[ids], 32, 4
+    )
+    np.testing.assert_array_equal(np.array(embedding(ids)), np.array(expected))
+
+
+@pytest.mark.parametrize("rows", [0, 16])
+def test_quantized_products_outside_of_programs_are_ours_if_calibrated(monkeypatch, rows) -> None:
+    """On Metal, whose node for them then runs the kernel of a program (csrc/metal)."""
+    layer, called = nn.QuantizedLinear(64, 32, bias=False, group_size=32, bits=4), []
+    monkeypatch.setattr(patches, "is_cpu_default", lambda: False)
+    monkeypatch.setattr(ops, "quantized_linear", lambda *args, **options: called.append(options))
+    platform = platform_with(
+        on_cpu=False, max_gpu_step_rows=rows, native_dtypes=(mx.float16, mx.bfloat16)
+    )
+    with patches.native_ops(mx.zeros(1, mx.int32), platform=platform):
+        assert patches._building.rotations is None
+        patches.quantized_linear(layer, mx.zeros((1, 64), mx.float16))
+    assert [options["for_program"] for options in called] == [False] * (rows > 0)
