@@ -619,6 +619,36 @@ def products(library: SimLibrary) -> None:
             near(ours, expected)
 
 
+@check
+def rounded_products(library: SimLibrary) -> None:
+    """Sums are rounded before a bias and a residual are added: to bfloat16, 257 is 256."""
+    x = mx.concatenate([mx.ones((2, 257)), mx.zeros((2, 7))], axis=1).astype(mx.bfloat16)
+    weight, bias, more = (mx.ones(s, mx.bfloat16) for s in ((5, 264), (5,), (2, 5)))
+    mx.eval(inputs := [x, more], weight, bias)
+
+    def build(x: mx.array, more: mx.array) -> list[mx.array]:
+        return [ops.linear(x, weight, bias), more + ops.linear(x, weight)]
+
+    with simulated(library):
+        unknown = executables.placeholders(inputs)
+        got = executables.GpuExecutable(unknown, build(*unknown))(inputs)
+        mx.eval(got)
+    for out in got:
+        assert (to_numpy(out) == 256).all()
+    experts = Experts(np.random.default_rng(0), 2, 264, 264, mx.bfloat16, has_bias=True)
+    ones = mx.ones((2, 264, 264), mx.bfloat16)
+    experts.arrays = {part: [ones] for part in experts.arrays}
+    experts.biases = dict.fromkeys(experts.biases, mx.ones((2, 264), mx.bfloat16))
+    mx.eval(experts.arrays, experts.biases)
+    logits = mx.zeros((2, 1, 2), mx.bfloat16)
+
+    def product(x: mx.array, logits: mx.array) -> list[mx.array]:
+        return [experts.build(x, logits, "normalised", 2)]
+
+    [out] = run_program(library, product, x.reshape(2, 1, 264), logits)
+    assert (to_numpy(out) == 256 * 256 * 264).all()  # silu keeps the gates, which are large
+
+
 def _quantized_products(
     library: SimLibrary, forms: Sequence[tuple[str, int, int, int, int]]
 ) -> None:
@@ -640,6 +670,9 @@ def _quantized_products(
         assert [traffic.get(i + 1, (0, 0))[0] for i in range(len(arrays))] == [
             a.nbytes for a in arrays
         ]
+        # A SIMD-group has 4 rows of the weight for one row of x, and 2 for pairs of rows.
+        simd_groups, pairs = (-(-n // 4), 1) if rows == 1 else (-(-n // 2), rows + rows % 2)
+        assert traffic[0][0] == simd_groups * pairs * 1152 * 4
         expected = to_numpy(x).astype(np.float64) @ weight.T
         scale = np.linalg.norm(expected, axis=1, keepdims=True) / np.sqrt(n)
         assert (np.abs(got - expected) <= 1e-5 * scale).all()
