@@ -182,7 +182,7 @@ Activations activations_named(const Validator& v, const std::string& name) {
 // Leaves weights that would have to be made dense in every step to MLX.
 bool served_on_cpu(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
-    bool by_rows) {
+    int by_rows) {
   auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
   // Without a BLAS, MLX's own product is as fast for float32 weights.
   return (by_rows || cpu::find_sgemm() || !is_float(weight)) && is_float(x) &&
@@ -192,7 +192,7 @@ bool served_on_cpu(
 
 mx::array linear(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
-    const std::string& activations, bool by_rows, mx::StreamOrDevice s_) {
+    const std::string& activations, int by_rows, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("linear");
   auto rounded = activations_named(v, activations);
@@ -246,7 +246,7 @@ bool contains(const std::vector<int>& all, int one) {
 mx::array quantized_linear(
     const mx::array& x, const mx::array& weight, const mx::array& scales,
     const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, int group_size,
-    int bits, const std::string& mode, const std::string& activations, bool by_rows,
+    int bits, const std::string& mode, const std::string& activations, int by_rows,
     bool for_program, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("quantized_linear");

@@ -339,7 +339,7 @@ class NucleusThresholds : public Node {
 // in: x [..., k], weight [n, k][, bias [n]]. out: [..., n].
 class Linear : public Node {
  public:
-  Linear(mx::Stream s, Activations activations, bool by_rows)
+  Linear(mx::Stream s, Activations activations, int by_rows)
       : Node(s), activations_(activations), by_rows_(by_rows) {}
   MLX_PAGED_NODE("linear")
   bool is_equivalent(const mx::Primitive& other) const override {
@@ -358,7 +358,8 @@ class Linear : public Node {
 
  private:
   Activations activations_;  // on the CPU
-  bool by_rows_;             // on the CPU: no BLAS, whose sums depend on the number of rows
+  int by_rows_;  // on the CPU: leading rows for which no BLAS is used, whose sums depend on their
+                 // number
 };
 
 // The same with a weight from mx.quantize: float32 rows on the CPU; 16 bits and up to 64 rows with
@@ -368,7 +369,7 @@ class Linear : public Node {
 // on GPUs scales and biases that are not bytes.
 class QuantizedLinear : public Node {
  public:
-  QuantizedLinear(mx::Stream s, WeightCodes codes, Activations activations, bool by_rows)
+  QuantizedLinear(mx::Stream s, WeightCodes codes, Activations activations, int by_rows)
       : Node(s), codes_(codes), activations_(activations), by_rows_(by_rows) {}
   MLX_PAGED_NODE("quantized_linear")
   Activations activations() const { return activations_; }
@@ -397,7 +398,7 @@ class QuantizedLinear : public Node {
  private:
   WeightCodes codes_;
   Activations activations_;  // on the CPU
-  bool by_rows_;             // on the CPU; see Linear
+  int by_rows_;              // on the CPU; see Linear
 };
 
 // Rows of an embedding's weight. Ids out of range are not read; their rows are NaN. On the CPU in

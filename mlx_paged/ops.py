@@ -44,6 +44,8 @@ from mlx_paged import kernels, plain_ops
 from mlx_paged.extension import ext
 
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+# As a number of rows: all of them.
+_ALL_ROWS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -624,7 +626,7 @@ def linear(
     bias: mx.array | None = None,
     *,
     activations: str = "float32",
-    by_rows: bool = False,
+    by_rows: bool | int = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x @ weight.T + bias``.
@@ -640,12 +642,15 @@ def linear(
         activations: One of `activations()`. On the CPU, "bfloat16" rounds `x` to bfloat16 if the
             weight is bfloat16 and there are more than 64 rows, where it pays off.
         by_rows: On the CPU, sum each row in the same order for any number of rows, although a BLAS
-            would multiply many rows faster. No effect with `activations` "bfloat16".
+            multiplies more than 64 rows faster. A number means only that many leading rows. No
+            effect with `activations` "bfloat16".
 
     Returns:
         ``[..., n]``.
     """
-    return ext.linear(x, weight, bias, activations=activations, by_rows=by_rows, stream=stream)
+    return ext.linear(
+        x, weight, bias, activations=activations, by_rows=_num_rows(by_rows), stream=stream
+    )
 
 
 def quantized_linear(
@@ -659,7 +664,7 @@ def quantized_linear(
     bits: int,
     mode: str = "affine",
     activations: str = "float32",
-    by_rows: bool = False,
+    by_rows: bool | int = False,
     for_program: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
@@ -696,8 +701,13 @@ def quantized_linear(
     """
     return ext.quantized_linear(
         x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode,
-        activations=activations, by_rows=by_rows, for_program=for_program, stream=stream,
+        activations=activations, by_rows=_num_rows(by_rows), for_program=for_program,
+        stream=stream,
     )  # fmt: skip
+
+
+def _num_rows(by_rows: bool | int) -> int:
+    return _ALL_ROWS if by_rows is True else int(by_rows)
 
 
 def activations() -> list[str]:

@@ -37,7 +37,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "blas": ("linker",),
     "linker": (),
     "cgroups": (),
-    "macos": (),
     "import_hooks": (),
     "interrupts": (),
     "reference": (),
@@ -51,7 +50,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "platform": ("ops", "executables", "extension"),
     "model": (
         *("content", "platform", "ops", "kernels", "executables", "extension", "demo"),
-        *("descriptors", "gguf", "macos"),
+        *("descriptors", "gguf"),
     ),
     "gguf": ("extension",),
     "core": (),
@@ -68,7 +67,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "cgroups",
         "content",
         "core",
-        "macos",
         "multimodal",
         "parsing",
         "templates",
@@ -87,7 +85,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "mcp": ("addresses",),
     "doctor": (
         *("_build", "blas", "cgroups", "extension", "ops", "platform", "model", "engine"),
-        *("demo", "reference", "calibration", "child_jobs", "macos"),
+        *("demo", "reference", "calibration", "child_jobs"),
     ),
     "extras": (),
     "bench": (
@@ -124,7 +122,6 @@ STANDARD_LIBRARY_ONLY = (
     "cgroups",
     "child_jobs",
     "content",
-    "macos",
     "descriptors",
     "import_hooks",
     "core",

@@ -116,15 +116,26 @@ void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out,
       cpu::kBFloatTileColumns);
 }
 
-// Computes x [m, k] times the rows of weights, plus bias if there is one.
+// Up to this many rows, a BLAS is not faster than products by rows.
+constexpr int kFewRows = 64;
+
+// Computes x [m, k] times the rows of weights, plus bias if there is one. The first `by_rows` rows
+// are summed in the same order for any m.
 void multiply(
     const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m,
-    Activations activations, bool by_rows) {
+    Activations activations, int by_rows) {
   if (m == 0) {
     return;
   }
   int n = weights.n;
   int k = weights.k;
+  if (m > kFewRows && by_rows > 0 && by_rows < m) {
+    multiply(x, weights, bias, out, by_rows, activations, by_rows);
+    x += int64_t(by_rows) * k;
+    out += int64_t(by_rows) * n;
+    m -= by_rows;
+    by_rows = 0;
+  }
   const auto& product = cpu::kernels().product;
   bool is_float = weights.format == WeightFormat::dense && weights.dtype == DType::float32;
   if (const auto* integers = cpu::integer_kernels(activations, weights)) {
@@ -133,7 +144,7 @@ void multiply(
       activations == Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
       m > product.max_rows(weights)) {
     multiply_bfloat(x, weights, out, m);
-  } else if (by_rows || m <= product.max_rows(weights) || !cpu::find_sgemm()) {
+  } else if (by_rows >= m || m <= kFewRows || !cpu::find_sgemm()) {
     cpu::for_product_pieces(m, n, k, weights.bits, n, [&](int64_t begin, int64_t end) {
       product.few_rows({x, weights, out, m, k, n}, begin, end);
     });

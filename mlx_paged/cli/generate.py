@@ -23,6 +23,7 @@ from mlx_paged.cli.options import (
     Model,
     ModelDType,
     SamplingOptions,
+    Speculative,
     SystemPrompt,
     given,
     option,
@@ -43,7 +44,7 @@ _STRUCTURED = "Structured outputs"
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "runner", "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
-     "async_scheduling", "max_step_time_ms", "progress"}
+     "async_scheduling", "max_step_time_ms", "speculative_config", "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name", "runner")
 _GREEDY = SamplingOptions(
@@ -142,6 +143,7 @@ def generate(
     cpu_activations: CPUActivations = "float32",
     async_scheduling: AsyncScheduling = True,
     max_step_time_ms: MaxStepTime = None,
+    speculative_config: Speculative = None,
 ) -> None:  # fmt: skip
     """Answer prompts, or the requests of a batch file, many at once.
 
@@ -165,6 +167,7 @@ def generate(
             max_model_len=max_model_len,
             kv_cache_memory=kv_cache_memory,
             max_step_time_ms=max_step_time_ms,
+            speculative_config=speculative_config,
         ),
     }
     if input is not None:

@@ -165,6 +165,15 @@ MaxStepTime = Annotated[
     float | None,
     option(ENGINE, MAX_STEP_TIME_HELP, "--max-step-time-ms", show_default=MAX_STEP_TIME_DEFAULT),
 ]
+SPECULATIVE_HELP = (
+    'Draft tokens and verify several in one step, as a JSON object: {"method": "suffix"} or '
+    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}. The tokens are the '
+    "same. docs/speculation.md"
+)
+Speculative = Annotated[
+    str | None,
+    option(ENGINE, SPECULATIVE_HELP, "--speculative-config", show_default="none"),
+]
 SystemPrompt = Annotated[str | None, option(None, "System message.")]
 MaxTokens = Annotated[int | None, option(_SAMPLING, "Maximum tokens of an answer.", min=1)]
 

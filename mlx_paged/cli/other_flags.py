@@ -14,7 +14,7 @@ _ANSWER = (
 _CHUNKS = "--max-num-batched-tokens sets the most tokens of a step"
 _MEDIA = "nothing is needed: models with towers take media where the extra 'vision' is installed"
 _QUANTIZED_KV = "--kv-cache-dtype int8 or int4 quantizes the KV cache"
-_NO_DRAFTS = "speculative decoding is not supported"
+_NO_DRAFTS = "--speculative-config drafts without a second model; draft models are not supported"
 _NO_ADAPTERS = "adapters are not supported: fuse it into the model with mlx_lm.fuse"
 _NO_DISK = "the prefix cache is in memory only"
 _ONE_MODEL = "a server has one model: start another one on another --port"
@@ -91,7 +91,6 @@ _HINTS: dict[str, str] = {
     "--rerank-model": "serve it with --runner pooling, in a server of its own",
     "--revision": "give the directory of the revision, as huggingface-cli download prints it",
     "--specprefill": "prompts are computed whole",
-    "--speculative-config": _NO_DRAFTS,
     "--ssd-cache-dir": _NO_DISK,
     "--ssd-cache-max-gb": _NO_DISK,
     "--swap-space": _NO_DISK,

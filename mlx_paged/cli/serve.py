@@ -18,6 +18,7 @@ from mlx_paged.cli.options import (
     KV_CACHE_DTYPE_HELP,
     MAX_STEP_TIME_DEFAULT,
     MAX_STEP_TIME_HELP,
+    SPECULATIVE_HELP,
     DType,
     fields_of,
     option,
@@ -37,6 +38,7 @@ _HOST, _PORT = "127.0.0.1", 8000
 # Options of `EngineConfig` that are mappings.
 _JSON_OBJECTS = (
     "hf_overrides", "limit_mm_per_prompt", "media_io_kwargs", "mm_processor_kwargs", "media_limits",
+    "speculative_config",
 )  # fmt: skip
 
 
@@ -340,6 +342,9 @@ class ServeOptions:
     max_step_time_ms: Annotated[
         float | None,
         option(_SCHED, MAX_STEP_TIME_HELP, show_default=MAX_STEP_TIME_DEFAULT),
+    ] = None
+    speculative_config: Annotated[
+        str | None, option(_SCHED, SPECULATIVE_HELP, show_default="none")
     ] = None
     watermark: Annotated[
         float, option(_SCHED, "Share of KV blocks kept free for running sequences.")

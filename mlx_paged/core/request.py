@@ -249,8 +249,8 @@ class Sequence:
         waits_for: (tables, num_tokens): parked until the running sequence with these tables has
             computed `num_tokens` tokens; None if not parked. See `WaitingQueue`.
         blocked_at: `KVManager.num_freed` when it last found no room; -1 if never.
-        sampler, prompt_report, answer, media: Engine state for sampling, prompt log-probabilities,
-            output and media; not used by the state half.
+        sampler, prompt_report, answer, media, drafts: Engine state for sampling, prompt
+            log-probabilities, output, media and speculation; not used by the state half.
         draft_token_ids: Drafts after the newest token, for its next step to verify.
         stop_checker: Checks stop strings and grammars for the engine. Called with the sequence, the
             new token and the finish reason so far or None; returns the finish reason or None. None
@@ -269,6 +269,7 @@ class Sequence:
         "begun",
         "blocked_at",
         "draft_token_ids",
+        "drafts",
         "end_token_ids",
         "finish_reason",
         "first_admission",
@@ -319,6 +320,7 @@ class Sequence:
         self.prompt_report: Any = None
         self.answer: Any = None
         self.media: Any = None
+        self.drafts: Any = None
         self.stop_checker: StopChecker | None = None
         self.draft_token_ids: SequenceOf[int] = ()
         self.sampled_index = -1
@@ -340,7 +342,7 @@ class Sequence:
         self.status, self.finish_reason = SequenceStatus.WAITING, None
         self.num_scheduled_tokens = self.last_step = 0
         self.blocked_at = self.sampled_index = -1
-        self.begun = None
+        self.begun = self.drafts = None
         self.draft_token_ids = ()
         if self.request.tree_prompt is not None:
             self.tree_tokens = TreeTokens(self.request.tree_prompt, self.tokens)

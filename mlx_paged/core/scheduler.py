@@ -477,6 +477,7 @@ class Scheduler:
         batch, scheduled, running = self._batch, self._scheduled, SequenceStatus.RUNNING
         token_ids, starts, input_from = batch.token_ids, batch.starts, batch.input_from
         has_states, move_state = self.kv.states is not None, self.kv.move_state
+        num_sampled = 0
         for seq in self._in_turn():
             start = seq.num_scheduled_tokens
             tokens = seq.tokens
@@ -495,7 +496,7 @@ class Scheduler:
                 continue
             num_drafts = 0
             if seq.draft_token_ids:
-                num_drafts = self._num_drafts_for(seq) if num_left else 0
+                num_drafts = self._num_drafts_for(seq, start + 1) if num_left else 0
                 seq.draft_token_ids = seq.draft_token_ids[:num_drafts]
             end = seq.num_scheduled_tokens = start + 1 + num_drafts
             seq.last_step = step
@@ -515,30 +516,34 @@ class Scheduler:
             else:
                 token_ids.append(0)
                 input_from.append(seq.sampled_index)
-            seq.sampled_index = len(scheduled)
+            seq.sampled_index = num_sampled
+            num_sampled += 1 + num_drafts
             starts.append(start)
             batch.tables.append(tables.exported or tables.export())
             scheduled.append(seq)
-        num_decodes = self._num_decodes = self._num_sampled = len(scheduled)
+        num_decodes = self._num_decodes = len(scheduled)
+        self._num_sampled = num_sampled
         batch.query_lens = array("q", (1,)) * num_decodes
         batch.samples = [True] * num_decodes
         for index, num_drafts in self._num_drafts.items():
             batch.query_lens[index] += num_drafts
         self._budget -= len(token_ids)
 
-    def _num_drafts_for(self, seq: Sequence) -> int:
+    def _num_drafts_for(self, seq: Sequence, end: int) -> int:
         """Number of drafts that the step verifies for a sequence. Allocates room for them.
 
         Reserves one token of the step for every running sequence. The last output token is never a
         draft.
+
+        Args:
+            end: Number of its tokens before the drafts.
         """
         assert seq.tables is not None
-        start = seq.num_scheduled_tokens
         spare = self._budget - len(self.running) - sum(self._num_drafts.values())
         most = min(len(seq.draft_token_ids), spare, seq.max_num_tokens - len(seq.tokens) - 1)
         if most <= 0:
             return 0
-        return max(0, self.kv.allocate_up_to(seq.tables, start + 1 + most) - start - 1)
+        return max(0, self.kv.allocate_up_to(seq.tables, end + most) - end)
 
     def _in_turn(self) -> list[Sequence]:
         """The running sequences that this step may schedule. Limits background ones if there are
@@ -688,19 +693,29 @@ class Scheduler:
             return
         assert seq.tables is not None
         start = seq.num_scheduled_tokens
-        end = seq.num_scheduled_tokens = start + num_tokens
-        batch, samples = self._batch, end >= len(seq.tokens)
+        end = start + num_tokens
+        batch, samples, num_drafts = self._batch, end >= len(seq.tokens), 0
+        if samples and seq.draft_token_ids and start < len(seq.tokens):
+            # A recurrent state that rejected drafts computes the accepted ones again.
+            num_drafts = self._num_drafts_for(seq, end)
+        end = seq.num_scheduled_tokens = end + num_drafts
         batch.input_from.append(-1 if start < len(seq.tokens) else seq.sampled_index)
         if samples:
             seq.sampled_index = self._num_sampled
-            self._num_sampled += 1
+            self._num_sampled += 1 + num_drafts
         seq.last_step = self._step
-        slots = self.kv.move_state(seq.tables, end)
+        slots = self.kv.move_state(seq.tables, end, keep=num_drafts > 0)
         if slots is not None:
             batch.slots.append(slots)
         if seq.request.prompt_media is not None:
             self._media.use(seq, start, end)
         batch.token_ids.extend(seq.tokens[start:end] if start < len(seq.tokens) else (0,))
+        if num_drafts:
+            batch.token_ids.extend(seq.draft_token_ids[:num_drafts])
+            self._num_drafts[len(self._scheduled)] = num_drafts
+            num_tokens += num_drafts
+        if samples:
+            seq.draft_token_ids = ()
         batch.starts.append(start)
         batch.query_lens.append(num_tokens)
         batch.samples.append(samples)

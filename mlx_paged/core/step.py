@@ -41,8 +41,10 @@ class StepBatch:
             next one.
         is_decode: True if every sequence computes one token and samples the next.
         input_from: ``[num_seqs]`` int32: index of the input token among the tokens sampled by the
-            previous step; -1 if the input is in `token_ids`.
-        num_drafts: ``[num_seqs]`` int32: number of trailing tokens that are drafts to verify.
+            previous step, in which a sequence has one more token for each draft; -1 if the input is
+            in `token_ids`.
+        num_drafts: ``[num_seqs]`` int32: number of trailing tokens that are drafts to verify. Such
+            a sequence samples after its last known token and after each draft.
         adapter_ids: ``[num_seqs]`` int32: adapter of each sequence; 0 for the base model.
         tables: ``[num_seqs]``: block tables for each attention group, full attention first.
         slots: ``[num_seqs]``: state slots; empty if the model has no recurrent layers.
@@ -83,6 +85,24 @@ class StepBatch:
     def num_tokens(self) -> int:
         """Number of tokens in the step."""
         return len(self.token_ids)
+
+    @property
+    def has_drafts(self) -> bool:
+        """True if any sequence has drafts to verify."""
+        return self.num_drafts.count(0) < len(self.num_drafts)
+
+    def drafts(self) -> list[tuple[int, ...]]:
+        """``[num_seqs]``: the drafts of each sequence, in order."""
+        found, end = [], 0
+        for length, count in zip(self.query_lens, self.num_drafts):
+            end += length
+            found.append(tuple(self.token_ids[end - count : end]))
+        return found
+
+    def num_samples(self) -> list[int]:
+        """``[num_seqs]``: number of tokens sampled for each sequence: none, or one plus one for
+        each draft."""
+        return [samples * (1 + drafts) for samples, drafts in zip(self.samples, self.num_drafts)]
 
     def begins(self) -> list[int]:
         """``[num_seqs]``: index into `token_ids` of each sequence's first token."""

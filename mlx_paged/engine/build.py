@@ -25,6 +25,10 @@ from mlx_paged.engine.relief import Relief
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
+from mlx_paged.engine.speculation import costs
+from mlx_paged.engine.speculation.config import SpeculativeConfig
+from mlx_paged.engine.speculation.drafter import LookupDrafter
+from mlx_paged.engine.speculation.speculator import Speculator
 from mlx_paged.engine.step_columns import StepColumns
 from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
 from mlx_paged.model import option_costs
@@ -50,6 +54,7 @@ class EngineParts:
         report: Adds the texts of the tokens to log-probabilities.
         max_model_len, reasoning_format, hidden_size, labels, prompts: See `EngineInfo`.
         media: The processor of the model's media, with the options of the engine.
+        speculator: Proposes drafts; None without speculation.
     """
 
     config: EngineConfig
@@ -66,6 +71,7 @@ class EngineParts:
     hidden_size: int | None
     labels: tuple[str, ...]
     prompts: Mapping[str, str]
+    speculator: Speculator | None
 
 
 def build_engine(
@@ -122,6 +128,7 @@ def build_engine(
     memory.limit_run_ahead(platform)
     if warm_up.is_needed(config, platform):
         warm_up.warm_up(runner, config, max_model_len, on_kernel)
+    speculator = _speculator(runner, config, max_model_len)
     classifier = _classifier(paged, model, config)
     report = LogprobReport(tokenizer)
     hidden_size: int | None = getattr(runner, "hidden_size", None)
@@ -171,6 +178,7 @@ def build_engine(
         hidden_size=hidden_size,
         labels=() if classifier is None else classifier.head.labels,
         prompts=prompts_of(directory),
+        speculator=speculator,
     )
 
 
@@ -216,7 +224,13 @@ def _runner(
     pooler = config.pooler
     if pooler is None:
         media = _step_media(paged, model)
-        return ModelRunner(paged, windows=kv_config.windows, media=media, masks=masks)
+        return ModelRunner(
+            paged,
+            windows=kv_config.windows,
+            media=media,
+            masks=masks,
+            orders_all=config.speculative_config is not None,
+        )
     assert pooler.pooling_type is not None
     try:
         runner = PoolingRunner(paged, pooler.pooling_type, windows=kv_config.windows)
@@ -245,6 +259,25 @@ def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> 
             raise InvalidParameterError("pooler_config.classifier_from_token", expected, token)
         ids.append(vocabulary[token])
     return Classifier.of(paged, ids)
+
+
+def _speculator(
+    runner: ModelRunner, config: EngineConfig, max_model_len: int | None
+) -> Speculator | None:
+    """Makes what proposes drafts, and measures what they cost; None without speculation."""
+    options = config.speculative_config
+    if options is None or config.runner != "generate":
+        return None
+    assert isinstance(options, SpeculativeConfig)
+    drafter = LookupDrafter(options)
+    if not options.adaptive:
+        return Speculator(options, drafter, None)
+    measured = costs.measure(
+        runner,
+        max_num_seqs=min(config.max_num_seqs, config.step_tokens),
+        max_context_len=max_model_len,
+    )
+    return Speculator(options, drafter, measured)
 
 
 # --- Media ----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from mlx_paged.engine.pooling.params import (
     pooler_config_of,
     runner_of,
 )
+from mlx_paged.engine.speculation.config import SpeculativeConfig, speculative_config_of
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.kv_formats import KVFormat, format_named, skipped_layers
 from mlx_paged.multimodal.options import MediaLimits, MediaOptions
@@ -95,6 +96,8 @@ class EngineConfig:
         memory_pressure: "auto" follows the system's memory pressure where the pools are in main
             memory: it gives unused blocks back, and refuses new requests with
             `MemoryPressureError` while the system is critically short; "off" ignores it.
+        speculative_config: Speculative decoding: a `SpeculativeConfig`, or a mapping with its
+            fields, such as {"method": "suffix"}. The tokens do not change. None: no drafts.
         reasoning_parser: Format of the model's reasoning, by vLLM's name
             (`parsing.reasoning.REASONING_FORMATS`). It determines where a grammar begins and which
             tokens `thinking_token_budget` counts. "auto" detects it by vocabulary and template;
@@ -142,6 +145,7 @@ class EngineConfig:
     enforce_eager: bool = False
     calibrate: str = "auto"
     memory_pressure: str = "auto"
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     reasoning_parser: str = "auto"
     structured_outputs_timeout: float = 5.0
     structured_outputs_cache_size: int = 256
@@ -199,6 +203,11 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))
 
+        speculative_config = speculative_config_of(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculative_config)
+        if speculative_config is not None and self.runner == "pooling":
+            expected = "None for the runner 'pooling', which generates nothing"
+            raise InvalidParameterError("speculative_config", expected, self.speculative_config)
         if self.calibrate not in CALIBRATE:
             raise InvalidParameterError("calibrate", "'auto', 'off' or 'force'", self.calibrate)
         if self.memory_pressure not in MEMORY_PRESSURE:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_paged import kernels, ops
-from mlx_paged.core import Scheduler, SchedulerOutput, StepTimeLimit
+from mlx_paged.core import Scheduler, SchedulerOutput, StepResult, StepTimeLimit
 from mlx_paged.engine import memory
 from mlx_paged.engine.build import build_engine
 from mlx_paged.engine.client import EngineInfo
@@ -23,6 +23,7 @@ from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.pressure import POLL_SECONDS
 from mlx_paged.engine.recovery import Recovery
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.engine.speculation.speculator import Speculator
 from mlx_paged.engine.stats import EngineStats, sum_counters, sum_encoder_stats
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.loader import LoadedModel
@@ -86,6 +87,7 @@ class Engine:
             self._runner, times_prompts=self._step_time is not None
         )
         self._columns = parts.columns
+        self._speculator: Speculator | None = parts.speculator
         self.intake = parts.make_intake(self.max_request_len)
         self._output_processor = OutputProcessor(self._scheduler, parts.report)
         self._recovery = Recovery()
@@ -296,6 +298,8 @@ class Engine:
         logger.warning("recovering from %s", recovery.cause)
         self._executor.reset()
         self._columns.reset()
+        if self._speculator is not None:
+            self._speculator.reset()
         self._in_flight = None
         kv = self._relief.pools.make_kv()
         scheduler = Scheduler(self._scheduler.config, kv, step_time=self._step_time)
@@ -312,7 +316,8 @@ class Engine:
         """Runs one step; returns what the sequences gained.
 
         With async scheduling, the next step is planned and launched before the tokens of the one in
-        flight are read, so the device does not wait for the host.
+        flight are read, so the device does not wait for the host. Drafts begin after a known token:
+        while they pay, the step in flight is read first.
 
         A fault of the model or the device ends only the sequences it affects, see
         `InProcessExecutor`. For other exceptions, see `recover`.
@@ -337,13 +342,35 @@ class Engine:
         return updates
 
     def _step(self) -> list[SequenceUpdate]:
-        relief, in_flight = self._relief, self._in_flight is not None
-        waits = relief.is_due and relief.follow(self._scheduler, in_flight=in_flight)
-        launched = None if waits else self._launch_next()
-        if self.config.async_scheduling:
-            launched, self._in_flight = self._in_flight, launched
-        if launched is None:
-            return self._output_processor.end_expired(self._scheduler.take_expired())
+        launched: SchedulerOutput | None
+        if self._in_flight is not None and self._reads_first:
+            launched, self._in_flight = self._in_flight, None
+            updates, result = self._commit(launched)
+            self._in_flight = self._launch_next()
+        else:
+            launched = self._launch_next()
+            if self.config.async_scheduling:
+                launched, self._in_flight = self._in_flight, launched
+            if launched is None:
+                return self._output_processor.end_expired(self._scheduler.take_expired())
+            updates, result = self._commit(launched)
+        return updates + self._output_processor.process_outputs(
+            launched.sequences, result.token_ids
+        )
+
+    @property
+    def _reads_first(self) -> bool:
+        """True if the next step may have drafts, or the one in flight has.
+
+        Sequences with drafts in flight would miss a step that is planned before the end of theirs,
+        and from then on share no step with the others.
+        """
+        if self._speculator is None or self._in_flight is None:
+            return False
+        return self._speculator.is_active or self._in_flight.batch.has_drafts
+
+    def _commit(self, launched: SchedulerOutput) -> tuple[list[SequenceUpdate], StepResult]:
+        """Reads the oldest step and commits its tokens; returns updates of sequences that ended."""
         result = self._executor.read()
         if self._step_time is not None and result.time is not None:
             self._step_time.learn(launched.batch, result.time)
@@ -360,11 +387,17 @@ class Engine:
         if expired := self._scheduler.take_expired():
             updates += self._output_processor.end_expired(expired)
         self._scheduler.update_from_output(launched, result.token_ids)
-        return updates + self._output_processor.process_outputs(
-            launched.sequences, result.token_ids
-        )
+        if self._speculator is not None:
+            self._speculator.observe(launched, result.token_ids)
+        return updates, result
 
     def _launch_next(self) -> SchedulerOutput | None:
+        relief, in_flight = self._relief, self._in_flight is not None
+        if relief.is_due and relief.follow(self._scheduler, in_flight=in_flight):
+            return None
+        speculator = self._speculator
+        if speculator is not None and speculator.is_active and self._in_flight is None:
+            speculator.propose(self._scheduler)
         output = self._scheduler.schedule()
         if output is None:
             return None
@@ -405,6 +438,7 @@ class Engine:
             encoder_cache=sum_encoder_stats(past.encoder_cache, encoder_cache.stats),
             compilation=self._runner.model.compilation,
             pressure=self._relief.pressure.stats,
+            spec_decoding=None if self._speculator is None else self._speculator.stats,
         )
 
     @property

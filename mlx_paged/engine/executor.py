@@ -288,12 +288,15 @@ class InProcessExecutor:
 
 
 def _known_tokens(step: PendingStep) -> KnownTokens:
-    """Returns the tokens of a step with results; 0 for a sequence that has ended."""
+    """Returns the tokens of a step with results; 0 for a sequence that has ended.
+
+    A sequence with drafts has as many tokens as it sampled, but they are not needed.
+    """
     assert step.result is not None
     found = [
         tokens[-1] if tokens else 0
-        for tokens, samples in zip(step.result.token_ids, step.batch.samples)
-        if samples
+        for tokens, count in zip(step.result.token_ids, step.batch.num_samples())
+        for _ in range(count)
     ]
     tokens = mx.array(np.array(found, dtype=np.int32))
     return KnownTokens(tokens, tokens)

@@ -280,6 +280,8 @@ class RequestOutput:
         outputs: The `n` answers.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
         metrics: Times of arrival, first token and end.
+        num_accepted_drafts: Tokens of its answers that were drafted.
+        num_rejected_drafts: Drafts that were verified and turned out to be others.
         prompt_logprobs: Like `CompletionOutput.logprobs` for each prompt token; None for the first
             token, which follows nothing. None if not requested.
         relaxed: Paths of schema keywords that are not enforced, such as
@@ -294,6 +296,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    num_accepted_drafts: int = field(default=0, compare=False)
+    num_rejected_drafts: int = field(default=0, compare=False)
     prompt_logprobs: list[PositionReport | None] | None = None
     relaxed: tuple[str, ...] = ()
     pooled: npt.NDArray[np.float32] | None = field(default=None, compare=False)

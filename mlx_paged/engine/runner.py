@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import islice
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -49,6 +50,8 @@ from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, Step
 from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
+
+_MAX_ORDERED_ROWS = 64
 
 # (index into the batch, number of reported positions)
 Places = list[tuple[int, int]]
@@ -120,6 +123,8 @@ class ModelRunner:
         num_blocks: Blocks of the pools; None if `allocate` makes them later.
         media: Encodes media items, if the model takes any.
         masks: Makes the masks that batches name, if any.
+        orders_all: On the CPU, give the rows of all decodes the same bits in any company. False
+            does so for up to 64 rows, because a BLAS multiplies more of them faster.
     """
 
     def __init__(
@@ -130,7 +135,9 @@ class ModelRunner:
         num_blocks: int | None = None,
         media: StepMediaBuilder | None = None,
         masks: MaskSource | None = None,
+        orders_all: bool = False,
     ) -> None:
+        self._orders_all = orders_all
         self.model = model
         self.media = media
         self._masks = masks
@@ -166,10 +173,10 @@ class ModelRunner:
             previous: The step before, or its tokens, if the batch uses any of them.
 
         Raises:
-            ValueError: The batch has drafts or adapters, which this runner does not support.
+            ValueError: The batch has adapters, which this runner does not support.
         """
-        if batch.num_drafts.count(0) + batch.adapter_ids.count(0) < 2 * len(batch.seq_ids):
-            raise ValueError("[step] num_drafts and adapter_ids must be 0: not supported")
+        if batch.adapter_ids.count(0) < len(batch.seq_ids):
+            raise ValueError("[step] adapter_ids must be 0: not supported")
         before = self.model.pools()
         try:
             return self._launch(batch, previous, before)
@@ -184,27 +191,33 @@ class ModelRunner:
     def read(launched: LaunchedStep) -> StepResult:
         """Waits for a step and returns its results.
 
-        A sequence has no token if its logits contain a NaN or permit no token.
+        A sequence has no token if its logits contain a NaN or permit no token. A draft is accepted
+        if it equals the token that was sampled in its place; then the token after it counts, too.
         """
         mx.eval(*launched.results, launched.written)
         batch = launched.batch
         sampled: list[int] = np.array(launched.reported).tolist()
-        if len(sampled) == len(batch.seq_ids):
+        if len(sampled) == len(batch.seq_ids) and not batch.has_drafts:
             tokens = [[token] for token in sampled]
         else:
             rest = iter(sampled)
-            tokens = [[next(rest)] if samples else [] for samples in batch.samples]
+            tokens = [list(islice(rest, count)) for count in batch.num_samples()]
         result = StepResult(tokens)
         if min(sampled, default=0) < 0 and launched.sample_failure is not None:
-            indices = compress(range(batch.num_seqs), batch.samples)
-            for row, (index, token) in enumerate(zip(indices, sampled)):
-                if token < 0:
+            row = 0
+            for index, count in enumerate(batch.num_samples()):
+                if count and tokens[index][0] < 0:
                     tokens[index] = []
                     reason = launched.sample_failure(row)
                     result.failures.append((index, reason))
                     result.is_poisoned |= reason in POISONS
+                row += count
+        if batch.has_drafts:
+            _reject_drafts(batch, tokens)
         if launched.logprobs is not None:
-            result.logprobs = launched.logprobs.read()
+            result.logprobs = [
+                (index, found[: len(tokens[index])]) for index, found in launched.logprobs.read()
+            ]
         if launched.prompt_logprobs is not None:
             result.prompt_logprobs = [
                 PromptLogprobs(index, batch.starts[index], found)
@@ -257,7 +270,6 @@ class ModelRunner:
     ) -> LaunchedStep:
         self._copy_blocks(batch)
         count, is_decode, targets = len(batch.seq_ids), batch.is_decode, batch.prompt_targets
-        num_sampled = count if is_decode else sum(batch.samples)
         num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)
         context_lens = np.frombuffer(batch.starts, dtype=np.int64) + num_rows
         if is_decode:
@@ -266,12 +278,17 @@ class ModelRunner:
         else:
             ends = np.cumsum(num_rows)
             begins, wanted = ends - num_rows, ends - 1
-            if num_sampled < count:
+            if False in batch.samples:
                 wanted = wanted[np.array(batch.samples)]
-            if targets:
-                # First the sampled rows, then the rows before reported prompt tokens.
-                reported = [begins[i] + np.arange(len(t.token_ids)) for i, t in targets]
-                wanted = np.concatenate([wanted, *reported])
+            if batch.has_drafts:
+                wanted = np.concatenate(
+                    [np.arange(end - n, end) for end, n in zip(ends, batch.num_samples())]
+                )
+        num_sampled = len(wanted)
+        if targets:
+            # First the sampled rows, then the rows before reported prompt tokens.
+            reported = [begins[i] + np.arange(len(t.token_ids)) for i, t in targets]
+            wanted = np.concatenate([wanted, *reported])
         metadata: SamplingMetadata = batch.sampling
         newest, grammars = None, None
         if num_sampled and metadata.edits:
@@ -285,7 +302,8 @@ class ModelRunner:
             overlaps = isinstance(previous, LaunchedStep)
             media = self.media.build(batch, context_lens, num_rows, overlaps=overlaps)
             made = self.media.store.made()
-        inputs = self._inputs(batch, context_lens, num_rows, wanted, media)
+        num_ordered = self._num_ordered_rows(batch, num_rows)
+        inputs = self._inputs(batch, context_lens, num_rows, wanted, media, num_ordered)
         repetition = self.model.repetition_of(inputs)
         step_tokens = input_tokens(
             batch,
@@ -334,6 +352,7 @@ class ModelRunner:
         num_rows: np.ndarray,
         wanted: np.ndarray,
         media: StepMedia | None = None,
+        num_ordered_rows: int = 0,
     ) -> StepInputs:
         """Returns the model's inputs for a step.
 
@@ -342,6 +361,7 @@ class ModelRunner:
             num_rows: Tokens of each sequence in the step.
             wanted: Rows whose results are needed.
             media: Inputs of media items.
+            num_ordered_rows: See `StepInputs`.
         """
         slots = batch.slots
         return StepInputs(
@@ -355,7 +375,16 @@ class ModelRunner:
             if slots
             else None,
             media=media,
+            num_ordered_rows=num_ordered_rows,
         )
+
+    def _num_ordered_rows(self, batch: StepBatch, query_lens: np.ndarray) -> int:
+        """Number of leading rows that belong to decodes and their drafts, or to the last token of a
+        prompt."""
+        is_decode = query_lens == 1 + np.frombuffer(batch.num_drafts, dtype=np.int32)
+        num_decodes = len(is_decode) if is_decode.all() else int(is_decode.argmin())
+        num_rows = int(query_lens[:num_decodes].sum())
+        return num_rows if self._orders_all or num_rows <= _MAX_ORDERED_ROWS else 0
 
     def _block_tables(
         self, seq_ids: tuple[int, ...], tables: Sequence[tuple[StepTable, ...]]
@@ -393,6 +422,8 @@ def _newest(
     source = np.frombuffer(batch.input_from, dtype=np.int32)
     if False in batch.samples:
         source = source[np.array(batch.samples)]
+    if batch.has_drafts:  # The newest token of a sequence with drafts is known.
+        source = np.repeat(source, [n for n in batch.num_samples() if n])
     if not any(source[i] >= 0 for i, _ in metadata.edits):
         return None
     return InFlight(previous.tokens, source, previous.reported)
@@ -440,8 +471,24 @@ def _report_samples(
         likeliest=any(count for _, count in metadata.logprobs),
         listed=[listed.get(i, ()) for i in asking] if listed else (),
     )
-    indices = list(compress(range(batch.num_seqs), batch.samples))
-    return Reported(arrays, [(indices[i], 1) for i in asking])
+    indices = [index for index, count in enumerate(batch.num_samples()) for _ in range(count)]
+    return Reported(arrays, list(Counter(indices[i] for i in asking).items()))
+
+
+def _reject_drafts(batch: StepBatch, tokens: list[list[int]]) -> None:
+    """Drops the tokens of each sequence that follow a draft which was not sampled.
+
+    A row after accepted drafts that has no token (-1) is dropped, too: the next step begins there,
+    and fails if the row does so again.
+    """
+    for drafts, sampled in zip(batch.drafts(), tokens):
+        if drafts and sampled:
+            accepted = 0
+            while accepted < len(drafts) and sampled[accepted] == drafts[accepted]:
+                accepted += 1
+            del sampled[accepted + 1 :]
+            if sampled[-1] < 0:
+                sampled.pop()
 
 
 def _report_prompts(logits: mx.array, targets: list[tuple[int, PromptTargets]]) -> Reported:

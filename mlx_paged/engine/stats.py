@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from mlx_paged.core import EncoderCacheStats, KVCounters, KVUsage
 from mlx_paged.engine.memory import MemoryUsage
 from mlx_paged.engine.pressure import PressureStats
 from mlx_paged.model.graph_runner import Compilation
+
+
+@dataclass(frozen=True)
+class SpecDecodingStats:
+    """Drafts since the engine was made.
+
+    Attributes:
+        num_drafts: Times that drafts of a sequence were verified.
+        num_draft_tokens: Drafts.
+        num_accepted_tokens: Those that were accepted.
+        num_accepted_tokens_per_pos: The same by place in the draft.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+
+    @classmethod
+    def zero(cls, max_drafts: int) -> SpecDecodingStats:
+        """Returns the statistics of no drafts."""
+        return cls(num_accepted_tokens_per_pos=(0,) * max_drafts)
+
+    def plus(
+        self, num_drafts: int, num_draft_tokens: int, accepted_per_pos: Sequence[int]
+    ) -> SpecDecodingStats:
+        """Adds the drafts of one step.
+
+        Args:
+            accepted_per_pos: Number of sequences that accepted their first draft, their second...
+        """
+        per_pos = list(self.num_accepted_tokens_per_pos)
+        for place, count in enumerate(accepted_per_pos):
+            per_pos[place] += count
+        return SpecDecodingStats(
+            self.num_drafts + num_drafts,
+            self.num_draft_tokens + num_draft_tokens,
+            self.num_accepted_tokens + sum(accepted_per_pos),
+            tuple(per_pos),
+        )
 
 
 @dataclass(frozen=True)
@@ -31,6 +72,7 @@ class EngineStats:
         encoder_cache: Features of pictures, videos and sounds.
         compilation: How the model's steps are compiled.
         pressure: The system's memory pressure, and what was given back.
+        spec_decoding: Drafts; None without speculation.
     """
 
     usage: KVUsage
@@ -49,6 +91,7 @@ class EngineStats:
     encoder_cache: EncoderCacheStats = field(default_factory=EncoderCacheStats)
     compilation: Compilation = field(default_factory=Compilation)
     pressure: PressureStats = field(default_factory=PressureStats)
+    spec_decoding: SpecDecodingStats | None = None
 
 
 def sum_counters(one: KVCounters, other: KVCounters) -> KVCounters:

@@ -13,7 +13,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.core import SchedulerOutput, Sequence
+from mlx_paged.core import SchedulerOutput, Sequence, StepBatch
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.sampling.logits_processors import LogitEdits
 from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
@@ -51,7 +51,9 @@ class StepColumns:
             if False in batch.samples:
                 sampled = list(compress(sequences, batch.samples))
                 positions = positions[np.array(batch.samples)]
-            if sampled:
+            if batch.has_drafts:
+                batch.sampling = self._metadata(*_with_drafts(batch, sampled, positions))
+            elif sampled:
                 batch.sampling = self._metadata(sampled, positions)
             if not batch.is_decode:
                 self._add_prompt_targets(output)
@@ -72,6 +74,26 @@ class StepColumns:
                 batch.prompt_targets.append((index, found))
 
 
+def _with_drafts(
+    batch: StepBatch, sampled: SequenceOf[Sequence], positions: npt.NDArray[np.int64]
+) -> tuple[list[Sequence], npt.NDArray[np.int64], list[tuple[int, ...]]]:
+    """Returns what each sampled token needs: its sequence, its position, and the drafts before it.
+
+    Args:
+        positions: ``[len(sampled)]``, of the last token of each sequence.
+    """
+    sequences: list[Sequence] = []
+    each: list[int] = []
+    before: list[tuple[int, ...]] = []
+    drafts = compress(batch.drafts(), batch.samples)
+    for seq, last, own in zip(sampled, positions.tolist(), drafts):
+        for count in range(len(own) + 1):
+            sequences.append(seq)
+            each.append(last - len(own) + count)
+            before.append(own[:count])
+    return sequences, np.array(each, dtype=np.int64), before
+
+
 class MetadataCache:
     """Caches the sampling settings of running sequences between steps.
 
@@ -86,12 +108,17 @@ class MetadataCache:
         self._columns = SamplingMetadata.of([])
 
     def __call__(
-        self, sampled: SequenceOf[Sequence], positions: npt.NDArray[np.int64]
+        self,
+        sampled: SequenceOf[Sequence],
+        positions: npt.NDArray[np.int64],
+        drafts: SequenceOf[tuple[int, ...]] = (),
     ) -> SamplingMetadata:
         """The metadata of a step that samples these sequences.
 
         Args:
+            sampled: ``[num_sampled]``; a sequence with drafts is there once for each token.
             positions: ``[num_sampled]``, of the tokens to be chosen.
+            drafts: ``[num_sampled]``, the drafts before these tokens; empty if there are none.
         """
         samplers = [seq.sampler for seq in sampled]
         if samplers != self._samplers:
@@ -102,16 +129,16 @@ class MetadataCache:
                 self._masks.watch(sampled[i] for i in self._edited)
         edits = []
         for i in self._edited:
-            edit = _edits_of(sampled[i], int(positions[i]))
+            key = MaskKey(sampled[i].seq_id, int(positions[i]), drafts[i] if drafts else ())
+            edit = _edits_of(sampled[i], key)
             if edit is not None:
                 edits.append((i, edit))
         return replace(self._columns, position=positions.astype(np.uint32), edits=edits)
 
 
-def _edits_of(seq: Sequence, position: int) -> LogitEdits | None:
+def _edits_of(seq: Sequence, key: MaskKey) -> LogitEdits | None:
     """Returns a sequence's edits. If making them fails twice, only this sequence ends."""
     sampler: SequenceSampler = seq.sampler
-    key = MaskKey(seq.seq_id, position)
     for is_last in (False, True):
         try:
             return sampler.edits(seq.tokens, key)

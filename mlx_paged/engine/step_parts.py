@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from mlx_paged.core import ScheduledMedia, StateMove, StepBatch, StepResult, StepTable
@@ -134,11 +135,10 @@ def _copies(batch: StepBatch, part: Part, block_size: int) -> tuple[tuple[Any, .
 def _sampling(batch: StepBatch, indices: list[int]) -> Any:
     if batch.sampling is None or not indices:
         return None
-    rows: dict[int, int] = {}
-    for index, samples in enumerate(batch.samples):
-        if samples:
-            rows[index] = len(rows)
-    return batch.sampling.take([rows[index] for index in indices])
+    counts = batch.num_samples()
+    ends = list(accumulate(counts))
+    rows = [row for index in indices for row in range(ends[index] - counts[index], ends[index])]
+    return batch.sampling.take(rows)
 
 
 def _targets(batch: StepBatch, part: Part) -> list[tuple[int, Any]]:

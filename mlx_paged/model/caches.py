@@ -126,6 +126,7 @@ class Step:
         layerwise: Submits layers while later ones are built; None submits the whole step.
         media: Inputs of the rows besides tokens, for a multimodal model.
         selected: Computes the needed rows if they are few; None gathers them.
+        num_ordered_rows: See `StepInputs`.
     """
 
     plan: AttentionPlan
@@ -136,6 +137,7 @@ class Step:
     layerwise: LayerwiseSubmit | None = None
     media: MediaRows | None = None
     selected: LastLayerPruning | None = None
+    num_ordered_rows: int = 0
 
     def plan_for(self, group_spec: KVCacheGroupSpec) -> AttentionPlan:
         """Returns the plan that layers of this group read and write through."""

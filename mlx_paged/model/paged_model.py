@@ -381,7 +381,9 @@ class PagedModel:
         self._context.enter(step)
         try:
             # Rounding makes a visible difference of the last bits of a sum.
-            by_rows = self.layout.has_quantised_pools or self._activations == "int8"
+            by_rows: bool | int = step.num_ordered_rows
+            if self.layout.has_quantised_pools or self._activations == "int8":
+                by_rows = True
             with patches.native_ops(
                 step.plan.positions, self._activations, by_rows=by_rows, platform=self.platform
             ):
@@ -460,7 +462,17 @@ class PagedModel:
         media = None if inputs.media is None else MediaRows.of(inputs.media)
         logit_rows = self._logit_rows(inputs.logit_rows, stays)
         selected = self._selected(inputs, logit_rows)
-        return Step(plan, logit_rows, plans, states, prefill, parts, media, selected)
+        return Step(
+            plan,
+            logit_rows,
+            plans,
+            states,
+            prefill,
+            parts,
+            media,
+            selected,
+            inputs.num_ordered_rows,
+        )
 
     def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> LastLayerPruning | None:
         """For steps of prompts, whose sequences are sampled at their ends."""

@@ -131,7 +131,7 @@ class _Building(threading.local):
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # that `ops.linear` supports
     activations: str = "float32"  # of products on the CPU,
-    by_rows: bool = False  # True if sums must not depend on the number of rows
+    by_rows: bool | int = False  # leading rows whose sums must not depend on the others; True: all
     tower: TowerOps | None = None  # on the CPU, while it is a tower instead
 
 
@@ -148,7 +148,7 @@ def native_ops(
     positions: mx.array,
     activations: str = "float32",
     *,
-    by_rows: bool = False,
+    by_rows: bool | int = False,
     platform: Platform | None = None,
 ) -> Iterator[None]:
     """Makes model code on this thread use the native operations.

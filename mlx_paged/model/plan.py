@@ -173,6 +173,8 @@ class StepInputs:
         logit_rows: Rows whose logits are needed.
         state_slots: Slots of the sequences, for a model with recurrent state.
         media: Inputs of the rows besides tokens, or None.
+        num_ordered_rows: Leading rows that must have the same bits in any company, on the CPU.
+            Their logits are needed.
     """
 
     context_lens: np.ndarray
@@ -181,6 +183,7 @@ class StepInputs:
     logit_rows: np.ndarray
     state_slots: StateSlots | None = None
     media: StepMedia | None = None
+    num_ordered_rows: int = 0
 
     def tables_of(self, group_spec: KVCacheGroupSpec) -> Tables:
         """Returns the block tables of these layers."""

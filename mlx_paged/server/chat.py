@@ -169,7 +169,7 @@ class ChatAdapter(OpenAIAdapter):
         usage = super().usage(num_completion_tokens)
         if self._readers is not None:
             reasoning = sum(reader.num_reasoning_tokens for reader in self._readers)
-            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+            usage.setdefault("completion_tokens_details", {})["reasoning_tokens"] = reasoning
         return usage
 
     def _whole_choice(self, output: CompletionOutput) -> responses.ChatChoice:

@@ -20,7 +20,7 @@ from mlx_paged.core import FinishReason
 from mlx_paged.engine.client import EngineClient
 from mlx_paged.engine.memory import live_arrays
 from mlx_paged.engine.outputs import RequestOutput
-from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.stats import EngineStats, SpecDecodingStats
 
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -279,10 +279,19 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=_LABELS)
             gauge.add_metric(self._values, value)
             families.append(gauge)
-        for name, text, value in counts:
+        for name, text, value in (*counts, *_draft_counts(stats.spec_decoding)):
             count = CounterMetricFamily(name, text, labels=_LABELS)
             count.add_metric(self._values, value)
             families.append(count)
+        if stats.spec_decoding is not None:
+            per_pos = CounterMetricFamily(
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Accepted drafts, by place in the draft.",
+                labels=[*_LABELS, "position"],
+            )
+            for place, number in enumerate(stats.spec_decoding.num_accepted_tokens_per_pos):
+                per_pos.add_metric([*self._values, str(place)], number)
+            families.append(per_pos)
         foreign = GaugeMetricFamily(
             "mlx_paged:foreign_operations",
             "Operations of a step that MLX runs itself, for which there is no kernel.",
@@ -295,3 +304,14 @@ class _EngineCollector(Collector):
 
     def describe(self) -> list[Metric]:
         return []
+
+
+def _draft_counts(drafts: SpecDecodingStats | None) -> tuple[tuple[str, str, int], ...]:
+    """(name, help, value) of the counters of speculation, if it is on."""
+    if drafts is None:
+        return ()
+    return (
+        ("vllm:spec_decode_num_drafts", "Times that drafts were verified.", drafts.num_drafts),
+        ("vllm:spec_decode_num_draft_tokens", "Drafts.", drafts.num_draft_tokens),
+        ("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", drafts.num_accepted_tokens),
+    )

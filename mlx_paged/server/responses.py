@@ -45,7 +45,9 @@ class PromptDetails(TypedDict):
 class CompletionDetails(TypedDict):
     """Parts of `completion_tokens`."""
 
-    reasoning_tokens: int
+    reasoning_tokens: NotRequired[int]
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
 
 
 class Usage(TypedDict):

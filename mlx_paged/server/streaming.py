@@ -366,12 +366,20 @@ class OpenAIAdapter(Adapter):
     def usage(self, num_completion_tokens: int) -> responses.Usage:
         """OpenAI's `usage`."""
         num_prompt_tokens = self.generation.num_prompt_tokens
-        return {
+        usage: responses.Usage = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_completion_tokens,
             "total_tokens": num_prompt_tokens + num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.generation.num_cached_tokens},
         }
+        accepted = sum(output.num_accepted_drafts for output in self.generation.outputs)
+        rejected = sum(output.num_rejected_drafts for output in self.generation.outputs)
+        if accepted + rejected:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
+        return usage
 
     def whole_usage(self) -> responses.Usage:
         """Returns the usage of all generated answers."""

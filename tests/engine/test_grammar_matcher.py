@@ -83,7 +83,7 @@ def test_its_state_is_a_function_of_the_tokens(compiler: GrammarCompiler) -> Non
             token = choose.choice(permitted)
             if kind < 0.7:  # in flight: known one step later, perhaps as another
                 newest = token
-                matcher.follow([*PROMPT, *answer], newest)
+                matcher.follow([*PROMPT, *answer], [newest])
                 if kind > 0.6:
                     token = choose.choice(permitted)
             answer.append(token)
@@ -100,7 +100,7 @@ def test_its_state_is_a_function_of_the_tokens(compiler: GrammarCompiler) -> Non
 def test_an_answer_that_is_complete_takes_what_is_discarded(compiler: GrammarCompiler) -> None:
     matcher = GrammarMatcher(rules(compiler, StructuredOutputs(regex="ab")), len(PROMPT))
     answer = encode(compiler, "ab")
-    matcher.follow([*PROMPT, *answer], 17)
+    matcher.follow([*PROMPT, *answer], [17])
     assert matcher.is_complete
     matcher.follow([*PROMPT, *answer])  # the token in flight did not come
     assert matcher.is_complete

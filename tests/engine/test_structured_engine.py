@@ -420,9 +420,9 @@ def test_the_tokens_of_an_answer_are_not_copied_for_each(llm: LLM, fields: dict[
         edits = sampler.edits(tokens, MaskKey(1, len(tokens) + 1))
         newest = letters[i % 2]
         if edits is not None and edits.mask is not None:
-            sampler.token_mask(tokens, newest)
+            sampler.token_mask(tokens, (newest,))
         if edits is not None and edits.grammar is not None:
-            sampler.follow(tokens, newest)
+            sampler.follow(tokens, (newest,))
         tokens.append(newest)
     assert Counted.copied < 10 * len(tokens)
     # What a mask was given stays as it was.

@@ -157,7 +157,10 @@ class FakeDevice:
         rows = launched.batch.sequences
         gained = [self._sample(row) if row.samples else [] for row in rows]
         self._check_inputs_in_flight(launched)
-        self.sampled = [tokens[-1] for tokens in gained if tokens]
+        # A sequence samples once more for each draft. The next step needs none of those tokens.
+        self.sampled = [
+            token for row, t in zip(rows, gained) if t for token in t[-1:] * (1 + row.num_drafts)
+        ]
         self.last = {row.seq_id: t[-1] for row, t in zip(rows, gained, strict=True) if t}
         return gained
 

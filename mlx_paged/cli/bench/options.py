@@ -19,6 +19,7 @@ from mlx_paged.cli.options import (
     MaxNumSeqs,
     MaxStepTime,
     Model,
+    Speculative,
     option,
 )
 from mlx_paged.errors import InvalidParameterError
@@ -92,6 +93,7 @@ class EngineOptions:
     ] = True
     async_scheduling: AsyncScheduling = True
     max_step_time_ms: MaxStepTime = None
+    speculative_config: Speculative = None
 
 
 NumAnswers = Annotated[int, option(ENGINE, "Answers per prompt.", "--n", min=1)]

@@ -21,6 +21,7 @@ from mlx_paged.cli.options import (
     Model,
     ModelDType,
     SamplingOptions,
+    Speculative,
     SystemPrompt,
     given,
     option,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _TOOLS = "Tools of MCP servers"
 _ONLY_LOCAL = (
     "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
-    "async_scheduling", "max_step_time_ms",
+    "async_scheduling", "max_step_time_ms", "speculative_config",
 )  # fmt: skip
 
 
@@ -100,6 +101,7 @@ def chat(
     cpu_activations: CPUActivations = "float32",
     async_scheduling: AsyncScheduling = True,
     max_step_time_ms: MaxStepTime = None,
+    speculative_config: Speculative = None,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal.
 
@@ -127,7 +129,7 @@ def chat(
         if server is None:
             sizes = given(
                 max_model_len=max_model_len, kv_cache_memory=kv_cache_memory,
-                max_step_time_ms=max_step_time_ms,
+                max_step_time_ms=max_step_time_ms, speculative_config=speculative_config,
             )  # fmt: skip
             sizes["kv_cache_dtype"] = kv_cache_dtype
             sizes["cpu_activations"] = cpu_activations

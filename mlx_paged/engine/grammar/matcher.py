@@ -84,9 +84,6 @@ class GrammarMatcher:
     Its state is a function of these tokens. It compares them with the answer and rolls back if the
     answer has others, because a step that runs again may sample another token.
 
-    Jump-forward would fit here: if `LLMatcher.compute_ff_tokens` returns tokens in the answer's
-    phase, no forward pass is needed to choose them.
-
     Attributes:
         failed: Why no mask can be made; None otherwise.
     """
@@ -96,6 +93,7 @@ class GrammarMatcher:
         "_forced",
         "_is_stopped",
         "_matcher",
+        "_num_known",
         "_num_matched",
         "_num_reasoning",
         "_phase",
@@ -119,6 +117,7 @@ class GrammarMatcher:
         self._matcher: LLMatcher | None = None
         self._is_stopped = False  # True if the matcher allows nothing more
         self._seen: list[int] = []
+        self._num_known = 0  # of these, that were not the newest
         self._num_matched = 0  # matched characters of a marker at the end
         self._num_reasoning = 0
         self._forced = 0  # tokens of the forced end that have come
@@ -135,34 +134,28 @@ class GrammarMatcher:
 
     # Following.
 
-    def follow(self, tokens: Sequence[int], newest: int | None = None) -> None:
+    def follow(self, tokens: Sequence[int], newest: Sequence[int] = ()) -> None:
         """Follows the new tokens of the answer.
 
         Args:
             tokens: Prompt and answer.
-            newest: One more token, or None.
+            newest: Tokens after these that may turn out to be others: drafts, or one in flight.
         """
         start, seen = self._start, self._seen
         known = len(tokens) - start
-        # All but the last one were compared when they came.
-        place = min(known, len(seen)) - 1
-        if len(seen) > known + 1 or (place >= 0 and tokens[start + place] != seen[place]):
-            self._reconcile(tokens)
-        elif len(seen) == known + 1 and seen[-1] != newest:
-            self._rollback(1)
-        for i in range(len(self._seen), known):
-            self._take(tokens[start + i])
-        if newest is not None and len(self._seen) == known:
-            self._take(newest)
-
-    def _reconcile(self, tokens: Sequence[int]) -> None:
-        """Rolls back to the common prefix of the answer and the followed tokens."""
-        common = 0
-        for one, other in zip(self._seen, tokens[self._start :]):
-            if one != other:
+        end = known + len(newest)
+        # Earlier ones were compared when they came, unless the answer has lost tokens since.
+        same = self._num_known - 1 if 0 < self._num_known <= known else 0
+        while same < min(len(seen), end):
+            token = tokens[start + same] if same < known else newest[same - known]
+            if seen[same] != token:
                 break
-            common += 1
-        self._rollback(len(self._seen) - common)
+            same += 1
+        self._num_known = 0  # until all is done
+        self._rollback(len(seen) - same)
+        for i in range(len(self._seen), end):
+            self._take(tokens[start + i] if i < known else newest[i - known])
+        self._num_known = known
 
     def _rollback(self, count: int) -> None:
         if count == 0:
@@ -286,6 +279,35 @@ class GrammarMatcher:
         return self._begun() is not None and (
             self._ended or (self._is_stopped and bool(self._seen))
         )
+
+    # Drafts.
+
+    def forced(self) -> tuple[int, ...]:
+        """Returns the tokens that must follow, as far as the grammar leaves no choice.
+
+        Text that must follow has its usual tokens here, though others may spell it, too.
+        """
+        if self._phase is _Phase.ENDING:
+            assert self._rules.reasoning is not None
+            return tuple(self._rules.reasoning.forced_end[self._forced :])
+        matcher = self._answering()
+        return () if matcher is None else tuple(matcher.compute_ff_tokens())
+
+    def num_legal(self, tokens: Sequence[int]) -> int:
+        """Returns how many of these tokens may follow; in the reasoning, how many do not end it."""
+        if self._phase is _Phase.REASONING:
+            return next(
+                (i for i, t in enumerate(tokens) if self._rules.is_end(t, 1 << 31)), len(tokens)
+            )
+        matcher = self._answering()
+        return 0 if matcher is None else matcher.validate_tokens(list(tokens))
+
+    def _answering(self) -> LLMatcher | None:
+        """The matcher, if the answer has begun and goes on."""
+        if self._phase is not _Phase.ANSWER or self.failed is not None or self._ended:
+            return None
+        matcher = self._begun()
+        return None if self._is_stopped else matcher
 
     # Masks.
 

@@ -121,6 +121,21 @@ class TokenHistory:
             self._counts[entry] += 1
         self._num_generated = max(self._num_generated, len(tokens) - start)
 
+    def with_drafts(self, drafts: Sequence[int]) -> tuple[IntArray, IntArray]:
+        """Copies of `ids` and `counts` as if the answer had some more tokens."""
+        ids, counts = self.ids.copy(), self.counts.copy()
+        fresh: dict[int, int] = {}
+        for token in drafts:
+            entry = self._entry.get(token)
+            if entry is None:
+                fresh[token] = fresh.get(token, 0) + 1
+            else:
+                counts[entry] += 1
+        if fresh:
+            ids = np.concatenate([ids, np.array(list(fresh), np.int32)])
+            counts = np.concatenate([counts, np.array(list(fresh.values()), np.int32)])
+        return ids, counts
+
     @property
     def ids(self) -> IntArray:
         """``[num_distinct]``; a view that the next `update` may change."""

@@ -26,10 +26,12 @@ class MaskKey(NamedTuple):
     Attributes:
         seq_id: The sequence.
         position: The position that the token will have.
+        drafts: Drafts before it, after the newest token, which then is known.
     """
 
     seq_id: int
     position: int
+    drafts: tuple[int, ...] = ()
 
 
 class FilledMasks(NamedTuple):
@@ -71,42 +73,58 @@ class SequenceMasks:
 
     def grammar_masks(self, keys: Sequence[MaskKey], newest: Sequence[int | None]) -> FilledMasks:
         """See `MaskSource`."""
-        found = [self._sequences.get(key.seq_id) for key in keys]
-        places = [place for place, seq in enumerate(found) if seq is not None]
-        samplers = [seq.sampler for seq in found if seq is not None]
+        words = np.full((len(keys), self._num_words), -1, np.int32)
+        # The others have finished, and their tokens are discarded.
+        places = [p for p, key in enumerate(keys) if key.seq_id in self._sequences]
+        failed: dict[int, str] = {}
         try:
-            matchers: list[GrammarMatcher] = []
-            for place, sampler in zip(places, samplers):
-                tokens, token = self._known(keys[place], newest[place])
-                matchers.append(sampler.follow(tokens, token))
-            words = np.full((len(keys), self._num_words), -1, np.int32)
-            own = words if len(places) == len(keys) else words[places]
-            fill_masks(matchers, own)
-            for mask, place, sampler in zip(own, places, samplers):
-                tokens, token = self._known(keys[place], newest[place])
-                sampler.narrow(mask, tokens, token, keys[place].position)
-            if own is not words:  # The others have finished, and their tokens are discarded.
-                words[places] = own
+            # A sequence's matcher follows one draft after another.
+            for depth in sorted({len(keys[place].drafts) for place in places}):
+                members = [place for place in places if len(keys[place].drafts) == depth]
+                failed |= self._fill(words, members, keys, newest)
         except BaseException:
-            for sampler in samplers:  # It may have stopped in the middle of a sequence.
-                sampler.start_over()
+            for place in places:  # It may have stopped in the middle of a sequence.
+                self._sequences[keys[place].seq_id].sampler.start_over()
             raise
-        failed = {p: f.failed for p, f in zip(places, matchers) if f.failed is not None}
         return FilledMasks(words, failed)
+
+    def _fill(
+        self,
+        words: Words,
+        places: list[int],
+        keys: Sequence[MaskKey],
+        newest: Sequence[int | None],
+    ) -> dict[int, str]:
+        """Writes the masks of different sequences; returns the reasons of those that failed."""
+        samplers = [self._sequences[keys[place].seq_id].sampler for place in places]
+        known = [self._known(keys[place], newest[place]) for place in places]
+        matchers: list[GrammarMatcher] = [
+            sampler.follow(*each) for sampler, each in zip(samplers, known)
+        ]
+        own = words if len(places) == len(words) else words[places]
+        fill_masks(matchers, own)
+        for mask, place, sampler, each in zip(own, places, samplers, known):
+            sampler.narrow(mask, *each, keys[place].position)
+        if own is not words:
+            words[places] = own
+        return {p: m.failed for p, m in zip(places, matchers) if m.failed is not None}
 
     def token_mask(self, key: MaskKey, newest: int | None) -> Mask | None:
         """See `MaskSource`."""
         seq = self._sequences.get(key.seq_id)
         if seq is None:
             return None
-        tokens, token = self._known(key, newest)
-        mask: Mask | None = seq.sampler.token_mask(tokens, token)
+        tokens, more = self._known(key, newest)
+        mask: Mask | None = seq.sampler.token_mask(tokens, more)
         return mask
 
-    def _known(self, key: MaskKey, newest: int | None) -> tuple[Sequence[int], int | None]:
-        """Returns a sequence's tokens, and the newest one if it is not among them yet.
+    def _known(self, key: MaskKey, newest: int | None) -> tuple[Sequence[int], tuple[int, ...]]:
+        """Returns a sequence's tokens, and those after them: drafts, or the newest one.
 
-        It is among them if a step runs again after the step before it was committed.
+        The newest one is among the tokens if a step runs again after the step before it was
+        committed.
         """
         tokens = self._sequences[key.seq_id].tokens
-        return tokens, newest if len(tokens) < key.position else None
+        if key.drafts or newest is None or len(tokens) >= key.position:
+            return tokens, key.drafts
+        return tokens, (newest,)

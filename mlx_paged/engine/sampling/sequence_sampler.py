@@ -239,14 +239,14 @@ class _Generated(Sequence[int]):
 
     Args:
         tokens: the list.
-        newest: one token more.
+        newest: The tokens after it.
     """
 
     __slots__ = ("_length", "_newest", "_tokens")
 
-    def __init__(self, tokens: list[int], newest: int | None) -> None:
+    def __init__(self, tokens: list[int], newest: tuple[int, ...]) -> None:
         self._tokens = tokens
-        self._newest = () if newest is None else (newest,)
+        self._newest = newest
         self._length = len(tokens)
 
     def __len__(self) -> int:
@@ -336,12 +336,12 @@ class SequenceSampler:
         """Returns the changes to the logits of the token at `key.position`, or None.
 
         Args:
-            tokens: Known tokens of prompt and answer: all of `[0, position)`, or all but the last
-                if that is in flight.
+            tokens: Known tokens of prompt and answer. With the key's drafts, they are all of
+                `[0, position)`, or all but the last if that is in flight.
             key: The name of the token's masks.
         """
-        sampling, position = self._sampling, key.position
-        has_grammar = self._may_limit(tokens, position)
+        sampling, position, drafts = self._sampling, key.position, key.drafts
+        has_grammar = self._may_limit(tokens, position, drafts)
         allowed = sampling.allowed
         if has_grammar:
             additions, allowed = sampling.biases, None
@@ -349,9 +349,9 @@ class SequenceSampler:
             is_early = position - len(sampling.prompt) < sampling.params.min_tokens
             additions = sampling.early_additions if is_early else sampling.additions
             if sampling.long_bad_words:
-                additions = self._with_long_bad_words(additions, tokens, position)
+                additions = self._with_long_bad_words(additions, tokens, key)
         has_mask = sampling.token_mask is not None
-        penalties = self._penalties(tokens) if sampling.params.penalizes else None
+        penalties = self._penalties(tokens, drafts) if sampling.params.penalizes else None
         if additions is None and penalties is None and not has_mask and not has_grammar:
             return None if allowed is None else LogitEdits(allowed=allowed)
         return LogitEdits(
@@ -362,23 +362,28 @@ class SequenceSampler:
             grammar=key if has_grammar else None,
         )
 
-    def _may_limit(self, tokens: Sequence[int], position: int) -> bool:
+    def _may_limit(self, tokens: Sequence[int], position: int, drafts: tuple[int, ...]) -> bool:
         """True if the token at `position` needs the mask of a grammar."""
         if self._matcher is None or self.has_grammar:
             return self.has_grammar
+        if drafts:
+            return True  # The mask decides, once the matcher has followed them.
         # With a reasoning budget, the newest token usually does not matter.
         self._matcher.follow(tokens)
         return self._matcher.may_limit(position - len(tokens))
 
-    # Masks. (`newest` is the token after `tokens`, if it was in flight when the step was built.)
+    # Masks. (`newest` are the tokens after `tokens`: drafts, or the one that was in flight when the
+    # step was built.)
 
-    def follow(self, tokens: Sequence[int], newest: int | None) -> GrammarMatcher:
+    def follow(self, tokens: Sequence[int], newest: tuple[int, ...]) -> GrammarMatcher:
         """The place in the grammar after these tokens."""
         assert self._matcher is not None
         self._matcher.follow(tokens, newest)
         return self._matcher
 
-    def narrow(self, mask: Words, tokens: Sequence[int], newest: int | None, position: int) -> None:
+    def narrow(
+        self, mask: Words, tokens: Sequence[int], newest: tuple[int, ...], position: int
+    ) -> None:
         """Removes tokens that other parameters forbid from a grammar's mask.
 
         If nothing would be left, the grammar wins, because a valid answer must go on.
@@ -389,7 +394,7 @@ class SequenceSampler:
         words = sampling.long_bad_words
         if words:
             generated = list(tokens[max(start, len(tokens) - words.longest) :])
-            generated += [] if newest is None else [newest]
+            generated += newest
             banned = [token for token, _ in words.possible(generated, in_flight=False)]
             permitted = without(permitted, banned)
         size = min(len(mask), len(permitted))
@@ -398,35 +403,57 @@ class SequenceSampler:
             mask[:size] = narrowed
             mask[size:] = 0
 
-    def token_mask(self, tokens: Sequence[int], newest: int | None) -> Mask | None:
+    @property
+    def takes_drafts(self) -> bool:
+        """False if its tokens cannot be verified several at once.
+
+        A caller's token mask may count its calls, and would see drafts that are rejected.
+        """
+        return self._sampling.token_mask is None
+
+    def forced(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that must follow these by the grammar; empty if there is a choice."""
+        if self._matcher is None:
+            return ()
+        self._matcher.follow(tokens)
+        return self._matcher.forced()
+
+    def legal(self, tokens: Sequence[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Cuts drafts at the first that the grammar does not allow after these tokens."""
+        if self._matcher is None or not self.has_grammar:
+            return drafts
+        self._matcher.follow(tokens)
+        return drafts[: self._matcher.num_legal(drafts)]
+
+    def token_mask(self, tokens: Sequence[int], newest: tuple[int, ...]) -> Mask | None:
         """Returns the caller's mask; None means that all tokens may follow."""
         ask, generated = self._sampling.token_mask, self._generated
         assert ask is not None
         generated.extend(tokens[len(self._sampling.prompt) + len(generated) :])
         return ask(self._index, _Generated(generated, newest))
 
-    def _penalties(self, tokens: Sequence[int]) -> Penalties:
+    def _penalties(self, tokens: Sequence[int], drafts: tuple[int, ...]) -> Penalties:
         params, prompt = self._sampling.params, self._sampling.prompt
         if self._history is None:
             # Only the repetition penalty looks at the prompt.
             self._history = TokenHistory(prompt if params.repetition_penalty != 1 else ())
         self._history.update(tokens, len(prompt))
         return Penalties(
-            # Copies, because a step keeps its inputs and may run again.
-            self._history.ids.copy(),
-            self._history.counts.copy(),
+            *self._history.with_drafts(drafts),
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
         )
 
     def _with_long_bad_words(
-        self, additions: Additions | None, tokens: Sequence[int], position: int
+        self, additions: Additions | None, tokens: Sequence[int], key: MaskKey
     ) -> Additions | None:
         """Adds the last token of each word whose other tokens are the end of the answer."""
         words = self._sampling.long_bad_words
         start = max(len(self._sampling.prompt), len(tokens) - words.longest)
-        found = words.possible(list(tokens[start:]), in_flight=len(tokens) < position)
+        generated = [*tokens[start:], *key.drafts]
+        in_flight = len(tokens) + len(key.drafts) < key.position
+        found = words.possible(generated, in_flight=in_flight)
         if not found:
             return additions
         ids, after_ids = (np.array(column, dtype=np.int32) for column in zip(*found))

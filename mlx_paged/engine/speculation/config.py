@@ -1,0 +1,145 @@
+"""SpeculativeConfig: the options of speculative decoding, with vLLM's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mlx_paged.errors import InvalidParameterError
+
+#: "ngram" finds drafts in the sequence's own tokens, "suffix" in those and in earlier answers.
+METHODS = ("ngram", "suffix")
+# vLLM's methods that need a second model.
+_NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
+_FIELD = "speculative_config"
+_DEFAULT_NGRAM = 5
+_DEFAULT_NGRAM_TOKENS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """The options of speculative decoding. Names, meanings and defaults are vLLM's, except
+    `adaptive`.
+
+    Args:
+        method: "ngram" or "suffix". Both draft what followed when the latest tokens occurred
+            before. None means "suffix", or "ngram" if a `prompt_lookup` option is given.
+        num_speculative_tokens: Maximum drafts of a sequence in one step. None: 5 for "ngram",
+            `suffix_decoding_max_tree_depth` for "suffix".
+        prompt_lookup_min: Minimum tokens of a match ("ngram").
+        prompt_lookup_max: Maximum tokens that are compared ("ngram").
+        suffix_decoding_max_tree_depth: Maximum tokens of a match and its drafts together.
+        suffix_decoding_max_cached_requests: Maximum finished answers in which drafts are searched,
+            besides the sequence itself; 0 searches none.
+        suffix_decoding_max_spec_factor: Maximum drafts for each matched token.
+        suffix_decoding_min_token_prob: Drafts less likely to be accepted than this are dropped.
+        adaptive: Choose the number of drafts in each step so that tokens per second are highest,
+            from the measured cost of rows and the share of drafts accepted so far. False verifies
+            every draft.
+
+    Raises:
+        InvalidParameterError: An invalid value; the error names the field.
+    """
+
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        self._resolve_method()
+        for name, least in (
+            ("num_speculative_tokens", 1),
+            ("prompt_lookup_min", 1),
+            ("prompt_lookup_max", 1),
+            ("suffix_decoding_max_tree_depth", 2),
+            ("suffix_decoding_max_cached_requests", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                ok = type(value) is int and value >= least
+                self._check(name, ok, f"an integer of at least {least}")
+        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        self._check("suffix_decoding_max_spec_factor", _is_number(factor) and factor > 0, "above 0")
+        self._check("suffix_decoding_min_token_prob", _is_number(prob) and 0 <= prob <= 1, "0 to 1")
+        self._check("adaptive", isinstance(self.adaptive, bool), "a boolean")
+        self._resolve_lookup()
+
+    def _resolve_method(self) -> None:
+        method = self.method
+        is_ngram = self.prompt_lookup_min is not None or self.prompt_lookup_max is not None
+        if method is None:
+            self._set("method", "ngram" if is_ngram else "suffix")
+            return
+        expected = f"{' or '.join(map(repr, METHODS))}"
+        if method in _NEEDS_MODEL:
+            expected += " (methods that need a second model are not supported yet)"
+        self._check("method", isinstance(method, str) and method in METHODS, expected)
+        if is_ngram and method != "ngram":
+            name = "prompt_lookup_max" if self.prompt_lookup_min is None else "prompt_lookup_min"
+            self._check(name, False, f"left out for the method {method!r}")
+
+    def _resolve_lookup(self) -> None:
+        if self.method == "ngram":
+            given = [n for n in (self.prompt_lookup_min, self.prompt_lookup_max) if n is not None]
+            least = self.prompt_lookup_min or min([*given, _DEFAULT_NGRAM])
+            most = self.prompt_lookup_max or max(least, *given, 0) if given else _DEFAULT_NGRAM
+            self._set("prompt_lookup_min", least)
+            self._set("prompt_lookup_max", most)
+            self._check("prompt_lookup_min", least <= most, f"at most prompt_lookup_max ({most})")
+        if self.num_speculative_tokens is None:
+            default = self.suffix_decoding_max_tree_depth
+            is_ngram = self.method == "ngram"
+            self._set("num_speculative_tokens", _DEFAULT_NGRAM_TOKENS if is_ngram else default)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check(self, name: str, ok: bool, expected: str) -> None:
+        if not ok:
+            raise InvalidParameterError(f"{_FIELD}.{name}", expected, getattr(self, name))
+
+    @property
+    def max_drafts(self) -> int:
+        """Maximum drafts of a sequence in one step."""
+        assert self.num_speculative_tokens is not None
+        return self.num_speculative_tokens
+
+
+def speculative_config_of(given: Any) -> SpeculativeConfig | None:
+    """Returns the options from themselves, a mapping of them, its JSON text, or None.
+
+    Raises:
+        InvalidParameterError: Something else, an unknown name, or an invalid value.
+    """
+    if given is None or isinstance(given, SpeculativeConfig):
+        return given
+    data = given
+    if isinstance(given, str):
+        try:
+            data = json.loads(given)
+        except ValueError as error:
+            expected = f"a JSON object (this text is no JSON: {error})"
+            raise InvalidParameterError(_FIELD, expected, given) from error
+    if not isinstance(data, Mapping):
+        raise InvalidParameterError(_FIELD, "None, or a mapping of options", given)
+    known = [field.name for field in fields(SpeculativeConfig)]
+    for name in data:
+        if name == "model":
+            expected = "left out: methods that need a second model are not supported yet"
+            raise InvalidParameterError(f"{_FIELD}.model", expected, data[name])
+        if name not in known:
+            expected = f"left out: the options are {', '.join(known)}"
+            raise InvalidParameterError(f"{_FIELD}.{name}", expected, data[name])
+    return SpeculativeConfig(**data)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

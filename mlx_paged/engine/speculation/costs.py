@@ -1,0 +1,171 @@
+"""StepCosts: how long a step takes, by its rows, its sequences and their contexts.
+
+Drafts pay if a step with more rows takes little longer. That depends on machine, model and number
+format: on a GPU five rows cost what one does, on a CPU in 4 bits a row more costs half a step.
+Steps are measured when the engine starts; steps of requests correct the measurement.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlx_paged.core import StateMove, StepBatch, StepTable
+from mlx_paged.core.kv.tree import TOKEN_TYPE
+from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.sampling.sampler import SamplingMetadata
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+
+logger = logging.getLogger(__name__)
+
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_SHORT_CONTEXT, _LONG_CONTEXT = 256, 2048
+_MAX_SECONDS = 3.0  # of all measurements
+_REPEATS = 3
+# A step's time counts this much in the correction; times beyond this factor are disturbances.
+_WEIGHT = 0.1
+_MAX_FACTOR = 3.0
+
+
+@dataclass
+class StepCosts:
+    """Seconds of steps.
+
+    Attributes:
+        rows: Numbers of rows that were measured, ascending.
+        of_rows: Seconds of a step of one sequence with that many rows.
+        of_sequences: Seconds of a step of that many sequences with a row each.
+        per_context: Seconds for each token of context, of a sequence with one row.
+        per_row_context: Seconds for each token of context and further row of a sequence.
+        context_len: Tokens of context in the measurements of `of_rows`.
+    """
+
+    rows: Sequence[int]
+    of_rows: Sequence[float]
+    of_sequences: Sequence[float]
+    per_context: float = 0.0
+    per_row_context: float = 0.0
+    context_len: int = 0
+    _factors: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
+
+    def seconds(self, num_rows: int, num_seqs: int, context_len: float) -> float:
+        """Returns the expected seconds of a step.
+
+        Args:
+            num_rows: Rows of all sequences.
+            context_len: Mean tokens of context of a sequence.
+        """
+        alone = _interpolated(num_rows, self.rows, self.of_rows)
+        more = _interpolated(num_seqs, self.rows, self.of_sequences)
+        more -= _interpolated(num_seqs, self.rows, self.of_rows)
+        longer = context_len - self.context_len
+        attention = num_seqs * self.per_context + (num_rows - num_seqs) * self.per_row_context
+        least = 0.5 * alone
+        expected = max(least, alone + max(0.0, more) + longer * attention)
+        return expected * self._factors[num_rows > num_seqs]
+
+    def observe(self, num_rows: int, num_seqs: int, context_len: float, seconds: float) -> None:
+        """Corrects the estimates of steps with drafts, or without, by the time of one."""
+        has_drafts = num_rows > num_seqs
+        factor = self._factors[has_drafts]
+        ratio = seconds / (self.seconds(num_rows, num_seqs, context_len) / factor)
+        if 1 / _MAX_FACTOR < ratio / factor < _MAX_FACTOR:
+            self._factors[has_drafts] = (1 - _WEIGHT) * factor + _WEIGHT * ratio
+
+
+def _interpolated(x: int, xs: Sequence[int], values: Sequence[float]) -> float:
+    """Linear between two measurements, and beyond the last one."""
+    if x > xs[-1] and len(xs) > 1:
+        slope = (values[-1] - values[-2]) / (xs[-1] - xs[-2])
+        return values[-1] + max(0.0, slope) * (x - xs[-1])
+    return float(np.interp(x, xs, values))
+
+
+def measure(
+    runner: ModelRunner,
+    *,
+    max_num_seqs: int,
+    max_context_len: int | None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepCosts | None:
+    """Measures steps in the runner's pools, which no request uses yet.
+
+    Larger steps are left out once the measurements have taken some seconds.
+
+    Returns:
+        None if a step fails.
+    """
+    start = clock()
+    short = min(_SHORT_CONTEXT, max_context_len or _SHORT_CONTEXT)
+    long = min(_LONG_CONTEXT, max_context_len or _LONG_CONTEXT)
+    measured: list[tuple[int, float, float]] = []
+
+    def seconds(num_seqs: int, num_rows: int, context_len: int) -> float:
+        best = float("inf")
+        for repeat in range(_REPEATS + 1):
+            before = clock()
+            runner.read(runner.launch(_step(runner, num_seqs, num_rows, context_len), None))
+            if repeat or clock() - start > _MAX_SECONDS:  # The first one compiles.
+                best = min(best, clock() - before)
+        return best
+
+    try:
+        for rows in _ROWS:
+            if rows > max(short, 1) or (len(measured) > 2 and clock() - start > _MAX_SECONDS):
+                break
+            alone = seconds(1, rows, short)
+            together = seconds(rows, 1, short) if rows <= max_num_seqs else alone
+            measured.append((rows, alone, together))
+        per_context = per_row = 0.0
+        if long > short:
+            one, few = measured[0], measured[min(3, len(measured) - 1)]
+            per_context = max(0.0, seconds(1, 1, long) - one[1]) / (long - short)
+            longer = max(0.0, seconds(1, few[0], long) - few[1]) / (long - short)
+            per_row = max(0.0, longer - per_context) / max(1, few[0] - 1)
+    except Exception as error:
+        logger.warning("the cost of drafts could not be measured: %s", reason_of(error))
+        return None
+    finally:
+        runner.reset()
+    rows_of, alone_of, together_of = zip(*measured)
+    costs = StepCosts(rows_of, alone_of, together_of, per_context, per_row, short)
+    logger.info(
+        "speculation: a step of 1, 4 and 8 rows takes %.1f, %.1f and %.1f ms",
+        *(1e3 * costs.seconds(rows, 1, short) for rows in (1, 4, 8)),
+    )
+    return costs
+
+
+def _step(runner: ModelRunner, num_seqs: int, num_rows: int, context_len: int) -> StepBatch:
+    """Returns a step that does not write to block 0, which is padding."""
+    model = runner.model
+    num_blocks = min((len(c.key_pool) for c in model.attention_caches), default=2) - 1
+    length = -(-context_len // runner.block_size)
+    # Any blocks will do, because nobody reads their contents.
+    tables = [
+        (StepTable(tuple(1 + (i * length + j) % num_blocks for j in range(length)), 0),)
+        * (1 + len(runner.windows))
+        for i in range(num_seqs)
+    ]
+    settings = SamplingRow(0.0, seed=0, position=context_len)
+    return StepBatch(
+        seq_ids=[-1 - i for i in range(num_seqs)],
+        token_ids=array(TOKEN_TYPE, [0]) * (num_seqs * num_rows),
+        starts=array("q", [context_len - num_rows]) * num_seqs,
+        query_lens=array("q", [num_rows]) * num_seqs,
+        samples=[True] * num_seqs,
+        is_decode=num_rows == 1,
+        input_from=array("i", [-1]) * num_seqs,
+        num_drafts=array("i", [num_rows - 1]) * num_seqs,
+        adapter_ids=array("i", [0]) * num_seqs,
+        tables=tables,
+        slots=[StateMove(0, -1)] * num_seqs if model.layout.has_states else [],
+        block_copies=((),) * (1 + len(runner.windows)),
+        sampling=SamplingMetadata.of([settings] * (num_seqs * num_rows)),
+    )

@@ -1,0 +1,326 @@
+"""Speculation: an answer has the same tokens with and without drafts, whatever its parameters."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import numpy as np
+import pytest
+from support.embedded_llm import PROMPTS, SHARED, check_at_rest, make, tokens_of
+from support.fake_vlm import Picture, fake_vlm, prepared
+from support.grouped_models import GROUPED, engine_of
+from support.guesses import guess
+from support.models import embedded, random_tokens
+from support.thinking import thinking_model
+
+from mlx_paged import LLM, RequestOutput, SamplingParams
+from mlx_paged.engine.speculation.config import SpeculativeConfig
+from mlx_paged.errors import InvalidParameterError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["function", "class"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "kind", "count"],
+    "additionalProperties": False,
+}
+LOOKUPS: list[dict[str, Any]] = [
+    {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    {"method": "suffix"},
+]
+
+
+def params_of(rng: random.Random) -> dict[str, Any]:
+    """Parameters of a request, with all that depends on the tokens before."""
+    fields: dict[str, Any] = {
+        "temperature": rng.choice([0.0, 0.0, 0.6, 1.0, 1.3]),
+        "seed": rng.randrange(1 << 40),
+        "max_tokens": rng.randint(1, 40),
+    }
+    for name, choices, chance in (
+        ("top_p", [0.5, 0.9], 0.3),
+        ("top_k", [5, 40], 0.3),
+        ("min_p", [0.05], 0.2),
+        ("repetition_penalty", [1.2, 0.8], 0.25),
+        ("presence_penalty", [0.9], 0.2),
+        ("frequency_penalty", [0.7, -0.5], 0.2),
+        ("logprobs", [0, 3], 0.3),
+        ("stop", [["return"], ["\n\n", "self"]], 0.2),
+        ("stop_token_ids", [[12, 40, 77]], 0.2),
+        ("min_tokens", [1], 0.2),
+        ("ignore_eos", [True], 0.3),
+        ("bad_words", [["self", " return x"], ["for i in"]], 0.25),
+        ("n", [2, 3], 0.2),
+        ("logit_bias", [{17: 4.0, 300: -3.0}], 0.2),
+        ("structured_outputs", [{"json": SCHEMA}, {"regex": r"[a-z]{3,9}( = [0-9]+){1,4}"}], 0.25),
+    ):
+        if rng.random() < chance:
+            fields[name] = rng.choice(choices)
+    if "structured_outputs" in fields:
+        fields["max_tokens"] = 60
+        fields.pop("stop_token_ids", None)
+    return fields
+
+
+def requests_of(seed: int, count: int) -> tuple[list[str], list[SamplingParams]]:
+    rng = random.Random(seed)
+    prompts = [rng.choice(PROMPTS) * rng.choice([1, 1, 2]) for _ in range(count)]
+    return prompts, [SamplingParams(**params_of(rng)) for _ in range(count)]
+
+
+def streams(outputs: Sequence[RequestOutput]) -> list[Any]:
+    """All that a caller sees of answers, apart from log-probabilities."""
+    return [
+        [(a.token_ids, a.text, a.finish_reason, a.stop_reason) for a in output.outputs]
+        for output in outputs
+    ]
+
+
+def assert_same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    assert streams(outputs) == streams(expected)
+    for output, other in zip(outputs, expected, strict=True):
+        for answer, wanted in zip(output.outputs, other.outputs, strict=True):
+            assert (answer.logprobs is None) == (wanted.logprobs is None)
+            if answer.logprobs is not None and wanted.logprobs is not None:
+                found = [report.logprob for report in answer.logprobs]
+                # A prompt's last bits depend on the number of rows that it was computed with.
+                assert found == pytest.approx([r.logprob for r in wanted.logprobs], abs=1e-3)
+
+
+def tell(drafter: Any, outputs: Sequence[RequestOutput]) -> None:
+    for output in outputs:
+        for answer in output.outputs:
+            key = tuple(output.prompt_token_ids), answer.index
+            drafter.answers[key] = answer.token_ids
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.one_in(3)
+def test_mixed_requests_are_the_same_with_guesses(seed: int) -> None:
+    """A tight pool preempts some, and several share prefixes."""
+    prompts, params = requests_of(seed, 60)
+    options = {"num_gpu_blocks_override": 70, "block_size": 8, "max_num_batched_tokens": 64}
+    plain = make(**options)
+    expected = plain.generate(prompts, params)
+    for right in (0.9, 0.5):
+        llm = make(**options)
+        drafter = guess(llm, right)
+        tell(drafter, expected)
+        for _ in range(
+            2
+        ):  # The second time finds prefixes, and what was drafted must not be there.
+            assert_same(llm.generate(prompts, params), expected)
+        stats = llm.stats()
+        assert stats.spec_decoding is not None and stats.num_preemptions > 0
+        rejected = stats.spec_decoding.num_draft_tokens - stats.spec_decoding.num_accepted_tokens
+        assert stats.spec_decoding.num_accepted_tokens > 300 and rejected > 30
+        check_at_rest(llm)
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS, ids=lambda lookup: lookup["method"])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_mixed_requests_are_the_same_with_lookups(lookup: dict[str, Any], adaptive: bool) -> None:
+    prompts, params = requests_of(7, 24)
+    expected = make(block_size=8).generate(prompts, params)
+    llm = make(block_size=8, speculative_config={**lookup, "adaptive": adaptive})
+    assert_same(llm.generate(prompts, params), expected)
+    found = llm.stats().spec_decoding
+    assert found is not None and (adaptive or found.num_accepted_tokens > 50)
+    check_at_rest(llm)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_quantized_pools(kv_cache_dtype: str) -> None:
+    prompts, params = requests_of(11, 16)
+    options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "block_size": 8}
+    expected = make(**options).generate(prompts, params)
+    llm = make(**options)
+    tell(guess(llm, 0.7), expected)
+    assert_same(llm.generate(prompts, params), expected)
+    check_at_rest(llm)
+
+
+@pytest.mark.parametrize("name", list(GROUPED))
+def test_windows_and_recurrent_states_are_rolled_back(name: str) -> None:
+    rng = np.random.default_rng(3)
+    prompts = [random_tokens(rng, int(count)) for count in rng.integers(3, 50, 8)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    expected = engine_of(name).generate(prompts, params)
+    llm = engine_of(name)
+    drafter = guess(llm, 0.7)
+    tell(drafter, expected)
+    assert_same(llm.generate(prompts, params), expected)
+    assert_same(llm.generate(prompts, params), expected)
+    stats = llm.stats().spec_decoding
+    assert stats is not None and stats.num_accepted_tokens > 20
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+    llm.engine.check_integrity()
+
+
+def test_thinking_budgets() -> None:
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=i,
+            max_tokens=40,
+            thinking_token_budget=budget,
+            structured_outputs=grammar,
+        )
+        for i, budget in enumerate([0, 3, 9, 30])
+        for grammar in (None, {"regex": "[a-z ]{1,20}"})
+    ]
+    prompts = ["x = <think>", "y = <think>\n"] * (len(params) // 2)
+    options = {"num_gpu_blocks_override": 200, "reasoning_parser": "deepseek_r1"}
+    expected = LLM(thinking_model(), **options).generate(prompts, params)
+    llm = LLM(thinking_model(), **options)
+    tell(guess(llm, 0.8), expected)
+    assert_same(llm.generate(prompts, params), expected)
+    stats = llm.stats().spec_decoding
+    assert stats is not None and stats.num_accepted_tokens > 20
+
+
+def test_a_picture_in_the_prompt() -> None:
+    prompt = prepared([5, 6, 7], Picture(1, 20), [8, 9])
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=30, ignore_eos=True)
+
+    def answer(llm: LLM) -> RequestOutput:
+        output = llm.engine.add_request("r", prompt.token_ids, params, media=prompt)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        return output
+
+    expected = answer(LLM(fake_vlm()[0], num_gpu_blocks_override=60))
+    llm = LLM(fake_vlm()[0], num_gpu_blocks_override=60)
+    tell(guess(llm, 0.8), [expected])
+    assert_same([answer(llm)], [expected])
+    stats = llm.stats().spec_decoding
+    assert stats is not None and stats.num_accepted_tokens > 10
+
+
+def test_what_a_grammar_forces_is_drafted() -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=80, structured_outputs={"json": SCHEMA}
+    )
+    expected = make().generate([SHARED], params)
+    llm = make(speculative_config={"method": "suffix", "adaptive": False})
+    [output] = llm.generate([SHARED], params)
+    assert_same([output], expected)
+    assert set(json.loads(output.outputs[0].text)) == {"name", "kind", "count"}
+    assert output.num_accepted_drafts >= 4 and output.num_rejected_drafts == 0
+    num_steps = llm.stats().num_steps
+    assert num_steps == len(output.outputs[0].token_ids) - output.num_accepted_drafts
+
+
+def test_a_token_mask_sees_no_draft() -> None:
+    calls: list[list[int]] = []
+
+    def mask(index: int, tokens: Sequence[int]) -> None:
+        calls.append(list(tokens))
+
+    llm = make(speculative_config={"method": "suffix", "adaptive": False})
+    prompt = tokens_of("for i in range(9):\n" * 6)
+    output = llm.engine.add_request(
+        "r", prompt, SamplingParams(temperature=0, max_tokens=20), token_mask=mask
+    )
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    tokens = output.outputs[0].token_ids
+    assert all(call == tokens[: len(call)] for call in calls)
+    assert output.num_accepted_drafts == 0
+
+
+def test_drafts_never_come_from_another_tenant() -> None:
+    llm = make(speculative_config={"method": "suffix", "adaptive": False})
+    prompt = tokens_of("alpha beta gamma delta epsilon zeta eta theta iota kappa")
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+    def answer(salt: str) -> RequestOutput:
+        output = llm.engine.add_request("r", prompt, params, cache_salt=salt)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        return output
+
+    answer("one")
+    first, again = answer("two"), answer("two")
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert again.num_accepted_drafts > first.num_accepted_drafts
+
+
+def test_an_exception_in_the_middle_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = requests_of(21, 10)
+    expected = make().generate(prompts, params)
+    llm = make()
+    drafter = guess(llm, 0.8)
+    tell(drafter, expected)
+    draft, left = drafter.draft, iter([3, 9, 20, 40])
+    fail_at, calls = next(left), 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls, fail_at
+        calls += 1
+        if calls == fail_at:
+            fail_at = next(left, -1)
+            raise KeyboardInterrupt
+        return draft(*args)
+
+    monkeypatch.setattr(drafter, "draft", failing)
+    outputs = [
+        llm.engine.add_request(str(i), tokens_of(p), s)
+        for i, (p, s) in enumerate(zip(prompts, params))
+    ]
+    num_interrupts = 0
+    while llm.engine.has_unfinished:
+        try:
+            llm.engine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts >= 3
+    assert [[a.token_ids for a in o.outputs] for o in outputs] == [
+        [a.token_ids for a in o.outputs] for o in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"method": "eagle3"}, "speculative_config.method"),
+        ({"method": 3}, "speculative_config.method"),
+        ({"model": "x"}, "speculative_config.model"),
+        ({"metod": "ngram"}, "speculative_config.metod"),
+        ({"num_speculative_tokens": 0}, "speculative_config.num_speculative_tokens"),
+        ({"num_speculative_tokens": True}, "speculative_config.num_speculative_tokens"),
+        ({"method": "suffix", "prompt_lookup_max": 3}, "speculative_config.prompt_lookup_max"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "speculative_config.prompt_lookup_min",
+        ),
+        ({"suffix_decoding_min_token_prob": 2}, "speculative_config.suffix_decoding_min_token"),
+        ({"adaptive": "yes"}, "speculative_config.adaptive"),
+        ("[1]", "speculative_config"),
+        ("{", "speculative_config"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options: Any, field: str) -> None:
+    with pytest.raises(InvalidParameterError, match=field):
+        make(speculative_config=options)
+
+
+def test_options_are_those_of_vllm() -> None:
+    ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4)
+    assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max, ngram.max_drafts) == (4, 4, 3)
+    assert SpeculativeConfig().method == "suffix"
+    assert SpeculativeConfig(prompt_lookup_min=2).method == "ngram"
+    with pytest.raises(InvalidParameterError, match="pooling"):
+        make(embedded(), runner="pooling", speculative_config={"method": "suffix"})

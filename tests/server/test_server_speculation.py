@@ -1,0 +1,38 @@
+"""A server with speculation: usage and metrics tell what was drafted."""
+
+from __future__ import annotations
+
+from support.server_helpers import ENGINE, running
+
+BODY = {"prompt": "def add(a, b):\n", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+OPTIONS = {"method": "suffix", "adaptive": False}
+
+
+def test_usage_and_metrics() -> None:
+    with running(**ENGINE) as server, server.client() as client:
+        plain = client.post("/v1/completions", json=BODY).json()
+        assert "completion_tokens_details" not in plain["usage"]
+        assert "spec_decode" not in client.get("/metrics").text
+    with running(**ENGINE, speculative_config=OPTIONS) as server, server.client() as client:
+        accepted = num_drafts = 0
+        for _ in range(2):  # The second answer is drafted from the first one.
+            drafted = client.post("/v1/completions", json=BODY).json()
+            assert drafted["choices"] == plain["choices"]
+            details = drafted["usage"].get("completion_tokens_details", {})
+            accepted += details.get("accepted_prediction_tokens", 0)
+            num_drafts += details.get("accepted_prediction_tokens", 0)
+            num_drafts += details.get("rejected_prediction_tokens", 0)
+        assert accepted > 10
+        metrics = {
+            line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])
+            for line in client.get("/metrics").text.splitlines()
+            if line.startswith("vllm:spec_decode") and "per_pos" not in line
+        }
+        assert metrics["vllm:spec_decode_num_accepted_tokens_total"] == accepted
+        assert metrics["vllm:spec_decode_num_draft_tokens_total"] == num_drafts
+        assert 0 < metrics["vllm:spec_decode_num_drafts_total"] <= num_drafts
+        first = 'spec_decode_num_accepted_tokens_per_pos_total{engine="0"'
+        assert first in client.get("/metrics").text
+        with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
+            text = "".join(stream.iter_text())
+        assert text.count("data: ") < 40, "accepted drafts come in one event"
