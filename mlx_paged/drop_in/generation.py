@@ -7,6 +7,7 @@ caches that write to the store.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -107,13 +108,14 @@ def speculative_generate_step(original: Function) -> Function:
         arguments["prompt"] = mx.array(prompt[num_cached:], dtype=mx.uint32)
         answer: list[int] = []
         steps = _in_one_process(original(*call.args, **call.kwargs))
+        may_end = _may_end
         try:
             for token, logprobs, from_draft in steps:
                 answer.append(int(token))
                 yield token, logprobs, from_draft
         finally:
             steps.close()  # trims rejected drafts
-            for sequence, text in [] if is_forked() else zip(sequences, texts):
+            for sequence, text in zip(sequences, texts) if may_end() else []:
                 sequence.expect_drafts(0)
                 sequence.learn(text + answer)
 
@@ -259,14 +261,28 @@ def _hide_the_cut(arguments: dict[str, Any], cached: list[int], num_tokens: int)
         ]
 
 
+def _may_end(
+    is_finalizing: Callable[[], bool] = sys.is_finalizing,
+    is_forked: Callable[[], bool] = is_forked,
+) -> bool:
+    """True if a generator that is dropped may still use MLX: not in a forked child, nor when the
+    interpreter drops all objects.
+
+    Then globals of modules are None. Therefore it uses its defaults, and generators keep this
+    function in a local variable.
+    """
+    return not is_finalizing() and not is_forked()
+
+
 def _in_one_process(steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
     """Passes steps on; raises `ForkedProcessError` in a forked child instead of hanging."""
+    may_end = _may_end
     try:
         for step in steps:
             yield step
             check_process()
     finally:
-        if not is_forked():
+        if may_end():
             steps.close()
 
 
@@ -276,6 +292,7 @@ def _learning(
     """Passes on the tokens of `generate_step`, and records them in the sequence."""
     block_size = sequence.store.block_size
     prompt_is_learnt = False
+    may_end = _may_end
     try:
         for token, logprobs in steps:
             # mlx-lm has already built the step that computes this token's keys.
@@ -286,6 +303,6 @@ def _learning(
             yield token, logprobs
     finally:
         steps.close()
-        if not is_forked():
+        if may_end():
             sequence.learn(tokens)
             sequence.finish()

@@ -6,6 +6,7 @@ The synchronous counterpart of `AsyncEngine`, for `LLM` and the terminal chat.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections import deque
@@ -47,6 +48,7 @@ class LocalClient:
         self.request_ids = map(str, itertools.count())
         self.turn = threading.RLock()  # held by a thread that waits to add a request
         self._abandoned: deque[Batch] = deque()  # batches whose requests must be ended
+        self._is_finalizing = sys.is_finalizing  # `end` may run when globals of modules are gone
 
     @classmethod
     def from_model(
@@ -88,7 +90,12 @@ class LocalClient:
             self.engine.step()
 
     def end(self, batch: Batch) -> None:
-        """Ends the unfinished requests of a batch, and forgets them."""
+        """Ends the unfinished requests of a batch, and forgets them.
+
+        Does nothing for a stream that is still open when the interpreter drops all objects.
+        """
+        if self._is_finalizing():
+            return
         self._abandoned.append(batch)
         gc_pause.resume_gc()  # An exception from outside may have skipped the step's own call.
         with suppress(ForkedProcessError):  # A child drops a stream that it inherited.

@@ -7,7 +7,6 @@ is lost, and memory holds no more for it than the answer itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -239,5 +238,7 @@ class RequestStream:
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        try:  # noqa: SIM105 (globals, such as contextlib, may be None at the exit)
             self.close()
+        except Exception:
+            pass

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from support.hash_model import hash_model
+from support.kept_modules import KEEPS_MODULES
 from support.models import embedded_twin
 
 # isort: split
@@ -311,7 +312,7 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
 
 @FORK
 def test_a_forked_child_is_told_instead_of_hanging() -> None:
-    done = run_script(FORKED)
+    done = run_script(KEEPS_MODULES + FORKED)  # both processes leave `iterator` open
     assert done.returncode == 4, done.stderr
     assert "Exception ignored" not in done.stderr
 
