@@ -126,6 +126,7 @@ def checks() -> list[Stage]:
         *pytest("engine", *ENGINE, shards=5),
         *pytest("company", "company", shards=3),
         *pytest("interleaving", "interleaving"),
+        *pytest("speculation", "speculation"),
         # Without mlx-vlm this fails, because no test runs.
         *pytest("media parity", "media_families", shards=2, only=MEDIA),
         *pytest("media engine", "media_families_engine", "media_engine", only=MEDIA_ENGINE),
