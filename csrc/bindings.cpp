@@ -254,6 +254,10 @@ void bind_extension(nb::module_& m) {
       "Replaces the set of kernels that never run.");
 
   m.def(
+      "allow_tensor_kernels", &allow_tensor_kernels, "allowed"_a,
+      "Lets kernels for tensor units run unless they are rejected.");
+
+  m.def(
       "rejected_kernels",
       [] {
         nb::list names;

@@ -25,7 +25,7 @@ namespace {
 #define EXPERT_TEMPLATE(host_name, ...) {host_name, "experts.h", INSTANCE(__VA_ARGS__)},
 #define LORA_TEMPLATE(host_name, ...) {host_name, "lora.h", INSTANCE(__VA_ARGS__)},
 #define GREEDY_TEMPLATE(host_name, ...) {host_name, "greedy.h", INSTANCE(__VA_ARGS__)},
-#define ATTENTION_TEMPLATE(host_name, function, ...) \
+#define OWN_FILE_TEMPLATE(host_name, function, ...) \
   {host_name, #function ".h", INSTANCE(function, __VA_ARGS__)},
 // Plain arrays, because GCC takes 7 s to compile std::vector<KernelName> tables of this length.
 struct KernelRow {
@@ -43,7 +43,8 @@ constexpr KernelRow kKernels[] = {
     PAGED_FOR_EACH_EXPERT_TEMPLATE(EXPERT_TEMPLATE)
     PAGED_FOR_EACH_LORA_TEMPLATE(LORA_TEMPLATE)
     PAGED_FOR_EACH_GREEDY_TEMPLATE(GREEDY_TEMPLATE)
-    PAGED_FOR_EACH_ATTENTION_TEMPLATE(ATTENTION_TEMPLATE)
+    PAGED_FOR_EACH_ATTENTION_TEMPLATE(OWN_FILE_TEMPLATE)
+    PAGED_FOR_EACH_TENSOR_TEMPLATE(OWN_FILE_TEMPLATE)
     // clang-format on
 };
 
@@ -52,7 +53,7 @@ constexpr KernelRow kKernels[] = {
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_DECODE, X) \
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_MATRIX, X) \
   PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_PREFILL, X)
-constexpr KernelRow kPortableKernels[] = {PORTABLE_ATTENTION(ATTENTION_TEMPLATE)};
+constexpr KernelRow kPortableKernels[] = {PORTABLE_ATTENTION(OWN_FILE_TEMPLATE)};
 
 #define DIMS(unused, k_dim, v_dim) {k_dim, v_dim},
 const std::set<std::pair<int, int>> kHeadDims = {PAGED_FOR_EACH_HEAD_DIM(DIMS, unused)};

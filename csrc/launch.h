@@ -137,9 +137,10 @@ LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 //   - more: paged_decode_matrix, for decodes of larger groups and for drafts. It reads every key
 //     once for as many rows as registers allow (matrix_max_rows in attention_shape.h).
 //   - prefill, more than 8 query rows: paged_prefill, in tiles of 32 or 64 rows. Head dims that
-//     exceed its registers (prefill_max_rows) use paged_decode_matrix.
+//     exceed its registers (prefill_max_rows) use paged_decode_matrix. tensor_prefill takes its
+//     place where tensor kernels are allowed (rejected_kernels.h), in 16 bits.
 // NVIDIA's limits are in cuda/portable_shape.h.
-enum class AttentionKernel { decode, decode_matrix, prefill };
+enum class AttentionKernel { decode, decode_matrix, prefill, tensor_prefill };
 struct AttentionVariant {
   AttentionKernel kernel;
   int queries;  // the last template argument

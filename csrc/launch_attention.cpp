@@ -73,17 +73,19 @@ struct Limits {
   int decode_queries;
   int matrix_rows;
   int prefill_rows;  // 0: no paged_prefill
+  int tensor_rows;   // 0: no tensor_prefill
 };
 
 Limits limits_of(Gpu gpu, int key_dim, int item_size) {
   if (gpu == Gpu::nvidia) {
     return {
         paged::portable_decode_max_queries(key_dim), paged::portable_matrix_max_rows(key_dim),
-        paged::portable_prefill_max_rows(key_dim)};
+        paged::portable_prefill_max_rows(key_dim), 0};
   }
   return {
       paged::decode_max_queries(key_dim), paged::matrix_max_rows(key_dim, item_size),
-      paged::prefill_max_rows(key_dim, item_size)};
+      paged::prefill_max_rows(key_dim, item_size),
+      allows_tensor_kernels() ? paged::matmul_max_rows(key_dim, item_size) : 0};
 }
 
 int prefill_tokens(Gpu gpu, int key_dim, int value_dim, int item_size, int rows) {
@@ -107,6 +109,9 @@ KernelName kernel_of(
     case AttentionKernel::prefill:
       return attention_kernel(
           gpu, "paged_prefill", dtype, key_dim, value_dim, "m", variant.queries);
+    case AttentionKernel::tensor_prefill:
+      return attention_kernel(
+          gpu, "tensor_prefill", dtype, key_dim, value_dim, "m", variant.queries);
   }
   throw std::logic_error("[launch] unknown attention kernel");
 }
@@ -154,11 +159,14 @@ std::optional<AttentionVariant> allowed_variant(int query_rows, const LayerShape
     }
   }
   std::vector<AttentionVariant> prefills;
-  if (limits.prefill_rows > 0) {
-    bool is_small = queries <= 32;
-    prefills = {
-        {AttentionKernel::prefill, is_small ? 32 : limits.prefill_rows},
-        {AttentionKernel::prefill, is_small ? limits.prefill_rows : 32}};
+  for (auto [kernel, rows] :
+       {std::pair(AttentionKernel::tensor_prefill, limits.tensor_rows),
+        std::pair(AttentionKernel::prefill, limits.prefill_rows)}) {
+    if (rows > 0) {
+      bool is_small = queries <= 32;
+      prefills.push_back({kernel, is_small ? 32 : rows});
+      prefills.push_back({kernel, is_small ? rows : 32});
+    }
   }
   if (wanted.kernel == AttentionKernel::prefill) {
     if (auto prefill = first_allowed(prefills)) {
@@ -471,6 +479,11 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
             key_dim, value_dim, item_size,
             prefill_tokens(gpu, key_dim, value_dim, item_size, variant.queries));
         simd_groups = paged::PREFILL_SIMD_GROUPS;
+        break;
+      case AttentionKernel::tensor_prefill:
+        launch.threadgroup_memory =
+            paged::matmul_scratch(key_dim, value_dim, item_size, variant.queries).size;
+        simd_groups = variant.queries / paged::MATMUL_ROWS;
         break;
     }
     launch.threadgroup = {32 * uint32_t(simd_groups), 1, 1};

@@ -16,6 +16,7 @@ std::set<std::string> rejected;  // guarded by it
 std::atomic<int> count{0};
 std::atomic<bool> rejects_any{false};
 std::atomic<int> step_rows{-1};  // -1: not set
+std::atomic<bool> tensor_kernels{false};
 
 }  // namespace
 
@@ -41,6 +42,15 @@ bool is_rejected(const std::string& host_name) {
 
 int rejection_count() {
   return count;
+}
+
+bool allows_tensor_kernels() {
+  return tensor_kernels;
+}
+
+void allow_tensor_kernels(bool allowed) {
+  tensor_kernels = allowed;
+  count++;
 }
 
 int allowed_step_rows(Gpu gpu) {

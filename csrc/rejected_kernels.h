@@ -17,8 +17,13 @@ namespace mlx_paged {
 void reject_kernels(const std::vector<std::string>& host_names);
 std::vector<std::string> rejected_kernels();
 bool is_rejected(const std::string& host_name);
-// Changes with every call of reject_kernels.
+// Changes with every call of reject_kernels and allow_tensor_kernels.
 int rejection_count();
+
+// Whether kernels for tensor units (metal/tensor_*.h) may run if they are not rejected. They may not
+// until calibration has found that this machine compiles them.
+bool allows_tensor_kernels();
+void allow_tensor_kernels(bool allowed);
 
 // Maximum rows of a step that may run as a whole. On Apple's GPUs 0 until calibration allows more,
 // elsewhere unlimited.

@@ -151,4 +151,33 @@ constexpr int prefill_tokens(int k_dim, int v_dim, int item_size, int rows) {
   return tokens;
 }
 
+// --- tensor_prefill: each SIMD-group has MATMUL_ROWS rows of the score matrix
+
+enum { MATMUL_ROWS = 16, MATMUL_TOKENS = 32 };
+
+// Maximum rows per tile; 0: paged_prefill serves the head. With wider heads than 128 a SIMD-group's
+// queries and results do not fit its registers.
+constexpr int matmul_max_rows(int k_dim, int item_size) {
+  return item_size != 2 || k_dim > 128 ? 0 : 64;
+}
+
+// Byte offsets of the parts of threadgroup memory.
+struct MatmulScratch {
+  int values;   // after the keys [tokens][pitch] of T: the same of values
+  int scores;   // [rows][tokens] fp32
+  int weights;  // [rows][tokens] of T
+  int factors;  // [rows] fp32
+  int size;
+};
+
+constexpr MatmulScratch matmul_scratch(int k_dim, int v_dim, int item_size, int rows) {
+  MatmulScratch at = {0, 0, 0, 0, 0};
+  at.values = MATMUL_TOKENS * prefill_pitch(k_dim, item_size) * item_size;
+  at.scores = prefill_scratch(k_dim, v_dim, item_size, MATMUL_TOKENS);
+  at.weights = at.scores + rows * MATMUL_TOKENS * 4;
+  at.factors = at.weights + rows * MATMUL_TOKENS * item_size;
+  at.size = at.factors + rows * 4;
+  return at;
+}
+
 }  // namespace paged

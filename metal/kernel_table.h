@@ -279,6 +279,10 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
   X(__VA_ARGS__, float16, half)      \
   X(__VA_ARGS__, bfloat16, bfloat)
 
+#define PAGED_FOR_EACH_16_BIT_DTYPE(X, ...) \
+  X(__VA_ARGS__, float16, half)             \
+  X(__VA_ARGS__, bfloat16, bfloat)
+
 // Kernels of data.h: non-templates as X(name), and instantiations of templates as X(host name,
 // function, template arguments...).
 #define PAGED_FOR_EACH_DATA_KERNEL(X) \
@@ -478,3 +482,19 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
   PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_MATRIX, X)  \
   PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_PREFILL, X) \
   PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_MERGE, X)
+
+// Kernels for tensor units, in Metal 4 (tensor_units.h). Each is in the .h file named after its
+// function.
+#define PAGED_FOR_EACH_TENSOR_PREFILL(X, ...)                      \
+  PAGED_FOR_EACH_NARROW_DIM(PAGED_TENSOR_PREFILLS, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_SMALL_DIM(PAGED_TENSOR_PREFILLS, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_MIDDLE_DIM(PAGED_TENSOR_PREFILLS, X, __VA_ARGS__)
+#define PAGED_TENSOR_PREFILLS(X, dtype, type, k_dim, v_dim) \
+  PAGED_TENSOR_PREFILL(X, dtype, type, k_dim, v_dim, 32)    \
+  PAGED_TENSOR_PREFILL(X, dtype, type, k_dim, v_dim, 64)
+#define PAGED_TENSOR_PREFILL(X, dtype, type, k_dim, v_dim, rows)                                   \
+  X("tensor_prefill_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, tensor_prefill, type, k_dim, v_dim, \
+    rows)
+
+#define PAGED_FOR_EACH_TENSOR_TEMPLATE(X) \
+  PAGED_FOR_EACH_16_BIT_DTYPE(PAGED_FOR_EACH_TENSOR_PREFILL, X)

@@ -79,6 +79,9 @@ def allowed_step_rows() -> int:
 def allow_step_rows(num_rows: int) -> None:
     """Sets `allowed_step_rows`."""
 
+def allow_tensor_kernels(allowed: bool) -> None:
+    """Lets kernels for tensor units run unless they are rejected."""
+
 def gpu_executable_kernels(executable: CapsuleType) -> list:
     """Host names of its kernels, without those of attention."""
 

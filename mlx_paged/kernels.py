@@ -30,6 +30,14 @@ def reject_kernels(host_names: Iterable[str]) -> None:
     ext.reject_kernels(sorted(rejected))
 
 
+def allow_tensor_kernels(allowed: bool) -> None:
+    """Lets kernels for tensor units (metal/tensor_*.h) run unless they are rejected.
+
+    They never run before calibration has found that this machine compiles them.
+    """
+    ext.allow_tensor_kernels(allowed)
+
+
 def kernel_files() -> dict[str, str]:
     """Returns every kernel of metal/ with the file that has it."""
     return {name: file for name, file, _ in ext.kernel_names()}

@@ -131,7 +131,8 @@ STANDARD_LIBRARY_ONLY = (
 EXCEPTIONS = {("blas", "scipy_openblas32")}
 
 # Includes allowed in each folder; headers of the same folder are named without a path.
-METAL_INCLUDE = re.compile(r"metal/[\w/]+\.h|metal_\w+|\w+\.h")
+# The last one is Apple's, of device code too.
+METAL_INCLUDE = re.compile(r"metal/[\w/]+\.h|metal_\w+|\w+\.h|MetalPerformancePrimitives/\w+\.h")
 PYTHON_INCLUDE = re.compile(r"Python\.h|nanobind/.*|pybind11/.*")
 # Compiled once per instruction set, so a shared inline function could spread AVX-512 everywhere.
 PER_INSTRUCTION_SET = ROOT / "csrc/cpu/kernels_simd.cpp"

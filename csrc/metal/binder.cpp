@@ -20,13 +20,19 @@ namespace {
 
 MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const Pipeline& wanted) {
   const KernelName& kernel = wanted.kernel;
+  auto compiled_here = [&] {
+    return device.get_library("mlx_paged_" + kernel.host_name, [&kernel] {
+      return kernel_source(kernel, kernel_folder());
+    });
+  };
 #ifdef MLX_PAGED_METALLIB
+  // The library is for every Mac, and kernels for tensor units need the Metal of a new macOS.
   static const std::filesystem::path path = kernel_folder() / "mlx_paged.metallib";
-  auto* library = device.get_library("mlx_paged", path.string());
+  auto* library = kernel.file.starts_with("tensor_")
+                      ? compiled_here()
+                      : device.get_library("mlx_paged", path.string());
 #else
-  auto* library = device.get_library("mlx_paged_" + kernel.host_name, [&kernel] {
-    return kernel_source(kernel, kernel_folder());
-  });
+  auto* library = compiled_here();
 #endif
   if (wanted.function_constants.empty()) {
     return device.get_kernel(kernel.host_name, library);

@@ -82,6 +82,7 @@ def _missing(needs: Needs, results: Mapping[str, Result], verdicts: Verdicts) ->
     def reject(names: set[str]) -> None:
         kernels.reject_kernels({*verdicts.rejected, *names})
 
+    kernels.allow_tensor_kernels(needs.tensor_units)
     reject(set())
     jobs = cases.checks(needs, kernels.attention_kernel)
     missing = [job for job in jobs if job not in results]
@@ -136,7 +137,11 @@ class _Session:
     def _known(self) -> list[str]:
         """The first job of a child, which tells it the outcomes so far."""
         verdicts = Verdicts.of(self.results, self.needs)
-        known = {"rejected": sorted(verdicts.rejected), "proven": sorted(verdicts.proven)}
+        known = {
+            "rejected": sorted(verdicts.rejected),
+            "proven": sorted(verdicts.proven),
+            "tensor_units": self.needs.tensor_units,
+        }
         return [f"{child.KNOWN}/{json.dumps(known)}"]
 
     def _run(self, jobs: list[str], seconds: float) -> None:

@@ -67,6 +67,7 @@ class Needs:
         tables: The same for quantized embeddings.
         experts: The same for mixtures of experts.
         step_rows: Maximum rows of a whole step that the device supports.
+        tensor_units: True if kernels for tensor units can be compiled and run (`tensor_units`).
     """
 
     dtype: str
@@ -78,6 +79,7 @@ class Needs:
     tables: tuple[Product, ...] = ()
     experts: tuple[Product, ...] = ()
     step_rows: int = 0
+    tensor_units: bool = False
 
 
 def layer_text(layer: AttentionLayer) -> str:

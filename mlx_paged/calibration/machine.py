@@ -11,11 +11,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_paged import extension
+from mlx_paged.calibration import tensor_units
 from mlx_paged.platform import Platform, is_cpu_default
 
 
 def key() -> dict[str, str]:
-    """Returns the chip, OS, MLX and our version and build, by name."""
+    """Returns the chip, OS, MLX, our version and build, and whether kernels for tensor units can
+    run, by name."""
     info = {} if is_cpu_default() else mx.device_info(mx.gpu)  # type: ignore[attr-defined]
     return {
         "chip": str(info.get("device_name", platform.machine())),
@@ -23,6 +25,7 @@ def key() -> dict[str, str]:
         "mlx": extension.ext.build_info()["mlx_version"],
         "mlx_paged": extension.build_info()["version"],
         "kernels": _kernels_hash(),
+        "tensor_units": tensor_units.unavailable() or "available",
     }
 
 

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged import executables, kernels
+from mlx_paged.calibration import tensor_units
 from mlx_paged.calibration.cases import Needs, Product
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import build_graphs
@@ -40,6 +41,7 @@ def needs_of(paged: PagedModel) -> Needs:
         tables=_formats(paged.model, (nn.QuantizedEmbedding,)),
         experts=_formats(paged.model, (SwitchLinear, QuantizedSwitchLinear)),
         step_rows=executables.supported_step_rows(),
+        tensor_units=tensor_units.unavailable() is None,
     )
 
 

@@ -48,6 +48,7 @@ class Verdicts:
         step_rows: Maximum rows of a whole step.
         step_error: Why no step may run as a whole although its kernels are proven; None: it may.
         seconds: Measured seconds by job, for reports.
+        tensor_units: True if kernels for tensor units may run if they are proven.
     """
 
     rejected: dict[str, str] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class Verdicts:
     step_rows: int = 0
     step_error: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    tensor_units: bool = False
 
     @classmethod
     def of(cls, results: Mapping[str, Result], needs: Needs) -> Verdicts:
@@ -63,7 +65,7 @@ class Verdicts:
         Args:
             results: By job; jobs of other models count too, because kernels are the same.
         """
-        verdicts = cls()
+        verdicts = cls(tensor_units=needs.tensor_units)
         for job, result in results.items():
             if result.error is not None and not job.startswith("time-step/"):
                 for kernel in result.kernels:
@@ -136,6 +138,7 @@ class Verdicts:
 
     def apply(self) -> None:
         """Makes this process follow the verdicts."""
+        kernels.allow_tensor_kernels(self.tensor_units)
         kernels.reject_kernels({*self.rejected, *self.unproven})
         kernels.allow_step_rows(self.step_rows)
 

@@ -39,7 +39,7 @@ def test_every_part_of_the_key_counts(tmp_path: Path, field: str) -> None:
 
 def test_the_key_of_this_machine_names_all_that_can_change_an_outcome() -> None:
     key = machine.key()
-    assert set(key) == {"chip", "os", "mlx", "mlx_paged", "kernels"}
+    assert set(key) == {"chip", "os", "mlx", "mlx_paged", "kernels", "tensor_units"}
     assert all(isinstance(value, str) and value for value in key.values())
 
 

@@ -10,7 +10,8 @@ from sim import METAL, cxx, missing
 from mlx_paged.extension import ext
 
 LIMIT = 111
-KERNELS = [k for k in ext.kernel_names() if k[1] not in ("data.h", "quantised_pool.h")]
+OTHERS = ("data.h", "quantised_pool.h", *cxx.TENSOR_FILES)
+KERNELS = [k for k in ext.kernel_names() if k[1] not in OTHERS]
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 

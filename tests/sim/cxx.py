@@ -25,11 +25,14 @@ from . import toolchain
 
 HERE = Path(__file__).parent
 HEADERS = HERE / "cxx"
-STANDARD = ["-x", "c++", "-std=c++14", f"-isystem{HEADERS}", "-Wno-unknown-attributes"]
+LANGUAGE = ["-x", "c++", f"-isystem{HEADERS}", "-Wno-unknown-attributes"]
+STANDARD = [*LANGUAGE, "-std=c++14"]
+METAL_4 = [*LANGUAGE, "-std=c++17", "-D__METAL_VERSION__=400", "-D__HAVE_TENSOR__"]
 FILES = (
     "data.h", "experts.h", "greedy.h", "layer.h", "lora.h", "paged_decode.h",
     "paged_decode_matrix.h", "paged_prefill.h", "paged_merge.h", "products.h", "quantised_pool.h",
 )  # fmt: skip
+TENSOR_FILES = ("tensor_prefill.h",)
 STRICT = ["-Wall", "-Wextra", "-pedantic-errors", "-Werror", "-Werror=c++17-extensions"]
 GPU = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1030", "-nogpulib", "-O2", "-w"]
 TOGETHER = 8  # kernels of one call of the compiler
@@ -46,13 +49,17 @@ class Registers:
     spilled_in_loops: int  # reads and writes of those within loops of the kernel
 
 
-def strict_errors(kernels: Iterable[Kernel], root: Path, source: str = "") -> str:
-    """What clang says of these instantiations as C++14 with no extension of a later one."""
-    text = _includes() + source
+def strict_errors(
+    kernels: Iterable[Kernel], root: Path, source: str = "", *, metal_4: bool = False
+) -> str:
+    """What clang says of these instantiations as C++14 with no extension of a later one; `metal_4`:
+    of those for tensor units as C++17."""
+    text = _includes(TENSOR_FILES if metal_4 else FILES) + source
     for _, _, instance in kernels:
         if instance:
             text += f"template decltype({instance}) {instance};\n"
-    command = [*_clang(), *STANDARD, *STRICT, f"-I{root}", "-fsyntax-only", "-"]
+    standard = METAL_4 if metal_4 else STANDARD
+    command = [*_clang(), *standard, *STRICT, f"-I{root}", "-fsyntax-only", "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False).stderr
 
 
@@ -113,8 +120,8 @@ def _function(kernel: Kernel) -> str:
     return kernel[2].partition("<")[0]
 
 
-def _includes() -> str:
-    return "#include <metal_stdlib>\n" + "".join(f'#include "{name}"\n' for name in FILES)
+def _includes(files: Iterable[str] = FILES) -> str:
+    return "#include <metal_stdlib>\n" + "".join(f'#include "{name}"\n' for name in files)
 
 
 def _entry(kernel: Kernel, limit: int) -> str:
@@ -145,7 +152,8 @@ def _registers(
     given = [f"-DPAGED_{name}={str(value).lower()}" for name, value in values]
     command = [*_clang(), *GPU, *STANDARD, *given, f"-I{root}", "-S", "-o", "-", "-"]
     digest = hashlib.sha256(repr(command).encode() + text.encode())
-    for path in sorted([*HEADERS.iterdir(), *root.glob("*.h"), Path(__file__)]):
+    headers = [path for path in HEADERS.iterdir() if path.is_file()]
+    for path in sorted([*headers, *root.glob("*.h"), Path(__file__)]):
         digest.update(path.read_bytes())
     kept = toolchain.CACHE / f"registers-{digest.hexdigest()[:32]}.json"
     if not kept.exists():

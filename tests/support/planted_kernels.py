@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from sim import METAL, abi, launcher
+from sim import METAL, SimLibrary, abi, launcher
 from sim.checks import library
 
 from mlx_paged import kernels
-from support.simulated import sim_ext, simulated_extension
+from support.simulated import sim_ext, simulated_extension, tensor_library
 
 # Faults by kernel, as JSON: {"greedy_tokens_float32": "crash"}.
 VARIABLE = "MLX_PAGED_TEST_PLANTED"
+# Set: the simulated GPU has tensor units, also in child processes.
+TENSOR_UNITS = "MLX_PAGED_TEST_TENSOR_UNITS"
 MLX = "mlx"  # in the place of a kernel: MLX's graphs, as an alternative to whole steps
 _LAUNCHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(abi.CLaunch), ctypes.POINTER(abi.CReport))
 _kept: list[Any] = []
@@ -39,9 +41,9 @@ class Clock:
         return self.seconds
 
 
-def _launcher(faults: Mapping[str, str], clock: Clock) -> int:
-    """Address of a launcher of metal/ with faults; `launcher` describes it."""
-    right = _LAUNCHER(launcher(library(METAL)))
+def _launcher(faults: Mapping[str, str], clock: Clock, library_: SimLibrary) -> int:
+    """Address of a launcher of kernels with faults; `launcher` describes it."""
+    right = _LAUNCHER(launcher(library_))
 
     def run(launch: Any, report: Any) -> int:
         call = launch.contents
@@ -76,9 +78,17 @@ def whole_steps() -> Iterator[None]:
 
 
 @contextmanager
-def simulated_with_faults(clock: Clock | None = None) -> Iterator[None]:
-    """Like `simulated`, with the faults of `planted`, and whole steps of up to 16 rows."""
-    sim_ext.set_simulator(_launcher(planted(), clock or Clock()))
+def simulated_with_faults(
+    clock: Clock | None = None, library_: SimLibrary | None = None
+) -> Iterator[None]:
+    """Like `simulated`, with the faults of `planted`, and whole steps of up to 16 rows.
+
+    Args:
+        library_: None: metal/ for every Mac, or with `TENSOR_UNITS` that for the M5.
+    """
+    if library_ is None:
+        library_ = tensor_library() if os.environ.get(TENSOR_UNITS) else library(METAL)
+    sim_ext.set_simulator(_launcher(planted(), clock or Clock(), library_))
     sim_ext.simulated_launches()
     with (
         simulated_extension(),
@@ -87,5 +97,6 @@ def simulated_with_faults(clock: Clock | None = None) -> Iterator[None]:
         try:
             yield
         finally:
+            kernels.allow_tensor_kernels(False)
             kernels.reject_kernels(())
             kernels.allow_step_rows(0)

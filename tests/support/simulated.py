@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -53,6 +54,30 @@ def simulated(library: SimLibrary | None = None) -> Iterator[None]:
     sim_ext.simulated_launches()
     with simulated_extension():
         yield
+
+
+METAL_4 = {"__METAL_VERSION__": "400", "__HAVE_TENSOR__": "1"}
+
+
+@cache
+def tensor_library(root: Path = METAL, tensor_layout: int = 1) -> SimLibrary:
+    """The library of a folder as the compiler of macOS 26 gets it.
+
+    The default layout of cooperative tensors is not the one that MLX assumes.
+    """
+    files = sorted(Path(root).glob("*.metal"))
+    return SimLibrary(files=files, root=root, defines=METAL_4, tensor_layout=tensor_layout)
+
+
+@contextmanager
+def simulated_tensor_units(library_: SimLibrary | None = None) -> Iterator[None]:
+    """Like `simulated`, on a GPU with tensor units whose kernels are proven."""
+    with simulated(library_ or tensor_library()):
+        kernels.allow_tensor_kernels(True)
+        try:
+            yield
+        finally:
+            kernels.allow_tensor_kernels(False)
 
 
 def launches() -> list[dict[str, Any]]:

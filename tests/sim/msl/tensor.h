@@ -301,17 +301,20 @@ class matmul2d {
   __MSL_INLINE auto get_left_input_cooperative_tensor() const {
     static_assert(__size == 1 && __k > 0, "inputs of lanes need one SIMD-group and a static k");
     static_assert(__m == 32 || __n == 32 || __k == 32, "one of m, n and k must be 32");
-    return cooperative_tensor_left_input_t<Left, Right, Element>();
+    cooperative_tensor_left_input_t<Left, Right, Element> made;  // uninitialised
+    return made;
   }
   template <class Left, class Right, class Element, class Coordinate = int>
   __MSL_INLINE auto get_right_input_cooperative_tensor() const {
     static_assert(__size == 1 && __k > 0, "inputs of lanes need one SIMD-group and a static k");
     static_assert(__m == 32 || __n == 32 || __k == 32, "one of m, n and k must be 32");
-    return cooperative_tensor_right_input_t<Left, Right, Element>();
+    cooperative_tensor_right_input_t<Left, Right, Element> made;  // uninitialised
+    return made;
   }
   template <class Left, class Right, class Element, class Coordinate = int>
   __MSL_INLINE auto get_destination_cooperative_tensor() const {
-    return cooperative_tensor_destination_t<Left, Right, Element>();
+    cooperative_tensor_destination_t<Left, Right, Element> made;  // uninitialised
+    return made;
   }
 
   // Sums are fp32, or int32 of whole numbers, in the order of k.
