@@ -47,9 +47,9 @@ def plant(monkeypatch, **faults: str) -> None:
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
 
 
-def generate(**options) -> list[tuple[int, ...]]:
+def generate(prompts=PROMPTS, **options) -> list[tuple[int, ...]]:
     llm = LLM(num_gpu_blocks_override=16, **options)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -159,9 +159,9 @@ def test_an_engine_on_a_fake_m5_uses_what_is_proven(monkeypatch, caplog, fault) 
     tensor, portable = (f"{name}_prefill_float16_64_64_m32" for name in ("tensor", "paged"))
     plant(monkeypatch, **{portable: "slow", tensor: fault})
     with simulated_with_faults():
-        tokens = generate(dtype="float16")
+        tokens = generate([f"{PROMPTS[0]} {PROMPTS[1]}"], dtype="float16")
         ran = kernels()
-    assert all(len(answer) == 8 for answer in tokens)
+    assert len(tokens[0]) == 8
     used, unused = (portable, tensor) if fault == "wrong" else (tensor, portable)
     assert used in ran and unused not in ran
     assert (f"rejected the kernel {tensor}" in caplog.text) == (fault == "wrong")
