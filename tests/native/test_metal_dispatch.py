@@ -13,8 +13,8 @@ from sim import SimLibrary
 from support.reference import PagedBatch, bits, make_batch
 from support.simulated import (
     METAL_4,
-    kernels,
     launches,
+    metal_library,
     needs_sim_extension,
     needs_simulator,
     planned_launches,
@@ -170,7 +170,7 @@ def test_launches_of_one_step_wait_only_for_what_they_need(rng) -> None:
 @needs_simulator
 def test_the_table_is_that_of_the_metal_files() -> None:
     of_every_mac = [host for host, file in FILES.items() if not file.startswith("tensor_")]
-    assert sorted(of_every_mac) == sorted(kernels().kernels)
+    assert sorted(of_every_mac) == sorted(metal_library().kernels)
     assert sorted(FILES) == sorted(tensor_library().kernels)
 
 
