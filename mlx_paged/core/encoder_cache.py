@@ -246,6 +246,22 @@ class EncoderCache:
             self._forget(oldest)
             self._stats.num_evictions += 1
 
+    def evict_idle(self, committed: int) -> list[bytes]:
+        """Evicts all features that no sequence and no step in flight needs; returns their keys.
+
+        The caller may drop them at once; the next step with media reports them, too.
+
+        Args:
+            committed: Newest step whose results have been read.
+        """
+        keys = []
+        for features in list(self._idle.values()):
+            if features.last_step <= committed:
+                keys.append(features.key)
+                self._forget(features)
+        self._stats.num_evictions += len(keys)
+        return keys
+
     def _forget(self, features: HeldFeatures) -> None:
         del self._held[features.key]
         self.num_bytes -= features.num_bytes

@@ -103,6 +103,11 @@ class AsyncEngine:
         return self._thread.dead is None
 
     @property
+    def refuses_requests(self) -> bool:
+        """See `EngineClient.refuses_requests`."""
+        return self.engine.refuses_requests
+
+    @property
     def engine(self) -> Engine:
         """The engine, once it is `ready`.
 

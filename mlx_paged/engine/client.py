@@ -99,6 +99,10 @@ class EngineClient(Protocol):
     # Once it is ready.
 
     @property
+    def refuses_requests(self) -> bool:
+        """True while `submit` raises `MemoryPressureError`."""
+
+    @property
     def info(self) -> EngineInfo:
         """Properties of the engine that never change."""
 

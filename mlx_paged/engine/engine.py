@@ -210,6 +210,11 @@ class Engine:
                     self._run_step()
 
     @property
+    def refuses_requests(self) -> bool:
+        """True while the system is critically short of memory; any thread may ask."""
+        return self._relief.refuses_requests
+
+    @property
     def pressure_interval(self) -> float | None:
         """Seconds after which an idle engine wants `follow_pressure`; None: it need not be
         called."""

@@ -184,6 +184,13 @@ class MediaPrompts:
 class FeatureStore(Protocol):
     """The features on the device; see `multimodal.encoder_cache.FeatureStore`."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all features."""
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Drops features."""
+
     def made(self) -> list[mx.array]:
         """Returns features made by the current step, for evaluation with it."""
 

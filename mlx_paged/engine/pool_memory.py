@@ -99,6 +99,15 @@ class PoolMemory:
                 kv.compact(size, number)
         return kv
 
+    def drop_features(self, keys: Sequence[bytes]) -> int:
+        """Drops features of pictures, videos and sounds; returns their bytes."""
+        media = self._runner.media
+        if media is None or not keys:
+            return 0
+        before = media.store.num_bytes
+        media.store.drop(keys)
+        return before - media.store.num_bytes
+
     # Discarding.
 
     def discard(self, kv: KVManager) -> int:

@@ -1,8 +1,9 @@
 """Relief: what an engine does when the system is short of memory.
 
 ========  ========================================================================================
-warning   Cached blocks that no sequence uses are evicted, and their memory goes back to the system.
-          So does MLX's cache of freed buffers. Sequences still take the blocks they need.
+warning   Cached blocks and features of media that no sequence uses are evicted, and their memory
+          goes back to the system. So does MLX's cache of freed buffers. Sequences still take the
+          blocks they need.
 critical  The same, and new requests are refused. Running ones finish; those that wait run one at a
           time.
 normal    Pools that were resized grow back as soon as something needs the room.
@@ -16,7 +17,7 @@ import logging
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.core import KVManager, Scheduler
+from mlx_paged.core import Scheduler
 from mlx_paged.engine.pool_memory import PoolMemory
 from mlx_paged.engine.pressure import QUIET_SECONDS, MemoryPressure
 from mlx_paged.engine.pressure_sources import PressureLevel
@@ -49,9 +50,14 @@ class Relief:
         """True if `follow` has something to do."""
         return self.pressure.is_due or self._shrinks or self.pools.is_shrunk
 
+    @property
+    def refuses_requests(self) -> bool:
+        """True while no new request is taken."""
+        return self.pressure.level is PressureLevel.CRITICAL
+
     def check_admission(self) -> None:
         """Raises `MemoryPressureError` while no new request is taken."""
-        if self.pressure.level is PressureLevel.CRITICAL:
+        if self.refuses_requests:
             raise MemoryPressureError(QUIET_SECONDS)
 
     def follow(self, scheduler: Scheduler, *, in_flight: bool) -> bool:
@@ -65,9 +71,9 @@ class Relief:
         """
         kv = scheduler.kv
         if self.pressure.poll():
-            scheduler.holds_admission = self.pressure.level is PressureLevel.CRITICAL
+            scheduler.holds_admission = self.refuses_requests
             if self.pressure.level is not PressureLevel.NORMAL:
-                self._give_back(kv)
+                self._give_back(scheduler)
         if self.pools.resizes:
             wanted = self._wanted_size(scheduler)
             if wanted != self.pools.num_blocks:
@@ -81,8 +87,11 @@ class Relief:
         self._log()
         return False
 
-    def _give_back(self, kv: KVManager) -> None:
+    def _give_back(self, scheduler: Scheduler) -> None:
         """Evicts what no sequence uses, and gives its memory back as far as it can be done now."""
+        kv = scheduler.kv
+        features = scheduler.encoder_cache.evict_idle(kv.pool.evaluated_step)
+        self._count(self.pools.drop_features(features))
         is_first = self._level is PressureLevel.NORMAL
         self.pressure.num_blocks += kv.evict_idle()
         self._shrinks = self.pools.resizes

@@ -166,7 +166,10 @@ async def live(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken."""
+    """200 while new requests are taken; 503 also while the system is critically short of memory."""
+    context = context_of(request)
+    if context.phase is Phase.READY and context.models.default.engine.refuses_requests:
+        return JSONResponse(responses.Status(status="short_of_memory"), 503)
     return _status(request, Phase.READY)
 
 

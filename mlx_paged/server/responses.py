@@ -280,7 +280,7 @@ class Text(TypedDict):
 class Status(TypedDict):
     """`/health`, `/live`, `/ready`."""
 
-    status: Literal["loading", "ready", "draining", "dead"]
+    status: Literal["loading", "ready", "draining", "dead", "short_of_memory"]
 
 
 class Version(TypedDict):

@@ -109,6 +109,24 @@ def test_what_a_step_in_flight_uses_stays() -> None:
     assert book.build(media(("b", 4))) == ([1], ["b"]) and book.gone == ["a"]
 
 
+def test_idle_features_go_and_those_in_use_stay() -> None:
+    book = Book(capacity=100)
+    book.build(media(("a", 4)))
+    book.commit()
+    book.build(media(("b", 4)))
+    assert book.cache.evict_idle(book.committed) == [key("a")]
+    book.cache.check_integrity([])
+    book.commit()
+    book.build(media(("c", 4)))
+    assert book.gone == ["a"]
+    book.commit()
+    book.pins.append(book.cache.pin(key("c")))
+    assert book.cache.evict_idle(book.committed) == [key("b")]
+    book.cache.check_integrity(book.pins)
+    assert book.cache.num_bytes == 4 and book.cache.stats.num_evictions == 2
+    assert book.build(media(("b", 4))) == ([1], ["b"]) and book.gone == ["b"]
+
+
 def test_what_is_released_after_a_step_that_became_none_is_not_in_use_by_it() -> None:
     book = Book(capacity=2)
     assert book.build(media(("a", 2))) == ([1], ["a"])

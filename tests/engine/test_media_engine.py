@@ -24,6 +24,7 @@ from support.fake_vlm import (
 )
 from support.interrupts import Interrupter
 from support.models import embedded_twin
+from support.pressure import fake_source
 from support.step_rows import rows_of
 
 # isort: split
@@ -39,6 +40,7 @@ from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.outputs import RequestOutput
+from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError, StepError
@@ -219,6 +221,25 @@ def test_a_second_turn_runs_no_tower(engines: Any, overlap: bool) -> None:
     second = prepared([8, 4, 6], Picture(50, 18), [9, 2, *answer, 5, 5])
     check(run(engine, [second]), [second])
     assert tower.calls == [] and engine.stats().encoder_cache.num_items == 0
+
+
+@OVERLAP
+def test_features_go_under_memory_pressure(overlap: bool, monkeypatch: Any) -> None:
+    source = fake_source(monkeypatch)
+    engine, tower = make(async_scheduling=overlap)
+    store, prompts = engine._runner.media.store, mixed()
+    check(run(engine, prompts), prompts)
+    assert len(store) > 3
+    source.level = PressureLevel.WARNING
+    engine.follow_pressure()
+    assert len(store) == 0 and engine.stats().encoder_cache.num_items == 0
+    assert engine.stats().pressure.num_bytes > 0
+    tower.calls.clear()
+    check(run(engine, prompts), prompts)  # it goes on in the middle of pictures
+    assert tower.calls
+    engine.follow_pressure()
+    check_store(engine)
+    assert len(store) == 0
 
 
 @OVERLAP

@@ -218,8 +218,8 @@ def test_an_idle_engine_reacts(source, resizes, monkeypatch) -> None:
             gone = threading.Event()
             evict = engine.engine._relief._give_back
 
-            def noting(kv: Any) -> None:
-                evict(kv)
+            def noting(scheduler: Any) -> None:
+                evict(scheduler)
                 gone.set()
 
             monkeypatch.setattr(engine.engine._relief, "_give_back", noting)

@@ -26,6 +26,9 @@ def test_new_requests_get_503_until_there_is_memory_again(source) -> None:
         assert error["code"] == "memory_pressure" and "short of memory" in error["message"]
         stream = client.post("/v1/chat/completions", json=BODY | {"stream": True})
         assert stream.status_code == 503
+        ready = client.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "short_of_memory"})
+        assert client.get("/health").status_code == client.get("/live").status_code == 200
         message = client.post("/v1/messages", json=BODY)
         assert message.status_code == 529
         assert message.json()["error"]["details"] == {"error_code": "memory_pressure"}
@@ -43,6 +46,7 @@ def test_new_requests_get_503_until_there_is_memory_again(source) -> None:
         assert counts["mlx_paged:blocks_given_back_total"] > 0
         source.level = PressureLevel.NORMAL
         until(lambda: client.post("/v1/chat/completions", json=BODY).status_code == 200)
+        assert client.get("/ready").json() == {"status": "ready"}
 
 
 def test_texts_to_embed_get_503(source) -> None:
