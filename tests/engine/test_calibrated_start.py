@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 
 import pytest
-from support.planted_kernels import MLX, TENSOR_UNITS, VARIABLE, simulated_with_faults
+from support.planted_kernels import MLX, VARIABLE, simulated_with_faults
 from support.simulated import launches, needs_simulator, sim_ext
 
 from mlx_paged import LLM, SamplingParams, kernels
 from mlx_paged.calibration import calibrate as calibration
-from mlx_paged.calibration import machine, tensor_units
+from mlx_paged.calibration import machine
 from mlx_paged.calibration.cache import Cache, Result
 from mlx_paged.calibration.verdicts import RejectedKernelError
 from mlx_paged.engine.calibration import follow_known_verdicts
@@ -47,9 +47,9 @@ def plant(monkeypatch, **faults: str) -> None:
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
 
 
-def generate(prompts=PROMPTS, **options) -> list[tuple[int, ...]]:
+def generate(**options) -> list[tuple[int, ...]]:
     llm = LLM(num_gpu_blocks_override=16, **options)
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -148,23 +148,6 @@ def test_a_faulty_kernel_of_whole_steps_does_not_run(
         assert generate(dtype="float32") == expected_of_floats
         assert kernel not in ran_kernels() and kernel in kernels.rejected
     assert f"calibration rejected the kernel {kernel}" in caplog.text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", ["none", "wrong"])
-def test_an_engine_on_a_fake_m5_uses_what_is_proven(monkeypatch, caplog, fault) -> None:
-    """Tensor units take over prompts, or are named and left alone."""
-    monkeypatch.setenv(TENSOR_UNITS, "1")
-    monkeypatch.setattr(tensor_units, "unavailable", lambda: None)
-    tensor, portable = (f"{name}_prefill_float16_64_64_m32" for name in ("tensor", "paged"))
-    plant(monkeypatch, **{portable: "slow", tensor: fault})
-    with simulated_with_faults():
-        tokens = generate([f"{PROMPTS[0]} {PROMPTS[1]}"], dtype="float16")
-        ran = ran_kernels()
-    assert len(tokens[0]) == 8
-    used, unused = (portable, tensor) if fault == "wrong" else (tensor, portable)
-    assert used in ran and unused not in ran
-    assert (f"rejected the kernel {tensor}" in caplog.text) == (fault == "wrong")
 
 
 def test_a_child_that_cannot_start_leaves_kernels_as_they_are(
