@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "blas": ("linker",),
     "linker": (),
     "cgroups": (),
+    "macos": (),
     "import_hooks": (),
     "interrupts": (),
     "reference": (),
@@ -50,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "platform": ("ops", "executables", "extension"),
     "model": (
         *("content", "platform", "ops", "kernels", "executables", "extension", "demo"),
-        *("descriptors", "gguf"),
+        *("descriptors", "gguf", "macos"),
     ),
     "gguf": ("extension",),
     "core": (),
@@ -67,6 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "cgroups",
         "content",
         "core",
+        "macos",
         "multimodal",
         "parsing",
         "templates",
@@ -85,7 +87,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "mcp": ("addresses",),
     "doctor": (
         *("_build", "blas", "cgroups", "extension", "ops", "platform", "model", "engine"),
-        *("demo", "reference", "calibration", "child_jobs"),
+        *("demo", "reference", "calibration", "child_jobs", "macos"),
     ),
     "extras": (),
     "bench": (
@@ -122,6 +124,7 @@ STANDARD_LIBRARY_ONLY = (
     "cgroups",
     "child_jobs",
     "content",
+    "macos",
     "descriptors",
     "import_hooks",
     "core",

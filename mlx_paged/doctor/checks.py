@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mlx_paged import macos
 from mlx_paged.child_jobs import Outcome
 from mlx_paged.doctor import jobs
 from mlx_paged.doctor.fits import Fit
@@ -85,7 +86,7 @@ def check(
         yield _threads(machine, int(build["num_threads"]))
     yield from _mac(machine)
     yield from _nvidia(machine, software)
-    yield _memory(outcomes.get(jobs.MEMORY), fits)
+    yield _memory(outcomes.get(jobs.MEMORY), fits, machine)
     if machine.disk is not None:
         yield _disk(machine.disk)
 
@@ -298,6 +299,21 @@ def _mac(machine: Machine) -> Iterator[Finding]:
         remedy = "install a Python for arm64 (python.org or Homebrew) and a new environment with it"
     expected = "a Python for arm64, on an Apple chip"
     yield _judged(runs == "arm64", "native Python", expected, runs, remedy, Status.BROKEN)
+    if machine.memory_bytes is not None and machine.wired_limit_mb is not None:
+        yield _gpu_limit(machine.memory_bytes, machine.wired_limit_mb)
+
+
+def _gpu_limit(memory_bytes: int, limit_mb: int) -> Finding:
+    """Judges the limit that the user may have set, which must leave the system enough."""
+    now, most = macos.gpu_bytes(memory_bytes, limit_mb), macos.most_gpu_bytes(memory_bytes)
+    name, expected = (
+        "GPU memory limit",
+        f"at most {most / _GIB:.1f} GiB, which the system can spare",
+    )
+    default = "the default" if limit_mb == 0 else f"{macos.WIRED_LIMIT}={limit_mb}"
+    found = f"{now / _GIB:.1f} of {memory_bytes / _GIB:.1f} GiB ({default})"
+    remedy = f"sudo sysctl {macos.WIRED_LIMIT}={most >> 20}, or =0 for the system's default"
+    return _judged(limit_mb == 0 or now <= most, name, expected, found, remedy)
 
 
 def _nvidia(machine: Machine, software: Software) -> Iterator[Finding]:
@@ -323,7 +339,7 @@ def _nvidia(machine: Machine, software: Software) -> Iterator[Finding]:
             yield _judged(is_well, "NVIDIA GPU", expected, found, remedy)
 
 
-def _memory(outcome: Outcome | None, fits: Sequence[Fit]) -> Finding:
+def _memory(outcome: Outcome | None, fits: Sequence[Fit], machine: Machine) -> Finding:
     name, expected = "memory for models", "room for the embedded model and its keys and values"
     if outcome is None:
         reason = "MLX or the extension does not load"
@@ -336,6 +352,8 @@ def _memory(outcome: Outcome | None, fits: Sequence[Fit]) -> Finding:
         f"{len(fitting)} of {len(models)} models of the table fit in some precision"
     )
     remedy = "give the process more memory, or close what else uses it"
+    if machine.memory_bytes is not None and machine.wired_limit_mb is not None:
+        remedy += f"; {macos.limit_advice(machine.memory_bytes, machine.wired_limit_mb)}"
     return _judged(not fits[0].reason, name, expected, found, remedy, Status.BROKEN)
 
 

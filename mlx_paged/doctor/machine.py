@@ -14,9 +14,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlx_paged import cgroups
+from mlx_paged import cgroups, macos
 
-_SYSCTL = ("hw.memsize", "hw.logicalcpu", "machdep.cpu.brand_string", "sysctl.proc_translated")
+_SYSCTL = (
+    *("hw.memsize", "hw.logicalcpu", "machdep.cpu.brand_string", "sysctl.proc_translated"),
+    macos.WIRED_LIMIT,
+)
 COMMANDS: dict[str, dict[str, tuple[str, ...]]] = {
     "darwin": {
         "sysctl": ("sysctl", *_SYSCTL),
@@ -83,6 +86,7 @@ class Machine:
         system: "macOS 15.1" or a Linux distribution.
         architecture: Processor architecture: "arm64", "aarch64", "x86_64".
         is_translated: True if Rosetta 2 runs this process (an x86 Python on an Apple chip).
+        wired_limit_mb: On a Mac, the limit of the GPU's memory; 0 is the system's default.
     """
 
     system: str
@@ -96,6 +100,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     is_translated: bool = False
     disk: Disk | None = None
+    wired_limit_mb: int | None = None
 
     @property
     def usable_cpus(self) -> float | None:
@@ -147,6 +152,7 @@ def _mac(captures: Captures) -> Machine:
         gpus=(Gpu(chip),) if chip and chip.startswith("Apple") else (),
         is_translated=sysctl.get("sysctl.proc_translated") == "1",
         disk=captures.disk,
+        wired_limit_mb=_integer(sysctl.get(macos.WIRED_LIMIT)),
     )
 
 

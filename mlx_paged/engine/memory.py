@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_paged import macos
 from mlx_paged.core import StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig, physical_memory
@@ -19,6 +20,7 @@ from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.errors import InvalidParameterError, OutOfMemoryError
 from mlx_paged.platform import Platform, is_cpu_default, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -141,12 +143,19 @@ def allocate_pools(
     left_over, activations = left_for_pool(
         config, measure, kept=kept, on_cpu=runner.model.platform.on_cpu
     )
-    wanted = config.num_blocks(
-        [spec.bytes_per_token for spec in runner.model.layout.attention],
-        model_limit,
-        left_over,
-        most_blocks=kv_config.most_blocks,
-    )
+    try:
+        wanted = config.num_blocks(
+            [spec.bytes_per_token for spec in runner.model.layout.attention],
+            model_limit,
+            left_over,
+            most_blocks=kv_config.most_blocks,
+        )
+    except InvalidParameterError as error:
+        advice = macos.limit_advice_here()
+        if not advice or runner.model.platform.on_cpu:
+            raise
+        expected = f"{error.expected} ({advice})"
+        raise InvalidParameterError(error.field, expected, error.actual) from None
     exactly = config.num_gpu_blocks_override is not None
     num_blocks = allocate_fitting(allocate, wanted, exactly=exactly)
     return kv_config.sizes(num_blocks), activations
@@ -197,7 +206,11 @@ def allocate_fitting(allocate: Callable[[int], None], num_blocks: int, *, exactl
             return num_blocks
         except Exception as error:
             if exactly or num_blocks <= 2 or not is_out_of_memory(error):
-                raise
+                advice = macos.limit_advice_here() if is_out_of_memory(error) else ""
+                if not advice:
+                    raise
+                reason = f"a pool of {num_blocks} blocks does not fit: {error}; {advice}"
+                raise OutOfMemoryError(reason, getattr(error, "num_bytes", 0)) from error
             logger.warning("no memory for a pool of %d blocks: %s", num_blocks, error)
             mx.clear_cache()
             num_blocks = max(2, num_blocks * 3 // 4)

@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
-from mlx_paged import cgroups
+from mlx_paged import cgroups, macos
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class MacSource:
     name = _SYSCTL
 
     def __init__(self, sysctl: Callable[[str], int] | None = None) -> None:
-        self._sysctl = sysctl_integer if sysctl is None else sysctl
+        self._sysctl = macos.sysctl_integer if sysctl is None else sysctl
 
     def read(self) -> PressureLevel:
         """See `PressureSource`."""
@@ -135,22 +133,3 @@ def psi_file(own: str, exists: Callable[[str], bool]) -> str:
     """
     groups = (f"{folder}/memory.pressure" for folder in cgroups.unified_folders(own))
     return next((path for path in groups if exists(path)), _SYSTEM_FILE)
-
-
-def sysctl_integer(name: str) -> int:
-    """Returns an integer of the system's state, on macOS.
-
-    Raises:
-        OSError: There is no such name.
-        AttributeError: This system has no such function.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    value = ctypes.c_int64()  # a 32-bit value fills the lower half
-    size = ctypes.c_size_t(ctypes.sizeof(value))
-    status = libc.sysctlbyname(
-        name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
-    )
-    if status != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error), name)
-    return value.value

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ from mlx_lm.utils import (
     load_tokenizer,
 )
 
-from mlx_paged import descriptors, ops
+from mlx_paged import descriptors, macos, ops
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.gguf.reader import is_gguf
 from mlx_paged.model import option_costs
@@ -49,7 +50,7 @@ from mlx_paged.model.mlx_lm_weights import renaming
 from mlx_paged.model.patches import overridden
 from mlx_paged.model.takes_media import MediaProcessor
 from mlx_paged.model.wide_embeddings import WideEmbedding, WideQuantizedEmbedding
-from mlx_paged.platform import is_cpu_default, use_supported_device
+from mlx_paged.platform import is_cpu_default, is_out_of_memory, use_supported_device
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,7 @@ def load(
     except (OSError, RepositoryNotFoundError, HFValidationError) as error:
         raise ModelLoadError(name, _reason(name, error)) from error
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        _require_room(name, error)
         # mlx-lm has no error types: a damaged file or config raises these.
         raise ModelLoadError(
             name,
@@ -194,7 +196,8 @@ def load(
     if loaded.media is None:
         require_family(loaded.config)
     # Encoders run outside of steps, where products are MLX's.
-    _convert(loaded.model, dtype, keeps_weights=loaded.media is None)
+    with _weights_of(name):
+        _convert(loaded.model, dtype, keeps_weights=loaded.media is None)
     if generation_config is None:
         # A hub id's files have been downloaded; this only finds their path.
         generation_config = read_generation_config(_directory_of(name))
@@ -223,7 +226,8 @@ def _load_gguf(name: str, dtype: str, generation_config: Mapping[str, Any] | Non
     from mlx_paged.model.gguf_loading import load_gguf
 
     checkpoint, model, config, tokenizer = load_gguf(name, dtype)
-    _convert(model, dtype, keeps_weights=True)
+    with _weights_of(name):
+        _convert(model, dtype, keeps_weights=True)
     if generation_config is None:
         generation_config = checkpoint.generation_config()
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
@@ -353,6 +357,25 @@ def _require_served(config: Mapping[str, Any], multimodal: MultiModalCheckpoint 
         if reason is None:
             raise
         raise UnsupportedModelError(str(config.get("model_type")), reason) from error
+
+
+@contextmanager
+def _weights_of(name: str) -> Iterator[None]:
+    """Reads weights; raises `ModelLoadError` if the GPU has no memory for them."""
+    try:
+        yield
+    except RuntimeError as error:
+        _require_room(name, error)
+        raise
+
+
+def _require_room(name: str, error: Exception) -> None:
+    """Raises `ModelLoadError` if MLX found no memory for the weights."""
+    if not is_out_of_memory(error):
+        return
+    advice = macos.limit_advice_here()
+    reason = f"its weights do not fit into memory ({error})" + (f": {advice}" if advice else "")
+    raise ModelLoadError(name, reason) from error
 
 
 def _reason(name: str, error: Exception) -> str:

@@ -259,6 +259,30 @@ def test_the_least_macos(version, status) -> None:
     assert finding(examined(captures, MAC, METAL), "macOS").status is status
 
 
+@pytest.mark.parametrize(
+    ("limit_mb", "status", "found"),
+    [
+        (0, Status.OK, "96.0 of 128.0 GiB (the default)"),
+        (114688, Status.OK, "112.0 of 128.0 GiB (iogpu.wired_limit_mb=114688)"),
+        (126976, Status.WARNING, "124.0 of 128.0 GiB (iogpu.wired_limit_mb=126976)"),
+    ],
+)
+def test_the_limit_of_a_macs_gpu(limit_mb, status, found) -> None:
+    captures = machines.mac("Apple M3 Max", 16, 128 * GIB, wired_limit_mb=limit_mb)
+    told = finding(examined(captures, MAC, METAL), "GPU memory limit")
+    assert told.status is status
+    assert told.found == found
+    assert told.expected.startswith("at most 112.0 GiB")
+    assert not told.remedy or told.remedy.startswith("sudo sysctl iogpu.wired_limit_mb=114688")
+
+
+def test_it_says_how_to_raise_the_limit_where_nothing_fits() -> None:
+    captures = machines.mac("Apple M1", 8, 16 * GIB)
+    little = {**METAL, "memory": {**METAL["memory"], "device_bytes": 1 << 20}}
+    told = finding(examined(captures, MAC, little), "memory for models")
+    assert told.status is Status.BROKEN and "iogpu.wired_limit_mb=12288" in told.remedy
+
+
 def test_a_mac_of_unknown_version() -> None:
     assert finding(examined(Captures("darwin", "arm64"), MAC, METAL), "macOS").status is SKIPPED
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from support.pressure import FakeSource
 
-from mlx_paged import cgroups
+from mlx_paged import cgroups, macos
 from mlx_paged.engine import pressure_sources
 from mlx_paged.engine.pressure import POLL_SECONDS, QUIET_SECONDS, MemoryPressure
 from mlx_paged.engine.pressure_sources import (
@@ -102,7 +102,7 @@ def test_a_missing_source_is_one_debug_line(platform, monkeypatch, tmp_path, cap
         raise AttributeError("sysctlbyname")
 
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(pressure_sources, "sysctl_integer", missing)
+    monkeypatch.setattr(macos, "sysctl_integer", missing)
     monkeypatch.setattr(pressure_sources, "psi_file", lambda *_: str(tmp_path / "missing"))
     with caplog.at_level(logging.DEBUG):
         assert system_source() is None

@@ -10,13 +10,20 @@ GIB = 1 << 30
 
 
 def mac(
-    chip: str, cores: int, memory: int, *, version: str = "15.1", translated: bool = False
+    chip: str,
+    cores: int,
+    memory: int,
+    *,
+    version: str = "15.1",
+    translated: bool = False,
+    wired_limit_mb: int = 0,
 ) -> Captures:
     sysctl = [
         f"hw.memsize: {memory}",
         f"hw.logicalcpu: {cores}",
         f"machdep.cpu.brand_string: {chip}",
         f"sysctl.proc_translated: {int(translated)}",
+        f"iogpu.wired_limit_mb: {wired_limit_mb}",
     ]
     versions = f"ProductName:\t\tmacOS\nProductVersion:\t\t{version}\nBuildVersion:\t\t24B83\n"
     return Captures(
