@@ -35,7 +35,6 @@ from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.drafter import DraftState
 from mlx_paged.engine.speculation.speculator import Speculator
-from mlx_paged.evals import tool_calls
 
 CODE = '''def total(items, rate):
     """Sum of prices with tax."""
@@ -76,6 +75,8 @@ def workloads(chats: Path | None, count: int) -> Iterator[Workload]:
     if turns:
         asked = [ask(turn) for turn in turns[:count]]
         yield Workload("chats", asked, [plain] * len(asked), SEQUENCES)
+    from mlx_paged.evals import tool_calls  # needs the extra `eval`
+
     functions = tool_calls.questions("simple_python", count)
     params = []
     for question in functions:

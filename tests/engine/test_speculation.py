@@ -17,6 +17,7 @@ from support.fake_vlm import Picture, fake_vlm, prepared
 from support.grouped_models import GROUPED, engine_of
 from support.guesses import guess
 from support.models import embedded, random_tokens
+from support.reference import ON_GPU
 from support.thinking import thinking_model
 
 from mlx_paged import LLM, RequestOutput, SamplingParams
@@ -138,6 +139,7 @@ def test_mixed_requests_are_the_same_with_lookups(lookup: dict[str, Any], adapti
     check_at_rest(llm)
 
 
+@pytest.mark.skipif(ON_GPU, reason="a code may flip with the last bit of a GPU's sum")
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_quantized_pools(kv_cache_dtype: str) -> None:
     prompts, params = requests_of(11, 16)
@@ -149,6 +151,7 @@ def test_quantized_pools(kv_cache_dtype: str) -> None:
     check_at_rest(llm)
 
 
+@pytest.mark.skipif(ON_GPU, reason="heads of 16 dims have no kernel on a GPU")
 @pytest.mark.parametrize("name", list(GROUPED))
 def test_windows_and_recurrent_states_are_rolled_back(name: str) -> None:
     rng = np.random.default_rng(3)
