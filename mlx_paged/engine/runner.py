@@ -138,6 +138,8 @@ class ModelRunner:
         orders_all: bool = False,
     ) -> None:
         self._orders_all = orders_all
+        # On a GPU, kernels for one row of a sequence and for several sum in different orders.
+        self.splits_drafts = not (model.platform.on_cpu or model.layout.has_states)
         self.model = model
         self.media = media
         self._masks = masks
@@ -364,10 +366,13 @@ class ModelRunner:
             num_ordered_rows: See `StepInputs`.
         """
         slots = batch.slots
+        tables = self._block_tables(tuple(batch.seq_ids), batch.tables)
+        if self.splits_drafts and batch.has_drafts:
+            context_lens, num_rows, tables = _split_drafts(batch, context_lens, num_rows, tables)
         return StepInputs(
             context_lens=context_lens,
             query_lens=num_rows,
-            tables=self._block_tables(tuple(batch.seq_ids), batch.tables),
+            tables=tables,
             logit_rows=wanted,
             state_slots=StateSlots(
                 reads=[slot.read for slot in slots], writes=[slot.write for slot in slots]
@@ -411,6 +416,35 @@ class ModelRunner:
             if copies:
                 [pairs] = ops.upload(np.array(copies, dtype=np.int32))
                 self.model.copy_blocks(pairs, group_spec)
+
+
+def _split_drafts(
+    batch: StepBatch,
+    context_lens: np.ndarray,
+    query_lens: np.ndarray,
+    tables: PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables],
+) -> tuple[np.ndarray, np.ndarray, PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables]]:
+    """Makes each row of a sequence with drafts a sequence of its own, over the same blocks.
+
+    Every layer writes the keys and values of all rows before it reads any, so a row finds those of
+    the drafts before it. Then verification has the kernels, the graphs and the bits of decodes.
+    """
+    num_drafts = np.frombuffer(batch.num_drafts, dtype=np.int32)
+    counts = np.where(num_drafts > 0, query_lens, 1)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    later = np.concatenate([np.arange(count - 1, -1, -1) for count in counts])
+
+    def split(padded: PaddedTables) -> PaddedTables:
+        return PaddedTables(padded.blocks[sequence], padded.lengths[sequence])
+
+    if isinstance(tables, PaddedTables):
+        by_row: PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables] = split(tables)
+    else:
+        # Groups that share their tables must go on sharing them.
+        done = {id(each): split(each) for each in tables.values()}
+        by_row = {group_spec: done[id(each)] for group_spec, each in tables.items()}
+    lens = np.where(num_drafts > 0, 1, query_lens)[sequence]
+    return context_lens[sequence] - later, lens, by_row
 
 
 def _newest(

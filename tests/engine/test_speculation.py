@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.embedded_llm import PROMPTS, SHARED, check_at_rest, make, tokens_of
 from support.fake_vlm import Picture, fake_vlm, prepared
-from support.grouped_models import GROUPED, engine_of
+from support.grouped_models import GROUPED, WINDOWED, engine_of
 from support.guesses import guess
 from support.models import embedded, random_tokens
 from support.reference import ON_GPU
@@ -112,9 +112,9 @@ def test_mixed_requests_are_the_same_with_guesses(seed: int) -> None:
     options = {"num_gpu_blocks_override": 70, "block_size": 8, "max_num_batched_tokens": 64}
     plain = make(**options)
     expected = plain.generate(prompts, params)
-    for right in (0.9, 0.5):
+    for right, splits in ((0.9, False), (0.5, True)):
         llm = make(**options)
-        drafter = guess(llm, right)
+        drafter = guess(llm, right, splits=splits)
         tell(drafter, expected)
         for _ in range(
             2
@@ -162,8 +162,7 @@ def test_windows_and_recurrent_states_are_rolled_back(name: str) -> None:
     ]
     expected = engine_of(name).generate(prompts, params)
     llm = engine_of(name)
-    drafter = guess(llm, 0.7)
-    tell(drafter, expected)
+    tell(guess(llm, 0.7, splits=name in WINDOWED), expected)
     assert_same(llm.generate(prompts, params), expected)
     assert_same(llm.generate(prompts, params), expected)
     stats = llm.stats().spec_decoding
@@ -172,6 +171,7 @@ def test_windows_and_recurrent_states_are_rolled_back(name: str) -> None:
     llm.engine.check_integrity()
 
 
+@pytest.mark.skipif(ON_GPU, reason="heads of 16 dims have no kernel on a GPU")
 def test_thinking_budgets() -> None:
     params = [
         SamplingParams(

@@ -48,9 +48,17 @@ class GuessingDrafter:
         self.num_finished += 1
 
 
-def guess(llm: LLM, right: float, num_drafts: int = 4, **options: Any) -> GuessingDrafter:
-    """Makes an engine verify guesses in every step; returns the drafter, which knows nothing."""
+def guess(
+    llm: LLM, right: float, num_drafts: int = 4, *, splits: bool = False, **options: Any
+) -> GuessingDrafter:
+    """Makes an engine verify guesses in every step; returns the drafter, which knows nothing.
+
+    Args:
+        splits: Verify as on a GPU: each row is a sequence of its own.
+    """
     drafter = GuessingDrafter(right, llm.engine.vocab_size)
     config = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=False, **options)
     llm.engine._speculator = Speculator(config, drafter, None)
+    if splits:
+        llm.engine._runner.splits_drafts = True
     return drafter
