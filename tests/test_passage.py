@@ -25,8 +25,8 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 
 #: Limits of (files, changes of file, calls) on the path.
-STEP = (17, 51, 99)
-CHAT = (67, 692, 1170)
+STEP = (21, 58, 107)
+CHAT = (71, 706, 1231)
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/architecture.md"

@@ -36,6 +36,7 @@ NOT_PRIMITIVES = {
     "max_product_rows",
     *("ArrayContents", "allocator_function", "make_room", "outlast_interpreter"),
     *("attention_layers", "attention_kernel", "reject_kernels", "rejected_kernels"),
+    "allow_tensor_kernels",
     *("allowed_step_rows", "allow_step_rows", "supported_step_rows", "gpu_executable_kernels"),
 }
 

@@ -15,6 +15,7 @@ from . import Buffer, SimCompileError, SimFault, SimLibrary, missing
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 SAMPLES = Path(__file__).parent / "samples"
+TENSORS = Path(__file__).parent / "tensor_samples" / "tensors.metal"
 METAL_4 = {"__METAL_VERSION__": "400", "__HAVE_TENSOR__": "1"}
 KERNELS = "mlx/backend/metal/kernels"
 
@@ -24,7 +25,7 @@ KERNELS = "mlx/backend/metal/kernels"
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["MLX's layout", "another layout"])
 def tensors(request) -> SimLibrary:
-    library = SimLibrary([SAMPLES / "tensors.metal"], defines=METAL_4, tensor_layout=request.param)
+    library = SimLibrary([TENSORS], defines=METAL_4, tensor_layout=request.param)
     library.compile()
     return library
 
@@ -88,7 +89,7 @@ def test_a_tensor_is_no_wider_than_its_buffer(rng, tensors) -> None:
 
 def test_metal_before_version_4_has_no_tensors() -> None:
     with pytest.raises(SimCompileError, match=r"tensor|mpp"):
-        SimLibrary([SAMPLES / "tensors.metal"]).compile()
+        SimLibrary([TENSORS]).compile()
 
 
 # --- MLX's kernels --------------------------------------------------------------------------------

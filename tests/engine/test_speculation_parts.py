@@ -1,0 +1,191 @@
+"""The parts of speculation: lookups, acceptance, costs, and the choice of drafts."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_paged.engine.speculation.acceptance import (
+    Acceptance,
+    Draft,
+    Source,
+    kind_of,
+    new_counts,
+)
+from mlx_paged.engine.speculation.config import SpeculativeConfig
+from mlx_paged.engine.speculation.costs import StepCosts
+from mlx_paged.engine.speculation.drafter import DraftState
+from mlx_paged.engine.speculation.lookup import SequenceIndex, SharedText, SharedTexts
+from mlx_paged.engine.speculation.speculator import Speculator
+
+# --- Lookups --------------------------------------------------------------------------------------
+
+
+def naive(tokens: list[int], min_match: int, max_match: int) -> tuple[int, int] | None:
+    """(length of the longest match of the end, where it ends), the latest of several."""
+    best: tuple[int, int] | None = None
+    last = len(tokens) - 1
+    for end in range(last - 1, 0, -1):
+        length = 0
+        while length < min(max_match, end + 1) and tokens[end - length] == tokens[last - length]:
+            length += 1
+        if length >= max(2, min_match) and (best is None or length > best[0]):
+            best = length, end
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sequence_is_searched_like_by_hand(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt = [rng.randrange(6) for _ in range(rng.randint(1, 12))]
+    tokens = array("I", prompt)
+    index = SequenceIndex(tokens, len(prompt))
+    for _ in range(30):
+        index.update()
+        expected = naive(list(tokens), 2, 5)
+        match = index.find(min_match=2, max_match=5, max_drafts=4)
+        assert (match is None) == (expected is None), list(tokens)
+        if match is not None and expected is not None:
+            length, end = expected
+            assert match.length == length
+            text = list(tokens)
+            for _ in range(4):  # A draft that reaches the end repeats what it has drafted.
+                text.append(text[end + 1 + len(text) - len(tokens)])
+            assert list(match.drafts) == text[len(tokens) :]
+        tokens.append(rng.randrange(6))
+
+
+def test_a_shared_text_has_the_latest_answers_only() -> None:
+    shared = SharedText(2)
+    answers = [[10 * i + j for j in range(6)] for i in range(1, 8)]
+    for answer in answers:
+        shared.add(answer)
+
+    def found(answer: list[int]) -> Any:
+        return shared.find(array("I", answer[:3]), min_match=2, max_match=9, max_drafts=9)
+
+    assert found(answers[-1]).drafts == tuple(answers[-1][3:]), "nothing beyond the answer's end"
+    assert found(answers[0]) is None
+    assert found(answers[-2]).length == 3
+    assert (
+        SharedTexts(0).of(None).find(array("I", [1, 2]), min_match=2, max_match=9, max_drafts=9)
+        is None
+    )
+
+
+def test_salts_have_texts_of_their_own() -> None:
+    texts = SharedTexts(10)
+    texts.of("a").add([1, 2, 3, 4])
+    tokens = array("I", [1, 2])
+    assert texts.of("a").find(tokens, min_match=2, max_match=9, max_drafts=9) is not None
+    assert texts.of("b").find(tokens, min_match=2, max_match=9, max_drafts=9) is None
+    assert texts.of(None).find(tokens, min_match=2, max_match=9, max_drafts=9) is None
+
+
+# --- Acceptance and costs -------------------------------------------------------------------------
+
+
+def test_acceptance_follows_what_happens() -> None:
+    acceptance, own = Acceptance(), new_counts()
+    kind, other = kind_of(Source.SEQUENCE, 2), kind_of(Source.SEQUENCE, 30)
+    before = acceptance.chances(kind, own)
+    for _ in range(60):
+        acceptance.settle(Draft(2, (5, 6, 7), kind), [0, 0, 5, 6, 9, 9], own)
+    after = acceptance.chances(kind, own)
+    assert after.first > 0.95 > before.first and 0.4 < after.next < 0.65
+    assert acceptance.chances(other, own) == acceptance.chances(other, new_counts())
+    for _ in range(60):
+        acceptance.settle(Draft(2, (5, 6), kind), [0, 0, 9], own)
+    assert acceptance.chances(kind, own).first < 0.1
+    unknown = acceptance.chances(kind, own)
+    acceptance.settle(Draft(3, (5,), kind), [0, 0, 9], own)  # Nothing of it is known.
+    assert acceptance.chances(kind, own) == unknown
+
+
+def test_costs_are_interpolated_and_corrected() -> None:
+    costs = StepCosts((1, 2, 4), (10.0, 10.0, 16.0), (10.0, 12.0, 20.0), context_len=256)
+    assert costs.seconds(1, 1, 256) == 10 and costs.seconds(3, 1, 256) == 13
+    assert costs.seconds(6, 1, 256) == 22, "beyond the last measurement"
+    assert costs.seconds(4, 2, 256) == 18, "two sequences cost 2 more than one with two rows"
+    for _ in range(100):
+        costs.observe(4, 1, 256, 8.0)
+        costs.observe(4, 1, 256, 80.0)  # a disturbance
+    assert costs.seconds(4, 1, 256) == pytest.approx(8, rel=0.05)
+    assert costs.seconds(1, 1, 256) == 10, "steps without drafts have a factor of their own"
+
+
+# --- The choice of drafts -------------------------------------------------------------------------
+
+
+class Always:
+    """A drafter with one kind of draft."""
+
+    def __init__(self, length: int, match: int) -> None:
+        self.length, self.match = length, match
+
+    def draft(self, seq: Any, state: DraftState, max_drafts: int) -> Draft | None:
+        drafts = (7,) * min(self.length, max_drafts)
+        return Draft(len(seq.tokens), drafts, kind_of(Source.SEQUENCE, self.match))
+
+    def finish(self, seq: Any) -> None:
+        pass
+
+
+def sequence(num_left: int = 1) -> Any:
+    tokens = array("I", range(40))
+    return SimpleNamespace(
+        tokens=tokens,
+        num_scheduled_tokens=len(tokens) - num_left,
+        num_output_tokens=10,
+        max_num_tokens=400,
+        drafts=None,
+        sampler=SimpleNamespace(takes_drafts=True),
+        is_running=True,
+    )
+
+
+def proposed(costs: StepCosts | None, sequences: list[Any], match: int, **options: Any) -> Any:
+    given: list[int] = []
+    scheduler = SimpleNamespace(
+        running=sequences, propose=lambda seq, tokens: given.append(len(tokens))
+    )
+    config = SpeculativeConfig(num_speculative_tokens=8, **options)
+    speculator = Speculator(config, Always(8, match), costs)
+    speculator.is_active = True
+    speculator.propose(scheduler)  # type: ignore[arg-type]
+    return speculator, given
+
+
+FREE = StepCosts((1, 64), (1.0, 1.0), (1.0, 1.0))
+DEAR = StepCosts((1, 64), (1.0, 64.0), (1.0, 64.0))
+
+
+def test_free_rows_are_used_and_dear_ones_are_not() -> None:
+    speculator, given = proposed(FREE, [sequence()], match=20)
+    assert given == [8] and speculator.is_active
+    speculator, given = proposed(DEAR, [sequence()], match=20)
+    assert given == [] and not speculator.is_active
+    some = StepCosts((1, 3, 5), (1.0, 1.0, 9.0), (1.0, 1.0, 1.0))
+    assert proposed(some, [sequence()], match=20)[1] == [2], "as many as cost nothing"
+
+
+def test_unlikely_drafts_are_not_verified() -> None:
+    half = StepCosts((1, 3), (1.0, 2.0), (1.0, 1.0))  # A row more costs half a step.
+    assert proposed(half, [sequence()], match=1)[1] == []
+    assert proposed(half, [sequence()], match=20)[1] != []
+    assert proposed(None, [sequence()], match=1, adaptive=False)[1] == [8], "unless it must"
+
+
+def test_nothing_is_drafted_while_prompts_fill_the_step() -> None:
+    speculator, given = proposed(FREE, [sequence(), sequence(num_left=300)], match=20)
+    assert given == [] and not speculator.is_active
+
+
+def test_a_callers_token_mask_gets_no_drafts() -> None:
+    masked = sequence()
+    masked.sampler.takes_drafts = False
+    assert proposed(FREE, [masked], match=20)[1] == []
