@@ -57,11 +57,11 @@ def greedy_tokens(logits: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.
 
 def nucleus_thresholds(logits: mlx.core.array, floors: mlx.core.array, top_p: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
-def linear(x: mlx.core.array, weight: mlx.core.array, bias: mlx.core.array | None, *, activations: str, by_rows: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+def linear(x: mlx.core.array, weight: mlx.core.array, bias: mlx.core.array | None, *, activations: str, by_rows: int, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def activations() -> list[str]: ...
 
-def quantized_linear(x: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array, biases: mlx.core.array | None, bias: mlx.core.array | None, *, group_size: int, bits: int, mode: str, activations: str, by_rows: bool, for_program: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+def quantized_linear(x: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array, biases: mlx.core.array | None, bias: mlx.core.array | None, *, group_size: int, bits: int, mode: str, activations: str, by_rows: int, for_program: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def expert_linear(x: mlx.core.array, indices: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, bias: mlx.core.array | None, global_scale: mlx.core.array | None, *, group_size: int, bits: int, mode: str, for_program: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
@@ -78,9 +78,6 @@ def allowed_step_rows() -> int:
 
 def allow_step_rows(num_rows: int) -> None:
     """Sets `allowed_step_rows`."""
-
-def allow_tensor_kernels(allowed: bool) -> None:
-    """Lets kernels for tensor units run unless they are rejected."""
 
 def gpu_executable_kernels(executable: CapsuleType) -> list:
     """Host names of its kernels, without those of attention."""
@@ -173,6 +170,9 @@ def attention_kernel(dtype: mlx.core.Dtype, group: int, key_dim: int, value_dim:
 
 def reject_kernels(host_names: Sequence[str]) -> None:
     """Replaces the set of kernels that never run."""
+
+def allow_tensor_kernels(allowed: bool) -> None:
+    """Lets kernels for tensor units run unless they are rejected."""
 
 def rejected_kernels() -> list:
     """Kernels that never run, by host name."""
