@@ -126,7 +126,8 @@ class SharedText:
             self._index(kept)
 
     def _keep_latest(self) -> None:
-        num_tokens, latest = 0, deque[array[int]]()
+        num_tokens = 0
+        latest: deque[array[int]] = deque()
         for answer in reversed(self._answers):
             num_tokens += len(answer)
             if latest and (num_tokens > _MAX_SHARED_TOKENS or len(latest) == self._max_answers):
