@@ -20,7 +20,7 @@ bool is_rejected(const std::string& host_name);
 // Changes with every call of reject_kernels and allow_tensor_kernels.
 int rejection_count();
 
-// Whether kernels for tensor units (metal/tensor_*.h) may run if they are not rejected. They may
+// True if kernels for tensor units (metal/tensor_*.h) may run unless they are rejected. They may
 // not until calibration has found that this machine compiles them.
 bool allows_tensor_kernels();
 void allow_tensor_kernels(bool allowed);

@@ -57,7 +57,7 @@ METAL_FUNC constexpr int rows_at_once() {
   return ROWS < 2 ? ROWS : 2;
 }
 
-// Multiplies the rows of x listed in `rows`, of which the first `count` count, by the first
+// Multiplies the rows of x listed in the first `count` entries of `rows` by the first
 // `num_columns` rows of `weight`. Each lane returns a partial sum per row and column;
 // the sums of the lanes are the products. `rows` lists existing rows past `count`, too.
 template <typename T, typename Weight, int ROWS>

@@ -123,7 +123,7 @@ tensor_prefill(
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  // This lane's row, half of which is another lane's.
+  // This lane's row; another lane holds its other half.
   int q = first_query + int(lane) / 2;
   SoftmaxState state;
   state.clear();

@@ -38,7 +38,7 @@ _NUM_FEATURES = 4
 
 
 class _Features(NamedTuple):
-    """What the time of a step depends on."""
+    """The quantities that determine a step's time."""
 
     base: float  # always 1
     tokens: float

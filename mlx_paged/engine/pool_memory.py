@@ -30,7 +30,7 @@ class PoolMemory:
     """The memory of an engine's pools.
 
     Args:
-        kv_config: Derives the sizes of all pools from that of the full group.
+        kv_config: Derives all pool sizes from the size of the full group.
         sizes: The configured sizes, which the runner's pools have.
         new_kv: Makes an empty KV store of the configured sizes.
         step_blocks: Blocks of the largest step.

@@ -18,7 +18,7 @@ from mlx_paged.platform import Platform
 
 
 def can_discard(platform: Platform) -> bool:
-    """True if the device's arrays are ordinary memory, of which `discard_rows` returns parts.
+    """True if the device's arrays are ordinary memory, so `discard_rows` can return parts of it.
 
     Metal's buffers are not: macOS keeps a whole buffer while any of it is in use.
     """

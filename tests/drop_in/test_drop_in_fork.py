@@ -120,5 +120,5 @@ def test_a_forked_child_is_told_instead_of_hanging(tmp_path) -> None:
         timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
-    # Of ours. (mlx-lm's own loop with drafts fails when it is dropped at the exit.)
+    # Only our files: mlx-lm's own speculative loop fails when it is dropped at exit.
     assert "mlx_paged/drop_in" not in done.stderr

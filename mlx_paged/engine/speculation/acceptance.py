@@ -1,4 +1,4 @@
-"""Acceptance: estimates how likely drafts are to be accepted, from those that were.
+"""Acceptance: estimates the acceptance rate of drafts from past ones.
 
 Drafts differ by where they come from and by the length of the match. Each such kind has its own
 estimate for the first draft, and for a draft after an accepted one. A sequence's own experience

@@ -101,7 +101,7 @@ class SequenceIndex:
 
 
 class SharedText:
-    """Finished answers, of which the latest are kept.
+    """The latest finished answers.
 
     Args:
         max_answers: Maximum number of answers.

@@ -183,7 +183,7 @@ class Speculator:
         draft = state.pending
         if draft is None:
             return
-        # What has not come yet of a draft that was cut says nothing.
+        # Only known tokens count; the rest of a draft that was cut is ignored.
         self._acceptance.settle(draft, seq.tokens, state.counts)
         state.pending = None
 
