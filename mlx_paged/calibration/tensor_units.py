@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_paged.platform import is_cpu_default
 
-# Requirements of MLX's own tensor-unit kernels (`is_nax_available` in its backend/metal/device.cpp).
+# Requirements of MLX's tensor-unit kernels (`is_nax_available` in its backend/metal/device.cpp).
 MACOS = (26, 2)
 GENERATION = 17  # the M5's
 PHONE_GENERATION = 18  # of architectures whose name ends with p
