@@ -18,6 +18,7 @@ from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar import compiler as compiler_module
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.grammar.jobs import Jobs, _mach_clock
+from mlx_paged.engine.grammar.probe import _is_growing
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.errors import GrammarsBusyError, InvalidParameterError
 
@@ -528,3 +529,19 @@ def test_a_grammar_that_grows_with_every_token_is_refused(
     """(All answers got to the limit of a mask after some 55 or 80 tokens.)"""
     with pytest.raises(InvalidParameterError, match="within the limits of this server"):
         compiler.compile(StructuredOutputs(grammar=grammar))
+
+
+@pytest.mark.parametrize("between", [0, 2])
+def test_growing_masks_are_told_from_noise(between: int) -> None:
+    """(`between`: masks within a character, which take no time, after each one that does.)"""
+    noise = np.random.default_rng(0).uniform(1, 2, 100)
+
+    def is_growing(seconds: Any) -> bool:
+        times = np.zeros((100, 1 + between))
+        times[:, 0] = seconds * noise
+        return _is_growing(times.ravel().tolist())
+
+    assert is_growing(0.001 * np.arange(1, 101)) and is_growing(0.02 + 0.001 * np.arange(100))
+    assert not is_growing(np.full(100, 0.03))
+    assert not is_growing(0.002 * np.minimum(np.arange(1, 101), 10))  # only at first
+    assert not is_growing(1e-6 * np.arange(1, 101))  # too fast to matter

@@ -24,8 +24,10 @@ _LONGEST = 192  # tokens
 # Seconds of this thread's work for all probes of a grammar, for grammars with slow masks, and for
 # grammars whose masks keep getting slower: any long answer would exceed the limits.
 _SECONDS, _SECONDS_IF_SLOW, _SECONDS_IF_GROWING = 0.1, 1.0, 3.0
-# Masks that are compared with as many before, how much longer they take, and seconds of one.
-_WINDOW, _GROWTH, _GROWING_MASK = 12, 1.08, 0.002
+# The least number of masks that are compared with as many before, how much longer the later half
+# takes (three times as long if the work grows with each token, and noise is far less), and seconds
+# of one.
+_WINDOW, _GROWTH, _GROWING_MASK = 12, 1.5, 0.002
 _COUNTS = re.compile(r"\{\d*,?\d*\}")
 _MAX_PATTERNS = 64
 
@@ -64,7 +66,7 @@ class Prober:
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             now = time.thread_time()
             times.append(now - before)
-            is_slow = times[-1] > _SLOW_MASK
+            is_slow = _typical(times[-_WINDOW:]) > _SLOW_MASK
             limit = _SECONDS_IF_SLOW if is_slow else _SECONDS
             if is_growing := _is_growing(times):
                 limit = _SECONDS_IF_GROWING
@@ -78,11 +80,16 @@ class Prober:
 
 def _is_growing(times: list[float]) -> bool:
     """True if masks take longer than they did before, by more than noise."""
-    if len(times) < 2 * _WINDOW:
-        return len(times) > _WINDOW and median(times[-_WINDOW:]) > _GROWING_MASK
-    # Medians, because masks between the bytes of a character take no time.
-    last, before = median(times[-_WINDOW:]), median(times[-2 * _WINDOW : -_WINDOW])
-    return last > _GROWING_MASK and last > _GROWTH * before
+    if len(times) <= _WINDOW or _typical(times[-_WINDOW:]) <= _GROWING_MASK:
+        return False
+    half = len(times) // 2
+    return half < _WINDOW or _typical(times[half:]) > _GROWTH * _typical(times[:half])
+
+
+def _typical(times: list[float]) -> float:
+    """The median of masks, without those between the bytes of a character, which take no time."""
+    longest = max(times)
+    return median(each for each in times if each >= 0.1 * longest)
 
 
 def counting_patterns(schemas: Iterable[Any]) -> list[str]:
