@@ -173,7 +173,7 @@ def forced(
         long = SamplingParams(temperature=0, max_tokens=129, ignore_eos=True)
         short = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         times: dict[str, list[float]] = {"plain": [], "speculation": []}
-        same = True
+        same = dict.fromkeys(times, True)
         expected: list[list[int]] = []
         for turn in range(rounds + 2):
             for name in times:
@@ -187,7 +187,7 @@ def forced(
                 if not expected:
                     expected = tokens
                     drafter.answers = {tuple(p): t for p, t in zip(prompts, tokens)}
-                same = same and tokens == expected
+                same[name] = same[name] and tokens == expected
                 if turn > 1:
                     times[name].append((end - middle) - (middle - start))
         plain, fast = (statistics.median(times[name]) for name in times)

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 # Called with the number of kinds of steps that are done, and the total.
 OnStep = Callable[[int, int], None]
 
-# A shape is compiled when it occurs for the third time (`model.graph_runner`), and then repeated.
+# A shape is compiled when it first occurs, or by `mx.compile` when it occurs for the third time
+# (`model.graph_runner`), and then repeated.
 _STEPS = 4
 # Tokens of context at which decodes have partial results to merge.
 _LONG_CONTEXT = 4096

@@ -5,11 +5,12 @@ every step of one shape, and most steps have as many rows as the one before. So 
 each shape.
 
 With CUDA, the graph becomes one operation (`GpuExecutable`), which a GPU replays as a whole, so
-the host has almost nothing to do. If the step has more rows or other operations than that supports,
-`mx.compile` repeats the graph; its arrays keep their sizes because those of a plan grow in strides
-(`plan.build_plan`). A shape is compiled at its third occurrence, so that model code has run on real
-arrays before, and shapes that do not repeat cost nothing. With Metal, the same operation is encoded
-as a whole if it is enabled (docs/metal-kernels.md).
+the host has almost nothing to do. That happens at a shape's first occurrence: MLX's own products
+sum in another order, and a token must not depend on how often its step's shape occurred before.
+If the step has more rows or other operations than that supports, `mx.compile` repeats the graph
+from the third occurrence, so that shapes that do not repeat cost nothing; its arrays keep their
+sizes because those of a plan grow in strides (`plan.build_plan`). With Metal, the same operation is
+encoded as a whole if it is enabled (docs/metal-kernels.md).
 
 On the CPU, the graph becomes one operation (`CpuExecutable`). Reading it costs no more than
 evaluating it, so that happens immediately, and a plan's work may have any size.
@@ -39,7 +40,7 @@ from mlx_paged.platform import Platform
 logger = logging.getLogger(__name__)
 
 _MAX_GRAPHS = 64
-_SEEN_BEFORE = 2
+_SEEN_BEFORE = 2  # occurrences of a shape before `mx.compile` repeats it
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
 _FEW_ROWS = ops.max_product_rows()
 _MAX_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth a graph.
@@ -199,6 +200,8 @@ class GraphRunner:
         """See `repetition_of`; `num_rows` includes padding."""
         if self.refusals.steps or not is_of_arrays:
             return Repeat.NOT
+        if not num_samples and self.platform.repeats_steps:
+            return Repeat.NOT  # Nothing to choose, as in a chunk of one token of a longer prompt.
         platform, is_decode = self.platform, num_rows == num_sequences
         if not platform.repeats_steps:
             fits = platform.on_cpu and num_rows <= platform.max_cpu_step_rows
@@ -207,7 +210,7 @@ class GraphRunner:
             return Repeat.AS_GRAPH
         # A graph of `mx.compile` would begin later than a step with prompts is built now.
         repeats = self.takes_prompts(num_rows) and num_rows % _ROWS_OF_PROMPTS == 0
-        return Repeat.WITH_PROMPTS if repeats and num_samples > 0 else Repeat.NOT
+        return Repeat.WITH_PROMPTS if repeats else Repeat.NOT
 
     def run(self, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat) -> StepOutput:
         """Runs the step, compiled or not."""
@@ -221,7 +224,8 @@ class GraphRunner:
         self._times[shape] = times = self._times.pop(shape, 0) + 1
         if len(self._times) > 4 * _MAX_GRAPHS:
             self._times.popitem(last=False)
-        if self.platform.repeats_steps and times <= _SEEN_BEFORE:
+        is_compiled_graph = self.platform.repeats_steps and not self.reads_once(tokens.shape[0])
+        if is_compiled_graph and times <= _SEEN_BEFORE:
             return StepOutput(*self._forward(tokens, step, pools))
         return self._compile(shape, tokens, step, pools, repeat)
 

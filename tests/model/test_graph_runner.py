@@ -162,10 +162,32 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> graph_runner.GraphRunner:
     return graph_runner.GraphRunner(lambda tokens, step, pools: (tokens + 1, pools))
 
 
-def test_a_shape_is_compiled_when_it_occurs_for_the_third_time(steps) -> None:
+def stand_in(self: GraphRunner, forward: Any, *_: Any) -> Any:
+    """In place of `GraphRunner._gpu_executable`."""
+    return lambda *args: graph_runner.StepOutput(*forward(*args))
+
+
+def test_mlx_repeats_a_graph_when_its_shape_occurs_for_the_third_time(steps) -> None:
     for i in range(4):
         run_step(steps, *decode_step(1))
         assert len(steps._graphs) == (1 if i >= 2 else 0)
+
+
+def test_an_executable_is_made_when_its_shape_first_occurs(steps, monkeypatch) -> None:
+    """Otherwise tokens would depend on it: MLX's products sum in another order than ours."""
+    monkeypatch.setattr(GraphRunner, "_gpu_executable", stand_in)
+    steps.platform = platform_with(**{**CUDA, "max_gpu_step_rows": 2})
+    for num_seqs in (1, 2):
+        run_step(steps, *decode_step(num_seqs))
+        assert len(steps._graphs) == num_seqs
+    run_step(steps, *decode_step(3))  # more rows than an executable has
+    assert len(steps._graphs) == 2
+
+
+def test_a_step_without_samples_is_never_compiled(steps) -> None:
+    """(It has no logits, so an attempt would refuse all that follow.)"""
+    steps.platform = platform_with(**{**CUDA, "max_gpu_step_rows": 64})
+    assert steps.repeat_of(1, 1, 0, is_of_arrays=True) is Repeat.NOT
 
 
 def test_the_graph_that_was_not_used_for_longest_is_dropped(steps) -> None:
@@ -262,7 +284,7 @@ def test_the_arrays_that_an_executable_reads_stay_on_the_host(
     """Tokens, logit rows and plan, of decodes and of few rows with prompts."""
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     monkeypatch.setattr(executables, "max_gpu_step_rows", lambda: 64)
-    monkeypatch.setattr(GraphRunner, "_gpu_executable", lambda self, forward, *_: forward)
+    monkeypatch.setattr(GraphRunner, "_gpu_executable", stand_in)
     driver = StepDriver(tiny_model(tiny_config("llama", head_dim=64)), "llama", block_size=8)
     stayed: list[bool] = []
 
