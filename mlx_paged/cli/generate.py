@@ -22,6 +22,7 @@ from mlx_paged.cli.options import (
     MaxStepTime,
     Model,
     ModelDType,
+    OffloadingOptions,
     SamplingOptions,
     Speculative,
     SystemPrompt,
@@ -44,7 +45,8 @@ _STRUCTURED = "Structured outputs"
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "runner", "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
-     "async_scheduling", "max_step_time_ms", "speculative_config", "progress"}
+     "async_scheduling", "max_step_time_ms", "speculative_config",
+     "kv_offloading_size", "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name", "runner")
 _GREEDY = SamplingOptions(
@@ -144,6 +146,7 @@ def generate(
     async_scheduling: AsyncScheduling = True,
     max_step_time_ms: MaxStepTime = None,
     speculative_config: Speculative = None,
+    offloading: OffloadingOptions,
 ) -> None:  # fmt: skip
     """Answer prompts, or the requests of a batch file, many at once.
 
@@ -168,6 +171,7 @@ def generate(
             kv_cache_memory=kv_cache_memory,
             max_step_time_ms=max_step_time_ms,
             speculative_config=speculative_config,
+            **vars(offloading),
         ),
     }
     if input is not None:

@@ -165,6 +165,10 @@ MaxStepTime = Annotated[
     float | None,
     option(ENGINE, MAX_STEP_TIME_HELP, "--max-step-time-ms", show_default=MAX_STEP_TIME_DEFAULT),
 ]
+OFFLOADING_HELP = (
+    "GiB of host memory for KV blocks that leave the cache. A prompt whose prefix is there does "
+    "not compute it again. docs/kv-offloading.md"
+)
 SPECULATIVE_HELP = (
     'Draft tokens and verify several in one step, as a JSON object: {"method": "suffix"} or '
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}. The tokens are the '
@@ -174,6 +178,17 @@ Speculative = Annotated[
     str | None,
     option(ENGINE, SPECULATIVE_HELP, "--speculative-config", show_default="none"),
 ]
+
+
+@dataclass(frozen=True)
+class OffloadingOptions:
+    """Where KV blocks go that leave the cache; fields of `EngineConfig`."""
+
+    kv_offloading_size: Annotated[
+        float | None, option(ENGINE, OFFLOADING_HELP, show_default="none")
+    ] = None
+
+
 SystemPrompt = Annotated[str | None, option(None, "System message.")]
 MaxTokens = Annotated[int | None, option(_SAMPLING, "Maximum tokens of an answer.", min=1)]
 

@@ -18,6 +18,7 @@ from mlx_paged.cli.options import (
     KV_CACHE_DTYPE_HELP,
     MAX_STEP_TIME_DEFAULT,
     MAX_STEP_TIME_HELP,
+    OFFLOADING_HELP,
     SPECULATIVE_HELP,
     DType,
     fields_of,
@@ -259,6 +260,9 @@ class ServeOptions:
             "503 while it is critically short; off: ignore it.",
         ),
     ] = "auto"
+    kv_offloading_size: Annotated[
+        float | None, option(_CACHE, OFFLOADING_HELP, show_default="none")
+    ] = None
     enable_prefix_caching: Annotated[
         bool,
         option(

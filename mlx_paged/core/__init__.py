@@ -6,7 +6,9 @@ from mlx_paged.core.kv.elastic import DevicePools, ElasticKVManager
 from mlx_paged.core.kv.forking import ForkingKVManager
 from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.manager import KVCounters, KVManager, KVUsage
+from mlx_paged.core.kv.memory_tier import MemoryTier
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.kv.restoration import BlockRead, Restoration
 from mlx_paged.core.kv.specs import (
     BlockCopy,
     StateGroupSpec,
@@ -26,6 +28,7 @@ __all__ = [
     "NULL_BLOCK",
     "BlockCopy",
     "BlockPool",
+    "BlockRead",
     "BlockTables",
     "DevicePools",
     "ElasticKVManager",
@@ -36,6 +39,7 @@ __all__ = [
     "KVManager",
     "KVUsage",
     "MediaSpan",
+    "MemoryTier",
     "PooledStates",
     "PrefixMatch",
     "PrefixNode",
@@ -44,6 +48,7 @@ __all__ = [
     "PromptLogprobs",
     "PromptMedia",
     "Request",
+    "Restoration",
     "ScheduledMedia",
     "Scheduler",
     "SchedulerConfig",

@@ -66,8 +66,9 @@ class Scheduler:
                 publish(running.sequences)
             running = output
 
-    `schedule` may return None while a step is in flight, because everything waits for it, and when
-    cached tokens take a request to one of its stops. Otherwise it returns a step as long as
+    `schedule` may return None while a step is in flight, because everything waits for it, while all
+    sequences wait for content that is being restored (`KVManager.restorations`), and when cached
+    tokens take a request to one of its stops. Otherwise it returns a step as long as
     `has_unfinished`. Tokens of sequences that have finished since are ignored.
 
     Args:
@@ -289,6 +290,8 @@ class Scheduler:
         self._budget = self.config.max_num_batched_tokens
         self._preempted = self.lacks_room = False
         self._parking_budgets = [self.max_parked_tokens] * 2
+        if self.kv.restorations:
+            self._resume_restored()
         waiting = self.waiting
         if waiting.size:
             waiting.wake()
@@ -331,6 +334,13 @@ class Scheduler:
         output = SchedulerOutput(batch, self._scheduled)
         self._in_flight.append(output)
         return output
+
+    def _resume_restored(self) -> None:
+        """Lets sequences go on whose cached tokens are on the device again."""
+        for restoration in list(self.kv.restorations.values()):
+            if restoration.is_done:
+                self.kv.finish_restoration(restoration)
+                restoration.tables.owner.num_scheduled_tokens = restoration.num_tokens
 
     def update_from_output(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         """Commits the tokens of an evaluated step. Steps are committed in order.
@@ -477,11 +487,14 @@ class Scheduler:
         batch, scheduled, running = self._batch, self._scheduled, SequenceStatus.RUNNING
         token_ids, starts, input_from = batch.token_ids, batch.starts, batch.input_from
         has_states, move_state = self.kv.states is not None, self.kv.move_state
+        some_wait = bool(self.kv.restorations)
         num_sampled = 0
         for seq in self._in_turn():
             start = seq.num_scheduled_tokens
             tokens = seq.tokens
             num_left = len(tokens) - start
+            if some_wait and seq.tables is not None and seq.tables.restoration is not None:
+                continue
             # The last token of a prompt may belong to a media item.
             if num_left > 1 or (
                 num_left and seq.tree_tokens is not tokens and start < seq.request.num_prompt_tokens
@@ -814,6 +827,11 @@ class Scheduler:
         if is_first:
             seq.num_cached_tokens = num_cached
             seq.first_admission = time.monotonic()
+        if tables.restoration is not None:
+            seq.num_scheduled_tokens = tables.num_computed_tokens
+            if is_first and request.prompt_media is not None:
+                self.encoder_cache.count_prefix_hits(request.prompt_media.num_before(num_cached))
+            return True
         num_tokens = self._chunk_for(len(seq.tokens) - num_cached, num_cached)
         if request.stops:
             stop = request.stop_after(num_cached)
@@ -927,9 +945,11 @@ class Scheduler:
         if num_blocks * size < max(seq.num_scheduled_tokens, len(seq.tokens) - 1):
             raise IntegrityError(f"{seq!r} has only {num_blocks} blocks of {size}")
         # A sequence writes only to blocks of its own.
+        restoration = seq.tables.restoration
+        start = seq.num_scheduled_tokens if restoration is None else restoration.num_tokens
         for group in self.kv.attention:
             blocks = seq.tables.attention[group.number].blocks
-            for block in blocks[seq.num_scheduled_tokens // size :]:
+            for block in blocks[start // size :]:
                 if not group.is_written_by_one(block):
                     raise IntegrityError(f"{seq!r} will write to block {block}, not its own")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from mlx_paged import kernels
@@ -17,6 +16,7 @@ from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.intake import Intake
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
 from mlx_paged.engine.media import StepMediaBuilder
+from mlx_paged.engine.offload.offloading import Offloading
 from mlx_paged.engine.pool_memory import PoolMemory
 from mlx_paged.engine.pooling.params import check_dimensions_fit, prompts_of
 from mlx_paged.engine.pooling.runner import Classifier, PoolingRunner
@@ -32,6 +32,7 @@ from mlx_paged.engine.speculation.speculator import Speculator
 from mlx_paged.engine.step_columns import StepColumns
 from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
 from mlx_paged.model import option_costs
+from mlx_paged.model.block_bytes import BlockBytes
 from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
@@ -55,6 +56,7 @@ class EngineParts:
         max_model_len, reasoning_format, hidden_size, labels, prompts: See `EngineInfo`.
         media: The processor of the model's media, with the options of the engine.
         speculator: Proposes drafts; None without speculation.
+        offloading: Keeps evicted blocks; None if they are dropped.
     """
 
     config: EngineConfig
@@ -72,6 +74,7 @@ class EngineParts:
     labels: tuple[str, ...]
     prompts: Mapping[str, str]
     speculator: Speculator | None
+    offloading: Offloading | None
 
 
 def build_engine(
@@ -149,14 +152,18 @@ def build_engine(
             report=report,
         )
 
-    new_kv = partial(
-        KVManager,
-        sizes.num_blocks,
-        config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        windows=kv_config.window_specs(sizes),
-        states=kv_config.state_spec(sizes),
-    )
+    offloading = _offloading(paged, config, kv_config)
+
+    def new_kv() -> KVManager:
+        return KVManager(
+            sizes.num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            windows=kv_config.window_specs(sizes),
+            states=kv_config.state_spec(sizes),
+            tier=None if offloading is None else offloading.new_tier(),
+        )
+
     step_blocks = -(-config.step_tokens // config.block_size)
     pools = PoolMemory(runner, kv_config, sizes, new_kv, step_blocks=step_blocks)
     follows = config.memory_pressure == "auto" and not platform.has_cuda
@@ -164,7 +171,7 @@ def build_engine(
     return EngineParts(
         config=config,
         runner=runner,
-        relief=Relief(MemoryPressure(source), pools),
+        relief=Relief(MemoryPressure(source), pools, offloading),
         scheduler_config=config.scheduler_config(
             model_limit, _feature_bytes(model), encodes_slowly=platform.on_cpu
         ),
@@ -179,6 +186,7 @@ def build_engine(
         labels=() if classifier is None else classifier.head.labels,
         prompts=prompts_of(directory),
         speculator=speculator,
+        offloading=offloading,
     )
 
 
@@ -278,6 +286,25 @@ def _speculator(
         max_context_len=max_model_len,
     )
     return Speculator(options, drafter, measured)
+
+
+def _offloading(
+    paged: PagedModel, config: EngineConfig, kv_config: KVCacheConfig
+) -> Offloading | None:
+    """Makes what keeps evicted blocks; None if they are dropped.
+
+    Raises:
+        InvalidParameterError: The device does not share the host's memory.
+    """
+    capacity = config.kv_offloading_bytes
+    if not capacity or not config.enable_prefix_caching:
+        return None
+    if paged.platform.has_cuda:
+        expected = "None on an NVIDIA GPU, whose memory the host does not share"
+        raise InvalidParameterError("kv_offloading_size", expected, config.kv_offloading_size)
+    others = [spec for spec in paged.layout.group_specs if spec not in kv_config.windows]
+    blocks = BlockBytes(paged, [others, *([window] for window in kv_config.windows)])
+    return Offloading(blocks, capacity, config.block_size)
 
 
 # --- Media ----------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from mlx_paged.parsing.reasoning import REASONING_FORMATS
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
 _MAX_SECONDS = 3600
+_MAX_OFFLOADING = 1 << 20  # GiB
 DEFAULT_STEP_TOKENS = 2048
 _SMOOTH_STEP_MS = 50
 CALIBRATE = ("auto", "off", "force")
@@ -82,6 +83,9 @@ class EngineConfig:
             None means no limit.
         policy: "fcfs", or "priority" (lower `priority` first).
         enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
+        kv_offloading_size: GiB of host memory for evicted blocks (vLLM's name), see
+            docs/kv-offloading.md. A prompt whose prefix is there does not compute it again. None:
+            evicted blocks are dropped.
         disable_hybrid_kv_cache_manager: Keep the blocks of all attention layers as long as their
             sequence, even after a layer's window has moved on (vLLM's name). For comparisons.
         enable_chunked_prefill: Cut prompts that do not fit into a step. If False,
@@ -139,6 +143,7 @@ class EngineConfig:
     max_num_waiting: int | None = None
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    kv_offloading_size: float | None = None
     disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
@@ -221,6 +226,7 @@ class EngineConfig:
             or not 0 <= self.watermark < 1
         ):
             raise InvalidParameterError("watermark", "a number in [0, 1)", self.watermark)
+        self._check_offloading()
         self._check_step_time()
         timeout = self.structured_outputs_timeout
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
@@ -268,6 +274,23 @@ class EngineConfig:
             mm_processor_kwargs=self.mm_processor_kwargs,
             media_limits=self.media_limits,
         )
+
+    def _check_offloading(self) -> None:
+        size = self.kv_offloading_size
+        if size is None:
+            return
+        is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
+        if not is_number or not 0 < size <= _MAX_OFFLOADING:
+            expected = f"None or GiB in (0, {_MAX_OFFLOADING}]"
+            raise InvalidParameterError("kv_offloading_size", expected, size)
+        if not self.enable_prefix_caching:
+            expected = "None where enable_prefix_caching is False"
+            raise InvalidParameterError("kv_offloading_size", expected, size)
+
+    @property
+    def kv_offloading_bytes(self) -> int:
+        """Bytes of host memory for evicted blocks; 0 drops them."""
+        return int((self.kv_offloading_size or 0) * _GIB)
 
     def _check_step_time(self) -> None:
         limit = self.max_step_time_ms

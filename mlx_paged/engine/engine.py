@@ -78,6 +78,7 @@ class Engine:
         self.hidden_size, self.labels, self.prompts = parts.hidden_size, parts.labels, parts.prompts
         self._runner = parts.runner
         self._relief = parts.relief
+        self._offloading = parts.offloading
         self._kv = self._relief.pools.make_kv()
         limit = self.config.max_step_time_ms
         # It outlives the schedulers, which recoveries replace.
@@ -403,6 +404,10 @@ class Engine:
         speculator = self._speculator
         if speculator is not None and speculator.is_active and self._in_flight is None:
             speculator.propose(self._scheduler)
+        if self._kv.restorations:
+            assert self._offloading is not None
+            is_idle = not in_flight and len(self._kv.restorations) == self._scheduler.num_running
+            self._offloading.advance(self._kv, is_idle=is_idle)
         output = self._scheduler.schedule()
         if output is None:
             return None
@@ -444,6 +449,7 @@ class Engine:
             compilation=self._runner.model.compilation,
             pressure=self._relief.pressure.stats,
             spec_decoding=None if self._speculator is None else self._speculator.stats,
+            offloading=None if self._offloading is None else self._offloading.stats,
         )
 
     @property

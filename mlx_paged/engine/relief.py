@@ -2,8 +2,8 @@
 
 ========  ========================================================================================
 warning   Cached blocks and features of media that no sequence uses are evicted, and their memory
-          goes back to the system. So does MLX's cache of freed buffers. Sequences still take the
-          blocks they need.
+          goes back to the system. So do blocks in host memory, and MLX's cache of freed buffers.
+          Sequences still take the blocks they need.
 critical  The same, and new requests are refused. Running ones finish; those that wait run one at a
           time.
 normal    Pools that were resized grow back as soon as something needs the room.
@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.core import Scheduler
+from mlx_paged.engine.offload.offloading import Offloading
 from mlx_paged.engine.pool_memory import PoolMemory
 from mlx_paged.engine.pressure import QUIET_SECONDS, MemoryPressure
 from mlx_paged.engine.pressure_sources import PressureLevel
@@ -35,11 +36,15 @@ class Relief:
     Attributes:
         pressure: The level, and what was given back.
         pools: The memory of the engine's pools.
+        offloading: Blocks in host memory; None if evicted blocks are dropped.
     """
 
-    def __init__(self, pressure: MemoryPressure, pools: PoolMemory) -> None:
+    def __init__(
+        self, pressure: MemoryPressure, pools: PoolMemory, offloading: Offloading | None = None
+    ) -> None:
         self.pressure = pressure
         self.pools = pools
+        self.offloading = offloading
         self._level = PressureLevel.NORMAL  # as of the last log line
         self._shrinks = False  # the pools are to shrink once no step is in flight
         self._next_shrink = float("-inf")  # earliest time
@@ -74,6 +79,8 @@ class Relief:
             scheduler.holds_admission = self.refuses_requests
             if self.pressure.level is not PressureLevel.NORMAL:
                 self._give_back(scheduler)
+            elif self.offloading is not None:
+                self.offloading.resume()
         if self.pools.resizes:
             wanted = self._wanted_size(scheduler)
             if wanted != self.pools.num_blocks:
@@ -93,6 +100,8 @@ class Relief:
         features = scheduler.encoder_cache.evict_idle(kv.pool.evaluated_step)
         self._count(self.pools.drop_features(features))
         is_first = self._level is PressureLevel.NORMAL
+        if self.offloading is not None:  # first, so that it does not take what is evicted
+            self._count(self.offloading.shed())
         self.pressure.num_blocks += kv.evict_idle()
         self._shrinks = self.pools.resizes
         num_cached = mx.get_cache_memory()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from mlx_paged.core import EncoderCacheStats, KVCounters, KVUsage
 from mlx_paged.engine.memory import MemoryUsage
+from mlx_paged.engine.offload.offloading import OffloadStats
 from mlx_paged.engine.pressure import PressureStats
 from mlx_paged.model.graph_runner import Compilation
 
@@ -73,6 +74,7 @@ class EngineStats:
         compilation: How the model's steps are compiled.
         pressure: The system's memory pressure, and what was given back.
         spec_decoding: Drafts; None without speculation.
+        offloading: Blocks outside of the device; None if evicted blocks are dropped.
     """
 
     usage: KVUsage
@@ -92,6 +94,7 @@ class EngineStats:
     compilation: Compilation = field(default_factory=Compilation)
     pressure: PressureStats = field(default_factory=PressureStats)
     spec_decoding: SpecDecodingStats | None = None
+    offloading: OffloadStats | None = None
 
 
 def sum_counters(one: KVCounters, other: KVCounters) -> KVCounters:

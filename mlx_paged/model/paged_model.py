@@ -236,6 +236,12 @@ class PagedModel:
         pools = [pool for c in self._attention for pool in (c.key_pool, c.value_pool)]
         return pools + [p.pool for c in self._states for p in c.pools if p is not None]
 
+    @property
+    def allocated_pools(self) -> Sequence[mx.array]:
+        """The pools as they were allocated, in the order of `pools`. They have the same memory, and
+        no pending work."""
+        return self._allocated
+
     def restore(self, pools: Sequence[mx.array]) -> None:
         """Restores the arrays from `pools`: the same memory, because writes are in place."""
         kept = iter(pools)

@@ -1,4 +1,5 @@
-"""Gives the physical pages of unused rows of an array back to the system, on Linux's CPU backend.
+"""The memory of arrays that host and device share. On Linux's CPU backend, gives the physical pages
+of unused rows back to the system.
 
 The array keeps its address and its size. A row that is given back reads as zeros, and takes memory
 again from its next write on.
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_paged.platform import Platform
 
@@ -69,6 +71,15 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+def host_bytes(array: mx.array) -> npt.NDArray[np.uint8]:
+    """Returns ``[nbytes]`` uint8: the memory of an evaluated, contiguous array, to read and write.
+
+    Where the device shares the host's memory. The caller keeps the array alive.
+    """
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(_address(array))
+    return np.frombuffer(memory, dtype=np.uint8)  # type: ignore[call-overload, no-any-return]
 
 
 def _address(array: mx.array) -> int:

@@ -275,11 +275,12 @@ class _EngineCollector(Collector):
              stats.pressure.num_blocks),
         )  # fmt: skip
         families: list[Metric] = []
-        for name, text, value in gauges:
+        for name, text, value in (*gauges, *_offload_gauges(stats)):
             gauge = GaugeMetricFamily(name, text, labels=_LABELS)
             gauge.add_metric(self._values, value)
             families.append(gauge)
-        for name, text, value in (*counts, *_draft_counts(stats.spec_decoding)):
+        more = (*_draft_counts(stats.spec_decoding), *_offload_counts(stats))
+        for name, text, value in (*counts, *more):
             count = CounterMetricFamily(name, text, labels=_LABELS)
             count.add_metric(self._values, value)
             families.append(count)
@@ -304,6 +305,32 @@ class _EngineCollector(Collector):
 
     def describe(self) -> list[Metric]:
         return []
+
+
+def _offload_gauges(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
+    """(name, help, value) of the memory for evicted blocks, if there is any."""
+    if stats.offloading is None:
+        return ()
+    return (
+        ("mlx_paged:kv_offload_memory_bytes", "Evicted blocks in host memory, in bytes.",
+         stats.offloading.memory_bytes),
+        ("mlx_paged:kv_offload_memory_capacity_bytes", "Host memory for evicted blocks.",
+         stats.offloading.memory_capacity),
+    )  # fmt: skip
+
+
+def _offload_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
+    """(name, help, value) of the counters of offloading, if it is on."""
+    if stats.offloading is None:
+        return ()
+    return (
+        ("mlx_paged:kv_restored_tokens", "Prompt tokens whose blocks came back.",
+         stats.counters.num_restored_tokens),
+        ("mlx_paged:kv_offload_stored_blocks", "Evicted blocks kept in host memory.",
+         stats.offloading.num_stored_blocks),
+        ("mlx_paged:kv_offload_lost_blocks", "Those dropped again for lack of room.",
+         stats.offloading.num_lost_blocks),
+    )  # fmt: skip
 
 
 def _draft_counts(drafts: SpecDecodingStats | None) -> tuple[tuple[str, str, int], ...]:

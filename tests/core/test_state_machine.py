@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.fake_model import PLACEHOLDER, FakeEngine, contents, generate
+from support.fake_tier import contents_of, tier_of
 from support.id_store import IdStore
 from support.naive_groups import NaiveWindow
 from support.naive_store import NaiveStore
@@ -320,6 +321,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         encoder_rows=st.sampled_from([None, 1, 4, 7]),
         encoder_bytes=st.sampled_from([1, 6, 9, 1000]),
         media_ids=st.sampled_from([(1000, 1 << 31), (1, 1 << 31), (1000, 40), (2, 20)]),
+        tier=st.sampled_from([0, 0, 1, 5, 12, 60]),
+        speed=st.sampled_from([1, 2, 100]),
     )
     def begin(
         self,
@@ -337,7 +340,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         encoder_rows: int | None,
         encoder_bytes: int,
         media_ids: tuple[int, int],
+        tier: int,
+        speed: int,
     ) -> None:
+        self.speed = speed
+        options = group_options(groups, block_size, room)
+        num_groups = 1 + len(options["windows"]) + (options["states"] is not None)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -356,7 +364,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     num_usable + 1,
                     block_size,
                     enable_prefix_caching=caching,
-                    **group_options(groups, block_size, room),
+                    tier=tier_of(tier, num_groups, block_size) if tier else None,
+                    **options,
                 ),
                 clock=lambda: self.now,
             )
@@ -367,6 +376,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.max_parked_tokens = self.plain.max_parked_tokens = parked
         self.engine = FakeEngine(self.scheduler, overlap=overlap)
         self.plain_engine = FakeEngine(self.plain, overlap=overlap)
+        self.contents = [
+            contents_of(engine.device) for engine in (self.engine, self.plain_engine) if tier
+        ]
+        self.engines = (self.engine, self.plain_engine)
         self.num_compared = 0
         self.requests: list[Request] = []
 
@@ -422,10 +435,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.engine.step()
-            self.plain_engine.step()
-            self.compare()
+            self.step_once()
             self.scheduler.check_integrity()
+
+    def step_once(self) -> None:
+        for stored in self.contents:
+            stored.restore(self.speed)
+        self.engine.step()
+        self.plain_engine.step()
+        self.compare()
 
     def compare(self) -> None:
         """Both schedulers have built the same batches, and reported the same."""
@@ -458,9 +476,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.engine.run(max_steps=10_000)
-        self.plain_engine.run(max_steps=10_000)
-        self.compare()
+        for _ in range(10_000):
+            if not any(e.scheduler.has_unfinished or e.running for e in self.engines):
+                break
+            self.step_once()
+        else:
+            raise AssertionError("the requests do not come to an end")
         self.scheduler.check_integrity()
         for request in self.requests:
             for seq in request.sequences:

@@ -7,7 +7,7 @@ from typing import Any
 
 from support.recording_tier import RecordingTier
 
-from mlx_paged.core import KVManager, PrefixQuery, StateGroupSpec, WindowGroupSpec
+from mlx_paged.core import KVManager, MemoryTier, PrefixQuery, StateGroupSpec, WindowGroupSpec
 
 TEXT = list(range(8))
 
@@ -16,10 +16,10 @@ def window(span: int, num_blocks: int) -> WindowGroupSpec:
     return WindowGroupSpec(num_blocks, span, lambda position: max(0, position - span + 1))
 
 
-def compute(kv: KVManager, tokens: Sequence[int]) -> int:
+def compute(kv: KVManager, tokens: Sequence[int], *, read_cache: bool = True) -> int:
     """A sequence from its admission to its end; returns the tokens that it took from the cache."""
-    tables = kv.admit(tokens)
-    assert tables is not None
+    tables = kv.admit(tokens, read_cache=read_cache)
+    assert tables is not None and tables.restoration is None
     cached = tables.num_cached_tokens
     step = kv.pool.launched_step
     while tables.num_computed_tokens < len(tokens):
@@ -95,7 +95,7 @@ def test_what_is_computed_again_is_not_needed_elsewhere() -> None:
     compute(kv, TEXT)
     compute(kv, [50] * 8)
     assert len(tier.kept) == 2 and len(kv.tree) == 4
-    assert compute(kv, TEXT) == 0
+    assert compute(kv, TEXT, read_cache=False) == 0
     assert {handed.tokens[0] for handed in tier.kept.values()} == {50}
     assert matched(kv, TEXT) == 8
     kv.check_integrity()
@@ -119,4 +119,151 @@ def test_a_reset_empties_the_tier() -> None:
     compute(kv, [50] * 8)
     assert kv.reset_prefix_cache() == 4
     assert not tier.kept and matched(kv, [50] * 8) == 0
+    kv.check_integrity()
+
+
+# --- Host memory ----------------------------------------------------------------------------------
+
+
+class NoContents:
+    """Contents without bytes.
+
+    Attributes:
+        keys: What is kept.
+    """
+
+    def __init__(self) -> None:
+        self.keys: set[int] = set()
+
+    def save(self, key: int, group: int, block: int) -> bool:
+        self.keys.add(key)
+        return True
+
+    def discard(self, key: int) -> None:
+        self.keys.remove(key)
+
+
+def in_memory(room: int, num_blocks: int = 3, **options: Any) -> tuple[KVManager, NoContents]:
+    """A store with `num_blocks - 1` blocks of 4 tokens, and host memory for `room` more."""
+    contents = NoContents()
+    num_groups = 1 + len(options.get("windows", ())) + (options.get("states") is not None)
+    tier = MemoryTier(contents, [512] * num_groups, room * 512, 4)
+    return KVManager(num_blocks, 4, tier=tier, **options), contents
+
+
+def restored(kv: KVManager, tokens: Sequence[int]) -> int:
+    """Admits a sequence, brings back what it waits for, and ends it; returns its cached tokens."""
+    tables = kv.admit([*tokens, 99])
+    assert tables is not None
+    if tables.restoration is not None:
+        kv.check_integrity()
+        tables.restoration.num_done = len(tables.restoration.reads)
+        kv.finish_restoration(tables.restoration)
+    kv.check_integrity()
+    assert tables.num_computed_tokens == tables.num_cached_tokens
+    kv.free(tables)
+    kv.check_integrity()
+    return tables.num_cached_tokens
+
+
+def test_a_prefix_comes_back_from_memory() -> None:
+    kv, contents = in_memory(8, 4)
+    compute(kv, TEXT)
+    compute(kv, [50] * 12)  # takes every block
+    assert matched(kv, TEXT) == 0 and len(contents.keys) == 2
+    assert restored(kv, TEXT) == 8
+    assert matched(kv, TEXT) == 8
+    assert kv.counters.num_restored_tokens == kv.counters.num_cached_tokens == 8
+    # It is on the device again, so memory has the other prefix only.
+    assert len(contents.keys) == 3
+
+
+def test_only_what_the_device_lacks_comes_back() -> None:
+    kv, contents = in_memory(8, 4)
+    compute(kv, TEXT)
+    compute(kv, [50] * 8)  # takes the free block, and the text's last
+    tables = kv.admit([*TEXT, 99])
+    assert tables is not None and tables.restoration is not None
+    assert tables.num_computed_tokens == 4 and tables.num_cached_tokens == 8
+    [read] = tables.restoration.reads
+    assert read.block == tables.blocks[1] and read.key in contents.keys
+
+
+def test_what_was_evicted_first_is_dropped_first() -> None:
+    kv, contents = in_memory(2)
+    compute(kv, TEXT)
+    compute(kv, [50] * 8)  # 2 blocks of the text are stored: no more room
+    compute(kv, [60] * 4)  # one block of fifties, in place of the text's last
+    assert len(contents.keys) == 2
+    assert restored(kv, TEXT[:4]) == 4
+
+
+def test_what_is_being_restored_is_not_dropped() -> None:
+    kv, contents = in_memory(2)
+    compute(kv, TEXT)
+    compute(kv, [50] * 8)
+    before = set(contents.keys)
+    tables = kv.admit([*TEXT[:4], 99])  # takes both blocks: there is no room to store the fifties
+    assert tables is not None and tables.restoration is not None
+    assert {read.key for read in tables.restoration.reads} < before
+    assert contents.keys >= {read.key for read in tables.restoration.reads}
+    kv.check_integrity()
+    kv.free(tables)
+    kv.check_integrity()
+
+
+def test_a_sequence_that_ends_while_it_waits_leaves_everything_as_it_was() -> None:
+    kv, _ = in_memory(8, 4)
+    compute(kv, TEXT)
+    compute(kv, [50] * 12)
+    tables = kv.admit([*TEXT, 99])
+    assert tables is not None and tables.restoration is not None
+    kv.free(tables)
+    kv.check_integrity()
+    assert not kv.restorations and restored(kv, TEXT) == 8
+
+
+def test_a_reset_during_a_restoration() -> None:
+    kv, contents = in_memory(8, 4)
+    compute(kv, TEXT)
+    compute(kv, [50] * 12)
+    tables = kv.admit([*TEXT, 99])
+    assert tables is not None and tables.restoration is not None
+    kv.reset_prefix_cache()
+    kv.check_integrity()
+    # Its content is not forgotten as long as it is needed.
+    assert contents.keys == {read.key for read in tables.restoration.reads}
+    tables.restoration.num_done = 2
+    kv.finish_restoration(tables.restoration)
+    assert not contents.keys and tables.num_computed_tokens == 8
+    kv.free(tables)
+    kv.check_integrity()
+    assert len(kv.tree) == 0
+
+
+def test_all_groups_come_back_or_none() -> None:
+    options = {"windows": [window(4, 8)], "states": StateGroupSpec(6)}
+    for number, expected in ((None, 8), (0, 0), (1, 0), (2, 0)):
+        kv, _ = in_memory(100, 4, **options)
+        compute(kv, [*TEXT, 9])  # with a snapshot after the text
+        kv.evict_idle()
+        node = kv.tree.match(PrefixQuery(TEXT, limit=8)).node
+        assert node is not None and node.depth == 2 and max(node.entries) < 0
+        assert isinstance(kv.tier, MemoryTier)
+        if number is not None:
+            kv.tier.drop(-node.entries[number])
+            kv._on_lost(node, number)
+        assert restored(kv, TEXT) == expected
+
+
+def test_less_memory_drops_the_oldest() -> None:
+    kv, contents = in_memory(8, 4)
+    compute(kv, TEXT)
+    compute(kv, [50] * 12)
+    assert isinstance(kv.tier, MemoryTier)
+    assert kv.tier.limit(512) == 512 and len(contents.keys) == 1
+    kv.check_integrity()
+    assert restored(kv, TEXT) == 4
+    kv.tier.limit(0)
+    assert kv.tier.num_bytes == 0 and not contents.keys
     kv.check_integrity()

@@ -341,7 +341,9 @@ class FakeEngine:
                 self.scheduler.propose(seq, self.drafter(seq))
         output = self.scheduler.schedule()
         pauses = any(seq.request.stops for seq in self.scheduler.running)
-        assert output or self.running or pauses or not self.scheduler.has_unfinished, "livelock"
+        waits = bool(self.scheduler.kv.restorations)
+        unfinished = self.scheduler.has_unfinished
+        assert output or self.running or pauses or waits or not unfinished, "livelock"
         launched = None
         if output is not None:
             batch = as_rows(output)

@@ -33,6 +33,7 @@ class NaiveWindow:
         self.tables: dict[int, list[int | None]] = {}
         self.first: dict[int, int] = {}
         self.shared: dict[int, int] = {}
+        self.prompt: dict[int, int] = {}  # tokens at admission
         self.copies: list[int] = []
         self.quarantine: list[int] = []
         self.clock = self.launched = self.evaluated = self.next_block = 0
@@ -90,6 +91,7 @@ class NaiveWindow:
         return block
 
     def has_room(self, seq_id: int, num_tokens: int, headroom: int) -> bool:
+        self.prompt[seq_id] = num_tokens
         wanted = min(self.blocks_for(num_tokens), self.first[seq_id] + self.view)
         fresh = max(0, wanted - len(self.tables[seq_id]))
         return fresh + headroom <= self.num_free + self.num_cached and self.make_room(fresh)
@@ -124,7 +126,9 @@ class NaiveWindow:
         for i in range(self.first[seq_id], first):
             block, table[i] = table[i], None
             assert block is not None
-            self.left(block, kept=i < self.shared[seq_id])
+            depth = max(0, self.prompt.get(seq_id, 0) - 1) // self.size
+            continues = self.first_visible(depth * self.size) // self.size <= i < depth
+            self.left(block, kept=i < self.shared[seq_id] or continues)
         self.first[seq_id] = max(first, self.first[seq_id])
 
     def is_own(self, block: int | None) -> bool:

@@ -37,6 +37,11 @@ def is_prefilling(seq: Sequence) -> bool:
     return num_left > 1 or (num_left == 1 and bool(seq.request.media) and of_prompt)
 
 
+def is_restoring(seq: Sequence) -> bool:
+    """True if cached tokens are on their way back to the device."""
+    return seq.tables is not None and seq.tables.restoration is not None
+
+
 class PlainQueue:
     """The definition of `WaitingQueue`: asks every question of every sequence."""
 
@@ -153,9 +158,11 @@ class PlainScheduler(Scheduler):
 
     def _schedule_decodes(self) -> None:
         in_turn = self._in_turn_as_defined()
-        self._prefilling = [seq for seq in in_turn if is_prefilling(seq)]
+        self._prefilling = [seq for seq in in_turn if is_prefilling(seq) and not is_restoring(seq)]
         for seq in in_turn:
             if not seq.is_running or is_prefilling(seq):  # preempted for an earlier one
+                continue
+            if is_restoring(seq):
                 continue
             if num_schedulable_tokens(seq) and self._secure(seq):
                 self._add(seq, 1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mlx_paged.core import PrefixNode
+from mlx_paged.core.kv.tier import OnLost
 
 
 class Handed(NamedTuple):
@@ -26,6 +27,9 @@ class RecordingTier:
         self.handed: list[Handed] = []
         self.kept: dict[int, Handed] = {}
 
+    def attach(self, on_lost: OnLost) -> None:
+        pass
+
     def store(self, node: PrefixNode, group: int, block: int) -> int:
         tokens = array("I", b"".join(each.key for each in node.path()))
         handed = Handed(tuple(tokens), group, block)
@@ -37,3 +41,12 @@ class RecordingTier:
 
     def drop(self, key: int) -> None:
         del self.kept[key]
+
+    def pin(self, key: int) -> None:
+        assert key in self.kept
+
+    def unpin(self, key: int) -> None:
+        pass
+
+    def check_integrity(self) -> None:
+        pass

@@ -20,6 +20,7 @@ from mlx_paged.cli.options import (
     MaxStepTime,
     Model,
     ModelDType,
+    OffloadingOptions,
     SamplingOptions,
     Speculative,
     SystemPrompt,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _TOOLS = "Tools of MCP servers"
 _ONLY_LOCAL = (
     "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
-    "async_scheduling", "max_step_time_ms", "speculative_config",
+    "async_scheduling", "max_step_time_ms", "speculative_config", "kv_offloading_size",
 )  # fmt: skip
 
 
@@ -102,6 +103,7 @@ def chat(
     async_scheduling: AsyncScheduling = True,
     max_step_time_ms: MaxStepTime = None,
     speculative_config: Speculative = None,
+    offloading: OffloadingOptions,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal.
 
@@ -130,6 +132,7 @@ def chat(
             sizes = given(
                 max_model_len=max_model_len, kv_cache_memory=kv_cache_memory,
                 max_step_time_ms=max_step_time_ms, speculative_config=speculative_config,
+                **vars(offloading),
             )  # fmt: skip
             sizes["kv_cache_dtype"] = kv_cache_dtype
             sizes["cpu_activations"] = cpu_activations

@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.kv.restoration import BlockRead, Restoration
 from mlx_paged.core.kv.specs import BlockCopy, StateSlot, StepTable, WindowGroupSpec
 from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixNode, PrefixQuery, common_prefix_len
@@ -47,16 +48,19 @@ class BlockTable:
 
     Attributes:
         num_shared: Number of leading entries that came from the cache or a fork.
+        missing: Entries below `num_shared` whose content is elsewhere, in ascending order. They
+            have no block until `take_missing`.
         copy_source: Block whose head the step being built copies to entry `num_shared`.
         dirty_from: First entry changed since the last export, ignoring entries that slid out.
     """
 
-    __slots__ = ("blocks", "copy_source", "dirty_from", "first", "num_shared")
+    __slots__ = ("blocks", "copy_source", "dirty_from", "first", "missing", "num_shared")
 
     def __init__(self, blocks: list[int], first: int = 0, copy_source: int | None = None) -> None:
         self.blocks = blocks
         self.first = first
         self.num_shared = len(blocks)
+        self.missing: tuple[int, ...] = ()
         self.copy_source = copy_source
         self.dirty_from = 0
 
@@ -85,10 +89,13 @@ class BlockTables:
         tip: Node of the last indexed block, or the root; None if the sequence is not indexed.
         attention: Its table in each attention group, full attention first.
         state: Its recurrent state; None if the model has none.
+        num_prompt_tokens: Its tokens at admission. Another sequence may continue from there: the
+            next turn, or an equal prompt.
         num_cached_tokens: Leading tokens found in the cache.
         num_computed_tokens: Leading tokens in the blocks, cached or computed by committed steps.
         exported: The next result of `export`; None if a table has changed since the last one.
         owner: The sequence that these tables belong to.
+        restoration: Content that the sequence waits for; None if it waits for none.
         atomic: Spans that one step must compute as a whole (`PrefixQuery.atomic`).
     """
 
@@ -98,7 +105,9 @@ class BlockTables:
         "exported",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_prompt_tokens",
         "owner",
+        "restoration",
         "state",
         "tip",
         "tokens",
@@ -116,9 +125,11 @@ class BlockTables:
         self.tip: PrefixNode | None = None
         self.attention: list[BlockTable] = []
         self.state: StateSlot | None = None
+        self.num_prompt_tokens = len(tokens)
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.exported: tuple[StepTable, ...] | None = None
+        self.restoration: Restoration | None = None
 
     @property
     def blocks(self) -> list[int]:
@@ -190,6 +201,7 @@ class PrefixSource(NamedTuple):
         fork_of: The sequence to fork; None if the blocks come from the tree.
         num_known_blocks: Full blocks of the new sequence that are indexed, even if some group
             cannot continue after them.
+        is_stored: True if some of the content is elsewhere, and must be restored first.
     """
 
     num_full_blocks: int
@@ -198,6 +210,7 @@ class PrefixSource(NamedTuple):
     num_partial_tokens: int = 0
     fork_of: BlockTables | None = None
     num_known_blocks: int = 0
+    is_stored: bool = False
 
     def num_tokens(self, block_size: int) -> int:
         """Number of tokens that the source provides."""
@@ -257,10 +270,16 @@ class KVCacheGroup(ABC):
         return block
 
     def evict(self, node: PrefixNode) -> None:
-        """Moves a node's block off the device; the tier stores or drops it."""
+        """Moves a node's block off the device; the tier stores or drops it.
+
+        What running sequences have passed is dropped: others rarely continue there.
+        """
         block = node.entries[self.number]
-        key = self._tier.store(node, self.number, block)
-        if not key and self.sees_everything:
+        is_kept = self.sees_everything or not self.pool.is_passed(block)
+        key = self._tier.store(node, self.number, block) if is_kept else 0
+        if not node.is_indexed:
+            pass  # The tier made room by dropping what the node had of another group.
+        elif not key and self.sees_everything:
             self._remove(node)
         else:
             node.entries[self.number] = -key
@@ -289,9 +308,13 @@ class KVCacheGroup(ABC):
             self.evict(node)
 
     @abstractmethod
-    def usable_depth(self, node: PrefixNode, depth: int) -> int:
+    def usable_depth(self, node: PrefixNode, depth: int, *, stored: bool = False) -> int:
         """Largest number of leading blocks on the path to `node`, up to `depth`, from which a
-        sequence can continue."""
+        sequence can continue.
+
+        Args:
+            stored: Also count content that is elsewhere.
+        """
 
     @abstractmethod
     def can_copy_from(self, node: PrefixNode) -> bool:
@@ -326,6 +349,22 @@ class KVCacheGroup(ABC):
 
         Args:
             headroom: Additional blocks that must stay available.
+        """
+
+    @abstractmethod
+    def missing_keys(self, tables: BlockTables, tip: PrefixNode) -> list[int]:
+        """Returns the tier's keys of content that a new sequence needs and that is elsewhere.
+
+        Args:
+            tip: The node after which the sequence continues.
+        """
+
+    @abstractmethod
+    def take_missing(self, tables: BlockTables, keys: Sequence[int]) -> list[BlockRead]:
+        """Gives an admitted sequence blocks for that content. There is room.
+
+        Args:
+            keys: The result of `missing_keys`.
         """
 
     @abstractmethod
@@ -466,17 +505,22 @@ class AttentionGroup(KVCacheGroup):
 
     # The prefix tree.
 
-    def usable_depth(self, node: PrefixNode, depth: int) -> int:
+    def usable_depth(self, node: PrefixNode, depth: int, *, stored: bool = False) -> int:
         node = node.ancestor(depth)
         if self.sees_everything:
+            if stored:
+                return depth  # a node without content of this group leaves the tree
             # Leaves are evicted first, so all ancestors of a node on the device are there too.
             while node.parent is not None and node.entries[self.number] <= ABSENT:
                 node = node.parent
             return node.depth
+        number = self.number
         while depth:
             # Walk up from `depth` over the blocks that the next row sees.
             first, step = self.first_block(depth * self.block_size), node
-            while step.depth > first and step.entries[self.number] > ABSENT:
+            while step.depth > first and (
+                step.entries[number] != ABSENT if stored else step.entries[number] > ABSENT
+            ):
                 assert step.parent is not None
                 step = step.parent
             if step.depth <= first:
@@ -535,10 +579,15 @@ class AttentionGroup(KVCacheGroup):
                 node = node.parent
             if source.partial is not None:
                 copy_source = source.partial.entries[self.number]
-        self.pool.retain(*blocks[first:])
+        table = BlockTable(blocks, first, copy_source)
+        if source.is_stored:
+            table.missing = tuple(i for i in range(first, num_full) if blocks[i] < ABSENT)
+            for index in table.missing:
+                blocks[index] = NULL_BLOCK
+        self.pool.retain(*_held(table))
         if copy_source is not None:
             self.pool.retain(copy_source)
-        tables.attention.append(BlockTable(blocks, first, copy_source))
+        tables.attention.append(table)
 
     def fork(self, parent: BlockTables, tables: BlockTables) -> None:
         table = self._table(parent)
@@ -653,7 +702,7 @@ class AttentionGroup(KVCacheGroup):
         most = self._blocks_for(len(tables.tokens))
         if self.view_blocks is not None:
             most = min(most, table.first + self.view_blocks)
-        num_fresh = max(0, most - len(table.blocks))
+        num_fresh = max(0, most - len(table.blocks)) + len(table.missing)
         self.supply(num_fresh)
         if num_fresh + headroom > self.pool.num_available:
             return False
@@ -668,6 +717,18 @@ class AttentionGroup(KVCacheGroup):
             tables.append(self.number, self.pool.allocate())
         if table.copy_source is not None:
             self._copying.append(table)
+
+    def missing_keys(self, tables: BlockTables, tip: PrefixNode) -> list[int]:
+        nodes, number = tip.path(), self.number
+        return [-nodes[index].entries[number] for index in self._table(tables).missing]
+
+    def take_missing(self, tables: BlockTables, keys: Sequence[int]) -> list[BlockRead]:
+        table = self._table(tables)
+        blocks = self.pool.allocate_many(len(keys))
+        for index, block in zip(table.missing, blocks, strict=True):
+            tables.replace(self.number, index, block)
+        table.missing = ()
+        return [BlockRead(self.number, block, key) for block, key in zip(blocks, keys)]
 
     def will_have_room(self, num_tokens: int, node: PrefixNode | None, headroom: int) -> bool:
         num_needed = self._blocks_for(num_tokens)
@@ -713,11 +774,17 @@ class AttentionGroup(KVCacheGroup):
     def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
         table = self._table(tables)
         first = min(self.first_block(num_tokens), len(table.blocks))
+        if table.first >= first:
+            return
+        # Blocks from the cache are likely to be reused, so they are evicted later. So are those
+        # that an equal prompt would continue from.
+        last = max(0, tables.num_prompt_tokens - 1) // self.block_size
+        kept = range(self.first_block(last * self.block_size), last)
         for index in range(table.first, first):
-            # Blocks from the cache are likely to be reused, so they are evicted later.
-            self.pool.release(table.blocks[index], passed=index >= table.num_shared)
+            passed = index >= table.num_shared and index not in kept
+            self.pool.release(table.blocks[index], passed=passed)
             tables.slide(self.number, index)
-        table.first = max(table.first, first)
+        table.first = first
 
     def resume_point(self, tables: BlockTables, num_tokens: int) -> int:
         table = self._table(tables)
@@ -746,7 +813,7 @@ class AttentionGroup(KVCacheGroup):
     def end(self, tables: BlockTables) -> None:
         self.drop_copy(tables)
         # Last block first: blocks are evicted in release order.
-        self.pool.release(*reversed(self._table(tables).live))
+        self.pool.release(*reversed(_held(self._table(tables))))
 
     # Steps.
 
@@ -798,6 +865,13 @@ class AttentionGroup(KVCacheGroup):
         if copying != num_copies:
             raise IntegrityError(f"{copying} copies are due, but {num_copies} will be made")
         return references
+
+
+def _held(table: BlockTable) -> list[int]:
+    """The blocks that a table references."""
+    if not table.missing:
+        return table.live
+    return [block for block in table.live if block != NULL_BLOCK]
 
 
 def _check_path(tables: BlockTables, table: BlockTable, number: int) -> None:

@@ -36,9 +36,10 @@ from mlx_paged.core.kv.groups import (
     Supply,
 )
 from mlx_paged.core.kv.pool import BlockPool
+from mlx_paged.core.kv.restoration import BlockRead, Restoration
 from mlx_paged.core.kv.specs import BlockCopy, StateGroupSpec, StateMove, WindowGroupSpec
 from mlx_paged.core.kv.state_group import StateGroup
-from mlx_paged.core.kv.tier import DropTier, Tier
+from mlx_paged.core.kv.tier import ABSENT, DropTier, Tier
 from mlx_paged.core.kv.tree import (
     NO_MATCH,
     TOKEN_BYTES,
@@ -63,6 +64,7 @@ class KVCounters:
         num_copied_tokens: Tokens among the cached ones that came by copy-on-write.
         num_block_copies: Blocks copied on write.
         num_evictions: Blocks of the first group evicted to make room.
+        num_restored_tokens: Tokens among the cached ones that came back from a tier.
         num_deduplicated_blocks: Computed blocks replaced by an equal one that was indexed first.
         num_resets: Calls of `reset_prefix_cache`.
     """
@@ -73,6 +75,7 @@ class KVCounters:
     num_copied_tokens: int = 0
     num_block_copies: int = 0
     num_evictions: int = 0
+    num_restored_tokens: int = 0
     num_deduplicated_blocks: int = 0
     num_resets: int = 0
 
@@ -128,6 +131,9 @@ class KVManager:
         groups: All KV cache groups. `attention` lists the groups with blocks, full attention first,
             then `windows` in order; `states` is the group with slots.
         media_ids: Ids that stand for media in the prefix tree.
+        restorations: Content that admitted sequences wait for, oldest first. Whoever moves the
+            bytes counts them in `Restoration.num_done`; `finish_restoration` then lets the
+            sequence go on.
     """
 
     def __init__(
@@ -146,6 +152,8 @@ class KVManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         tier = DropTier() if tier is None else tier
+        self.tier = tier
+        tier.attach(self._on_lost)
 
         def attention(number: int, size: int, spec: WindowGroupSpec | None) -> AttentionGroup:
             return AttentionGroup(number, size, block_size, spec, tier, self._remove_node, supply)
@@ -167,6 +175,7 @@ class KVManager:
         self.media_ids = MediaIds()
         self._counters = KVCounters()
         self._sequences: set[BlockTables] = set()  # sequences that hold blocks
+        self.restorations: dict[BlockTables, Restoration] = {}
 
     @property
     def pool(self) -> BlockPool:
@@ -202,6 +211,16 @@ class KVManager:
     def _indexed(self, query: PrefixQuery) -> PrefixMatch:
         """The longest indexed prefix, even if some group cannot continue from it."""
         return self.tree.match(query) if self.enable_prefix_caching else NO_MATCH
+
+    def _present(self, query: PrefixQuery) -> PrefixMatch:
+        """The longest indexed prefix whose blocks of full attention are on the device."""
+        match = self._indexed(query)
+        if match.node is None:
+            return match
+        depth = self.attention[0].usable_depth(match.node, match.node.depth)
+        if depth == match.node.depth:
+            return match
+        return PrefixMatch(match.node.ancestor(depth), None, 0)
 
     def _continuable(self, query: PrefixQuery) -> PrefixMatch:
         """The longest cached prefix; may end in the middle of an atomic span."""
@@ -240,13 +259,29 @@ class KVManager:
             return PrefixMatch(node, None, 0)
         return match
 
+    def _stored_source(self, query: PrefixQuery, indexed: PrefixMatch) -> PrefixSource | None:
+        """The longest prefix that every group can continue from, once all of it is on the device;
+        None if there is none."""
+        node = indexed.node
+        depth = 0 if node is None else node.depth
+        while depth:
+            assert node is not None
+            usable = min(group.usable_depth(node, depth, stored=True) for group in self.groups)
+            usable = outside(query.atomic, usable * self.block_size) // self.block_size
+            if usable == depth:
+                num_known = indexed.num_full_blocks
+                tip = node.ancestor(depth)
+                return PrefixSource(depth, tip, num_known_blocks=num_known, is_stored=True)
+            depth = usable
+        return None
+
     def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> BlockTables | None:
         """Returns the running sequence about to fill the first block that `tokens` lacks, or None.
 
         A sequence that waits for it need not compute that block. If `tokens` ends inside the block,
         it must use at least half of the block to make the wait worthwhile.
         """
-        match = self._continuable(query) if self.states is None else self._indexed(query)
+        match = self._continuable(query) if self.states is None else self._present(query)
         if match.node is None:
             return None
         size, first = self.block_size, match.node.depth
@@ -320,7 +355,16 @@ class KVManager:
         Returns:
             Block copies to run before the device pool is cut.
         """
-        return self.attention[number].compact(num_blocks, self._sequences)
+        copies = self.attention[number].compact(num_blocks, self._sequences)
+        moved = dict(copies)
+        for restoration in self.restorations.values():
+            restoration.reads = [
+                read._replace(block=moved.get(read.block, read.block))
+                if read.group == number
+                else read
+                for read in restoration.reads
+            ]
+        return copies
 
     def _remove_node(self, node: PrefixNode) -> None:
         """Removes a node, and everything below it, from the tree and from all groups.
@@ -332,6 +376,12 @@ class KVManager:
         for group in self.groups:
             group.forget(node)
         self.tree.remove(node)
+
+    def _on_lost(self, node: PrefixNode, number: int) -> None:
+        """Clears the entry of content that the tier drops."""
+        node.entries[number] = ABSENT
+        if self.groups[number].sees_everything:
+            self._remove_node(node)
 
     # Lifecycle of a sequence's tables.
 
@@ -363,22 +413,31 @@ class KVManager:
 
         Returns:
             The tables. Their first `num_cached_tokens` tokens need no computation; there are fewer
-            of them than `len(tokens)`.
+            of them than `len(tokens)`. If `BlockTables.restoration` is set, the sequence must wait
+            for `finish_restoration`.
         """
         assert len(tokens)
         query = PrefixQuery(tokens, salt) if query is None else query
         source: PrefixSource | None = self._source(query, read_cache, fork_of, num_fork_tokens)
         tables = None
+        missing: list[list[int]] = []
         while source is not None:
             tables = self._begin(tokens, query, owner, source)
+            if source.is_stored:
+                missing = self._pin_missing(tables, source)
             if self._has_room(tables, headroom):
                 break
+            self._unpin(missing)
             for group in self.groups:
                 group.end(tables)
             # In a full pool, the source of a copy may be the one block that is missing.
             source = self._without_copy(source, query)
         if source is None or tables is None:
             return None
+        reads: list[BlockRead] = []
+        num_present = self._num_present(tables)
+        for group, keys in zip(self.groups, missing):
+            reads += group.take_missing(tables, keys)
         for attention in self.attention:
             attention.reserve(tables)
         is_indexed = source.fork_of is None or source.fork_of.tip is not None
@@ -389,8 +448,58 @@ class KVManager:
         self._sequences.add(tables)
         tables.num_cached_tokens = source.num_tokens(self.block_size)
         tables.num_computed_tokens = tables.num_cached_tokens
+        if reads:
+            self._begin_restoration(tables, reads, num_present)
         self._count_admission(tables, source.num_partial_tokens)
         return tables
+
+    def _num_present(self, tables: BlockTables) -> int:
+        """Number of leading blocks whose content is on the device, in every attention group."""
+        return min(t.missing[0] if t.missing else t.num_shared for t in tables.attention)
+
+    def _pin_missing(self, tables: BlockTables, source: PrefixSource) -> list[list[int]]:
+        """Pins what a new sequence needs of the tier, because making room may drop content.
+
+        Returns:
+            The keys, by group.
+        """
+        assert source.tip is not None
+        missing = [group.missing_keys(tables, source.tip) for group in self.groups]
+        for keys in missing:
+            for key in keys:
+                self.tier.pin(key)
+        return missing
+
+    def _unpin(self, missing: list[list[int]]) -> None:
+        for keys in missing:
+            for key in keys:
+                self.tier.unpin(key)
+        missing.clear()
+
+    def _begin_restoration(
+        self, tables: BlockTables, reads: list[BlockRead], num_present: int
+    ) -> None:
+        """Lets an admitted sequence wait. Its first `num_present` blocks are on the device."""
+        size = self.block_size
+        num_missing = tables.num_cached_tokens - num_present * size
+        restoration = Restoration(tables, tables.num_cached_tokens, num_missing, reads)
+        assert tables.tip is not None
+        self.tree.move_tip(tables, tables.tip.ancestor(num_present))
+        tables.num_computed_tokens = num_present * size
+        tables.restoration = self.restorations[tables] = restoration
+
+    def finish_restoration(self, restoration: Restoration) -> None:
+        """Indexes the blocks of a sequence whose content has come back. It can go on."""
+        assert restoration.is_done
+        self._counters.num_restored_tokens += restoration.num_restored_tokens
+        self._end_restoration(restoration)
+        self.commit(restoration.tables, restoration.num_tokens)
+
+    def _end_restoration(self, restoration: Restoration) -> None:
+        del self.restorations[restoration.tables]
+        restoration.tables.restoration = None
+        for read in restoration.reads:
+            self.tier.unpin(read.key)
 
     def _begin(
         self, tokens: Sequence[int], query: PrefixQuery, owner: Any, source: PrefixSource
@@ -427,8 +536,8 @@ class KVManager:
         fork_of: BlockTables | None,
         num_fork_tokens: int,
     ) -> PrefixSource:
-        """Chooses the source of a new sequence's head: the tree, or a running sequence that has
-        computed more than is indexed."""
+        """Chooses the source of a new sequence's head: the tree, a running sequence that has
+        computed more than is indexed, or what a tier has."""
         indexed = self._indexed(query) if read_cache else NO_MATCH
         match = self.limit(indexed)
         size = self.block_size
@@ -453,14 +562,19 @@ class KVManager:
             num_full, num_partial = divmod(num_fork_tokens, size)
             tip = None if fork_of.tip is None else fork_of.tip.ancestor(num_full)
             num_known = indexed.num_full_blocks
-            return PrefixSource(num_full, tip, None, num_partial, fork_of, num_known)
-        return PrefixSource(
-            match.num_full_blocks,
-            match.node,
-            match.partial,
-            match.num_partial_tokens,
-            num_known_blocks=indexed.num_full_blocks,
-        )
+            source = PrefixSource(num_full, tip, None, num_partial, fork_of, num_known)
+        else:
+            source = PrefixSource(
+                match.num_full_blocks,
+                match.node,
+                match.partial,
+                match.num_partial_tokens,
+                num_known_blocks=indexed.num_full_blocks,
+            )
+        stored = self._stored_source(query, indexed)
+        if stored is not None and stored.num_tokens(size) > source.num_tokens(size):
+            return stored
+        return source
 
     def _has_room(self, tables: BlockTables, headroom: int) -> bool:
         return all(g.make_room_for(tables, self._headroom(g, headroom)) for g in self.groups)
@@ -624,6 +738,8 @@ class KVManager:
 
     def free(self, tables: BlockTables) -> None:
         """Releases a sequence's blocks; indexed ones and its tail stay cached."""
+        if tables.restoration is not None:
+            self._end_restoration(tables.restoration)
         self._sequences.remove(tables)
         self._index_tail(tables)
         for group in self.groups:
@@ -737,10 +853,14 @@ class KVManager:
     def check_integrity(self) -> None:
         """Checks pools, tree and tables against each other; raises `IntegrityError`."""
         self.tree.check_integrity()
+        self.tier.check_integrity()
         nodes = list(self.tree.nodes())
         for group in self.groups:
             group.check_integrity(self._sequences, nodes)
         standing: Counter[int] = Counter()
+        waiting = {tables for tables in self._sequences if tables.restoration is not None}
+        if waiting != self.restorations.keys():
+            raise IntegrityError("a sequence waits for content that will not come")
         for tables in self._sequences:
             self._check_tip(tables)
             standing[id(tables.tip)] += tables.tip is not None

@@ -128,6 +128,10 @@ class BlockPool:
         """True if the one sequence that references `block` may write to it."""
         return self._ref_counts[block] == 1 and self._nodes[block] is None
 
+    def is_passed(self, block: int) -> bool:
+        """True if running sequences released a cached block as they went on."""
+        return block in self._passed
+
     # Ownership by sequences.
 
     def allocate(self) -> int:

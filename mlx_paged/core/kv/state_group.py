@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from mlx_paged.core.kv.groups import BlockTables, KVCacheGroup, PrefixSource
 from mlx_paged.core.kv.pool import NULL_BLOCK
+from mlx_paged.core.kv.restoration import BlockRead
 from mlx_paged.core.kv.specs import (
     SLOTS_PER_SEQUENCE,
     BlockCopy,
@@ -49,9 +50,11 @@ class StateGroup(KVCacheGroup):
 
     # The prefix tree.
 
-    def usable_depth(self, node: PrefixNode, depth: int) -> int:
-        node = node.ancestor(depth)
-        while node.parent is not None and node.entries[self.number] <= ABSENT:
+    def usable_depth(self, node: PrefixNode, depth: int, *, stored: bool = False) -> int:
+        node, number = node.ancestor(depth), self.number
+        while node.parent is not None and (
+            node.entries[number] == ABSENT if stored else node.entries[number] <= ABSENT
+        ):
             node = node.parent
         return node.depth
 
@@ -76,9 +79,12 @@ class StateGroup(KVCacheGroup):
         if num_full:
             assert source.tip is not None
             slot = source.tip.entries[self.number]
-            assert slot > ABSENT, "a match that has no snapshot"
-            self.pool.retain(slot)
-            self._passed.discard(slot)
+            if slot > ABSENT:
+                self.pool.retain(slot)
+                self._passed.discard(slot)
+            else:
+                assert slot and source.is_stored, "a match that has no snapshot"
+                slot = NULL_BLOCK  # until `take_missing`
         tables.state = StateSlot(slot, set(), num_full * self.block_size)
         self._num_sequences += 1
         if len(tables.tokens):
@@ -134,6 +140,22 @@ class StateGroup(KVCacheGroup):
         if self._num_sequences > 1 and num_needed > self.pool.num_usable:
             return self._is_unlimited
         return self.make_room(1)
+
+    def missing_keys(self, tables: BlockTables, tip: PrefixNode) -> list[int]:
+        entry = tip.entries[self.number]
+        return [-entry] if entry < ABSENT else []
+
+    def take_missing(self, tables: BlockTables, keys: Sequence[int]) -> list[BlockRead]:
+        if not keys:
+            return []
+        state, [key] = self._state(tables), keys
+        state.slot = self.pool.allocate()
+        self._passed.discard(state.slot)
+        # A snapshot like one that a step has written: the commit hands it to the node.
+        self.pool.retain(state.slot)
+        state.pending.append((state.num_scheduled // self.block_size, state.slot))
+        self._num_pending += 1
+        return [BlockRead(self.number, state.slot, key)]
 
     def will_have_room(self, num_tokens: int, node: PrefixNode | None, headroom: int) -> bool:
         num_needed = SLOTS_PER_SEQUENCE * (self._num_sequences + 1)

@@ -1,0 +1,225 @@
+"""Engines that keep evicted blocks: the same tokens and the same bits, with less computation."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from support.embedded_llm import make, tokens_of
+from support.grouped_models import HYBRIDS, WINDOWED, dense_answer, engine_of
+from support.hash_model import follows, hash_model
+from support.models import embedded_twin, random_tokens, tiny_config
+from support.parity import family_model
+from support.pressure import fake_source
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.offload import offloading
+from mlx_paged.engine.pressure_sources import PressureLevel
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.loader import LoadedModel
+
+NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+#: Room for about two of the prompts on the device, and for all of them in memory.
+SMALL: dict[str, Any] = {"num_gpu_blocks_override": 40, "typical_context_len": 300}
+
+
+def chats(count: int = 5, length: int = 100) -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [random_tokens(rng, length) for _ in range(count)]
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """The answers to prompts, one after another, and how many tokens of each were cached."""
+    outputs = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+    llm.engine.check_integrity()
+    return [o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens or 0 for o in outputs]
+
+
+def contents_of(engine: Engine, prompt: list[int]) -> list[bytes]:
+    """The bytes of the full blocks of a cached prompt in the first group, and of its last state."""
+    kv, offloading = engine._kv, engine._offloading
+    assert offloading is not None
+    tables = kv.admit([*prompt, 1])
+    assert tables is not None and tables.restoration is None
+    nodes = [] if tables.tip is None else tables.tip.path()
+    entries = [(0, node.entries[0]) for node in nodes]
+    if kv.states is not None and tables.state is not None:
+        entries.append((kv.states.number, tables.state.slot))
+    found = []
+    for group, block in entries:
+        out = np.zeros(offloading._blocks.num_bytes[group], dtype=np.uint8)
+        offloading._blocks.read(group, block, out)
+        found.append(out.tobytes())
+    kv.free(tables)
+    return found
+
+
+@pytest.mark.parametrize("name", [*WINDOWED, *HYBRIDS])
+def test_every_kind_of_cache_comes_back(name: str) -> None:
+    llm = engine_of(name, **SMALL, kv_offloading_size=0.1)
+    prompts = chats()
+    expected = [dense_answer(name, prompt, NUM_TOKENS) for prompt in prompts]
+    assert answers(llm, prompts) == (expected, [0] * 5)
+    before = contents_of(llm.engine, prompts[-1])
+    assert any(map(any, before))
+    for _ in range(2):
+        tokens, cached = answers(llm, prompts)
+        assert tokens == expected
+        assert cached == [96] * 5  # all full blocks before the last token
+        assert contents_of(llm.engine, prompts[-1]) == before
+    stats = llm.stats()
+    assert stats.counters.num_restored_tokens > 5 * 96 and stats.pool_copies == 0
+    assert stats.offloading is not None and stats.offloading.num_lost_blocks == 0
+
+
+def mla() -> LoadedModel:
+    config = tiny_config(
+        "deepseek_v3",
+        kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        n_routed_experts=None, n_shared_experts=None, moe_intermediate_size=32,
+        first_k_dense_replace=100, rope_scaling=None,
+    )  # fmt: skip
+    return LoadedModel(family_model(config), embedded_twin().tokenizer, config, "mla")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int8_k_int4_v", "int4", "fp8", "mla"])
+def test_quantized_blocks_and_latents_come_back_as_they_are(kv_cache_dtype: str) -> None:
+    options: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 40}
+    model = mla() if kv_cache_dtype == "mla" else embedded_twin()
+    if kv_cache_dtype != "mla":
+        options["kv_cache_dtype"] = kv_cache_dtype
+    llm = LLM(model, **options, kv_offloading_size=0.1)
+    prompts = chats()
+    expected, _ = answers(llm, prompts)
+    before = contents_of(llm.engine, prompts[-1])
+    tokens, cached = answers(llm, prompts)
+    assert tokens == expected and cached == [96] * 5
+    assert contents_of(llm.engine, prompts[-1]) == before
+
+
+def test_the_memory_is_a_limit() -> None:
+    llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=1e-3)
+    tier, memory = llm.engine._offloading._tier, llm.engine._offloading._memory
+    prompts = chats()
+    for _ in range(2):
+        answers(llm, prompts)
+        assert 0 < tier.num_bytes <= tier.capacity == int(1e-3 * (1 << 30))
+        assert memory._num_kept_bytes + memory._num_free_bytes <= tier.capacity
+    assert llm.stats().offloading.num_lost_blocks > 0
+
+
+def test_other_requests_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_STEP_BYTES", 1)  # a block a step
+    engine = LLM(
+        hash_model(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1
+    ).engine
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for first in range(4):
+        engine.add_request(f"old {first}", [first] * 90, params)
+        while engine.has_unfinished:
+            engine.step()
+    running = engine.add_request("running", [9] * 10, params)
+    engine.step()
+    engine.step()
+    waiting = engine.add_request("waiting", [0] * 90, params)
+    aborted = engine.add_request("aborted", [1] * 90, params)
+    num_meanwhile = 0
+    while engine.has_unfinished:
+        before = len(running.outputs[0].token_ids)
+        engine.step()
+        engine.check_integrity()
+        if engine._kv.restorations:
+            num_meanwhile += 1
+            assert len(running.outputs[0].token_ids) == before + 1
+            if num_meanwhile == 5:
+                engine.abort("aborted")
+    assert num_meanwhile > 8  # 11 blocks
+    assert waiting.num_cached_tokens == 88 and not aborted.outputs[0].token_ids
+    for prompt, output in (([9] * 10, running), ([0] * 90, waiting)):
+        assert output.outputs[0].token_ids == follows(prompt, 60)
+
+
+def test_equal_prompts_come_back_once() -> None:
+    llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=60, kv_offloading_size=0.1)
+    prompts = chats(8)
+    expected, _ = answers(llm, prompts)
+    outputs = llm.generate([prompts[0]] * 3, GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == [expected[0]] * 3
+    assert llm.stats().counters.num_restored_tokens == 96
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_in_a_small_pool_under_load(name: str) -> None:
+    """Few blocks in memory, preemption, and requests that share prefixes or are aborted."""
+    llm = engine_of(
+        name, num_gpu_blocks_override=30, typical_context_len=300, kv_offloading_size=1e-4
+    )
+    engine, rng = llm.engine, random.Random(3)
+    stems = chats(3, 60)
+    prompts = [stems[i % 3][: rng.choice([30, 60])] + [i] * rng.randint(1, 20) for i in range(12)]
+    outputs = {}
+    for i, prompt in enumerate(prompts * 2):
+        outputs[i] = engine.add_request(str(i), prompt, GREEDY)
+        for _ in range(rng.randint(0, 6)):
+            engine.step()
+            engine.check_integrity()
+        if i % 5 == 4:
+            engine.abort(str(i - 2))
+    while engine.has_unfinished:
+        engine.step()
+        engine.check_integrity()
+    assert llm.stats().counters.num_restored_tokens > 0
+    for i, output in outputs.items():
+        tokens = output.outputs[0].token_ids
+        assert tokens == dense_answer(name, prompts[i % 12], NUM_TOKENS)[: len(tokens)]
+
+
+def test_a_repaired_engine_begins_with_empty_memory() -> None:
+    llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1)
+    prompts = chats()
+    expected, _ = answers(llm, prompts)
+    llm.engine._recovery.is_whole = False
+    assert llm.engine.recover()
+    assert answers(llm, prompts) == (expected, [0] * 5)
+    assert answers(llm, prompts) == (expected, [96] * 5)
+    assert llm.stats().offloading.num_stored_blocks > 5 * 12
+
+
+def test_memory_pressure_takes_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = fake_source(monkeypatch)
+    llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1)
+    prompts = chats()
+    expected, _ = answers(llm, prompts)
+    assert llm.stats().offloading.memory_bytes > 0
+    source.level = PressureLevel.WARNING
+    llm.engine.follow_pressure()
+    llm.engine.check_integrity()
+    assert llm.stats().offloading.memory_bytes == 0
+    assert answers(llm, prompts) == (expected, [0] * 5)
+    assert llm.stats().offloading.memory_bytes == 0
+
+
+def test_a_text_by_its_name() -> None:
+    """The embedded model's own words, so that a failure can be read."""
+    llm = make(block_size=8, num_gpu_blocks_override=20, kv_offloading_size=0.1)
+    text = tokens_of('"""A module that sorts words.\n\nIt reads a text and counts them.\n"""\n')
+    [first], _ = answers(llm, [text])
+    answers(llm, chats(2))
+    [again], [cached] = answers(llm, [text])
+    assert again == first and cached == (len(text) - 1) // 8 * 8
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "1", float("nan"), float("inf")])
+def test_a_wrong_size_is_refused(size: Any) -> None:
+    with pytest.raises(InvalidParameterError, match="kv_offloading_size"):
+        EngineConfig(kv_offloading_size=size)
+
+
+def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
+    with pytest.raises(InvalidParameterError, match="enable_prefix_caching"):
+        EngineConfig(kv_offloading_size=1, enable_prefix_caching=False)
