@@ -97,7 +97,7 @@ def test_libmlx_exports_what_the_binder_links_to(wheel, compiled, source) -> Non
     theirs = re.compile(r"mlx::core::|MTL::|NS::")
     names = symbols(compiled(source), "--undefined-only")
     needed = {name for name in names if theirs.match(name)}
-    assert len(needed) > 2
+    assert needed
     missing = needed - symbols(wheel / "lib/libmlx.dylib", "--extern-only", "--defined-only")
     assert not missing
 

@@ -11,13 +11,13 @@ from support.simulated import metal_library, needs_simulator
 pytestmark = needs_simulator
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list(checks_of("support.metal_checks")))
 def test_the_kernels_pass(name) -> None:
     checks_of("support.metal_checks")[name](metal_library())
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.what}")
 def test_a_mutant_is_caught(mutant: Mutant) -> None:
     verdict = judge(mutant, "support.metal_checks")

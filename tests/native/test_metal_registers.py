@@ -4,51 +4,64 @@ and by whom. Sixteen are left for what another compiler may do otherwise."""
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 from sim import METAL, cxx, missing
 
 from mlx_paged.extension import ext
 
 LIMIT = 111
-OTHERS = ("data.h", "quantised_pool.h", *cxx.TENSOR_FILES)
-KERNELS = [k for k in ext.kernel_names() if k[1] not in OTHERS]
+KERNELS = [k for k in ext.kernel_names() if cxx.is_counted(k)]
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_every_kernel_fits(dtype) -> None:
+def batches() -> dict[str, list[cxx.Kernel]]:
+    """Three kernels of one file each, by names like "products.h: product_rows_float16_m1"."""
+    by_file = groupby(sorted(KERNELS, key=lambda k: k[1]), key=lambda k: k[1])
+    kernels = [(file, list(of_file)) for file, of_file in by_file]
+    return {
+        f"{file}: {of_file[i][0]}": of_file[i : i + 3]
+        for file, of_file in kernels
+        for i in range(0, len(of_file), 3)
+    }
+
+
+def assert_fit(kernels: list[cxx.Kernel], limit: int, **steps: bool) -> None:
     """Within its loops nothing is spilled. A few values that only its end needs may be: they are
     written and read once a threadgroup."""
-    counts = cxx.registers([k for k in KERNELS if f"_{dtype}_" in k[0]], METAL, LIMIT)
-    assert len(counts) > 60
+    counts = cxx.registers(kernels, METAL, limit, **steps)
     print(*(f"{name}: {count}" for name, count in counts.items()), sep="\n")
-    assert all(0 < count.used <= LIMIT for count in counts.values())
+    assert list(counts) == [name for name, *_ in kernels]
+    assert all(0 < count.used <= limit for count in counts.values())
     assert {n: c for n, c in counts.items() if c.spilled_in_loops or c.spilled > 12} == {}
 
 
-@pytest.mark.parametrize("dims", ["64_64", "128_128", "576_512"])
-def test_every_kernel_fits_with_bounds(dims) -> None:
-    """A row keeps one number more. Fewer registers are left for another compiler."""
-    kernels = [k for k in KERNELS if f"_bfloat16_{dims}_" in k[0]]
-    counts = cxx.registers(kernels, METAL, LIMIT + 4, bounds=True)
-    assert len(counts) > 2
-    print(*(f"{name}: {count}" for name, count in counts.items()), sep="\n")
-    assert {n: c for n, c in counts.items() if c.spilled_in_loops or c.spilled > 12} == {}
+@pytest.mark.one_in(30)
+@pytest.mark.parametrize("batch", batches())
+def test_every_kernel_fits(batch) -> None:
+    assert_fit(batches()[batch], LIMIT)
 
 
-@pytest.mark.parametrize("dims", ["64_64", "128_128", "576_512"])
-def test_every_kernel_fits_with_alibi(dims) -> None:
-    """A row keeps its slope, and `paged_decode_matrix` has several rows a lane. Seven registers
-    are left."""
-    kernels = [k for k in KERNELS if f"_bfloat16_{dims}_" in k[0]]
-    counts = cxx.registers(kernels, METAL, LIMIT + 10, alibi=True)
-    assert len(counts) > 2
-    print(*(f"{name}: {count}" for name, count in counts.items()), sep="\n")
-    assert {n: c for n, c in counts.items() if c.spilled_in_loops or c.spilled > 12} == {}
+# With bounds a row keeps one number more. With ALiBi it keeps its slope, and `paged_decode_matrix`
+# has several rows a lane. Fewer registers are left for another compiler.
+VARIANTS = {"bounds": (LIMIT + 4, {"bounds": True}), "alibi": (LIMIT + 10, {"alibi": True})}
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    "case",
+    [f"{variant}: {dims}" for variant in VARIANTS for dims in ("576_512", "64_64", "128_128")],
+)
+def test_variants_of_attention_fit(case) -> None:
+    variant, dims = case.split(": ")
+    kernels = [k for k in KERNELS if f"_bfloat16_{dims}_" in k[0]]
+    assert len(kernels) > 2
+    limit, steps = VARIANTS[variant]
+    assert_fit(kernels, limit, **steps)
+
+
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [

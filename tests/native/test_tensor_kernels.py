@@ -31,13 +31,13 @@ CHECKS = "support.tensor_checks"
 DIMS = (32, 64, 80, 96, 112, 128)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list(checks_of(CHECKS)))
 def test_the_kernels_pass(name) -> None:
     checks_of(CHECKS)[name](tensor_library())
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.what}")
 def test_a_mutant_is_caught(mutant: Mutant) -> None:
     verdict = judge(mutant, CHECKS)
@@ -52,7 +52,7 @@ def attend(batch: PagedBatch, tensor_layout: int) -> mx.array:
     return out
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_every_head_dim(rng, dtype, dim) -> None:

@@ -63,6 +63,11 @@ def strict_errors(
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False).stderr
 
 
+def is_counted(kernel: Kernel) -> bool:
+    """True for kernels of attention and products, whose registers can be counted."""
+    return _function(kernel) in _BUFFERS
+
+
 def registers(
     kernels: Iterable[Kernel],
     root: Path,
@@ -71,9 +76,11 @@ def registers(
     bounds: bool = False,
     alibi: bool = False,
 ) -> dict[str, Registers]:
-    """What each kernel of attention and products needs if a thread has `limit` registers; `bounds`:
-    in steps that have some; `alibi`: in layers with ALiBi."""
-    kernels = [kernel for kernel in kernels if _function(kernel) in _BUFFERS]
+    """What each kernel needs if a thread has `limit` registers.
+
+    `bounds`: in steps that have some; `alibi`: in layers with ALiBi.
+    """
+    kernels = list(kernels)
     groups = [kernels[i : i + TOGETHER] for i in range(0, len(kernels), TOGETHER)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = pool.map(lambda group: _registers(group, root, limit, bounds, alibi), groups)

@@ -96,6 +96,7 @@ class SimLibrary:
         except (toolchain.ToolError, MetalError) as error:
             raise SimCompileError(self._readable(str(error))) from error
         self._units: dict[str, _Unit] = {}
+        self._has_built = False
 
     @property
     def kernels(self) -> list[str]:
@@ -192,19 +193,20 @@ class SimLibrary:
     # --- Compilation ------------------------------------------------------------------------------
 
     def _unit(self, names: list[str]) -> _Unit:
-        text = self.translation.text(names)
-        key = hashlib.sha256((toolchain.sources_hash() + text + repr(names)).encode()).hexdigest()[
-            :32
-        ]
+        text, entries = self.translation.text, self.translation.entry_points(names)
+        digest = hashlib.sha256((toolchain.sources_hash() + text + entries + repr(names)).encode())
+        key = digest.hexdigest()[:32]
         library, tables = toolchain.CACHE / f"{key}.so", toolchain.CACHE / f"{key}.json"
         if not (library.exists() and tables.exists()):
             toolchain.make_cache()
-            self._build(text, names, library, tables)
+            self._build(entries, names, library, tables)
         return _Unit(library, json.loads(tables.read_text()))
 
-    def _build(self, text: str, names: list[str], library: Path, tables: Path) -> None:
+    def _build(self, entries: str, names: list[str], library: Path, tables: Path) -> None:
+        # Precompiling pays from the second unit on. A mutant's library often has one only.
+        is_first, self._has_built = not self._has_built, True
         try:
-            ir = toolchain.front_end(text)
+            ir = toolchain.front_end(self.translation.text, entries, precompile=not is_first)
         except toolchain.ToolError as error:
             raise SimCompileError(self._readable(str(error))) from error
         result = instrument(ir, self.translation.files)

@@ -76,6 +76,7 @@ def mlx_library(*headers: str, instances: str) -> SimLibrary:
 FLAGS = {"query_transposed": 21, "do_causal": 22, "bool_mask": 23, "float_mask": 24}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_sdpa_vector(rng, dtype) -> None:
     """Decode with grouped heads: 1024 threads, SIMD sums, threadgroup memory, barriers."""
@@ -133,6 +134,7 @@ def test_softmax_that_was_told_more_columns_than_there_are(rng) -> None:
         library.launch("softmax", {0: x, 1: Buffer(np.empty_like(x), "write")}, 1, 32, {2: 101})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("causal", [False, True])
 def test_steel_attention(rng, causal) -> None:
     """Tiled prefill on simdgroup_matrix, some 2,000 lines of templates, with ragged tiles."""
@@ -176,6 +178,7 @@ def test_steel_attention(rng, causal) -> None:
 REDUCE = ("atomic.h", "reduction/ops.h", "reduce.h")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "dtype", "op", "expected"),
     [
@@ -249,7 +252,8 @@ def test_reduce_columns(rng) -> None:
     assert np.array_equal(out, x.min(axis=0))
 
 
-@pytest.mark.parametrize("in_size", [128, 205])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("in_size", [205, 128])
 def test_gemv(rng, in_size) -> None:
     """A matrix and a vector; with 205 elements the last lanes have less."""
     instance = 'instantiate_kernel("gemv", gemv, half, 4, 1, 1, 32, 4, 4, 0, 0)'

@@ -57,7 +57,7 @@ def test_equivalent_and_invalid_mutants_are_told_apart() -> None:
 
 
 def test_a_mutant_that_never_ends_is_caught(monkeypatch) -> None:
-    monkeypatch.setattr("sim.mutants.TIMEOUT_S", 8)
+    monkeypatch.setattr("sim.mutants.TIMEOUT_S", 4)
     endless = Mutant(HEADER, "i++", "i += 0", "an endless loop", ("full_rows",))
     verdict = judge(endless, MODULE, SAMPLES)
     assert verdict.caught and ("did not end" in verdict.said or "endless" in verdict.said)

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 INTERFACE = HERE / "runtime" / "metal_sim.h"
 CACHE = Path(os.environ.get("MLX_PAGED_SIM_CACHE") or HERE / ".cache")
 NO_CLANG = (
-    "the Metal simulator needs clang 14 or newer: `pip install ziglang` brings one, "
+    "the Metal simulator needs clang 16 or newer: `pip install ziglang` brings one, "
     "`apt install clang` another; MLX_PAGED_SIM_CLANG names one"
 )
 FRONT_FLAGS = [
@@ -38,6 +38,8 @@ FRONT_FLAGS = [
     "-ftrivial-auto-var-init=pattern",
     *("-fsanitize=array-bounds,integer-divide-by-zero", "-fno-sanitize-recover=all"),
 ]
+# Headers of the simulator may get other timestamps, but not another text (`sources_hash`).
+PRECOMPILE_FLAGS = ["-c", "-Xclang", "-emit-pch", "-Xclang", "-fno-pch-timestamp"]
 # Kernels that run once, like those of a mutant, are not worth the optimiser's time.
 OPTIMISATION = os.environ.get("MLX_PAGED_SIM_OPTIMISATION", "-O2")
 # -undef: of the predefined names only Metal's.
@@ -59,10 +61,11 @@ def clang() -> tuple[str, ...] | None:
             # (What `python -m ziglang` runs, without the start of an interpreter each time.)
             zig = shutil.which("zig", path=str(Path(package.origin).parent))
             candidates += [(zig, "clang")] if zig else []
-        names = ["clang", *(f"clang-{version}" for version in range(24, 13, -1))]
+        names = ["clang", *(f"clang-{version}" for version in range(24, 15, -1))]
         candidates += [(found,) for name in names if (found := shutil.which(name))]
     probe = (
         "template <class T> void f(__private T* p) { *p = T(0); }\nvoid g() { float x; f(&x); }\n"
+        "using u = __make_unsigned(int);\n"  # not known before clang 16
     )
     for command in candidates:
         run = _execute([*command, *FRONT_FLAGS, "-fsyntax-only", "-"], probe)
@@ -116,13 +119,31 @@ def preprocess(source: str, name: str, include: list[Path], defines: dict[str, s
     return run([*command, "-"], f'#line 1 "{name}"\n{source}')
 
 
-def front_end(translated: str) -> str:
-    """Unoptimised LLVM IR with address spaces, line tables, and library functions inlined."""
-    include = f"-I{HERE / 'msl'}"
-    return run(
-        [*_clang(), *FRONT_FLAGS, *cpu_flags(), include, "-S", "-emit-llvm", "-o", "-", "-"],
-        translated,
-    )
+def front_end(translated: str, entries: str, *, precompile: bool = False) -> str:
+    """Unoptimised LLVM IR with address spaces, line tables, and library functions inlined.
+
+    `precompile`: the text before the entry points is parsed once for all calls with the same.
+    """
+    command = [*_front_end(), "-S", "-emit-llvm", "-o", "-"]
+    if not precompile:
+        return run([*command, "-"], translated + entries)
+    include = ["-Xclang", "-include-pch", "-Xclang", str(_precompiled(translated))]
+    return run([*command, *include, "-"], entries)
+
+
+def _front_end() -> list[str]:
+    return [*_clang(), *FRONT_FLAGS, *cpu_flags(), f"-I{HERE / 'msl'}"]
+
+
+def _precompiled(translated: str) -> Path:
+    digest = hashlib.sha256((sources_hash() + translated).encode()).hexdigest()[:32]
+    target = CACHE / f"{digest}.pch"
+    if not target.exists():
+        make_cache()
+        partial = target.with_suffix(f".{os.getpid()}")
+        run([*_front_end(), *PRECOMPILE_FLAGS, "-o", str(partial), "-"], translated)
+        os.replace(partial, target)
+    return target
 
 
 def link(module: str, tables: str, target: Path) -> None:

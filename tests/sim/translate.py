@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .conditionals import conditional_operands
 from .kernels import Kernel, entry_point, parameters_of
@@ -62,7 +63,7 @@ class Function:
 
 @dataclass
 class Translation:
-    entries: dict[str, tuple[list[Token], str]] = field(default_factory=dict)  # host name -> entry
+    entries: dict[str, str] = field(default_factory=dict)  # host name -> entry point
     kernels: dict[str, Kernel] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)  # function constant -> index
     functions: list[Function] = field(default_factory=list)
@@ -71,26 +72,25 @@ class Translation:
     methods: set[str] = field(default_factory=set)  # with an address space, by class
     tensor_layout: int | None = None  # of cooperative tensors, if <metal_tensor> is included
     _tokens: list[Token] = field(default_factory=list)
-    _position: int = 0  # in _tokens, of the last instantiation: the next one comes after it
 
     @property
     def files(self) -> set[str]:
         return {t.file for t in self._tokens if t.is_code}
 
-    def text(self, host_names: list[str]) -> str:
-        """The whole unit, with entry points __sim_entry_0, ... for the kernels named."""
-        try:
-            for number, name in enumerate(host_names):
-                at, entry = self.entries[name]
-                at[0].text = entry.replace("__sim_entry", f"__sim_entry_{number}")
-            body = text_of(self._tokens)
-        finally:
-            for at, _ in self.entries.values():
-                at[0].text = ""
+    @cached_property
+    def text(self) -> str:
+        """Everything but entry points."""
         library = '#include "metal.h"\n'
         if self.tensor_layout is not None:
             library += f'#define MSL_TENSOR_LAYOUT {self.tensor_layout}\n#include "tensor.h"\n'
-        return f"{_swizzle_macros(self.swizzles)}{library}{body}\n"
+        return f"{_swizzle_macros(self.swizzles)}{library}{text_of(self._tokens)}\n"
+
+    def entry_points(self, host_names: list[str]) -> str:
+        """Functions __sim_entry_0, ... for the kernels named, to follow the text."""
+        return "".join(
+            self.entries[name].replace("__sim_entry", f"__sim_entry_{number}") + "\n"
+            for number, name in enumerate(host_names)
+        )
 
 
 def translate(preprocessed: str, tensor_layout: int = 0) -> Translation:
@@ -382,13 +382,4 @@ def _ends(code: list[Token], opening: int) -> bool:
 def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel) -> None:
     if host in out.entries:
         raise MetalError(f"{at.place}: two kernels have the host name {host}")
-    text = entry_point(function, kernel)
-    slot = Token("space", "", at.file, at.line)
-    # A kernel that is no template is entered after its body: forward declarations do not exist yet.
-    if kernel.name == function:
-        out._tokens.append(slot)
-    else:
-        while out._tokens[out._position] is not at:
-            out._position += 1
-        out._tokens.insert(out._position, slot)
-    out.entries[host] = ([slot], text)
+    out.entries[host] = entry_point(function, kernel)
