@@ -29,11 +29,12 @@ from kv_quality import questions as first_turns
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.core import StepBatch
 from mlx_paged.demo.real_model import real_model_path
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.drafter import DraftState
+from mlx_paged.engine.speculation.drafter import Wanted
 from mlx_paged.engine.speculation.speculator import Speculator
 
 CODE = '''def total(items, rate):
@@ -145,7 +146,12 @@ class ForcedDrafter:
         self._right, self._vocab_size = right, vocab_size
         self._random = random.Random(0)
 
-    def draft(self, seq: CoreSequence, state: DraftState, max_drafts: int) -> Draft | None:
+    price = None
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
+        return [self._draft(each.seq, each.max_drafts) for each in wanted]
+
+    def _draft(self, seq: CoreSequence, max_drafts: int) -> Draft | None:
         prompt = tuple(seq.request.prompt_token_ids)
         at = len(seq.tokens) - len(prompt)
         known = self.answers.get(prompt, ())[at : at + max_drafts]
@@ -154,8 +160,14 @@ class ForcedDrafter:
         )
         return Draft(len(seq.tokens), drafts, kind_of(Source.SEQUENCE, 3)) if drafts else None
 
+    def launched(self, batch: StepBatch) -> None:
+        """It has no blocks."""
+
     def finish(self, seq: CoreSequence) -> None:
         """It learns nothing."""
+
+    def reset(self) -> None:
+        """It has nothing to forget."""
 
 
 def forced(

@@ -170,9 +170,9 @@ OFFLOADING_HELP = (
     "not compute it again. docs/kv-offloading.md"
 )
 SPECULATIVE_HELP = (
-    'Draft tokens and verify several in one step, as a JSON object: {"method": "suffix"} or '
-    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}. The tokens are the '
-    "same. docs/speculation.md"
+    'Draft tokens and verify several in one step, as a JSON object: {"method": "suffix"}, '
+    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4} or '
+    '{"method": "draft_model", "model": ...}. The tokens are the same. docs/speculation.md'
 )
 Speculative = Annotated[
     str | None,

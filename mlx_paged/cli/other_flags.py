@@ -14,7 +14,11 @@ _ANSWER = (
 _CHUNKS = "--max-num-batched-tokens sets the most tokens of a step"
 _MEDIA = "nothing is needed: models with towers take media where the extra 'vision' is installed"
 _QUANTIZED_KV = "--kv-cache-dtype int8 or int4 quantizes the KV cache"
-_NO_DRAFTS = "--speculative-config drafts without a second model; draft models are not supported"
+_DRAFT_MODEL = (
+    '--speculative-config \'{"method": "draft_model", "model": ..., "num_speculative_tokens": 5}\''
+    " drafts with a second model"
+)
+_NO_DRAFTS = "--speculative-config drafts by lookups or a draft model; MTP is not supported"
 _NO_ADAPTERS = "adapters are not supported: fuse it into the model with mlx_lm.fuse"
 _NO_DISK = "the prefix cache is in memory only"
 _ONE_MODEL = "a server has one model: start another one on another --port"
@@ -44,7 +48,7 @@ _HINTS: dict[str, str] = {
     "--default-top-p": _SAMPLING % "top_p",
     "--disable-log-stats": "GET /metrics has the statistics, and the log none",
     "--disable-prefix-cache": "it is --no-enable-prefix-caching here",
-    "--draft-model": _NO_DRAFTS,
+    "--draft-model": _DRAFT_MODEL,
     "--embedding-model": "serve it with --runner pooling, in a server of its own",
     "--enable-lora": _NO_ADAPTERS,
     "--enable-metrics": "nothing is needed: GET /metrics is always there",
@@ -67,13 +71,13 @@ _HINTS: dict[str, str] = {
     "--memory-budget-gb": _MEMORY,
     "--min-p": _SAMPLING % "min_p",
     "--mllm": _MEDIA,
-    "--mllm-draft-model": _NO_DRAFTS,
+    "--mllm-draft-model": _DRAFT_MODEL,
     "--mllm-prefill-step-size": _CHUNKS,
     "--model": "the model is the first argument: mlx-paged serve MODEL",
     "--models-config": _ONE_MODEL,
     "--mtp-num-draft-tokens": _NO_DRAFTS,
     "--no-memory-aware-cache": _MEMORY,
-    "--num-draft-tokens": _NO_DRAFTS,
+    "--num-draft-tokens": _DRAFT_MODEL,
     "--offline": "set HF_HUB_OFFLINE=1, or give a directory",
     "--paged-cache-block-size": "it is --block-size here",
     "--pipeline": "a model runs on one machine",

@@ -454,6 +454,18 @@ class Scheduler:
         if seq.is_running:
             seq.draft_token_ids = tuple(token_ids)
 
+    def reserve(self, seq: Sequence, num_drafts: int) -> int:
+        """Allocates blocks for drafts of a running sequence before they are made.
+
+        A draft model computes them in the same blocks. Call `propose` before the next step.
+
+        Returns:
+            Number of drafts that there is room for, at most `num_drafts`.
+        """
+        assert seq.tables is not None
+        num_tokens = len(seq.tokens)
+        return max(0, self.kv.allocate_up_to(seq.tables, num_tokens + num_drafts) - num_tokens)
+
     def restore(self, requests: Iterable[Request]) -> None:
         """Takes over the requests of a discarded scheduler. Call it on a new scheduler.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_paged import kernels
@@ -27,7 +27,10 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
 from mlx_paged.engine.speculation import costs
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.drafter import LookupDrafter
+from mlx_paged.engine.speculation.draft_model import check_layout, load_draft_model
+from mlx_paged.engine.speculation.drafter import Drafter
+from mlx_paged.engine.speculation.lookup import LookupDrafter
+from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.engine.speculation.speculator import Speculator
 from mlx_paged.engine.step_columns import StepColumns
 from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
@@ -114,24 +117,31 @@ def build_engine(
     model_limit = min((n for n in limits if n is not None), default=None)
     max_model_len = config.model_len(model_limit)
     paged.limit_contexts(max_model_len)
-    kv_config = KVCacheConfig(paged.layout, config, max_model_len)
     # A tokenizer may have more tokens than its model.
     masks = SequenceMasks(0 if compiler is None else compiler.num_words)
+    draft_model = _draft_model(model, config, masks, max_model_len, platform)
+    companion_bytes = 0 if draft_model is None else draft_model.bytes_per_token
+    kv_config = KVCacheConfig(paged.layout, config, max_model_len, companion_bytes)
     runner = _runner(paged, config, kv_config, model, masks)
     if prove_kernels(paged, config.calibrate) is not None:
         platform = paged.platform
     with_media = _with_media(runner, config, model)
-    sizes, activations = memory.allocate_pools(runner, kv_config, config, model_limit, with_media)
+    sizes, activations = memory.allocate_pools(
+        runner, kv_config, config, model_limit, with_media, draft_model
+    )
     cache_limit = memory.limit_buffer_cache(
         activations,
         sum(pool.nbytes for pool in paged.pools()),
         4 * config.max_num_seqs * model.vocab_size,
     )
-    prepare_kernels(paged, on_kernel)
+    runners = [runner] if draft_model is None else [draft_model.runner, runner]
+    for each in runners:
+        prepare_kernels(each.model, on_kernel)
     memory.limit_run_ahead(platform)
     if warm_up.is_needed(config, platform):
-        warm_up.warm_up(runner, config, max_model_len, on_kernel)
-    speculator = _speculator(runner, config, max_model_len)
+        for each in runners:
+            warm_up.warm_up(each, config, max_model_len, on_kernel)
+    speculator = _speculator(runner, config, max_model_len, draft_model)
     classifier = _classifier(paged, model, config)
     report = LogprobReport(tokenizer)
     hidden_size: int | None = getattr(runner, "hidden_size", None)
@@ -165,7 +175,9 @@ def build_engine(
         )
 
     step_blocks = -(-config.step_tokens // config.block_size)
-    pools = PoolMemory(runner, kv_config, sizes, new_kv, step_blocks=step_blocks)
+    pools = PoolMemory(
+        runner, kv_config, sizes, new_kv, step_blocks=step_blocks, companion=draft_model
+    )
     follows = config.memory_pressure == "auto" and not platform.has_cuda
     source = pressure_sources.system_source() if follows else None
     return EngineParts(
@@ -269,23 +281,63 @@ def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> 
     return Classifier.of(paged, ids)
 
 
+def _draft_model(
+    target: LoadedModel,
+    config: EngineConfig,
+    masks: SequenceMasks,
+    max_model_len: int | None,
+    platform: Platform,
+) -> ModelDrafter | None:
+    """Loads the draft model that the options name; None if they name none.
+
+    Raises:
+        InvalidParameterError: It does not fit the model.
+    """
+    options = config.speculative_config
+    if not isinstance(options, SpeculativeConfig) or options.method != "draft_model":
+        return None
+    draft = load_draft_model(options, target)
+    # Layers are skipped by their numbers in the target.
+    paged = _paged_model(draft, replace(config, kv_cache_dtype_skip_layers=()), platform)
+    check_layout(paged, draft)
+    limits = [max_model_len, draft.max_model_len, paged.layout.max_context_len]
+    longest = min((n for n in limits if n is not None), default=None)
+    paged.limit_contexts(longest)
+    runner = ModelRunner(paged, masks=masks, orders_all=True, vocab_size=target.vocab_size)
+    return ModelDrafter(
+        runner,
+        masks,
+        max_rows=config.step_tokens,
+        max_model_len=longest,
+        num_tokens=draft.vocab_size,
+    )
+
+
 def _speculator(
-    runner: ModelRunner, config: EngineConfig, max_model_len: int | None
+    runner: ModelRunner,
+    config: EngineConfig,
+    max_model_len: int | None,
+    draft_model: ModelDrafter | None,
 ) -> Speculator | None:
     """Makes what proposes drafts, and measures what they cost; None without speculation."""
     options = config.speculative_config
     if options is None or config.runner != "generate":
         return None
     assert isinstance(options, SpeculativeConfig)
-    drafter = LookupDrafter(options)
+    drafter: Drafter = LookupDrafter(options) if draft_model is None else draft_model
     if not options.adaptive:
         return Speculator(options, drafter, None)
-    measured = costs.measure(
-        runner,
-        max_num_seqs=min(config.max_num_seqs, config.step_tokens),
-        max_context_len=max_model_len,
-    )
-    return Speculator(options, drafter, measured)
+
+    def measure(runner: ModelRunner) -> costs.StepCosts | None:
+        return costs.measure(
+            runner,
+            max_num_seqs=min(config.max_num_seqs, config.step_tokens),
+            max_context_len=max_model_len,
+        )
+
+    if draft_model is not None:
+        draft_model.rounds = measure(draft_model.runner)
+    return Speculator(options, drafter, measure(runner))
 
 
 def _offloading(

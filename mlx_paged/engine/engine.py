@@ -416,6 +416,8 @@ class Engine:
             self.on_launch(len(output.batch.token_ids))
         self._columns.add_to(output)
         self._executor.launch(output.batch)
+        if speculator is not None:
+            speculator.launched(output.batch)
         return output
 
     # Numbers.
@@ -461,7 +463,7 @@ class Engine:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools. Parts that were never written may take no physical memory."""
-        return sum(pool.nbytes for pool in self._runner.model.pools())
+        return self._relief.pools.num_bytes
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns the number of blocks."""

@@ -36,9 +36,19 @@ class KVCacheConfig:
     group* with tables of their own, unless the window is as long as any sequence. Recurrent layers
     have state slots. The pools are sized for sequences of `typical_context_len` tokens: each
     group can hold equally many such sequences.
+
+    Args:
+        companion_bytes: Bytes of a token in further pools that have the blocks of the full group.
     """
 
-    def __init__(self, layout: CacheLayout, config: EngineConfig, model_len: int | None) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        config: EngineConfig,
+        model_len: int | None,
+        companion_bytes: int = 0,
+    ) -> None:
+        self._companion_bytes = companion_bytes
         self._layout = layout
         self._config = config
         self._block_size = config.block_size
@@ -85,6 +95,7 @@ class KVCacheConfig:
         of_blocks = sum(
             n * self._layout.bytes_per_token(group_spec) for group_spec, n in blocks.items()
         )
+        of_blocks += sizes.num_blocks * self._companion_bytes
         of_slots = sizes.num_state_slots * self._layout.bytes_per_slot
         return of_blocks * self._block_size + of_slots
 

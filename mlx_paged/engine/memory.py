@@ -17,6 +17,7 @@ from mlx_paged.core import StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig, physical_memory
 from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
+from mlx_paged.engine.pool_memory import Companion
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
@@ -114,12 +115,14 @@ def allocate_pools(
     config: EngineConfig,
     model_limit: int | None,
     with_media: WithMedia | None = None,
+    companion: Companion | None = None,
 ) -> tuple[PoolSizes, int | None]:
     """Allocates a runner's pools of all groups, as large as the configuration allows.
 
     Args:
         model_limit: Maximum context tokens that the model supports.
         with_media: For a model that takes media.
+        companion: Further pools with the blocks of the full group.
 
     Returns:
         The sizes, and the bytes that the largest step needs if they were measured.
@@ -128,6 +131,8 @@ def allocate_pools(
     def allocate(num_blocks: int) -> None:
         sizes = kv_config.sizes(num_blocks)
         runner.allocate(kv_config.blocks_by_group(sizes), sizes.num_state_slots)
+        if companion is not None:
+            companion.allocate(sizes.num_blocks)
 
     def measure() -> int:
         activations = measure_activations(runner, config)
@@ -145,7 +150,10 @@ def allocate_pools(
     )
     try:
         wanted = config.num_blocks(
-            [spec.bytes_per_token for spec in runner.model.layout.attention],
+            [
+                *(spec.bytes_per_token for spec in runner.model.layout.attention),
+                0 if companion is None else companion.bytes_per_token,
+            ],
             model_limit,
             left_over,
             most_blocks=kv_config.most_blocks,

@@ -11,6 +11,7 @@ There are two ways, by device:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +27,26 @@ _SPARE = 4
 _WORTHWHILE = 4
 
 
+class Companion(Protocol):
+    """Pools of another model with the block ids of the full group, such as a draft model's."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in all its layers."""
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocates the pools anew. Their contents are lost."""
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        """Notes that blocks of the full group were copied."""
+
+    def resize(self, num_blocks: int) -> None:
+        """Changes the number of blocks; keeps the contents of the first ones."""
+
+    def discard_blocks(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Gives the memory of free blocks back; each run is (first, end)."""
+
+
 class PoolMemory:
     """The memory of an engine's pools.
 
@@ -34,6 +55,7 @@ class PoolMemory:
         sizes: The configured sizes, which the runner's pools have.
         new_kv: Makes an empty KV store of the configured sizes.
         step_blocks: Blocks of the largest step.
+        companion: Further pools that follow those of the full group.
 
     Attributes:
         num_blocks: Blocks of the full group's pool now.
@@ -48,7 +70,9 @@ class PoolMemory:
         new_kv: Callable[[], KVManager],
         *,
         step_blocks: int,
+        companion: Companion | None = None,
     ) -> None:
+        self._companion = companion
         self._runner = runner
         self._kv_config = kv_config
         self._full = sizes
@@ -74,6 +98,8 @@ class PoolMemory:
     def _bytes_per_block(self, number: int) -> int:
         model = self._runner.model
         per_token = sum(model.layout.bytes_per_token(spec) for spec in self._specs[number])
+        if number == 0 and self._companion is not None:
+            per_token += self._companion.bytes_per_token
         return per_token * model.block_size
 
     def _sizes(self, num_blocks: int) -> list[int]:
@@ -91,6 +117,8 @@ class PoolMemory:
             self._runner.allocate(
                 self._kv_config.blocks_by_group(sizes), self._full.num_state_slots
             )
+            if self._companion is not None:
+                self._companion.allocate(self.num_blocks)
             self._is_torn = False
         self._last_discard = -1
         kv = self._new_kv()
@@ -120,6 +148,8 @@ class PoolMemory:
             runs, num_fresh = self._runs(group.pool.free_since)
             for spec in specs:
                 model.discard_blocks(runs, spec)
+            if group.number == 0 and self._companion is not None and runs:
+                self._companion.discard_blocks(runs)
             num_bytes += num_fresh * self._bytes_per_block(group.number)
         if kv.states is not None:
             runs, num_fresh = self._runs(kv.states.pool.free_since)
@@ -180,30 +210,39 @@ class PoolMemory:
         Returns:
             Bytes given back; negative if the pools grew.
         """
-        before = self._num_bytes
+        before = self.num_bytes
         self._is_torn = True
         for number, size in enumerate(self._sizes(num_blocks)):
             pool = kv.attention[number].pool
             if size < pool.num_blocks:
-                self._copy(kv.compact(size, number), self._specs[number])
+                self._copy(kv.compact(size, number), number)
                 self._resize(number, size)
             elif size > pool.num_blocks:
                 self._resize(number, size)
                 pool.grow(size)
         self.num_blocks = num_blocks
         self._is_torn = False
-        return before - self._num_bytes
+        return before - self.num_bytes
 
     @property
-    def _num_bytes(self) -> int:
-        return sum(pool.nbytes for pool in self._runner.model.pools())
+    def num_bytes(self) -> int:
+        """Bytes of all pools. Parts that were never written may take no physical memory."""
+        num_bytes = sum(pool.nbytes for pool in self._runner.model.pools())
+        if self._companion is not None:
+            block_bytes = self._companion.bytes_per_token * self._runner.block_size
+            num_bytes += self.num_blocks * block_bytes
+        return num_bytes
 
     def _resize(self, number: int, num_blocks: int) -> None:
         for spec in self._specs[number]:
             self._runner.model.resize(num_blocks, spec)
+        if number == 0 and self._companion is not None:
+            self._companion.resize(num_blocks)
 
-    def _copy(self, copies: Sequence[BlockCopy], specs: Sequence[KVCacheGroupSpec]) -> None:
+    def _copy(self, copies: Sequence[BlockCopy], number: int) -> None:
         if copies:
             pairs = mx.array(np.array(copies, dtype=np.int32))
-            for spec in specs:
+            for spec in self._specs[number]:
                 self._runner.model.copy_blocks(pairs, spec)
+            if number == 0 and self._companion is not None:
+                self._companion.copied(copies)

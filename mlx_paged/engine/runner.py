@@ -125,6 +125,8 @@ class ModelRunner:
         masks: Makes the masks that batches name, if any.
         orders_all: On the CPU, give the rows of all decodes the same bits in any company. False
             does so for up to 64 rows, because a BLAS multiplies more of them faster.
+        vocab_size: Logits get this width before sampling, because noise depends on it: tokens from
+            there on are dropped, missing ones are impossible. None keeps the model's.
     """
 
     def __init__(
@@ -136,8 +138,10 @@ class ModelRunner:
         media: StepMediaBuilder | None = None,
         masks: MaskSource | None = None,
         orders_all: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         self._orders_all = orders_all
+        self._vocab_size = vocab_size
         # On a GPU, kernels for one row of a sequence and for several sum in different orders.
         self.splits_drafts = not (model.platform.on_cpu or model.layout.has_states)
         self.model = model
@@ -315,6 +319,8 @@ class ModelRunner:
             stays=repetition.reads_once,
         )
         logits, pools, greedy = self.model.run(step_tokens, inputs, repetition)
+        if self._vocab_size not in (None, logits.shape[-1]):
+            logits, greedy = _of_width(logits, self._vocab_size), None
         if num_sampled:
             raw = logits
             if targets:
@@ -445,6 +451,14 @@ def _split_drafts(
         by_row = {group_spec: done[id(each)] for group_spec, each in tables.items()}
     lens = np.where(num_drafts > 0, 1, query_lens)[sequence]
     return context_lens[sequence] - later, lens, by_row
+
+
+def _of_width(logits: mx.array, width: int | None) -> mx.array:
+    """``[num_rows, vocab_size]`` -> ``[num_rows, width]``."""
+    missing = (width or 0) - logits.shape[-1]
+    if missing <= 0:
+        return logits[:, :width]
+    return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
 
 
 def _newest(

@@ -130,14 +130,15 @@ class MetadataCache:
         edits = []
         for i in self._edited:
             key = MaskKey(sampled[i].seq_id, int(positions[i]), drafts[i] if drafts else ())
-            edit = _edits_of(sampled[i], key)
+            edit = edits_of(sampled[i], key)
             if edit is not None:
                 edits.append((i, edit))
         return replace(self._columns, position=positions.astype(np.uint32), edits=edits)
 
 
-def _edits_of(seq: Sequence, key: MaskKey) -> LogitEdits | None:
-    """Returns a sequence's edits. If making them fails twice, only this sequence ends."""
+def edits_of(seq: Sequence, key: MaskKey) -> LogitEdits | None:
+    """Returns the edits of one token's logits. If making them fails twice, only this sequence
+    ends."""
     sampler: SequenceSampler = seq.sampler
     for is_last in (False, True):
         try:

@@ -67,6 +67,7 @@ class LoadedModel:
         media: Processor of its media; None if it takes text only.
         media_reason: Why a multimodal checkpoint takes text only; None for text models.
         head: The layer that classifies texts, or None.
+        dtype: As it was given to `load`.
     """
 
     model: nn.Module
@@ -77,6 +78,7 @@ class LoadedModel:
     media: MediaProcessor | None = None
     media_reason: str | None = None
     head: ClassificationHead | None = None
+    dtype: str = "auto"
 
     @property
     def model_type(self) -> str:
@@ -214,6 +216,7 @@ def load(
         loaded.media,
         reason,
         loaded.head,
+        dtype,
     )
 
 
@@ -231,7 +234,7 @@ def _load_gguf(name: str, dtype: str, generation_config: Mapping[str, Any] | Non
     if generation_config is None:
         generation_config = checkpoint.generation_config()
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
-    return LoadedModel(model, tokenizer, config, name, generation_config)
+    return LoadedModel(model, tokenizer, config, name, generation_config, dtype=dtype)
 
 
 def _load(name: str) -> LoadedFiles:

@@ -18,7 +18,7 @@ from mlx_paged.engine.speculation.acceptance import (
 )
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.costs import StepCosts
-from mlx_paged.engine.speculation.drafter import DraftState
+from mlx_paged.engine.speculation.drafter import Wanted
 from mlx_paged.engine.speculation.lookup import SequenceIndex, SharedText, SharedTexts
 from mlx_paged.engine.speculation.speculator import Speculator
 
@@ -127,9 +127,20 @@ class Always:
     def __init__(self, length: int, match: int) -> None:
         self.length, self.match = length, match
 
-    def draft(self, seq: Any, state: DraftState, max_drafts: int) -> Draft | None:
-        drafts = (7,) * min(self.length, max_drafts)
-        return Draft(len(seq.tokens), drafts, kind_of(Source.SEQUENCE, self.match))
+    price: Any = None
+
+    def draft(self, wanted: list[Wanted]) -> list[Draft | None]:
+        kind = kind_of(Source.SEQUENCE, self.match)
+        return [
+            Draft(len(seq.tokens), (7,) * min(self.length, max_drafts), kind)
+            for seq, _, max_drafts in wanted
+        ]
+
+    def launched(self, batch: Any) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
 
     def finish(self, seq: Any) -> None:
         pass
@@ -143,7 +154,7 @@ def sequence(num_left: int = 1) -> Any:
         num_output_tokens=10,
         max_num_tokens=400,
         drafts=None,
-        sampler=SimpleNamespace(takes_drafts=True),
+        sampler=SimpleNamespace(takes_drafts=True, forced=lambda tokens: ()),
         is_running=True,
     )
 
@@ -183,6 +194,60 @@ def test_unlikely_drafts_are_not_verified() -> None:
 def test_nothing_is_drafted_while_prompts_fill_the_step() -> None:
     speculator, given = proposed(FREE, [sequence(), sequence(num_left=300)], match=20)
     assert given == [] and not speculator.is_active
+
+
+def priced(rounds: StepCosts, *, num_missing: int = 1) -> tuple[list[Any], Any]:
+    """What a drafter with a price is asked for, and the speculator."""
+    asked: list[Any] = []
+    drafter = Always(8, 1)
+    drafter.price = SimpleNamespace(
+        rounds=rounds,
+        kind=lambda seq: kind_of(Source.MODEL, 1),
+        num_missing=lambda seq, state: num_missing,
+    )
+
+    def draft(wanted: list[Wanted]) -> list[Draft]:
+        asked.extend(wanted)
+        return [Draft(len(w.seq.tokens), (7,) * w.max_drafts, w.seq.kind) for w in wanted]
+
+    drafter.draft = draft  # type: ignore[method-assign]
+    scheduler = SimpleNamespace(
+        running=[sequence(), sequence()],
+        propose=lambda seq, tokens: None,
+        reserve=lambda seq, count: count,
+    )
+    for seq in scheduler.running:
+        seq.kind, seq.tables = kind_of(Source.MODEL, 1), object()
+    config = SpeculativeConfig(num_speculative_tokens=8)
+    speculator = Speculator(config, drafter, FREE)
+    speculator.is_active = True
+    speculator.propose(scheduler)  # type: ignore[arg-type]
+    return asked, speculator
+
+
+def test_a_drafter_with_a_price_is_asked_for_what_pays() -> None:
+    """A model's drafts are chosen before they are made, by the time of its rounds."""
+    asked, _ = priced(StepCosts((1, 64), (0.01, 0.01), (0.01, 0.01)))
+    assert [each.max_drafts for each in asked] == [8 - 2] * 2, "until they are too unlikely"
+    asked, _ = priced(StepCosts((1, 64), (0.3, 0.3), (0.3, 0.3)))
+    assert [each.max_drafts for each in asked] == [2, 2], "a round must bring more than 0.3"
+    asked, speculator = priced(StepCosts((1, 64), (0.8, 0.8), (0.8, 0.8)))
+    assert asked == [] and not speculator.is_active
+    # Prompts that it lacks are a price, too.
+    slow = StepCosts((1, 64), (0.01, 6.4), (0.01, 0.01))
+    assert priced(slow)[0] != [] and priced(slow, num_missing=2000)[0] == []
+
+
+def test_old_experience_with_a_model_is_forgotten() -> None:
+    """Otherwise, one bad answer could end its drafts for good."""
+    acceptance, kind = Acceptance(), kind_of(Source.MODEL, 1)
+    before = acceptance.chances(kind, new_counts())
+    for _ in range(100):
+        acceptance.settle(Draft(0, (1,), kind), [2], new_counts())
+    assert acceptance.chances(kind, new_counts()).first < 0.1
+    for _ in range(12):
+        acceptance.fade()
+    assert acceptance.chances(kind, new_counts()) == pytest.approx(before, abs=0.02)
 
 
 def test_a_callers_token_mask_gets_no_drafts() -> None:

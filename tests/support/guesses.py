@@ -7,10 +7,10 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from mlx_paged import LLM
-from mlx_paged.core import Sequence
+from mlx_paged.core import Sequence, StepBatch
 from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.drafter import DraftState
+from mlx_paged.engine.speculation.drafter import Wanted
 from mlx_paged.engine.speculation.speculator import Speculator
 
 
@@ -28,8 +28,13 @@ class GuessingDrafter:
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
 
-    def draft(self, seq: Sequence, state: DraftState, max_drafts: int) -> Draft | None:
+    price = None
+
+    def draft(self, wanted: SequenceOf[Wanted]) -> list[Draft | None]:
         """See `Drafter`."""
+        return [self._draft(each.seq, each.max_drafts) for each in wanted]
+
+    def _draft(self, seq: Sequence, max_drafts: int) -> Draft | None:
         prompt = tuple(seq.request.prompt_token_ids)
         answer = self.answers.get((prompt, seq.index), ())
         begin = len(seq.tokens)
@@ -42,6 +47,12 @@ class GuessingDrafter:
         if self._random.random() < self._right:
             return token
         return self._random.randrange(self._vocab_size)
+
+    def launched(self, batch: StepBatch) -> None:
+        """See `Drafter`."""
+
+    def reset(self) -> None:
+        """See `Drafter`."""
 
     def finish(self, seq: Sequence) -> None:
         """See `Drafter`."""

@@ -25,11 +25,13 @@ class Source(IntEnum):
     SEQUENCE = 0
     SHARED = 1  # another answer
     GRAMMAR = 2  # the only continuation
+    MODEL = 3  # a model; its kinds differ by how the sequence samples instead of by a match
 
 
 # The first draft, by length of the match. Measured on chats and edits with SmolLM2-135M.
 _FIRST = (0.15, 0.25, 0.45, 0.6, 0.7, 0.8, 0.9)
 _NEXT = 0.85
+_MODEL = (0.6, 0.7)
 _NUM_KINDS = len(Source) * len(_FIRST)
 
 
@@ -72,6 +74,18 @@ class Counts:
         self.tried = [[0.0, 0.0] for _ in range(_NUM_KINDS)]
         self.accepted = [[0.0, 0.0] for _ in range(_NUM_KINDS)]
 
+    def copy(self) -> Counts:
+        """Returns equal counts."""
+        counts = Counts(self._decay)
+        counts.tried = [[*each] for each in self.tried]
+        counts.accepted = [[*each] for each in self.accepted]
+        return counts
+
+    def approach(self, other: Counts) -> None:
+        """Moves halfway to others."""
+        for own, theirs in ((self.tried, other.tried), (self.accepted, other.accepted)):
+            own[:] = [[(a + b) / 2 for a, b in zip(*pair)] for pair in zip(own, theirs)]
+
     def add(self, kind: int, is_later: bool, is_accepted: bool) -> None:
         """Notes one draft."""
         tried, accepted = self.tried[kind], self.accepted[kind]
@@ -86,10 +100,18 @@ class Acceptance:
         self._all = Counts(_DECAY)
         for kind in range(_NUM_KINDS):
             source, bucket = divmod(kind, len(_FIRST))
-            is_forced = source == Source.GRAMMAR
-            first, later = (0.9, 0.95) if is_forced else (_FIRST[bucket], _NEXT)
+            first, later = _FIRST[bucket], _NEXT
+            if source == Source.GRAMMAR:
+                first, later = 0.9, 0.95
+            elif source == Source.MODEL:
+                first, later = _MODEL
             self._all.tried[kind] = [_START, _START]
             self._all.accepted[kind] = [_START * first, _START * later]
+        self._prior = self._all.copy()
+
+    def fade(self) -> None:
+        """Moves the estimates halfway back to where they began, because they have aged."""
+        self._all.approach(self._prior)
 
     def settle(self, draft: Draft, tokens: Sequence[int], own: Counts) -> None:
         """Compares a draft with the tokens that came, as far as these are known.

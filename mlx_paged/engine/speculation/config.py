@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mlx_paged.errors import InvalidParameterError
 
-#: "ngram" finds drafts in the sequence's own tokens, "suffix" in those and in earlier answers.
-METHODS = ("ngram", "suffix")
-# vLLM's methods that need a second model.
-_NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
+if TYPE_CHECKING:
+    from mlx_paged.model.loader import LoadedModel
+
+#: "ngram" finds drafts in the sequence's own tokens, "suffix" in those and in earlier answers, and
+#: "draft_model" asks another model.
+METHODS = ("ngram", "suffix", "draft_model")
+_WITH_MODEL = ("draft_model",)
+# Others of vLLM.
+_NOT_YET = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
 _FIELD = "speculative_config"
 _DEFAULT_NGRAM = 5
-_DEFAULT_NGRAM_TOKENS = 5
+_DEFAULT_TOKENS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +30,13 @@ class SpeculativeConfig:
     `adaptive`.
 
     Args:
-        method: "ngram" or "suffix". Both draft what followed when the latest tokens occurred
-            before. None means "suffix", or "ngram" if a `prompt_lookup` option is given.
-        num_speculative_tokens: Maximum drafts of a sequence in one step. None: 5 for "ngram",
-            `suffix_decoding_max_tree_depth` for "suffix".
+        method: "ngram" and "suffix" draft what followed when the latest tokens occurred before,
+            "draft_model" what a smaller model continues with. None means "draft_model" if there is
+            a `model`, "ngram" if a `prompt_lookup` option is given, and else "suffix".
+        model: The draft model: a path or hub id (or a loaded model, in Python). It must have the
+            vocabulary of the model that it drafts for.
+        num_speculative_tokens: Maximum drafts of a sequence in one step. None:
+            `suffix_decoding_max_tree_depth` for "suffix", and else 5.
         prompt_lookup_min: Minimum tokens of a match ("ngram").
         prompt_lookup_max: Maximum tokens that are compared ("ngram").
         suffix_decoding_max_tree_depth: Maximum tokens of a match and its drafts together.
@@ -44,6 +53,7 @@ class SpeculativeConfig:
     """
 
     method: str | None = None
+    model: str | Path | LoadedModel | None = None
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -76,12 +86,19 @@ class SpeculativeConfig:
         method = self.method
         is_ngram = self.prompt_lookup_min is not None or self.prompt_lookup_max is not None
         if method is None:
-            self._set("method", "ngram" if is_ngram else "suffix")
-            return
+            method = "ngram" if is_ngram else "suffix"
+            if self.model is not None:
+                method = "draft_model"
+            self._set("method", method)
         expected = f"{' or '.join(map(repr, METHODS))}"
-        if method in _NEEDS_MODEL:
-            expected += " (methods that need a second model are not supported yet)"
+        if method in _NOT_YET:
+            expected += f" ({method!r} is not supported yet)"
         self._check("method", isinstance(method, str) and method in METHODS, expected)
+        if method in _WITH_MODEL:
+            expected = f"a path or hub id for the method {method!r}"
+            self._check("model", _is_model(self.model), expected)
+        else:
+            self._check("model", self.model is None, f"left out for the method {method!r}")
         if is_ngram and method != "ngram":
             name = "prompt_lookup_max" if self.prompt_lookup_min is None else "prompt_lookup_min"
             self._check(name, False, f"left out for the method {method!r}")
@@ -96,8 +113,8 @@ class SpeculativeConfig:
             self._check("prompt_lookup_min", least <= most, f"at most prompt_lookup_max ({most})")
         if self.num_speculative_tokens is None:
             default = self.suffix_decoding_max_tree_depth
-            is_ngram = self.method == "ngram"
-            self._set("num_speculative_tokens", _DEFAULT_NGRAM_TOKENS if is_ngram else default)
+            is_suffix = self.method == "suffix"
+            self._set("num_speculative_tokens", default if is_suffix else _DEFAULT_TOKENS)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -132,13 +149,18 @@ def speculative_config_of(given: Any) -> SpeculativeConfig | None:
         raise InvalidParameterError(_FIELD, "None, or a mapping of options", given)
     known = [field.name for field in fields(SpeculativeConfig)]
     for name in data:
-        if name == "model":
-            expected = "left out: methods that need a second model are not supported yet"
-            raise InvalidParameterError(f"{_FIELD}.model", expected, data[name])
         if name not in known:
             expected = f"left out: the options are {', '.join(known)}"
             raise InvalidParameterError(f"{_FIELD}.{name}", expected, data[name])
     return SpeculativeConfig(**data)
+
+
+def _is_model(value: object) -> bool:
+    if isinstance(value, (str, Path)):
+        return value != ""
+    from mlx_paged.model.loader import LoadedModel  # needs mlx
+
+    return isinstance(value, LoadedModel)
 
 
 def _is_number(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Finds drafts in texts: what followed when the latest tokens occurred before.
+"""LookupDrafter: drafts what followed when the latest tokens occurred before.
 
 An index maps pairs of adjacent tokens to the positions where they end. A prompt's pairs are sorted
 once, which takes 12 bytes and some 0.1 us a token. Those of an answer are added one by one.
@@ -13,12 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.core import StepBatch
+from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
+from mlx_paged.engine.speculation.config import SpeculativeConfig
+from mlx_paged.engine.speculation.drafter import Wanted
+
 # Occurrences that are compared, the latest first. More rarely have a longer match.
 _MAX_CANDIDATES = 16
 # Tokens of finished answers that are kept for each salt, and salts.
 _MAX_SHARED_TOKENS = 1 << 17
 _MAX_SALTS = 16
 _NO_TOKEN = 0xFFFFFFFF  # separates texts
+# Shorter matches are right too seldom.
+_MIN_SUFFIX_MATCH = 2
 
 
 class Match(NamedTuple):
@@ -178,6 +186,64 @@ class SharedTexts:
                 self._texts.popitem(last=False)
         self._texts.move_to_end(salt)
         return text
+
+
+class LookupDrafter:
+    """Drafts what followed when the latest tokens of a sequence occurred before."""
+
+    price = None
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        self._is_suffix = config.method == "suffix"
+        self._shared = SharedTexts(config.suffix_decoding_max_cached_requests)
+        if self._is_suffix:
+            least, most = _MIN_SUFFIX_MATCH, config.suffix_decoding_max_tree_depth
+        else:
+            assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
+            least, most = config.prompt_lookup_min, config.prompt_lookup_max
+        self._min_match, self._max_match = least, max(least, most)
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
+        """See `Drafter`."""
+        return [self._draft(each) for each in wanted]
+
+    def _draft(self, wanted: Wanted) -> Draft | None:
+        seq, state, max_drafts = wanted
+        tokens = seq.tokens
+        if state.own is None:
+            state.own = SequenceIndex(tokens, seq.request.num_prompt_tokens)
+        index: SequenceIndex = state.own
+        index.update()
+        source, least, most = Source.SEQUENCE, self._min_match, self._max_match
+        match = index.find(min_match=least, max_match=most, max_drafts=max_drafts)
+        if self._is_suffix and (match is None or match.length < most):
+            least = least if match is None else match.length + 1
+            shared = self._shared.of(seq.request.cache_salt).find(
+                tokens, min_match=least, max_match=most, max_drafts=max_drafts
+            )
+            if shared is not None:
+                match, source = shared, Source.SHARED
+        if match is None:
+            return None
+        drafts = match.drafts
+        if self._is_suffix:
+            most = int(self._config.suffix_decoding_max_spec_factor * match.length)
+            drafts = drafts[: max(1, most)]
+        drafts = seq.sampler.legal(tokens, drafts)
+        return Draft(len(tokens), drafts, kind_of(source, match.length)) if drafts else None
+
+    def launched(self, batch: StepBatch) -> None:
+        """See `Drafter`."""
+
+    def finish(self, seq: CoreSequence) -> None:
+        """Keeps the answer for later lookups."""
+        if self._is_suffix:
+            answer = seq.tokens[seq.request.num_prompt_tokens :]
+            self._shared.of(seq.request.cache_salt).add(answer)
+
+    def reset(self) -> None:
+        """See `Drafter`."""
 
 
 def _common(one: array[int], end: int, other: array[int], last: int, most: int) -> int:

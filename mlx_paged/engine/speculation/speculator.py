@@ -3,45 +3,65 @@
 It is *active* while drafts are expected to pay. Then a step is planned after the one before it has
 been read, because drafts begin after a known token. Otherwise steps overlap as without speculation,
 and the speculator only watches: it compares drafts that were never verified with the tokens that
-came, so that it knows when to begin.
+came, so that it knows when to begin. A model's drafts cost time, so none are made to be watched. It
+expects of them what they brought before, and forgets that little by little.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from mlx_paged.core import Scheduler, SchedulerOutput
+from mlx_paged.core import Scheduler, SchedulerOutput, StepBatch
 from mlx_paged.core import Sequence as CoreSequence
-from mlx_paged.engine.speculation.acceptance import Acceptance, Draft
+from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.speculation.acceptance import Acceptance, Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.costs import StepCosts
-from mlx_paged.engine.speculation.drafter import Drafter, DraftState
+from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
 from mlx_paged.engine.stats import SpecDecodingStats
 
-# Steps between two looks at the sequences while inactive.
+logger = logging.getLogger(__name__)
+
+# Steps between two looks at the sequences while inactive, and looks after which what is known of a
+# model's drafts has aged.
 _WATCH_EVERY = 8
+_LOOKS_UNTIL_AGED = 32  # 256 steps
 # The expected gain at which drafts begin, and below which they end.
 _BEGIN_AT, _END_AT = 1.05, 1.01
 _GAIN_WEIGHT = 0.25
 # Rows of a step, at most: beyond, they would hold up the others.
 _MAX_ROWS = 256
+# A sequence is expected to go on for as many tokens as its answer has, and for these at least.
+_MIN_FUTURE = 16
 
 
-class _Proposal(NamedTuple):
-    """Drafts of a sequence, with the expected number of tokens that each one adds."""
+@dataclass(slots=True)
+class _Proposal:
+    """Drafts of a sequence.
 
-    sequence: CoreSequence
-    draft: Draft
+    Attributes:
+        kind: See `kind_of`.
+        gains: Expected number of tokens that each draft adds.
+        draft: None if the drafts have a price and are not made yet.
+        seconds: Price of the tokens that the drafter lacks, per token of the rest of the answer.
+    """
+
+    wanted: Wanted
+    kind: int
     gains: list[float]
+    draft: Draft | None = None
+    seconds: float = 0.0
 
 
 class Speculator:
     """Proposes drafts for the sequences of a scheduler.
 
     Args:
-        drafter: Guesses the tokens.
+        drafter: Guesses the tokens. If it raises, speculation ends.
         costs: How long steps take; None verifies all drafts.
         clock: Seconds of a monotonic clock.
 
@@ -65,13 +85,29 @@ class Speculator:
         self._acceptance = Acceptance()
         self._gain = 1.0  # expected tokens per second, relative to no drafts
         self._num_watched = 0  # steps since the last look
+        self._num_looks = 0  # since the last draft
         self._committed_at: float | None = None
+        self._drafting = 0.0  # seconds since then that went into drafts
+        self._is_broken = False
         self.is_active = self._costs is None
         self.stats = SpecDecodingStats.zero(config.max_drafts)
 
     def reset(self) -> None:
         """Forgets the step before, because an exception may have interrupted it."""
-        self._committed_at = None
+        self._committed_at, self._drafting = None, 0.0
+        try:
+            self._drafter.reset()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Ends speculation, because the drafter failed. Requests go on without it."""
+        if not self._is_broken:
+            logger.warning(
+                "speculation is off from now on, because its drafter failed: %s", reason_of(error)
+            )
+            logger.debug("where it failed", exc_info=error)
+        self._is_broken, self.is_active = True, False
 
     # Before a step.
 
@@ -89,13 +125,54 @@ class Speculator:
                 return
         proposals = self._proposals(ready)
         counts = self._choose(ready, proposals)
+        self._make_drafts(scheduler, proposals, counts)
         for proposal, count in zip(proposals, counts):
-            if count:
-                scheduler.propose(proposal.sequence, proposal.draft.tokens[:count])
+            if count and proposal.draft is not None:
+                scheduler.propose(proposal.wanted.seq, proposal.draft.tokens[:count])
+
+    def _make_drafts(
+        self, scheduler: Scheduler, proposals: list[_Proposal], counts: list[int]
+    ) -> None:
+        """Makes the chosen drafts that have a price."""
+        chosen = []
+        for proposal, count in zip(proposals, counts):
+            if count and proposal.draft is None:
+                seq, state, _ = proposal.wanted
+                most = scheduler.reserve(seq, count)
+                if most:
+                    chosen.append((proposal, Wanted(seq, state, most)))
+        if not chosen:
+            return
+        began = self._clock()
+        drafts = self._draft([wanted for _, wanted in chosen])
+        self._drafting = self._clock() - began
+        self._num_looks = 0
+        for (proposal, wanted), draft in zip(chosen, drafts):
+            proposal.draft = wanted.state.pending = draft
+        if all(proposal.seconds == 0 for proposal, _ in chosen):
+            self._learn_price([wanted for _, wanted in chosen])
+
+    def _draft(self, wanted: list[Wanted]) -> list[Draft | None]:
+        """Asks the drafter. Its errors end speculation, and nothing else."""
+        try:
+            return self._drafter.draft(wanted)
+        except Exception as error:
+            self._give_up(error)
+            return [None] * len(wanted)
+
+    def _learn_price(self, drafted: list[Wanted]) -> None:
+        """Corrects the price by the time that the last drafts took."""
+        price = self._drafter.price
+        if price is None or price.rounds is None:
+            return
+        num_rounds = max(each.max_drafts for each in drafted)
+        num_seqs = max(1, round(sum(each.max_drafts for each in drafted) / num_rounds))
+        context_len = sum(len(each.seq.tokens) for each in drafted) / len(drafted)
+        price.rounds.observe(num_seqs, num_seqs, context_len, self._drafting / num_rounds)
 
     def _proposals(self, sequences: Iterable[CoreSequence]) -> list[_Proposal]:
-        """Looks up drafts, and remembers them until their tokens are known."""
-        proposals = []
+        """Looks for drafts, and remembers them until their tokens are known."""
+        proposals, wanted = [], []
         for seq in sequences:
             state = _state_of(seq)
             if state is None:
@@ -103,24 +180,56 @@ class Speculator:
             self._settle(seq, state)
             # The last token of an answer is never a draft.
             room = min(self._config.max_drafts, seq.max_num_tokens - len(seq.tokens) - 1)
-            draft = self._drafter.draft(seq, state, room) if room > 0 else None
-            if draft is None:
+            if room <= 0:
                 continue
-            state.pending = draft
-            first, later = self._acceptance.chances(draft.kind, state.counts)
-            gains, chance = [], first
-            for _ in draft.tokens:
-                if chance < self._config.suffix_decoding_min_token_prob and self._costs is not None:
-                    break
-                gains.append(chance)
-                chance *= later
-            proposals.append(_Proposal(seq, draft, gains))
+            each = Wanted(seq, state, room)
+            # What a grammar forces needs no guess.
+            forced: tuple[int, ...] = seq.sampler.forced(seq.tokens)[:room]
+            if forced:
+                draft = Draft(len(seq.tokens), forced, kind_of(Source.GRAMMAR, 1))
+                proposals.append(self._proposal(each, draft))
+            else:
+                wanted.append(each)
+        if self._drafter.price is not None:
+            return proposals + [self._priced(each) for each in wanted]
+        for each, found in zip(wanted, self._draft(wanted)):
+            if found is not None:
+                proposals.append(self._proposal(each, found))
         return proposals
+
+    def _proposal(self, wanted: Wanted, draft: Draft) -> _Proposal:
+        wanted.state.pending = draft
+        gains = self._gains(wanted, draft.kind, len(draft.tokens))
+        return _Proposal(wanted, draft.kind, gains, draft)
+
+    def _priced(self, wanted: Wanted) -> _Proposal:
+        """A proposal of drafts that are not made yet."""
+        price = self._drafter.price
+        assert price is not None
+        seq, state, max_drafts = wanted
+        kind = price.kind(seq)
+        proposal = _Proposal(wanted, kind, self._gains(wanted, kind, max_drafts))
+        if price.rounds is not None and seq.tables is not None:
+            num_missing = price.num_missing(seq, state)
+            if num_missing > 1 + max_drafts:
+                seconds = price.rounds.seconds(num_missing, 1, len(seq.tokens))
+                proposal.seconds = seconds / max(_MIN_FUTURE, seq.num_output_tokens)
+        return proposal
+
+    def _gains(self, wanted: Wanted, kind: int, num_drafts: int) -> list[float]:
+        first, later = self._acceptance.chances(kind, wanted.state.counts)
+        gains, chance = [], first
+        for _ in range(num_drafts):
+            if chance < self._config.suffix_decoding_min_token_prob and self._costs is not None:
+                break
+            gains.append(chance)
+            chance *= later
+        return gains
 
     def _choose(self, ready: Sequence[CoreSequence], proposals: list[_Proposal]) -> list[int]:
         """Returns how many drafts of each proposal pay, and updates the expected gain."""
         if self._costs is None:
-            return [len(proposal.draft.tokens) for proposal in proposals]
+            return [len(proposal.gains) for proposal in proposals]
         counts = [0] * len(proposals)
         if not ready:
             return counts
@@ -129,22 +238,51 @@ class Speculator:
         plain = num_seqs / self._costs.seconds(num_seqs, num_seqs, context_len)
         # Each sequence's gains fall, so the best drafts of all are a prefix of each one's.
         ordered = sorted(
-            ((gain, i) for i, proposal in enumerate(proposals) for gain in proposal.gains),
+            (
+                (gain, place, i)
+                for i, proposal in enumerate(proposals)
+                for place, gain in enumerate(proposal.gains)
+            ),
             key=lambda each: -each[0],
         )
         best, num_best, tokens = plain, 0, float(num_seqs)
-        for count, (gain, _) in enumerate(ordered[: _MAX_ROWS - num_seqs], 1):
+        drafting = 0.0  # seconds
+        rounds: Counter[int] = Counter()  # sequences in each round of the drafter
+        for count, (gain, place, i) in enumerate(ordered[: _MAX_ROWS - num_seqs], 1):
             tokens += gain
-            speed = tokens / self._costs.seconds(num_seqs + count, num_seqs, context_len)
+            if proposals[i].draft is None:
+                drafting -= self._round_seconds(rounds[place], context_len)
+                rounds[place] += 1
+                drafting += self._round_seconds(rounds[place], context_len)
+                drafting += 0.0 if place else proposals[i].seconds
+            seconds = self._costs.seconds(num_seqs + count, num_seqs, context_len)
+            speed = tokens / (seconds + drafting)
             if speed > best:
                 best, num_best = speed, count
-        for _, i in ordered[:num_best]:
+        for _, _, i in ordered[:num_best]:
             counts[i] += 1
         self._gain += _GAIN_WEIGHT * (best / plain - self._gain)
-        self.is_active = self._gain > (_END_AT if self.is_active else _BEGIN_AT)
+        is_worth_it = self._gain > (_END_AT if self.is_active else _BEGIN_AT)
+        self.is_active = is_worth_it and not self._is_broken
         return counts
 
+    def _round_seconds(self, num_seqs: int, context_len: float) -> float:
+        """Seconds in which the drafter makes one more draft of some sequences."""
+        price = self._drafter.price
+        if price is None or price.rounds is None or not num_seqs:
+            return 0.0
+        return price.rounds.seconds(num_seqs, num_seqs, context_len)
+
     # After a step.
+
+    def launched(self, batch: StepBatch) -> None:
+        """Notes a step that was launched."""
+        if self._is_broken:
+            return
+        try:
+            self._drafter.launched(batch)
+        except Exception as error:
+            self._give_up(error)
 
     def observe(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         """Learns from a step that was committed.
@@ -157,7 +295,10 @@ class Speculator:
         if has_drafts:
             self._count(output, token_ids)
         now, before = self._clock(), self._committed_at
+        drafting, self._drafting = self._drafting, 0.0
         self._committed_at = now
+        if self._is_broken:
+            return
         for seq, gained in zip(output.sequences, token_ids):
             if seq.is_finished and gained:
                 self._drafter.finish(seq)
@@ -166,7 +307,8 @@ class Speculator:
         is_plain = has_drafts or batch.is_decode
         if before is not None and is_plain:
             context_len = sum(batch.starts) / batch.num_seqs
-            self._costs.observe(batch.num_tokens, batch.num_seqs, context_len, now - before)
+            seconds = now - before - drafting
+            self._costs.observe(batch.num_tokens, batch.num_seqs, context_len, seconds)
         if not self.is_active:
             self._watch(output.sequences)
 
@@ -177,6 +319,10 @@ class Speculator:
             return
         self._num_watched = 0
         running = [seq for seq in sequences if seq.is_running]
+        if self._drafter.price is not None:
+            self._num_looks += 1
+            if self._num_looks % _LOOKS_UNTIL_AGED == 0:
+                self._acceptance.fade()
         self._choose(running, self._proposals(running))
 
     def _settle(self, seq: CoreSequence, state: DraftState) -> None:
