@@ -82,6 +82,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("engine", "model", "core", "platform", "ops", "extension", "import_hooks", "interrupts"),
     ),
     "demo": ("wheels",),
+    "hub": (),
     "wheels": (),
     "evals": ("engine", "server", "wheels"),
     "mcp": ("addresses",),
@@ -97,7 +98,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": (
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras", "parsing", "templates"),
-        *("content", "multimodal", "wheels", "evals"),
+        *("content", "multimodal", "wheels", "evals", "hub"),
     ),
     "server": (
         "__init__",

@@ -14,6 +14,7 @@ from mlx_paged.cli.demo import demo
 from mlx_paged.cli.doctor import doctor
 from mlx_paged.cli.eval import evaluate
 from mlx_paged.cli.generate import generate
+from mlx_paged.cli.models import list_models, pull, remove, show
 from mlx_paged.cli.serve import serve
 
 app = typer.Typer(name=entry.PROGRAM, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -41,6 +42,10 @@ def _options(
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
+app.command()(pull)
+app.command("list")(list_models)
+app.command()(show)
+app.command("rm")(remove)
 app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(doctor)

@@ -39,6 +39,19 @@ def load(
     )
 
 
+def require_served(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuses a family that is not served, without reading weights.
+
+    Args:
+        path: A model's directory.
+        config: Its ``config.json``.
+
+    Raises:
+        UnsupportedModelError: It gives the reason.
+    """
+    loader.require_served(config, _find_multimodal(path, config))
+
+
 def _find_multimodal(path: Path, config: Mapping[str, Any]) -> MultiModalCheckpoint | None:
     package = package_of(config)
     if package is None:

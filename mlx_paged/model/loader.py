@@ -171,7 +171,7 @@ def load(
             path = _download(name)
             config = config_of(name, path)
             multimodal = find_multimodal(path, config)
-            _require_served(config, multimodal)
+            require_served(config, multimodal)
             check_files(name, path)
             if "model_file" in config:  # mlx-lm decides about code in checkpoints.
                 multimodal = None
@@ -345,8 +345,12 @@ def _directory_of(name: str) -> Path:
     return Path(name) if Path(name).exists() else hf_repo_to_path(name)
 
 
-def _require_served(config: Mapping[str, Any], multimodal: MultiModalCheckpoint | None) -> None:
+def require_served(config: Mapping[str, Any], multimodal: MultiModalCheckpoint | None) -> None:
     """Refuses a family that is served neither for text nor with media.
+
+    Args:
+        config: Its ``config.json``.
+        multimodal: The checkpoint if it is multimodal.
 
     Raises:
         UnsupportedModelError: It gives the reason.

@@ -1,0 +1,264 @@
+"""Models of the Hugging Face hub on this machine: fetched, listed, described and removed.
+
+They lie in `huggingface_hub`'s cache, where every program that loads a hub id finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, scan_cache_dir, snapshot_download
+from huggingface_hub.errors import CacheNotFound, DryRunError, HFValidationError
+from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+
+from mlx_paged.errors import InvalidParameterError, ModelLoadError
+
+#: Free disk space, in bytes, that a download must leave.
+RESERVE = 1 << 30
+
+_WEIGHTS = (".safetensors", ".gguf")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One revision of a model in the cache.
+
+    Attributes:
+        name: Its hub id.
+        revision: Its commit; empty if a download was interrupted before its first file was whole.
+        refs: Branches and tags that point to it here.
+        path: The directory that `--model` takes, too.
+        size: Bytes of its files.
+        weight_bytes: Bytes of its weights among them.
+        is_complete: False if a download was interrupted: a part is missing.
+        last_modified: When its files came; seconds since 1970.
+    """
+
+    name: str
+    revision: str
+    refs: tuple[str, ...]
+    path: Path
+    size: int
+    weight_bytes: int
+    is_complete: bool
+    last_modified: float
+
+    def config(self) -> dict[str, Any]:
+        """Returns ``config.json``; empty if there is none that can be read."""
+        try:
+            config = json.loads((self.path / "config.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return config if isinstance(config, dict) else {}
+
+
+@dataclass(frozen=True)
+class Download:
+    """What fetching a model would bring.
+
+    Attributes:
+        revision: The commit.
+        num_files: Number of files.
+        missing: Bytes that are not here yet.
+        free: Bytes that are free on the cache's disk.
+    """
+
+    revision: str
+    num_files: int
+    missing: int
+    free: int
+
+
+def cache_dir() -> Path:
+    """The directory of the cache (``HF_HUB_CACHE``)."""
+    return Path(constants.HF_HUB_CACHE)
+
+
+def models(name: str | None = None) -> list[CachedModel]:
+    """Returns the models in the cache by name, each revision for itself.
+
+    Args:
+        name: Only this hub id.
+    """
+    try:
+        found = scan_cache_dir(cache_dir())
+    except CacheNotFound:
+        return []
+    kept, seen = [], set()
+    for repo in found.repos:
+        if repo.repo_type != "model" or name not in (None, repo.repo_id):
+            continue
+        is_whole = not _parts(repo.repo_path)
+        for revision in repo.revisions:
+            weights = [f for f in revision.files if f.file_name.endswith(_WEIGHTS)]
+            if not weights and is_whole:
+                continue  # a tokenizer or a config that some program looked up
+            seen.add(repo.repo_path.name)
+            kept.append(
+                CachedModel(
+                    name=repo.repo_id,
+                    revision=revision.commit_hash,
+                    refs=tuple(sorted(revision.refs)),
+                    path=revision.snapshot_path,
+                    size=revision.size_on_disk,
+                    weight_bytes=sum(f.size_on_disk for f in weights),
+                    is_complete=is_whole and not _missing_shards(revision.snapshot_path),
+                    last_modified=revision.last_modified,
+                )
+            )
+    kept += [each for each in _begun(seen) if name in (None, each.name)]
+    return sorted(kept, key=lambda each: (each.name.lower(), -each.last_modified))
+
+
+def _parts(repo: Path) -> list[Path]:
+    """Files of which a download got only a part."""
+    return list((repo / "blobs").glob("*.incomplete"))
+
+
+def _begun(others: Container[str]) -> Iterator[CachedModel]:
+    """Models that have parts of files and none that is whole."""
+    for repo in cache_dir().glob("models--*"):
+        if repo.name in others or not (parts := _parts(repo)):
+            continue
+        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+        stats = [part.stat() for part in parts]
+        newest = max(stat.st_mtime for stat in stats)
+        size = sum(stat.st_size for stat in stats)
+        yield CachedModel(name, "", (), repo, size, 0, False, newest)
+
+
+def _missing_shards(path: Path) -> bool:
+    """True if an index of weights names a file that is not here."""
+    try:
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        return not all((path / shard).exists() for shard in set(index["weight_map"].values()))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return True
+
+
+def plan(name: str, *, revision: str | None = None, include: Sequence[str] = ()) -> Download:
+    """Asks the hub what `pull` would fetch.
+
+    Raises:
+        InvalidParameterError: No file is like `include`.
+        ModelLoadError: The hub does not give it, or the disk has no room for it.
+    """
+    files = _snapshot(name, revision, include, dry_run=True)
+    if not files:
+        raise InvalidParameterError("include", "the name or pattern of a file", list(include))
+    missing = sum(file.file_size or 0 for file in files if file.will_download)
+    place = cache_dir()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if missing and missing + RESERVE > free:
+        raise ModelLoadError(
+            name,
+            f"{missing // _MIB:,} MiB are to be downloaded to {place}, where {free // _MIB:,} MiB "
+            "are free (1 GiB stays free): remove models (`mlx-paged rm`), or set HF_HUB_CACHE",
+        )
+    return Download(files[0].commit_hash, len(files), missing, free)
+
+
+def pull(name: str, *, revision: str | None = None, include: Sequence[str] = ()) -> Path:
+    """Fetches a model. Files that an earlier download completed are kept.
+
+    Args:
+        revision: A branch, tag or commit; None is the default branch.
+        include: Patterns of file names; empty means all that a model needs.
+
+    Returns:
+        Its directory.
+
+    Raises:
+        ModelLoadError: The hub does not give it.
+    """
+    return Path(_snapshot(name, revision, include))
+
+
+def _snapshot(
+    name: str, revision: str | None, include: Sequence[str], *, dry_run: bool = False
+) -> Any:
+    patterns = list(include) or _needed_patterns()
+    try:
+        with _progress_bars(shown=not dry_run and sys.stderr.isatty()):
+            return snapshot_download(
+                name, revision=revision, allow_patterns=patterns, dry_run=dry_run
+            )
+    except HFValidationError as error:
+        raise InvalidParameterError("model", "a hub id ('owner/model')", name) from error
+    except Exception as error:  # (of HTTP, of the hub, of the disk)
+        cause = error
+        while isinstance(cause, DryRunError) and isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__
+        lines = str(cause).strip().splitlines() or [""]
+        raise ModelLoadError(
+            name, f"the Hugging Face hub did not give it ({type(cause).__name__}: {lines[0]})"
+        ) from error
+
+
+@contextmanager
+def _progress_bars(*, shown: bool) -> Iterator[None]:
+    """Draws the library's bars, or keeps it quiet."""
+    was_off, level = are_progress_bars_disabled(), hub_logging.get_verbosity()
+    (enable_progress_bars if shown else disable_progress_bars)()
+    hub_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(level)
+        (disable_progress_bars if was_off else enable_progress_bars)()
+
+
+def _needed_patterns() -> list[str]:
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # takes seconds to import
+
+    return list(DEFAULT_ALLOW_PATTERNS)
+
+
+def remove(chosen: Sequence[CachedModel]) -> int:
+    """Removes revisions, and files that no other revision uses. Returns the bytes freed."""
+    freed = 0
+    for each in chosen:
+        if not each.revision:
+            freed += each.size
+            shutil.rmtree(each.path)
+    revisions = [each.revision for each in chosen if each.revision]
+    if revisions:
+        strategy = scan_cache_dir(cache_dir()).delete_revisions(*revisions)
+        strategy.execute()
+        freed += strategy.expected_freed_size
+    return freed
+
+
+def matching(patterns: Sequence[str]) -> Iterator[tuple[str, list[CachedModel]]]:
+    """Yields each given ``NAME`` or ``NAME@REVISION`` with the revisions that it means.
+
+    A revision may be a branch, a tag, or the beginning of a commit.
+    """
+    for pattern in patterns:
+        name, _, revision = pattern.partition("@")
+        yield (
+            pattern,
+            [
+                each
+                for each in models(name)
+                if not revision or revision in each.refs or each.revision.startswith(revision)
+            ],
+        )
