@@ -87,7 +87,7 @@ def test_products(tmp_path) -> None:
     assert compared(compiled(tmp_path, "stream")) > 50_000
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @needs_nvcc
 @pytest.mark.parametrize("bits", BITS)
 def test_quantised_products(tmp_path, bits: int) -> None:
@@ -106,7 +106,7 @@ def test_products_of_experts(tmp_path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -134,7 +134,7 @@ ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
 
 
 @needs_nvcc
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(
     ("bits", "changes"),
     [
@@ -169,7 +169,7 @@ def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]
 
 
 @needs_nvcc
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(
     "change",
     [

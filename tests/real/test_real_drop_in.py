@@ -65,6 +65,7 @@ def test_paged_mlx_lm_gives_the_same_answers(quantized: Path) -> None:
         assert answers(quantized) == (batch, one, None)
 
 
+@pytest.mark.long
 def test_an_adapter_is_trained_and_used(float32: Path, tmp_path: Path) -> None:
     data, adapters = tmp_path / "data", tmp_path / "adapters"
     data.mkdir()

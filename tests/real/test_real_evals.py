@@ -33,29 +33,31 @@ def metrics(service: LocalService, task: str, limit: int) -> dict[str, float]:
     except DownloadError as error:
         pytest.skip(str(error))
     print(task, found)
-    assert found["num_questions"] >= min(limit, 10)
+    assert found["num_questions"] == limit
     return dict(found["metrics"])
 
 
 def test_grade_school_mathematics(service: LocalService) -> None:
     # A model of 135 million parameters solves one question in fifty.
-    found = metrics(service, "gsm8k-sample", 20)
+    found = metrics(service, "gsm8k-sample", 8)
     assert 0 <= found["exact_match,last-number"] <= 0.2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("task", ["hellaswag-sample", "truthfulqa-sample"])
 def test_multiple_choice(task: str, service: LocalService) -> None:
     assert 0.1 <= metrics(service, task, 10)["acc"] <= 0.8
 
 
+@pytest.mark.long
 def test_completions_of_functions_are_python(service: LocalService) -> None:
     assert metrics(service, "humaneval-sample", 10)["parses"] >= 0.7
 
 
 def test_forced_calls_are_valid(service: LocalService) -> None:
-    found = metrics(service, "tool-calls:simple_python", 10)
+    found = metrics(service, "tool-calls:simple_python", 5)
     assert found["called,required"] == 1
-    assert found["valid,required"] >= 0.9, "all but those that max_tokens has cut"
+    assert found["valid,required"] >= 0.8, "all but those that max_tokens has cut"
     assert 0 <= found["called,auto"] <= 1
 
 
