@@ -29,12 +29,11 @@ from kv_quality import questions as first_turns
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.core import Sequence as CoreSequence
-from mlx_paged.core import StepBatch
 from mlx_paged.demo.real_model import real_model_path
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.drafter import Wanted
+from mlx_paged.engine.speculation.drafter import Drafter, Wanted
 from mlx_paged.engine.speculation.speculator import Speculator
 
 CODE = '''def total(items, rate):
@@ -138,15 +137,13 @@ def measure(workload: Workload, num_seqs: int, rounds: int, dtype: str) -> dict[
     }
 
 
-class ForcedDrafter:
+class ForcedDrafter(Drafter):
     """Guesses known answers, each token right with a given probability."""
 
     def __init__(self, right: float, vocab_size: int) -> None:
         self.answers: dict[tuple[int, ...], Sequence[int]] = {}
         self._right, self._vocab_size = right, vocab_size
         self._random = random.Random(0)
-
-    price = None
 
     def draft(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
         return [self._draft(each.seq, each.max_drafts) for each in wanted]
@@ -159,15 +156,6 @@ class ForcedDrafter:
             t if self._random.random() < self._right else (t + 1) % self._vocab_size for t in known
         )
         return Draft(len(seq.tokens), drafts, kind_of(Source.SEQUENCE, 3)) if drafts else None
-
-    def launched(self, batch: StepBatch) -> None:
-        """It has no blocks."""
-
-    def finish(self, seq: CoreSequence) -> None:
-        """It learns nothing."""
-
-    def reset(self) -> None:
-        """It has nothing to forget."""
 
 
 def forced(

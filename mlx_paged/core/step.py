@@ -167,6 +167,8 @@ class StepResult:
         pooled: Pooled hidden states.
         feature_sizes: (key, bytes) of media features encoded since the last result.
         is_poisoned: True if NaNs or infinities were found; the prefix cache is then unreliable.
+        hidden: A device's array ``[num_tokens, width]`` of the hidden states that a drafter reads;
+            None if there are none, or if the step did not run as a whole.
         time: The time that a step with prompts took; None if it was not measured or did not run as
             a whole.
     """
@@ -178,4 +180,5 @@ class StepResult:
     pooled: list[PooledStates] = field(default_factory=list)
     feature_sizes: list[tuple[bytes, int]] = field(default_factory=list)
     is_poisoned: bool = False
+    hidden: Any = None
     time: StepTime | None = None

@@ -27,8 +27,9 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
 from mlx_paged.engine.speculation import costs
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.draft_model import check_layout, load_draft_model
+from mlx_paged.engine.speculation.draft_model import make_eagle3, make_model_drafter
 from mlx_paged.engine.speculation.drafter import Drafter
+from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.engine.speculation.lookup import LookupDrafter
 from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.engine.speculation.speculator import Speculator
@@ -119,7 +120,7 @@ def build_engine(
     paged.limit_contexts(max_model_len)
     # A tokenizer may have more tokens than its model.
     masks = SequenceMasks(0 if compiler is None else compiler.num_words)
-    draft_model = _draft_model(model, config, masks, max_model_len, platform)
+    draft_model = _model_drafter(model, paged, config, masks, max_model_len)
     companion_bytes = 0 if draft_model is None else draft_model.bytes_per_token
     kv_config = KVCacheConfig(paged.layout, config, max_model_len, companion_bytes)
     runner = _runner(paged, config, kv_config, model, masks)
@@ -281,35 +282,34 @@ def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> 
     return Classifier.of(paged, ids)
 
 
-def _draft_model(
+def _model_drafter(
     target: LoadedModel,
+    paged: PagedModel,
     config: EngineConfig,
     masks: SequenceMasks,
     max_model_len: int | None,
-    platform: Platform,
-) -> ModelDrafter | None:
-    """Loads the draft model that the options name; None if they name none.
+) -> ModelDrafter | HeadDrafter | None:
+    """Makes the drafter if it is a model; None for others.
 
     Raises:
         InvalidParameterError: It does not fit the model.
     """
     options = config.speculative_config
-    if not isinstance(options, SpeculativeConfig) or options.method != "draft_model":
+    if not isinstance(options, SpeculativeConfig) or config.runner != "generate":
         return None
-    draft = load_draft_model(options, target)
+    if options.method == "eagle3":
+        return make_eagle3(options, target, paged, masks, max_model_len=max_model_len)
+    if options.method != "draft_model":
+        return None
     # Layers are skipped by their numbers in the target.
-    paged = _paged_model(draft, replace(config, kv_cache_dtype_skip_layers=()), platform)
-    check_layout(paged, draft)
-    limits = [max_model_len, draft.max_model_len, paged.layout.max_context_len]
-    longest = min((n for n in limits if n is not None), default=None)
-    paged.limit_contexts(longest)
-    runner = ModelRunner(paged, masks=masks, orders_all=True, vocab_size=target.vocab_size)
-    return ModelDrafter(
-        runner,
+    own = replace(config, kv_cache_dtype_skip_layers=())
+    return make_model_drafter(
+        options,
+        target,
         masks,
+        make_paged=lambda draft: _paged_model(draft, own, paged.platform),
+        max_model_len=max_model_len,
         max_rows=config.step_tokens,
-        max_model_len=longest,
-        num_tokens=draft.vocab_size,
     )
 
 
@@ -317,7 +317,7 @@ def _speculator(
     runner: ModelRunner,
     config: EngineConfig,
     max_model_len: int | None,
-    draft_model: ModelDrafter | None,
+    draft_model: ModelDrafter | HeadDrafter | None,
 ) -> Speculator | None:
     """Makes what proposes drafts, and measures what they cost; None without speculation."""
     options = config.speculative_config
@@ -328,16 +328,16 @@ def _speculator(
     if not options.adaptive:
         return Speculator(options, drafter, None)
 
-    def measure(runner: ModelRunner) -> costs.StepCosts | None:
+    def measure(runner: ModelRunner, longest: int | None) -> costs.StepCosts | None:
         return costs.measure(
             runner,
             max_num_seqs=min(config.max_num_seqs, config.step_tokens),
-            max_context_len=max_model_len,
+            max_context_len=longest,
         )
 
     if draft_model is not None:
-        draft_model.rounds = measure(draft_model.runner)
-    return Speculator(options, drafter, measure(runner))
+        draft_model.rounds = measure(draft_model.runner, draft_model.max_model_len)
+    return Speculator(options, drafter, measure(runner, max_model_len))
 
 
 def _offloading(

@@ -394,7 +394,7 @@ class Engine:
             updates += self._output_processor.end_expired(expired)
         self._scheduler.update_from_output(launched, result.token_ids)
         if self._speculator is not None:
-            self._speculator.observe(launched, result.token_ids)
+            self._speculator.observe(launched, result.token_ids, result.hidden)
         return updates, result
 
     def _launch_next(self) -> SchedulerOutput | None:

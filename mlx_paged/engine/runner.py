@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -70,6 +70,7 @@ class LaunchedStep:
     sample_failure: SampleFailure | None = None  # None if nothing is sampled
     logprobs: Reported | None = None  # of sampled tokens, if requested
     prompt_logprobs: Reported | None = None  # of prompt tokens, likewise
+    hidden: mx.array | None = None  # [num_tokens, width]: the tapped states of its rows
 
     @property
     def results(self) -> list[mx.array]:
@@ -125,8 +126,8 @@ class ModelRunner:
         masks: Makes the masks that batches name, if any.
         orders_all: On the CPU, give the rows of all decodes the same bits in any company. False
             does so for up to 64 rows, because a BLAS multiplies more of them faster.
-        vocab_size: Logits get this width before sampling, because noise depends on it: tokens from
-            there on are dropped, missing ones are impossible. None keeps the model's.
+        to_vocabulary: Maps logits to those of another model's vocabulary before sampling, because
+            noise depends on their width.
     """
 
     def __init__(
@@ -138,10 +139,10 @@ class ModelRunner:
         media: StepMediaBuilder | None = None,
         masks: MaskSource | None = None,
         orders_all: bool = False,
-        vocab_size: int | None = None,
+        to_vocabulary: Callable[[mx.array], mx.array] | None = None,
     ) -> None:
         self._orders_all = orders_all
-        self._vocab_size = vocab_size
+        self._to_vocabulary = to_vocabulary
         # On a GPU, kernels for one row of a sequence and for several sum in different orders.
         self.splits_drafts = not (model.platform.on_cpu or model.layout.has_states)
         self.model = model
@@ -169,7 +170,12 @@ class ModelRunner:
         """Allocates new pools. The contents of the old ones are lost."""
         self.model.allocate(num_blocks, num_state_slots)
 
-    def launch(self, batch: StepBatch, previous: LaunchedStep | KnownTokens | None) -> LaunchedStep:
+    def launch(
+        self,
+        batch: StepBatch,
+        previous: LaunchedStep | KnownTokens | None,
+        features: mx.array | None = None,
+    ) -> LaunchedStep:
         """Builds a step, starts it on the device, and returns immediately.
 
         It waits only if a sequence has a token mask whose newest token is in flight. A step that
@@ -177,6 +183,7 @@ class ModelRunner:
 
         Args:
             previous: The step before, or its tokens, if the batch uses any of them.
+            features: See `StepInputs`.
 
         Raises:
             ValueError: The batch has adapters, which this runner does not support.
@@ -185,7 +192,7 @@ class ModelRunner:
             raise ValueError("[step] adapter_ids must be 0: not supported")
         before = self.model.pools()
         try:
-            return self._launch(batch, previous, before)
+            return self._launch(batch, previous, before, features)
         except Exception:
             self.model.restore(before)
             self._forget()
@@ -208,7 +215,7 @@ class ModelRunner:
         else:
             rest = iter(sampled)
             tokens = [list(islice(rest, count)) for count in batch.num_samples()]
-        result = StepResult(tokens)
+        result = StepResult(tokens, hidden=launched.hidden)
         if min(sampled, default=0) < 0 and launched.sample_failure is not None:
             row = 0
             for index, count in enumerate(batch.num_samples()):
@@ -273,6 +280,7 @@ class ModelRunner:
         batch: StepBatch,
         previous: LaunchedStep | KnownTokens | None,
         pools_before: list[mx.array],
+        features: mx.array | None,
     ) -> LaunchedStep:
         self._copy_blocks(batch)
         count, is_decode, targets = len(batch.seq_ids), batch.is_decode, batch.prompt_targets
@@ -310,6 +318,8 @@ class ModelRunner:
             made = self.media.store.made()
         num_ordered = self._num_ordered_rows(batch, num_rows)
         inputs = self._inputs(batch, context_lens, num_rows, wanted, media, num_ordered)
+        if features is not None:
+            inputs = replace(inputs, features=features)
         repetition = self.model.repetition_of(inputs)
         step_tokens = input_tokens(
             batch,
@@ -318,9 +328,11 @@ class ModelRunner:
             repetition.num_rows - len(batch.token_ids),
             stays=repetition.reads_once,
         )
-        logits, pools, greedy = self.model.run(step_tokens, inputs, repetition)
-        if self._vocab_size not in (None, logits.shape[-1]):
-            logits, greedy = _of_width(logits, self._vocab_size), None
+        logits, pools, greedy, taps = self.model.run(step_tokens, inputs, repetition)
+        hidden = _joined(taps, len(batch.token_ids)) if taps else None
+        if self._to_vocabulary is not None:
+            mapped = self._to_vocabulary(logits)
+            logits, greedy = mapped, greedy if mapped is logits else None
         if num_sampled:
             raw = logits
             if targets:
@@ -346,10 +358,14 @@ class ModelRunner:
             sample_failure=sample_failure,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            hidden=hidden,
         )
         # A device program's results were launched with it, and nothing else is requested.
         results = launched.results
-        if greedy is None or for_host is not greedy.reported or len(results) > 1 or made:
+        is_program = greedy is not None and for_host is greedy.reported and len(results) == 1
+        if hidden is not None:
+            made = [*made, hidden]
+        if made or not is_program:
             mx.async_eval(*results, *pools, *made)  # type: ignore[no-untyped-call]
         return launched
 
@@ -453,12 +469,10 @@ def _split_drafts(
     return context_lens[sequence] - later, lens, by_row
 
 
-def _of_width(logits: mx.array, width: int | None) -> mx.array:
-    """``[num_rows, vocab_size]`` -> ``[num_rows, width]``."""
-    missing = (width or 0) - logits.shape[-1]
-    if missing <= 0:
-        return logits[:, :width]
-    return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
+def _joined(taps: Sequence[mx.array], num_rows: int) -> mx.array:
+    """``[num_rows, total width]``: a copy, because the next step may reuse the memory of taps."""
+    joined = mx.concatenate(list(taps), axis=-1) if len(taps) > 1 else taps[0] + 0
+    return joined[:num_rows]
 
 
 def _newest(

@@ -127,6 +127,7 @@ class Step:
         media: Inputs of the rows besides tokens, for a multimodal model.
         selected: Computes the needed rows if they are few; None gathers them.
         num_ordered_rows: See `StepInputs`.
+        features: Likewise.
     """
 
     plan: AttentionPlan
@@ -138,6 +139,7 @@ class Step:
     media: MediaRows | None = None
     selected: LastLayerPruning | None = None
     num_ordered_rows: int = 0
+    features: mx.array | None = None
 
     def plan_for(self, group_spec: KVCacheGroupSpec) -> AttentionPlan:
         """Returns the plan that layers of this group read and write through."""

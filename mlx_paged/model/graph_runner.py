@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import NamedTuple
@@ -49,8 +49,6 @@ _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name
 _ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
 
 Pools = list[mx.array]
-# Tokens, the step and the pools' handles -> logits and the new handles.
-Forward = Callable[[mx.array, Step, Pools], tuple[mx.array, Pools]]
 
 
 class Greedy(NamedTuple):
@@ -67,11 +65,13 @@ class StepOutput(NamedTuple):
     logits: mx.array  # [len(logit_rows), vocab_size]
     pools: Pools  # handles after its writes; a GPU's executable returns the list from before it
     greedy: Greedy | None = None  # the choice from the logits, if the step computes it
+    taps: Sequence[mx.array] = ()  # each [num_rows, hidden_size], see `model.taps`
 
 
+# Tokens, the step and the pools' handles -> logits, the new handles and taps.
+Forward = Callable[[mx.array, Step, Pools], StepOutput]
 _Graph = Callable[[mx.array, list[mx.array], Pools], StepOutput]
-_GraphForward = Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]]
-_Compiler = Callable[[_GraphForward, mx.array, list[mx.array], Pools], _Graph]
+_Compiler = Callable[[_Graph, mx.array, list[mx.array], Pools], _Graph]
 
 
 class Repeat(Enum):
@@ -244,13 +244,12 @@ class GraphRunner:
     def _compile(
         self, shape: object, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat
     ) -> StepOutput:
-        group_specs, has_rope = tuple(step.plans), _has_rope_positions(step)
+        group_specs, further = tuple(step.plans), _further_inputs(step)
         arrays = _arrays_of(step)
 
-        def forward(
-            tokens: mx.array, arrays: list[mx.array], pools: Pools
-        ) -> tuple[mx.array, Pools]:
-            return self._forward(tokens, _step_of(arrays, group_specs, has_rope), pools)
+        def forward(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
+            built = self._forward(tokens, _step_of(arrays, group_specs, further), pools)
+            return StepOutput(*built)
 
         for make in self._ways(tokens.shape[0], repeat):
             try:
@@ -312,42 +311,55 @@ class GraphRunner:
     # --- Ways to compile. Each returns the graph of `forward`, and evaluates no array of the step.
 
     def _gpu_executable(
-        self, forward: _GraphForward, tokens: mx.array, arrays: list[mx.array], pools: Pools
+        self, forward: _Graph, tokens: mx.array, arrays: list[mx.array], pools: Pools
     ) -> _Graph:
         chooses = self._chooses()  # False if its outputs are no logits
         end = 1 + len(arrays)
         inputs = executables.placeholders([tokens, *arrays, *pools])
         with patches.graph_for_program():
-            logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
+            logits, written, _, taps = forward(inputs[0], inputs[1:end], inputs[end:])
         greedy = ops.greedy_tokens(logits) if chooses else ()
-        executable = executables.GpuExecutable(inputs, [logits, *greedy, *written])
+        executable = executables.GpuExecutable(inputs, [logits, *greedy, *taps, *written])
 
         def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
-            logits, *greedy = executable([tokens, *arrays, *pools], returns_pools=False)
+            logits, *more = executable([tokens, *arrays, *pools], returns_pools=False)
             # The pools keep their handles, so the step must go before all that is built on them.
             mx.async_eval(logits)  # type: ignore[no-untyped-call]
-            return StepOutput(logits, pools, Greedy(*greedy) if chooses else None)
+            num_greedy = len(greedy)
+            found = Greedy(*more[:num_greedy]) if chooses else None
+            return StepOutput(logits, pools, found, more[num_greedy:])
 
         return run
 
     def _cpu_executable(
-        self, forward: _GraphForward, tokens: mx.array, arrays: list[mx.array], pools: Pools
+        self, forward: _Graph, tokens: mx.array, arrays: list[mx.array], pools: Pools
     ) -> _Graph:
         end = 1 + len(arrays)
         inputs = executables.placeholders([tokens, *arrays, *pools])
-        logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
-        executable = executables.CpuExecutable(inputs, [logits, *written])
+        logits, written, _, taps = forward(inputs[0], inputs[1:end], inputs[end:])
+        executable = executables.CpuExecutable(inputs, [logits, *taps, *written])
         self._note_foreign(executable.foreign)
 
         def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
-            logits, *pools = executable([tokens, *arrays, *pools])
-            return StepOutput(logits, pools)
+            logits, *rest = executable([tokens, *arrays, *pools])
+            return StepOutput(logits, rest[len(taps) :], None, rest[: len(taps)])
 
         return run
 
-    def _compiled_graph(self, forward: _GraphForward, *_: object) -> _Graph:
-        compiled = mx.compile(forward)
-        return lambda tokens, arrays, pools: StepOutput(*compiled(tokens, arrays, pools))
+    def _compiled_graph(self, forward: _Graph, *_: object) -> _Graph:
+        def build(
+            tokens: mx.array, arrays: list[mx.array], pools: Pools
+        ) -> tuple[mx.array, Pools, list[mx.array]]:
+            built = forward(tokens, arrays, pools)
+            return built.logits, built.pools, list(built.taps)
+
+        compiled = mx.compile(build)
+
+        def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
+            logits, pools, taps = compiled(tokens, arrays, pools)
+            return StepOutput(logits, pools, None, taps)
+
+        return run
 
     def _shape_of(self, tokens: mx.array, step: Step) -> object:
         repeats = self.platform.repeats_steps
@@ -358,7 +370,7 @@ class GraphRunner:
             tuple(step.plans),
             tokens.shape[0],
             step.logit_rows.shape[0],
-            _has_rope_positions(step),
+            _further_inputs(step),
             *(
                 tuple(getattr(plan, name).shape)
                 for plan in (step.plan, *step.plans.values())
@@ -379,16 +391,30 @@ def _arrays_of(step: Step) -> list[mx.array]:
     arrays = [step.logit_rows, *(getattr(plan, name) for plan in plans for name in _PLAN_FIELDS)]
     if step.media is not None and step.media.rope_positions is not None:
         arrays.append(step.media.rope_positions)
+    if step.features is not None:
+        arrays.append(step.features)
     return arrays
 
 
-def _has_rope_positions(step: Step) -> bool:
-    return step.media is not None and step.media.rope_positions is not None
+class _FurtherInputs(NamedTuple):
+    """The inputs of a step besides its plans."""
+
+    has_rope: bool
+    features: tuple[int, ...] | None  # shape
 
 
-def _step_of(arrays: list[mx.array], group_specs: tuple[object, ...], has_rope: bool) -> Step:
-    media = None
-    if has_rope:
+def _further_inputs(step: Step) -> _FurtherInputs:
+    has_rope = step.media is not None and step.media.rope_positions is not None
+    return _FurtherInputs(has_rope, None if step.features is None else tuple(step.features.shape))
+
+
+def _step_of(
+    arrays: list[mx.array], group_specs: tuple[object, ...], further: _FurtherInputs
+) -> Step:
+    media = features = None
+    if further.features is not None:
+        *arrays, features = arrays
+    if further.has_rope:
         *arrays, positions = arrays
         media = MediaRows(None, None, positions)
     count = len(_PLAN_FIELDS)
@@ -401,4 +427,5 @@ def _step_of(arrays: list[mx.array], group_specs: tuple[object, ...], has_rope: 
         arrays[0],
         dict(zip(group_specs, plans[1:])),  # type: ignore[arg-type]
         media=media,
+        features=features,
     )

@@ -345,6 +345,19 @@ def _directory_of(name: str) -> Path:
     return Path(name) if Path(name).exists() else hf_repo_to_path(name)
 
 
+def local_directory(name: str) -> Path:
+    """Returns the directory of a checkpoint; downloads that of a hub id.
+
+    Raises:
+        ModelLoadError: There is none.
+    """
+    check_path(name)
+    try:
+        return Path(_download(name))
+    except (OSError, RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelLoadError(name, _reason(name, error)) from error
+
+
 def require_served(config: Mapping[str, Any], multimodal: MultiModalCheckpoint | None) -> None:
     """Refuses a family that is served neither for text nor with media.
 

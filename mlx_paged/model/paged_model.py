@@ -55,6 +55,7 @@ from mlx_paged.model.plan import (
 )
 from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.model.takes_media import TakesMedia
+from mlx_paged.model.taps import Taps
 from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
 
@@ -110,6 +111,7 @@ class PagedModel:
         self.caches: list[object] = []
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
+        self._taps: Taps | None = None
         self._activations = "float32"
         self._least_gathered = dense_prefill.MIN_ROWS
         # The first n rows of a step, by n: as numbers, and [n] int32 on the device.
@@ -219,6 +221,21 @@ class PagedModel:
     def keep_hidden_states(self) -> int:
         """From now on `forward` returns hidden states; see `OutputRows.keep_hidden_states`."""
         return self._output_rows.keep_hidden_states()
+
+    def tap(self, places: Sequence[int]) -> None:
+        """From now on, `run` returns hidden states of all rows; call it once, before `allocate`.
+
+        Args:
+            places: See `Taps`.
+
+        Raises:
+            ValueError: The model has no such layer, or runs on copies of its blocks.
+        """
+        if self._is_gathered:
+            raise ValueError(
+                f"hidden states are not read from a model that runs {self.layout.mode}"
+            )
+        self._taps = Taps(self.model, places, context=self._context, output_rows=self._output_rows)
 
     def output_weights(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Returns the weights for the logits of some tokens; see `OutputRows.weights_of`."""
@@ -376,9 +393,7 @@ class PagedModel:
         with patches.native_tower(self.platform):
             return self.model.encode(item)
 
-    def _run(
-        self, tokens: mx.array, step: Step, pools: list[mx.array]
-    ) -> tuple[mx.array, list[mx.array]]:
+    def _run(self, tokens: mx.array, step: Step, pools: list[mx.array]) -> StepOutput:
         """Runs the model's own code on these pools; the caches keep theirs. See
         `graph_runner.Forward`."""
         patches.ensure_installed()  # Unpatching mlx-lm uninstalls them.
@@ -393,9 +408,12 @@ class PagedModel:
             with patches.native_ops(
                 step.plan.positions, self._activations, by_rows=by_rows, platform=self.platform
             ):
-                more = {} if step.media is None else {"media": step.media}
+                more: dict[str, object] = {} if step.media is None else {"media": step.media}
+                if step.features is not None:
+                    more["features"] = step.features
                 logits = self.model(tokens[:, None], cache=self.caches, **more)
-                return self._output_rows.finish(logits), self.pools()
+                taps = () if self._taps is None else self._taps.take()
+                return StepOutput(self._output_rows.finish(logits), self.pools(), None, taps)
         finally:
             self._context.leave()
             self.restore(before)
@@ -406,7 +424,8 @@ class PagedModel:
         Args:
             num_rows: Tokens of the step, if they have been padded already; None decides that too.
         """
-        may_pad, media = num_rows is None and inputs.media is None and self._may_pad, inputs.media
+        media = inputs.media
+        may_pad = num_rows is None and media is None and self._may_pad and inputs.features is None
         if num_rows is None:
             num_rows = int(inputs.query_lens.sum())
         if self._is_gathered:
@@ -478,6 +497,7 @@ class PagedModel:
             media,
             selected,
             inputs.num_ordered_rows,
+            inputs.features,
         )
 
     def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> LastLayerPruning | None:
@@ -492,6 +512,7 @@ class PagedModel:
             group_spec.chunk is not None
             or self._bounds(inputs, group_spec) is not None
             or not np.array_equal(ends[sequences] - 1, wanted)
+            or (self._taps is not None and self._taps.reads_end)
         ):
             return None
         tables = inputs.tables_of(group_spec)

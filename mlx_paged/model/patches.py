@@ -671,6 +671,8 @@ class OutputRows:
         self._projection = projection
         self._keeps_hidden = False
         self._hidden: mx.array | None = None  # of the forward that is being built
+        #: Called with the hidden states of all rows; see `model.taps`.
+        self.on_hidden: Callable[[mx.array], None] | None = None
         if projection is not None:
             self._override(projection.module, projection.method)
 
@@ -736,6 +738,8 @@ class OutputRows:
 
         def project_selected(self: Any, x: mx.array) -> mx.array:
             if context.active:
+                if rows.on_hidden is not None:
+                    rows.on_hidden(x)
                 x = context.step.select(x.reshape(-1, 1, x.shape[-1]))
                 if rows._keeps_hidden:
                     rows._hidden = x

@@ -175,6 +175,7 @@ class StepInputs:
         media: Inputs of the rows besides tokens, or None.
         num_ordered_rows: Leading rows that must have the same bits in any company, on the CPU.
             Their logits are needed.
+        features: ``[num_rows, width]``: hidden states of another model, for a draft head.
     """
 
     context_lens: np.ndarray
@@ -184,6 +185,7 @@ class StepInputs:
     state_slots: StateSlots | None = None
     media: StepMedia | None = None
     num_ordered_rows: int = 0
+    features: mx.array | None = None
 
     def tables_of(self, group_spec: KVCacheGroupSpec) -> Tables:
         """Returns the block tables of these layers."""

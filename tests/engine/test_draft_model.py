@@ -94,6 +94,7 @@ def sampled(count: int, max_tokens: int = 24) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["together", "as on a GPU"])
+@pytest.mark.one_in(2)
 def test_a_model_always_accepts_itself(splits: bool) -> None:
     """Only the noise of the right position, and the keys and values of the right tokens do so.
 
@@ -144,6 +145,7 @@ def test_padded_vocabularies_have_the_same_noise(more: int) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="heads of 16 dims have no kernel on a GPU")
 @pytest.mark.parametrize("name", list(GROUPED))
+@pytest.mark.one_in(4)
 def test_windows_and_recurrent_states(name: str) -> None:
     """The draft model sees everything through the tables of full attention."""
     rng = np.random.default_rng(3)
@@ -226,6 +228,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], Sa
 
 
 @pytest.mark.parametrize("step_tokens", [32, 2048])
+@pytest.mark.one_in(2)
 def test_drafts_are_those_of_the_draft_model_alone(step_tokens: int, drafts: Any) -> None:
     """After rejected drafts, prefix hits, copies and preemption, and after steps without drafts.
     Prompts go in chunks."""

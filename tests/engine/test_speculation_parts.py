@@ -18,7 +18,7 @@ from mlx_paged.engine.speculation.acceptance import (
 )
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.costs import StepCosts
-from mlx_paged.engine.speculation.drafter import Wanted
+from mlx_paged.engine.speculation.drafter import Drafter, Wanted
 from mlx_paged.engine.speculation.lookup import SequenceIndex, SharedText, SharedTexts
 from mlx_paged.engine.speculation.speculator import Speculator
 
@@ -121,13 +121,11 @@ def test_costs_are_interpolated_and_corrected() -> None:
 # --- The choice of drafts -------------------------------------------------------------------------
 
 
-class Always:
+class Always(Drafter):
     """A drafter with one kind of draft."""
 
     def __init__(self, length: int, match: int) -> None:
         self.length, self.match = length, match
-
-    price: Any = None
 
     def draft(self, wanted: list[Wanted]) -> list[Draft | None]:
         kind = kind_of(Source.SEQUENCE, self.match)
@@ -135,15 +133,6 @@ class Always:
             Draft(len(seq.tokens), (7,) * min(self.length, max_drafts), kind)
             for seq, _, max_drafts in wanted
         ]
-
-    def launched(self, batch: Any) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
-
-    def finish(self, seq: Any) -> None:
-        pass
 
 
 def sequence(num_left: int = 1) -> Any:

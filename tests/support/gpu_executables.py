@@ -16,7 +16,7 @@ from mlx_paged.model.graph_runner import (
     Repeat,
     StepOutput,
     _arrays_of,
-    _has_rope_positions,
+    _further_inputs,
     _step_of,
 )
 from support.models import StepDriver
@@ -44,9 +44,9 @@ class ProgramSteps(GraphRunner):
         arrays = _arrays_of(step)
         unknown = executables.placeholders([tokens, *arrays, *pools])
         end = 1 + len(arrays)
-        of_step = _step_of(unknown[1:end], tuple(step.plans), _has_rope_positions(step))
+        of_step = _step_of(unknown[1:end], tuple(step.plans), _further_inputs(step))
         with patches.graph_for_program():
-            logits, written = self._forward(unknown[0], of_step, unknown[end:])
+            logits, written, *_ = self._forward(unknown[0], of_step, unknown[end:])
         greedy = ops.greedy_tokens(logits)
         program = executables.GpuExecutable(unknown, [logits, *greedy, *written], **self.options)
         inputs = [tokens, *arrays, *pools]

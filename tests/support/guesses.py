@@ -7,14 +7,14 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from mlx_paged import LLM
-from mlx_paged.core import Sequence, StepBatch
+from mlx_paged.core import Sequence
 from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.drafter import Wanted
+from mlx_paged.engine.speculation.drafter import Drafter, Wanted
 from mlx_paged.engine.speculation.speculator import Speculator
 
 
-class GuessingDrafter:
+class GuessingDrafter(Drafter):
     """Guesses the answers that it was given, each token right with a given probability.
 
     Attributes:
@@ -27,8 +27,6 @@ class GuessingDrafter:
         self._right = right
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
-
-    price = None
 
     def draft(self, wanted: SequenceOf[Wanted]) -> list[Draft | None]:
         """See `Drafter`."""
@@ -47,12 +45,6 @@ class GuessingDrafter:
         if self._random.random() < self._right:
             return token
         return self._random.randrange(self._vocab_size)
-
-    def launched(self, batch: StepBatch) -> None:
-        """See `Drafter`."""
-
-    def reset(self) -> None:
-        """See `Drafter`."""
 
     def finish(self, seq: Sequence) -> None:
         """See `Drafter`."""

@@ -159,6 +159,7 @@ class PoolingRunner(ModelRunner):
         batch: StepBatch,
         previous: LaunchedStep | KnownTokens | None,
         pools_before: list[mx.array],
+        features: mx.array | None = None,
     ) -> LaunchedPooling:
         self._copy_blocks(batch)
         num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from mlx_paged.model.loader import LoadedModel
 
 #: "ngram" finds drafts in the sequence's own tokens, "suffix" in those and in earlier answers, and
-#: "draft_model" asks another model.
-METHODS = ("ngram", "suffix", "draft_model")
-_WITH_MODEL = ("draft_model",)
+#: "draft_model" and "eagle3" ask another model or a head of the model.
+METHODS = ("ngram", "suffix", "draft_model", "eagle3")
+_WITH_MODEL = ("draft_model", "eagle3")
 # Others of vLLM.
-_NOT_YET = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
+_NOT_YET = ("eagle", "mtp", "medusa", "mlp_speculator", "dflash")
 _FIELD = "speculative_config"
 _DEFAULT_NGRAM = 5
 _DEFAULT_TOKENS = 5
@@ -31,10 +31,11 @@ class SpeculativeConfig:
 
     Args:
         method: "ngram" and "suffix" draft what followed when the latest tokens occurred before,
-            "draft_model" what a smaller model continues with. None means "draft_model" if there is
-            a `model`, "ngram" if a `prompt_lookup` option is given, and else "suffix".
-        model: The draft model: a path or hub id (or a loaded model, in Python). It must have the
-            vocabulary of the model that it drafts for.
+            "draft_model" what a smaller model continues with, "eagle3" what a head reads from the
+            model's hidden states. None means "draft_model" if there is a `model` ("eagle3" if its
+            name contains that), "ngram" if a `prompt_lookup` option is given, and else "suffix".
+        model: The draft model or head: a path or hub id (or a loaded draft model, in Python). It
+            must have the vocabulary of the model that it drafts for.
         num_speculative_tokens: Maximum drafts of a sequence in one step. None:
             `suffix_decoding_max_tree_depth` for "suffix", and else 5.
         prompt_lookup_min: Minimum tokens of a match ("ngram").
@@ -88,7 +89,8 @@ class SpeculativeConfig:
         if method is None:
             method = "ngram" if is_ngram else "suffix"
             if self.model is not None:
-                method = "draft_model"
+                is_eagle3 = _is_path(self.model) and "eagle3" in str(self.model).lower()
+                method = "eagle3" if is_eagle3 else "draft_model"
             self._set("method", method)
         expected = f"{' or '.join(map(repr, METHODS))}"
         if method in _NOT_YET:
@@ -96,7 +98,8 @@ class SpeculativeConfig:
         self._check("method", isinstance(method, str) and method in METHODS, expected)
         if method in _WITH_MODEL:
             expected = f"a path or hub id for the method {method!r}"
-            self._check("model", _is_model(self.model), expected)
+            is_model = method == "draft_model" and _is_model(self.model)
+            self._check("model", is_model or _is_path(self.model), expected)
         else:
             self._check("model", self.model is None, f"left out for the method {method!r}")
         if is_ngram and method != "ngram":
@@ -155,9 +158,11 @@ def speculative_config_of(given: Any) -> SpeculativeConfig | None:
     return SpeculativeConfig(**data)
 
 
+def _is_path(value: object) -> bool:
+    return isinstance(value, (str, Path)) and value != ""
+
+
 def _is_model(value: object) -> bool:
-    if isinstance(value, (str, Path)):
-        return value != ""
     from mlx_paged.model.loader import LoadedModel  # needs mlx
 
     return isinstance(value, LoadedModel)

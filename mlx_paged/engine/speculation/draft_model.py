@@ -1,30 +1,73 @@
-"""Loads a draft model, and checks that it fits the model that it drafts for."""
+"""Makes the drafters that are models: loads them, and checks that they fit the model.
+
+Errors of options name `speculative_config.model`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.loading import load
+from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.sampling.masks import SequenceMasks
 from mlx_paged.engine.speculation.config import SpeculativeConfig
+from mlx_paged.engine.speculation.head_drafter import HeadDrafter
+from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.loader import LoadedModel
+from mlx_paged.model.draft_heads.base import input_embeddings, page_head
+from mlx_paged.model.draft_heads.eagle3 import Eagle3Config, load_eagle3
+from mlx_paged.model.loader import LoadedModel, local_directory
 from mlx_paged.model.paged_model import PagedModel
 
 _FIELD = "speculative_config.model"
 
+# --- Draft models ---------------------------------------------------------------------------------
 
-def load_draft_model(config: SpeculativeConfig, target: LoadedModel) -> LoadedModel:
-    """Loads the draft model of a model, in the same dtype.
+
+def make_model_drafter(
+    options: SpeculativeConfig,
+    target: LoadedModel,
+    masks: SequenceMasks,
+    *,
+    make_paged: Callable[[LoadedModel], PagedModel],
+    max_model_len: int | None,
+    max_rows: int,
+) -> ModelDrafter:
+    """Loads a draft model, in the dtype of the model.
+
+    Args:
+        make_paged: Converts a loaded model to paged caches.
+        max_model_len: Maximum tokens of a sequence; None: no limit.
+        max_rows: Maximum rows of a step.
 
     Raises:
-        InvalidParameterError: Its vocabulary is another one.
+        InvalidParameterError: It does not fit the model.
         ModelLoadError, UnsupportedModelError: See `load`.
     """
-    model = config.model
-    assert model is not None
-    loaded = model if isinstance(model, LoadedModel) else load(model, dtype=target.dtype)
-    check_vocabulary(loaded, target)
-    return loaded
+    given = options.model
+    assert given is not None
+    draft = given if isinstance(given, LoadedModel) else load(given, dtype=target.dtype)
+    check_vocabulary(draft, target)
+    paged = make_paged(draft)
+    if paged.layout.has_states:
+        expected = f"a model without recurrent layers, which {draft.model_type!r} has"
+        raise InvalidParameterError(_FIELD, expected, draft.name)
+    limits = [max_model_len, draft.max_model_len, paged.layout.max_context_len]
+    longest = min((n for n in limits if n is not None), default=None)
+    paged.limit_contexts(longest)
+    widen = partial(_of_width, width=target.vocab_size)
+    return ModelDrafter(
+        ModelRunner(paged, masks=masks, orders_all=True, to_vocabulary=widen),
+        masks,
+        max_rows=max_rows,
+        max_model_len=longest,
+        num_tokens=draft.vocab_size,
+    )
 
 
 def check_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:
@@ -50,12 +93,81 @@ def _tokens(tokenizer: TokenizerWrapper) -> dict[int, str]:
     return {index: token for token, index in tokenizer.get_vocab().items()}
 
 
-def check_layout(paged: PagedModel, draft: LoadedModel) -> None:
-    """Refuses a draft model whose past is more than keys and values in blocks.
+def _of_width(logits: mx.array, *, width: int) -> mx.array:
+    """``[num_rows, vocab_size]`` -> ``[num_rows, width]``. Missing tokens are impossible."""
+    missing = width - logits.shape[-1]
+    if not missing:
+        return logits
+    if missing < 0:
+        return logits[:, :width]
+    return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
+
+
+# --- Draft heads ----------------------------------------------------------------------------------
+
+
+def make_eagle3(
+    options: SpeculativeConfig,
+    target: LoadedModel,
+    paged: PagedModel,
+    masks: SequenceMasks,
+    *,
+    max_model_len: int | None,
+) -> HeadDrafter:
+    """Loads an EAGLE-3 head, and taps the model.
+
+    Args:
+        paged: The model that it drafts for, before its pools are allocated.
+        max_model_len: Maximum tokens of a sequence; None: no limit.
 
     Raises:
-        InvalidParameterError: It has recurrent layers.
+        InvalidParameterError: It does not fit the model.
+        ModelLoadError: Its files cannot be read.
     """
-    if paged.layout.has_states:
-        expected = f"a model without recurrent layers, which {draft.model_type!r} has"
-        raise InvalidParameterError(_FIELD, expected, draft.name)
+    path = local_directory(str(options.model))
+    config = Eagle3Config.read(path)
+    embeddings, size = input_embeddings(target.model)
+    _check_eagle3(config, target, size, str(options.model))
+    head, tokens = load_eagle3(path, config, embeddings)
+    try:
+        paged.tap(config.places(len(getattr(target.model, "layers", ()))))
+    except ValueError as error:
+        expected = f"a head for {target.name} ({error})"
+        raise InvalidParameterError(_FIELD, expected, str(options.model)) from error
+    spread = None if tokens is None else _Spread(tokens, target.vocab_size)
+    runner = ModelRunner(page_head(head, paged), masks=masks, orders_all=True, to_vocabulary=spread)
+    return HeadDrafter(
+        runner, masks, max_model_len=max_model_len, num_tokens=config.layer.vocab_size
+    )
+
+
+def _check_eagle3(config: Eagle3Config, target: LoadedModel, size: int, name: str) -> None:
+    for what, wanted, found in (
+        ("vocab_size", target.vocab_size, config.layer.vocab_size),
+        ("target_hidden_size", size, config.target_hidden_size),
+    ):
+        if wanted != found:
+            expected = f"a head for {target.name}, whose {what} is {wanted} and not {found}"
+            raise InvalidParameterError(_FIELD, expected, name)
+
+
+class _Spread:
+    """Spreads the logits of a head's vocabulary over the model's.
+
+    Args:
+        tokens: ``[draft_vocab_size]`` int32: the model's token of each of the head's.
+    """
+
+    def __init__(self, tokens: mx.array, vocab_size: int) -> None:
+        ids = np.array(tokens)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            expected = f"a head whose d2t leads to tokens below {vocab_size}"
+            raise InvalidParameterError(_FIELD, expected, int(ids.max()))
+        places = np.full(vocab_size, len(ids), dtype=np.int32)
+        places[ids] = np.arange(len(ids), dtype=np.int32)
+        self._places = mx.array(places)
+        mx.eval(self._places)
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        nothing = mx.full((len(logits), 1), -mx.inf, logits.dtype)
+        return mx.take(mx.concatenate([logits, nothing], axis=1), self._places, axis=1)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Protocol
 
-from mlx_paged.core import Sequence, StepBatch
+import mlx.core as mx
+
+from mlx_paged.core import SchedulerOutput, Sequence, StepBatch
 from mlx_paged.engine.speculation.acceptance import Counts, Draft, new_counts
 from mlx_paged.engine.speculation.costs import StepCosts
 
@@ -44,29 +46,6 @@ class Wanted(NamedTuple):
     max_drafts: int
 
 
-class Drafter(Protocol):
-    """Guesses the next tokens of sequences."""
-
-    def draft(self, wanted: SequenceOf[Wanted]) -> list[Draft | None]:
-        """Returns at most `max_drafts` tokens (at least 1) for each sequence, or None.
-
-        No step is in flight if drafts have a price.
-        """
-
-    @property
-    def price(self) -> Price | None:
-        """The time that drafts take; None if it is next to nothing."""
-
-    def launched(self, batch: StepBatch) -> None:
-        """Notes a step of the model, before it is read."""
-
-    def finish(self, seq: Sequence) -> None:
-        """Notes that a sequence has ended."""
-
-    def reset(self) -> None:
-        """Forgets a call that an exception interrupted. The device is idle."""
-
-
 class Price(Protocol):
     """The time that a drafter takes, so that the number of drafts is chosen before any is made.
 
@@ -81,3 +60,39 @@ class Price(Protocol):
 
     def num_missing(self, seq: Sequence, state: DraftState) -> int:
         """Number of tokens that must be computed before the first draft; at least 1."""
+
+
+class Drafter:
+    """Guesses the next tokens of sequences.
+
+    Attributes:
+        price: The time that drafts take; None if it is next to nothing.
+    """
+
+    price: Price | None = None
+
+    def draft(self, wanted: SequenceOf[Wanted]) -> list[Draft | None]:
+        """Returns at most `max_drafts` tokens (at least 1) for each sequence, or None.
+
+        No step is in flight if drafts have a price.
+        """
+        raise NotImplementedError
+
+    def launched(self, batch: StepBatch) -> None:
+        """Notes a step of the model, before it is read."""
+
+    def observe(self, output: SchedulerOutput, hidden: mx.array | None) -> None:
+        """Notes a step that was committed.
+
+        Args:
+            hidden: See `StepResult`.
+        """
+
+    def flush(self) -> None:
+        """Computes now what may not wait for the next drafts, before another step is planned."""
+
+    def finish(self, seq: Sequence) -> None:
+        """Notes that a sequence has ended."""
+
+    def reset(self) -> None:
+        """Forgets a call that an exception interrupted. The device is idle."""

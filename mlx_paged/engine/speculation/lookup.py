@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mlx_paged.core import Sequence as CoreSequence
-from mlx_paged.core import StepBatch
 from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.drafter import Wanted
+from mlx_paged.engine.speculation.drafter import Drafter, Wanted
 
 # Occurrences that are compared, the latest first. More rarely have a longer match.
 _MAX_CANDIDATES = 16
@@ -188,10 +187,8 @@ class SharedTexts:
         return text
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Drafts what followed when the latest tokens of a sequence occurred before."""
-
-    price = None
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
@@ -233,17 +230,11 @@ class LookupDrafter:
         drafts = seq.sampler.legal(tokens, drafts)
         return Draft(len(tokens), drafts, kind_of(source, match.length)) if drafts else None
 
-    def launched(self, batch: StepBatch) -> None:
-        """See `Drafter`."""
-
     def finish(self, seq: CoreSequence) -> None:
         """Keeps the answer for later lookups."""
         if self._is_suffix:
             answer = seq.tokens[seq.request.num_prompt_tokens :]
             self._shared.of(seq.request.cache_salt).add(answer)
-
-    def reset(self) -> None:
-        """See `Drafter`."""
 
 
 def _common(one: array[int], end: int, other: array[int], last: int, most: int) -> int:

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from mlx_paged.core import Scheduler, SchedulerOutput, StepBatch
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.faults import reason_of
@@ -95,10 +97,7 @@ class Speculator:
     def reset(self) -> None:
         """Forgets the step before, because an exception may have interrupted it."""
         self._committed_at, self._drafting = None, 0.0
-        try:
-            self._drafter.reset()
-        except Exception as error:
-            self._give_up(error)
+        self._call(self._drafter.reset)
 
     def _give_up(self, error: Exception) -> None:
         """Ends speculation, because the drafter failed. Requests go on without it."""
@@ -122,6 +121,7 @@ class Speculator:
                 ready.append(seq)
             elif num_left > 1 and self._costs is not None:
                 self.is_active = False  # Prompts fill the step.
+                self._call(self._drafter.flush)
                 return
         proposals = self._proposals(ready)
         counts = self._choose(ready, proposals)
@@ -129,6 +129,7 @@ class Speculator:
         for proposal, count in zip(proposals, counts):
             if count and proposal.draft is not None:
                 scheduler.propose(proposal.wanted.seq, proposal.draft.tokens[:count])
+        self._call(self._drafter.flush)
 
     def _make_drafts(
         self, scheduler: Scheduler, proposals: list[_Proposal], counts: list[int]
@@ -277,18 +278,28 @@ class Speculator:
 
     def launched(self, batch: StepBatch) -> None:
         """Notes a step that was launched."""
+        self._call(self._drafter.launched, batch)
+
+    def _call(self, method: Callable[..., None], *args: object) -> None:
+        """Calls a method of the drafter. Its errors end speculation, and nothing else."""
         if self._is_broken:
             return
         try:
-            self._drafter.launched(batch)
+            method(*args)
         except Exception as error:
             self._give_up(error)
 
-    def observe(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
+    def observe(
+        self,
+        output: SchedulerOutput,
+        token_ids: list[list[int]],
+        hidden: mx.array | None = None,
+    ) -> None:
         """Learns from a step that was committed.
 
         Args:
             token_ids: The tokens that each sequence gained.
+            hidden: See `StepResult`.
         """
         batch = output.batch
         has_drafts = batch.has_drafts
@@ -297,6 +308,9 @@ class Speculator:
         now, before = self._clock(), self._committed_at
         drafting, self._drafting = self._drafting, 0.0
         self._committed_at = now
+        self._call(self._drafter.observe, output, hidden)
+        if not self.is_active:
+            self._call(self._drafter.flush)
         if self._is_broken:
             return
         for seq, gained in zip(output.sequences, token_ids):

@@ -1,0 +1,185 @@
+"""HeadDrafter: a draft head reads the model's hidden states, and has few layers of its own.
+
+EAGLE-3 and MTP heads predict the token after the next one: at position `p` they read the hidden
+states that the model had at `p`, and the token at `p + 1`. Their keys and values have the slot of
+`p` in the model's own blocks::
+
+    position            0  1  2  3 | 4  5
+    model computes      a  b  c  d | e          hidden states h0 .. h3 are known
+    head computes  (b,h0)(c,h1)(d,h2)(e,h3) -> f
+                                       (f,g4) -> g    g4: the head's own states of the row before
+
+Hidden states are not kept, so the head computes every token that the model computes, right after
+it, in each step. Then cached prefixes are cached for the head, too. Their last position may have
+seen another next token; that costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.core import BlockCopy, SchedulerOutput, StepBatch, StepTable
+from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.sampling.masks import SequenceMasks
+from mlx_paged.engine.speculation.acceptance import Draft
+from mlx_paged.engine.speculation.costs import StepCosts
+from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
+from mlx_paged.engine.speculation.model_drafter import kind_of_model
+from mlx_paged.engine.speculation.rounds import DraftRounds, Member
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a committed step that the head has not computed.
+
+    Attributes:
+        token_ids: The tokens after them.
+        begin: Position of the first one.
+        first: Its row in the hidden states of the step.
+        table: The blocks that the step wrote.
+    """
+
+    seq: CoreSequence
+    token_ids: array[int]
+    begin: int
+    first: int
+    table: StepTable
+
+
+class HeadDrafter(Drafter):
+    """Drafts with a head of the model.
+
+    Args:
+        runner: Runs the head, which takes features. The drafter owns it from now on.
+        masks: Makes the masks of grammars for the runner.
+        max_model_len: Maximum tokens of a sequence that it drafts for; None: no limit.
+        num_tokens: Tokens from here on are unknown to the head.
+
+    Attributes:
+        rounds: See `Price`.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        masks: SequenceMasks,
+        *,
+        max_model_len: int | None,
+        num_tokens: int,
+    ) -> None:
+        self.price = self
+        self.runner = runner
+        self.rounds: StepCosts | None = None
+        self.max_model_len = max_model_len
+        self._run = DraftRounds(runner, masks, num_tokens=num_tokens)
+        self._rows: dict[int, _Rows] = {}  # by seq_id
+        self._hidden: mx.array | None = None  # of the step that these are from
+
+    # The seam, see `Drafter` and `Price`.
+
+    def kind(self, seq: CoreSequence) -> int:
+        """See `Price`."""
+        return kind_of_model(seq)
+
+    def num_missing(self, seq: CoreSequence, state: DraftState) -> int:
+        """See `Price`. It never lacks more than the tokens of one step."""
+        return 1
+
+    def launched(self, batch: StepBatch) -> None:
+        """See `Drafter`."""
+        self.copied(batch.block_copies[0])
+
+    def observe(self, output: SchedulerOutput, hidden: mx.array | None) -> None:
+        """See `Drafter`. Sequences that have ended are computed, too: their blocks are cached."""
+        self.flush()
+        if hidden is None:
+            return
+        batch, self._hidden = output.batch, hidden
+        first = 0
+        for index, seq in enumerate(output.sequences):
+            begin, length = batch.starts[index], batch.query_lens[index]
+            # Behind the newest token are rejected drafts.
+            end = min(begin + length, len(seq.tokens) - 1)
+            if end > begin:
+                tokens = seq.tokens[begin + 1 : end + 1]
+                table = StepTable(batch.tables[index][0].blocks, 0)
+                self._rows[seq.seq_id] = _Rows(seq, tokens, begin, first, table)
+            first += length
+
+    def flush(self) -> None:
+        """See `Drafter`."""
+        self._compute({})
+
+    def reset(self) -> None:
+        """See `Drafter`."""
+        self._run.reset()
+        self._rows.clear()
+        self._hidden = None
+
+    # Its pools follow those of the model, see `engine.pool_memory.Companion`.
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in its pools."""
+        return self.runner.model.layout.bytes_per_token()
+
+    def copied(self, copies: Iterable[BlockCopy]) -> None:
+        """Notes copies of blocks that the model makes."""
+        self._run.copy_later(copies)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocates its pools anew."""
+        self.runner.allocate(num_blocks)
+
+    def resize(self, num_blocks: int) -> None:
+        """Changes the number of blocks; keeps the first ones."""
+        self._run.make_copies()
+        for group_spec in self.runner.model.layout.group_specs:
+            self.runner.model.resize(num_blocks, group_spec)
+
+    def discard_blocks(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Gives the memory of free blocks back to the system."""
+        self._run.make_copies()
+        for group_spec in self.runner.model.layout.group_specs:
+            self.runner.model.discard_blocks(runs, group_spec)
+
+    # Drafting.
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
+        """See `Drafter`. A sequence that was not in the last step gets none."""
+        found = self._compute({each.seq.seq_id: each for each in wanted})
+        return [found.get(each.seq.seq_id) for each in wanted]
+
+    def _compute(self, wanted: dict[int, Wanted]) -> dict[int, Draft]:
+        """Computes the rows of the last step, and drafts for some of its sequences."""
+        rows, hidden = list(self._rows.values()), self._hidden
+        self._rows, self._hidden = {}, None
+        if hidden is None or not rows:
+            return {}
+        rows.sort(key=lambda each: len(each.token_ids))
+        members = [self._member(each, wanted.get(each.seq.seq_id)) for each in rows]
+        at = [np.arange(each.first, each.first + len(each.token_ids)) for each in rows]
+        [places] = ops.upload(np.concatenate(at).astype(np.int32))
+        self._run.run(members, hidden[places])
+        return {
+            member.seq.seq_id: Draft(len(member.seq.tokens), member.usable, self.kind(member.seq))
+            for member in members
+            if member.usable
+        }
+
+    def _member(self, rows: _Rows, wanted: Wanted | None) -> Member:
+        seq, table, max_drafts = rows.seq, rows.table, 0
+        if wanted is not None and rows.begin + len(rows.token_ids) == len(seq.tokens) - 1:
+            max_drafts = wanted.max_drafts
+            if self.max_model_len is not None:
+                max_drafts = max(0, min(max_drafts, self.max_model_len - len(seq.tokens)))
+            assert seq.tables is not None
+            table = StepTable(tuple(seq.tables.blocks), 0)
+        return Member(seq, rows.token_ids, rows.begin, table, max_drafts)

@@ -1,0 +1,247 @@
+"""DraftRounds: runs a draft model in rounds, for all sequences together.
+
+The first round computes known tokens and samples, each further round computes the draft before,
+which stays on the device. A round is a step of a second `ModelRunner`, whose pools have the block
+ids of the model's full attention.
+
+Drafts are sampled as the model samples: with the same parameters, and the noise of the same seed
+and position. So a draft model that agrees with the model about the probabilities also draws the
+same token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.core import BlockCopy, StepBatch, StepTable
+from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.core.kv.tree import TOKEN_TYPE
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.sampling.logits_processors import LogitEdits
+from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
+from mlx_paged.engine.sampling.sampler import SamplingMetadata
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.engine.step_columns import edits_of
+
+_MAX_ORDERED_ROWS = 16  # of a sequence
+
+
+@dataclass
+class Member:
+    """A sequence of the first round.
+
+    Attributes:
+        token_ids: Tokens that the first round computes.
+        begin: Position of the first one in the blocks.
+        table: Its block table, with room for the drafts.
+        max_drafts: 0 if its tokens are only computed.
+        drafts: The result. A draft of -1 could not be sampled.
+    """
+
+    seq: CoreSequence
+    token_ids: array[int]
+    begin: int
+    table: StepTable
+    max_drafts: int
+    drafts: list[int] = field(default_factory=list)
+    newest: int = -1  # index of its newest draft among the tokens that the last round sampled
+
+    @property
+    def end(self) -> int:
+        """Position after the first round."""
+        return self.begin + len(self.token_ids)
+
+    @property
+    def usable(self) -> tuple[int, ...]:
+        """The drafts, up to one that could not be sampled or that ends the answer."""
+        for index, token in enumerate(self.drafts):
+            if token < 0:
+                return tuple(self.drafts[:index])
+            if token in self.seq.end_token_ids:
+                return tuple(self.drafts[: index + 1])
+        return tuple(self.drafts)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round that was launched."""
+
+    launched: LaunchedStep
+    members: list[Member]  # that sample
+    places: list[int]  # of their drafts among the sampled tokens
+
+
+class DraftRounds:
+    """Runs rounds.
+
+    Args:
+        runner: Runs the draft model.
+        masks: Makes the masks of grammars for the runner.
+        num_tokens: Tokens from here on are unknown to the draft model.
+    """
+
+    def __init__(self, runner: ModelRunner, masks: SequenceMasks, *, num_tokens: int) -> None:
+        self.runner = runner
+        self._masks = masks
+        self._num_tokens = num_tokens
+        self._copies: list[list[BlockCopy]] = []  # not made yet, step by step
+
+    def reset(self) -> None:
+        """Forgets a round that was interrupted, and all copies."""
+        self.runner.reset()
+        self._copies.clear()
+
+    def copy_later(self, copies: Iterable[BlockCopy]) -> None:
+        """Notes copies of one step, to be made before the next round."""
+        made = list(copies)
+        if made:
+            self._copies.append(made)
+
+    def make_copies(self) -> None:
+        """Makes the copies that were noted."""
+        for copies in self._copies:
+            [pairs] = ops.upload(np.array(copies, dtype=np.int32))
+            self.runner.model.copy_blocks(pairs)
+        self._copies.clear()
+
+    def run(self, members: Sequence[Member], features: mx.array | None = None) -> None:
+        """Runs all rounds, and fills `Member.drafts`. Waits for them.
+
+        The edits of a draft's logits depend on the drafts before it. If there are any, the host
+        reads each round before the next one.
+
+        Args:
+            members: Sequences with few tokens first.
+            features: ``[num_tokens, width]``, for the tokens of the first round in order. A further
+                round has the states that the round before made of its drafts.
+        """
+        self.make_copies()
+        drafting = [member for member in members if member.max_drafts]
+        edited = [member.seq for member in drafting if member.seq.sampler.has_edits]
+        self._masks.watch(edited)
+        is_read = bool(edited)
+        rounds: list[_Round] = []
+        previous: LaunchedStep | None = None
+        members = list(members)
+        while members:
+            number = len(rounds)
+            batch = self._batch(members, number, is_read=is_read)
+            previous = self.runner.launch(batch, None if is_read else previous, features)
+            sampled = [member for member in members if member.max_drafts]
+            ends = np.cumsum([n for n in batch.num_samples() if n]).tolist()
+            for member, end in zip(sampled, ends):
+                member.newest = end - 1
+            rounds.append(_Round(previous, sampled, [member.newest for member in sampled]))
+            if is_read:
+                _read(rounds[-1:])
+            going_on = [
+                member
+                for member in sampled
+                if member.max_drafts > number + 1 and (not is_read or member.drafts[-1] >= 0)
+            ]
+            if features is not None and going_on:
+                features = _features_after(previous, members, going_on)
+            members = going_on
+        if not is_read:
+            _read(rounds)
+        # Another thread may run the next step, and must not wait for this one's operations.
+        mx.eval(*self.runner.model.pools())
+
+    def _batch(self, members: list[Member], number: int, *, is_read: bool) -> StepBatch:
+        """The batch of a round.
+
+        Args:
+            is_read: True if the host knows the drafts of the round before.
+        """
+        is_first, count = number == 0, len(members)
+        is_known = is_first or is_read
+        token_ids, starts, lens = array(TOKEN_TYPE), array("q"), array("q")
+        num_drafts = array("i", bytes(4 * count))
+        for index, member in enumerate(members):
+            if is_first:
+                token_ids += member.token_ids
+                starts.append(member.begin)
+                lens.append(len(member.token_ids))
+                # Few rows are computed like drafts to verify: with the bits of decodes.
+                if member.max_drafts and len(member.token_ids) <= _MAX_ORDERED_ROWS:
+                    num_drafts[index] = len(member.token_ids) - 1
+            else:
+                token_ids.append(member.drafts[-1] if is_read else 0)
+                starts.append(member.end + number - 1)
+                lens.append(1)
+        samples = [member.max_drafts > 0 for member in members]
+        batch = StepBatch(
+            step=number,
+            seq_ids=[member.seq.seq_id for member in members],
+            token_ids=self._known(token_ids),
+            starts=starts,
+            query_lens=lens,
+            samples=samples,
+            is_decode=len(token_ids) == count and False not in samples,
+            input_from=array("i", [-1 if is_known else member.newest for member in members]),
+            num_drafts=num_drafts,
+            adapter_ids=array("i", bytes(4 * count)),
+            tables=[(member.table,) for member in members],
+            block_copies=((),),
+        )
+        if True in samples:
+            batch.sampling = self._sampling(batch, members, number)
+        return batch
+
+    def _known(self, token_ids: array[int]) -> array[int]:
+        """Replaces tokens that the draft model does not have."""
+        ids = np.frombuffer(token_ids, dtype=np.uint32)
+        if ids.max(initial=0) < self._num_tokens:
+            return token_ids
+        return array(TOKEN_TYPE, np.where(ids < self._num_tokens, ids, 0).tobytes())
+
+    def _sampling(self, batch: StepBatch, members: list[Member], number: int) -> SamplingMetadata:
+        """The settings of each sampled row: the model's own for that position.
+
+        Rows before a sequence's last one are sampled in vain.
+        """
+        rows: list[SamplingRow] = []
+        positions: list[int] = []
+        edits: list[tuple[int, LogitEdits]] = []
+        for member, count in zip(members, batch.num_samples()):
+            sampler, position = member.seq.sampler, len(member.seq.tokens) + number
+            rows += [sampler.row] * count
+            positions += range(position - count + 1, position + 1)
+            if count and sampler.has_edits:
+                key = MaskKey(member.seq.seq_id, position, tuple(member.drafts))
+                edit = edits_of(member.seq, key)
+                if edit is not None:
+                    edits.append((len(rows) - 1, edit))
+        return replace(
+            SamplingMetadata.of(rows),
+            position=np.array(positions, dtype=np.uint32),
+            edits=edits,
+            logprobs=[],
+            logprob_token_ids=[],
+        )
+
+
+def _features_after(
+    launched: LaunchedStep, members: list[Member], going_on: list[Member]
+) -> mx.array:
+    """``[len(going_on), hidden_size]``: the states of the last row of each sequence in a round."""
+    assert launched.hidden is not None
+    ends = np.cumsum(np.frombuffer(launched.batch.query_lens, dtype=np.int64))
+    last = {id(member): end - 1 for member, end in zip(members, ends.tolist())}
+    [rows] = ops.upload(np.array([last[id(member)] for member in going_on], dtype=np.int32))
+    return launched.hidden[rows]
+
+
+def _read(rounds: Sequence[_Round]) -> None:
+    """Waits for rounds, and gives each sequence its drafts."""
+    mx.eval(*(each.launched.reported for each in rounds))
+    for each in rounds:
+        reported = np.array(each.launched.reported)
+        for member, place in zip(each.members, each.places):
+            member.drafts.append(int(reported[place]))

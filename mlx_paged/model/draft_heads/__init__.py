@@ -1,0 +1,1 @@
+"""Draft heads: small modules that predict tokens from a model's hidden states."""
