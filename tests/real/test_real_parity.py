@@ -111,6 +111,7 @@ def test_log_probabilities_are_mlx_lms(llm: LLM, dense: Any) -> None:
         assert np.abs(np.array(found) - expected).max() < 1e-3
 
 
+@pytest.mark.long
 def test_a_long_context_is_read_to_its_beginning(llm: LLM) -> None:
     filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. " * 150
     prompt = f"The pass key is 71432. Remember it.\n{filler}\nWhat is the pass key? The pass key is"
