@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.llm import LLM, RequestOutput
     from mlx_paged.engine.loading import load
+    from mlx_paged.engine.lora.request import LoRARequest
     from mlx_paged.engine.pooling.params import PoolingParams
     from mlx_paged.engine.sampling_params import SamplingParams
     from mlx_paged.extension import build_info
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncEngine",
     "LLM",
+    "LoRARequest",
     "LoadedModel",
     "PoolingParams",
     "RequestOutput",
@@ -65,6 +67,7 @@ __all__ = [
 _HOMES = {
     "AsyncEngine": "mlx_paged.engine.async_engine",
     "LLM": "mlx_paged.engine.llm",
+    "LoRARequest": "mlx_paged.engine.lora.request",
     "LoadedModel": "mlx_paged.model.loader",
     "PoolingParams": "mlx_paged.engine.pooling.params",
     "RequestOutput": "mlx_paged.engine.llm",

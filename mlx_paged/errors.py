@@ -229,6 +229,20 @@ class ModelLoadError(MlxPagedError, RuntimeError):
         self.reason = reason
 
 
+class AdapterError(MlxPagedError, ValueError):
+    """An adapter cannot be used: missing or damaged files, or a kind that is not served.
+
+    Attributes:
+        path: Its directory.
+        reason: The problem.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"cannot load adapter {path!r}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
 class UnsupportedModelError(MlxPagedError, ValueError):
     """The paged cache is not verified for the model's architecture."""
 

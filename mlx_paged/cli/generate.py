@@ -13,6 +13,7 @@ import typer
 
 from mlx_paged.cli.entry import ExitCode, deferred_interrupt
 from mlx_paged.cli.options import (
+    AdapterPath,
     AsyncScheduling,
     CPUActivations,
     KVCacheDType,
@@ -45,7 +46,7 @@ _STRUCTURED = "Structured outputs"
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "runner", "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
-     "async_scheduling", "max_step_time_ms", "speculative_config",
+     "async_scheduling", "max_step_time_ms", "speculative_config", "adapter_path",
      "kv_offloading_size", "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name", "runner")
@@ -146,6 +147,7 @@ def generate(
     async_scheduling: AsyncScheduling = True,
     max_step_time_ms: MaxStepTime = None,
     speculative_config: Speculative = None,
+    adapter_path: AdapterPath = None,
     offloading: OffloadingOptions,
 ) -> None:  # fmt: skip
     """Answer prompts, or the requests of a batch file, many at once.
@@ -171,6 +173,7 @@ def generate(
             kv_cache_memory=kv_cache_memory,
             max_step_time_ms=max_step_time_ms,
             speculative_config=speculative_config,
+            adapter_path=adapter_path,
             **vars(offloading),
         ),
     }

@@ -179,6 +179,16 @@ Speculative = Annotated[
     option(ENGINE, SPECULATIVE_HELP, "--speculative-config", show_default="none"),
 ]
 
+AdapterPath = Annotated[
+    Path | None,
+    option(
+        ENGINE,
+        "Directory of a LoRA adapter for all answers, in mlx-lm's or PEFT's format. docs/lora.md",
+        "--adapter-path",
+        show_default="none",
+    ),
+]
+
 
 @dataclass(frozen=True)
 class OffloadingOptions:

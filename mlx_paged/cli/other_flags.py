@@ -28,7 +28,6 @@ _TEMPLATE = (
 _NO_CODE = "nothing is needed for the models of docs/models.md"
 
 _HINTS: dict[str, str] = {
-    "--adapter-path": _NO_ADAPTERS,
     "--auto-unload-idle-seconds": "a model stays loaded until its server ends",
     "--cache-memory-mb": _MEMORY,
     "--cache-memory-percent": _MEMORY,

@@ -44,6 +44,7 @@ class SchedulerConfig:
             None sets no limit beyond `max_num_encoder_tokens`.
         encoder_cache_bytes: Capacity of the encoder cache; a larger item is held alone.
         encoder_bytes_per_row: Estimated feature size, used until the real size is known.
+        max_loras: Maximum different adapters of the running sequences; 0 allows none.
     """
 
     max_num_seqs: int = 256
@@ -60,6 +61,7 @@ class SchedulerConfig:
     max_encoder_items_with_decodes: int | None = None
     encoder_cache_bytes: int = 1 << 29
     encoder_bytes_per_row: int = 1 << 13
+    max_loras: int = 0
 
     def __post_init__(self) -> None:
         try:
@@ -87,6 +89,8 @@ class SchedulerConfig:
                 "chunked prefill is off",
                 self.max_num_batched_tokens,
             )
+        if self.max_loras < 0:
+            raise InvalidParameterError("max_loras", "at least 0", self.max_loras)
         threshold = self.long_prefill_token_threshold
         if threshold is not None and threshold < 0:
             raise InvalidParameterError("long_prefill_token_threshold", "at least 0", threshold)

@@ -1,6 +1,6 @@
 """Queues: the scheduler's running and waiting sequences, and the deadlines of requests.
 
-A step must not touch every waiting sequence, so each is in one of three places::
+A step must not touch every waiting sequence, so each is in one of four places::
 
       ready, short    a step takes them in service order until it is full
       ready, long     the same; skipped once long prompts have had their share of the step
@@ -10,6 +10,8 @@ A step must not touch every waiting sequence, so each is in one of three places:
           running sequence A, 640 of 3000 tokens computed
             1024: [B, C]      share the first 1024 tokens with A
             2976: [D]         shares 2976
+
+      held            waits for a slot of its adapter; not touched before one is free
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ class WaitingQueue:
         self._is_long = is_long
         self._short = SequenceQueue()
         self._long = SequenceQueue()
+        self._held = SequenceQueue()
         self._parked: dict[BlockTables, _Parked] = {}  # by the running sequence's tables
 
     def __len__(self) -> int:
@@ -98,11 +101,12 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Iterates over all in service order, parked or not. O(size): too slow for every step."""
         parked = [seq for each in self._parked.values() for seq in each.sequences()]
-        return merge(self._short, self._long, sorted(parked, key=_order), key=_order)
+        ready = self._short, self._long
+        return merge(*ready, self._held, sorted(parked, key=_order), key=_order)
 
     def __contains__(self, seq: Sequence) -> bool:
         if seq.waits_for is None:
-            return seq in self._ready(seq)
+            return seq in (self._held if seq.is_held else self._ready(seq))
         tables, num_tokens = seq.waits_for
         return tables in self._parked and seq in self._parked[tables].by_target.get(num_tokens, ())
 
@@ -136,11 +140,32 @@ class WaitingQueue:
         self.size -= 1
         self.num_background -= seq.request.background
         if seq.waits_for is None:
-            self._ready(seq).remove(seq)
+            (self._held if seq.is_held else self._ready(seq)).remove(seq)
+            seq.is_held = False
             return
         tables, num_tokens = seq.waits_for
         del self._parked[tables].by_target[num_tokens][seq]
         seq.waits_for = None
+
+    # Waiting for a slot.
+
+    @property
+    def first_held(self) -> Sequence | None:
+        """The first sequence that waits for a slot of its adapter."""
+        return self._held.first if self._held else None
+
+    def hold(self, seq: Sequence) -> None:
+        """Sets a ready sequence aside until `release_held`."""
+        self._ready(seq).remove(seq)
+        self._held.add(seq)
+        seq.is_held = True
+
+    def release_held(self) -> None:
+        """Makes all sequences ready that were set aside."""
+        held, self._held = self._held.items, SequenceQueue()
+        for seq in held:
+            seq.is_held = False
+        self._make_ready(held)
 
     # Parking.
 
@@ -187,9 +212,12 @@ class WaitingQueue:
         """Raises `IntegrityError` if a sequence is in the wrong place."""
         for queue, long in ((self._short, False), (self._long, True)):
             for seq in queue:
-                if seq.waits_for is not None or self._is_long(len(seq.tokens)) != long:
+                in_place = seq.waits_for is None and not seq.is_held
+                if not in_place or self._is_long(len(seq.tokens)) != long:
                     raise IntegrityError(f"{seq!r} is not in its part of the waiting queue")
-        num_waiting = len(self._short) + len(self._long)
+        if any(seq.waits_for is not None or not seq.is_held for seq in self._held):
+            raise IntegrityError("a sequence is set aside, and yet waits for something else")
+        num_waiting = len(self._short) + len(self._long) + len(self._held)
         for tables, parked in self._parked.items():
             owner = tables.owner
             if owner.tables is not tables:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -129,6 +129,8 @@ class Request:
         parent: Tables that hold the first `num_parent_tokens` tokens of the prompt, all committed.
             They must stay open until the request is admitted. None if there are none.
         num_parent_tokens: See `parent`.
+        adapter: Low-rank adapter of all its tokens; equal ones share a slot of the device. None for
+            the base model. The caller salts its prefixes with it.
         state: The engine's record of the request, `engine.output_processor.RequestState`; not used
             by the state half.
     """
@@ -146,6 +148,7 @@ class Request:
     stops: SequenceOf[int] = ()
     parent: BlockTables | None = None
     num_parent_tokens: int = 0
+    adapter: Hashable | None = None
     state: Any = None
 
     # Set by `Scheduler.add`.
@@ -262,9 +265,12 @@ class Sequence:
         num_preemptions: Number of times it lost its blocks.
         tree_tokens: Its tokens with media ids, for the prefix tree; `tokens` if it has no media.
         begun: Features of the media item that it is in the middle of; pinned.
+        adapter_slot: Slot of its adapter while it runs; 0 without one.
+        is_held: True while it waits for a slot; see `WaitingQueue`.
     """
 
     __slots__ = (
+        "adapter_slot",
         "answer",
         "begun",
         "blocked_at",
@@ -274,6 +280,7 @@ class Sequence:
         "finish_reason",
         "first_admission",
         "index",
+        "is_held",
         "last_step",
         "max_num_tokens",
         "media",
@@ -307,6 +314,8 @@ class Sequence:
         if request.tree_prompt is not None:
             self.tree_tokens = TreeTokens(request.tree_prompt, self.tokens)
         self.begun: HeldFeatures | None = None
+        self.adapter_slot = 0
+        self.is_held = False
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_scheduled_tokens = 0
@@ -344,6 +353,7 @@ class Sequence:
         self.blocked_at = self.sampled_index = -1
         self.begun = self.drafts = None
         self.draft_token_ids = ()
+        self.adapter_slot, self.is_held = 0, False
         if self.request.tree_prompt is not None:
             self.tree_tokens = TreeTokens(self.request.tree_prompt, self.tokens)
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
+from mlx_paged.core.adapters import AdapterSlots
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.kv.manager import KVManager
 from mlx_paged.core.media import MediaIdsExhaustedError, outside
@@ -79,6 +80,7 @@ class Scheduler:
         waiting, running: The unfinished sequences, in service order.
         max_parked_tokens: `MAX_PARKED_TOKENS`; tests lower it.
         num_preemptions: Number of preemptions so far.
+        adapters: The slots of the device for adapters.
         encoder_cache: Bookkeeping for media features on the device.
         holds_admission: While True, waiting sequences are admitted only if nothing runs.
         lacks_room: True if the last `schedule` preempted a sequence or could not admit one because
@@ -105,6 +107,7 @@ class Scheduler:
         self.lacks_room = False
         self.max_parked_tokens = MAX_PARKED_TOKENS
         self._requests: dict[str, Request] = {}  # unfinished ones by id
+        self.adapters = AdapterSlots(config.max_loras)
         self._sharing = PrefixSharing(kv, self._requests)
         self._media = MediaScheduler(config, kv, self._begin_media)
         self.encoder_cache = self._media.encoder_cache
@@ -143,7 +146,8 @@ class Scheduler:
             RequestTooLargeError: It does not fit even when it runs alone.
             DuplicateRequestError: An unfinished request has the same id.
             EngineOverloadedError: The waiting queue is full.
-            InvalidParameterError: An atomic media item does not fit in one step.
+            InvalidParameterError: An atomic media item does not fit in one step, or the request has
+                an adapter and no slot may hold any.
         """
         if request.request_id in self._requests or request.sequences:
             raise DuplicateRequestError(request.request_id)
@@ -154,6 +158,8 @@ class Scheduler:
             num_waiting = self.num_waiting - num_waiting
         if max_num_waiting is not None and num_waiting + request.n > max_num_waiting:
             raise EngineOverloadedError(num_waiting, max_num_waiting)
+        if request.adapter is not None and not self.config.max_loras:
+            raise InvalidParameterError("adapter", "None where max_loras is 0", request.adapter)
         if request.prompt_media is not None:
             self._media.check_atomic(request.prompt_media)
             self._name_media(request)
@@ -255,6 +261,9 @@ class Scheduler:
         self.waiting.wake_from(seq.tables)
         self.kv.free(seq.tables)
         seq.tables = None
+        if seq.adapter_slot:
+            self.adapters.release(seq.adapter_slot)
+            seq.adapter_slot = 0
         if seq.begun is not None:
             self._media.release(seq)
 
@@ -295,6 +304,8 @@ class Scheduler:
         waiting = self.waiting
         if waiting.size:
             waiting.wake()
+            if waiting.first_held is not None and self.adapters.has_room:
+                waiting.release_held()
             has_classes = self._num_background or self.config.policy is SchedulingPolicy.PRIORITY
             if has_classes and not self.holds_admission:
                 self._preempt_for_waiting()
@@ -327,6 +338,8 @@ class Scheduler:
         for index, num_drafts in self._num_drafts.items():
             batch.num_drafts[index] = num_drafts
         batch.adapter_ids = array("i", bytes(4 * num_seqs))
+        if self.adapters.num_in_use:
+            self._add_adapters()
         batch.is_decode = len(batch.token_ids) == num_seqs and False not in batch.samples
         batch.block_copies = self.kv.launch_step(self._step)
         if self.encoder_cache.step == self._step:
@@ -341,6 +354,13 @@ class Scheduler:
             if restoration.is_done:
                 self.kv.finish_restoration(restoration)
                 restoration.tables.owner.num_scheduled_tokens = restoration.num_tokens
+
+    def _add_adapters(self) -> None:
+        batch = self._batch
+        for index, seq in enumerate(self._scheduled):
+            if seq.adapter_slot:
+                batch.adapter_ids[index] = seq.adapter_slot
+                batch.adapters[seq.adapter_slot] = seq.request.adapter
 
     def update_from_output(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         """Commits the tokens of an evaluated step. Steps are committed in order.
@@ -793,14 +813,30 @@ class Scheduler:
         media = seq.request.prompt_media
         return media is None or self._media.fits_whole(media)
 
+    def _may_have_slot(self, seq: Sequence) -> bool:
+        """True if a sequence has no adapter, or may take a slot for it.
+
+        No sequence takes a slot before an earlier one that waits for one. Otherwise, a stream of
+        requests for the adapters on the device could keep another one out forever.
+        """
+        if seq.request.adapter is None:
+            return True
+        held = self.waiting.first_held
+        if held is not None and held.order < seq.order:
+            return False
+        return self.adapters.can_take(seq.request.adapter)
+
     def _first_to_admit(self, *, with_long: bool) -> Sequence | None:
-        """The first waiting sequence that need not wait for a running one; parks those before
-        it."""
+        """The first waiting sequence that need not wait for a running one; parks those before it,
+        and sets those aside that wait for a slot of their adapter."""
         budgets = self._parking_budgets
         while budgets[False] > 0:
             seq = self.waiting.first(with_long=with_long and budgets[True] > 0)
             if seq is None or seq.last_step > self._committed_step:
                 break  # preempted while in flight: its newest token is not known yet
+            if not self._may_have_slot(seq):
+                self.waiting.hold(seq)
+                continue
             awaited = self._sharing.awaited(seq)
             if awaited is None:
                 return seq
@@ -831,6 +867,8 @@ class Scheduler:
         self.running.add(seq)
         seq.status = SequenceStatus.RUNNING
         seq.tables = tables
+        if request.adapter is not None:
+            seq.adapter_slot = self.adapters.take(request.adapter)
         seq.query = None
         seq.blocked_at = -1
         num_cached = tables.num_cached_tokens
@@ -920,6 +958,7 @@ class Scheduler:
         """Checks queues, requests and the KV store against each other; raises `IntegrityError`."""
         self.kv.check_integrity()
         self.waiting.check_integrity()
+        self.adapters.check_integrity([s.adapter_slot for s in self.running if s.adapter_slot])
         self.encoder_cache.check_integrity([s.begun for s in self.running if s.begun is not None])
         alive = [s for r in self._requests.values() for s in r.sequences if not s.is_finished]
         if any(r.num_unfinished < 1 for r in self._requests.values()) or len(alive) != sum(
@@ -953,6 +992,9 @@ class Scheduler:
             raise IntegrityError(f"{seq!r}: computed <= scheduled <= {end} does not hold")
         if seq.tables is None:
             raise IntegrityError(f"{seq!r} runs without block tables")
+        adapter = seq.request.adapter
+        if adapter is not None and self.adapters.adapter_in(seq.adapter_slot) != adapter:
+            raise IntegrityError(f"{seq!r} runs with another adapter than its own")
         size, num_blocks = self.kv.block_size, len(seq.tables.blocks)
         if num_blocks * size < max(seq.num_scheduled_tokens, len(seq.tokens) - 1):
             raise IntegrityError(f"{seq!r} has only {num_blocks} blocks of {size}")

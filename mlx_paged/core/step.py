@@ -45,7 +45,9 @@ class StepBatch:
             in `token_ids`.
         num_drafts: ``[num_seqs]`` int32: number of trailing tokens that are drafts to verify. Such
             a sequence samples after its last known token and after each draft.
-        adapter_ids: ``[num_seqs]`` int32: adapter of each sequence; 0 for the base model.
+        adapter_ids: ``[num_seqs]`` int32: slot of each sequence's adapter; 0 for the base model.
+        adapters: The adapter in each of these slots (`Request.adapter`). The device half loads it
+            if its slot holds another one, so a step that runs again finds its adapters.
         tables: ``[num_seqs]``: block tables for each attention group, full attention first.
         slots: ``[num_seqs]``: state slots; empty if the model has no recurrent layers.
         block_copies: One tuple per attention group, executed in order before the rest of the step.
@@ -68,6 +70,7 @@ class StepBatch:
     input_from: array[int] = field(default_factory=_int32_column)
     num_drafts: array[int] = field(default_factory=_int32_column)
     adapter_ids: array[int] = field(default_factory=_int32_column)
+    adapters: dict[int, Any] = field(default_factory=dict)
     tables: list[tuple[StepTable, ...]] = field(default_factory=list)
     slots: list[StateMove] = field(default_factory=list)
     block_copies: tuple[tuple[BlockCopy, ...], ...] = ()

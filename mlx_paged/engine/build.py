@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mlx_paged import kernels
@@ -15,6 +16,8 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.intake import Intake
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
+from mlx_paged.engine.lora.files import Adapter, read_adapter
+from mlx_paged.engine.lora.store import AdapterStore
 from mlx_paged.engine.media import StepMediaBuilder
 from mlx_paged.engine.offload.offloading import Offloading
 from mlx_paged.engine.pool_memory import PoolMemory
@@ -38,6 +41,7 @@ from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
 from mlx_paged.model import option_costs
 from mlx_paged.model.block_bytes import BlockBytes
 from mlx_paged.model.loader import LoadedModel, model_directory
+from mlx_paged.model.lora import RANK_STEP
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
 from mlx_paged.model.wrap import build_paged_model
@@ -118,6 +122,7 @@ def build_engine(
     model_limit = min((n for n in limits if n is not None), default=None)
     max_model_len = config.model_len(model_limit)
     paged.limit_contexts(max_model_len)
+    adapters, default_adapter = _adapters(paged, config)
     # A tokenizer may have more tokens than its model.
     masks = SequenceMasks(0 if compiler is None else compiler.num_words)
     draft_model = _model_drafter(model, paged, config, masks, max_model_len)
@@ -161,6 +166,8 @@ def build_engine(
             max_request_len=max_request_len,
             max_model_len=max_model_len,
             report=report,
+            adapters=adapters,
+            default_adapter=default_adapter,
         )
 
     offloading = _offloading(paged, config, kv_config)
@@ -215,6 +222,30 @@ def _paged_model(model: LoadedModel, config: EngineConfig, platform: Platform) -
         logger.warning("%s", cost)
     paged.repeats_steps = not config.enforce_eager
     return paged
+
+
+def _adapters(
+    paged: PagedModel, config: EngineConfig
+) -> tuple[AdapterStore | None, Adapter | None]:
+    """Prepares slots for adapters; returns what reads them, and the adapter of all requests.
+
+    Raises:
+        AdapterError: See `read_adapter`.
+    """
+    if not config.num_adapter_slots:
+        return None, None
+    targets, default, rank = paged.adapter_targets(), None, 0
+    if config.adapter_path is not None:
+        path = Path(config.adapter_path).expanduser().absolute()
+        default = read_adapter(path.name, path, targets)
+        rank = default.rank
+    store = None
+    if config.enable_lora:
+        rank = max(rank, config.max_lora_rank)
+        kept = config.max_cpu_loras or config.max_loras
+        store = AdapterStore(targets, max_rank=rank, max_adapters=kept)
+    paged.enable_adapters(config.num_adapter_slots, -(-rank // RANK_STEP) * RANK_STEP)
+    return store, default
 
 
 def _set_kv_format(paged: PagedModel, config: EngineConfig) -> None:

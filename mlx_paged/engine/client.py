@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
+from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.media import MediaPrompts, PreparedMedia, TextWithMedia
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_stream import RequestStream
@@ -39,6 +40,7 @@ class EngineRequest:
         token_mask: Called before each token for the tokens that may follow, on the engine's thread,
             which waits for it. A grammar of `structured_outputs` takes much less time.
         media: The media of a prompt of token ids that was prepared before.
+        lora_request: The adapter on top of the model; None: `EngineConfig.adapter_path`, if any.
     """
 
     prompt: str | Sequence[int] | Mapping[str, Any] | TextWithMedia
@@ -50,6 +52,7 @@ class EngineRequest:
     cache_salt: str | None = None
     token_mask: TokenMask | None = None
     media: PreparedMedia | None = None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True)

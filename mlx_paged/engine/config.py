@@ -28,6 +28,7 @@ from mlx_paged.parsing.reasoning import REASONING_FORMATS
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
 _MAX_SECONDS = 3600
+_MAX_LORA_RANK = 512
 _MAX_OFFLOADING = 1 << 20  # GiB
 DEFAULT_STEP_TOKENS = 2048
 _SMOOTH_STEP_MS = 50
@@ -121,6 +122,12 @@ class EngineConfig:
         max_num_encoder_tokens: Maximum rows of pictures, videos and sounds that one step encodes; a
             larger item is encoded alone. None: max_num_batched_tokens.
         mm_encoder_cache_bytes: Bytes for the outputs of the encoders, kept for later requests.
+        enable_lora: Take requests with a `LoRARequest`: a low-rank adapter on top of the model.
+        max_loras: Maximum different adapters of one step. Requests for others wait.
+        max_lora_rank: Maximum rank of an adapter. Memory and time of adapters grow with it.
+        max_cpu_loras: Maximum adapters kept in main memory; None: max_loras.
+        adapter_path: Directory of an adapter for all requests that name none (mlx-lm's name). Its
+            rank may exceed max_lora_rank.
     """
 
     runner: str = "auto"
@@ -162,6 +169,11 @@ class EngineConfig:
     media_limits: Mapping[str, Any] | MediaLimits | None = None
     max_num_encoder_tokens: int | None = None
     mm_encoder_cache_bytes: int = 512 << 20
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    adapter_path: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.runner not in RUNNERS:
@@ -181,6 +193,9 @@ class EngineConfig:
             ("structured_outputs_cache_size", 0),
             ("max_num_encoder_tokens", 1),
             ("mm_encoder_cache_bytes", 1),
+            ("max_loras", 1),
+            ("max_lora_rank", 1),
+            ("max_cpu_loras", 1),
         ):
             value = getattr(self, name)
             optional = "None or " if type(self).__dataclass_fields__[name].default is None else ""
@@ -204,6 +219,7 @@ class EngineConfig:
             "enable_chunked_prefill",
             "async_scheduling",
             "enforce_eager",
+            "enable_lora",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))
@@ -240,6 +256,7 @@ class EngineConfig:
         policies = [policy.value for policy in SchedulingPolicy]
         if self.policy not in policies:
             raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
+        self._check_adapters()
         _ = self.media_options
 
     @cached_property
@@ -303,6 +320,22 @@ class EngineConfig:
         if limit and not self.enable_chunked_prefill:
             expected = "None or 0 where enable_chunked_prefill is False"
             raise InvalidParameterError("max_step_time_ms", expected, limit)
+
+    def _check_adapters(self) -> None:
+        if self.max_lora_rank > _MAX_LORA_RANK:
+            expected = f"at most {_MAX_LORA_RANK}"
+            raise InvalidParameterError("max_lora_rank", expected, self.max_lora_rank)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            expected = f"None or at least max_loras ({self.max_loras})"
+            raise InvalidParameterError("max_cpu_loras", expected, self.max_cpu_loras)
+        path = self.adapter_path
+        if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
+            raise InvalidParameterError("adapter_path", "None or a directory", path)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Slots of the device for adapters; 0 if no request has one."""
+        return self.max_loras if self.enable_lora else int(self.adapter_path is not None)
 
     def _check_pooler(self) -> None:
         if self.runner == "generate" and self.pooler_config is not None:
@@ -403,6 +436,7 @@ class EngineConfig:
             max_num_encoder_tokens=self.max_num_encoder_tokens,
             max_encoder_items_with_decodes=1 if encodes_slowly else None,
             encoder_cache_bytes=self.mm_encoder_cache_bytes,
+            max_loras=self.num_adapter_slots,
             **more,
         )
 

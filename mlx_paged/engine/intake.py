@@ -25,6 +25,9 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from mlx_paged.engine.lora.files import Adapter
+from mlx_paged.engine.lora.request import LoRARequest, checked_request
+from mlx_paged.engine.lora.store import AdapterStore, salted
 from mlx_paged.engine.media import (
     MediaPrompts,
     PreparedMedia,
@@ -54,6 +57,7 @@ class CheckedRequest:
         prompt: The text of the tokens, for the output.
         sampling: Of a request that generates; None: it pools.
         media: The media of the prompt.
+        adapter: The adapter of all its tokens; None for the model alone.
         sink: Takes the request's updates as they are made, on the engine's thread.
     """
 
@@ -68,6 +72,7 @@ class CheckedRequest:
     cache_salt: str | None
     sampling: RequestSampling | None
     media: PreparedMedia | None
+    adapter: Adapter | None
     sink: UpdateSink | None
 
 
@@ -95,6 +100,8 @@ class Intake:
         max_request_len: Maximum tokens of a prompt to be pooled.
         max_model_len: The same by the model alone.
         report: Adds the texts of the tokens to log-probabilities.
+        adapters: Reads adapters; None if the engine takes none.
+        default_adapter: The adapter of requests that name none.
     """
 
     def __init__(
@@ -112,6 +119,8 @@ class Intake:
         max_request_len: int,
         max_model_len: int | None,
         report: LogprobReport,
+        adapters: AdapterStore | None = None,
+        default_adapter: Adapter | None = None,
     ) -> None:
         self.config = config
         self._tokenizer = tokenizer
@@ -124,6 +133,8 @@ class Intake:
         self._max_request_len = max_request_len
         self._max_model_len = max_model_len
         self._report = report
+        self._adapters = adapters
+        self._default_adapter = default_adapter
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
         self._special_token_ids = special_token_ids(tokenizer)
         self._no_text = self._detokenizer(SamplingParams())  # of all pooled prompts
@@ -180,14 +191,15 @@ class Intake:
             prompt = self.encode(given, "prompt")
         check = partial(self._check_encoded, request, request_id, prompt, sink)
         if not isinstance(params, SamplingParams):
-            return check()
+            return check() if request.lora_request is None else await in_thread(check)
         if isinstance(params.structured_outputs, StructuredOutputs):
             # No thread waits for the compiler.
             compiler = self.grammar_compiler
             grammar = await compiler.compile_async(params.structured_outputs)
             return await in_thread(partial(check, grammar=grammar))
-        # Tokenizing hundreds of bad words takes longer than a step.
-        return await in_thread(check) if params.bad_words else check()
+        # Tokenizing hundreds of bad words takes longer than a step, and so do an adapter's files.
+        is_slow = params.bad_words or request.lora_request is not None
+        return await in_thread(check) if is_slow else check()
 
     def encode(self, prompt: str | list[int] | TextWithMedia, field: str) -> EncodedPrompt:
         """Returns the tokens of a prompt; loads its media on other threads and waits for them.
@@ -225,6 +237,7 @@ class Intake:
             token_mask=request.token_mask,
             media=prompt.media or request.media,
             grammar=grammar,
+            lora_request=request.lora_request,
             sink=sink,
         )
 
@@ -244,6 +257,7 @@ class Intake:
         token_mask: TokenMask | None = None,
         media: PreparedMedia | None = None,
         grammar: CompiledGrammar | None = None,
+        lora_request: LoRARequest | None = None,
         sink: UpdateSink | None = None,
     ) -> CheckedRequest:
         """Checks a request, and copies its tokens. Any thread may call it; it may take long.
@@ -259,6 +273,7 @@ class Intake:
             media: The pictures, videos and sounds of the prompt, whose tokens are
                 `media.prompt.token_ids`.
             grammar: The grammar of `params.structured_outputs`, if it was compiled before.
+            lora_request: See `EngineRequest`.
             sink: Takes the request's updates as they are made, on the engine's thread.
 
         Raises:
@@ -266,7 +281,9 @@ class Intake:
                 token that the model does not have, in the prompt or in `params`; a grammar that is
                 invalid or cannot be enforced; params that leave no token; media that the model does
                 not take, or that are not this prompt's; more dimensions than the model's hidden
-                states have. (`state_of` checks the options that the scheduler works with.)
+                states have; an adapter for an engine without them. (`state_of` checks the options
+                that the scheduler works with.)
+            AdapterError: See `AdapterStore.get`.
             RequestTooLargeError: A prompt to be pooled could never fit.
         """
         params = request_options.params_for_runner(params, self.config.runner)
@@ -278,6 +295,7 @@ class Intake:
             "prompt_token_ids", prompt_token_ids, self._vocab_size
         )
         request_options.check_callables(token_mask, sink, prompt)
+        adapter = self.adapter_of(lora_request)
         sampling = None
         if isinstance(params, PoolingParams):
             self._check_pooling(request_id, len(ids), params)
@@ -292,11 +310,27 @@ class Intake:
             priority=priority,
             background=background,
             timeout=timeout,
-            cache_salt=self.config.salted(cache_salt),
+            cache_salt=self.config.salted(salted(adapter, cache_salt)),
             sampling=sampling,
             media=media,
+            adapter=adapter,
             sink=sink,
         )
+
+    def adapter_of(self, request: LoRARequest | None) -> Adapter | None:
+        """Returns the adapter of a request, and reads its files if needed.
+
+        Raises:
+            AdapterError: See `AdapterStore.get`.
+            InvalidParameterError: The engine takes no adapters.
+        """
+        request = checked_request(request)
+        if request is None:
+            return self._default_adapter
+        if self._adapters is None:
+            expected = "None for an engine without enable_lora"
+            raise InvalidParameterError("lora_request", expected, request)
+        return self._adapters.get(request)
 
     def sampling_of(
         self,
@@ -389,6 +423,7 @@ class Intake:
             cache_salt=checked.cache_salt,
             read_prefix_cache=getattr(params, "prompt_logprobs", None) is None,
             media=() if checked.media is None else checked.media.spans,
+            adapter=checked.adapter,
         )
         grammar = None if checked.sampling is None else checked.sampling.grammar
         output = RequestOutput(

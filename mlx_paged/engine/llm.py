@@ -13,6 +13,7 @@ from mlx_paged.engine.chat.renderer import ChatRenderer
 from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.local_client import Batch, LocalClient
+from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.media import TextWithMedia
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.outputs import (
@@ -28,6 +29,7 @@ from mlx_paged.engine.pooling.outputs import (
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_options import (
     conversations_of,
+    lora_requests_for,
     media_prompts_of,
     params_for,
     pooling_params_of,
@@ -41,6 +43,7 @@ from mlx_paged.model.loader import LoadedModel
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | TextWithMedia
 Message = Mapping[str, Any]
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]
 
@@ -96,6 +99,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Completes prompts, all in one batch.
 
@@ -104,21 +109,25 @@ class LLM:
                 `multi_modal_data` ({"image": a picture or a list of them}), or a sequence of these.
                 A text has the model's placeholder at the place of each item.
             params: For all prompts, or one for each.
+            lora_request: The adapter of all prompts, or of each; None: the model alone.
 
         Returns:
             One output for each prompt, in order.
 
         Raises:
+            AdapterError: An adapter that cannot be read, or is of a kind that is not served.
             InvalidMediaError: An item that is unusable, or that the model does not take.
         """
         with self._client.batch() as batch:
-            self._submit(batch, prompts, params)
+            self._submit(batch, prompts, params, lora_request)
             return batch.run()
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answers conversations, all in one batch.
 
@@ -130,18 +139,21 @@ class LLM:
                 `tool_calls` and `reasoning`. Content that the chat template does not take is
                 rewritten, as on the server; a warning names anything lost.
             params: For all conversations, or one for each.
+            lora_request: The adapter of all conversations, or of each; None: the model alone.
 
         Raises:
             InvalidMediaError: An item that is unusable, or that the model does not take.
             InvalidParameterError: An invalid message, or a model without a chat template.
             TemplateRefusal: The template refuses a conversation in every form.
         """
-        return self.generate(self.chat_prompts(messages), params)
+        return self.generate(self.chat_prompts(messages), params, lora_request=lora_request)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequests = None,
     ) -> Iterator[SequenceUpdate]:
         """Completes prompts, all in one batch, and yields every token as it arrives.
 
@@ -149,7 +161,7 @@ class LLM:
         aborts all unfinished requests.
         """
         with self._client.batch(streams=True) as batch:
-            self._submit(batch, prompts, params)
+            self._submit(batch, prompts, params, lora_request)
             for updates in batch.steps():
                 yield from updates
 
@@ -318,10 +330,13 @@ class LLM:
         batch: Batch,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequests,
     ) -> None:
         given = media_prompts_of(prompts)
+        adapters = lora_requests_for(lora_request, len(given))
         for i, (prompt, each) in enumerate(zip(given, params_for(params, len(given)))):
-            batch.submit(EngineRequest(prompt, each), f"prompts[{i}]")
+            request = EngineRequest(prompt, each, lora_request=adapters[i])
+            batch.submit(request, f"prompts[{i}]")
 
     def _pool(
         self, prompts: list[str | list[int]], params: PoolingParams

@@ -144,7 +144,9 @@ def allocate_pools(
         length = config.model_len(model_limit)
         return with_media(activations, length, room)
 
-    kept = 0 if with_media is None else config.mm_encoder_cache_bytes
+    kept = runner.model.adapter_bytes
+    if with_media is not None:
+        kept += config.mm_encoder_cache_bytes
     left_over, activations = left_for_pool(
         config, measure, kept=kept, on_cpu=runner.model.platform.on_cpu
     )

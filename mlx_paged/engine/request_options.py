@@ -16,6 +16,7 @@ from mlx_paged import ops
 from mlx_paged.content import MediaSource
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.checks import is_text
+from mlx_paged.engine.lora.request import LoRARequest, checked_request
 from mlx_paged.engine.media import TextWithMedia, data_sources
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -182,6 +183,20 @@ def params_for(given: Any, num_prompts: int) -> list[SamplingParams]:
             "params", f"one for all or one for each of {num_prompts} prompts", len(given)
         )
     return [_require_params(f"params[{i}]", params) for i, params in enumerate(given)]
+
+
+def lora_requests_for(given: Any, num_prompts: int) -> list[LoRARequest | None]:
+    """Returns the adapter of each prompt, from one for all or a sequence of one for each.
+
+    Raises:
+        InvalidParameterError: Something else, or a sequence of another length.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, _BYTES):
+        return [checked_request(given)] * num_prompts
+    if len(given) != num_prompts:
+        expected = f"one for all or one for each of {num_prompts} prompts"
+        raise InvalidParameterError("lora_request", expected, len(given))
+    return [checked_request(each) for each in given]
 
 
 def conversations_of(given: Any) -> list[list[Mapping[str, Any]]]:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -151,6 +151,7 @@ class ModelRunner:
         self._tables = BlockTableCache()
         self._windows = {group_spec: BlockTableCache() for group_spec in windows}
         self._mask_worker = MaskWorker[GrammarMasks]()
+        self._loaded: dict[int, Any] = {}  # the adapter in each slot of the device
         if num_blocks is not None:
             self.allocate(num_blocks)
 
@@ -186,12 +187,12 @@ class ModelRunner:
             features: See `StepInputs`.
 
         Raises:
-            ValueError: The batch has adapters, which this runner does not support.
+            ValueError: The batch has adapters that it does not bring, or in slots that the model
+                does not have.
         """
-        if batch.adapter_ids.count(0) < len(batch.seq_ids):
-            raise ValueError("[step] adapter_ids must be 0: not supported")
         before = self.model.pools()
         try:
+            self._load_adapters(batch)
             return self._launch(batch, previous, before, features)
         except Exception:
             self.model.restore(before)
@@ -199,6 +200,24 @@ class ModelRunner:
             if self.media is not None:
                 self.media.store.abandon_launch()
             raise
+
+    def _load_adapters(self, batch: StepBatch) -> None:
+        """Loads the adapters of a step into their slots, unless they are there.
+
+        A step in flight may use the adapter that was in the slot: the device writes after it.
+        """
+        unknown = set(batch.adapter_ids) - {0, *batch.adapters}
+        num_slots = self.model.num_adapter_slots
+        if unknown or any(not 0 < slot <= num_slots for slot in batch.adapters):
+            raise ValueError(
+                f"[step] adapter_ids must be 0 or slots of adapters, of which there are "
+                f"{num_slots}, but got {sorted({*unknown, *batch.adapters})}"
+            )
+        for slot, adapter in batch.adapters.items():
+            if self._loaded.get(slot) != adapter:
+                self._loaded.pop(slot, None)  # An interrupted write leaves parts of both.
+                self.model.load_adapter(slot, adapter.layers)
+                self._loaded[slot] = adapter
 
     @staticmethod
     def read(launched: LaunchedStep) -> StepResult:
@@ -387,7 +406,9 @@ class ModelRunner:
             media: Inputs of media items.
             num_ordered_rows: See `StepInputs`.
         """
-        slots = batch.slots
+        slots, adapters = batch.slots, None
+        if batch.adapters:
+            adapters = np.repeat(np.frombuffer(batch.adapter_ids, dtype=np.int32), num_rows)
         tables = self._block_tables(tuple(batch.seq_ids), batch.tables)
         if self.splits_drafts and batch.has_drafts:
             context_lens, num_rows, tables = _split_drafts(batch, context_lens, num_rows, tables)
@@ -403,6 +424,7 @@ class ModelRunner:
             else None,
             media=media,
             num_ordered_rows=num_ordered_rows,
+            adapters=adapters,
         )
 
     def _num_ordered_rows(self, batch: StepBatch, query_lens: np.ndarray) -> int:

@@ -88,6 +88,7 @@ def cut(batch: StepBatch, part: Part, block_size: int) -> StepBatch:
     indices = [piece.place for piece in part]
     begins = batch.begins()
     samples = [piece.is_last and batch.samples[piece.place] for piece in part]
+    used = {batch.adapter_ids[i] for i in indices}
     token_ids = array(batch.token_ids.typecode)
     for piece in part:
         at = begins[piece.place]
@@ -103,6 +104,7 @@ def cut(batch: StepBatch, part: Part, block_size: int) -> StepBatch:
         input_from=array("i", [batch.input_from[i] for i in indices]),
         num_drafts=array("i", [batch.num_drafts[i] for i in indices]),
         adapter_ids=array("i", [batch.adapter_ids[i] for i in indices]),
+        adapters={slot: each for slot, each in batch.adapters.items() if slot in used},
         tables=[tuple(StepTable(t.blocks, 0) for t in batch.tables[i]) for i in indices],
         slots=[_slots(batch, piece) for piece in part] if batch.slots else [],
         block_copies=_copies(batch, part, block_size),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Unpack
 
@@ -128,6 +129,8 @@ class Step:
         selected: Computes the needed rows if they are few; None gathers them.
         num_ordered_rows: See `StepInputs`.
         features: Likewise.
+        adapters: ``[num_rows]`` int32: the slot of each row's adapter, from 0, or -1. None for a
+            step without adapters.
     """
 
     plan: AttentionPlan
@@ -140,6 +143,7 @@ class Step:
     selected: LastLayerPruning | None = None
     num_ordered_rows: int = 0
     features: mx.array | None = None
+    adapters: mx.array | None = None
 
     def plan_for(self, group_spec: KVCacheGroupSpec) -> AttentionPlan:
         """Returns the plan that layers of this group read and write through."""
@@ -172,6 +176,7 @@ class StepContext(threading.local):
     def __init__(self, limit: ContextLimit | None = None) -> None:
         self.limit = limit or ContextLimit()
         self._step: Step | None = None
+        self.adapters: mx.array | None = None  # of the rows that model code sees now
 
     @property
     def step(self) -> Step:
@@ -187,11 +192,22 @@ class StepContext(threading.local):
 
     def enter(self, step: Step) -> None:
         """Begins building `step`."""
-        self._step = step
+        self._step, self.adapters = step, step.adapters
 
     def leave(self) -> None:
         """Ends the step, because the arrays of a finished step must not be kept alive here."""
-        self._step = None
+        self._step = self.adapters = None
+
+    @contextmanager
+    def rows(self, rows: mx.array | None) -> Iterator[None]:
+        """Within it, model code sees only these rows of the step, in this order; None: all."""
+        before = self.adapters
+        if before is not None and rows is not None:
+            self.adapters = before[rows]
+        try:
+            yield
+        finally:
+            self.adapters = before
 
 
 # --- Handles --------------------------------------------------------------------------------------

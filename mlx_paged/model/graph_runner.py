@@ -393,6 +393,8 @@ def _arrays_of(step: Step) -> list[mx.array]:
         arrays.append(step.media.rope_positions)
     if step.features is not None:
         arrays.append(step.features)
+    if step.adapters is not None:
+        arrays.append(step.adapters)
     return arrays
 
 
@@ -401,17 +403,21 @@ class _FurtherInputs(NamedTuple):
 
     has_rope: bool
     features: tuple[int, ...] | None  # shape
+    has_adapters: bool
 
 
 def _further_inputs(step: Step) -> _FurtherInputs:
     has_rope = step.media is not None and step.media.rope_positions is not None
-    return _FurtherInputs(has_rope, None if step.features is None else tuple(step.features.shape))
+    features = None if step.features is None else tuple(step.features.shape)
+    return _FurtherInputs(has_rope, features, step.adapters is not None)
 
 
 def _step_of(
     arrays: list[mx.array], group_specs: tuple[object, ...], further: _FurtherInputs
 ) -> Step:
-    media = features = None
+    media = features = adapters = None
+    if further.has_adapters:
+        *arrays, adapters = arrays
     if further.features is not None:
         *arrays, features = arrays
     if further.has_rope:
@@ -428,4 +434,5 @@ def _step_of(
         dict(zip(group_specs, plans[1:])),  # type: ignore[arg-type]
         media=media,
         features=features,
+        adapters=adapters,
     )

@@ -153,6 +153,11 @@ class CacheLayout:
         """The leaves that have state slots."""
         return tuple(s for s in self.specs if isinstance(s, StateSpec))
 
+    @property
+    def compute_dtype(self) -> mx.Dtype:
+        """The dtype of the model's rows, which keys have before they are stored."""
+        return next((s.dtype for s in self.attention), None) or self.states[0].dtypes[0]
+
     @cached_property
     def group_specs(self) -> tuple[KVCacheGroupSpec, ...]:
         """The groups of the layers. Each needs its own block tables once blocks are freed."""

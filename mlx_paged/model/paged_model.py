@@ -41,6 +41,7 @@ from mlx_paged.model.layout import (
     UnusedSpec,
     assemble,
 )
+from mlx_paged.model.lora import AdapterLayers, AdapterTargets, LowRank
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
 from mlx_paged.model.plan import (
     PaddedTables,
@@ -116,6 +117,7 @@ class PagedModel:
         self._least_gathered = dense_prefill.MIN_ROWS
         # The first n rows of a step, by n: as numbers, and [n] int32 on the device.
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
+        self._adapters: AdapterLayers | None = None
         self._compiled = self._make_compiled()
 
     def _make_compiled(self) -> GraphRunner:
@@ -240,6 +242,51 @@ class PagedModel:
     def output_weights(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Returns the weights for the logits of some tokens; see `OutputRows.weights_of`."""
         return self._output_rows.weights_of(token_ids)
+
+    # Adapters.
+
+    def adapter_targets(self) -> AdapterTargets:
+        """The layers that adapters may change."""
+        return AdapterTargets.of(self.model, self._output_rows.module)
+
+    def enable_adapters(self, num_slots: int, rank: int) -> None:
+        """Prepares slots for adapters. Their memory is allocated as adapters are loaded.
+
+        Args:
+            num_slots: Maximum different adapters of a step.
+            rank: Maximum rank, a multiple of `lora.RANK_STEP`.
+        """
+        self._adapters = AdapterLayers(
+            self.model,
+            self.adapter_targets(),
+            self._context,
+            num_slots=num_slots,
+            rank=rank,
+            dtype=self.layout.compute_dtype,
+            platform=self.platform,
+        )
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Maximum different adapters of a step; 0 before `enable_adapters`."""
+        return 0 if self._adapters is None else self._adapters.num_slots
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Maximum bytes of the slots: of adapters that change every layer."""
+        return 0 if self._adapters is None else self._adapters.max_bytes
+
+    def load_adapter(self, slot: int, layers: Mapping[str, LowRank]) -> None:
+        """Writes an adapter to a slot, and waits for it.
+
+        Args:
+            slot: From 1, as in `StepInputs.adapters`. No step built later may expect the adapter
+                that the slot has held so far.
+            layers: Changes of layers, by their paths in `adapter_targets`.
+        """
+        assert self._adapters is not None
+        if self._adapters.load(slot - 1, layers):
+            self._compiled.forget()
 
     # Pools.
 
@@ -487,6 +534,11 @@ class PagedModel:
         media = None if inputs.media is None else MediaRows.of(inputs.media)
         logit_rows = self._logit_rows(inputs.logit_rows, stays)
         selected = self._selected(inputs, logit_rows)
+        adapters = None
+        if inputs.adapters is not None:
+            padded = np.full(repetition.num_rows, -1)  # padding has no adapter
+            padded[: len(inputs.adapters)] = inputs.adapters - 1
+            adapters = int32(padded)
         return Step(
             plan,
             logit_rows,
@@ -498,6 +550,7 @@ class PagedModel:
             selected,
             inputs.num_ordered_rows,
             inputs.features,
+            adapters,
         )
 
     def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> LastLayerPruning | None:
@@ -616,7 +669,8 @@ class PagedModel:
             mine = np.flatnonzero(np.isin(inputs.logit_rows, rows))
             within = np.searchsorted(rows, inputs.logit_rows[mine])
             grouped = tokens[int32(rows)].reshape(len(members), group.length)
-            self._context.enter(Step(no_plan, int32(within)))
+            adapters = None if inputs.adapters is None else int32(inputs.adapters[rows] - 1)
+            self._context.enter(Step(no_plan, int32(within), adapters=adapters))
             try:
                 with ExitStack() as stack:
                     for cache in self._attention:

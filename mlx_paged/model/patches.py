@@ -677,6 +677,11 @@ class OutputRows:
             self._override(projection.module, projection.method)
 
     @property
+    def module(self) -> nn.Module | None:
+        """The module that makes the logits; None if no module does."""
+        return None if self._projection is None else self._projection.module
+
+    @property
     def keeps_hidden(self) -> bool:
         """True if the rows are hidden states instead of logits."""
         return self._keeps_hidden

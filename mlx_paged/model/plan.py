@@ -176,6 +176,8 @@ class StepInputs:
         num_ordered_rows: Leading rows that must have the same bits in any company, on the CPU.
             Their logits are needed.
         features: ``[num_rows, width]``: hidden states of another model, for a draft head.
+        adapters: ``[num_rows]``: the slot of each row's adapter, from 1; 0 for none. None if no row
+            has one.
     """
 
     context_lens: np.ndarray
@@ -186,6 +188,7 @@ class StepInputs:
     media: StepMedia | None = None
     num_ordered_rows: int = 0
     features: mx.array | None = None
+    adapters: np.ndarray | None = None
 
     def tables_of(self, group_spec: KVCacheGroupSpec) -> Tables:
         """Returns the block tables of these layers."""

@@ -235,7 +235,7 @@ def regrouped(module: nn.Module, context: StepContext) -> Callable[..., Any]:
         num_rows = step.plan.positions.shape[0]
         results = []
         for group in step.states.groups:
-            with cache.grouped(group):
+            with cache.grouped(group), context.rows(group.rows):
                 result = base.__call__(
                     self,
                     *(_cut(a, group, num_rows) for a in args),

@@ -294,7 +294,8 @@ class StoreMachine(RuleBasedStateMachine):
 
 def told(step: Rows) -> list[Any]:
     """A step, with its sequences by id."""
-    return [step.step, step.block_copies, step.media, *(row[1:] for row in step.sequences)]
+    slots = [] if step.output is None else step.output.batch.adapter_ids.tolist()
+    return [step.step, step.block_copies, step.media, slots, *(row[1:] for row in step.sequences)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -323,6 +324,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         media_ids=st.sampled_from([(1000, 1 << 31), (1, 1 << 31), (1000, 40), (2, 20)]),
         tier=st.sampled_from([0, 0, 1, 5, 12, 60]),
         speed=st.sampled_from([1, 2, 100]),
+        max_loras=st.sampled_from([1, 1, 2, 3]),
     )
     def begin(
         self,
@@ -342,6 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         media_ids: tuple[int, int],
         tier: int,
         speed: int,
+        max_loras: int,
     ) -> None:
         self.speed = speed
         options = group_options(groups, block_size, room)
@@ -355,6 +358,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_encoder_tokens=encoder_rows,
             encoder_cache_bytes=encoder_bytes,
             encoder_bytes_per_row=1,
+            max_loras=max_loras,
         )
         self.now = 0.0
         self.scheduler, self.plain = (
@@ -393,6 +397,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout=st.sampled_from([None, None, None, 3.0]),
         reads_cache=st.sampled_from([True, True, True, False]),
         chosen=st.one_of(st.just([]), pictures),
+        adapter=st.sampled_from([None, None, None, "x", "y", "z"]),
     )
     def add(
         self,
@@ -405,6 +410,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout: float | None,
         reads_cache: bool,
         chosen: list[tuple[int, MediaSpan]],
+        adapter: str | None,
     ) -> None:
         limit = self.scheduler.max_total_tokens
         prompt, media = with_pictures(list(prompt), chosen, limit - 1)
@@ -417,9 +423,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             background=background,
             timeout=timeout,
-            cache_salt=salt,
+            cache_salt=salt if adapter is None else f"{adapter} {salt}",
             read_prefix_cache=reads_cache,
             media=media,
+            adapter=adapter,
         )
         try:
             self.plain.add(copy.deepcopy(request))

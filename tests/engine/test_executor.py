@@ -157,7 +157,7 @@ def test_an_executor_is_a_protocol() -> None:
     assert {name for name in vars(Executor) if not name.startswith("_")} <= asked
 
 
-def test_a_column_that_the_runner_does_not_know_is_refused() -> None:
+def test_an_adapter_that_the_batch_does_not_bring_is_refused() -> None:
     """The step fails, and with it its sequences; nothing is ignored."""
     engine = make(embedded_twin(), overlap=False)
     launch = engine._executor.launch
@@ -172,7 +172,7 @@ def test_a_column_that_the_runner_does_not_know_is_refused() -> None:
         engine.step()
     [answer] = output.outputs
     assert answer.finish_reason == "error"
-    assert "adapter_ids must be 0" in answer.error.reason  # type: ignore[union-attr]
+    assert "adapter_ids must be 0 or slots of adapters" in answer.error.reason  # type: ignore[union-attr]
 
 
 def test_the_device_half_names_no_scheduler_object() -> None:

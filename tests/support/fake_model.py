@@ -129,6 +129,7 @@ class FakeDevice:
     def launch(self, batch: Rows) -> Launched:
         launched = Launched(batch)
         self._check_media(batch)
+        self._check_adapters(batch)
         self._check_batch(batch)
         self._check_nothing_in_flight_is_overwritten(launched)
         for row in batch.sequences:
@@ -198,6 +199,17 @@ class FakeDevice:
                 assert not start < row.start < end and not start < row.context_len < end, (
                     f"an atomic item is cut by {row}"
                 )
+
+    @staticmethod
+    def _check_adapters(batch: Rows) -> None:
+        """Checks that each row names the slot of its own adapter."""
+        if batch.output is None:
+            return
+        step = batch.output.batch
+        for row, slot in zip(batch.sequences, step.adapter_ids, strict=True):
+            assert step.adapters.get(slot) == row.sequence.request.adapter
+            assert slot == row.sequence.adapter_slot
+        assert set(step.adapters) == set(step.adapter_ids) - {0}
 
     def _context(self, row: Row) -> list[int]:
         return [self._read(row, 0, row.block_table, i) for i in range(row.context_len)]

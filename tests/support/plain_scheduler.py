@@ -49,6 +49,7 @@ class PlainQueue:
         self._is_long = is_long
         self._sequences: list[Sequence] = []
         self._waits: dict[Sequence, tuple[BlockTables, int]] = {}
+        self._held: set[Sequence] = set()
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -63,6 +64,8 @@ class PlainQueue:
         return iter(sorted(self._sequences, key=lambda seq: seq.order))
 
     def _is_ready(self, seq: Sequence) -> bool:
+        if seq in self._held:
+            return False
         if seq not in self._waits:
             return True
         tables, num_tokens = self._waits[seq]
@@ -83,6 +86,17 @@ class PlainQueue:
     def remove(self, seq: Sequence) -> None:
         self._sequences.remove(seq)
         self._waits.pop(seq, None)
+        self._held.discard(seq)
+
+    @property
+    def first_held(self) -> Sequence | None:
+        return min(self._held, key=lambda seq: seq.order, default=None)
+
+    def hold(self, seq: Sequence) -> None:
+        self._held.add(seq)
+
+    def release_held(self) -> None:
+        self._held.clear()
 
     def park(self, seq: Sequence, tables: BlockTables, num_tokens: int) -> None:
         self._waits[seq] = (tables, num_tokens)

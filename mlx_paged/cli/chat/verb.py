@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_paged.cli.options import (
+    AdapterPath,
     AsyncScheduling,
     CPUActivations,
     KVCacheDType,
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 _TOOLS = "Tools of MCP servers"
 _ONLY_LOCAL = (
     "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
-    "async_scheduling", "max_step_time_ms", "speculative_config", "kv_offloading_size",
+    "async_scheduling", "max_step_time_ms", "speculative_config", "adapter_path",
+    "kv_offloading_size",
 )  # fmt: skip
 
 
@@ -103,6 +105,7 @@ def chat(
     async_scheduling: AsyncScheduling = True,
     max_step_time_ms: MaxStepTime = None,
     speculative_config: Speculative = None,
+    adapter_path: AdapterPath = None,
     offloading: OffloadingOptions,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal.
@@ -132,7 +135,7 @@ def chat(
             sizes = given(
                 max_model_len=max_model_len, kv_cache_memory=kv_cache_memory,
                 max_step_time_ms=max_step_time_ms, speculative_config=speculative_config,
-                **vars(offloading),
+                adapter_path=adapter_path, **vars(offloading),
             )  # fmt: skip
             sizes["kv_cache_dtype"] = kv_cache_dtype
             sizes["cpu_activations"] = cpu_activations

@@ -1,0 +1,1 @@
+"""Low-rank adapters: requests that name one, their files, and those in memory."""

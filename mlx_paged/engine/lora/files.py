@@ -1,0 +1,298 @@
+"""Reads the files of an adapter, mlx-lm's or PEFT's, as changes of a model's linear layers.
+
+===========  =============================  ============================
+             mlx-lm                         PEFT
+===========  =============================  ============================
+config       ``adapter_config.json``        ``adapter_config.json``
+weights      ``adapters.safetensors``       ``adapter_model.safetensors``
+names        ``PATH.lora_a``                ``base_model.model.PATH.lora_A.weight``
+shapes       a [in, r], b [r, out]          A [r, in], B [out, r]
+scale        ``lora_parameters.scale``      alpha / r, or alpha / sqrt(r)
+===========  =============================  ============================
+
+Plain NumPy, so that any thread may read an adapter while the engine's thread runs steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+
+from mlx_paged.errors import AdapterError
+from mlx_paged.model.lora import AdapterTargets, LowRank
+
+_CONFIG = "adapter_config.json"
+_MLX_WEIGHTS, _PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
+_DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter in main memory. Equal files are equal adapters.
+
+    Attributes:
+        name: For logs and metrics.
+        digest: Hash of the files: the version of the adapter.
+        rank: Maximum rank of its layers.
+        layers: Changes by the path of the layer in the model.
+    """
+
+    name: str
+    digest: str
+    rank: int
+    layers: Mapping[str, LowRank] = field(repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Adapter) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in main memory."""
+        return sum(a.nbytes + b.nbytes for a, b in self.layers.values())
+
+
+class Version(NamedTuple):
+    """Tells whether files have changed, without reading them."""
+
+    stats: tuple[tuple[int, int, int], ...]  # (inode, size, time of the last change in ns)
+
+
+def version_of(path: Path) -> Version:
+    """Returns the version of an adapter's files.
+
+    Raises:
+        AdapterError: Files are missing.
+    """
+    found = []
+    for file in _files_of(path):
+        stat = file.stat()
+        found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return Version(tuple(found))
+
+
+def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
+    """Reads an adapter and matches its tensors with the layers of a model.
+
+    Raises:
+        AdapterError: Files that are missing or damaged, or a kind of adapter that is not served.
+    """
+    config_file, weights_file = _files_of(path)
+    try:
+        config_bytes, weights_bytes = config_file.read_bytes(), weights_file.read_bytes()
+        config = json.loads(config_bytes)
+        tensors = {key: _values(value) for key, value in deserialize(weights_bytes)}  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, SafetensorError) as error:
+        raise AdapterError(str(path), f"its files cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(str(path), f"{_CONFIG} must be a JSON object but got {config!r}")
+    reader = _MlxReader if weights_file.name == _MLX_WEIGHTS else _PeftReader
+    layers = reader(str(path), config, targets).layers_of(tensors)
+    digest = hashlib.sha256(config_bytes)
+    digest.update(weights_bytes)
+    rank = max(len(change.a) for change in layers.values())
+    return Adapter(name, digest.hexdigest(), rank, layers)
+
+
+def _files_of(path: Path) -> tuple[Path, Path]:
+    """The config and the weights of an adapter."""
+    if not path.is_dir():
+        raise AdapterError(str(path), "there is no such directory")
+    config = path / _CONFIG
+    if not config.is_file():
+        raise AdapterError(str(path), f"the directory has no {_CONFIG}")
+    for name in (_MLX_WEIGHTS, _PEFT_WEIGHTS):
+        if (path / name).is_file():
+            return config, path / name
+    found = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
+    names = f"{_MLX_WEIGHTS} or {_PEFT_WEIGHTS}"
+    raise AdapterError(str(path), f"the directory must have {names} but has {found}")
+
+
+def _values(tensor: Mapping[str, Any]) -> np.ndarray:
+    """A tensor of a file as float32."""
+    dtype, data = tensor["dtype"], tensor["data"]
+    if dtype == "BF16":  # the upper half of a float32
+        words = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
+        return words.view(np.float32).reshape(tensor["shape"])
+    if dtype not in _DTYPES:
+        raise ValueError(f"tensors must be floating-point but one is {dtype}")
+    return np.frombuffer(data, _DTYPES[dtype]).reshape(tensor["shape"]).astype(np.float32)
+
+
+class _Reader:
+    """Reads one format of files.
+
+    Args:
+        path: The adapter's directory, for errors.
+    """
+
+    pattern: re.Pattern[str]  # of a tensor's name: path of the layer, and "a" or "b"
+    transposed: bool  # True for a as [in, r] and b as [r, out]
+
+    def __init__(self, path: str, config: dict[str, Any], targets: AdapterTargets) -> None:
+        self.path, self.config, self.targets = path, config, targets
+        self.check_config()
+
+    def check_config(self) -> None:
+        """Raises `AdapterError` for kinds of adapters that are not served."""
+        raise NotImplementedError
+
+    def scale_of(self, layer: str, rank: int) -> float:
+        """The scale of a layer's change."""
+        raise NotImplementedError
+
+    def error(self, what: str, expected: str, given: str) -> AdapterError:
+        """An error about a field of the config, or a tensor."""
+        return AdapterError(self.path, f"{what} must be {expected} but got {given}")
+
+    def number(self, name: str, value: object) -> float:
+        """A field of the config that must be a number."""
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
+            raise self.error(name, "a number", repr(value))
+        return float(value)  # type: ignore[arg-type]
+
+    def layers_of(self, tensors: Mapping[str, np.ndarray]) -> dict[str, LowRank]:
+        """Matches the tensors with layers of the model.
+
+        Raises:
+            AdapterError: A tensor that no layer takes.
+        """
+        pairs: dict[str, dict[str, np.ndarray]] = {}
+        for name in sorted(tensors):  # files have them in any order
+            match = self.pattern.fullmatch(name)
+            if match is None:
+                raise self.refuse(name)
+            pairs.setdefault(match["layer"], {})[match["half"].lower()] = tensors[name]
+        if not pairs:
+            raise self.error("the file of weights", "one with tensors of low rank", "none")
+        found: dict[str, LowRank] = {}
+        for layer, pair in pairs.items():
+            path = self._path_in_model(layer)
+            if path in found:
+                raise AdapterError(self.path, f"two of its layers are {path!r} of the model")
+            found[path] = self._change(layer, path, pair)
+        return found
+
+    def refuse(self, name: str) -> AdapterError:
+        """The error for a tensor that is no half of a low-rank change."""
+        expected = "halves of low-rank changes of linear layers"
+        if re.search(r"\.m$|lora_magnitude_vector", name):
+            expected += " (DoRA is not served)"
+        elif "lora_embedding" in name:
+            expected += " (adapters of embeddings are not served)"
+        return self.error("every tensor", expected, repr(name))
+
+    def _path_in_model(self, layer: str) -> str:
+        """Finds a layer: by its path, or by the part of the path from its number on.
+
+        Wrapped models (multimodal ones) have other names in front of their layers.
+        """
+        known = [*self.targets.linear, *self.targets.refused]
+        if layer in self.targets.linear:
+            return layer
+        found = [layer] if layer in self.targets.refused else []
+        if not found:
+            end = re.search(r"(?:^|\.)(layers\.\d+\..*|h\.\d+\..*|lm_head|embed_tokens)$", layer)
+            if end is not None:
+                found = [path for path in known if f".{path}".endswith(f".{end[1]}")]
+        if len(found) == 1 and found[0] in self.targets.linear:
+            return found[0]
+        what = f"the layer {layer!r}"
+        if not found:
+            raise self.error(what, "a linear layer of the model", "a name that the model lacks")
+        if len(found) > 1:
+            raise self.error(what, "one linear layer of the model", ", ".join(found))
+        raise self.error(what, "a linear layer within the model", self.targets.refused[found[0]])
+
+    def _change(self, layer: str, path: str, pair: Mapping[str, np.ndarray]) -> LowRank:
+        if pair.keys() != {"a", "b"}:
+            raise self.error(f"the layer {layer!r}", "changed by a and b", f"only {''.join(pair)}")
+        a, b = pair["a"], pair["b"]
+        if a.ndim != 2 or b.ndim != 2:
+            expected = "matrices (adapters of experts are not served)"
+            raise self.error(
+                f"the tensors of {layer!r}", expected, f"shapes {a.shape} and {b.shape}"
+            )
+        if self.transposed:
+            a, b = a.T, b.T
+        rank, (width, out_features) = len(a), self.targets.linear[path]
+        if a.shape != (rank, width) or b.shape != (out_features, rank):
+            expected = f"of one rank, from {width} to {out_features} features"
+            given = f"a rank of {rank} and {b.shape[1]}, from {a.shape[1]} to {b.shape[0]}"
+            raise self.error(f"the tensors of {layer!r}", expected, given)
+        scale = np.float32(self.scale_of(layer, rank))
+        return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b) * scale)
+
+
+class _MlxReader(_Reader):
+    pattern = re.compile(r"(?P<layer>.+)\.lora_(?P<half>[ab])")
+    transposed = True
+
+    def check_config(self) -> None:
+        kind = self.config.get("fine_tune_type", "lora")
+        if kind != "lora":
+            raise self.error("fine_tune_type", "'lora'", repr(kind))
+        parameters = self.config.get("lora_parameters")
+        if not isinstance(parameters, dict) or "scale" not in parameters:
+            raise self.error("lora_parameters", "an object with a scale", repr(parameters))
+
+    def scale_of(self, layer: str, rank: int) -> float:
+        return self.number("lora_parameters.scale", self.config["lora_parameters"]["scale"])
+
+
+class _PeftReader(_Reader):
+    pattern = re.compile(
+        r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight"
+    )
+    transposed = False
+
+    # Fields that change what an adapter computes, with the values that mean plain LoRA.
+    plain: Mapping[str, tuple[Any, ...]] = {
+        "use_dora": (False, None),
+        "bias": ("none", None),
+        "lora_bias": (False, None),
+        "modules_to_save": (None, []),
+        "trainable_token_indices": (None, [], {}),
+        "layer_replication": (None, []),
+        "use_qalora": (False, None),
+        "target_parameters": (None, []),
+        "alora_invocation_tokens": (None, []),
+        "megatron_config": (None, {}),
+    }
+
+    def check_config(self) -> None:
+        kind = self.config.get("peft_type")
+        if kind != "LORA":
+            raise self.error("peft_type", "'LORA'", repr(kind))
+        for name, allowed in self.plain.items():
+            value = self.config.get(name)
+            if not any(value == each and type(value) is type(each) for each in allowed):
+                raise self.error(name, repr(allowed[0]), repr(value))
+
+    def scale_of(self, layer: str, rank: int) -> float:
+        """Alpha by the rank that the config gives, which the rank of the tensors must be."""
+        declared = self._of_layer("rank_pattern", "r", layer)
+        if declared != rank:
+            raise self.error(f"the rank of {layer!r}", f"r ({declared:g})", str(rank))
+        alpha = self._of_layer("alpha_pattern", "lora_alpha", layer)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _of_layer(self, patterns: str, default: str, layer: str) -> float:
+        """A field for a layer: the first pattern that matches the end of its path, as in PEFT."""
+        for pattern, value in (self.config.get(patterns) or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", layer):
+                return self.number(f"{patterns}[{pattern!r}]", value)
+        return self.number(default, self.config.get(default))

@@ -1,0 +1,241 @@
+"""Low-rank adapters on the device: a stack of slots for each linear layer that an adapter changes.
+
+A linear layer with a stack computes ``W x + B[slot] (A[slot] x)`` for the rows that name a slot, in
+steps that have such rows; all other steps are the graphs that they would be without adapters.
+
+Slots are written in place, through the operation that writes keys and values. So compiled steps,
+which hold the stacks as constants, remain valid when an adapter is loaded. Only the first adapter
+that changes a layer makes its stack, and with it new graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlx_paged import kernels, ops
+from mlx_paged.model.caches import StepContext
+from mlx_paged.model.patches import Overrides
+from mlx_paged.platform import Platform
+
+# Ranks are multiples of this: products of few rows, and vectors of 16 bytes, end there.
+RANK_STEP = 8
+# Shape of the pools that hold the stacks; only the operation that writes them needs it.
+_BLOCK, _MAX_DIM, _NO_VALUES = 8, 512, 8
+
+
+class LowRank(NamedTuple):
+    """The change of one linear layer's weight: ``b @ a``.
+
+    Attributes:
+        a: ``[rank, in_features]`` float32.
+        b: ``[out_features, rank]`` float32, with the adapter's scale.
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+
+
+@dataclass(frozen=True)
+class AdapterTargets:
+    """The layers of a model that adapters may change, and the others by the reason why not.
+
+    Attributes:
+        linear: (in_features, out_features) by the path of the module in the model.
+        refused: What the module is, by path.
+    """
+
+    linear: Mapping[str, tuple[int, int]]
+    refused: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, projection: nn.Module | None) -> AdapterTargets:
+        """Lists the layers of a model.
+
+        Args:
+            projection: The module that makes the logits.
+        """
+        linear: dict[str, tuple[int, int]] = {}
+        refused: dict[str, str] = {}
+        for path, module in model.named_modules():
+            if module is projection and isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+                refused[path] = "the output projection"
+            elif isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+                linear[path] = shape_of(module)
+            elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
+                refused[path] = "an embedding"
+            elif isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
+                refused[path] = "a layer of experts"
+        return cls(linear, refused)
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a linear layer."""
+    out_features, width = module.weight.shape
+    if isinstance(module, nn.QuantizedLinear):  # its weights are packed into uint32
+        width = width * 32 // module.bits
+    return width, out_features
+
+
+class _Stack:
+    """``[num_slots, *shape]``, whose slots are written in place."""
+
+    def __init__(self, num_slots: int, shape: tuple[int, int], dtype: mx.Dtype) -> None:
+        size = shape[0] * shape[1]
+        self._dim = next(d for d in range(_MAX_DIM, 0, -8) if size % d == 0)
+        self._rows = size // self._dim
+        self._shape, self._num_slots = shape, num_slots
+        blocks = -(-num_slots * self._rows // _BLOCK)
+        self._pool = ops.allocate_pool(blocks, _BLOCK, 1, self._dim, dtype)
+        self._beside = ops.allocate_pool(blocks, _BLOCK, 1, _NO_VALUES, dtype)
+        self._write(0, mx.zeros((num_slots * self._rows, 1, self._dim), dtype))
+
+    @property
+    def array(self) -> mx.array:
+        """``[num_slots, *shape]``: a view of the memory that `write` writes to."""
+        count = self._num_slots * self._rows * self._dim
+        flat = self._pool.reshape(-1)
+        flat = flat if flat.size == count else flat[:count]
+        view = flat.reshape(self._num_slots, *self._shape)
+        mx.eval(view)
+        return view
+
+    def write(self, slot: int, values: np.ndarray | None) -> None:
+        """Writes a slot and waits for it; None writes zeros. The values may have fewer rows or
+        columns than the slot, whose rest is zero."""
+        given = np.zeros(self._shape, np.float32)
+        if values is not None:
+            given[: values.shape[0], : values.shape[1]] = values
+        rows = mx.array(given.reshape(self._rows, 1, self._dim)).astype(self._pool.dtype)
+        self._write(slot * self._rows, rows)
+
+    def _write(self, first: int, rows: mx.array) -> None:
+        at = mx.arange(first, first + len(rows), dtype=mx.int32)
+        nothing = mx.zeros((len(rows), 1, _NO_VALUES), self._pool.dtype)
+        self._pool, self._beside = ops.write_kv(self._pool, self._beside, rows, nothing, at)
+        mx.eval(self._pool, self._beside)
+
+
+class _Layer:
+    """A linear layer with its stacks."""
+
+    def __init__(self, module: nn.Module, num_slots: int, rank: int, dtype: mx.Dtype) -> None:
+        width, out_features = shape_of(module)
+        self._stacks = (
+            _Stack(num_slots, (rank, width), dtype),
+            _Stack(num_slots, (out_features, rank), dtype),
+        )
+        self._in_use: set[int] = set()
+        self.a, self.b = (stack.array for stack in self._stacks)
+
+    def write(self, slot: int, change: LowRank | None) -> None:
+        """Writes a slot; None: the slot's adapter does not change this layer."""
+        if change is None and slot not in self._in_use:
+            return
+        self._in_use.add(slot)
+        for stack, values in zip(self._stacks, change or (None, None)):
+            stack.write(slot, values)
+        if change is None:
+            self._in_use.remove(slot)
+        if "write_kv" in kernels.rejected:  # The operation in its place copies.
+            self.a, self.b = (stack.array for stack in self._stacks)
+
+
+class AdapterLayers:
+    """The adapters of a model.
+
+    Args:
+        model: Its linear layers get another class when an adapter first changes them.
+        targets: Those layers.
+        context: Names the adapter of each row of the step that is being built.
+        num_slots: Maximum different adapters of a step.
+        rank: Maximum rank, a multiple of `RANK_STEP`.
+        dtype: Of the stacks; on a GPU that of the model's rows.
+
+    Attributes:
+        max_bytes: Bytes of the stacks if adapters change every layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: AdapterTargets,
+        context: StepContext,
+        *,
+        num_slots: int,
+        rank: int,
+        dtype: mx.Dtype,
+        platform: Platform,
+    ) -> None:
+        self.num_slots = num_slots
+        self.max_bytes = num_slots * rank * dtype.size * sum(map(sum, targets.linear.values()))
+        self._rank, self._dtype = rank, dtype
+        # The operation's dtype: the CPU's takes weights of any dtype.
+        self._row_dtype = mx.float32 if platform.on_cpu else dtype
+        self._context = context
+        modules = dict(model.named_modules())
+        self._modules: dict[str, nn.Module] = {path: modules[path] for path in targets.linear}
+        self._layers: dict[str, _Layer] = {}
+        self._overrides = Overrides()
+
+    def load(self, slot: int, layers: Mapping[str, LowRank]) -> bool:
+        """Writes an adapter to a slot. No step in flight may use the slot, except on this thread's
+        stream.
+
+        Args:
+            slot: From 0.
+            layers: By path; those of `AdapterTargets.linear`, with at most the rank of the slots.
+
+        Returns:
+            True if compiled steps with adapters are no longer valid.
+        """
+        added = layers.keys() - self._layers.keys()
+        for path in added:
+            layer = _Layer(self._modules[path], self.num_slots, self._rank, self._dtype)
+            self._layers[path] = layer
+            self._override(self._modules[path], layer)
+        for path, layer in self._layers.items():
+            layer.write(slot, layers.get(path))
+        return bool(added) or "write_kv" in kernels.rejected
+
+    def _override(self, module: nn.Module, layer: _Layer) -> None:
+        base, context, row_dtype = type(module), self._context, self._row_dtype
+
+        def call(self: Any, x: mx.array) -> mx.array:
+            out = base.__call__(self, x)
+            slots = context.adapters
+            return out if slots is None else _adapted(out, x, slots, layer, row_dtype)
+
+        self._overrides.replace(module, "__call__", call)
+
+
+def _adapted(
+    out: mx.array, x: mx.array, slots: mx.array, layer: _Layer, dtype: mx.Dtype
+) -> mx.array:
+    """Adds each row's change.
+
+    Args:
+        out: ``[..., out_features]``, the layer's output for `x`.
+        x: ``[..., in_features]``: the rows of the step in order, or as ``[num_seqs, length]``.
+        slots: ``[num_rows]`` int32; -1: no adapter.
+    """
+    num_rows, shape = slots.shape[0], out.shape
+    if x.shape[0] != num_rows or x.size != num_rows * x.shape[-1]:
+        num_vectors = x.size // x.shape[-1]
+        if num_vectors % num_rows:
+            raise ValueError(f"[lora] x must have {num_rows} rows but got {x.shape}")
+        if num_vectors > num_rows:
+            slots = mx.repeat(slots, num_vectors // num_rows)
+        x, out = x.reshape(num_vectors, -1), out.reshape(num_vectors, -1)
+    if out.dtype == dtype:
+        out = ops.lora(out, x.astype(dtype), slots, layer.a, layer.b)
+    else:  # A sum in another dtype would change rows without an adapter.
+        change = ops.lora(mx.zeros(out.shape, dtype), x.astype(dtype), slots, layer.a, layer.b)
+        out = out + change.astype(out.dtype)
+    return out if out.shape == shape else out.reshape(shape)

@@ -1,0 +1,113 @@
+"""Adapters in mlx-lm's and PEFT's files, and mlx-lm's own models with an adapter fused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
+from mlx_lm.tuner.utils import load_adapters
+
+from support.models import dense_logits
+
+Layers = dict[str, tuple[np.ndarray, np.ndarray]]  # by path: a [rank, in], b [out, rank]
+ATTENTION = ("q_proj", "v_proj")
+
+
+def random_layers(
+    model: nn.Module, seed: int, *, rank: int = 4, names: Sequence[str] = ATTENTION
+) -> Layers:
+    """Changes of a model's linear layers whose paths end in these names.
+
+    They are as large as the weights, so that another adapter gives other tokens.
+    """
+    rng = np.random.default_rng(seed)
+    layers: Layers = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+            continue
+        if path.rpartition(".")[2] in names and "layers" in path:
+            out_features, width = module.weight.shape
+            if isinstance(module, nn.QuantizedLinear):
+                width = width * 32 // module.bits
+            a = rng.standard_normal((rank, width)) / np.sqrt(width)
+            b = rng.standard_normal((out_features, rank)) / np.sqrt(rank)
+            layers[path] = a.astype(np.float32), b.astype(np.float32)
+    assert layers
+    return layers
+
+
+def write_mlx(path: Path, layers: Layers, *, scale: float = 2.0, **config: Any) -> Path:
+    """Writes an adapter as mlx-lm does."""
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, (a, b) in layers.items():
+        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = mx.array(a.T), mx.array(b.T)
+    rank = len(next(iter(layers.values()))[0])
+    keys = sorted({name.partition("layers.")[2].partition(".")[2] for name in layers})
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
+    given = {"fine_tune_type": "lora", "num_layers": 64, "lora_parameters": parameters, **config}
+    (path / "adapter_config.json").write_text(json.dumps(given))
+    mx.save_safetensors(str(path / "adapters.safetensors"), tensors)
+    return path
+
+
+def write_peft(
+    path: Path, layers: Layers, *, alpha: float = 8.0, dtype: mx.Dtype = mx.float32, **config: Any
+) -> Path:
+    """Writes an adapter as PEFT does."""
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, (a, b) in layers.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = mx.array(a).astype(dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = mx.array(b).astype(dtype)
+    rank = len(next(iter(layers.values()))[0])
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", **config}
+    (path / "adapter_config.json").write_text(json.dumps(given))
+    mx.save_safetensors(str(path / "adapter_model.safetensors"), tensors)
+    return path
+
+
+def adapted(model: nn.Module, path: Path) -> nn.Module:
+    """mlx-lm's model with an adapter on top, not fused. The model changes."""
+    load_adapters(model, str(path))
+    model.eval()
+    return model
+
+
+def fused(model: nn.Module, path: Path) -> nn.Module:
+    """mlx-lm's model with an adapter fused, as `mlx_lm.fuse` does it. The model changes."""
+    adapted(model, path)
+    layers = [(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]
+    model.update_modules(tree_unflatten(layers))
+    assert not any(hasattr(m, "lora_a") for _, m in model.named_modules())
+    return model
+
+
+def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The answer of mlx-lm's own forward, without a cache."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(dense_logits(model, [tokens]).argmax()))
+    return tokens[len(prompt) :]
+
+
+def quantized(make: Callable[[], nn.Module], bits: int = 4) -> Callable[[], nn.Module]:
+    """A maker of the same model with quantized linear layers."""
+
+    def made() -> nn.Module:
+        model = make()
+        nn.quantize(
+            model, group_size=32, bits=bits, class_predicate=lambda _, m: isinstance(m, nn.Linear)
+        )
+        return model
+
+    return made
