@@ -4,7 +4,7 @@ engine joins them.
 cli, server, doctor
     bench, drop_in
         engine
-            calibration, multimodal
+            calibration, multimodal, offload
                 core    model
                             gguf
                             platform
@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "gguf": ("extension",),
     "core": (),
+    "offload": (),
     "calibration": (
         *("child_jobs", "wheels", "extension", "kernels", "executables", "ops", "plain_ops"),
         *("platform", "model", "reference"),
@@ -70,6 +71,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "core",
         "macos",
         "multimodal",
+        "offload",
         "parsing",
         "templates",
         "model",
@@ -129,6 +131,7 @@ STANDARD_LIBRARY_ONLY = (
     "descriptors",
     "import_hooks",
     "core",
+    "offload",
     "wheels",
 )
 # Exceptions: OpenBLAS's wheel returns the path of its library.

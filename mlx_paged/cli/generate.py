@@ -47,7 +47,7 @@ _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "runner", "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
      "async_scheduling", "max_step_time_ms", "speculative_config", "adapter_path",
-     "kv_offloading_size", "progress"}
+     "kv_offloading_size", "kv_offload_dir", "kv_offload_gib", "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name", "runner")
 _GREEDY = SamplingOptions(

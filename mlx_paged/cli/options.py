@@ -169,6 +169,11 @@ OFFLOADING_HELP = (
     "GiB of host memory for KV blocks that leave the cache. A prompt whose prefix is there does "
     "not compute it again. docs/kv-offloading.md"
 )
+OFFLOAD_DIR_HELP = (
+    "Folder for KV blocks of long or repeated prompts, which come back after a restart, too. "
+    "Prompts can be reconstructed from its files. docs/kv-offloading.md"
+)
+OFFLOAD_GIB_HELP = "GiB of all files in --kv-offload-dir."
 SPECULATIVE_HELP = (
     'Draft tokens and verify several in one step, as a JSON object: {"method": "suffix"}, '
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4} or '
@@ -197,6 +202,10 @@ class OffloadingOptions:
     kv_offloading_size: Annotated[
         float | None, option(ENGINE, OFFLOADING_HELP, show_default="none")
     ] = None
+    kv_offload_dir: Annotated[str | None, option(ENGINE, OFFLOAD_DIR_HELP, show_default="none")] = (
+        None
+    )
+    kv_offload_gib: Annotated[float, option(ENGINE, OFFLOAD_GIB_HELP)] = 32.0
 
 
 SystemPrompt = Annotated[str | None, option(None, "System message.")]

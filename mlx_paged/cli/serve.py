@@ -18,6 +18,8 @@ from mlx_paged.cli.options import (
     KV_CACHE_DTYPE_HELP,
     MAX_STEP_TIME_DEFAULT,
     MAX_STEP_TIME_HELP,
+    OFFLOAD_DIR_HELP,
+    OFFLOAD_GIB_HELP,
     OFFLOADING_HELP,
     SPECULATIVE_HELP,
     DType,
@@ -263,6 +265,10 @@ class ServeOptions:
     kv_offloading_size: Annotated[
         float | None, option(_CACHE, OFFLOADING_HELP, show_default="none")
     ] = None
+    kv_offload_dir: Annotated[str | None, option(_CACHE, OFFLOAD_DIR_HELP, show_default="none")] = (
+        None
+    )
+    kv_offload_gib: Annotated[float, option(_CACHE, OFFLOAD_GIB_HELP)] = 32.0
     enable_prefix_caching: Annotated[
         bool,
         option(

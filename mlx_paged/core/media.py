@@ -156,6 +156,7 @@ class MediaIds:
         self._num_ids = num_ids
         self._next = 0
         self._bases: OrderedDict[tuple[bytes, int], int] = OrderedDict()
+        self._items: list[tuple[int, int, bytes]] = []  # (first id, length, key), ascending
 
     def __len__(self) -> int:
         """Number of remembered items."""
@@ -176,13 +177,24 @@ class MediaIds:
         base = FIRST_MEDIA_ID + self._next
         self._next += length
         self._bases[key, length] = base
+        self._items.append((base, length, key))
         if len(self._bases) > self._most_keys:
-            self._bases.popitem(last=False)
+            _, forgotten = self._bases.popitem(last=False)
+            del self._items[bisect_left(self._items, (forgotten,))]
         return base
+
+    def content(self, token: int) -> tuple[bytes, int] | None:
+        """Returns (key, position in the item) of an id; None if the item is forgotten."""
+        place = bisect_right(self._items, token, key=lambda item: item[0]) - 1
+        if place < 0:
+            return None
+        base, length, key = self._items[place]
+        return (key, token - base) if token < base + length else None
 
     def clear(self) -> None:
         """Starts over. No earlier id may still be in use."""
         self._bases.clear()
+        self._items.clear()
         self._next = 0
 
     def prompt_ids(self, token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> array[int]:

@@ -349,11 +349,18 @@ class Scheduler:
         return output
 
     def _resume_restored(self) -> None:
-        """Lets sequences go on whose cached tokens are on the device again."""
+        """Lets sequences go on whose cached tokens are on the device again.
+
+        A sequence whose content could not be read waits again, for a shorter prefix.
+        """
         for restoration in list(self.kv.restorations.values()):
-            if restoration.is_done:
+            seq = restoration.tables.owner
+            if restoration.has_failed:
+                seq.num_cached_tokens = None
+                self._requeue(seq)
+            elif restoration.is_done:
                 self.kv.finish_restoration(restoration)
-                restoration.tables.owner.num_scheduled_tokens = restoration.num_tokens
+                seq.num_scheduled_tokens = restoration.num_tokens
 
     def _add_adapters(self) -> None:
         batch = self._batch
@@ -623,14 +630,17 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Releases a running sequence's blocks and requeues it. Committed blocks stay indexed."""
+        self._requeue(seq)
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _requeue(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._free(seq)
         seq.draft_token_ids = ()
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled_tokens = 0
-        seq.num_preemptions += 1
         self.waiting.add(seq)
-        self.num_preemptions += 1
 
     # Prompts.
 

@@ -19,6 +19,7 @@ from mlx_paged.engine.kv_cache_config import KVCacheConfig
 from mlx_paged.engine.lora.files import Adapter, read_adapter
 from mlx_paged.engine.lora.store import AdapterStore
 from mlx_paged.engine.media import StepMediaBuilder
+from mlx_paged.engine.offload.identity import identity_of
 from mlx_paged.engine.offload.offloading import Offloading
 from mlx_paged.engine.pool_memory import PoolMemory
 from mlx_paged.engine.pooling.params import check_dimensions_fit, prompts_of
@@ -45,6 +46,8 @@ from mlx_paged.model.lora import RANK_STEP
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
 from mlx_paged.model.wrap import build_paged_model
+from mlx_paged.offload.folder import OffloadFolder
+from mlx_paged.offload.store import BlockStore
 from mlx_paged.parsing.reasoning import ReasoningFormat, format_of
 from mlx_paged.platform import Platform
 
@@ -170,10 +173,10 @@ def build_engine(
             default_adapter=default_adapter,
         )
 
-    offloading = _offloading(paged, config, kv_config)
+    offloading = _offloading(paged, model, config, kv_config, max_model_len)
 
     def new_kv() -> KVManager:
-        return KVManager(
+        kv = KVManager(
             sizes.num_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -181,6 +184,9 @@ def build_engine(
             states=kv_config.state_spec(sizes),
             tier=None if offloading is None else offloading.new_tier(),
         )
+        if offloading is not None:
+            offloading.attach(kv)
+        return kv
 
     step_blocks = -(-config.step_tokens // config.block_size)
     pools = PoolMemory(
@@ -372,22 +378,38 @@ def _speculator(
 
 
 def _offloading(
-    paged: PagedModel, config: EngineConfig, kv_config: KVCacheConfig
+    paged: PagedModel,
+    model: LoadedModel,
+    config: EngineConfig,
+    kv_config: KVCacheConfig,
+    max_model_len: int | None,
 ) -> Offloading | None:
-    """Makes what keeps evicted blocks; None if they are dropped.
+    """Makes what keeps blocks outside of the device; None if they are dropped.
 
     Raises:
-        InvalidParameterError: The device does not share the host's memory.
+        InvalidParameterError: The device does not share the host's memory, or the folder cannot be
+            used.
     """
-    capacity = config.kv_offloading_bytes
-    if not capacity or not config.enable_prefix_caching:
+    folder = config.kv_offload_dir
+    if not (config.kv_offloading_size or folder) or not config.enable_prefix_caching:
         return None
     if paged.platform.has_cuda:
+        name = "kv_offloading_size" if config.kv_offloading_size else "kv_offload_dir"
         expected = "None on an NVIDIA GPU, whose memory the host does not share"
-        raise InvalidParameterError("kv_offloading_size", expected, config.kv_offloading_size)
+        raise InvalidParameterError(name, expected, getattr(config, name))
     others = [spec for spec in paged.layout.group_specs if spec not in kv_config.windows]
     blocks = BlockBytes(paged, [others, *([window] for window in kv_config.windows)])
-    return Offloading(blocks, capacity, config.block_size)
+    capacity, block_size = config.kv_offloading_bytes, config.block_size
+    if folder is None:
+        return Offloading(blocks, capacity, block_size)
+    identity, about = identity_of(paged, model, config, max_model_len)
+    try:
+        shared = OffloadFolder(Path(folder).expanduser(), config.kv_offload_bytes)
+        store = BlockStore(shared, identity, about, blocks.num_bytes)
+    except OSError as error:
+        expected = f"a folder that can be written ({error.strerror or error})"
+        raise InvalidParameterError("kv_offload_dir", expected, str(folder)) from error
+    return Offloading(blocks, capacity, block_size, store, identity)
 
 
 # --- Media ----------------------------------------------------------------------------------------

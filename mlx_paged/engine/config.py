@@ -87,6 +87,10 @@ class EngineConfig:
         kv_offloading_size: GiB of host memory for evicted blocks (vLLM's name), see
             docs/kv-offloading.md. A prompt whose prefix is there does not compute it again. None:
             evicted blocks are dropped.
+        kv_offload_dir: Folder for blocks that are worth keeping, which come back after a restart,
+            too; see docs/kv-offloading.md. Prompts can be reconstructed from its files. Several
+            processes and models may share it. None: no disk.
+        kv_offload_gib: GiB of all files in that folder.
         disable_hybrid_kv_cache_manager: Keep the blocks of all attention layers as long as their
             sequence, even after a layer's window has moved on (vLLM's name). For comparisons.
         enable_chunked_prefill: Cut prompts that do not fit into a step. If False,
@@ -151,6 +155,8 @@ class EngineConfig:
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
     kv_offloading_size: float | None = None
+    kv_offload_dir: str | Path | None = None
+    kv_offload_gib: float = 32.0
     disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
@@ -293,21 +299,32 @@ class EngineConfig:
         )
 
     def _check_offloading(self) -> None:
-        size = self.kv_offloading_size
-        if size is None:
-            return
-        is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
-        if not is_number or not 0 < size <= _MAX_OFFLOADING:
-            expected = f"None or GiB in (0, {_MAX_OFFLOADING}]"
-            raise InvalidParameterError("kv_offloading_size", expected, size)
-        if not self.enable_prefix_caching:
-            expected = "None where enable_prefix_caching is False"
-            raise InvalidParameterError("kv_offloading_size", expected, size)
+        for name, least in (("kv_offloading_size", 0.0), ("kv_offload_gib", 1 / 16)):
+            size = getattr(self, name)
+            if size is None and name == "kv_offloading_size":
+                continue
+            is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
+            if not is_number or not least < size <= _MAX_OFFLOADING:
+                optional = "None or " if name == "kv_offloading_size" else ""
+                expected = f"{optional}GiB in ({least:g}, {_MAX_OFFLOADING}]"
+                raise InvalidParameterError(name, expected, size)
+        folder = self.kv_offload_dir
+        if folder is not None and (not isinstance(folder, (str, Path)) or not str(folder)):
+            raise InvalidParameterError("kv_offload_dir", "None or a folder", folder)
+        for name in ("kv_offloading_size", "kv_offload_dir"):
+            if getattr(self, name) is not None and not self.enable_prefix_caching:
+                expected = "None where enable_prefix_caching is False"
+                raise InvalidParameterError(name, expected, getattr(self, name))
 
     @property
     def kv_offloading_bytes(self) -> int:
         """Bytes of host memory for evicted blocks; 0 drops them."""
         return int((self.kv_offloading_size or 0) * _GIB)
+
+    @property
+    def kv_offload_bytes(self) -> int:
+        """Maximum bytes of the files in `kv_offload_dir`."""
+        return int(self.kv_offload_gib * _GIB)
 
     def _check_step_time(self) -> None:
         limit = self.max_step_time_ms

@@ -200,7 +200,10 @@ class Engine:
         return True
 
     def synchronize(self) -> None:
-        """Waits for a step in flight that no request needs any more, so that it holds no blocks."""
+        """Waits for a step in flight that no request needs any more, so that it holds no blocks.
+
+        An engine without work also copies the blocks that are to be written to disk.
+        """
         self._enter()
         with self._guard.lock:
             if self.is_busy:
@@ -209,11 +212,33 @@ class Engine:
                 self._begin()
                 while self._in_flight is not None and not self._scheduler.has_unfinished:
                     self._run_step()
+                if self._offloading is not None and not self._has_work:
+                    self._offloading.drain()
 
     @property
     def refuses_requests(self) -> bool:
         """True while the system is critically short of memory; any thread may ask."""
         return self._relief.refuses_requests
+
+    @property
+    def idle_interval(self) -> float | None:
+        """Seconds after which an idle engine wants `on_idle`; None: it need not be called."""
+        if self._offloading is not None and self._offloading.has_idle_work:
+            return 0.0
+        return self.pressure_interval
+
+    def on_idle(self) -> None:
+        """Does what is left to an engine without requests: it follows the system's memory pressure,
+        and copies some blocks for the disk."""
+        self.follow_pressure()
+        if self._offloading is None or not self._offloading.has_idle_work:
+            return
+        with self._guard.lock:
+            self._refuse_within_call()
+            with self._guard.busy:
+                self._begin()
+                if not self._has_work:
+                    self._offloading.advance_idle()
 
     @property
     def pressure_interval(self) -> float | None:
@@ -390,6 +415,8 @@ class Engine:
             # NaNs spread through shared keys and values, and cached blocks cannot be checked.
             self._scheduler.reset_prefix_cache()
             self._scheduler.encoder_cache.clear()
+            if self._offloading is not None:
+                self._offloading.distrust()
         if expired := self._scheduler.take_expired():
             updates += self._output_processor.end_expired(expired)
         self._scheduler.update_from_output(launched, result.token_ids)
@@ -404,8 +431,7 @@ class Engine:
         speculator = self._speculator
         if speculator is not None and speculator.is_active and self._in_flight is None:
             speculator.propose(self._scheduler)
-        if self._kv.restorations:
-            assert self._offloading is not None
+        if self._offloading is not None:
             is_idle = not in_flight and len(self._kv.restorations) == self._scheduler.num_running
             self._offloading.advance(self._kv, is_idle=is_idle)
         output = self._scheduler.schedule()

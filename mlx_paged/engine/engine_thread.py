@@ -162,7 +162,7 @@ class EngineThread:
                             self.engine.step()
                         self._num_failures = 0
                     else:
-                        self.engine.follow_pressure()
+                        self.engine.on_idle()
                     self._wake_readers()
                 return
             except BaseException as error:
@@ -174,7 +174,7 @@ class EngineThread:
 
     def _take_calls(self) -> bool:
         """Runs the pending calls, and waits while there is nothing to do, but not longer than
-        `Engine.pressure_interval`. Returns False to stop.
+        `Engine.idle_interval`. Returns False to stop.
 
         An interrupted call runs once more, so every call must tolerate that.
         """
@@ -185,8 +185,8 @@ class EngineThread:
                 or self.engine.has_unfinished
                 or self._stop_at is not None
             ):
-                if not self._changed.wait(self.engine.pressure_interval):
-                    break  # An idle engine follows the system's memory pressure, too.
+                if not self._changed.wait(self.engine.idle_interval):
+                    break  # for `Engine.on_idle`
         for _ in range(len(self._calls)):
             function, future = self._calls[0]
             is_second_time, self._begun = future is self._begun, future

@@ -316,6 +316,8 @@ def _offload_gauges(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
          stats.offloading.memory_bytes),
         ("mlx_paged:kv_offload_memory_capacity_bytes", "Host memory for evicted blocks.",
          stats.offloading.memory_capacity),
+        ("mlx_paged:kv_offload_disk_bytes", "This model's blocks on disk, in bytes.",
+         stats.offloading.disk_bytes),
     )  # fmt: skip
 
 
@@ -330,6 +332,12 @@ def _offload_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
          stats.offloading.num_stored_blocks),
         ("mlx_paged:kv_offload_lost_blocks", "Those dropped again for lack of room.",
          stats.offloading.num_lost_blocks),
+        ("mlx_paged:kv_offload_written_bytes", "Bytes written to disk.",
+         stats.offloading.num_written_bytes),
+        ("mlx_paged:kv_offload_read_bytes", "Bytes read from disk.",
+         stats.offloading.num_read_bytes),
+        ("mlx_paged:kv_offload_damaged_blocks", "Blocks on disk that could not be read.",
+         stats.offloading.num_damaged_blocks),
     )  # fmt: skip
 
 

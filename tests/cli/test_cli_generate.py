@@ -59,12 +59,14 @@ def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes, *, is_terminal: bool =
 )
 def test_engine_options_reach_the_engine(flags, expected, made, capsys) -> None:
     options = ["--max-num-seqs", "3", "--max-model-len", "100", "--max-step-time-ms", "70", *flags]
+    options += ["--kv-offloading-size", "0.5"]
     options += ["--speculative-config", '{"method": "ngram", "prompt_lookup_max": 3}']
     assert status_of(app, ["generate", "-p", "def add(a, b):", *RAW, *options]) == 0
     [llm] = made
     assert llm.engine.config.async_scheduling is expected
     assert llm.engine.config.max_num_seqs == 3
     assert llm.engine.config.max_step_time_ms == 70
+    assert llm.engine.config.kv_offloading_size == 0.5
     assert llm.engine.config.speculative_config.prompt_lookup_max == 3
     assert llm.engine.max_model_len == 100
     assert capsys.readouterr().out.strip()

@@ -252,7 +252,7 @@ def test_all_groups_come_back_or_none() -> None:
         assert isinstance(kv.tier, MemoryTier)
         if number is not None:
             kv.tier.drop(-node.entries[number])
-            kv._on_lost(node, number)
+            kv.on_lost(node, number)
         assert restored(kv, TEXT) == expected
 
 

@@ -11,12 +11,12 @@ from support.embedded_llm import make, tokens_of
 from support.grouped_models import HYBRIDS, WINDOWED, dense_answer, engine_of
 from support.hash_model import follows, hash_model
 from support.models import embedded_twin, random_tokens, tiny_config
+from support.offloading import answers, contents_of
 from support.parity import family_model
 from support.pressure import fake_source
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.offload import offloading
 from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.errors import InvalidParameterError
@@ -31,32 +31,6 @@ SMALL: dict[str, Any] = {"num_gpu_blocks_override": 40, "typical_context_len": 3
 def chats(count: int = 5, length: int = 100) -> list[list[int]]:
     rng = np.random.default_rng(1)
     return [random_tokens(rng, length) for _ in range(count)]
-
-
-def answers(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """The answers to prompts, one after another, and how many tokens of each were cached."""
-    outputs = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
-    llm.engine.check_integrity()
-    return [o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens or 0 for o in outputs]
-
-
-def contents_of(engine: Engine, prompt: list[int]) -> list[bytes]:
-    """The bytes of the full blocks of a cached prompt in the first group, and of its last state."""
-    kv, offloading = engine._kv, engine._offloading
-    assert offloading is not None
-    tables = kv.admit([*prompt, 1])
-    assert tables is not None and tables.restoration is None
-    nodes = [] if tables.tip is None else tables.tip.path()
-    entries = [(0, node.entries[0]) for node in nodes]
-    if kv.states is not None and tables.state is not None:
-        entries.append((kv.states.number, tables.state.slot))
-    found = []
-    for group, block in entries:
-        out = np.zeros(offloading._blocks.num_bytes[group], dtype=np.uint8)
-        offloading._blocks.read(group, block, out)
-        found.append(out.tobytes())
-    kv.free(tables)
-    return found
 
 
 @pytest.mark.parametrize("name", [*WINDOWED, *HYBRIDS])
@@ -104,7 +78,7 @@ def test_quantized_blocks_and_latents_come_back_as_they_are(kv_cache_dtype: str)
 
 def test_the_memory_is_a_limit() -> None:
     llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=1e-3)
-    tier, memory = llm.engine._offloading._tier, llm.engine._offloading._memory
+    tier, memory = llm.engine._offloading._levels.memory, llm.engine._offloading._memory
     prompts = chats()
     for _ in range(2):
         answers(llm, prompts)

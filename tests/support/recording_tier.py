@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mlx_paged.core import PrefixNode
-from mlx_paged.core.kv.tier import OnLost
+from mlx_paged.core import BlockTables, PrefixNode, PrefixQuery
+from mlx_paged.core.kv.stored import LookUp
+from mlx_paged.core.kv.tier import TierOwner
 
 
 class Handed(NamedTuple):
@@ -27,7 +28,17 @@ class RecordingTier:
         self.handed: list[Handed] = []
         self.kept: dict[int, Handed] = {}
 
-    def attach(self, on_lost: OnLost) -> None:
+    @property
+    def is_empty(self) -> bool:
+        return not self.kept
+
+    def attach(self, owner: TierOwner) -> None:
+        pass
+
+    def look_up(self, query: PrefixQuery) -> LookUp | None:
+        return None
+
+    def settle(self, tables: BlockTables, depth: int) -> None:
         pass
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:

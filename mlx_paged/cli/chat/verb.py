@@ -42,7 +42,7 @@ _TOOLS = "Tools of MCP servers"
 _ONLY_LOCAL = (
     "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
     "async_scheduling", "max_step_time_ms", "speculative_config", "adapter_path",
-    "kv_offloading_size",
+    "kv_offloading_size", "kv_offload_dir", "kv_offload_gib",
 )  # fmt: skip
 
 

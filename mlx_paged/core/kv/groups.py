@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
 from mlx_paged.core.kv.restoration import BlockRead, Restoration
 from mlx_paged.core.kv.specs import BlockCopy, StateSlot, StepTable, WindowGroupSpec
+from mlx_paged.core.kv.stored import StoredPrefix
 from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixNode, PrefixQuery, common_prefix_len
 from mlx_paged.errors import IntegrityError, InvalidParameterError
@@ -95,6 +96,7 @@ class BlockTables:
         num_computed_tokens: Leading tokens in the blocks, cached or computed by committed steps.
         exported: The next result of `export`; None if a table has changed since the last one.
         owner: The sequence that these tables belong to.
+        is_settled: True once the tier knows that the prompt is computed.
         restoration: Content that the sequence waits for; None if it waits for none.
         atomic: Spans that one step must compute as a whole (`PrefixQuery.atomic`).
     """
@@ -103,6 +105,7 @@ class BlockTables:
         "atomic",
         "attention",
         "exported",
+        "is_settled",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
@@ -130,6 +133,7 @@ class BlockTables:
         self.num_computed_tokens = 0
         self.exported: tuple[StepTable, ...] | None = None
         self.restoration: Restoration | None = None
+        self.is_settled = False
 
     @property
     def blocks(self) -> list[int]:
@@ -201,7 +205,7 @@ class PrefixSource(NamedTuple):
         fork_of: The sequence to fork; None if the blocks come from the tree.
         num_known_blocks: Full blocks of the new sequence that are indexed, even if some group
             cannot continue after them.
-        is_stored: True if some of the content is elsewhere, and must be restored first.
+        stored: Its entries, if some of the content is elsewhere and must be restored first.
     """
 
     num_full_blocks: int
@@ -210,7 +214,7 @@ class PrefixSource(NamedTuple):
     num_partial_tokens: int = 0
     fork_of: BlockTables | None = None
     num_known_blocks: int = 0
-    is_stored: bool = False
+    stored: StoredPrefix | None = None
 
     def num_tokens(self, block_size: int) -> int:
         """Number of tokens that the source provides."""
@@ -308,13 +312,17 @@ class KVCacheGroup(ABC):
             self.evict(node)
 
     @abstractmethod
-    def usable_depth(self, node: PrefixNode, depth: int, *, stored: bool = False) -> int:
+    def usable_depth(self, node: PrefixNode, depth: int) -> int:
         """Largest number of leading blocks on the path to `node`, up to `depth`, from which a
-        sequence can continue.
+        sequence can continue."""
 
-        Args:
-            stored: Also count content that is elsewhere.
-        """
+    @abstractmethod
+    def usable_stored(self, stored: StoredPrefix, depth: int) -> int:
+        """The same of a prefix whose content is partly elsewhere."""
+
+    @abstractmethod
+    def view(self, depth: int) -> range:
+        """The blocks that a sequence needs to continue after its first `depth` blocks."""
 
     @abstractmethod
     def can_copy_from(self, node: PrefixNode) -> bool:
@@ -352,11 +360,11 @@ class KVCacheGroup(ABC):
         """
 
     @abstractmethod
-    def missing_keys(self, tables: BlockTables, tip: PrefixNode) -> list[int]:
+    def missing_keys(self, tables: BlockTables, stored: StoredPrefix) -> list[int]:
         """Returns the tier's keys of content that a new sequence needs and that is elsewhere.
 
         Args:
-            tip: The node after which the sequence continues.
+            stored: The prefix after which the sequence continues.
         """
 
     @abstractmethod
@@ -505,22 +513,17 @@ class AttentionGroup(KVCacheGroup):
 
     # The prefix tree.
 
-    def usable_depth(self, node: PrefixNode, depth: int, *, stored: bool = False) -> int:
+    def usable_depth(self, node: PrefixNode, depth: int) -> int:
         node = node.ancestor(depth)
         if self.sees_everything:
-            if stored:
-                return depth  # a node without content of this group leaves the tree
             # Leaves are evicted first, so all ancestors of a node on the device are there too.
             while node.parent is not None and node.entries[self.number] <= ABSENT:
                 node = node.parent
             return node.depth
-        number = self.number
         while depth:
             # Walk up from `depth` over the blocks that the next row sees.
             first, step = self.first_block(depth * self.block_size), node
-            while step.depth > first and (
-                step.entries[number] != ABSENT if stored else step.entries[number] > ABSENT
-            ):
+            while step.depth > first and step.entries[self.number] > ABSENT:
                 assert step.parent is not None
                 step = step.parent
             if step.depth <= first:
@@ -528,6 +531,21 @@ class AttentionGroup(KVCacheGroup):
             assert step.parent is not None
             depth, node = step.depth - 1, step.parent
         return 0
+
+    def usable_stored(self, stored: StoredPrefix, depth: int) -> int:
+        if self.sees_everything:
+            return depth  # a prefix consists of blocks that have content of this group
+        while depth:
+            first, index = self.first_block(depth * self.block_size), depth
+            while index > first and stored.entry(self.number, index - 1) != ABSENT:
+                index -= 1
+            if index <= first:
+                return depth
+            depth = index - 1
+        return 0
+
+    def view(self, depth: int) -> range:
+        return range(self.first_block(depth * self.block_size), depth)
 
     def can_copy_from(self, node: PrefixNode) -> bool:
         return node.entries[self.number] > ABSENT
@@ -573,6 +591,10 @@ class AttentionGroup(KVCacheGroup):
                 copy_source = parent.blocks[num_full]
         else:
             first, node = self.first_block(num_full * self.block_size), source.tip
+            if source.stored is not None:
+                for index in range(first, num_full):
+                    blocks[index] = source.stored.entry(self.number, index)
+                node, num_full = None, 0
             for index in range(num_full - 1, first - 1, -1):
                 assert node is not None
                 blocks[index] = node.entries[self.number]
@@ -580,8 +602,8 @@ class AttentionGroup(KVCacheGroup):
             if source.partial is not None:
                 copy_source = source.partial.entries[self.number]
         table = BlockTable(blocks, first, copy_source)
-        if source.is_stored:
-            table.missing = tuple(i for i in range(first, num_full) if blocks[i] < ABSENT)
+        if source.stored is not None:
+            table.missing = tuple(i for i in range(first, len(blocks)) if blocks[i] < ABSENT)
             for index in table.missing:
                 blocks[index] = NULL_BLOCK
         self.pool.retain(*_held(table))
@@ -718,9 +740,8 @@ class AttentionGroup(KVCacheGroup):
         if table.copy_source is not None:
             self._copying.append(table)
 
-    def missing_keys(self, tables: BlockTables, tip: PrefixNode) -> list[int]:
-        nodes, number = tip.path(), self.number
-        return [-nodes[index].entries[number] for index in self._table(tables).missing]
+    def missing_keys(self, tables: BlockTables, stored: StoredPrefix) -> list[int]:
+        return [-stored.entry(self.number, index) for index in self._table(tables).missing]
 
     def take_missing(self, tables: BlockTables, keys: Sequence[int]) -> list[BlockRead]:
         table = self._table(tables)

@@ -39,6 +39,7 @@ from mlx_paged.core.kv.pool import BlockPool
 from mlx_paged.core.kv.restoration import BlockRead, Restoration
 from mlx_paged.core.kv.specs import BlockCopy, StateGroupSpec, StateMove, WindowGroupSpec
 from mlx_paged.core.kv.state_group import StateGroup
+from mlx_paged.core.kv.stored import StoredPrefix
 from mlx_paged.core.kv.tier import ABSENT, DropTier, Tier
 from mlx_paged.core.kv.tree import (
     NO_MATCH,
@@ -133,7 +134,7 @@ class KVManager:
         media_ids: Ids that stand for media in the prefix tree.
         restorations: Content that admitted sequences wait for, oldest first. Whoever moves the
             bytes counts them in `Restoration.num_done`; `finish_restoration` then lets the
-            sequence go on.
+            sequence go on. The sequence of a failed one must be freed and admitted again.
     """
 
     def __init__(
@@ -153,7 +154,6 @@ class KVManager:
         self.enable_prefix_caching = enable_prefix_caching
         tier = DropTier() if tier is None else tier
         self.tier = tier
-        tier.attach(self._on_lost)
 
         def attention(number: int, size: int, spec: WindowGroupSpec | None) -> AttentionGroup:
             return AttentionGroup(number, size, block_size, spec, tier, self._remove_node, supply)
@@ -176,6 +176,7 @@ class KVManager:
         self._counters = KVCounters()
         self._sequences: set[BlockTables] = set()  # sequences that hold blocks
         self.restorations: dict[BlockTables, Restoration] = {}
+        tier.attach(self)
 
     @property
     def pool(self) -> BlockPool:
@@ -262,17 +263,20 @@ class KVManager:
     def _stored_source(self, query: PrefixQuery, indexed: PrefixMatch) -> PrefixSource | None:
         """The longest prefix that every group can continue from, once all of it is on the device;
         None if there is none."""
-        node = indexed.node
-        depth = 0 if node is None else node.depth
-        while depth:
-            assert node is not None
-            usable = min(group.usable_depth(node, depth, stored=True) for group in self.groups)
-            usable = outside(query.atomic, usable * self.block_size) // self.block_size
+        if self.tier.is_empty:
+            return None
+        size = self.block_size
+        nodes = [] if indexed.node is None else indexed.node.path()
+        stored = StoredPrefix(nodes, self.tier.look_up(query))
+        stored.extend(query.num_tokens // size)
+        while stored.num_blocks:
+            depth = stored.num_blocks
+            usable = min(group.usable_stored(stored, depth) for group in self.groups)
+            usable = outside(query.atomic, usable * size) // size
             if usable == depth:
-                num_known = indexed.num_full_blocks
-                tip = node.ancestor(depth)
-                return PrefixSource(depth, tip, num_known_blocks=num_known, is_stored=True)
-            depth = usable
+                num_known = max(depth, indexed.num_full_blocks)
+                return PrefixSource(depth, None, num_known_blocks=num_known, stored=stored)
+            stored.shorten(usable)
         return None
 
     def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> BlockTables | None:
@@ -377,11 +381,17 @@ class KVManager:
             group.forget(node)
         self.tree.remove(node)
 
-    def _on_lost(self, node: PrefixNode, number: int) -> None:
+    # The tier; see `TierOwner`.
+
+    def on_lost(self, node: PrefixNode, group: int) -> None:
         """Clears the entry of content that the tier drops."""
-        node.entries[number] = ABSENT
-        if self.groups[number].sees_everything:
+        node.entries[group] = ABSENT
+        if self.groups[group].sees_everything:
             self._remove_node(node)
+
+    def media_content(self, token: int) -> tuple[bytes, int] | None:
+        """Returns (key of a media item, position in it) of a media id; None if it is forgotten."""
+        return self.media_ids.content(token)
 
     # Lifecycle of a sequence's tables.
 
@@ -423,8 +433,8 @@ class KVManager:
         missing: list[list[int]] = []
         while source is not None:
             tables = self._begin(tokens, query, owner, source)
-            if source.is_stored:
-                missing = self._pin_missing(tables, source)
+            if source.stored is not None:
+                missing = self._pin_missing(tables, source.stored)
             if self._has_room(tables, headroom):
                 break
             self._unpin(missing)
@@ -442,9 +452,11 @@ class KVManager:
             attention.reserve(tables)
         is_indexed = source.fork_of is None or source.fork_of.tip is not None
         if self.enable_prefix_caching and is_indexed:
-            # Making room may have dropped a root along with its last child.
-            is_root = source.tip is None or source.tip.depth == 0
-            self.tree.move_tip(tables, self.tree.root(query.salt) if is_root else source.tip)
+            # Making room may have dropped a root along with its last child. Content that must be
+            # restored first is indexed afterwards.
+            tip = source.tip if source.stored is None else source.stored.node(num_present)
+            is_root = tip is None or tip.depth == 0
+            self.tree.move_tip(tables, self.tree.root(query.salt) if is_root else tip)
         self._sequences.add(tables)
         tables.num_cached_tokens = source.num_tokens(self.block_size)
         tables.num_computed_tokens = tables.num_cached_tokens
@@ -457,14 +469,13 @@ class KVManager:
         """Number of leading blocks whose content is on the device, in every attention group."""
         return min(t.missing[0] if t.missing else t.num_shared for t in tables.attention)
 
-    def _pin_missing(self, tables: BlockTables, source: PrefixSource) -> list[list[int]]:
+    def _pin_missing(self, tables: BlockTables, stored: StoredPrefix) -> list[list[int]]:
         """Pins what a new sequence needs of the tier, because making room may drop content.
 
         Returns:
             The keys, by group.
         """
-        assert source.tip is not None
-        missing = [group.missing_keys(tables, source.tip) for group in self.groups]
+        missing = [group.missing_keys(tables, stored) for group in self.groups]
         for keys in missing:
             for key in keys:
                 self.tier.pin(key)
@@ -483,8 +494,6 @@ class KVManager:
         size = self.block_size
         num_missing = tables.num_cached_tokens - num_present * size
         restoration = Restoration(tables, tables.num_cached_tokens, num_missing, reads)
-        assert tables.tip is not None
-        self.tree.move_tip(tables, tables.tip.ancestor(num_present))
         tables.num_computed_tokens = num_present * size
         tables.restoration = self.restorations[tables] = restoration
 
@@ -694,6 +703,11 @@ class KVManager:
         tables.num_computed_tokens = num_computed_tokens
         for each in self._advancing:
             each.on_computed(tables, num_computed_tokens)
+        if not tables.is_settled:
+            last = (tables.num_prompt_tokens - 1) // size  # where an equal prompt continues
+            if end >= last:
+                tables.is_settled = True
+                self.tier.settle(tables, last)
 
     def _index(self, tables: BlockTables, parent: PrefixNode, index: int, key: bytes) -> PrefixNode:
         """Indexes block `index` of a sequence as a child of `parent`."""
@@ -740,6 +754,8 @@ class KVManager:
         """Releases a sequence's blocks; indexed ones and its tail stay cached."""
         if tables.restoration is not None:
             self._end_restoration(tables.restoration)
+        elif tables.tip is not None:
+            self.tier.settle(tables, tables.tip.depth)
         self._sequences.remove(tables)
         self._index_tail(tables)
         for group in self.groups:

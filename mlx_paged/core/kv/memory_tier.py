@@ -10,8 +10,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from mlx_paged.core.kv.tier import OnLost
-from mlx_paged.core.kv.tree import TOKEN_BYTES, PrefixNode
+from mlx_paged.core.kv.groups import BlockTables
+from mlx_paged.core.kv.stored import LookUp
+from mlx_paged.core.kv.tier import OnLost, TierOwner
+from mlx_paged.core.kv.tree import TOKEN_BYTES, PrefixNode, PrefixQuery
 from mlx_paged.errors import IntegrityError
 
 # Counted for every stored block: a group without layers has none, but its nodes take memory.
@@ -61,10 +63,22 @@ class MemoryTier:
         self._pins: dict[int, int] = {}
         self._oldest: OrderedDict[int, None] = OrderedDict()  # stored and not pinned
 
-    def attach(self, on_lost: OnLost) -> None:
+    @property
+    def is_empty(self) -> bool:
+        """See `Tier`."""
+        return not self._stored
+
+    def attach(self, owner: TierOwner) -> None:
         """See `Tier`."""
         assert not self._sizes, "a tier serves one KV manager"
-        self._on_lost = on_lost
+        self._on_lost = owner.on_lost
+
+    def look_up(self, query: PrefixQuery) -> LookUp | None:
+        """See `Tier`. All content is in the prefix tree."""
+        return None
+
+    def settle(self, tables: BlockTables, depth: int) -> None:
+        """See `Tier`. Blocks are stored when they are evicted."""
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:
         """See `Tier`. A partly filled block is dropped: sequences copy from it and never begin

@@ -39,6 +39,7 @@ class Restoration:
         num_restored_tokens: Tokens among these that full attention did not have on the device.
         reads: What to write where. The order does not matter.
         num_done: Number of leading `reads` that have been written.
+        has_failed: True if some content could not be read. The tier no longer has that.
     """
 
     tables: BlockTables
@@ -46,6 +47,7 @@ class Restoration:
     num_restored_tokens: int
     reads: list[BlockRead] = field(default_factory=list)
     num_done: int = 0
+    has_failed: bool = False
 
     @property
     def is_done(self) -> bool:

@@ -16,6 +16,7 @@ from mlx_paged.core.kv.specs import (
     StateMove,
     StateSlot,
 )
+from mlx_paged.core.kv.stored import StoredPrefix
 from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import PrefixNode, PrefixQuery
 from mlx_paged.core.media import outside
@@ -50,13 +51,19 @@ class StateGroup(KVCacheGroup):
 
     # The prefix tree.
 
-    def usable_depth(self, node: PrefixNode, depth: int, *, stored: bool = False) -> int:
-        node, number = node.ancestor(depth), self.number
-        while node.parent is not None and (
-            node.entries[number] == ABSENT if stored else node.entries[number] <= ABSENT
-        ):
+    def usable_depth(self, node: PrefixNode, depth: int) -> int:
+        node = node.ancestor(depth)
+        while node.parent is not None and node.entries[self.number] <= ABSENT:
             node = node.parent
         return node.depth
+
+    def usable_stored(self, stored: StoredPrefix, depth: int) -> int:
+        while depth and stored.entry(self.number, depth - 1) == ABSENT:
+            depth -= 1
+        return depth
+
+    def view(self, depth: int) -> range:
+        return range(depth - 1, depth)
 
     def can_copy_from(self, node: PrefixNode) -> bool:
         return False  # no state exists in the middle of a block
@@ -76,15 +83,15 @@ class StateGroup(KVCacheGroup):
             self.fork(source.fork_of, tables)
             self.plan(tables, len(tables.tokens), source.num_known_blocks)
             return
-        if num_full:
+        if num_full and source.stored is not None:
+            slot = max(NULL_BLOCK, source.stored.entry(self.number, num_full - 1))
+        elif num_full:
             assert source.tip is not None
             slot = source.tip.entries[self.number]
-            if slot > ABSENT:
-                self.pool.retain(slot)
-                self._passed.discard(slot)
-            else:
-                assert slot and source.is_stored, "a match that has no snapshot"
-                slot = NULL_BLOCK  # until `take_missing`
+            assert slot > ABSENT, "a match that has no snapshot"
+        if slot != NULL_BLOCK:
+            self.pool.retain(slot)
+            self._passed.discard(slot)
         tables.state = StateSlot(slot, set(), num_full * self.block_size)
         self._num_sequences += 1
         if len(tables.tokens):
@@ -141,8 +148,8 @@ class StateGroup(KVCacheGroup):
             return self._is_unlimited
         return self.make_room(1)
 
-    def missing_keys(self, tables: BlockTables, tip: PrefixNode) -> list[int]:
-        entry = tip.entries[self.number]
+    def missing_keys(self, tables: BlockTables, stored: StoredPrefix) -> list[int]:
+        entry = stored.entry(self.number, stored.num_blocks - 1)
         return [-entry] if entry < ABSENT else []
 
     def take_missing(self, tables: BlockTables, keys: Sequence[int]) -> list[BlockRead]:

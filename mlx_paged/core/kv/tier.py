@@ -10,9 +10,13 @@ A node of the prefix tree has one integer entry per KV cache group::
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from mlx_paged.core.kv.tree import PrefixNode
+from mlx_paged.core.kv.tree import PrefixNode, PrefixQuery
+
+if TYPE_CHECKING:
+    from mlx_paged.core.kv.groups import BlockTables, KVCacheGroup
+    from mlx_paged.core.kv.stored import LookUp
 
 ABSENT = 0
 
@@ -20,15 +24,49 @@ ABSENT = 0
 OnLost = Callable[[PrefixNode, int], None]
 
 
-class Tier(Protocol):
-    """Stores blocks off the device, in host memory or on disk."""
+class TierOwner(Protocol):
+    """The interface of a KV manager to its tier."""
 
-    def attach(self, on_lost: OnLost) -> None:
-        """Connects the tier to a KV manager, which has nothing in it yet.
+    @property
+    def groups(self) -> tuple[KVCacheGroup, ...]:
+        """All KV cache groups, by number."""
+
+    def on_lost(self, node: PrefixNode, group: int) -> None:
+        """To be called before the tier drops content by itself.
+
+        It clears the entry of the node, and may drop other keys and remove nodes from the tree.
+        """
+
+    def media_content(self, token: int) -> tuple[bytes, int] | None:
+        """Returns (key of a media item, position in it) of a media id; None if it is forgotten."""
+
+
+class Tier(Protocol):
+    """Stores blocks off the device, in host memory or on disk.
+
+    Attributes:
+        is_empty: True if no prefix can come back.
+    """
+
+    @property
+    def is_empty(self) -> bool: ...
+
+    def attach(self, owner: TierOwner) -> None:
+        """Connects the tier to a KV manager, which has nothing in it yet."""
+
+    def look_up(self, query: PrefixQuery) -> LookUp | None:
+        """Looks for content that is not in the prefix tree; None if there is none.
+
+        A key that the result returns is valid until the next call of the tier, unless pinned.
+        """
+
+    def settle(self, tables: BlockTables, depth: int) -> None:
+        """Told when a sequence has computed its prompt, and before its blocks are released.
+
+        The tier may store its indexed blocks, now or later, to have them after a restart.
 
         Args:
-            on_lost: To be called before the tier drops content by itself. It clears the entry of
-                the node, and may drop other keys and remove nodes from the tree.
+            depth: Number of blocks after which another sequence may continue.
         """
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:
@@ -62,7 +100,15 @@ class Tier(Protocol):
 class DropTier:
     """Drops every block."""
 
-    def attach(self, on_lost: OnLost) -> None:
+    is_empty = True
+
+    def attach(self, owner: TierOwner) -> None:
+        pass
+
+    def look_up(self, query: PrefixQuery) -> LookUp | None:
+        return None
+
+    def settle(self, tables: BlockTables, depth: int) -> None:
         pass
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:

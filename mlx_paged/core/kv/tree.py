@@ -70,7 +70,7 @@ class PrefixNode:
     """
 
     __slots__ = (
-        *("children", "depth", "entries", "fillers", "is_indexed", "key", "parent"),
+        *("children", "depth", "digest", "entries", "fillers", "is_indexed", "key", "parent"),
         "sorted_keys",
     )
 
@@ -79,6 +79,7 @@ class PrefixNode:
         self.key = key
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.entries = [0] * num_groups  # by group; encoded as in `tier.py`
+        self.digest: bytes | None = None  # a name for the prefix, if a tier has given it one
         self.is_indexed = False  # true while in the tree; always false for roots
         self.children = _NO_CHILDREN
         # Sorted keys of `children`, if there is more than one. The key that shares the most leading
@@ -94,6 +95,13 @@ class PrefixNode:
             assert node.parent is not None
             node = node.parent
         return node
+
+    @property
+    def salt(self) -> str | None:
+        """The salt of the tree that the node is in."""
+        root = self.ancestor(0)
+        assert isinstance(root, _Root)
+        return root.salt
 
     def path(self) -> list[PrefixNode]:
         """Returns the nodes from below the root down to this one."""
@@ -121,11 +129,15 @@ class PrefixNode:
 
 
 class _Root(PrefixNode):
-    __slots__ = ("salt",)
+    __slots__ = ("_salt",)
 
     def __init__(self, salt: str | None) -> None:
         super().__init__(None, b"", 0)
-        self.salt = salt
+        self._salt = salt
+
+    @property
+    def salt(self) -> str | None:
+        return self._salt
 
 
 class PrefixMatch(NamedTuple):
@@ -166,7 +178,7 @@ class PrefixQuery:
         atomic: Spans (start, end), in order, that must be found as a whole or not at all.
     """
 
-    __slots__ = ("atomic", "node", "num_tokens", "salt", "tokens")
+    __slots__ = ("atomic", "digests", "node", "num_tokens", "salt", "tokens")
 
     def __init__(
         self,
@@ -182,11 +194,13 @@ class PrefixQuery:
         self.salt = salt
         self.atomic = atomic
         self.node: PrefixNode | None = None
+        self.digests: list[bytes] = []  # names of its first blocks, if a tier has made some
 
     def copy(self) -> PrefixQuery:
         """Returns a new search for the same tokens."""
         query = PrefixQuery((), self.salt, limit=0, atomic=self.atomic)
         query.tokens, query.num_tokens = self.tokens, self.num_tokens
+        query.digests = self.digests
         return query
 
     @property

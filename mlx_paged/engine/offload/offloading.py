@@ -1,4 +1,4 @@
-"""Offloading: connects an engine's KV store to host memory, and brings blocks back between steps.
+"""Offloading: connects an engine's KV store to host memory and disk, and moves bytes between steps.
 
 Eviction copies a block to host memory at once. A prompt whose prefix is there is admitted with
 blocks of its own, which are filled a few at a time, so that running sequences do not stall::
@@ -6,20 +6,33 @@ blocks of its own, which are filled a few at a time, so that running sequences d
       step 7                   step 8                   step 9
       [decodes]                [decodes]                [decodes + the rest of the prompt]
                copy 32 MiB              copy 20 MiB
+
+What is worth keeping on disk is copied in the same way, and then written by a thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from weakref import finalize
 
-from mlx_paged.core import KVManager, MemoryTier
+from mlx_paged.core import KVManager, MemoryTier, PrefixNode
+from mlx_paged.engine.offload.disk_level import DiskLevel
 from mlx_paged.engine.offload.host_memory import HostMemory
-from mlx_paged.model.block_bytes import BlockBytes
+from mlx_paged.engine.offload.levels import Levels
+from mlx_paged.engine.offload.restorer import Restorer
+from mlx_paged.model.block_bytes import BlockBytes, Bytes
+from mlx_paged.offload.store import BlockStore
 
 # Bytes that come back between two steps while other sequences run: a few milliseconds.
 _STEP_BYTES = 32 << 20
 # The same if nothing runs. An abort waits for that long.
 _IDLE_BYTES = 512 << 20
+# Bytes that are copied for the disk between two steps, and by an engine without work.
+_WRITE_STEP_BYTES = 8 << 20
+_WRITE_IDLE_BYTES = 64 << 20
+# Seconds that a call without work may wait for the disk to take more.
+_DRAIN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -31,75 +44,147 @@ class OffloadStats:
         memory_capacity: Their maximum.
         num_stored_blocks: Blocks of all groups that were copied to host memory.
         num_lost_blocks: Those dropped again for lack of room.
+        disk_bytes: Bytes of this model's blocks on disk; 0 without a disk.
+        num_written_bytes, num_read_bytes: Bytes written to and read from disk.
+        num_damaged_blocks: Blocks that could not be read.
+        disk_warnings: Faults of the disk, by kind.
     """
 
     memory_bytes: int = 0
     memory_capacity: int = 0
     num_stored_blocks: int = 0
     num_lost_blocks: int = 0
+    disk_bytes: int = 0
+    num_written_bytes: int = 0
+    num_read_bytes: int = 0
+    num_damaged_blocks: int = 0
+    disk_warnings: Mapping[str, int] = field(default_factory=dict)
 
 
 class Offloading:
-    """The host memory of one engine.
+    """The host memory and the disk of one engine.
 
     Args:
-        capacity: Maximum bytes.
+        capacity: Maximum bytes of host memory; 0 keeps nothing there.
+        store: The blocks on disk; None without a disk.
+        identity: Digest of the model and its cache, for the disk.
     """
 
-    def __init__(self, blocks: BlockBytes, capacity: int, block_size: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockBytes,
+        capacity: int,
+        block_size: int,
+        store: BlockStore | None = None,
+        identity: bytes = b"",
+    ) -> None:
         self._blocks = blocks
         self._capacity = capacity
         self._block_size = block_size
+        self._store = store
+        self._identity = identity
         self._past = OffloadStats()
+        self._restorer = Restorer(blocks, store)
         self._memory = HostMemory(blocks, capacity)
-        self._tier: MemoryTier | None = None
+        self._levels: Levels | None = None
+        if store is not None:
+            # Also at the interpreter's exit: what was copied is written.
+            finalize(self, store.close)
 
-    def new_tier(self) -> MemoryTier:
-        """Makes an empty tier for a new KV manager; the one before is given up."""
-        if self._tier is not None:
+    def new_tier(self) -> Levels:
+        """Makes a tier for a new KV manager; the one before is given up."""
+        if self._levels is not None:
             self._past = self.stats
         self._memory = HostMemory(self._blocks, self._capacity)
         sizes, size = self._blocks.num_bytes, self._block_size
-        self._tier = MemoryTier(self._memory, sizes, self._capacity, size)
-        return self._tier
+        memory = MemoryTier(self._memory, sizes, self._capacity, size)
+        self._levels = Levels(memory, self._store)
+        return self._levels
+
+    def attach(self, kv: KVManager) -> None:
+        """Connects the disk to the KV manager that has the newest tier."""
+        assert self._levels is not None and kv.tier is self._levels
+        if self._store is not None:
+            sizes = self._blocks.num_bytes
+            self._levels.disk = DiskLevel(
+                self._store, self._identity, sizes, self._block_size, kv, self._copy_out
+            )
+
+    def _copy_out(self, node: PrefixNode, group: int, out: Bytes) -> bool:
+        """Copies a block from the device or from host memory, see `CopyOut`."""
+        entry = node.entries[group]
+        if entry > 0:
+            self._blocks.read(group, entry, out)
+        elif entry < 0:
+            out[:] = self._memory[-entry]
+        return entry != 0
+
+    @property
+    def _disk(self) -> DiskLevel | None:
+        return None if self._levels is None else self._levels.disk
 
     def advance(self, kv: KVManager, *, is_idle: bool) -> None:
-        """Brings a bounded number of bytes back. Call it between two steps.
+        """Moves a bounded number of bytes. Call it between two steps.
 
         Args:
             is_idle: True if no sequence runs meanwhile.
         """
-        left = _IDLE_BYTES if is_idle else _STEP_BYTES
-        for restoration in kv.restorations.values():
-            while not restoration.is_done:
-                if left <= 0:
-                    return
-                group, block, key = restoration.reads[restoration.num_done]
-                data = self._memory[key]
-                self._blocks.write(group, block, data)
-                restoration.num_done += 1
-                left -= data.size
+        if kv.restorations:
+            most = _IDLE_BYTES if is_idle else _STEP_BYTES
+            self._restorer.advance(kv, self._memory, most, waits=is_idle)
+        elif self._disk is not None and self._disk.has_pending:
+            self._disk.write(_WRITE_STEP_BYTES)
+
+    @property
+    def has_idle_work(self) -> bool:
+        """True if `advance_idle` has something to do."""
+        return self._disk is not None and self._disk.has_pending
+
+    def advance_idle(self) -> None:
+        """Copies blocks for the disk, in an engine without work."""
+        if self._disk is not None:
+            self._disk.write(_WRITE_IDLE_BYTES)
+
+    def drain(self) -> None:
+        """Copies everything that is to be written to disk, which may take a wait for the disk."""
+        if self._disk is not None:
+            self._disk.drain(_DRAIN_SECONDS)
+
+    def flush(self) -> bool:
+        """Waits until everything is on disk; returns False if that takes too long."""
+        self.drain()
+        return self._store is None or self._store.flush()
+
+    def distrust(self) -> None:
+        """Deletes what this process has written to disk, because a step computed a NaN."""
+        if self._disk is not None:
+            self._disk.distrust()
 
     def shed(self) -> int:
-        """Gives all memory back, and stores nothing until `resume`; returns the bytes."""
-        if self._tier is None or not self._tier.capacity:
+        """Gives all memory back, and stores nothing in it until `resume`; returns the bytes."""
+        if self._levels is None or not self._levels.memory.capacity:
             return 0
-        self._tier.limit(0)
+        self._levels.memory.limit(0)
         return self._memory.give_back()
 
     def resume(self) -> None:
-        """Stores blocks again."""
-        if self._tier is not None:
-            self._tier.limit(self._capacity)
+        """Stores blocks in memory again."""
+        if self._levels is not None:
+            self._levels.memory.limit(self._capacity)
 
     @property
     def stats(self) -> OffloadStats:
         """The statistics at this moment."""
-        tier, past = self._tier, self._past
-        assert tier is not None, "an engine makes its KV store before anything else"
+        assert self._levels is not None, "an engine makes its KV store before anything else"
+        tier, past, store = self._levels.memory, self._past, self._store
         return OffloadStats(
             memory_bytes=tier.num_bytes,
             memory_capacity=tier.capacity,
             num_stored_blocks=past.num_stored_blocks + tier.num_stored,
             num_lost_blocks=past.num_lost_blocks + tier.num_lost,
+            disk_bytes=0 if store is None else store.num_bytes,
+            num_written_bytes=0 if store is None else store.num_written_bytes,
+            num_read_bytes=0 if store is None else store.num_read_bytes,
+            num_damaged_blocks=0 if store is None else store.num_damaged,
+            disk_warnings={} if store is None else dict(store.warnings.counts),
         )

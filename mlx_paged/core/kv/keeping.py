@@ -1,0 +1,89 @@
+"""Keeping: chooses the blocks that are worth writing to disk, when a sequence reaches a turn.
+
+A disk wears out, so one-off short prompts are not written: only prefixes that were used twice or
+are long. What is written makes a *point*, from which every group can continue: all blocks of full
+attention before it, the windows behind it, and the recurrent state of exactly there. Windows and
+states are written again for every point, so points must not be too close together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mlx_paged.core.kv.groups import AttentionGroup, BlockTables, KVCacheGroup
+from mlx_paged.core.kv.stored import StoredPrefix
+from mlx_paged.core.kv.tree import PrefixNode
+
+#: Prefixes of at least this many tokens are written the first time.
+LONG_TOKENS = 2048
+#: New tokens that are worth writing.
+LEAST_TOKENS = 256
+# Windows and states of a point may take this many times the bytes of its new tokens.
+_MAX_POINT_COST = 2
+# New tokens of a point of a model that keeps nothing for tokens themselves.
+_STATE_TOKENS = 1024
+
+
+class Keeper:
+    """Chooses blocks of one KV manager.
+
+    Args:
+        block_bytes: Bytes of a block of each group.
+        is_kept: Returns True if a node's content of a group is on disk, or on its way.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVCacheGroup],
+        block_bytes: Sequence[int],
+        block_size: int,
+        is_kept: Callable[[PrefixNode, int], bool],
+    ) -> None:
+        self._groups = groups
+        self._block_bytes = block_bytes
+        self._block_size = block_size
+        self._is_kept = is_kept
+        # A pool has a block of each of these groups for every block of tokens.
+        self._bytes_per_block = sum(
+            num_bytes
+            for group, num_bytes in zip(groups, block_bytes, strict=True)
+            if isinstance(group, AttentionGroup)
+        )
+
+    def choose(self, tables: BlockTables, depth: int) -> list[tuple[PrefixNode, int]]:
+        """Returns the (node, group) of a sequence to write now, in order; empty if it can wait.
+
+        Args:
+            depth: Maximum number of blocks.
+        """
+        size, tip = self._block_size, tables.tip
+        assert tip is not None
+        depth = min(depth, tip.depth)
+        if depth * size < LONG_TOKENS:
+            depth = min(depth, tables.num_cached_tokens // size)
+        if depth * size < LEAST_TOKENS:
+            return []
+        nodes = tip.ancestor(depth).path()
+        prefix = StoredPrefix(nodes, None)
+        while depth:
+            usable = min(group.usable_stored(prefix, depth) for group in self._groups)
+            if usable == depth:
+                break
+            depth = usable
+        new = [
+            (nodes[index], group.number)
+            for group in self._groups
+            for index in (group.view(depth) if depth else ())
+            if not self._is_kept(nodes[index], group.number)
+        ]
+        num_new = sum(number == 0 for _, number in new)
+        return new if self._is_worthwhile(new, num_new, depth) else []
+
+    def _is_worthwhile(self, new: list[tuple[PrefixNode, int]], num_new: int, depth: int) -> bool:
+        size = self._block_size
+        if num_new * size < LEAST_TOKENS:
+            return False
+        if not self._bytes_per_block:
+            return num_new == depth or num_new * size >= _STATE_TOKENS
+        cost = sum(self._block_bytes[number] for _, number in new if number)
+        return cost <= _MAX_POINT_COST * num_new * self._bytes_per_block

@@ -1,0 +1,164 @@
+"""DiskLevel: what of an engine's prefix tree is on disk, and what still has to be written."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from mlx_paged.core import BlockTables, PrefixNode, PrefixQuery
+from mlx_paged.core.kv.keeping import Keeper
+from mlx_paged.core.kv.stored import LookUp
+from mlx_paged.core.kv.tier import TierOwner
+from mlx_paged.core.kv.tree import TOKEN_BYTES
+from mlx_paged.model.block_bytes import Bytes
+from mlx_paged.offload.digests import next_digest, root_digest
+from mlx_paged.offload.store import BlockStore
+
+#: Copies the content of (node, group) to a buffer; returns False if it is gone.
+CopyOut = Callable[[PrefixNode, int, Bytes], bool]
+
+# Blocks that may wait to be copied; the oldest are given up first.
+_MAX_PENDING = 1 << 16
+
+
+class DiskLevel:
+    """The disk of one KV manager.
+
+    Args:
+        identity: Digest of the model and its cache.
+        block_bytes: Bytes of a block of each group.
+        copy_out: Copies a block from the device or from host memory.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        identity: bytes,
+        block_bytes: list[int],
+        block_size: int,
+        owner: TierOwner,
+        copy_out: CopyOut,
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._block_bytes = block_bytes
+        self._key_bytes = block_size * TOKEN_BYTES
+        self._owner = owner
+        self._copy_out = copy_out
+        self._keeper = Keeper(owner.groups, block_bytes, block_size, self._is_kept)
+        self._roots: dict[str | None, bytes] = {}
+        # What is to be written, in order.
+        self._pending: OrderedDict[tuple[PrefixNode, int], None] = OrderedDict()
+
+    # Finding.
+
+    def look_up(self, query: PrefixQuery) -> LookUp | None:
+        """See `Tier.look_up`."""
+        self._store.look()
+        if self._store.is_empty:
+            return None
+
+        def key(group: int, index: int) -> int:
+            digest = self._digest(query, index)
+            return 0 if digest is None else self._store.key(digest, group)
+
+        return key
+
+    def _digest(self, query: PrefixQuery, index: int) -> bytes | None:
+        """The digest after block `index` of a query; None if it is unknown."""
+        digests, size = query.digests, self._key_bytes
+        while len(digests) <= index:
+            before = digests[-1] if digests else self._root(query.salt)
+            begin = len(digests) * size
+            tokens = query.tokens[begin : begin + size]
+            digest = next_digest(before, tokens, self._owner.media_content)
+            if len(tokens) < size or digest is None:
+                return None
+            digests.append(digest)
+        return digests[index]
+
+    def _root(self, salt: str | None) -> bytes:
+        if salt not in self._roots:
+            if len(self._roots) > 1024:  # salts of many users
+                self._roots.clear()
+            self._roots[salt] = root_digest(self._identity, salt)
+        return self._roots[salt]
+
+    # Writing.
+
+    @property
+    def has_pending(self) -> bool:
+        """True if blocks are to be copied, and the disk takes some now."""
+        return bool(self._pending) and self._store.room > 0
+
+    def settle(self, tables: BlockTables, depth: int) -> None:
+        """See `Tier.settle`."""
+        tip = tables.tip
+        if tip is None or self._store.is_paused:
+            return
+        for pair in self._keeper.choose(tables, min(depth, self._name(tip))):
+            self._pending[pair] = None
+        while len(self._pending) > _MAX_PENDING:
+            self._pending.popitem(last=False)
+
+    def _name(self, tip: PrefixNode) -> int:
+        """Gives the nodes up to `tip` their digests; returns how many have one."""
+        unnamed, node = [], tip
+        while node.parent is not None and node.digest is None:
+            unnamed.append(node)
+            node = node.parent
+        digest = node.digest if node.parent is not None else self._root(tip.salt)
+        for each in reversed(unnamed):
+            assert digest is not None
+            digest = next_digest(digest, each.key, self._owner.media_content)
+            if digest is None:
+                return each.depth - 1
+            each.digest = digest
+        return tip.depth
+
+    def _is_kept(self, node: PrefixNode, group: int) -> bool:
+        if (node, group) in self._pending:
+            return True
+        return node.digest is not None and self._store.has(node.digest, group)
+
+    def write(self, most: int) -> int:
+        """Copies up to `most` bytes of what is to be written; returns how many."""
+        num_bytes = 0
+        while self._pending and num_bytes < most:
+            node, group = next(iter(self._pending))
+            if self._block_bytes[group] > self._store.room:
+                break
+            self._write(node, group)
+            num_bytes += self._block_bytes[group]
+        return num_bytes
+
+    def drain(self, timeout: float) -> bool:
+        """Copies everything that is to be written; may wait for the disk."""
+        while self._pending:
+            _, group = next(iter(self._pending))
+            if not self._store.wait_for_room(self._block_bytes[group], timeout):
+                return False
+            if self._store.is_paused:
+                self._pending.clear()
+            self.write(self._block_bytes[group])
+        return True
+
+    def on_evicted(self, node: PrefixNode, group: int) -> None:
+        """Copies a block that is about to be evicted and still has to be written."""
+        if (node, group) in self._pending and self._block_bytes[group] <= self._store.room:
+            self._write(node, group)
+
+    def _write(self, node: PrefixNode, group: int) -> None:
+        del self._pending[node, group]
+        if not node.is_indexed or node.digest is None:
+            return
+        data = np.empty(self._block_bytes[group], dtype=np.uint8)
+        if self._copy_out(node, group, data):
+            self._store.write(node.digest, group, data.data)
+
+    def distrust(self) -> None:
+        """Forgets what is to be written, and deletes what this process has written."""
+        self._pending.clear()
+        self._store.distrust()
