@@ -454,19 +454,6 @@ mx::array expert_linear(
       std::move(inputs));
 }
 
-const char* mode_of(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::mxfp4:
-      return "mxfp4";
-    case WeightFormat::mxfp8:
-      return "mxfp8";
-    case WeightFormat::nvfp4:
-      return "nvfp4";
-    default:
-      return "affine";
-  }
-}
-
 }  // namespace
 
 Arrays QuantizedLinear::vjp(
@@ -480,7 +467,7 @@ Arrays QuantizedLinear::vjp(
       out.push_back(
           mx::quantized_matmul(
               cotangents[0], primals[1], primals[2], biases, false, codes_.group_size, codes_.bits,
-              mode_of(codes_.format), stream()));
+              name_of(codes_.format), stream()));
     } else if (arg == bias) {
       auto rows = mx::reshape(cotangents[0], {-1, cotangents[0].shape(-1)}, stream());
       out.push_back(mx::sum(rows, 0, false, stream()));
@@ -507,7 +494,7 @@ std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
     auto biases = has_biases() ? std::optional(moved[3]) : std::nullopt;
     auto out = mx::quantized_matmul(
         moved[0], moved[1], moved[2], biases, true, codes_.group_size, codes_.bits,
-        mode_of(codes_.format), stream());
+        name_of(codes_.format), stream());
     size_t bias = has_biases() ? 4 : 3;
     return {{moved.size() > bias ? mx::add(out, moved[bias], stream()) : out}, {0}};
   }

@@ -16,6 +16,23 @@ enum class WeightFormat : uint8_t {
   nvfp4,   // E2M1 * scale, with an E4M3 scale
 };
 
+// As mx.quantize calls its modes; "dense" without one.
+constexpr const char* name_of(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::affine:
+      return "affine";
+    case WeightFormat::mxfp4:
+      return "mxfp4";
+    case WeightFormat::mxfp8:
+      return "mxfp8";
+    case WeightFormat::nvfp4:
+      return "nvfp4";
+    case WeightFormat::dense:
+      break;
+  }
+  return "dense";
+}
+
 // Storage of a weight: packed by mx.quantize, or dense.
 struct WeightCodes {
   WeightFormat format;

@@ -388,11 +388,17 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
   X(__VA_ARGS__, 512, 512)              \
   X(__VA_ARGS__, 576, 512)
 
-#define PAGED_FOR_EACH_HEAD_DIM(X, ...)     \
+#define PAGED_FOR_EACH_DIM_TO_128(X, ...)   \
   PAGED_FOR_EACH_NARROW_DIM(X, __VA_ARGS__) \
   PAGED_FOR_EACH_SMALL_DIM(X, __VA_ARGS__)  \
-  PAGED_FOR_EACH_MIDDLE_DIM(X, __VA_ARGS__) \
-  PAGED_FOR_EACH_LARGE_DIM(X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_MIDDLE_DIM(X, __VA_ARGS__)
+
+#define PAGED_FOR_EACH_DIM_TO_256(X, ...)   \
+  PAGED_FOR_EACH_DIM_TO_128(X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(X, __VA_ARGS__)
+
+#define PAGED_FOR_EACH_HEAD_DIM(X, ...)     \
+  PAGED_FOR_EACH_DIM_TO_256(X, __VA_ARGS__) \
   PAGED_FOR_EACH_WIDE_DIM(X, __VA_ARGS__)
 
 #define PAGED_FOR_EACH_V_DIM(X, ...) \
@@ -413,10 +419,7 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
 
 // Queries (rows x heads per group): as many as the vector units keep up with.
 #define PAGED_FOR_EACH_DECODE(X, ...)                             \
-  PAGED_FOR_EACH_NARROW_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__) \
-  PAGED_FOR_EACH_SMALL_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)  \
-  PAGED_FOR_EACH_MIDDLE_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__) \
-  PAGED_FOR_EACH_LARGE_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_DIM_TO_256(PAGED_DECODE_QUERIES, X, __VA_ARGS__) \
   PAGED_FOR_EACH_WIDE_DIM(PAGED_DECODE_QUERY, X, __VA_ARGS__)
 #define PAGED_DECODE_QUERIES(X, dtype, type, k_dim, v_dim) \
   PAGED_DECODE(X, dtype, type, k_dim, v_dim, 1)            \
@@ -485,10 +488,8 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
 
 // Kernels for tensor units, in Metal 4 (tensor_units.h). Each is in the .h file named after its
 // function.
-#define PAGED_FOR_EACH_TENSOR_PREFILL(X, ...)                      \
-  PAGED_FOR_EACH_NARROW_DIM(PAGED_TENSOR_PREFILLS, X, __VA_ARGS__) \
-  PAGED_FOR_EACH_SMALL_DIM(PAGED_TENSOR_PREFILLS, X, __VA_ARGS__)  \
-  PAGED_FOR_EACH_MIDDLE_DIM(PAGED_TENSOR_PREFILLS, X, __VA_ARGS__)
+#define PAGED_FOR_EACH_TENSOR_PREFILL(X, ...) \
+  PAGED_FOR_EACH_DIM_TO_128(PAGED_TENSOR_PREFILLS, X, __VA_ARGS__)
 #define PAGED_TENSOR_PREFILLS(X, dtype, type, k_dim, v_dim) \
   PAGED_TENSOR_PREFILL(X, dtype, type, k_dim, v_dim, 32)    \
   PAGED_TENSOR_PREFILL(X, dtype, type, k_dim, v_dim, 64)

@@ -12,6 +12,7 @@
 #include "kernel_table.h"
 #include "language.h"
 #include "matrix_tile.h"
+#include "prefill_tiles.h"
 #include "query_tile.h"
 #include "softmax_state.h"
 #include "tensor_units.h"
@@ -140,33 +141,8 @@ tensor_prefill(
   }
 
   for (int first = seen.begin; first < seen.end; first += TOKENS) {
-    TileLoader<T, TOKENS, K_DIM, THREADS> key_loader;
-    TileLoader<T, TOKENS, V_DIM, THREADS> value_loader;
-    if (PAGED_QUANTISED(params)) {
-      key_loader.load_quantised(
-          (device const uchar*)key_pool, key_format(params), K_DIM, params.num_kv_heads,
-          ours.kv_head, ours.table, first, seen.end, {0, K_DIM}, thread_id);
-      value_loader.load_quantised(
-          (device const uchar*)value_pool, value_format(params), V_DIM, params.num_kv_heads,
-          ours.kv_head, ours.table, first, seen.end, {0, V_DIM}, thread_id);
-    } else {
-      key_loader.load(
-          key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
-          {0, K_DIM}, thread_id);
-      value_loader.load(
-          value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
-          {0, V_DIM}, thread_id);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // The previous tiles have been read.
-    key_loader.store(key_tile, K_PITCH, key_format(params), thread_id);
-    value_loader.store(value_tile, V_PITCH, value_format(params), thread_id);
-    if (has_scales(params) && int(thread_id) < TOKENS) {
-      load_scales(
-          (threadgroup float*)(scales + int(thread_id) * K_PITCH), (device const uchar*)key_pool,
-          (device const uchar*)value_pool, K_DIM, V_DIM, ours.table, first + int(thread_id),
-          seen.end, ours.kv_head, params);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    load_tiles<T, TOKENS, K_DIM, V_DIM, THREADS>(
+        key_tile, value_tile, key_pool, value_pool, ours, first, seen.end, params, thread_id);
 
     auto dots =
         score.template get_destination_cooperative_tensor<TileMatrix<T>, TileMatrix<T>, float>();

@@ -15,25 +15,9 @@ namespace {
 
 constexpr int kUnitCodes = 32;  // UNIT_CODES of metal/quantized_weights.h
 
-const char* name_of(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::affine:
-      return "affine";
-    case WeightFormat::mxfp4:
-      return "mxfp4";
-    case WeightFormat::mxfp8:
-      return "mxfp8";
-    case WeightFormat::nvfp4:
-      return "nvfp4";
-    case WeightFormat::dense:
-      break;
-  }
-  return "dense";
-}
-
 // The part of a kernel's host name between its function and its rows.
 std::string suffix_of(DType dtype, const std::optional<WeightCodes>& codes) {
-  std::string suffix = std::string("_") + mlx_paged::name_of(dtype);
+  std::string suffix = std::string("_") + name_of(dtype);
   if (codes) {
     suffix += std::string("_") + name_of(codes->format) + "_" + std::to_string(codes->bits);
   }

@@ -19,6 +19,7 @@ from sim import Buffer, SimLibrary
 from sim.checks import check
 
 from mlx_paged import executables, ops
+from mlx_paged import reference as plain_reference
 from support import big_pools, reference
 from support.mixtures import Experts, chosen_by, logits_apart
 from support.quantised import (
@@ -617,6 +618,28 @@ def products(library: SimLibrary) -> None:
             mx.eval(got)
         for ours, expected in zip(got, build(wide, more), strict=True):
             near(ours, expected)
+
+
+@check
+def adapters(library: SimLibrary) -> None:
+    """Low-rank adapters of rows with and without one: more columns than a threadgroup has threads,
+    a rank that does not fill a threadgroup, and more chunks of x than a SIMD-group has lanes."""
+    rng = np.random.default_rng(0)
+    chosen = [2, -1, 0, 3, 2]
+    for dtype, n, k in ((mx.float32, 130, 136), (mx.bfloat16, 40, 264), (mx.float16, 24, 64)):
+        base, x = (normal(rng, len(chosen), size, dtype=dtype) for size in (n, k))
+        a, b = normal(rng, 3, 6, k, dtype=dtype), normal(rng, 3, n, 6, dtype=dtype)
+        with simulated(library):
+            out = ops.lora(base, x, mx.array(chosen, mx.int32), a, b)
+            mx.eval(out)
+        expected = plain_reference.lora(
+            *(to_numpy(v) for v in (base, x)), chosen, to_numpy(a), to_numpy(b)
+        )
+        scale = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1e-2}[dtype]
+        norms = np.linalg.norm(expected, axis=1)
+        assert (np.linalg.norm(to_numpy(out) - expected, axis=1) <= scale * norms).all()
+        for row in (1, 3):
+            np.testing.assert_array_equal(to_numpy(out)[row], to_numpy(base)[row])
 
 
 @check

@@ -10,11 +10,13 @@ from sim.mutants import Mutant
 DECODE, MATRIX, PREFILL = "paged_decode.h", "paged_decode_matrix.h", "paged_prefill.h"
 TILE, SOFTMAX, TABLE = "matrix_tile.h", "softmax_state.h", "block_table.h"
 QUERIES = "query_tile.h"
+PREFILL_TILES = "prefill_tiles.h"
 VARIANT = "attention_variant.h"
 LAYER = "layer.h"
 ROWS, WEIGHTS, PRODUCTS = "few_rows.h", "quantized_weights.h", "products.h"
 CODES, QUANTISED, LAYOUT = "pool_codes.h", "quantised_pool.h", "pool_layout.h"
 GREEDY = "greedy.h"
+LORA = "lora.h"
 EXPERTS = "experts.h"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 VECTOR = ("decode", "decode_options", "decode_splits")
@@ -124,8 +126,8 @@ MUTANTS = [
     _mutant(MATRIX, "offset = TOKENS / 2; offset > 0; offset /= 2) {\n        maximum", "offset = TOKENS / 4; offset > 0; offset /= 2) {\n        maximum", "the maximum of half a row", *MATRICES),
     _mutant(TILE, "(lane / 2) % 4);", "(lane / 2) % 2);", "another lane's row of a matrix", *MATRICES),
     # Prefill
-    _mutant(PREFILL, f"{BARRIER}  // The previous tiles have been read.", "", "tiles are overwritten while in use", *CHUNKS),
-    _mutant(PREFILL, f"    }}\n    {BARRIER}\n\n    simdgroup_matrix<float, 8, 8> dot", "    }\n\n    simdgroup_matrix<float, 8, 8> dot", "tiles are used unfinished", *CHUNKS),
+    _mutant(PREFILL_TILES, f"{BARRIER}  // The previous tiles have been read.", "", "tiles are overwritten while in use", *CHUNKS),
+    _mutant(PREFILL_TILES, f"  }}\n  {BARRIER}\n}}", "  }\n}", "tiles are used unfinished", *CHUNKS),
     _mutant(PREFILL, "simd_shuffle_xor(value, ushort(8)));", "simd_shuffle_xor(value, ushort(4)));", "maxima of two rows are mixed", *CHUNKS),
     _mutant(PREFILL, "return value + simd_shuffle_xor(value, ushort(8));", "return value;", "half of a row's sum", *CHUNKS),
     _mutant(PREFILL, "int token = first + 8 * n + matrix_column(lane) + e;", "int token = first + 8 * n + matrix_column(lane);", "the causal edge is one token late", *CHUNKS),
@@ -203,7 +205,7 @@ MUTANTS = [
     _mutant(DECODE, "if (here && index % GROUP_LANES == 0) {", "if (here) {", "every lane loads its group's scale", "quantised_bytes"),
     _mutant(TILE, "format == FORMAT_INT4 && at.chunk % GROUP_CHUNKS == 0", "format == FORMAT_INT4", "every chunk loads its group's scale", "quantised_bytes"),
     _mutant(TILE, "ushort(lane - lane % GROUP_CHUNKS)", "ushort(lane)", "one chunk of a group has the scale", "quantised_matrix", "quantised_prefill"),
-    _mutant(PREFILL, "    if (has_scales(params) && int(thread_id) < TOKENS) {", "    if (has_scales(params) && int(thread_id) < TOKENS / 2) {", "half of the tokens have scales", "quantised_prefill"),
+    _mutant(PREFILL_TILES, "  if (has_scales(params) && int(thread_id) < TOKENS) {", "  if (has_scales(params) && int(thread_id) < TOKENS / 2) {", "half of the tokens have scales", "quantised_prefill"),
     _mutant(MATRIX, "if (has_scales(params) && simd_id == 0 && int(lane) < TOKENS) {", "if (has_scales(params) && simd_id == 0 && int(lane) < TOKENS / 2) {", "half of the tokens have scales", "quantised_matrix"),
     _mutant(LAYOUT, "return ((x ^ (x >> 13)) >> 31) != 0;", "return ((x ^ (x >> 14)) >> 31) != 0 || dim == 3;", "a sign of the rotation", "quantised_write"),
     _mutant(QUANTISED, "x[i] = second ? other - x[i] : x[i] + other;", "x[i] = x[i] + other;", "sums without differences", "quantised_write"),
@@ -317,6 +319,20 @@ MUTANTS = [
     _mutant(EXPERTS, "sum = rounded<T>(sum) + float(bias[of_expert + c]);", "", "a bias that is not added", "mixtures"),
     _mutant(EXPERTS, "float sum = simd_sum(sums[i][c]);", "float sum = sums[i][c];", "a lane's part of a product", "mixtures"),
     _mutant(EXPERTS, "if (column >= params.n || count == 0) {", "if (column >= params.n) {", "items that are none", "mixtures"),
+    # Adapters
+    _mutant(LORA, "column >= params.rank || adapter < 0 || adapter", "adapter < 0 || adapter", "columns past the rank", "adapters"),
+    _mutant(LORA, "adapter < 0 || adapter >= params.num_adapters) {\n    return;\n  }\n  device const uint4* values", "adapter < 0) {\n    return;\n  }\n  device const uint4* values", "the row of an adapter past the last", "adapters"),
+    _mutant(LORA, "(x + row * params.k)", "(x)", "the first row for all", "adapters"),
+    _mutant(LORA, "(ulong(adapter) * params.rank + column) * params.k", "ulong(column) * params.k", "the first adapter for all", "adapters"),
+    _mutant(LORA, "chunk += 32", "chunk += 64", "every second round of chunks", "adapters"),
+    _mutant(LORA, "sum = simd_sum(sum);", "", "a lane's part of a sum", "adapters"),
+    _mutant(LORA, "if (lane == 0) {\n    hidden", "if (true) {\n    hidden", "every lane writes a sum", "adapters"),
+    _mutant(LORA, "hidden[row * params.rank + column] = sum;", "hidden[column] = sum;", "rows share their sums", "adapters"),
+    _mutant(LORA, "if (column >= params.n) {\n    return;\n  }", "", "columns past the last", "adapters"),
+    _mutant(LORA, "    out[at] = base[at];\n", "", "rows without an adapter are not written", "adapters"),
+    _mutant(LORA, "(ulong(adapter) * params.n + column) * params.rank", "ulong(column) * params.rank", "the first adapter's columns for all", "adapters"),
+    _mutant(LORA, "r < params.rank; r++", "r < params.rank - 1; r++", "the last of a rank", "adapters"),
+    _mutant(LORA, "T(float(base[at]) + sum)", "T(sum)", "the base is left out", "adapters"),
     # Greedy choice
     _mutant(GREEDY, "has_nan |= (as_type<uint>(logit) & 0x7fffffffu) > 0x7f800000u;", "", "NaNs are overlooked", "greedy"),
     _mutant(GREEDY, "if (logit > value) {", "if (logit >= value) {", "the last of equals in a chunk", "greedy"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from sim.mutants import Mutant
 
 PREFILL = "tensor_prefill.h"
+PREFILL_TILES = "prefill_tiles.h"
 SHAPE = "attention_shape.h"
 TILES = ("prefill", "prefill_splits", "prefill_options")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -31,7 +32,7 @@ MUTANTS = [
     _mutant(PREFILL, "scaled_dot(scores[column], own, params)", "scores[column]", "keys without their scale", "prefill_of_quantised_pools"),
     _mutant(PREFILL, "T(scaled_weight(value, own, params))", "T(value)", "values without their scale", "prefill_of_quantised_pools"),
     _mutant(PREFILL, "(scales + column * pitch);\n    float product", "(scales);\n    float product", "all tokens have the first one's scale", "prefill_of_quantised_pools"),
-    _mutant(PREFILL, "if (has_scales(params) && int(thread_id) < TOKENS) {", "if (has_scales(params) && int(thread_id) < TOKENS / 2) {", "half of the tokens have scales", "prefill_of_quantised_pools"),
+    _mutant(PREFILL_TILES, "if (has_scales(params) && int(thread_id) < TOKENS) {", "if (has_scales(params) && int(thread_id) < TOKENS / 2) {", "half of the tokens have scales", "prefill_of_quantised_pools"),
     # Tiles
     _mutant(PREFILL, "int(group_id.z) * ROWS, ROWS);", "0, ROWS);", "every tile serves the first queries", *TILES),
     _mutant(PREFILL, "  if (ours.num_queries <= 0) {\n    return;\n  }\n", "", "tiles without queries are served", "mixed_step", "prefill"),
@@ -46,7 +47,7 @@ MUTANTS = [
     _mutant(PREFILL, "      result[i] = 0.0f;\n", "", "results begin as anything", *TILES),
     _mutant(PREFILL, "result[i] *= factors[", "result[i] *= 0.0f * factors[0] + factors[0 * ", "all rows shrink by the first row's factor", *TILES),
     _mutant(PREFILL, "first, seen.end, params,\n", "first, seen.end + 1, params,\n", "a token past the end is weighed", *TILES),
-    _mutant(PREFILL, f"{BARRIER}  // The previous tiles have been read.", "", "tiles are overwritten while in use", *TILES),
+    _mutant(PREFILL_TILES, f"{BARRIER}  // The previous tiles have been read.", "", "tiles are overwritten while in use", *TILES),
     _mutant(PREFILL, f"dots.store(score_tile);\n    {SIMD_BARRIER}", "dots.store(score_tile);", "scores are read before they are stored", *TILES),
     _mutant(PREFILL, f"      factors[lane / 2] = factor;\n    }}\n    {SIMD_BARRIER}", "      factors[lane / 2] = factor;\n    }", "weights are used unfinished", *TILES),
     _mutant(PREFILL, "if (lane % 2 == 0) {\n      factors", "{\n      factors", "two lanes write a factor", *TILES),
