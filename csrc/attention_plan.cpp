@@ -7,6 +7,8 @@
 #include <limits>
 #include <numeric>
 
+#include "rejected_kernels.h"
+
 namespace mlx_paged {
 
 namespace {
@@ -18,6 +20,7 @@ constexpr int64_t kLongest = 4096;
 // Minimum tokens per piece for decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176
 // threadgroups with 8 KV heads, while four per core on 40 cores are 160. A query head's partial,
 // written once and read once, is 0.5% of its piece's keys and values at head dim 128 in 16 bits.
+// Calibration replaces it by the best of several on this machine (`piece_tokens`).
 constexpr int64_t kShortest = 384;
 // More pieces of a long context keep no GPU busier, and merging them takes time.
 constexpr int64_t kMaxPieces = 48;
@@ -50,7 +53,8 @@ int64_t in_strides(int64_t size) {
 // over it. The rest of the batch does not change the row's bits.
 int64_t tokens_per_piece(int64_t num_tokens, int64_t num_rows, int64_t num_items) {
   if (num_rows <= kMaxDraftRows) {
-    int64_t longest = std::max(ceil_div(num_tokens, kMaxPieces), kShortest);
+    int64_t shortest = piece_tokens() > 0 ? piece_tokens() : kShortest;
+    int64_t longest = std::max(ceil_div(num_tokens, kMaxPieces), shortest);
     bool halves = num_tokens > longest && 2 * num_tokens <= longest * kMaxHalfPieces;
     return halves ? longest / 2 : longest;
   }

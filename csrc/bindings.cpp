@@ -258,6 +258,14 @@ void bind_extension(nb::module_& m) {
       "Lets kernels for tensor units run unless they are rejected.");
 
   m.def(
+      "allow_products", &allow_products, "host_names"_a,
+      "Replaces the set of kernels of quantized products that may run outside of whole steps.");
+
+  m.def(
+      "set_piece_tokens", &set_piece_tokens, "num_tokens"_a,
+      "Sets the minimum tokens of context per work item of a decode; 0: the built-in number.");
+
+  m.def(
       "rejected_kernels",
       [] {
         nb::list names;

@@ -11,24 +11,26 @@ namespace mlx_paged {
 
 namespace {
 
-std::mutex rejected_mutex;
-std::set<std::string> rejected;  // guarded by it
+std::mutex names_mutex;
+std::set<std::string> rejected;          // guarded by it
+std::set<std::string> allowed_products;  // likewise
 std::atomic<int> count{0};
 std::atomic<bool> rejects_any{false};
 std::atomic<int> step_rows{-1};  // -1: not set
 std::atomic<bool> tensor_kernels{false};
+std::atomic<int> shortest_piece{0};
 
 }  // namespace
 
 void reject_kernels(const std::vector<std::string>& host_names) {
-  std::lock_guard lock(rejected_mutex);
+  std::lock_guard lock(names_mutex);
   rejected = {host_names.begin(), host_names.end()};
   rejects_any = !rejected.empty();
   count++;
 }
 
 std::vector<std::string> rejected_kernels() {
-  std::lock_guard lock(rejected_mutex);
+  std::lock_guard lock(names_mutex);
   return {rejected.begin(), rejected.end()};
 }
 
@@ -36,7 +38,7 @@ bool is_rejected(const std::string& host_name) {
   if (!rejects_any) {
     return false;
   }
-  std::lock_guard lock(rejected_mutex);
+  std::lock_guard lock(names_mutex);
   return rejected.count(host_name) > 0;
 }
 
@@ -60,6 +62,24 @@ int allowed_step_rows(Gpu gpu) {
 
 void allow_step_rows(int num_rows) {
   step_rows = num_rows;
+}
+
+void allow_products(const std::vector<std::string>& host_names) {
+  std::lock_guard lock(names_mutex);
+  allowed_products = {host_names.begin(), host_names.end()};
+}
+
+bool allows_product(const std::string& host_name) {
+  std::lock_guard lock(names_mutex);
+  return allowed_products.count(host_name) > 0;
+}
+
+int piece_tokens() {
+  return shortest_piece;
+}
+
+void set_piece_tokens(int num_tokens) {
+  shortest_piece = num_tokens;
 }
 
 }  // namespace mlx_paged

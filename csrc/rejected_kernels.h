@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Verdicts of calibration (mlx_paged/calibration) on this machine: kernels that must not run, and
-// the largest steps that may run as a whole. Set when an engine starts, read where launches are
-// chosen. Thread-safe.
+// Verdicts of calibration (mlx_paged/calibration) on this machine: kernels that must not run, the
+// largest steps that may run as a whole, and the best of several ways. Set when an engine starts,
+// read where launches are chosen. Thread-safe.
 
 #pragma once
 
@@ -29,5 +29,14 @@ void allow_tensor_kernels(bool allowed);
 // elsewhere unlimited.
 int allowed_step_rows(Gpu gpu);
 void allow_step_rows(int num_rows);
+
+// Kernels of quantized products, by host name, that may run outside of whole steps on Apple's GPUs:
+// those that calibration found no slower than MLX's. None until then.
+void allow_products(const std::vector<std::string>& host_names);
+bool allows_product(const std::string& host_name);
+
+// Minimum tokens of context per work item of a decode on a GPU; 0: the built-in number.
+int piece_tokens();
+void set_piece_tokens(int num_tokens);
 
 }  // namespace mlx_paged

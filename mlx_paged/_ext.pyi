@@ -174,6 +174,16 @@ def reject_kernels(host_names: Sequence[str]) -> None:
 def allow_tensor_kernels(allowed: bool) -> None:
     """Lets kernels for tensor units run unless they are rejected."""
 
+def allow_products(host_names: Sequence[str]) -> None:
+    """
+    Replaces the set of kernels of quantized products that may run outside of whole steps.
+    """
+
+def set_piece_tokens(num_tokens: int) -> None:
+    """
+    Sets the minimum tokens of context per work item of a decode; 0: the built-in number.
+    """
+
 def rejected_kernels() -> list:
     """Kernels that never run, by host name."""
 

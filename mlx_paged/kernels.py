@@ -22,8 +22,8 @@ def reject_kernels(host_names: Iterable[str]) -> None:
 
     Calibration rejects kernels that are wrong, crash or are slower than another way on this
     machine. Attention then uses other kernels for the same rows. If none is left, and for writes,
-    copies, greedy tokens and masks, MLX's own operations take over (`plain_ops`). Steps with such
-    kernels do not compile as a whole.
+    copies, adapters, greedy tokens and masks, MLX's own operations take over (`plain_ops`). Steps
+    with such kernels do not compile as a whole.
     """
     global rejected
     rejected = frozenset(host_names)
@@ -77,6 +77,21 @@ def attention_kernel(layer: AttentionLayer, rows: int) -> str:
 def allow_step_rows(num_rows: int) -> None:
     """Sets the maximum rows of a step that may run as a whole; see `executables`."""
     ext.allow_step_rows(num_rows)
+
+
+def allow_products(host_names: Iterable[str]) -> None:
+    """Replaces the set of kernels of quantized products that may run outside of whole steps on
+    Apple's GPUs, by the names of metal/kernel_table.h. MLX computes all other products there."""
+    ext.allow_products(sorted(host_names))
+
+
+def set_piece_tokens(num_tokens: int) -> None:
+    """Sets the minimum tokens of context per work item of a decode on a GPU.
+
+    Args:
+        num_tokens: 0: the number built in (csrc/attention_plan.cpp).
+    """
+    ext.set_piece_tokens(num_tokens)
 
 
 def compiles_kernels() -> bool:

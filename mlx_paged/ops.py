@@ -832,6 +832,9 @@ def lora(
     Raises:
         ValueError: An argument has the wrong shape or dtype.
     """
+    name = _DTYPE_NAMES.get(a.dtype)
+    if not kernels.rejected.isdisjoint((f"lora_down_{name}", f"lora_up_{name}")):
+        return plain_ops.lora(base, x, adapters, a, b)
     return ext.lora(base, x, adapters, a, b, stream=stream)
 
 

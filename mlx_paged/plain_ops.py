@@ -32,6 +32,18 @@ def write_kv(
     return pools[0], pools[1]
 
 
+def lora(base: mx.array, x: mx.array, adapters: mx.array, a: mx.array, b: mx.array) -> mx.array:
+    """See `ops.lora`."""
+    num_rows = adapters.size
+    exists = mx.logical_and(adapters >= 0, adapters < a.shape[0])
+    chosen = mx.where(exists, adapters, 0)
+    rows = x.reshape(num_rows, -1, 1).astype(mx.float32)
+    added = b[chosen].astype(mx.float32) @ (a[chosen].astype(mx.float32) @ rows)
+    total = base.astype(mx.float32) + added.reshape(base.shape)
+    keeps = exists.reshape(-1, *[1] * (base.ndim - 1))
+    return mx.where(keeps, total.astype(base.dtype), base)
+
+
 def copy_blocks(pools: Sequence[mx.array], block_pairs: mx.array) -> list[mx.array]:
     """See `ops.copy_blocks`."""
     source, to = block_pairs[:, 0], block_pairs[:, 1]

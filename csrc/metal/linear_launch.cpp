@@ -19,19 +19,18 @@ int64_t rows_of(const mx::array& x) {
 
 }  // namespace
 
-// Outside of programs only where calibration found these kernels right, and steps of as many rows
-// not slower than MLX's.
+// Outside of programs only where calibration found the kernel right and no slower than MLX's.
 bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes, bool for_program) {
   if (!serves_quantized_linear(in, codes) || for_program) {
     return for_program && serves_quantized_linear(in, codes);
   }
   int64_t num_rows = rows_of(in[0]);
-  if (num_rows == 0 || num_rows > paged::PRODUCT_ROWS || num_rows > allowed_step_rows(Gpu::apple)) {
+  if (num_rows == 0 || num_rows > paged::PRODUCT_ROWS) {
     return false;
   }
   auto kernel = product_kernel(
       "product_rows", dtype_of(in[0].dtype()), codes, product_rows_of(int(num_rows)));
-  return !is_rejected(kernel.host_name);
+  return allows_product(kernel.host_name) && !is_rejected(kernel.host_name);
 }
 
 void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {

@@ -7,9 +7,10 @@ checks kernel K on one row per sequence. Jobs of `check` come first, then those 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from mlx_paged import kernels
 from mlx_paged.kernels import AttentionLayer
 
 # (layer, rows of each sequence) -> the kernel that serves them
@@ -19,8 +20,13 @@ KernelOf = Callable[[AttentionLayer, int], str]
 _MOST_ROWS = 80
 # Rows per sequence of decodes, drafts and chunks for which alternatives are timed.
 TIMED_ROWS = (1, 4, 16, 64)
+# Minimum tokens of context per work item of a decode. The first is the number built in
+# (csrc/attention_plan.cpp), which is preferred.
+PIECE_TOKENS = (0, 192, 768, 1536)
 # Rows of the whole steps that are timed.
 STEP_ROWS = (1, 8, 16)
+# Rows for which quantized products are timed: those of the tiles of metal/products.h.
+PRODUCT_ROWS = (1, 4, 16)
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ def _data_checks(needs: Needs) -> Iterator[str]:
         yield f"greedy/{dtype}"
         yield f"bitmask/{dtype}"
         yield f"strided/{dtype}"
+    yield f"lora/{needs.dtype}"
     for layer in needs.layers:
         pool = f"{layer.dtype},{layer.key_dim},{layer.value_dim}"
         formats = f"{layer.key_format},{layer.value_format}"
@@ -125,12 +132,12 @@ def _data_checks(needs: Needs) -> Iterator[str]:
 def _attention_checks(layer: AttentionLayer, block_size: int, kernel_of: KernelOf) -> Iterator[str]:
     if not kernel_of(layer, 1):
         return
-    kernels: dict[str, int] = {}
+    rows_of: dict[str, int] = {}
     for rows in range(1, _MOST_ROWS + 1):
-        kernels.setdefault(kernel_of(layer, rows), rows)
-    kernels.pop("", None)
+        rows_of.setdefault(kernel_of(layer, rows), rows)
+    rows_of.pop("", None)
     text = layer_text(layer)
-    for kernel, rows in kernels.items():
+    for kernel, rows in rows_of.items():
         yield f"attention/{text}/{block_size}/{rows}/{kernel}"
     yield f"merge/{text}/{block_size}/{merge_kernel(layer)}"
     yield f"uncovered/{text}/{block_size}/fill_zero"
@@ -175,15 +182,44 @@ def timings(needs: Needs, kernel_of: KernelOf, reject: Callable[[set[str]], None
                     f"time-attention/{text}/{needs.block_size}/{rows}/{kernel}"
                     for kernel in candidates
                 ]
+    jobs += [
+        job for layer in needs.layers for job in split_jobs(layer, needs.block_size, kernel_of)
+    ]
     if needs.step_rows > 0 and needs.products:
-        shapes = json.dumps([str(product) for product in needs.products], separators=(",", ":"))
         jobs += [
-            f"time-step/{needs.dtype}/{shapes}/{rows}/{way}"
+            f"time-step/{needs.dtype}/{_shapes(needs.products)}/{rows}/{way}"
             for rows in STEP_ROWS
             if rows <= needs.step_rows
             for way in ("whole", "graph")
         ]
+        jobs += [f"{job}/{way}" for job in product_jobs(needs) for way in ("ours", "mlx")]
     return list(dict.fromkeys(jobs))
+
+
+def split_jobs(layer: AttentionLayer, block_size: int, kernel_of: KernelOf) -> list[str]:
+    """The jobs that time the pieces of long contexts, in the order of `PIECE_TOKENS`."""
+    if not kernel_of(layer, 1) or merge_kernel(layer) in kernels.rejected:
+        return []
+    text = layer_text(layer)
+    return [f"time-split/{text}/{block_size}/{tokens}" for tokens in PIECE_TOKENS]
+
+
+def product_jobs(needs: Needs) -> list[str]:
+    """The jobs that time the quantized products of a layer by format, without "ours" or "mlx"."""
+    by_format: dict[Product, list[Product]] = {}
+    for product in needs.products:
+        if product.bits:
+            by_format.setdefault(product.smallest, []).append(product)
+    return [
+        f"time-products/{needs.dtype}/{_shapes(products)}/{rows}"
+        for products in by_format.values()
+        for rows in PRODUCT_ROWS
+        if rows <= needs.step_rows
+    ]
+
+
+def _shapes(products: Iterable[Product]) -> str:
+    return json.dumps([str(product) for product in products], separators=(",", ":"))
 
 
 def candidates_of(

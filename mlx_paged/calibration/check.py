@@ -73,13 +73,20 @@ def _same(found: mx.array, expected: mx.array, what: str) -> None:
 
 
 class Sequences:
-    """Three sequences in scattered blocks: long, short and just begun."""
+    """Sequences in scattered blocks: some long ones, one short, and one just begun."""
 
-    def __init__(self, layer: AttentionLayer, block_size: int, rows: int, length: int = 90) -> None:
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        block_size: int,
+        rows: int,
+        length: int = 90,
+        num_long: int = 1,
+    ) -> None:
         rng = np.random.default_rng(0)
         self.layer, self.block_size, self.dtype = layer, block_size, getattr(mx, layer.dtype)
-        self.query_lens = [rows, rows, rows]
-        self.lens = [length + rows, 11 + rows, rows]
+        self.lens = [*[length + rows] * num_long, 11 + rows, rows]
+        self.query_lens = [rows] * len(self.lens)
         num_blocks = [-(-n // block_size) for n in self.lens]
         ids = 1 + rng.permutation(sum(num_blocks))
         self.tables = [part.tolist() for part in np.split(ids, np.cumsum(num_blocks)[:-1])]
@@ -129,8 +136,8 @@ class Sequences:
             "alibi_slopes": mx.linspace(0.1, 0.5, heads) if features & _HAS_ALIBI else None,
         }
 
-    def plan(self, split_tokens: int) -> AttentionPlan:
-        """The plan of a step with the last rows of each sequence."""
+    def plan(self, split_tokens: int | None) -> AttentionPlan:
+        """The plan of a step with the last rows of each sequence; None: pieces as in engines."""
         bounds = None
         if self.layer.features & _HAS_BOUNDS:  # a prefix that every row sees as a whole
             ends = [n for n, rows in zip(self.lens, self.query_lens) for _ in range(rows)]
@@ -285,6 +292,26 @@ def strided(dtype: str) -> None:
     _close(sequences.attend(plan), expected, dtype)
 
 
+# --- Adapters -------------------------------------------------------------------------------------
+
+
+def lora(dtype: str) -> None:
+    """Checks low-rank adapters of rows, some of which have none."""
+    announce([f"lora_down_{dtype}", f"lora_up_{dtype}"])
+    rng, kind = np.random.default_rng(0), getattr(mx, dtype)
+    num_adapters, rank, n, k = 3, 6, 136, 544  # not multiples of what a threadgroup does
+    base, x = (_normal(rng, 5, size, dtype=kind) for size in (n, k))
+    a = (_normal(rng, num_adapters, rank, k) / k**0.5).astype(kind)
+    b = _normal(rng, num_adapters, n, rank, dtype=kind)
+    adapters = mx.array([2, -1, 0, num_adapters, 2], mx.int32)
+    expected = plain_ops.lora(base, x, adapters, a, b)
+    mx.eval(expected)
+    found = ops.lora(base, x, adapters, a, b)
+    _close(found, expected, dtype)
+    without = mx.array([1, 3])
+    _same(found[without], base[without], "rows without an adapter")
+
+
 # --- Sampling -------------------------------------------------------------------------------------
 
 
@@ -410,9 +437,10 @@ def linear_module(product: Product, dtype: mx.Dtype, seed: int = 0) -> nn.Module
 
 def multiplied(module: nn.Module, x: mx.array) -> mx.array:
     """A product as a step's graph has it."""
+    is_quantized = isinstance(module, nn.QuantizedLinear)
     with patches.native_ops(mx.zeros(x.shape[0], mx.int32)):
-        out: mx.array = module(x)
-        return out
+        # Not module(x): a process without a model has not installed these.
+        return patches.quantized_linear(module, x) if is_quantized else patches.linear(module, x)
 
 
 # Rows for which a product has kernels of its own: the most, one and a few.
@@ -583,7 +611,7 @@ class _Experts:
 CHECKS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
-        attention, merge, uncovered, pool, blocks, strided, greedy, bitmask,
+        attention, merge, uncovered, pool, blocks, strided, lora, greedy, bitmask,
         norm, silu, rows, product, lookup, heads, experts,
     )
 }  # fmt: skip

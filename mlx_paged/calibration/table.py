@@ -18,7 +18,8 @@ class KernelVerdict(TypedDict):
 
 
 class Timing(TypedDict):
-    """A measured alternative for a shape: a kernel, or "whole" and "graph" for steps."""
+    """A measured alternative for a shape: a kernel, "whole" and "graph" for steps, "ours" and "mlx"
+    for products, or the minimum tokens of a piece of a split context."""
 
     shape: str
     way: str
@@ -26,12 +27,19 @@ class Timing(TypedDict):
 
 
 class Table(TypedDict):
-    """The results of calibration. `step_rows` is the maximum of a whole step; 0 disables those."""
+    """The results of calibration.
+
+    `step_rows` is the maximum of a whole step; 0 disables those. `piece_tokens`: minimum tokens of
+    context per work item of a decode; 0: the built-in number. `products`: kernels of quantized
+    products that run outside of whole steps.
+    """
 
     machine: dict[str, str]
     kernels: list[KernelVerdict]
     timings: list[Timing]
     step_rows: int
+    piece_tokens: int
+    products: list[str]
 
 
 def table_of(verdicts: Verdicts, machine: dict[str, str]) -> Table:
@@ -45,6 +53,8 @@ def table_of(verdicts: Verdicts, machine: dict[str, str]) -> Table:
             for job, seconds in verdicts.seconds.items()
         ],
         "step_rows": verdicts.step_rows,
+        "piece_tokens": verdicts.piece_tokens,
+        "products": sorted(verdicts.products),
     }
 
 
@@ -54,7 +64,14 @@ def _shape(job: str) -> str:
         layer, _, rows = parts
         dtype, group, key_dim, value_dim, *_ = layer.split(",")
         return f"attention {dtype}, group {group}, dims {key_dim}/{value_dim}, {rows} rows"
+    if kind == "time-split":
+        dtype, group, key_dim, value_dim, *_ = parts[0].split(",")
+        return f"pieces of contexts, {dtype}, group {group}, dims {key_dim}/{value_dim}"
     dtype, shapes, rows = parts
+    if kind == "time-products":
+        *_, bits, group, mode = json.loads(shapes)[0].split(",")
+        form = f"{mode} of {bits} bits in groups of {group}"
+        return f"{len(json.loads(shapes))} products in {dtype}, {form}, {rows} rows"
     return f"{len(json.loads(shapes))} products in {dtype}, {rows} rows"
 
 
@@ -71,3 +88,6 @@ def lines(table: Table) -> Iterator[str]:
         yield f"{shape}: {ways}"
     rows = table["step_rows"]
     yield f"whole steps: {f'up to {rows} rows' if rows else 'not used'}"
+    yield f"quantized products outside of them: {', '.join(table['products']) or 'all by MLX'}"
+    tokens = table["piece_tokens"]
+    yield f"pieces of contexts: {f'{tokens} tokens or more' if tokens else 'the built-in length'}"

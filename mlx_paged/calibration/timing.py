@@ -8,15 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_paged import kernels, ops
-from mlx_paged.calibration.cases import Product, layer_of
+from mlx_paged.calibration.cases import Product, layer_of, merge_kernel
 from mlx_paged.calibration.check import Sequences, linear_module, multiplied, program_of
 from mlx_paged.child_jobs import announce
 
 # Tests replace the clock and the sizes.
 clock: Callable[[], float] = time.perf_counter
 CONTEXT = 2048  # tokens of the longest of three sequences
+LONG_CONTEXTS = 4, 8192  # number and tokens of sequences whose contexts are split
 CALLS = 8  # in one measurement, so that the GPU is busy
 REPEATS = 5
 
@@ -50,6 +52,50 @@ def attention(layer_name: str, block: str, rows: str, kernel: str) -> float:
         kernels.reject_kernels(before)
 
 
+def split(layer_name: str, block: str, tokens: str) -> float:
+    """Times decodes whose contexts are in pieces of at least `tokens`."""
+    layer = layer_of(layer_name)
+    announce([kernels.attention_kernel(layer, 1), merge_kernel(layer)])
+    count, length = LONG_CONTEXTS
+    sequences = Sequences(layer, int(block), 1, length, count)
+    mx.eval(sequences.queries, sequences.pools)
+    kernels.set_piece_tokens(int(tokens))
+    try:
+        plan = sequences.plan(None)
+    finally:
+        kernels.set_piece_tokens(0)
+    return fastest(lambda: mx.eval([sequences.attend(plan) for _ in range(CALLS)]))
+
+
+def products(dtype: str, shapes: str, rows: str, way: str) -> float:
+    """Times quantized products of one format, by our kernels or MLX's."""
+    kind = getattr(mx, dtype)
+    shaped = [Product.of(text) for text in json.loads(shapes)]
+    modules = [linear_module(product, kind) for product in shaped]
+    inputs = {k: mx.ones((int(rows), k), kind) for k in {product.k for product in shaped}}
+    mx.eval(list(inputs.values()))
+
+    def multiply_all(
+        multiply: Callable[..., mx.array], given: dict[int, mx.array]
+    ) -> list[mx.array]:
+        return [multiply(module, given[p.k]) for module, p in zip(modules, shaped, strict=True)]
+
+    if way == "mlx":
+        return fastest(lambda: _evaluate(lambda: multiply_all(_multiplied_by_mlx, inputs)))
+    program = program_of(
+        lambda *given: multiply_all(multiplied, dict(zip(inputs, given))), list(inputs.values())
+    )
+    announce(list(program.kernels))
+    return fastest(lambda: _evaluate(lambda: program(list(inputs.values()))))
+
+
+def _multiplied_by_mlx(module: nn.Module, x: mx.array) -> mx.array:
+    return mx.quantized_matmul(
+        x, module.weight, module.scales, module.get("biases"), transpose=True,
+        group_size=module.group_size, bits=module.bits, mode=module.mode,
+    )  # fmt: skip
+
+
 def step(dtype: str, shapes: str, rows: str, way: str) -> float:
     """Times the norms and products of one decoder layer, as a whole step or as MLX's graph."""
     kind = getattr(mx, dtype)
@@ -80,4 +126,9 @@ def _evaluate(build: Callable[[], list[mx.array]]) -> None:
         mx.eval(build())
 
 
-TIMINGS: dict[str, Callable[..., float]] = {"time-attention": attention, "time-step": step}
+TIMINGS: dict[str, Callable[..., float]] = {
+    "time-attention": attention,
+    "time-split": split,
+    "time-step": step,
+    "time-products": products,
+}

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mlx_paged import kernels
 from mlx_paged.calibration.cache import Result
-from mlx_paged.calibration.cases import STEP_ROWS, Needs, layer_of
+from mlx_paged.calibration.cases import (
+    PIECE_TOKENS,
+    STEP_ROWS,
+    Needs,
+    layer_of,
+    layer_text,
+    product_jobs,
+)
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.kernels import AttentionLayer
 
@@ -47,6 +55,8 @@ class Verdicts:
         proven: Kernels that gave MLX's results.
         step_rows: Maximum rows of a whole step.
         step_error: Why no step may run as a whole although its kernels are proven; None: it may.
+        piece_tokens: Minimum tokens of context per work item of a decode; 0: the built-in number.
+        products: Kernels of quantized products that took no longer than MLX's.
         seconds: Measured seconds by job, for reports.
         tensor_units: True if kernels for tensor units may run if they are proven.
     """
@@ -55,6 +65,8 @@ class Verdicts:
     proven: set[str] = field(default_factory=set)
     step_rows: int = 0
     step_error: str | None = None
+    piece_tokens: int = 0
+    products: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
     tensor_units: bool = False
 
@@ -67,7 +79,7 @@ class Verdicts:
         """
         verdicts = cls(tensor_units=needs.tensor_units)
         for job, result in results.items():
-            if result.error is not None and not job.startswith("time-step/"):
+            if result.error is not None and not job.startswith(("time-step/", "time-products/")):
                 for kernel in result.kernels:
                     verdicts.rejected.setdefault(kernel, result.error)
                 if not result.kernels:  # every kernel was proven, but not together
@@ -79,6 +91,8 @@ class Verdicts:
         verdicts.proven -= verdicts.rejected.keys()
         verdicts._reject_slow()
         verdicts.step_rows = verdicts._rows_of_steps(needs)
+        verdicts.piece_tokens = verdicts._best_piece(needs)
+        verdicts.products = verdicts._fast_products(results, needs)
         return verdicts
 
     def __str__(self) -> str:
@@ -127,6 +141,26 @@ class Verdicts:
             allowed = rows
         return allowed
 
+    def _best_piece(self, needs: Needs) -> int:
+        """The length of pieces whose decodes took least time, in all layers together."""
+        totals = dict.fromkeys(PIECE_TOKENS, 0.0)
+        for layer in needs.layers:
+            shape = f"time-split/{layer_text(layer)}/{needs.block_size}"
+            seconds = {n: self.seconds.get(f"{shape}/{n}", math.inf) for n in PIECE_TOKENS}
+            if seconds[0] < math.inf:  # this layer has kernels for it
+                totals = {n: totals[n] + seconds[n] for n in PIECE_TOKENS}
+        best = min(totals, key=totals.__getitem__)
+        return best if totals[0] > _MARGIN * totals[best] else 0
+
+    def _fast_products(self, results: Mapping[str, Result], needs: Needs) -> set[str]:
+        """The proven kernels that took no longer than MLX's for a layer's products together."""
+        found: set[str] = set()
+        for job in product_jobs(needs):
+            ours, theirs = (self.seconds.get(f"{job}/{way}") for way in ("ours", "mlx"))
+            if ours is not None and theirs is not None and ours <= theirs:
+                found.update(results[f"{job}/ours"].kernels)
+        return found & self.proven
+
     @property
     def unproven(self) -> set[str]:
         """Kernels of whole steps that nothing has proven."""
@@ -141,6 +175,8 @@ class Verdicts:
         kernels.allow_tensor_kernels(self.tensor_units)
         kernels.reject_kernels({*self.rejected, *self.unproven})
         kernels.allow_step_rows(self.step_rows)
+        kernels.allow_products(self.products)
+        kernels.set_piece_tokens(self.piece_tokens)
 
     def require(self, layers: Iterable[AttentionLayer]) -> None:
         """Checks that every layer can run.
@@ -165,6 +201,6 @@ class Verdicts:
 def is_for(job: str, layers: Iterable[AttentionLayer]) -> bool:
     """True if a job concerns one of these layers, or no layer."""
     kind, _, rest = job.partition("/")
-    if kind not in ("attention", "merge", "uncovered", "heads", "time-attention"):
+    if kind not in ("attention", "merge", "uncovered", "heads", "time-attention", "time-split"):
         return True
     return layer_of(rest.partition("/")[0]) in set(layers)

@@ -82,7 +82,8 @@ def test_every_kernel_is_checked_before_any_is_timed(tmp_path) -> None:
     first = kinds.index("time-attention")
     assert all(kind.startswith("time-") for kind in kinds[first:])
     assert set(kinds[:first]) == {
-        *("greedy", "bitmask", "strided", "pool", "blocks", "attention", "merge", "uncovered"),
+        *("greedy", "bitmask", "strided", "lora", "pool", "blocks"),
+        *("attention", "merge", "uncovered"),
         *("norm", "silu", "rows", "product", "heads"),
     }
     assert len(set(child.ran)) == len(child.ran) == len(Cache({"chip": "test"}, tmp_path).load())
@@ -263,4 +264,6 @@ def test_the_table_lists_kernels_and_times() -> None:
         "attention float16, group 1, dims 64/64, 1 rows: b 1.000 ms, a 2.000 ms",
         "2 products in float16, 1 rows: whole 1000.000 ms, graph 2000.000 ms",
         "whole steps: up to 1 rows",
+        "quantized products outside of them: all by MLX",
+        "pieces of contexts: the built-in length",
     ]

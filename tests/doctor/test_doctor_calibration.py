@@ -25,6 +25,8 @@ TABLE = {
     ],
     "timings": [{"shape": "7 products in float16, 1 rows", "way": "whole", "seconds": 0.001}],
     "step_rows": 8,
+    "piece_tokens": 0,
+    "products": ["product_rows_float16_affine_4_m1"],
 }
 
 

@@ -32,5 +32,6 @@ if __name__ == "__main__":
     if planted().get(MLX) == "slow":
         _graphs_take(clock, 1000)
     timing.CONTEXT, timing.CALLS, timing.REPEATS = 40, 1, 1
+    timing.LONG_CONTEXTS = 1, 400
     with simulated_with_faults(clock):
         child_jobs.serve(child.run, sys.argv[1:])

@@ -100,3 +100,5 @@ def simulated_with_faults(
             kernels.allow_tensor_kernels(False)
             kernels.reject_kernels(())
             kernels.allow_step_rows(0)
+            kernels.allow_products(())
+            kernels.set_piece_tokens(0)
