@@ -235,12 +235,14 @@ class AdapterError(MlxPagedError, ValueError):
     Attributes:
         path: Its directory.
         reason: The problem.
+        is_missing: True if there is no such directory.
     """
 
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, *, is_missing: bool = False) -> None:
         super().__init__(f"cannot load adapter {path!r}: {reason}")
         self.path = path
         self.reason = reason
+        self.is_missing = is_missing
 
 
 class UnsupportedModelError(MlxPagedError, ValueError):

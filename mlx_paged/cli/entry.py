@@ -18,6 +18,7 @@ import typer
 
 from mlx_paged import _exit_interrupted
 from mlx_paged.cli import other_flags
+from mlx_paged.cli.options import spread_values
 from mlx_paged.errors import InstallationError, InvalidParameterError, MlxPagedError, StepError
 
 PROGRAM = "mlx-paged"
@@ -72,7 +73,8 @@ def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     try:
         command: Any = _with_debug(typer.main.get_command(app))
         _name_options(command)
-        status = command.main(arguments, prog_name=PROGRAM, standalone_mode=False)
+        given = sys.argv[1:] if arguments is None else arguments
+        status = command.main(spread_values(given), prog_name=PROGRAM, standalone_mode=False)
         if status == ExitCode.INTERRUPTED:
             print_line("interrupted")
         return status if isinstance(status, int) else ExitCode.OK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -83,6 +83,21 @@ def _parameters(group: Any, environment: bool) -> list[inspect.Parameter]:
             )
         )
     return made
+
+
+def spread_values(arguments: Sequence[str]) -> list[str]:
+    """Repeats ``--lora-modules`` before each of its values: vLLM takes several after one flag."""
+    flag, spread = "--lora-modules", list[str]()
+    follows = False
+    for argument in arguments:
+        is_value = argument.startswith("{") or "=" in argument.lstrip("-")
+        if follows and is_value and not argument.startswith("-"):
+            if spread[-1] != flag:
+                spread.append(flag)
+        else:
+            follows = argument == flag
+        spread.append(argument)
+    return spread
 
 
 def fields_of(kind: type, options: Any) -> dict[str, Any]:

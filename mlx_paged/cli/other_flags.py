@@ -19,7 +19,6 @@ _DRAFT_MODEL = (
     " drafts with a second model"
 )
 _NO_DRAFTS = "--speculative-config drafts by lookups or a draft model; MTP is not supported"
-_NO_ADAPTERS = "adapters are not supported: fuse it into the model with mlx_lm.fuse"
 _NO_DISK = "the prefix cache is in memory only"
 _ONE_MODEL = "a server has one model: start another one on another --port"
 _TEMPLATE = (
@@ -49,7 +48,6 @@ _HINTS: dict[str, str] = {
     "--disable-prefix-cache": "it is --no-enable-prefix-caching here",
     "--draft-model": _DRAFT_MODEL,
     "--embedding-model": "serve it with --runner pooling, in a server of its own",
-    "--enable-lora": _NO_ADAPTERS,
     "--enable-metrics": "nothing is needed: GET /metrics is always there",
     "--enable-mtp": _NO_DRAFTS,
     "--enable-prefix-cache": "nothing is needed: prefixes are shared unless "
@@ -61,7 +59,6 @@ _HINTS: dict[str, str] = {
     "--kv-cache-quantization-bits": _QUANTIZED_KV,
     "--kv-group-size": _QUANTIZED_KV,
     "--lazy-load-model": "the model is loaded at once; the port answers meanwhile",
-    "--lora-modules": _NO_ADAPTERS,
     "--max-cache-blocks": "it is --num-gpu-blocks-override here",
     "--max-kv-size": "--max-model-len sets the most tokens of prompt and answer",
     "--max-request-tokens": "--max-model-len sets the most tokens of prompt and answer",

@@ -34,6 +34,7 @@ from mlx_paged.extras import needs_extra
 _MODEL, _CACHE, _SCHED = "Model", "KV cache and memory", "Scheduling"
 _NET, _LIMITS, _LOGS, _API = "Network and access", "Limits", "Logs", "API"
 _MEDIA = "Images, videos and audio"
+_LORA = "LoRA adapters"
 
 
 _HOST, _PORT = "127.0.0.1", 8000
@@ -589,6 +590,46 @@ class ServeOptions:
     mm_encoder_cache_bytes: Annotated[
         int, option(_MEDIA, "Bytes for the cache of encoded media.", min=1)
     ] = 512 << 20
+    enable_lora: Annotated[
+        bool,
+        option(
+            _LORA,
+            "Serve LoRA adapters on top of the model. docs/lora.md",
+            "--enable-lora/--no-enable-lora",
+        ),
+    ] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        option(
+            _LORA,
+            "Adapter that requests may name as their model: name=path, or a JSON object with name "
+            "and path. Takes several, and is repeatable.",
+            "--lora-modules",
+            show_default="none",
+        ),
+    ] = None
+    max_loras: Annotated[int, option(_LORA, "Maximum different adapters in a step.", min=1)] = 1
+    max_lora_rank: Annotated[int, option(_LORA, "Maximum rank of an adapter.", min=1)] = 16
+    max_cpu_loras: Annotated[
+        int | None,
+        option(_LORA, "Maximum adapters in main memory.", min=1, show_default="--max-loras"),
+    ] = None
+    adapter_path: Annotated[
+        Path | None,
+        option(
+            _LORA,
+            "Directory of an adapter for all requests that name none.",
+            show_default="none",
+        ),
+    ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        option(
+            _LORA,
+            "Let clients load and unload adapters, from any directory of this machine.",
+            "--allow-runtime-lora-updating",
+        ),
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"],
         option(_LOGS, "Minimum severity: debug, info, warning, error or critical."),
@@ -662,6 +703,7 @@ def serve(
             generation_config_of,
             overrides_of,
         )
+        from mlx_paged.server.lora_modules import lora_modules_of
         from mlx_paged.server.rate_limits import keys_of
         from mlx_paged.server.run import serve as run
     from mlx_paged.cli.progress import kernel_bar
@@ -680,6 +722,9 @@ def serve(
         if options.max_model_len is not None:
             checked.scheduler_config(options.max_model_len)
         _check_mcp(options)
+        if options.lora_modules and not options.enable_lora:
+            expected = "given with --enable-lora"
+            raise InvalidParameterError("lora_modules", expected, options.lora_modules)
         if options.uds is not None and (options.host, options.port) != (_HOST, _PORT):
             raise InvalidParameterError("uds", "given without --host and --port", str(options.uds))
         if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
@@ -699,6 +744,7 @@ def serve(
             "files_dir": None if options.files_dir is None else str(options.files_dir),
             "mcp_config": None if options.mcp_config is None else str(options.mcp_config),
             "page_mcp": _page_mcp(options),
+            "lora_modules": lora_modules_of(options.lora_modules or ()),
         }
         server_config = ServerConfig(**server_options)
         keys_of(server_config)

@@ -21,6 +21,7 @@ from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.intake import CheckedRequest
 from mlx_paged.engine.loading import load
+from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.media import MediaPrompts
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams
@@ -237,6 +238,15 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns the number of blocks."""
         return await self._call(lambda engine: engine.reset_prefix_cache())
+
+    async def add_lora(self, request: LoRARequest) -> None:
+        """See `EngineClient.add_lora`."""
+        add = self.engine.intake.add_lora
+        await asyncio.get_running_loop().run_in_executor(None, add, request)
+
+    async def remove_lora(self, request: LoRARequest) -> None:
+        """See `EngineClient.remove_lora`."""
+        self.engine.intake.remove_lora(request)
 
     async def stats(self) -> EngineStats:
         """The engine's statistics, taken between two steps."""

@@ -148,6 +148,17 @@ class EngineClient(Protocol):
     async def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns the number of blocks."""
 
+    async def add_lora(self, request: LoRARequest) -> None:
+        """Reads an adapter again, so that a wrong one is known before a request names it.
+
+        Raises:
+            AdapterError: Files that are missing, damaged, or of a kind that is not served.
+            InvalidParameterError: The engine takes no adapters, or none of this rank.
+        """
+
+    async def remove_lora(self, request: LoRARequest) -> None:
+        """Forgets an adapter. Requests that run keep theirs."""
+
     async def stats(self) -> EngineStats:
         """The engine's statistics, taken between two steps."""
 

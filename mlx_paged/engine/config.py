@@ -348,6 +348,7 @@ class EngineConfig:
         path = self.adapter_path
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
             raise InvalidParameterError("adapter_path", "None or a directory", path)
+        object.__setattr__(self, "adapter_path", None if path is None else str(path))
 
     @property
     def num_adapter_slots(self) -> int:

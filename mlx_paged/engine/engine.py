@@ -17,6 +17,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.executor import Executor, InProcessExecutor
 from mlx_paged.engine.guard import EngineGuard, protect_thread, this_thread
 from mlx_paged.engine.intake import CheckedRequest
+from mlx_paged.engine.lora.files import Adapter
 from mlx_paged.engine.output_processor import OutputProcessor, RequestState
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.params import PoolingParams
@@ -24,7 +25,7 @@ from mlx_paged.engine.pressure import POLL_SECONDS
 from mlx_paged.engine.recovery import Recovery
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.speculation.speculator import Speculator
-from mlx_paged.engine.stats import EngineStats, sum_counters, sum_encoder_stats
+from mlx_paged.engine.stats import EngineStats, LoraStats, sum_counters, sum_encoder_stats
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.loader import LoadedModel
 
@@ -478,7 +479,16 @@ class Engine:
             pressure=self._relief.pressure.stats,
             spec_decoding=None if self._speculator is None else self._speculator.stats,
             offloading=None if self._offloading is None else self._offloading.stats,
+            lora=self._lora_stats() if self.config.num_adapter_slots else None,
         )
+
+    def _lora_stats(self) -> LoraStats:
+        running, waiting = (
+            {seq.request.adapter.name for seq in queue if isinstance(seq.request.adapter, Adapter)}
+            for queue in (self._scheduler.running, self._scheduler.waiting)
+        )
+        slots = self.config.num_adapter_slots
+        return LoraStats(slots, tuple(sorted(running)), tuple(sorted(waiting)))
 
     @property
     def max_request_len(self) -> int:

@@ -327,10 +327,21 @@ class Intake:
         request = checked_request(request)
         if request is None:
             return self._default_adapter
+        return self._store_for(request).get(request)
+
+    def add_lora(self, request: LoRARequest) -> None:
+        """See `EngineClient.add_lora`."""
+        self._store_for(request).load(request)
+
+    def remove_lora(self, request: LoRARequest) -> None:
+        """See `EngineClient.remove_lora`."""
+        self._store_for(request).discard(request)
+
+    def _store_for(self, request: LoRARequest) -> AdapterStore:
         if self._adapters is None:
             expected = "None for an engine without enable_lora"
             raise InvalidParameterError("lora_request", expected, request)
-        return self._adapters.get(request)
+        return self._adapters
 
     def sampling_of(
         self,

@@ -53,6 +53,21 @@ class SpecDecodingStats:
 
 
 @dataclass(frozen=True)
+class LoraStats:
+    """The adapters of unfinished requests, by name.
+
+    Attributes:
+        max_loras: Maximum different adapters of a step.
+        running: Adapters of sequences that run.
+        waiting: Adapters of sequences that wait.
+    """
+
+    max_loras: int
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """The engine's statistics at one moment.
 
@@ -75,6 +90,7 @@ class EngineStats:
         pressure: The system's memory pressure, and what was given back.
         spec_decoding: Drafts; None without speculation.
         offloading: Blocks outside of the device; None if evicted blocks are dropped.
+        lora: Adapters of requests; None if the engine takes none.
     """
 
     usage: KVUsage
@@ -95,6 +111,7 @@ class EngineStats:
     pressure: PressureStats = field(default_factory=PressureStats)
     spec_decoding: SpecDecodingStats | None = None
     offloading: OffloadStats | None = None
+    lora: LoraStats | None = None
 
 
 def sum_counters(one: KVCounters, other: KVCounters) -> KVCounters:

@@ -29,6 +29,7 @@ from mlx_paged.server import (
     bodies,
     cohere,
     endpoints,
+    lora,
     mcp_tools,
     pages,
     pooling,
@@ -359,6 +360,14 @@ API = (
         "/reset_prefix_cache", "POST", endpoints.reset_prefix_cache,
         "Drop all cached prefixes.",
         responses.Reset, ("401", "403", "500", "503"),
+    ),
+    Operation(
+        "/v1/load_lora_adapter", "POST", lora.load_adapter,
+        "Load a LoRA adapter, or replace one.", None, _BODY, lora.LoadLoraBody,
+    ),
+    Operation(
+        "/v1/unload_lora_adapter", "POST", lora.unload_adapter,
+        "Unload a LoRA adapter.", None, _BODY, lora.UnloadLoraBody,
     ),
 )  # fmt: skip
 

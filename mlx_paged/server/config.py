@@ -85,6 +85,8 @@ class ServerConfig:
             None: no collector.
         serve_page: Serve the chat page at `/`.
         mcp_config: File of MCP servers whose tools the page may use; None: no file.
+        lora_modules: (name, path) of adapters that requests may name as their model.
+        allow_runtime_lora_updating: Let requests load and unload adapters, from any directory.
         page_mcp: MCP servers (HTTP) that users add on the page: "off" refuses them, "public" allows
             public addresses, "private" also those of private networks and this machine.
     """
@@ -126,6 +128,8 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
     serve_page: bool = True
     mcp_config: str | None = None
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    allow_runtime_lora_updating: bool = False
     page_mcp: Literal["off", "public", "private"] = "off"
 
     def __post_init__(self) -> None:
@@ -163,10 +167,15 @@ class ServerConfig:
         """
         if model in self.served_model_names:
             return model
-        others = {DEFAULT_MODEL}
+        return self.model_name if model in self.reserved_names else None
+
+    @property
+    def reserved_names(self) -> set[str]:
+        """All names that requests may give the model itself."""
+        names = {*self.served_model_names, DEFAULT_MODEL}
         if self.model is not None:
-            others |= {self.model, str(Path(self.model).resolve())}
-        return self.model_name if model in others else None
+            names |= {self.model, str(Path(self.model).resolve())}
+        return names
 
 
 def default_model_name(model: str | None) -> str:

@@ -85,6 +85,8 @@ def _model(context: Context, name: str) -> responses.Model:
         "root": model.name,
         "parent": None,
     }
+    if model.lora_request is not None:
+        found["root"], found["parent"] = model.lora_request.lora_path, model.name
     if model.is_loaded:
         found["max_model_len"] = model.renderer.max_model_len
         # The same field as OpenRouter's.

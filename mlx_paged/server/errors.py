@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from mlx_paged.errors import (
+    AdapterError,
     ConstraintError,
     DuplicateRequestError,
     EngineDeadError,
@@ -263,6 +264,8 @@ def from_engine(
         message = f"{error}"
         headers = {"Retry-After": str(RETRY_AFTER)}
         return ApiError(429, message, code="queue_full", headers=headers)
+    if isinstance(error, AdapterError):  # It was read before, so its files have changed since.
+        return unavailable("the files of the adapter cannot be read now", "adapter_unavailable")
     if isinstance(error, EngineDeadError):
         return unavailable("the engine takes no requests", "engine_unavailable")
     return failed(request_id)

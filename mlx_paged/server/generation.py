@@ -142,7 +142,11 @@ class Generation:
         self._names = names or {}
         self._interval = max(self.context.config.stream_interval, stream_interval or 1)
         model.renderer.check_tokens("stop_token_ids", params.stop_token_ids or ())
-        self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+        self._options: dict[str, Any] = {
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "lora_request": model.lora_request,
+        }
         self._timeout = self.context.config.request_timeout
         if self.trace.background:
             self._options["background"] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from prometheus_client import (
@@ -20,7 +21,7 @@ from mlx_paged.core import FinishReason
 from mlx_paged.engine.client import EngineClient
 from mlx_paged.engine.memory import live_arrays
 from mlx_paged.engine.outputs import RequestOutput
-from mlx_paged.engine.stats import EngineStats, SpecDecodingStats
+from mlx_paged.engine.stats import EngineStats, LoraStats, SpecDecodingStats
 
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -301,10 +302,24 @@ class _EngineCollector(Collector):
         for primitive, number in stats.compilation.foreign.items():
             foreign.add_metric([*self._values, primitive], number)
         families.append(foreign)
+        if stats.lora is not None:
+            families.append(_lora_info(stats.lora))
         return families
 
     def describe(self) -> list[Metric]:
         return []
+
+
+def _lora_info(stats: LoraStats) -> Metric:
+    """The adapters of unfinished requests. The value is the time, as in vLLM."""
+    info = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters of requests that run and wait.",
+        labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+    )
+    values = [str(stats.max_loras), ",".join(stats.waiting), ",".join(stats.running)]
+    info.add_metric(values, time.time())
+    return info
 
 
 def _offload_gauges(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:

@@ -452,6 +452,7 @@ class Embeddings:
                         background=self.trace.background,
                         timeout=left,
                         cache_salt=self._body.cache_salt,
+                        lora_request=self.model.lora_request,
                     )
                 )
                 output = await self._result(stream)

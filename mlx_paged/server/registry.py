@@ -11,7 +11,7 @@ from mlx_paged.server.served_model import ServedModel
 
 
 class FoundModel(NamedTuple):
-    """A model, and the name of it that the answer uses."""
+    """A model, perhaps with an adapter, and the name of it that the answer uses."""
 
     model: ServedModel
     name: str
@@ -34,8 +34,8 @@ class ModelRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all models."""
-        return tuple(name for model in self for name in model.names)
+        """The names of all models and adapters."""
+        return tuple(name for model in self for name in (*model.names, *model.lora_modules.names))
 
     def find(self, name: str | None) -> FoundModel:
         """Finds the model that a request means.
@@ -50,6 +50,9 @@ class ModelRegistry:
             return FoundModel(self.default, self.default.name)
         found = self._config.served_name(name)
         if found is None:
+            adapter = self.default.lora_modules.get(name)
+            if adapter is not None:
+                return FoundModel(self.default.with_adapter(adapter), name)
             raise ApiError(
                 404,
                 f"there is no model of that name here, only: {', '.join(self.names)}",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 
 from mlx_paged.engine.client import EngineClient, EngineInfo
+from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.media import IoOptions
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.parsing import registry
@@ -21,6 +23,7 @@ from mlx_paged.server.config import (
 )
 from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.lora_modules import LoraModule, LoraModules
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.responses_api.store import ResponseStore
 
@@ -42,6 +45,8 @@ class ServedModel:
         tool_format: The model's syntax of calls; None: unknown, or not to be parsed.
         no_tool_format: The reason why it is unknown; "" if it is known.
         reasoning_format: The model's markers of reasoning; None: it has none.
+        lora_modules: Its adapters.
+        lora_request: The adapter of its requests; None: the model alone.
     """
 
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
@@ -53,6 +58,8 @@ class ServedModel:
         self.tool_format: ToolFormat | None = None
         self.no_tool_format = ""
         self.reasoning_format: ReasoningFormat | None = None
+        self.lora_modules = LoraModules(engine, config.reserved_names)
+        self.lora_request: LoRARequest | None = None
         self._config = config
         self._renderer: Renderer | None = None
         self._ready = asyncio.Event()
@@ -89,6 +96,7 @@ class ServedModel:
                 None if self.engine.media is None else self.engine.media_prompts,
                 info.media_reason,
             )
+            await self.lora_modules.load_all(LoraModule(*m) for m in self._config.lora_modules)
             metrics.attach(self.engine, self.name, stats)
             self.tool_format = _tool_format(self._config, renderer)
             if self.tool_format is None:
@@ -111,6 +119,12 @@ class ServedModel:
             self._renderer.close()
 
     # Once it is loaded.
+
+    def with_adapter(self, lora_request: LoRARequest) -> ServedModel:
+        """Returns the same model with an adapter, for one request."""
+        adapted = copy.copy(self)
+        adapted.lora_request = lora_request
+        return adapted
 
     @property
     def info(self) -> EngineInfo:

@@ -24,6 +24,7 @@ from support.parity import family_model
 from mlx_paged import LLM, AsyncEngine, LoadedModel, LoRARequest, SamplingParams
 from mlx_paged.engine import memory
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.stats import LoraStats
 from mlx_paged.errors import InvalidParameterError
 
 NUM_TOKENS = 6
@@ -308,6 +309,18 @@ def test_an_interrupted_engine_recovers_its_adapters(adapters: list[Path]) -> No
         engine.step()
     assert engine.stats().num_recoveries == 1
     assert_fused(outputs, adapters[:2], PROMPTS[:2])
+
+
+def test_statistics(adapters: list[Path]) -> None:
+    engine: Engine = llama(max_loras=1).engine
+    assert engine.stats().lora == LoraStats(1)
+    for name, request in zip("xy", requests_of(adapters)):
+        engine.add_request(name, PROMPTS[0], GREEDY, lora_request=request)
+    engine.step()
+    assert engine.stats().lora == LoraStats(1, running=("adapter0",), waiting=("adapter1",))
+    while engine.has_unfinished:
+        engine.step()
+    assert make(loaded(partial(tiny_model, LLAMA), LLAMA)).stats().lora is None
 
 
 def test_an_async_engine_takes_adapters(adapters: list[Path]) -> None:

@@ -108,7 +108,7 @@ def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
 def _files_of(path: Path) -> tuple[Path, Path]:
     """The config and the weights of an adapter."""
     if not path.is_dir():
-        raise AdapterError(str(path), "there is no such directory")
+        raise AdapterError(str(path), "there is no such directory", is_missing=True)
     config = path / _CONFIG
     if not config.is_file():
         raise AdapterError(str(path), f"the directory has no {_CONFIG}")

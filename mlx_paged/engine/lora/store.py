@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 
 from mlx_paged.engine.lora.files import Adapter, Version, read_adapter, version_of
@@ -19,7 +19,8 @@ class AdapterStore:
     """Reads adapters, and keeps those used last. Any thread may call it.
 
     Files that change are read again by the next request. Requests that run keep their adapter,
-    which lives as long as any request or the device needs it.
+    which lives as long as any request or the device needs it. Threads wait for each other only to
+    read the same adapter.
 
     Args:
         targets: The layers of the model that adapters may change.
@@ -32,27 +33,64 @@ class AdapterStore:
         self._max_rank = max_rank
         self._max_adapters = max_adapters
         self._lock = threading.Lock()
+        self._reading: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
         self._adapters: OrderedDict[Path, tuple[Version, Adapter]] = OrderedDict()
 
     def get(self, request: LoRARequest) -> Adapter:
-        """Returns the adapter of a request; reads its files unless they have not changed.
+        """Returns the adapter of a request; reads its files if they have changed.
+
+        While changed files cannot be read, because they are being written, the adapter is the one
+        that was read before.
 
         Raises:
             AdapterError: Files that are missing, damaged, or of a kind that is not served.
             InvalidParameterError: A rank above `max_lora_rank`.
         """
-        path = Path(request.lora_path).expanduser().absolute()
+        path = _path_of(request)
+        known = self._find(path)
+        try:
+            if known is None or version_of(path) != known[0]:
+                return self._load(request.lora_name, path, known)
+        except AdapterError:
+            if known is None:
+                raise
+            logger.warning("%r keeps its adapter", request.lora_name, exc_info=True)
+        return known[1]
+
+    def load(self, request: LoRARequest) -> Adapter:
+        """Reads an adapter, also if it is known.
+
+        Raises:
+            AdapterError, InvalidParameterError: See `get`.
+        """
+        path = _path_of(request)
+        return self._load(request.lora_name, path, self._find(path))
+
+    def discard(self, request: LoRARequest) -> None:
+        """Forgets an adapter."""
         with self._lock:
-            version = version_of(path)
+            self._adapters.pop(_path_of(request), None)
+
+    def _find(self, path: Path) -> tuple[Version, Adapter] | None:
+        with self._lock:
             known = self._adapters.get(path)
-            if known is not None and known[0] == version:
+            if known is not None:
                 self._adapters.move_to_end(path)
-                return known[1]
-            adapter = self._read(request.lora_name, path, version)
-            self._adapters[path] = version, adapter
-            self._adapters.move_to_end(path)
-            while len(self._adapters) > self._max_adapters:
-                self._adapters.popitem(last=False)
+            return known
+
+    def _load(self, name: str, path: Path, known: tuple[Version, Adapter] | None) -> Adapter:
+        """Reads an adapter, unless another thread has done so since `known` was found."""
+        with self._reading[path]:
+            found = self._find(path)
+            if found is not known and found is not None and found[0] == version_of(path):
+                return found[1]
+            version = version_of(path)
+            adapter = self._read(name, path, version)
+            with self._lock:
+                self._adapters[path] = version, adapter
+                self._adapters.move_to_end(path)
+                while len(self._adapters) > self._max_adapters:
+                    self._adapters.popitem(last=False)
             return adapter
 
     def _read(self, name: str, path: Path, version: Version) -> Adapter:
@@ -70,6 +108,10 @@ class AdapterStore:
             adapter.nbytes / 1e6,
         )
         return adapter
+
+
+def _path_of(request: LoRARequest) -> Path:
+    return Path(request.lora_path).expanduser().absolute()
 
 
 def salted(adapter: Adapter | None, cache_salt: str | None) -> str | None:
