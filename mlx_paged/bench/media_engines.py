@@ -224,12 +224,12 @@ class VlmEngine:
     def __init__(self, model: str, dtype: str) -> None:
         from mlx_vlm.utils import load as load_vlm
 
-        from mlx_paged.model.loader import _convert
+        from mlx_paged.model.loader import convert
 
         platform.use_supported_device()
         with contextlib.redirect_stdout(sys.stderr):
             self._model, self._processor = load_vlm(model)
-        _convert(self._model, dtype, keeps_weights=False)
+        convert(self._model, dtype, keeps_weights=False)
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
         tokenizer.stopping_criteria = lambda token: False  # answers of full length
         self._features: Any = None

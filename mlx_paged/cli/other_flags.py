@@ -18,7 +18,10 @@ _DRAFT_MODEL = (
     '--speculative-config \'{"method": "draft_model", "model": ..., "num_speculative_tokens": 5}\''
     " drafts with a second model"
 )
-_NO_DRAFTS = "--speculative-config drafts by lookups or a draft model; MTP is not supported"
+_MTP = (
+    '--speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\' drafts with the '
+    "model's own head"
+)
 _NO_DISK = "the prefix cache is in memory only"
 _ONE_MODEL = "a server has one model: start another one on another --port"
 _TEMPLATE = (
@@ -49,7 +52,7 @@ _HINTS: dict[str, str] = {
     "--draft-model": _DRAFT_MODEL,
     "--embedding-model": "serve it with --runner pooling, in a server of its own",
     "--enable-metrics": "nothing is needed: GET /metrics is always there",
-    "--enable-mtp": _NO_DRAFTS,
+    "--enable-mtp": _MTP,
     "--enable-prefix-cache": "nothing is needed: prefixes are shared unless "
     "--no-enable-prefix-caching is given",
     "--enable-thinking": _TEMPLATE,
@@ -71,7 +74,7 @@ _HINTS: dict[str, str] = {
     "--mllm-prefill-step-size": _CHUNKS,
     "--model": "the model is the first argument: mlx-paged serve MODEL",
     "--models-config": _ONE_MODEL,
-    "--mtp-num-draft-tokens": _NO_DRAFTS,
+    "--mtp-num-draft-tokens": _MTP,
     "--no-memory-aware-cache": _MEMORY,
     "--num-draft-tokens": _DRAFT_MODEL,
     "--offline": "set HF_HUB_OFFLINE=1, or give a directory",

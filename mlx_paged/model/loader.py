@@ -199,7 +199,7 @@ def load(
         require_family(loaded.config)
     # Encoders run outside of steps, where products are MLX's.
     with _weights_of(name):
-        _convert(loaded.model, dtype, keeps_weights=loaded.media is None)
+        convert(loaded.model, dtype, keeps_weights=loaded.media is None)
     if generation_config is None:
         # A hub id's files have been downloaded; this only finds their path.
         generation_config = read_generation_config(_directory_of(name))
@@ -230,7 +230,7 @@ def _load_gguf(name: str, dtype: str, generation_config: Mapping[str, Any] | Non
 
     checkpoint, model, config, tokenizer = load_gguf(name, dtype)
     with _weights_of(name):
-        _convert(model, dtype, keeps_weights=True)
+        convert(model, dtype, keeps_weights=True)
     if generation_config is None:
         generation_config = checkpoint.generation_config()
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
@@ -255,7 +255,7 @@ def _load(name: str) -> LoadedFiles:
             model, loaded = load_model(
                 path,
                 model_config=mlx_lm_config(config, fill=fill, has_head=has_head),
-                get_model_classes=_classes if head is None else _without_head,
+                get_model_classes=model_classes if head is None else _without_head,
             )
             model.__class__ = type(model).__mro__[1]  # without the changes of `renaming`
             conform(model, loaded, config)
@@ -302,14 +302,14 @@ def _with_chat_template(tokenizer: TokenizerWrapper, path: Path) -> TokenizerWra
     return tokenizer
 
 
-def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
     """Returns mlx-lm's classes, extended to read transformers' names of weights."""
     model_class, args_class = _get_classes(config=config)
     return renaming(model_class), args_class
 
 
 def _without_head(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """Like `_classes`, for a model whose file also has a classification layer."""
+    """Like `model_classes`, for a model whose file also has a classification layer."""
     model_class, args_class = _get_classes(config=config)
     sanitize = getattr(model_class, "sanitize", lambda _, weights: weights)
     dropping = overridden(
@@ -408,7 +408,14 @@ def _reason(name: str, error: Exception) -> str:
     )
 
 
-def _convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:
+def convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:
+    """Converts the weights of a model, and evaluates them.
+
+    Args:
+        dtype: See `load`.
+        keeps_weights: On the CPU, "auto" keeps the weights of linear layers, experts and embeddings
+            that have native products.
+    """
     on_cpu = is_cpu_default()
     if dtype == "auto" and not on_cpu:
         return

@@ -122,6 +122,15 @@ def _bailing_moe_v3(model: Any, weights: Weights) -> Weights:
     return {renamed(name): weight for name, weight in weights.items()}
 
 
+def _without_mtp(model: Any, weights: Weights) -> Weights:
+    """Drops the layer for multi-token prediction, whatever the number of layers.
+
+    mlx-lm's `sanitize` expects it behind the 61 layers of DeepSeek V3.
+    """
+    behind = f"model.layers.{model.args.num_hidden_layers}."
+    return {name: weight for name, weight in weights.items() if not name.startswith(behind)}
+
+
 def _ernie4_5_moe(model: Any, weights: Weights) -> Weights:
     """Keeps the bias for choosing experts, which mlx-lm's `sanitize` drops."""
     suffix = "moe_statics.e_score_correction_bias"
@@ -280,6 +289,7 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 _RENAMED: dict[str, Callable[[Any, Weights], Weights]] = {
     "bailing_moe_v3": _bailing_moe_v3,
+    "deepseek_v3": _without_mtp,
     "ernie4_5_moe": _ernie4_5_moe,
     "falcon_h1": _falcon_h1,
     "gemma3n": _gemma3n,

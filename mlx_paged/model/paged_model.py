@@ -224,6 +224,11 @@ class PagedModel:
         """From now on `forward` returns hidden states; see `OutputRows.keep_hidden_states`."""
         return self._output_rows.keep_hidden_states()
 
+    @property
+    def output_projection(self) -> patches.OutputProjection | None:
+        """The module that makes its logits; None if none does."""
+        return self._output_rows.projection
+
     def tap(self, places: Sequence[int]) -> None:
         """From now on, `run` returns hidden states of all rows; call it once, before `allocate`.
 

@@ -682,6 +682,11 @@ class OutputRows:
         return None if self._projection is None else self._projection.module
 
     @property
+    def projection(self) -> OutputProjection | None:
+        """The module that makes the logits."""
+        return self._projection
+
+    @property
     def keeps_hidden(self) -> bool:
         """True if the rows are hidden states instead of logits."""
         return self._keeps_hidden

@@ -342,7 +342,7 @@ def other_vocabulary() -> LoadedModel:
         ({"method": "draft_model"}, "speculative_config.model.*a path or hub id.*None"),
         ({"model": 3}, "speculative_config.model.*a path or hub id.*3"),
         ({"method": "suffix", "model": "x"}, "speculative_config.model.*left out.*suffix"),
-        ({"method": "mtp", "model": "x"}, "speculative_config.method.*'mtp' is not supported yet"),
+        ({"method": "medusa"}, "speculative_config.method.*'medusa' is not supported yet"),
         ({"model": other_vocabulary}, "speculative_config.model.*token 300 is .*swapped"),
     ],
 )

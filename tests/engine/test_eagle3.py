@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,15 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.draft_oracle import Oracle, recorded
 from support.eagle3 import Reference, make_eagle3, states_of
 from support.mixed_requests import assert_same
 from support.models import embedded, random_tokens, tiny_config, tiny_model
 from support.reference import ON_GPU
 
-from mlx_paged import LLM, RequestOutput, SamplingParams
+from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.sampling.sampler import sample
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
-from mlx_paged.engine.speculation.acceptance import Draft
-from mlx_paged.engine.speculation.drafter import Wanted
-from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
 from mlx_paged.model.loader import LoadedModel
 
@@ -65,49 +63,9 @@ def work() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-Recorded = list[tuple[list[int], SamplingRow, Draft]]
-
-
-class Oracle:
-    """Replaces drafts by tokens of the known answers, so that many are accepted.
-
-    Attributes:
-        made: The head's own drafts, with the tokens before them.
-    """
-
-    def __init__(self, right: float) -> None:
-        self.answers: dict[tuple[int, ...], Sequence[int]] = {}
-        self.made: Recorded = []
-        self._right, self._random = right, random.Random(1)
-
-    def tell(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            self.answers[tuple(output.prompt_token_ids)] = output.outputs[0].token_ids
-
-    def replaced(self, wanted: Sequence[Wanted], drafts: list[Draft | None]) -> list[Draft | None]:
-        found: list[Draft | None] = []
-        for each, draft in zip(wanted, drafts):
-            seq = each.seq
-            if draft is not None:
-                self.made.append((list(seq.tokens), seq.sampler.row, draft))
-                prompt = tuple(seq.request.prompt_token_ids)
-                at = len(seq.tokens) - len(prompt)
-                known = self.answers.get(prompt, ())[at : at + len(draft.tokens)]
-                guess = [t if self._random.random() < self._right else 0 for t in known]
-                draft = draft._replace(tokens=tuple(guess) or draft.tokens)
-            found.append(draft)
-        return found
-
-
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Oracle]:
-    found, real = Oracle(0.8), HeadDrafter.draft
-
-    def draft(self: HeadDrafter, wanted: Sequence[Wanted]) -> list[Draft | None]:
-        return found.replaced(wanted, real(self, wanted))
-
-    monkeypatch.setattr(HeadDrafter, "draft", draft)
-    yield found
+    yield recorded(monkeypatch, 0.8)
 
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])

@@ -19,7 +19,7 @@ from mlx_paged import executables, ops
 from mlx_paged.model import graph_runner
 from mlx_paged.model.graph_runner import GraphRunner, Repeat
 from mlx_paged.model.kv_formats import FORMATS as KV_FORMATS
-from mlx_paged.model.loader import _convert
+from mlx_paged.model.loader import convert
 from mlx_paged.model.plan import StepInputs, build_plan
 from mlx_paged.model.wrap import convert_to_paged
 
@@ -95,7 +95,7 @@ def model_of(name: str) -> tuple[Any, str]:
     model.set_dtype(mx.bfloat16 if isinstance(form, dict) else getattr(mx, form))
     if isinstance(form, dict):
         nn.quantize(model, **form)
-    _convert(model, "auto", keeps_weights=True)
+    convert(model, "auto", keeps_weights=True)
     return model, config["model_type"]
 
 
@@ -151,7 +151,7 @@ def test_they_round_activations(bits: int, mixed: bool) -> None:
                 and ((mixed and MIXED.get(path.split(".")[-1])) or form)
             ),
         )
-        _convert(model, "auto", keeps_weights=True)
+        convert(model, "auto", keeps_weights=True)
         made = StepDriver(model, "llama", block_size=8)
         made.runner.model.round_activations(activations)
         made.runner.model.allocate(64)

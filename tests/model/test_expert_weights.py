@@ -24,7 +24,7 @@ from support.reference import ON_GPU
 from mlx_paged import ops
 from mlx_paged.engine.loading import load
 from mlx_paged.model import patches
-from mlx_paged.model.loader import LoadedModel, _convert
+from mlx_paged.model.loader import LoadedModel, convert
 from mlx_paged.model.wrap import convert_to_paged
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="GPUs multiply these with MLX's own kernels")
@@ -169,7 +169,7 @@ def test_experts_with_a_scale_of_their_own() -> None:
                     for e in range(packed.num_experts)
                 ]
             )  # fmt: skip
-    _convert(model, "auto", keeps_weights=True)
+    convert(model, "auto", keeps_weights=True)
     assert all(module.get("global_scale") is not None for module in experts(model))
     work = {"a": [1, 2, 3, 4, 5], "b": [6]}
     found, expected = (StepDriver(m, "mixtral", block_size=8).step(work) for m in (model, exact))

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from mlx_paged.model.loader import LoadedModel
 
 #: "ngram" finds drafts in the sequence's own tokens, "suffix" in those and in earlier answers, and
-#: "draft_model" and "eagle3" ask another model or a head of the model.
-METHODS = ("ngram", "suffix", "draft_model", "eagle3")
+#: "draft_model", "eagle3" and "mtp" ask another model or a head of the model.
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
 _WITH_MODEL = ("draft_model", "eagle3")
 # Others of vLLM.
-_NOT_YET = ("eagle", "mtp", "medusa", "mlp_speculator", "dflash")
+_NOT_YET = ("eagle", "medusa", "mlp_speculator", "dflash")
 _FIELD = "speculative_config"
 _DEFAULT_NGRAM = 5
 _DEFAULT_TOKENS = 5
+_HEADS = ("eagle3", "mtp")
+_DEFAULT_OF_HEADS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +33,15 @@ class SpeculativeConfig:
 
     Args:
         method: "ngram" and "suffix" draft what followed when the latest tokens occurred before,
-            "draft_model" what a smaller model continues with, "eagle3" what a head reads from the
-            model's hidden states. None means "draft_model" if there is a `model` ("eagle3" if its
-            name contains that), "ngram" if a `prompt_lookup` option is given, and else "suffix".
+            "draft_model" what a smaller model continues with, "eagle3" and "mtp" what a head reads
+            from the model's hidden states. None means "draft_model" if there is a `model`
+            ("eagle3" if its name contains that), "ngram" if a `prompt_lookup` option is given, and
+            else "suffix".
         model: The draft model or head: a path or hub id (or a loaded draft model, in Python). It
-            must have the vocabulary of the model that it drafts for.
+            must have the vocabulary of the model that it drafts for. For "mtp", None reads the
+            head from the checkpoint of the model.
         num_speculative_tokens: Maximum drafts of a sequence in one step. None:
-            `suffix_decoding_max_tree_depth` for "suffix", and else 5.
+            `suffix_decoding_max_tree_depth` for "suffix", 3 for heads, and else 5.
         prompt_lookup_min: Minimum tokens of a match ("ngram").
         prompt_lookup_max: Maximum tokens that are compared ("ngram").
         suffix_decoding_max_tree_depth: Maximum tokens of a match and its drafts together.
@@ -92,6 +96,8 @@ class SpeculativeConfig:
                 is_eagle3 = _is_path(self.model) and "eagle3" in str(self.model).lower()
                 method = "eagle3" if is_eagle3 else "draft_model"
             self._set("method", method)
+        if isinstance(method, str) and method.endswith("_mtp"):  # vLLM's names by family
+            self._set("method", method := "mtp")
         expected = f"{' or '.join(map(repr, METHODS))}"
         if method in _NOT_YET:
             expected += f" ({method!r} is not supported yet)"
@@ -100,6 +106,9 @@ class SpeculativeConfig:
             expected = f"a path or hub id for the method {method!r}"
             is_model = method == "draft_model" and _is_model(self.model)
             self._check("model", is_model or _is_path(self.model), expected)
+        elif method == "mtp":
+            is_path = self.model is None or _is_path(self.model)
+            self._check("model", is_path, "a path or hub id, or left out")
         else:
             self._check("model", self.model is None, f"left out for the method {method!r}")
         if is_ngram and method != "ngram":
@@ -116,8 +125,9 @@ class SpeculativeConfig:
             self._check("prompt_lookup_min", least <= most, f"at most prompt_lookup_max ({most})")
         if self.num_speculative_tokens is None:
             default = self.suffix_decoding_max_tree_depth
-            is_suffix = self.method == "suffix"
-            self._set("num_speculative_tokens", default if is_suffix else _DEFAULT_TOKENS)
+            if self.method != "suffix":
+                default = _DEFAULT_OF_HEADS if self.method in _HEADS else _DEFAULT_TOKENS
+            self._set("num_speculative_tokens", default)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

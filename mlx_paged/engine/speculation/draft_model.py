@@ -21,8 +21,10 @@ from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.draft_heads.base import input_embeddings, page_head
 from mlx_paged.model.draft_heads.eagle3 import Eagle3Config, load_eagle3
-from mlx_paged.model.loader import LoadedModel, local_directory
+from mlx_paged.model.draft_heads.mtp import load_mtp
+from mlx_paged.model.loader import LoadedModel, local_directory, model_directory
 from mlx_paged.model.paged_model import PagedModel
+from mlx_paged.model.taps import FINAL
 
 _FIELD = "speculative_config.model"
 
@@ -135,10 +137,57 @@ def make_eagle3(
         expected = f"a head for {target.name} ({error})"
         raise InvalidParameterError(_FIELD, expected, str(options.model)) from error
     spread = None if tokens is None else _Spread(tokens, target.vocab_size)
-    runner = ModelRunner(page_head(head, paged), masks=masks, orders_all=True, to_vocabulary=spread)
+    runner = ModelRunner(
+        page_head(head, paged, len(head.layers)), masks=masks, orders_all=True, to_vocabulary=spread
+    )
     return HeadDrafter(
         runner, masks, max_model_len=max_model_len, num_tokens=config.layer.vocab_size
     )
+
+
+def make_mtp(
+    options: SpeculativeConfig,
+    target: LoadedModel,
+    paged: PagedModel,
+    masks: SequenceMasks,
+    *,
+    max_model_len: int | None,
+) -> HeadDrafter:
+    """Loads the MTP head of a model's own checkpoint, or of the directory that the options name.
+
+    Args:
+        paged: The model, before its pools are allocated.
+        max_model_len: Maximum tokens of a sequence; None: no limit.
+
+    Raises:
+        InvalidParameterError: The model has none.
+        ModelLoadError: Its files cannot be read.
+    """
+    path = model_directory(target.name)
+    if options.model is not None:
+        path = local_directory(str(options.model))
+    projection = paged.output_projection
+    if path is None or projection is None:
+        expected = f"a directory with the MTP head of {target.name}"
+        raise InvalidParameterError(_FIELD, expected, options.model)
+    head, own_output = load_mtp(path, target.config, target.dtype)
+    embeddings, _ = input_embeddings(target.model)
+    if own_output is None:
+        head.attach(embeddings, projection.module, projection.method)
+    else:
+        head.attach(embeddings, own_output)
+    try:
+        paged.tap([FINAL])
+    except ValueError as error:
+        expected = f"another one for {target.name} ({error})"
+        raise InvalidParameterError("speculative_config.method", expected, "mtp") from error
+    runner = ModelRunner(
+        page_head(head, paged, head.returned_place),
+        masks=masks,
+        orders_all=True,
+        to_vocabulary=partial(_of_width, width=target.vocab_size),
+    )
+    return HeadDrafter(runner, masks, max_model_len=max_model_len, num_tokens=target.vocab_size)
 
 
 def _check_eagle3(config: Eagle3Config, target: LoadedModel, size: int, name: str) -> None:

@@ -29,11 +29,12 @@ def input_embeddings(model: nn.Module) -> tuple[nn.Module, int]:
     return module, int(module(mx.zeros((1,), dtype=mx.int32)).shape[-1])
 
 
-def page_head(head: nn.Module, target: PagedModel) -> PagedModel:
-    """Converts a head to paged caches; its `layers` give their last states from now on.
+def page_head(head: nn.Module, target: PagedModel, place: int) -> PagedModel:
+    """Converts a head to paged caches.
 
     Args:
         target: The model that it drafts for.
+        place: Place of its own states for the next draft, see `Taps`.
 
     Raises:
         UnsupportedModelError: It does not run so.
@@ -46,5 +47,5 @@ def page_head(head: nn.Module, target: PagedModel) -> PagedModel:
         platform=target.platform,
     )
     paged.repeats_steps = target.repeats_steps
-    paged.tap([len(head.layers)])
+    paged.tap([place])
     return paged

@@ -1,0 +1,98 @@
+"""MTP heads: answers do not change, and drafts are those of transformers' layers in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.draft_oracle import Oracle, recorded
+from support.mixed_requests import assert_same
+from support.models import random_tokens
+from support.mtp import CASES, MtpReference
+from support.oracle_torch import MISSING
+from support.reference import ON_GPU
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.engine.loading import load
+from mlx_paged.engine.sampling.sampler import sample
+from mlx_paged.errors import InvalidParameterError, ModelLoadError
+
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.skipif(ON_GPU, reason="heads of 16 dims have no kernel on a GPU"),
+]
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Oracle]:
+    yield recorded(monkeypatch, 0.8)
+
+
+def llm_of(path: Path, *, drafts: bool, **more: Any) -> LLM:
+    config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, **more}
+    return LLM(
+        load(path, dtype="float32"),
+        block_size=8,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        num_gpu_blocks_override=60,
+        typical_context_len=60,
+        speculative_config=config if drafts else None,
+    )
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.one_in(4)
+def test_drafts_are_those_of_the_reference(name: str, tmp_path: Path, oracle: Oracle) -> None:
+    reference = MtpReference(CASES[name], tmp_path)
+    rng = np.random.default_rng(3)
+    prompts = [random_tokens(rng, int(count)) for count in rng.integers(3, 40, 6)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=20, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    expected = llm_of(tmp_path, drafts=False).generate(prompts, params)
+    oracle.tell(expected)
+    llm = llm_of(tmp_path, drafts=True)
+    assert_same(llm.generate(prompts, params), expected)
+    stats = llm.stats().spec_decoding
+    assert stats is not None and stats.num_accepted_tokens > 40
+    llm.engine.check_integrity()
+
+    made = random.Random(2).sample(oracle.made, 16)
+    num_same = 0
+    for tokens, row, draft in made:
+
+        def choose(logits: np.ndarray, position: int, row: Any = row) -> int:
+            settings = row._replace(position=position, logprobs=None)
+            scores = mx.array(logits.astype(np.float32))[None]
+            return int(sample(scores, [settings]).tokens.item())
+
+        found = reference.drafts(tokens, choose, len(draft.tokens))
+        num_same += tuple(found) == draft.tokens
+    # An expert may be chosen by the last bit.
+    assert num_same >= len(made) - 1
+
+
+def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
+    MtpReference(CASES["glm4_moe"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
+    kept = {name: w for name, w in weights.items() if not name.startswith("model.layers.4.")}
+    mx.eval(kept)
+    mx.save_safetensors(str(file), kept)
+    with pytest.raises(ModelLoadError, match=r"no weights model.layers.4.\*, .*conversions"):
+        llm_of(tmp_path, drafts=True)
+
+
+def test_a_family_without_heads_is_refused() -> None:
+    with pytest.raises((InvalidParameterError, ModelLoadError), match="MTP"):
+        LLM(speculative_config={"method": "mtp"}, num_gpu_blocks_override=20)

@@ -1,0 +1,60 @@
+"""Records the drafts of a head, and gives the engine the right tokens instead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from mlx_paged import RequestOutput
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.engine.speculation.acceptance import Draft
+from mlx_paged.engine.speculation.drafter import Wanted
+from mlx_paged.engine.speculation.head_drafter import HeadDrafter
+
+
+class Oracle:
+    """Replaces drafts by tokens of the known answers, so that many are accepted.
+
+    A head with random weights would have hardly any accepted.
+
+    Attributes:
+        made: The head's own drafts, with the tokens before them.
+    """
+
+    def __init__(self, right: float) -> None:
+        self.answers: dict[tuple[int, ...], Sequence[int]] = {}
+        self.made: list[tuple[list[int], SamplingRow, Draft]] = []
+        self._right, self._random = right, random.Random(1)
+
+    def tell(self, outputs: Sequence[RequestOutput]) -> None:
+        """Tells it the answers."""
+        for output in outputs:
+            self.answers[tuple(output.prompt_token_ids)] = output.outputs[0].token_ids
+
+    def replaced(self, wanted: Sequence[Wanted], drafts: list[Draft | None]) -> list[Draft | None]:
+        """Drafts with the right tokens, mostly."""
+        found: list[Draft | None] = []
+        for each, draft in zip(wanted, drafts):
+            seq = each.seq
+            if draft is not None:
+                self.made.append((list(seq.tokens), seq.sampler.row, draft))
+                prompt = tuple(seq.request.prompt_token_ids)
+                at = len(seq.tokens) - len(prompt)
+                known = self.answers.get(prompt, ())[at : at + len(draft.tokens)]
+                guess = [t if self._random.random() < self._right else 0 for t in known]
+                draft = draft._replace(tokens=tuple(guess) or draft.tokens)
+            found.append(draft)
+        return found
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, right: float) -> Oracle:
+    """Makes an oracle of every head drafter, whose tokens are right with a given probability."""
+    oracle, real = Oracle(right), HeadDrafter.draft
+
+    def draft(self: HeadDrafter, wanted: Sequence[Wanted]) -> list[Draft | None]:
+        return oracle.replaced(wanted, real(self, wanted))
+
+    monkeypatch.setattr(HeadDrafter, "draft", draft)
+    return oracle
