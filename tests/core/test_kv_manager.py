@@ -313,6 +313,24 @@ def test_an_equal_block_computed_meanwhile_replaces_ones_own():
     assert kv.usage.num_used_blocks == 4
 
 
+def test_an_equal_block_that_nothing_uses_gives_way():
+    """A sequence goes on with what it computed, which may have other last bits."""
+    kv = Store(16, 4)
+    prompt = tokens_of("abcdefgh")
+    kv.compute(1, prompt)
+    indexed = kv.blocks_of(1)
+    kv.free(1)
+    assert kv.admit(2, [*prompt]) == 7  # the last token is computed again
+    kv.run()
+    own = kv.blocks_of(2)
+    assert own[0] == indexed[0] and own[1] != indexed[1]
+    kv.commit(2, 8)
+    kv.check_integrity()
+    assert kv.blocks_of(2) == own
+    assert kv.counters.num_deduplicated_blocks == 1
+    assert kv.usage.num_used_blocks + kv.usage.num_cached_blocks == 2
+
+
 def test_salts_separate():
     kv = Store(16, 4)
     kv.compute(1, tokens_of("secretprompt"), salt="alice")

@@ -60,6 +60,25 @@ def test_mixed_requests_are_the_same_with_guesses(seed: int) -> None:
         check_at_rest(llm)
 
 
+def test_a_repeated_prompt_has_the_same_logits_with_guesses() -> None:
+    """Its last token is computed alone, and the first time it was computed with the whole prompt,
+    which gives other last bits: the answer must go on with one of both in any order of steps."""
+    prompt = random_tokens(np.random.default_rng(5), 128)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+    found = []
+    for guesses in (False, True):
+        llm = make(block_size=16)
+        [first] = llm.generate([prompt], params)
+        if guesses:
+            tell(guess(llm, 1.0), [first])
+        [again] = llm.generate([prompt], params)
+        assert again.num_cached_tokens == 127
+        logprobs = again.outputs[0].logprobs
+        assert logprobs is not None
+        found.append([{t: p.logprob for t, p in place.items()} for place in logprobs])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("lookup", LOOKUPS, ids=lambda lookup: lookup["method"])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_mixed_requests_are_the_same_with_lookups(lookup: dict[str, Any], adaptive: bool) -> None:

@@ -553,19 +553,27 @@ class AttentionGroup(KVCacheGroup):
     def on_indexed(self, tables: BlockTables, index: int, node: PrefixNode) -> None:
         """Indexes block `index` of a sequence under `node`.
 
-        If an equal block is already indexed, it replaces the sequence's own, so content is stored
-        once.
+        If an equal block is already indexed, one of the two goes, so content is stored once. The
+        indexed one goes if nothing uses it: it may have other last bits, as the last token of a
+        prompt has that was computed alone now and in a chunk then. A sequence that went on with it
+        would have tokens that depend on when that happened.
         """
         table = tables.attention[self.number]
         own = table.blocks[index]
         if own == NULL_BLOCK:
             return
         present = self.cache_block(node, own)
-        if present != own:
-            self.pool.retain(present)
-            self.pool.release(own)
-            tables.replace(self.number, index, present)
-            self.num_deduplicated += 1
+        if present == own:
+            return
+        self.num_deduplicated += 1
+        if not self.pool.ref_count(present):
+            self.pool.uncache(present)
+            node.entries[self.number] = ABSENT
+            self.cache_block(node, own)
+            return
+        self.pool.retain(present)
+        self.pool.release(own)
+        tables.replace(self.number, index, present)
 
     # Lifecycle of a table.
 

@@ -66,7 +66,7 @@ class KVCounters:
         num_block_copies: Blocks copied on write.
         num_evictions: Blocks of the first group evicted to make room.
         num_restored_tokens: Tokens among the cached ones that came back from a tier.
-        num_deduplicated_blocks: Computed blocks replaced by an equal one that was indexed first.
+        num_deduplicated_blocks: Computed blocks that were equal to an indexed one; one of both went.
         num_resets: Calls of `reset_prefix_cache`.
     """
 
@@ -689,7 +689,7 @@ class KVManager:
         ::
 
             [0, tip)        indexed before
-            [tip, new tip)  indexed now; an equal block that is already indexed replaces ours
+            [tip, new tip)  indexed now; of two equal blocks, the one in use by others remains
             [new tip, end)  own, not indexed
         """
         size, tip = self.block_size, tables.tip
