@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Required, TypedDict
+from typing import Any, Required, TypedDict
 
 import mlx.core as mx
 import numpy as np
@@ -188,15 +188,6 @@ def plan_attention(
     return None if arrays is None else AttentionPlan(*arrays)
 
 
-def token_bytes(ids: list[Any], vocab_size: int) -> bytes | None:
-    """Packs token ids as 4 bytes each, in native byte order.
-
-    Returns:
-        None if any id is not a plain integer in [0, vocab_size).
-    """
-    return ext.token_bytes(ids, vocab_size)
-
-
 def to_host(array: mx.array) -> mx.array:
     """Copies an array to memory that NumPy can read once it is evaluated.
 
@@ -207,20 +198,6 @@ def to_host(array: mx.array) -> mx.array:
         array: int32.
     """
     return ext.to_host(array) if ext.has_transfers() else array
-
-
-def wait_actively(array: mx.array, seconds: float) -> bool:
-    """Busy-waits for an array whose evaluation has begun, without the GIL.
-
-    Returns early if another thread or process was scheduled on this thread's core.
-
-    Args:
-        seconds: Timeout, 0 to 1e6.
-
-    Returns:
-        False if another one was scheduled; slices under half a millisecond do not count.
-    """
-    return ext.wait_actively(array, seconds)
 
 
 def write_kv(
@@ -845,46 +822,9 @@ def has_product(mode: str, bits: int, group_size: int) -> bool:
     return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
 
 
-class ArrayContents(Protocol):
-    """See `array_contents`."""
-
-    def are_still_of(self, array: mx.array, /) -> bool:
-        """True if `array` still has these contents."""
-
-
-def array_contents(array: mx.array) -> ArrayContents:
-    """Identifies the current contents of `array` without keeping them alive.
-
-    ``array_contents(a).are_still_of(a)`` becomes False once `a` is updated in place, as in
-    ``a -= b`` or ``a[...] = b``, and is False for another array. Writes outside of MLX are not
-    detected.
-    """
-    return ext.ArrayContents(array)
-
-
 def pool_copies() -> int:
     """Number of whole-pool copies since the process started; 0 if pools are used correctly."""
     return ext.pool_copies()
-
-
-def make_room() -> None:
-    """Waits for the work queued on CPU streams, and frees the memory that MLX caches.
-
-    Like `mx.clear_cache`, but an error in a stream stays with its arrays. `mx.clear_cache` would
-    raise it, and code that waits for those arrays would not see it.
-
-    Also corrects MLX's count of active tasks: after an error in a stream, it includes tasks that
-    were never queued, and later evaluations would wait for them forever.
-    """
-    ext.make_room()
-
-
-def outlast_interpreter() -> None:
-    """Makes this thread wait, if it ends while the interpreter exits, for the process to end.
-
-    Call it after reading `mx.random.state` on this thread.
-    """
-    ext.outlast_interpreter()
 
 
 def _has_attention_kernels(queries: mx.array, key_pool: mx.array, value_pool: mx.array) -> bool:

@@ -48,9 +48,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels": ("extension",),
     "executables": ("extension",),
     "ops": ("extension", "kernels", "plain_ops"),
+    "runtime": ("extension",),
     "platform": ("ops", "executables", "extension"),
     "model": (
-        *("content", "platform", "ops", "kernels", "executables", "extension", "demo"),
+        *("content", "platform", "ops", "kernels", "executables", "extension", "demo", "runtime"),
         *("descriptors", "gguf", "macos"),
     ),
     "gguf": ("extension",),
@@ -78,6 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "platform",
         "ops",
         "kernels",
+        "runtime",
         "extension",
     ),
     "drop_in": (

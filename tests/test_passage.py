@@ -25,8 +25,8 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 
 #: Limits of (files, changes of file, calls) on the path.
-STEP = (21, 58, 107)
-CHAT = (71, 706, 1231)
+STEP = (22, 61, 110)
+CHAT = (76, 711, 1240)
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/architecture.md"

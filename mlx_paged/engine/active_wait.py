@@ -11,7 +11,7 @@ import os
 
 import mlx.core as mx
 
-from mlx_paged import cgroups, ops
+from mlx_paged import cgroups, runtime
 from mlx_paged.platform import Platform
 
 _LONGEST = 1.0  # seconds; a GPU that failed never says that it is done
@@ -40,7 +40,7 @@ class ActiveWait:
         """Returns when `array` is there, or when whoever needs it should wait as usual."""
         if self._left_asleep > 0:
             self._left_asleep -= 1
-        elif ops.wait_actively(array, _LONGEST):
+        elif runtime.wait_actively(array, _LONGEST):
             self._num_asleep = _FEWEST_ASLEEP
         else:
             self._left_asleep = self._num_asleep

@@ -20,7 +20,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged import ops
+from mlx_paged import runtime
 from mlx_paged.core import StepBatch, StepResult, StepTime
 from mlx_paged.core.media import RejectedItem
 from mlx_paged.engine.active_wait import ActiveWait
@@ -271,7 +271,7 @@ class InProcessExecutor:
         self._num_good_steps = 0
         logger.warning("a step of %d rows failed: %s", num_rows, reason_of(error))
         logger.debug("where it failed", exc_info=error)
-        ops.make_room()
+        runtime.make_room()
         if is_out_of_memory(error):
             self._rows_too_many = num_rows
             self.max_rows = max(1, num_rows // 2)

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import mlx.core as mx
 
-from mlx_paged import ops
+from mlx_paged import runtime
 from mlx_paged.errors import ForkedProcessError
 
 # Seconds that the interpreter's exit waits for a call that another thread has begun.
@@ -47,7 +47,7 @@ def protect_thread() -> None:
     """
     if not this_thread.is_protected:
         _ = mx.random.state
-        ops.outlast_interpreter()
+        runtime.outlast_interpreter()
         this_thread.is_protected = True
 
 

@@ -16,7 +16,7 @@ import logging
 
 import mlx.core as mx
 
-from mlx_paged import ops
+from mlx_paged import runtime
 from mlx_paged.core import Scheduler
 from mlx_paged.engine.offload.offloading import Offloading
 from mlx_paged.engine.pool_memory import PoolMemory
@@ -105,7 +105,7 @@ class Relief:
         self.pressure.num_blocks += kv.evict_idle()
         self._shrinks = self.pools.resizes
         num_cached = mx.get_cache_memory()
-        ops.make_room()
+        runtime.make_room()
         self._count(max(0, num_cached - mx.get_cache_memory()))
         if not self.pools.resizes:
             if is_first:

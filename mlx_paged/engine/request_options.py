@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_paged import ops
+from mlx_paged import runtime
 from mlx_paged.content import MediaSource
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.checks import is_text
@@ -36,14 +36,14 @@ def token_ids_of(field: str, given: Any, vocab_size: int) -> tuple[list[int], ar
         InvalidParameterError: Anything but integers in [0, vocab_size).
     """
     ids = _as_list(field, given)
-    packed = ops.token_bytes(ids, vocab_size)  # One pass in C++, if all ids are valid.
+    packed = runtime.token_bytes(ids, vocab_size)  # One pass in C++, if all ids are valid.
     if packed is None:
         wrong = [i for i in ids if not isinstance(i, Integral) or isinstance(i, bool)]
         ids = ids if wrong else [int(i) for i in ids]
         wrong = wrong or [i for i in ids if not 0 <= i < vocab_size]
         if wrong:
             raise InvalidParameterError(field, f"integers in [0, {vocab_size})", wrong[0])
-        packed = ops.token_bytes(ids, vocab_size)
+        packed = runtime.token_bytes(ids, vocab_size)
         assert packed is not None
     tokens = array(TOKEN_TYPE)
     tokens.frombytes(packed)

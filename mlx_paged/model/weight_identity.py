@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_paged import ops
+from mlx_paged import runtime
 
 _SMALL = 1 << 16  # bytes
 
@@ -29,7 +29,7 @@ class _Weight:
     """Identifies an array's contents without keeping them alive; also copies small arrays."""
 
     def __init__(self, array: mx.array) -> None:
-        self._contents = ops.array_contents(array)
+        self._contents = runtime.array_contents(array)
         # A separate object, so that in-place updates do not change it.
         self._value = mx.array(array) if array.nbytes <= _SMALL else None
 
@@ -45,7 +45,7 @@ class _Weight:
             return False
         if not mx.array_equal(old, array).item():
             return False
-        self._contents = ops.array_contents(array)
+        self._contents = runtime.array_contents(array)
         return True
 
 

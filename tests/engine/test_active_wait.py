@@ -14,7 +14,7 @@ import pytest
 from support.models import embedded_twin
 from support.platforms import CUDA, platform_with
 
-from mlx_paged import LLM, SamplingParams, cgroups, ops
+from mlx_paged import LLM, SamplingParams, cgroups, runtime
 from mlx_paged.engine import active_wait
 from mlx_paged.engine.active_wait import ActiveWait, usable_cpus
 
@@ -28,7 +28,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of an `ActiveWait` as on a GPU, what each of its waits will return; popped from the end."""
     results: list[bool] = []
     monkeypatch.setattr(active_wait, "usable_cpus", lambda: 8.0)
-    monkeypatch.setattr(ops, "wait_actively", lambda array, seconds: results.pop())
+    monkeypatch.setattr(runtime, "wait_actively", lambda array, seconds: results.pop())
     return results
 
 
@@ -41,20 +41,20 @@ def work() -> mx.array:
 
 
 def test_what_has_not_begun_is_not_waited_for() -> None:
-    assert ops.wait_actively(work(), 1e6)
+    assert runtime.wait_actively(work(), 1e6)
 
 
 def test_what_is_there_is_not_waited_for() -> None:
     array = mx.ones((3,))
     mx.eval(array)
-    assert isinstance(ops.wait_actively(array, 1e6), bool)
+    assert isinstance(runtime.wait_actively(array, 1e6), bool)
 
 
 def test_it_ends_when_the_array_is_there() -> None:
     """(Or where another process wants the core.)"""
     array = work()
     mx.async_eval(array)
-    while not ops.wait_actively(array, 1e6):
+    while not runtime.wait_actively(array, 1e6):
         pass
     assert mx.isnan(array).any() or mx.isinf(array).any()  # (what these powers come to)
 
@@ -62,14 +62,14 @@ def test_it_ends_when_the_array_is_there() -> None:
 def test_it_ends_when_time_is_over() -> None:
     array = work()
     mx.async_eval(array)
-    ops.wait_actively(array, 1e-6)
+    runtime.wait_actively(array, 1e-6)
     mx.eval(array)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e7])
 def test_another_time_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="seconds must be 0 to 1e6 but got"):
-        ops.wait_actively(mx.ones(1), seconds)
+        runtime.wait_actively(mx.ones(1), seconds)
 
 
 def test_other_threads_run_meanwhile() -> None:
@@ -85,7 +85,7 @@ def test_other_threads_run_meanwhile() -> None:
     mx.async_eval(array)
     thread.start()
     started.wait()
-    while not ops.wait_actively(array, 1e6):
+    while not runtime.wait_actively(array, 1e6):
         pass
     thread.join()
     assert len(others) == 1000
@@ -121,7 +121,7 @@ def test_a_neighbour_on_the_core_is_noticed() -> None:
         for _ in range(1000):
             array = work()
             mx.async_eval(array)
-            if not ops.wait_actively(array, 1e6):
+            if not runtime.wait_actively(array, 1e6):
                 break
             mx.eval(array)
         else:
@@ -181,7 +181,7 @@ def test_an_engine_waits_for_each_step(waits, monkeypatch: pytest.MonkeyPatch) -
         calls.append(array.shape)
         return True
 
-    monkeypatch.setattr(ops, "wait_actively", wait)
+    monkeypatch.setattr(runtime, "wait_actively", wait)
     llm = LLM(embedded_twin(), num_gpu_blocks_override=64)
     llm.engine._executor._wait_actively = ActiveWait()
     llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))

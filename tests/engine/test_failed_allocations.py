@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 from support.reference import ON_GPU, assert_close, make_batch
 
-from mlx_paged import ops
+from mlx_paged import ops, runtime
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load
@@ -128,7 +128,7 @@ def test_a_kernel_that_fails_on_the_streams_thread_raises_where_its_result_is_wa
 LOST_TASKS = """
 import contextlib
 import mlx_paged
-from mlx_paged import ops
+from mlx_paged import ops, runtime
 from mlx_paged.extension import ext
 import mlx.core as mx
 
@@ -144,7 +144,7 @@ for attempt in range(4000):
     with contextlib.suppress(RuntimeError):
         mx.synchronize()
     were_lost = were_lost or ext._num_active_tasks() > 0
-    ops.make_room()
+    runtime.make_room()
     assert ext._num_active_tasks() == 0
     if were_lost and attempt >= 40:
         break
@@ -210,7 +210,7 @@ def test_a_pool_larger_than_mlxs_memory_limit_raises_the_limit() -> None:
 LIMITED = """
 import json, resource, sys
 import mlx_paged
-from mlx_paged import LLM, SamplingParams, ops
+from mlx_paged import LLM, SamplingParams, ops, runtime
 from mlx_paged.errors import OutOfMemoryError
 import mlx.core as mx
 
@@ -237,12 +237,12 @@ for extra in (1, 0):  # (in the first round there are no threads yet)
                 assert error.num_bytes > 0
                 held.pop()
         del held[-2:]
-        ops.make_room()
+        runtime.make_room()
     outputs = llm.generate(prompts, params)
     rounds.append([[list(o.outputs[0].token_ids), str(o.outputs[0].error)] for o in outputs])
     faults = llm.stats().num_faults
 held.clear()
-ops.make_room()
+runtime.make_room()
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 expected = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
 print(json.dumps([expected, rounds, faults, mx.get_active_memory() - active]))
