@@ -173,7 +173,9 @@ def build_engine(
             default_adapter=default_adapter,
         )
 
-    offloading = _offloading(paged, model, config, kv_config, max_model_len)
+    # A draft model computes again what it lacks, and a head cannot.
+    head = draft_model.runner.model if isinstance(draft_model, HeadDrafter) else None
+    offloading = _offloading(paged, model, config, kv_config, max_model_len, head)
 
     def new_kv() -> KVManager:
         kv = KVManager(
@@ -385,6 +387,7 @@ def _offloading(
     config: EngineConfig,
     kv_config: KVCacheConfig,
     max_model_len: int | None,
+    head: PagedModel | None,
 ) -> Offloading | None:
     """Makes what keeps blocks outside of the device; None if they are dropped.
 
@@ -400,11 +403,11 @@ def _offloading(
         expected = "None on an NVIDIA GPU, whose memory the host does not share"
         raise InvalidParameterError(name, expected, getattr(config, name))
     others = [spec for spec in paged.layout.group_specs if spec not in kv_config.windows]
-    blocks = BlockBytes(paged, [others, *([window] for window in kv_config.windows)])
+    blocks = BlockBytes(paged, [others, *([window] for window in kv_config.windows)], head)
     capacity, block_size = config.kv_offloading_bytes, config.block_size
     if folder is None:
         return Offloading(blocks, capacity, block_size)
-    identity, about = identity_of(paged, model, config, max_model_len)
+    identity, about = identity_of(paged, model, config, max_model_len, head)
     try:
         shared = OffloadFolder(Path(folder).expanduser(), config.kv_offload_bytes)
         store = BlockStore(shared, identity, about, blocks.num_bytes)

@@ -36,10 +36,17 @@ class BlockBytes:
 
     Args:
         groups: Specs of the layers of each group with blocks. Recurrent layers come after these.
+        companion: Another model whose layers have the blocks of the first group, too.
     """
 
-    def __init__(self, model: PagedModel, groups: Sequence[Sequence[KVCacheGroupSpec]]) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        groups: Sequence[Sequence[KVCacheGroupSpec]],
+        companion: PagedModel | None = None,
+    ) -> None:
         self._model = model
+        self._companion = companion
         self._specs = [tuple(specs) for specs in groups]
         self._pools: list[mx.array] = []
         self._rows: list[list[_Rows]] = []
@@ -61,16 +68,21 @@ class BlockBytes:
 
     def _current(self) -> list[list[_Rows]]:
         """The parts of each group's blocks. Pools are replaced when their sizes change."""
-        pools = self._model.allocated_pools
+        pools = [*self._model.allocated_pools, *self._further]
         if len(pools) != len(self._pools) or any(a is not b for a, b in zip(pools, self._pools)):
-            self._pools = list(pools)
+            self._pools = pools
             self._rows = self._all_rows()
         return self._rows
 
+    @property
+    def _further(self) -> Sequence[mx.array]:
+        return () if self._companion is None else self._companion.allocated_pools
+
     def _all_rows(self) -> list[list[_Rows]]:
         caches = self._model.attention_caches
-        attention, states = self._pools[: 2 * len(caches)], self._pools[2 * len(caches) :]
-        found = []
+        pools, further = self._model.allocated_pools, list(self._further)
+        attention, states = pools[: 2 * len(caches)], pools[2 * len(caches) :]
+        found: list[list[_Rows]] = []
         for specs in self._specs:
             own = [
                 attention[2 * i + part]
@@ -78,6 +90,8 @@ class BlockBytes:
                 if cache.spec.group_spec in specs
                 for part in (0, 1)
             ]
+            if not found:
+                own += further
             found.append(_parts([(pool, pool.shape[0]) for pool in own]))
         if self._model.layout.has_states:
             found.append(_parts([(pool, pool.shape[0] * pool.shape[1]) for pool in states]))

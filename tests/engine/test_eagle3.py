@@ -122,6 +122,22 @@ def test_cached_prefixes_are_cached_for_the_head(tmp_path: Path, oracle: Oracle)
     assert len(again) > 60 and len(again & made) >= 0.95 * len(again)
 
 
+def test_evicted_blocks_come_back_for_the_head(tmp_path: Path, oracle: Oracle) -> None:
+    make_eagle3(tmp_path)
+    rng = np.random.default_rng(4)
+    prompts = [random_tokens(rng, 70) for _ in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm = llm_of(tmp_path, num_gpu_blocks_override=26, kv_offloading_size=0.1)
+    made: list[set[tuple[tuple[int, ...], tuple[int, ...]]]] = []
+    for _ in range(2):
+        oracle.made.clear()
+        for prompt in prompts:  # Each evicts the ones before.
+            llm.generate([prompt], params)
+        made.append({(tuple(tokens), draft.tokens) for tokens, _, draft in oracle.made})
+    assert llm.stats().counters.num_restored_tokens >= 4 * 64
+    assert len(made[0]) > 30 and made[0] == made[1]
+
+
 def test_penalties_and_grammars(tmp_path: Path) -> None:
     prompts, _ = work()
     params = [

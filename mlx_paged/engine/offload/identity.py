@@ -26,12 +26,19 @@ _PIECE = 1 << 24
 
 
 def identity_of(
-    paged: PagedModel, loaded: LoadedModel, config: EngineConfig, max_model_len: int | None
+    paged: PagedModel,
+    loaded: LoadedModel,
+    config: EngineConfig,
+    max_model_len: int | None,
+    head: PagedModel | None = None,
 ) -> tuple[bytes, Mapping[str, Any]]:
     """Returns the digest of a model with its cache, and what it is in words.
 
     It covers the values of all weights, so that a model that was trained further under the same
     name does not get the blocks of the one before.
+
+    Args:
+        head: A draft head whose keys and values are in the same blocks.
     """
     layout, platform = paged.layout, paged.platform
     kv_format = "auto" if config.kv_format is None else config.kv_format.name
@@ -57,8 +64,11 @@ def identity_of(
     }
     if "longrope" in json.dumps(loaded.config, default=str):
         known["max_model_len"] = max_model_len  # chooses the factors of short or long contexts
+    if head is not None:
+        known["head"] = [repr(spec) for spec in head.layout.specs]
     state = blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16)
-    weights = [(name, mx.contiguous(weight)) for name, weight in weights_of(paged.model)]
+    models = [paged.model] if head is None else [paged.model, head.model]
+    weights = [(n, mx.contiguous(weight)) for model in models for n, weight in weights_of(model)]
     mx.eval([weight for _, weight in weights])
     with ThreadPoolExecutor() as pool:
         sums = (
