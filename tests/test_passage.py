@@ -26,7 +26,7 @@ from mlx_paged.server.config import ServerConfig
 
 #: Limits of (files, changes of file, calls) on the path.
 STEP = (22, 61, 110)
-CHAT = (76, 711, 1240)
+CHAT = (77, 720, 1260)
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/architecture.md"

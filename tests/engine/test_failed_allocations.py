@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 from support.reference import ON_GPU, assert_close, make_batch
 
-from mlx_paged import ops, runtime
+from mlx_paged import ops
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load

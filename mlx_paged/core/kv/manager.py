@@ -66,7 +66,7 @@ class KVCounters:
         num_block_copies: Blocks copied on write.
         num_evictions: Blocks of the first group evicted to make room.
         num_restored_tokens: Tokens among the cached ones that came back from a tier.
-        num_deduplicated_blocks: Computed blocks that were equal to an indexed one; one of both went.
+        num_deduplicated_blocks: Computed blocks that equaled an indexed one; one of both went.
         num_resets: Calls of `reset_prefix_cache`.
     """
 
