@@ -102,7 +102,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": (
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras", "parsing", "templates"),
-        *("content", "multimodal", "wheels", "evals", "hub"),
+        *("content", "multimodal", "offload", "wheels", "evals", "hub"),
     ),
     "server": (
         "__init__",

@@ -9,6 +9,7 @@ import typer
 from mlx_paged import __version__, unpatch
 from mlx_paged.cli import entry, transformers_scan
 from mlx_paged.cli.bench import bench
+from mlx_paged.cli.cache import cache
 from mlx_paged.cli.chat.verb import chat
 from mlx_paged.cli.demo import demo
 from mlx_paged.cli.doctor import doctor
@@ -50,6 +51,7 @@ app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from mlx_paged.core.kv.forking import ForkingKVManager
 from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.manager import KVCounters, KVManager, KVUsage
 from mlx_paged.core.kv.memory_tier import MemoryTier
+from mlx_paged.core.kv.misses import CacheMiss, MissReason, PromptHistory
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
 from mlx_paged.core.kv.restoration import BlockRead, Restoration
 from mlx_paged.core.kv.specs import (
@@ -30,6 +31,7 @@ __all__ = [
     "BlockPool",
     "BlockRead",
     "BlockTables",
+    "CacheMiss",
     "DevicePools",
     "ElasticKVManager",
     "EncoderCacheStats",
@@ -40,11 +42,13 @@ __all__ = [
     "KVUsage",
     "MediaSpan",
     "MemoryTier",
+    "MissReason",
     "PooledStates",
     "PrefixMatch",
     "PrefixNode",
     "PrefixQuery",
     "PrefixTree",
+    "PromptHistory",
     "PromptLogprobs",
     "PromptMedia",
     "Request",

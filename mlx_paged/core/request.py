@@ -36,6 +36,7 @@ from typing import Any
 
 from mlx_paged.core.encoder_cache import HeldFeatures
 from mlx_paged.core.kv.groups import BlockTables
+from mlx_paged.core.kv.misses import CacheMiss
 from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixQuery
 from mlx_paged.core.media import MediaSpan, PromptMedia, TreeTokens
 from mlx_paged.errors import InvalidParameterError
@@ -157,6 +158,8 @@ class Request:
     max_output_tokens: int = field(default=0, init=False)
     sequences: list[Sequence] = field(default_factory=list, init=False, repr=False)
     num_unfinished: int = field(default=0, init=False)  # sequences
+    # Why it was not in the prefix cache, once admitted; None if it was, or nothing tells.
+    cache_miss: CacheMiss | None = field(default=None, init=False, repr=False)
     # The sequence that its siblings fork (`Scheduler._prompt_source`).
     prompt_source: Sequence | None = field(default=None, init=False, repr=False)
 

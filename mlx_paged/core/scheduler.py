@@ -17,6 +17,7 @@ from collections.abc import Sequence as SequenceOf
 from mlx_paged.core.adapters import AdapterSlots
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.kv.manager import KVManager
+from mlx_paged.core.kv.misses import PromptHistory
 from mlx_paged.core.media import MediaIdsExhaustedError, outside
 from mlx_paged.core.media_scheduler import MediaScheduler
 from mlx_paged.core.outputs import SchedulerOutput
@@ -75,6 +76,7 @@ class Scheduler:
     Args:
         step_time: Limits the prompt tokens of a step by their expected time; None: no such limit.
             Only with chunked prefill.
+        history: Tells why prompts were not cached; None: nothing does.
 
     Attributes:
         waiting, running: The unfinished sequences, in service order.
@@ -94,6 +96,7 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
         step_time: StepTimeLimit | None = None,
+        history: PromptHistory | None = None,
     ) -> None:
         assert step_time is None or config.enable_chunked_prefill
         self.config = config
@@ -111,6 +114,7 @@ class Scheduler:
         self._sharing = PrefixSharing(kv, self._requests)
         self._media = MediaScheduler(config, kv, self._begin_media)
         self.encoder_cache = self._media.encoder_cache
+        self._history = history if kv.enable_prefix_caching else None
         self._clock = clock
         self._step_time = step_time
         self._num_background = 0  # among them
@@ -887,6 +891,14 @@ class Scheduler:
         if is_first:
             seq.num_cached_tokens = num_cached
             seq.first_admission = time.monotonic()
+            if self._history is not None and seq.index == 0 and request.read_prefix_cache:
+                request.cache_miss = self._history.note(
+                    seq.tree_tokens,
+                    request.cache_salt,
+                    request.adapter,
+                    num_cached=num_cached,
+                    block_size=self.kv.block_size,
+                )
         if tables.restoration is not None:
             seq.num_scheduled_tokens = tables.num_computed_tokens
             if is_first and request.prompt_media is not None:

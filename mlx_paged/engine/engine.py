@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_paged import kernels, ops
-from mlx_paged.core import Scheduler, SchedulerOutput, StepResult, StepTimeLimit
+from mlx_paged.core import (
+    PromptHistory,
+    Scheduler,
+    SchedulerOutput,
+    StepResult,
+    StepTimeLimit,
+)
 from mlx_paged.engine import memory
 from mlx_paged.engine.build import build_engine
 from mlx_paged.engine.client import EngineInfo
@@ -84,7 +90,12 @@ class Engine:
         limit = self.config.max_step_time_ms
         # It outlives the schedulers, which recoveries replace.
         self._step_time = StepTimeLimit(limit / 1000) if limit else None
-        self._scheduler = Scheduler(parts.scheduler_config, self._kv, step_time=self._step_time)
+        self._history = PromptHistory()
+        if self._offloading is not None:
+            self._history.has_other_formats = self._offloading.has_other_formats
+        self._scheduler = Scheduler(
+            parts.scheduler_config, self._kv, step_time=self._step_time, history=self._history
+        )
         self._executor: Executor = InProcessExecutor(
             self._runner, times_prompts=self._step_time is not None
         )
@@ -334,7 +345,9 @@ class Engine:
             self._speculator.reset()
         self._in_flight = None
         kv = self._relief.pools.make_kv()
-        scheduler = Scheduler(self._scheduler.config, kv, step_time=self._step_time)
+        scheduler = Scheduler(
+            self._scheduler.config, kv, step_time=self._step_time, history=self._history
+        )
         scheduler.holds_admission = self._scheduler.holds_admission
         self._output_processor.restore(scheduler, recovery.reason_to_end)
         lost = self._kv, self._scheduler
@@ -480,6 +493,7 @@ class Engine:
             spec_decoding=None if self._speculator is None else self._speculator.stats,
             offloading=None if self._offloading is None else self._offloading.stats,
             lora=self._lora_stats() if self.config.num_adapter_slots else None,
+            cache_misses=dict(self._history.counts),
         )
 
     def _lora_stats(self) -> LoraStats:

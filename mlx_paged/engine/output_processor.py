@@ -194,6 +194,17 @@ class OutputProcessor:
         self._report = report
         self._current: Sequence | None = None  # the sequence whose answer is being changed
 
+    def _note_first_token(self, state: RequestState) -> None:
+        output, request = state.output, state.request
+        metrics, first = output.metrics, request.sequences[0]
+        metrics.first_token_time = time.monotonic()
+        output.num_cached_tokens = first.num_cached_tokens or 0
+        output.cache_miss = miss = request.cache_miss
+        metrics.scheduled_time = first.first_admission
+        if miss is not None and logger.isEnabledFor(logging.DEBUG):
+            texts = [self._report.text(tokens) for tokens in (miss.given, miss.earlier)]
+            logger.debug("%s: cache miss: %s (%r, %r)", request.request_id, miss, *texts)
+
     def process_outputs(
         self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[list[int]]
     ) -> list[SequenceUpdate]:
@@ -361,7 +372,7 @@ class OutputProcessor:
         if isinstance(params, PoolingParams):
             if gained:  # With any token, the prompt has been computed.
                 answer.state.output.pooled = seq.prompt_report.result()
-                _note_first_token(answer.state)
+                self._note_first_token(answer.state)
                 reason = FinishReason.STOP
             return SequenceUpdate(request_id, seq.index, [], [], reason)
         reports = None
@@ -447,7 +458,7 @@ class OutputProcessor:
                 completion.logprobs += update.reports
                 completion.cumulative_logprob += sum(r.logprob for r in update.reports)
             if state.output.metrics.first_token_time is None:
-                _note_first_token(state)
+                self._note_first_token(state)
         if update.finish_reason is None:
             answer.is_plain = seq.stop_checker is None and state.params.logprobs is None
         else:
@@ -459,13 +470,6 @@ class OutputProcessor:
                 state.output.metrics.finished_time = time.monotonic()
                 self._forget(state)
         return [] if answer.sink is None else self._deliver(update, seq, answer)
-
-
-def _note_first_token(state: RequestState) -> None:
-    metrics, first = state.output.metrics, state.request.sequences[0]
-    metrics.first_token_time = time.monotonic()
-    state.output.num_cached_tokens = first.num_cached_tokens or 0
-    metrics.scheduled_time = first.first_admission
 
 
 def _end_of(seq: Sequence, completion: CompletionOutput) -> SequenceUpdate:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.core import FinishReason
+from mlx_paged.core import CacheMiss, FinishReason
 from mlx_paged.engine.detokenizer import DeferredText
 from mlx_paged.errors import StepError
 
@@ -279,6 +279,7 @@ class RequestOutput:
         prompt_token_ids: The tokens of the prompt.
         outputs: The `n` answers.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
+        cache_miss: Why more of it did not, once there is a token; None if all full blocks did.
         metrics: Times of arrival, first token and end.
         num_accepted_drafts: Tokens of its answers that were drafted.
         num_rejected_drafts: Drafts that were verified and turned out to be others.
@@ -296,6 +297,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    cache_miss: CacheMiss | None = field(default=None, compare=False)
     num_accepted_drafts: int = field(default=0, compare=False)
     num_rejected_drafts: int = field(default=0, compare=False)
     prompt_logprobs: list[PositionReport | None] | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from mlx_paged.core import EncoderCacheStats, KVCounters, KVUsage
+from mlx_paged.core import EncoderCacheStats, KVCounters, KVUsage, MissReason
 from mlx_paged.engine.memory import MemoryUsage
 from mlx_paged.engine.offload.offloading import OffloadStats
 from mlx_paged.engine.pressure import PressureStats
@@ -91,6 +91,7 @@ class EngineStats:
         spec_decoding: Drafts; None without speculation.
         offloading: Blocks outside of the device; None if evicted blocks are dropped.
         lora: Adapters of requests; None if the engine takes none.
+        cache_misses: Prompts that were not cached as far as they could have been, by reason.
     """
 
     usage: KVUsage
@@ -112,6 +113,7 @@ class EngineStats:
     spec_decoding: SpecDecodingStats | None = None
     offloading: OffloadStats | None = None
     lora: LoraStats | None = None
+    cache_misses: Mapping[MissReason, int] = field(default_factory=dict)
 
 
 def sum_counters(one: KVCounters, other: KVCounters) -> KVCounters:

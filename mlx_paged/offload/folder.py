@@ -19,13 +19,12 @@ import contextlib
 import fcntl
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mlx_paged.offload.segments import SUFFIX
+from mlx_paged.offload.segments import SUFFIX, SegmentError, read_header
 
 #: Free space of the file system that is left alone.
 DEFAULT_RESERVE = 2 << 30
@@ -111,6 +110,17 @@ class OffloadFolder:
                     found.append(File(path, num_bytes, stat.st_mtime_ns))
         return found
 
+    def models_about(self) -> list[Mapping[str, Any]]:
+        """What models of the folder are, in words, by their newest readable segments."""
+        found = []
+        for model in self.path.iterdir():
+            paths = sorted(model.glob(f"*{SUFFIX}"), reverse=True) if model.is_dir() else []
+            for path in paths[:3]:
+                with contextlib.suppress(OSError, SegmentError):
+                    found.append(read_header(path).about)
+                    break
+        return found
+
     def trim(self) -> None:
         """Deletes leftovers of killed writers, and segments until quota and reserve hold."""
         with self.locked():
@@ -194,14 +204,3 @@ class OffloadFolder:
 def _free_bytes(path: Path) -> int:
     stat = os.statvfs(path)
     return stat.f_bavail * stat.f_frsize
-
-
-def delete_models(folder: Path) -> int:
-    """Deletes all segments of a folder, and other models' folders; returns the freed bytes."""
-    freed = 0
-    for path in folder.iterdir() if folder.is_dir() else ():
-        is_model = path.is_dir() and not path.is_symlink() and len(path.name) == 32
-        if is_model and all(c in "0123456789abcdef" for c in path.name):
-            freed += sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-            shutil.rmtree(path)
-    return freed

@@ -45,6 +45,7 @@ class BlockStore:
         block_bytes: Sequence[int],
     ) -> None:
         self.folder = folder
+        self._about = about
         self.warnings = Warnings()
         self.num_read_bytes = self.num_damaged = 0
         path = folder.model(model)
@@ -60,6 +61,14 @@ class BlockStore:
     def num_bytes(self) -> int:
         """Bytes of the blocks that are known."""
         return self._index.num_bytes
+
+    @property
+    def has_other_formats(self) -> bool:
+        """True if only blocks of the same model in another format are known."""
+        name = self._about.get("model")
+        return self.is_empty and any(
+            about.get("model") == name for about in self.folder.models_about()
+        )
 
     # Finding.
 

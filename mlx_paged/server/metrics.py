@@ -294,6 +294,14 @@ class _EngineCollector(Collector):
             for place, number in enumerate(stats.spec_decoding.num_accepted_tokens_per_pos):
                 per_pos.add_metric([*self._values, str(place)], number)
             families.append(per_pos)
+        misses = CounterMetricFamily(
+            "mlx_paged:prefix_cache_misses",
+            "Prompts that were not cached as far as they could have been.",
+            labels=[*_LABELS, "reason"],
+        )
+        for reason, number in stats.cache_misses.items():
+            misses.add_metric([*self._values, reason.value], number)
+        families.append(misses)
         foreign = GaugeMetricFamily(
             "mlx_paged:foreign_operations",
             "Operations of a step that MLX runs itself, for which there is no kernel.",

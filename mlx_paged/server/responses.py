@@ -36,10 +36,19 @@ class ErrorAnswer(TypedDict):
     error: ErrorDetail
 
 
+class CacheMissDetails(TypedDict):
+    """Why more tokens of a prompt were not cached; an extension."""
+
+    reason: str
+    shared_tokens: int
+    message: str
+
+
 class PromptDetails(TypedDict):
     """Parts of `prompt_tokens`."""
 
     cached_tokens: int
+    cache_miss: NotRequired[CacheMissDetails]
 
 
 class CompletionDetails(TypedDict):

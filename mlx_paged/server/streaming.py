@@ -372,6 +372,14 @@ class OpenAIAdapter(Adapter):
             "total_tokens": num_prompt_tokens + num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.generation.num_cached_tokens},
         }
+        misses = [o.cache_miss for o in self.generation.outputs if o.cache_miss is not None]
+        if len(misses) == 1 == len(self.generation.outputs):
+            miss = misses[0].for_client()
+            usage["prompt_tokens_details"]["cache_miss"] = {
+                "reason": miss.reason.value,
+                "shared_tokens": miss.num_shared_tokens,
+                "message": str(miss),
+            }
         accepted = sum(output.num_accepted_drafts for output in self.generation.outputs)
         rejected = sum(output.num_rejected_drafts for output in self.generation.outputs)
         if accepted + rejected:

@@ -24,6 +24,7 @@ import mlx.core as mx
 from support.offloading import answers, contents_of
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams
+from mlx_paged.core import MissReason
 from mlx_paged.core.kv import keeping
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
@@ -295,6 +296,7 @@ from support.embedded_llm import make
 from support.models import embedded_twin, random_tokens
 import numpy as np
 from mlx_paged import SamplingParams
+from mlx_paged.core import MissReason
 from mlx_paged.core.kv import keeping
 from mlx_paged.offload import writer
 keeping.LONG_TOKENS, keeping.LEAST_TOKENS = 128, 32
@@ -373,3 +375,36 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidParameterError, match=r"kv_offload_dir.*Not a directory"):
         embedded(tmp_path / "file" / "kv")
+
+
+# --- Why a prompt was not cached ------------------------------------------------------------------
+
+
+def test_a_miss_is_explained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "mlx_paged.engine.output_processor")
+    chat, other = prompts(200, 160)
+    llm = embedded(tmp_path)
+    [first] = llm.generate([chat], GREEDY)
+    assert first.cache_miss is not None and first.cache_miss.reason is MissReason.NEVER_SEEN
+    [same] = llm.generate([chat], GREEDY)
+    assert same.cache_miss is None
+    [changed] = llm.generate([[*chat[:100], *other]], GREEDY)
+    miss = changed.cache_miss
+    assert miss is not None and (miss.num_shared_tokens, miss.num_cached_tokens) == (100, 100)
+    assert miss.given == tuple(other[:8]) and miss.earlier == tuple(chat[100:108])
+    lines = [r.getMessage() for r in caplog.records if "cache miss" in r.getMessage()]
+    assert len(lines) == 2 and "shares the first 100 of 260 tokens" in lines[1]
+    assert llm.stats().cache_misses == {MissReason.NEVER_SEEN: 2}
+    flush(llm)
+    # Another format of the same model has nothing of this one.
+    [again] = embedded(tmp_path, kv_cache_dtype="int8").generate([chat], GREEDY)
+    assert again.cache_miss is not None and again.cache_miss.reason is MissReason.FORMAT
+
+
+def test_an_evicted_prompt_says_so() -> None:
+    llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=40)
+    chats = prompts(200, 201)
+    llm.generate([chats[0]], GREEDY)
+    llm.generate([chats[1]], GREEDY)
+    [again] = llm.generate([chats[0]], GREEDY)
+    assert again.cache_miss is not None and again.cache_miss.reason is MissReason.EVICTED

@@ -120,6 +120,11 @@ class Offloading:
         return entry != 0
 
     @property
+    def has_other_formats(self) -> bool:
+        """True if the disk has nothing of this model's cache, but of another format of it."""
+        return self._store is not None and self._store.has_other_formats
+
+    @property
     def _disk(self) -> DiskLevel | None:
         return None if self._levels is None else self._levels.disk
 

@@ -137,6 +137,10 @@ class LogprobReport:
         self._text = lru_cache(maxsize=1 << 16)(lambda token: str(tokenizer.decode([token])))
         self._bytes_of = TokenBytes(tokenizer)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The texts of tokens, each decoded alone; those of media are left out."""
+        return "".join(self._text(token) for token in token_ids if token < 1 << 31)
+
     def __call__(self, position: PositionLogprobs, num_likeliest: int) -> PositionReport:
         """Returns the report on a token, with the listed or the most likely other tokens.
 

@@ -1,0 +1,332 @@
+"""Measures KV offloading: first tokens cold and after a restart, what is written, how long other
+streams wait, and ways to read files.
+
+    python bench/kv_offload.py            # writes results/kv_offload-cpu.json
+    python bench/kv_offload.py reads      # one part only, printed
+
+- `restart`: each engine is a new process. The first one computes a prompt and writes it, the second
+  has the files. With `--kill`, the first is killed with SIGKILL while it writes another prompt.
+- `gaps`: the gaps of a stream while another prompt comes back from memory, or from disk.
+- `reads`: blocks of 1.4 MiB of one file, by threads with `pread` and through `mmap`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+
+from mlx_paged import LLM, SamplingParams
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.utils import _get_classes, load_tokenizer
+
+from mlx_paged.demo import model_path
+from mlx_paged.demo.real_model import real_model_path
+from mlx_paged.model.loader import LoadedModel
+
+_RANDOM = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "random windowed (gemma3, 10 of 12 layers see 512 tokens)": {
+        **_RANDOM,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 12,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "random hybrid (qwen3_next, 9 of 12 layers recurrent)": {
+        **_RANDOM,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 12,
+        "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "full_attention_interval": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+        "tie_word_embeddings": False,
+    },
+}
+SMOLLM2 = "SmolLM2-135M-Instruct"
+#: (model, tokens of the prompt)
+CASES = [(SMOLLM2, 4096), (SMOLLM2, 8000), *((name, 4096) for name in CONFIGS)]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+def load(name: str, **options: Any) -> LLM:
+    """Makes an engine. A random model has the same weights in every process."""
+    if name == SMOLLM2:
+        return LLM(str(real_model_path()), **options)
+    config = CONFIGS[name]
+    mx.random.seed(0)
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    mx.eval(model.parameters())
+    return LLM(LoadedModel(model, load_tokenizer(model_path()), config, name), **options)
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    """Random tokens, which no other prompt begins with."""
+    return np.random.default_rng([num_tokens, seed]).integers(5, 500, num_tokens).tolist()
+
+
+def answer(
+    llm: LLM, prompt: list[int], on_token: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """Runs one request; returns its tokens and the seconds to the first one."""
+    engine = llm.engine
+    start = time.perf_counter()
+    output, first = engine.add_request("prompt", prompt, GREEDY), None
+    while engine.has_unfinished:
+        engine.step()
+        if first is None and output.outputs[0].token_ids:
+            first = time.perf_counter() - start
+        if on_token is not None:
+            on_token()
+    return {
+        "first_token_seconds": first,
+        "num_cached_tokens": output.num_cached_tokens,
+        "tokens": list(output.outputs[0].token_ids),
+    }
+
+
+# --- Restart --------------------------------------------------------------------------------------
+
+
+def child(role: str, name: str, num_tokens: int, folder: str) -> None:
+    """One engine in a process of its own; prints what it measured."""
+    llm = load(name, kv_offload_dir=folder, kv_cache_memory=3 << 30, max_model_len=8192)
+    offloading = llm.engine._offloading
+    assert offloading is not None
+    answer(llm, prompt_of(40, seed=1))  # compiles what a first step compiles
+    found = answer(llm, prompt_of(num_tokens))
+    start = time.perf_counter()
+    offloading.flush()
+    found["flush_seconds"] = time.perf_counter() - start
+    stats = llm.stats().offloading
+    assert stats is not None
+    found["num_written_bytes"] = stats.num_written_bytes
+    found["num_read_bytes"] = stats.num_read_bytes
+    found["disk_warnings"] = dict(stats.disk_warnings)
+    sizes = offloading._blocks.num_bytes
+    found["pool_bytes_per_token"] = sum(sizes[: len(llm.engine._kv.attention)]) / 32
+    print(json.dumps(found), flush=True)
+    if role == "killed":
+        answer(llm, prompt_of(num_tokens, seed=2))
+        llm.engine.synchronize()
+        deadline = time.monotonic() + 10
+        while not list(Path(folder).rglob("*.tmp")) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_child(*args: object) -> dict[str, Any]:
+    """Runs `child` in a new process."""
+    command = [sys.executable, __file__, "child", *map(str, args)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if run.returncode not in (0, -signal.SIGKILL):
+        raise SystemExit(f"{command} ended with {run.returncode}")
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def restart() -> list[dict[str, Any]]:
+    """The first token cold, after a restart, and after a kill in the middle of a write."""
+    found = []
+    for name, num_tokens in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            cold = run_child("cold", name, num_tokens, folder)
+            warm = [run_child("warm", name, num_tokens, folder) for _ in range(3)]
+        with tempfile.TemporaryDirectory() as folder:
+            run_child("killed", name, num_tokens, folder)
+            killed = run_child("warm", name, num_tokens, folder)
+        same = all(run["tokens"] == cold["tokens"] for run in [*warm, killed])
+        seconds = statistics.median(run["first_token_seconds"] for run in warm)
+        pool_bytes = cold["pool_bytes_per_token"] * num_tokens
+        row = {
+            "model": name,
+            "num_tokens": num_tokens,
+            "cold_seconds": cold["first_token_seconds"],
+            "restart_seconds": seconds,
+            "restart_share": seconds / cold["first_token_seconds"],
+            "killed_share": killed["first_token_seconds"] / cold["first_token_seconds"],
+            "num_cached_tokens": warm[0]["num_cached_tokens"],
+            "same_tokens": same,
+            "written_bytes_per_token": cold["num_written_bytes"] / num_tokens,
+            "written_per_pool_byte": cold["num_written_bytes"] / pool_bytes,
+            "read_bytes": warm[0]["num_read_bytes"],
+            "disk_warnings": killed["disk_warnings"],
+        }
+        print(json.dumps(row), flush=True)
+        found.append(row)
+    return found
+
+
+# --- Gaps -----------------------------------------------------------------------------------------
+
+
+def gaps() -> list[dict[str, Any]]:
+    """Gaps between the tokens of a stream, alone and while a prompt of 4,000 tokens comes back."""
+    found = []
+    for where in ("memory", "disk"):
+        with tempfile.TemporaryDirectory() as folder:
+            options: dict[str, Any] = {"kv_offloading_size": 2.0} if where == "memory" else {}
+            llm = load(
+                SMOLLM2, num_gpu_blocks_override=220, kv_offload_dir=folder, **options,
+            )  # fmt: skip
+            prompts = [prompt_of(4000, seed=seed) for seed in range(2)]
+            for prompt in prompts:  # the second evicts most of the first
+                answer(llm, prompt)
+            assert llm.engine._offloading is not None
+            llm.engine._offloading.flush()
+            alone, meanwhile = _gaps(llm, None), _gaps(llm, prompts[0])
+        row = {
+            "from": where,
+            "alone_ms": {"median": statistics.median(alone), "largest": max(alone)},
+            "meanwhile_ms": {"median": statistics.median(meanwhile), "largest": max(meanwhile)},
+            "num_steps_meanwhile": len(meanwhile),
+            "largest_ratio": max(meanwhile) / max(alone),
+        }
+        print(json.dumps(row), flush=True)
+        found.append(row)
+    return found
+
+
+def _gaps(llm: LLM, waiting: list[int] | None) -> list[float]:
+    """Milliseconds between tokens of a stream; only those while `waiting` comes back, if given."""
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    stream = engine.add_request("stream", prompt_of(64, seed=9), params)
+    for _ in range(10):
+        engine.step()
+    if waiting is not None:
+        one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        engine.add_request("waiting", waiting, one)
+    found, last, count = [], time.perf_counter(), len(stream.outputs[0].token_ids)
+    while engine.has_unfinished:
+        engine.step()
+        now, num_tokens = time.perf_counter(), len(stream.outputs[0].token_ids)
+        if num_tokens == count:
+            continue
+        if waiting is None or engine._kv.restorations:
+            found.append(1000 * (now - last))
+        last, count = now, num_tokens
+    return found
+
+
+# --- Reads ----------------------------------------------------------------------------------------
+
+
+def reads(num_bytes: int = 1 << 30, block_bytes: int = 32 * 46080) -> list[dict[str, Any]]:
+    """GB/s of reading a file in blocks, with and without checksums, evicted from the page cache."""
+    found = []
+    count = num_bytes // block_bytes
+    with tempfile.NamedTemporaryFile() as file:
+        for _ in range(count):
+            file.write(os.urandom(block_bytes))
+        file.flush()
+        os.fsync(file.fileno())
+        buffers = [np.empty(block_bytes, np.uint8) for _ in range(16)]
+        for buffer in buffers:
+            buffer[:] = 0
+        fd = file.fileno()
+
+        def pread(index: int, checks: bool) -> None:
+            data = buffers[index % 16].data
+            os.preadv(fd, [data], index * block_bytes)
+            if checks:
+                zlib.crc32(data)
+
+        with mmap.mmap(fd, count * block_bytes, prot=mmap.PROT_READ) as mapped:
+
+            def copy(index: int, checks: bool) -> None:
+                begin = index * block_bytes
+                view = np.frombuffer(mapped, np.uint8, block_bytes, begin)
+                buffers[index % 16][:] = view
+                if checks:
+                    zlib.crc32(buffers[index % 16].data)
+
+            for checks in (False, True):
+                for cached in (False, True):
+                    for way, function, threads in (
+                        *(("pread", pread, n) for n in (1, 2, 4, 8)),
+                        *(("mmap", copy, n) for n in (1, 4)),
+                    ):
+                        if not cached:
+                            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                        with ThreadPoolExecutor(threads) as pool:
+                            start = time.perf_counter()
+                            list(pool.map(lambda i, f=function, c=checks: f(i, c), range(count)))
+                            seconds = time.perf_counter() - start
+                        row = {
+                            "way": way,
+                            "num_threads": threads,
+                            "in_page_cache": cached,
+                            "checks": checks,
+                            "gb_per_second": count * block_bytes / seconds / 1e9,
+                        }
+                        print(json.dumps(row), flush=True)
+                        found.append(row)
+    return found
+
+
+PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "restart": restart,
+    "gaps": gaps,
+    "reads": reads,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("part", nargs="?", help=f"{', '.join(PARTS)}; default: all")
+    parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part == "child":
+        role, name, num_tokens, folder = options.more
+        child(role, name, int(num_tokens), folder)
+        return
+    if options.part is not None:
+        PARTS[options.part]()
+        return
+    found = {name: part() for name, part in PARTS.items()}
+    harness.save("kv_offload-cpu", {"environment": harness.environment(), **found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""`mlx-paged cache`: shows, checks and clears the KV blocks that are kept on disk."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlx_paged.cli.entry import ExitCode, print_line
+from mlx_paged.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from mlx_paged.offload.survey import ModelFiles
+
+cache = typer.Typer(no_args_is_help=True, help="KV blocks kept on disk by --kv-offload-dir.")
+
+_Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR", help="The folder of --kv-offload-dir.", envvar="MLX_PAGED_KV_OFFLOAD_DIR"
+    ),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@cache.command()
+def show(folder: _Folder, json: _Json = False) -> None:
+    """List the models whose blocks a folder holds.
+
+    Examples:
+      mlx-paged cache show ~/.cache/mlx-paged/kv
+    """
+    from mlx_paged.offload.survey import survey
+
+    found = survey(_checked(folder))
+    if json:
+        typer.echo(json_module.dumps([asdict(each) for each in found], indent=2, default=str))
+        return
+    if not found:
+        print_line(f"no blocks in {folder}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("MODEL", "FORMAT", "TOKENS", "FILES", "SIZE", "USED", "FOLDER"):
+        table.add_column(name, no_wrap=name != "MODEL", overflow="fold")
+    for each in found:
+        table.add_row(*_row(each))
+    Console(highlight=False).print(table)
+    _print_damaged(found)
+
+
+@cache.command()
+def verify(folder: _Folder, json: _Json = False) -> None:
+    """Read all blocks and check their sums. Exit status 1 if any is damaged.
+
+    A server that meets a damaged block computes it again, and deletes the file.
+
+    Examples:
+      mlx-paged cache verify ~/.cache/mlx-paged/kv
+    """
+    from mlx_paged.offload.survey import survey
+
+    found = survey(_checked(folder), verifies=True)
+    if json:
+        typer.echo(json_module.dumps([asdict(each) for each in found], indent=2, default=str))
+    else:
+        num_good = sum(each.num_segments for each in found)
+        print_line(f"{num_good} files are intact, {_num_damaged(found)} damaged")
+        _print_damaged(found)
+    if _num_damaged(found):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@cache.command()
+def clear(
+    folder: _Folder,
+    model: Annotated[
+        str, typer.Option("--model", help="Only the model whose folder begins with this.")
+    ] = "",
+) -> None:
+    """Delete all blocks, or those of one model. Servers that use the folder go on.
+
+    Examples:
+      mlx-paged cache clear ~/.cache/mlx-paged/kv
+      mlx-paged cache clear ~/.cache/mlx-paged/kv --model 9a107b
+    """
+    from mlx_paged.offload import survey
+
+    path = _checked(folder)
+    if model and not any(each.name.startswith(model) for each in survey.model_folders(path)):
+        raise InvalidParameterError("model", f"the beginning of a folder in {folder}", model)
+    print_line(f"deleted {_size(survey.clear(path, model))}")
+
+
+def _checked(folder: Path) -> Path:
+    path = folder.expanduser()
+    if not path.is_dir():
+        raise InvalidParameterError("dir", "a folder", str(folder))
+    return path
+
+
+def _row(each: ModelFiles) -> tuple[str, ...]:
+    about = each.about
+    return (
+        Path(str(about.get("model", "?"))).name,
+        f"{about.get('kv_cache_dtype', '?')}, {about.get('block_size', '?')}",
+        f"{each.num_tokens:,}",
+        str(each.num_segments),
+        _size(each.num_bytes),
+        _age(each.used_at),
+        each.name[:12],
+    )
+
+
+def _num_damaged(found: list[ModelFiles]) -> int:
+    return sum(len(each.damaged) for each in found)
+
+
+def _print_damaged(found: list[ModelFiles]) -> None:
+    for each in found:
+        for path, reason in each.damaged:
+            print_line(f"{path}: {reason}")
+
+
+def _size(num_bytes: int) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _age(used_at: float) -> str:
+    if not used_at:
+        return "never"
+    seconds = max(0.0, time.time() - used_at)
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit} ago"
+    return "now"
