@@ -42,9 +42,9 @@ demo-real: $(INSTALLED)
 # All that the tests need, without running them.
 install-tests: $(INSTALLED_TESTS)
 
-# Three workers for two cores, because many tests wait. `make test WORKERS=0` runs them in one process.
+# Two workers for each core, because many tests wait. `make test WORKERS=0` runs them in one process.
 CORES := $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)
-WORKERS ?= $(shell echo $$(($(CORES) + $(CORES) / 2)))
+WORKERS ?= $(shell echo $$(($(CORES) * 2)))
 test: $(INSTALLED_TESTS)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 

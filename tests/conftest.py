@@ -7,6 +7,7 @@ mlx_paged` makes it by default; oracles get unpatched mlx-lm from `support.plain
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -139,6 +140,34 @@ def children_without_torch() -> None:
     """
     site = str(Path(__file__).parent / "support" / "child_site")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> None:
+    """Shares what clients read the certificates of the system into: 20 ms for each client
+    otherwise, and tests of the server make thousands."""
+    for name in ("httpx", "httpx2"):
+        try:
+            transports: Any = importlib.import_module(f"{name}._transports.default")
+        except ImportError:
+            continue
+        create = transports.create_ssl_context
+        shared: list[Any] = []
+
+        def of_all(
+            verify: Any = True,
+            *args: Any,
+            create: Any = create,
+            shared: Any = shared,
+            **kwargs: Any,
+        ) -> Any:
+            if verify is not True or any(args) or kwargs.get("cert"):
+                return create(verify, *args, **kwargs)
+            if not shared:
+                shared.append(create())
+            return shared[0]
+
+        transports.create_ssl_context = of_all
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -79,7 +79,7 @@ def test_ci_has_the_sanitized_extension() -> None:
     assert FOUND
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(16)
 @needs_sanitizers
 @pytest.mark.parametrize("which", [0, -1], ids=["widest", "narrowest"])
 def test_the_operations_pass_under_sanitizers(which) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,10 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
     return model
 
 
+#: One takes 30 ms to make.
+_tensor_names = cache(lambda kind: gguf.get_tensor_name_map(kind, 64))
+
+
 def gguf_name(case: Case, name: str) -> str:
     """The file's name of a weight of mlx-lm."""
     path, _, suffix = name.rpartition(".")
@@ -98,8 +103,7 @@ def gguf_name(case: Case, name: str) -> str:
         if match := re.fullmatch(pattern, path):
             return f"{match.expand(target)}.{suffix}"
     kind = getattr(gguf.MODEL_ARCH, case.table or case.architecture.upper().replace("-", "_"))
-    table = gguf.get_tensor_name_map(kind, 64)
-    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    found = _tensor_names(kind).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, f"the package has no name for {name}"
     return found
 
