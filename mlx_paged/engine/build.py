@@ -31,7 +31,12 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
 from mlx_paged.engine.speculation import costs
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.draft_model import make_eagle3, make_model_drafter, make_mtp
+from mlx_paged.engine.speculation.draft_model import (
+    make_dflash,
+    make_eagle3,
+    make_model_drafter,
+    make_mtp,
+)
 from mlx_paged.engine.speculation.drafter import Drafter
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.engine.speculation.lookup import LookupDrafter
@@ -338,6 +343,8 @@ def _model_drafter(
         return None
     if options.method == "eagle3":
         return make_eagle3(options, target, paged, masks, max_model_len=max_model_len)
+    if options.method == "dflash":
+        return make_dflash(options, target, paged, masks, max_model_len=max_model_len)
     if options.method == "mtp":
         return make_mtp(options, target, paged, masks, max_model_len=max_model_len)
     if options.method != "draft_model":

@@ -176,6 +176,7 @@ class ModelRunner:
         batch: StepBatch,
         previous: LaunchedStep | KnownTokens | None,
         features: mx.array | None = None,
+        bounds: np.ndarray | None = None,
     ) -> LaunchedStep:
         """Builds a step, starts it on the device, and returns immediately.
 
@@ -184,7 +185,7 @@ class ModelRunner:
 
         Args:
             previous: The step before, or its tokens, if the batch uses any of them.
-            features: See `StepInputs`.
+            features, bounds: See `StepInputs`.
 
         Raises:
             ValueError: The batch has adapters that it does not bring, or in slots that the model
@@ -193,7 +194,7 @@ class ModelRunner:
         before = self.model.pools()
         try:
             self._load_adapters(batch)
-            return self._launch(batch, previous, before, features)
+            return self._launch(batch, previous, before, features, bounds)
         except Exception:
             self.model.restore(before)
             self._forget()
@@ -300,6 +301,7 @@ class ModelRunner:
         previous: LaunchedStep | KnownTokens | None,
         pools_before: list[mx.array],
         features: mx.array | None,
+        bounds: np.ndarray | None,
     ) -> LaunchedStep:
         self._copy_blocks(batch)
         count, is_decode, targets = len(batch.seq_ids), batch.is_decode, batch.prompt_targets
@@ -338,7 +340,7 @@ class ModelRunner:
         num_ordered = self._num_ordered_rows(batch, num_rows)
         inputs = self._inputs(batch, context_lens, num_rows, wanted, media, num_ordered)
         if features is not None:
-            inputs = replace(inputs, features=features)
+            inputs = replace(inputs, features=features, bounds=bounds)
         repetition = self.model.repetition_of(inputs)
         step_tokens = input_tokens(
             batch,

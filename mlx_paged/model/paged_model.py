@@ -488,6 +488,7 @@ class PagedModel:
             len(inputs.logit_rows),
             # The number of features depends on a step's pictures, so such a step does not repeat.
             is_of_arrays=not self.layout.has_states
+            and inputs.bounds is None
             and (media is None or (not len(media.rows) and media.bounds is None)),
             may_pad=may_pad,
         )
@@ -635,6 +636,8 @@ class PagedModel:
 
     def _bounds(self, inputs: StepInputs, group_spec: KVCacheGroupSpec) -> np.ndarray | None:
         """Returns the first and last position that each row sees as a whole; see `build_plan`."""
+        if inputs.bounds is not None:
+            return inputs.bounds
         if inputs.media is None or inputs.media.bounds is None:
             return None
         bounds = inputs.media.bounds

@@ -176,6 +176,8 @@ class StepInputs:
         num_ordered_rows: Leading rows that must have the same bits in any company, on the CPU.
             Their logits are needed.
         features: ``[num_rows, width]``: hidden states of another model, for a draft head.
+        bounds: ``[2, num_rows]`` int32: see `build_plan`; None if no row sees a later one, apart
+            from media.
         adapters: ``[num_rows]``: the slot of each row's adapter, from 1; 0 for none. None if no row
             has one.
     """
@@ -188,6 +190,7 @@ class StepInputs:
     media: StepMedia | None = None
     num_ordered_rows: int = 0
     features: mx.array | None = None
+    bounds: np.ndarray | None = None
     adapters: np.ndarray | None = None
 
     def tables_of(self, group_spec: KVCacheGroupSpec) -> Tables:

@@ -250,7 +250,7 @@ def test_an_exception_in_the_middle_changes_no_answer(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"method": "dflash"}, "speculative_config.method"),
+        ({"method": "medusa"}, "speculative_config.method"),
         ({"method": 3}, "speculative_config.method"),
         ({"model": ""}, "speculative_config.model"),
         ({"metod": "ngram"}, "speculative_config.metod"),

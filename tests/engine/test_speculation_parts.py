@@ -185,12 +185,15 @@ def test_nothing_is_drafted_while_prompts_fill_the_step() -> None:
     assert given == [] and not speculator.is_active
 
 
-def priced(rounds: StepCosts, *, num_missing: int = 1) -> tuple[list[Any], Any]:
+def priced(
+    rounds: StepCosts, *, num_missing: int = 1, at_once: bool = False
+) -> tuple[list[Any], Any]:
     """What a drafter with a price is asked for, and the speculator."""
     asked: list[Any] = []
     drafter = Always(8, 1)
     drafter.price = SimpleNamespace(
         rounds=rounds,
+        drafts_at_once=at_once,
         kind=lambda seq: kind_of(Source.MODEL, 1),
         num_missing=lambda seq, state: num_missing,
     )
@@ -222,6 +225,12 @@ def test_a_drafter_with_a_price_is_asked_for_what_pays() -> None:
     assert [each.max_drafts for each in asked] == [2, 2], "a round must bring more than 0.3"
     asked, speculator = priced(StepCosts((1, 64), (0.8, 0.8), (0.8, 0.8)))
     assert asked == [] and not speculator.is_active
+    # A block costs one round, whatever its length, and is always made as a whole.
+    dear = StepCosts((1, 64), (2.0, 2.0), (2.0, 2.0))
+    asked, _ = priced(dear, at_once=True)
+    assert [each.max_drafts for each in asked] == []
+    fair = StepCosts((1, 64), (0.8, 0.8), (0.8, 0.8))
+    assert [each.max_drafts for each in priced(fair, at_once=True)[0]] == [8, 8]
     # Prompts that it lacks are a price, too.
     slow = StepCosts((1, 64), (0.01, 6.4), (0.01, 0.01))
     assert priced(slow)[0] != [] and priced(slow, num_missing=2000)[0] == []

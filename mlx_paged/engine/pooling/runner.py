@@ -160,6 +160,7 @@ class PoolingRunner(ModelRunner):
         previous: LaunchedStep | KnownTokens | None,
         pools_before: list[mx.array],
         features: mx.array | None = None,
+        bounds: np.ndarray | None = None,
     ) -> LaunchedPooling:
         self._copy_blocks(batch)
         num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from mlx_paged.model.loader import LoadedModel
 
 #: "ngram" finds drafts in the sequence's own tokens, "suffix" in those and in earlier answers, and
-#: "draft_model", "eagle3" and "mtp" ask another model or a head of the model.
-METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
-_WITH_MODEL = ("draft_model", "eagle3")
+#: the others ask another model or a head of the model.
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "dflash")
+_WITH_MODEL = ("draft_model", "eagle3", "dflash")
 # Others of vLLM.
-_NOT_YET = ("eagle", "medusa", "mlp_speculator", "dflash")
+_NOT_YET = ("eagle", "medusa", "mlp_speculator")
 _FIELD = "speculative_config"
 _DEFAULT_NGRAM = 5
 _DEFAULT_TOKENS = 5
@@ -34,9 +34,9 @@ class SpeculativeConfig:
     Args:
         method: "ngram" and "suffix" draft what followed when the latest tokens occurred before,
             "draft_model" what a smaller model continues with, "eagle3" and "mtp" what a head reads
-            from the model's hidden states. None means "draft_model" if there is a `model`
-            ("eagle3" if its name contains that), "ngram" if a `prompt_lookup` option is given, and
-            else "suffix".
+            from the model's hidden states, and "dflash" what a head does for a block at once. None
+            means "draft_model" if there is a `model` ("eagle3" or "dflash" if its name contains
+            that), "ngram" if a `prompt_lookup` option is given, and else "suffix".
         model: The draft model or head: a path or hub id (or a loaded draft model, in Python). It
             must have the vocabulary of the model that it drafts for. For "mtp", None reads the
             head from the checkpoint of the model.
@@ -93,8 +93,9 @@ class SpeculativeConfig:
         if method is None:
             method = "ngram" if is_ngram else "suffix"
             if self.model is not None:
-                is_eagle3 = _is_path(self.model) and "eagle3" in str(self.model).lower()
-                method = "eagle3" if is_eagle3 else "draft_model"
+                name = str(self.model).lower() if _is_path(self.model) else ""
+                named = (kind for kind in ("eagle3", "dflash") if kind in name)
+                method = next(named, "draft_model")
             self._set("method", method)
         if isinstance(method, str) and method.endswith("_mtp"):  # vLLM's names by family
             self._set("method", method := "mtp")

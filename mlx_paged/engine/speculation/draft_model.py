@@ -5,7 +5,7 @@ Errors of options name `speculative_config.model`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -15,11 +15,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.masks import SequenceMasks
+from mlx_paged.engine.speculation.block_drafter import BlockDrafter
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.draft_heads.base import input_embeddings, page_head
+from mlx_paged.model.draft_heads.dflash import DFlashConfig, load_dflash
 from mlx_paged.model.draft_heads.eagle3 import Eagle3Config, load_eagle3
 from mlx_paged.model.draft_heads.mtp import load_mtp
 from mlx_paged.model.loader import LoadedModel, local_directory, model_directory
@@ -129,13 +131,15 @@ def make_eagle3(
     path = local_directory(str(options.model))
     config = Eagle3Config.read(path)
     embeddings, size = input_embeddings(target.model)
-    _check_eagle3(config, target, size, str(options.model))
+    _check_fits(
+        target,
+        str(options.model),
+        ("vocab_size", target.vocab_size, config.layer.vocab_size),
+        ("target_hidden_size", size, config.target_hidden_size),
+    )
     head, tokens = load_eagle3(path, config, embeddings)
-    try:
-        paged.tap(config.places(len(getattr(target.model, "layers", ()))))
-    except ValueError as error:
-        expected = f"a head for {target.name} ({error})"
-        raise InvalidParameterError(_FIELD, expected, str(options.model)) from error
+    places = config.places(len(getattr(target.model, "layers", ())))
+    _tap(paged, places, target, str(options.model))
     spread = None if tokens is None else _Spread(tokens, target.vocab_size)
     runner = ModelRunner(
         page_head(head, paged, len(head.layers)), masks=masks, orders_all=True, to_vocabulary=spread
@@ -190,11 +194,67 @@ def make_mtp(
     return HeadDrafter(runner, masks, max_model_len=max_model_len, num_tokens=target.vocab_size)
 
 
-def _check_eagle3(config: Eagle3Config, target: LoadedModel, size: int, name: str) -> None:
-    for what, wanted, found in (
-        ("vocab_size", target.vocab_size, config.layer.vocab_size),
-        ("target_hidden_size", size, config.target_hidden_size),
-    ):
+def make_dflash(
+    options: SpeculativeConfig,
+    target: LoadedModel,
+    paged: PagedModel,
+    masks: SequenceMasks,
+    *,
+    max_model_len: int | None,
+) -> BlockDrafter:
+    """Loads a DFlash head, and taps the model.
+
+    Args:
+        paged: The model that it drafts for, before its pools are allocated.
+        max_model_len: Maximum tokens of a sequence; None: no limit.
+
+    Raises:
+        InvalidParameterError: It does not fit the model or the options.
+        ModelLoadError: Its files cannot be read.
+    """
+    path, name = local_directory(str(options.model)), str(options.model)
+    config = DFlashConfig.read(path)
+    embeddings, size = input_embeddings(target.model)
+    _check_fits(
+        target,
+        name,
+        ("vocab_size", target.vocab_size, config.vocab_size),
+        ("hidden_size", size, config.hidden_size),
+    )
+    most, projection = config.block_size - 1, paged.output_projection
+    if options.max_drafts > most:
+        expected = f"at most {most} for {name}, which drafts blocks of {config.block_size}"
+        field = "speculative_config.num_speculative_tokens"
+        raise InvalidParameterError(field, expected, options.max_drafts)
+    if projection is None:
+        raise InvalidParameterError(_FIELD, f"another method for {target.name}", name)
+    head = load_dflash(path, config, target.dtype)
+    head.attach(embeddings, projection.module, projection.method)
+    _tap(paged, config.places, target, name)
+    widen = partial(_of_width, width=target.vocab_size)
+    runner = ModelRunner(
+        page_head(head, paged, None), masks=masks, orders_all=True, to_vocabulary=widen
+    )
+    return BlockDrafter(
+        runner,
+        masks,
+        max_model_len=max_model_len,
+        num_tokens=target.vocab_size,
+        mask_token_id=config.mask_token_id,
+    )
+
+
+def _tap(paged: PagedModel, places: Sequence[int], target: LoadedModel, name: str) -> None:
+    try:
+        paged.tap(places)
+    except ValueError as error:
+        expected = f"a head for {target.name} ({error})"
+        raise InvalidParameterError(_FIELD, expected, name) from error
+
+
+def _check_fits(target: LoadedModel, name: str, *pairs: tuple[str, int, int]) -> None:
+    """Compares (what, the model's, the head's)."""
+    for what, wanted, found in pairs:
         if wanted != found:
             expected = f"a head for {target.name}, whose {what} is {wanted} and not {found}"
             raise InvalidParameterError(_FIELD, expected, name)

@@ -51,9 +51,11 @@ class Price(Protocol):
 
     Attributes:
         rounds: How long it takes to draft one more token of some sequences.
+        drafts_at_once: True if the first round makes all drafts, so that more cost nothing.
     """
 
     rounds: StepCosts | None
+    drafts_at_once: bool
 
     def kind(self, seq: Sequence) -> int:
         """The kind that a sequence's drafts would have, see `acceptance.kind_of`."""

@@ -66,6 +66,8 @@ class HeadDrafter(Drafter):
         rounds: See `Price`.
     """
 
+    drafts_at_once = False
+
     def __init__(
         self,
         runner: ModelRunner,

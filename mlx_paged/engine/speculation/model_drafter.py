@@ -46,6 +46,8 @@ class ModelDrafter(Drafter):
         rounds: See `Price`.
     """
 
+    drafts_at_once = False
+
     def __init__(
         self,
         runner: ModelRunner,

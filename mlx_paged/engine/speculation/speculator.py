@@ -138,8 +138,8 @@ class Speculator:
         chosen = []
         for proposal, count in zip(proposals, counts):
             if count and proposal.draft is None:
-                seq, state, _ = proposal.wanted
-                most = scheduler.reserve(seq, count)
+                seq, state, room = proposal.wanted
+                most = scheduler.reserve(seq, room if self._drafts_at_once else count)
                 if most:
                     chosen.append((proposal, Wanted(seq, state, most)))
         if not chosen:
@@ -166,8 +166,10 @@ class Speculator:
         price = self._drafter.price
         if price is None or price.rounds is None:
             return
-        num_rounds = max(each.max_drafts for each in drafted)
-        num_seqs = max(1, round(sum(each.max_drafts for each in drafted) / num_rounds))
+        num_rounds, num_seqs = 1, len(drafted)
+        if not price.drafts_at_once:
+            num_rounds = max(each.max_drafts for each in drafted)
+            num_seqs = max(1, round(sum(each.max_drafts for each in drafted) / num_rounds))
         context_len = sum(len(each.seq.tokens) for each in drafted) / len(drafted)
         price.rounds.observe(num_seqs, num_seqs, context_len, self._drafting / num_rounds)
 
@@ -251,7 +253,7 @@ class Speculator:
         rounds: Counter[int] = Counter()  # sequences in each round of the drafter
         for count, (gain, place, i) in enumerate(ordered[: _MAX_ROWS - num_seqs], 1):
             tokens += gain
-            if proposals[i].draft is None:
+            if proposals[i].draft is None and not (place and self._drafts_at_once):
                 drafting -= self._round_seconds(rounds[place], context_len)
                 rounds[place] += 1
                 drafting += self._round_seconds(rounds[place], context_len)
@@ -266,6 +268,11 @@ class Speculator:
         is_worth_it = self._gain > (_END_AT if self.is_active else _BEGIN_AT)
         self.is_active = is_worth_it and not self._is_broken
         return counts
+
+    @property
+    def _drafts_at_once(self) -> bool:
+        price = self._drafter.price
+        return price is not None and price.drafts_at_once
 
     def _round_seconds(self, num_seqs: int, context_len: float) -> float:
         """Seconds in which the drafter makes one more draft of some sequences."""

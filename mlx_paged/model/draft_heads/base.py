@@ -1,6 +1,8 @@
-"""What draft heads share: the model's embeddings, and paged caches of their own."""
+"""What draft heads share: files, the model's embeddings, and paged caches of their own."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,12 +31,29 @@ def input_embeddings(model: nn.Module) -> tuple[nn.Module, int]:
     return module, int(module(mx.zeros((1,), dtype=mx.int32)).shape[-1])
 
 
-def page_head(head: nn.Module, target: PagedModel, place: int) -> PagedModel:
+def read_weights(path: Path) -> dict[str, mx.array]:
+    """Returns all weights of a directory.
+
+    Raises:
+        ValueError: It has no safetensors files.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            "it has no safetensors files (convert pytorch_model.bin with safetensors.torch)"
+        )
+    weights: dict[str, mx.array] = {}
+    for file in files:
+        weights.update(mx.load(str(file)))  # type: ignore[arg-type]
+    return weights
+
+
+def page_head(head: nn.Module, target: PagedModel, place: int | None) -> PagedModel:
     """Converts a head to paged caches.
 
     Args:
         target: The model that it drafts for.
-        place: Place of its own states for the next draft, see `Taps`.
+        place: Place of its own states for the next draft, see `Taps`; None if it needs none.
 
     Raises:
         UnsupportedModelError: It does not run so.
@@ -47,5 +66,6 @@ def page_head(head: nn.Module, target: PagedModel, place: int) -> PagedModel:
         platform=target.platform,
     )
     paged.repeats_steps = target.repeats_steps
-    paged.tap([place])
+    if place is not None:
+        paged.tap([place])
     return paged

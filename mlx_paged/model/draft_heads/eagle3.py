@@ -21,6 +21,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 
 from mlx_paged.errors import ModelLoadError
+from mlx_paged.model.draft_heads.base import read_weights
 
 
 @dataclass(frozen=True)
@@ -209,16 +210,8 @@ def load_eagle3(
 
 def _weights(path: Path) -> dict[str, mx.array]:
     """The weights of a head by this module's names."""
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            "it has no safetensors files (convert pytorch_model.bin with safetensors.torch)"
-        )
-    weights: dict[str, mx.array] = {}
-    for file in files:
-        weights.update(mx.load(str(file)))  # type: ignore[arg-type]
     found = {}
-    for name, weight in weights.items():
+    for name, weight in read_weights(path).items():
         name = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
         if not name.endswith("rotary_emb.inv_freq"):
             found[name] = weight

@@ -1,0 +1,166 @@
+"""BlockDrafter: a head drafts all tokens of a block in one step.
+
+The rows of a step are those positions whose hidden states are new, and the block: the newest token,
+and a mask token for each draft. All rows of a block see each other::
+
+    position      2  3   4  5  6
+    token               e  ?  ?          e is the newest token
+    features     h2 h3                   the model's hidden states; keys and values are made of them
+    drafts                 f  g
+
+The block's keys and values are overwritten once the model has computed these positions.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.core import StepBatch
+from mlx_paged.core.kv.tree import TOKEN_TYPE
+from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.sampling.logits_processors import LogitEdits
+from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
+from mlx_paged.engine.sampling.sampler import SamplingMetadata
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.engine.speculation.acceptance import Draft
+from mlx_paged.engine.speculation.drafter import Wanted
+from mlx_paged.engine.speculation.head_drafter import HeadDrafter
+from mlx_paged.engine.speculation.rounds import Member
+from mlx_paged.engine.step_columns import edits_of
+
+
+class BlockDrafter(HeadDrafter):
+    """Drafts with a head for blocks.
+
+    Args:
+        mask_token_id: Stands for a draft.
+        num_tokens: See `HeadDrafter`.
+    """
+
+    drafts_at_once = True
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        masks: SequenceMasks,
+        *,
+        max_model_len: int | None,
+        num_tokens: int,
+        mask_token_id: int,
+    ) -> None:
+        super().__init__(runner, masks, max_model_len=max_model_len, num_tokens=num_tokens)
+        # Each row of a block sees the later ones.
+        runner.splits_drafts = False
+        self._masks = masks
+        self._mask_token_id = mask_token_id
+
+    def _compute(self, wanted: dict[int, Wanted]) -> dict[int, Draft]:
+        """See `HeadDrafter`."""
+        rows, hidden = list(self._rows.values()), self._hidden
+        self._rows, self._hidden = {}, None
+        if hidden is None or not rows:
+            return {}
+        self._run.make_copies()
+        members = [self._member(each, wanted.get(each.seq.seq_id)) for each in rows]
+        batch = self._batch(members)
+        features = _features(batch, members, hidden, [each.first for each in rows])
+        launched = self.runner.launch(batch, None, features, bounds=_bounds(batch, members))
+        mx.eval(launched.reported, *self.runner.model.pools())
+        sampled = iter(np.array(launched.reported).tolist())
+        found = {}
+        for member in members:
+            member.drafts = [next(sampled) for _ in range(member.max_drafts)]
+            seq = member.seq
+            drafts = seq.sampler.legal(seq.tokens, member.usable) if member.usable else ()
+            if drafts:
+                found[seq.seq_id] = Draft(len(seq.tokens), drafts, self.kind(seq))
+        return found
+
+    def _batch(self, members: Sequence[Member]) -> StepBatch:
+        count = len(members)
+        token_ids, lens = array(TOKEN_TYPE), array("q")
+        for member in members:
+            num_context, num_drafts = len(member.token_ids), member.max_drafts
+            token_ids.extend([0] * num_context)
+            if num_drafts:
+                token_ids.append(member.seq.tokens[-1])
+                token_ids.extend([self._mask_token_id] * num_drafts)
+            lens.append(num_context + (1 + num_drafts if num_drafts else 0))
+        samples = [member.max_drafts > 0 for member in members]
+        batch = StepBatch(
+            seq_ids=[member.seq.seq_id for member in members],
+            token_ids=token_ids,
+            starts=array("q", [member.begin for member in members]),
+            query_lens=lens,
+            samples=samples,
+            input_from=array("i", [-1]) * count,
+            num_drafts=array("i", [max(0, member.max_drafts - 1) for member in members]),
+            adapter_ids=array("i", bytes(4 * count)),
+            tables=[(member.table,) for member in members],
+            block_copies=((),),
+        )
+        if True in samples:
+            batch.sampling = self._sampling(members)
+        return batch
+
+    def _sampling(self, members: Sequence[Member]) -> SamplingMetadata:
+        """The settings of each draft. Only the first one's edits are known: those of the others
+        depend on the drafts before them."""
+        rows: list[SamplingRow] = []
+        positions: list[int] = []
+        edits: list[tuple[int, LogitEdits]] = []
+        self._masks.watch(m.seq for m in members if m.max_drafts and m.seq.sampler.has_edits)
+        for member in members:
+            seq, begin = member.seq, len(member.seq.tokens)
+            if member.max_drafts and seq.sampler.has_edits:
+                edit = edits_of(seq, MaskKey(seq.seq_id, begin))
+                if edit is not None:
+                    edits.append((len(rows), edit))
+            rows += [seq.sampler.row] * member.max_drafts
+            positions += range(begin, begin + member.max_drafts)
+        return replace(
+            SamplingMetadata.of(rows),
+            position=np.array(positions, dtype=np.uint32),
+            edits=edits,
+            logprobs=[],
+            logprob_token_ids=[],
+        )
+
+
+def _features(
+    batch: StepBatch, members: Sequence[Member], hidden: mx.array, firsts: Sequence[int]
+) -> mx.array:
+    """``[num_tokens, width + 1]``: the states of context rows and 1; zeros for a block's rows.
+
+    Args:
+        firsts: Row of each sequence's first state in `hidden`.
+    """
+    num_states, width = hidden.shape
+    source = np.full(len(batch.token_ids), num_states, dtype=np.int32)  # a row of zeros
+    for begin, first, member in zip(batch.begins(), firsts, members):
+        count = len(member.token_ids)
+        source[begin : begin + count] = np.arange(first, first + count)
+    ones = mx.ones((num_states, 1), hidden.dtype)
+    zeros = mx.zeros((1, width + 1), hidden.dtype)
+    table = mx.concatenate([mx.concatenate([hidden, ones], axis=1), zeros])
+    [rows] = ops.upload(source)
+    return table[rows]
+
+
+def _bounds(batch: StepBatch, members: Sequence[Member]) -> np.ndarray:
+    """``[2, num_tokens]`` int32: first and last position of the block of each row."""
+    parts = []
+    for start, length, member in zip(batch.starts, batch.query_lens, members):
+        own = np.arange(start, start + length)
+        first, last = own.copy(), own.copy()
+        num_context = len(member.token_ids)
+        first[num_context:] = start + num_context
+        last[num_context:] = start + length - 1
+        parts.append(np.stack([first, last]))
+    return np.concatenate(parts, axis=1).astype(np.int32)
