@@ -13,6 +13,7 @@ weights in a real shape: it measures what steps with drafts cost, on any device.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -96,16 +97,18 @@ def workloads(chats: Path | None, count: int) -> Iterator[Workload]:
     yield Workload("tool calls", messages, params, (1, 16))
 
 
-def measure(workload: Workload, num_seqs: int, rounds: int, dtype: str) -> dict[str, Any]:
+def measure(
+    workload: Workload, num_seqs: int, rounds: int, dtype: str, config: dict[str, Any]
+) -> dict[str, Any]:
     """Runs a workload with and without speculation, in turns."""
     engines = {}
-    for name, config in (("plain", None), ("speculation", {"method": "suffix"})):
+    for name, own in (("plain", None), ("speculation", config)):
         engines[name] = LLM(
             load(real_model_path(), dtype=dtype),
             max_num_seqs=num_seqs,
             max_model_len=2048,
             enable_prefix_caching=False,
-            speculative_config=config,
+            speculative_config=own,
         )
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     tokens: dict[str, Any] = {}
@@ -207,6 +210,9 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", help="only these")
     parser.add_argument("--count", type=int, default=16, help="requests of a workload")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--config", type=json.loads, default={"method": "suffix"}, help="of speculation, in JSON"
+    )
     parser.add_argument("--forced", type=float, help="share of right guesses, such as 0.7")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--shape", default="Llama-3.2-3B", help="for --forced, see cuda_engine.py")
@@ -229,7 +235,7 @@ def main() -> None:
                 continue
             for dtype in args.dtype:
                 for num_seqs in workload.sequences:
-                    found = measure(workload, num_seqs, args.rounds, dtype)
+                    found = measure(workload, num_seqs, args.rounds, dtype, args.config)
                     results.append(found)
                     print(
                         f"{workload.name}, {dtype}, {num_seqs}: {found['ratio']:.2f} "

@@ -71,7 +71,9 @@ class BlockDrafter(HeadDrafter):
         batch = self._batch(members)
         features = _features(batch, members, hidden, [each.first for each in rows])
         launched = self.runner.launch(batch, None, features, bounds=_bounds(batch, members))
-        mx.eval(launched.reported, *self.runner.model.pools())
+        if not any(member.max_drafts for member in members):
+            return {}
+        mx.eval(launched.reported)
         sampled = iter(np.array(launched.reported).tolist())
         found = {}
         for member in members:

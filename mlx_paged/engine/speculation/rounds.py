@@ -11,6 +11,7 @@ same token.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,6 +92,7 @@ class DraftRounds:
         self._masks = masks
         self._num_tokens = num_tokens
         self._copies: list[list[BlockCopy]] = []  # not made yet, step by step
+        self._thread = threading.current_thread()  # the one that ran the last round
 
     def reset(self) -> None:
         """Forgets a round that was interrupted, and all copies."""
@@ -104,14 +106,21 @@ class DraftRounds:
             self._copies.append(made)
 
     def make_copies(self) -> None:
-        """Makes the copies that were noted."""
+        """Makes the copies that were noted.
+
+        Operations of another thread are waited for, because those of this one must not do so.
+        """
+        thread = threading.current_thread()
+        if thread is not self._thread:
+            mx.eval(*self.runner.model.pools())
+            self._thread = thread
         for copies in self._copies:
             [pairs] = ops.upload(np.array(copies, dtype=np.int32))
             self.runner.model.copy_blocks(pairs)
         self._copies.clear()
 
     def run(self, members: Sequence[Member], features: mx.array | None = None) -> None:
-        """Runs all rounds, and fills `Member.drafts`. Waits for them.
+        """Runs all rounds, and fills `Member.drafts`. Waits for them if there are drafts.
 
         The edits of a draft's logits depend on the drafts before it. If there are any, the host
         reads each round before the next one.
@@ -148,10 +157,8 @@ class DraftRounds:
             if features is not None and going_on:
                 features = _features_after(previous, members, going_on)
             members = going_on
-        if not is_read:
+        if drafting and not is_read:
             _read(rounds)
-        # Another thread may run the next step, and must not wait for this one's operations.
-        mx.eval(*self.runner.model.pools())
 
     def _batch(self, members: list[Member], number: int, *, is_read: bool) -> StepBatch:
         """The batch of a round.

@@ -171,7 +171,8 @@ class Speculator:
             num_rounds = max(each.max_drafts for each in drafted)
             num_seqs = max(1, round(sum(each.max_drafts for each in drafted) / num_rounds))
         context_len = sum(len(each.seq.tokens) for each in drafted) / len(drafted)
-        price.rounds.observe(num_seqs, num_seqs, context_len, self._drafting / num_rounds)
+        num_rows = num_seqs * self._rows_of_round
+        price.rounds.observe(num_rows, num_seqs, context_len, self._drafting / num_rounds)
 
     def _proposals(self, sequences: Iterable[CoreSequence]) -> list[_Proposal]:
         """Looks for drafts, and remembers them until their tokens are known."""
@@ -275,11 +276,16 @@ class Speculator:
         return price is not None and price.drafts_at_once
 
     def _round_seconds(self, num_seqs: int, context_len: float) -> float:
-        """Seconds in which the drafter makes one more draft of some sequences."""
+        """Seconds in which the drafter makes one more draft of some sequences, or all of them."""
         price = self._drafter.price
         if price is None or price.rounds is None or not num_seqs:
             return 0.0
-        return price.rounds.seconds(num_seqs, num_seqs, context_len)
+        return price.rounds.seconds(num_seqs * self._rows_of_round, num_seqs, context_len)
+
+    @property
+    def _rows_of_round(self) -> int:
+        """Rows of each sequence in a round of the drafter."""
+        return 1 + self._config.max_drafts if self._drafts_at_once else 1
 
     # After a step.
 
