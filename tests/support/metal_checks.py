@@ -675,7 +675,10 @@ def rounded_products(library: SimLibrary) -> None:
 def _quantized_products(
     library: SimLibrary, forms: Sequence[tuple[str, int, int, int, int]]
 ) -> None:
-    """Compares (mode, bits, group size, rows, columns) with float64; the weight has 36 units."""
+    """Compares (mode, bits, group size, rows, columns) with float64; the weight has 36 units.
+
+    Every 16 rows read the weight once.
+    """
     rng = np.random.default_rng(0)
     for mode, width, group, rows, n in forms:
         arrays = quantized_weight(rng, n, 1152, mode, width, group, mx.float32)
@@ -690,8 +693,9 @@ def _quantized_products(
 
         got = to_numpy(run_program(library, build, x)[0])
         traffic = launches()[0]["traffic"]
+        num_tiles = -(-rows // 16)
         assert [traffic.get(i + 1, (0, 0))[0] for i in range(len(arrays))] == [
-            a.nbytes for a in arrays
+            num_tiles * a.nbytes for a in arrays
         ]
         # A SIMD-group has 4 rows of the weight for one row of x, and 2 for pairs of rows.
         simd_groups, pairs = (-(-n // 4), 1) if rows == 1 else (-(-n // 2), rows + rows % 2)
@@ -710,7 +714,8 @@ def affine_products(library: SimLibrary) -> None:
 
 @check
 def affine_products_of_many_rows(library: SimLibrary) -> None:
-    _quantized_products(library, [("affine", 8, 128, 9, 11), ("affine", 5, 64, 16, 5)])
+    forms = [("affine", 8, 128, 9, 11), ("affine", 5, 64, 16, 5), ("affine", 8, 128, 19, 3)]
+    _quantized_products(library, forms)
 
 
 @check

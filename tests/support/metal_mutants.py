@@ -288,6 +288,7 @@ MUTANTS = [
     _mutant(PRODUCTS, "sum = rounded<T>(sum) + float(residual[at]);", "sum += float(residual[at]);", "a sum that is not rounded before its residual", "rounded_products"),
     _mutant(EXPERTS, "sum = rounded<T>(sum) + float(bias[of_expert + c]);", "sum += float(bias[of_expert + c]);", "a sum that is not rounded before its bias", "rounded_products"),
     _mutant(ROWS, "if (begin < count) {", "if (true) {", "x is read for rows past the last", "affine_products_of_many_rows"),
+    _mutant(PRODUCTS, "params.num_rows - first, int(lane)", "params.num_rows, int(lane)", "later threadgroups read x for rows past the last", "affine_products_of_many_rows"),
     _mutant(PRODUCTS, "sum = rounded<T>(sum) + float(bias[column + c]);", "", "a bias that is not added", "products"),
     _mutant(PRODUCTS, "float(bias[column + c])", "float(bias[column])", "the bias of a SIMD-group's first column", "products"),
     _mutant(PRODUCTS, "sum = rounded<T>(sum) + float(residual[at]);", "", "a residual that is not added", "products"),
