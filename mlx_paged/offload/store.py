@@ -115,6 +115,13 @@ class BlockStore:
             if pin is not None:
                 pin.segment.close()
 
+    def unpin_all(self) -> None:
+        """Ends all pins, because their KV manager was given up."""
+        self._num_pins.clear()
+        while self._pins:
+            _, pin = self._pins.popitem()
+            pin.segment.close()
+
     def read(self, key: int, out: memoryview, done: threading.Event) -> Future[bool] | None:
         """Begins to read a pinned block; None if it is gone.
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.fake_model import PLACEHOLDER, FakeEngine, contents, generate
-from support.fake_tier import contents_of, tier_of
+from support.fake_tier import BLOCK_BYTES, FakeTier
 from support.id_store import IdStore
 from support.naive_groups import NaiveWindow
 from support.naive_store import NaiveStore
@@ -323,6 +323,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         encoder_bytes=st.sampled_from([1, 6, 9, 1000]),
         media_ids=st.sampled_from([(1000, 1 << 31), (1, 1 << 31), (1000, 40), (2, 20)]),
         tier=st.sampled_from([0, 0, 1, 5, 12, 60]),
+        disk=st.booleans(),
         speed=st.sampled_from([1, 2, 100]),
         max_loras=st.sampled_from([1, 1, 2, 3]),
     )
@@ -343,12 +344,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         encoder_bytes: int,
         media_ids: tuple[int, int],
         tier: int,
+        disk: bool,
         speed: int,
         max_loras: int,
     ) -> None:
         self.speed = speed
         options = group_options(groups, block_size, room)
         num_groups = 1 + len(options["windows"]) + (options["states"] is not None)
+        has_tier = caching and (tier > 0 or disk)
+        self.tiers = [
+            FakeTier(tier, num_groups, block_size, has_disk=disk) for _ in range(2 * has_tier)
+        ]
+        tiers = iter(self.tiers)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -368,7 +375,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     num_usable + 1,
                     block_size,
                     enable_prefix_caching=caching,
-                    tier=tier_of(tier, num_groups, block_size) if tier else None,
+                    tier=next(tiers, None),
                     **options,
                 ),
                 clock=lambda: self.now,
@@ -380,10 +387,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.max_parked_tokens = self.plain.max_parked_tokens = parked
         self.engine = FakeEngine(self.scheduler, overlap=overlap)
         self.plain_engine = FakeEngine(self.plain, overlap=overlap)
-        self.contents = [
-            contents_of(engine.device) for engine in (self.engine, self.plain_engine) if tier
-        ]
         self.engines = (self.engine, self.plain_engine)
+        for each, engine in zip(self.tiers, self.engines, strict=False):
+            each.device = engine.device
         self.num_compared = 0
         self.requests: list[Request] = []
 
@@ -446,8 +452,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check_integrity()
 
     def step_once(self) -> None:
-        for stored in self.contents:
-            stored.restore(self.speed)
+        for tier in self.tiers:
+            tier.restore(self.speed)
         self.engine.step()
         self.plain_engine.step()
         self.compare()
@@ -472,6 +478,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def time_passes(self) -> None:
         self.now += 1.0
+
+    @rule(choice=st.integers(0, 1000), most=st.sampled_from([0, 1, 3, 1000]))
+    def tiers_change(self, choice: int, most: int) -> None:
+        """A block on disk is lost, and host memory gets another size."""
+        for tier in self.tiers:
+            tier.lose(choice)
+            tier.memory.limit(max(most * BLOCK_BYTES, tier.memory.num_bytes * (choice % 2)))
+        self.scheduler.check_integrity()
 
     @rule(sure=st.integers(0, 5))
     def reset_cache(self, sure: int) -> None:
@@ -511,5 +525,7 @@ def test_random_operations(
     machine: type[RuleBasedStateMachine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_paged.core.kv.tree.LONG_SEARCH", 2)  # prompts are short here
+    monkeypatch.setattr("mlx_paged.core.kv.keeping.LONG_TOKENS", 8)
+    monkeypatch.setattr("mlx_paged.core.kv.keeping.LEAST_TOKENS", 2)
     for num_runs in ROUNDS:
         run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=num_runs))

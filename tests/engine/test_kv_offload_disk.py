@@ -377,6 +377,31 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         embedded(tmp_path / "file" / "kv")
 
 
+def test_a_repaired_engine_keeps_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_STEP_BYTES", 1)
+    monkeypatch.setattr(offloading, "_IDLE_BYTES", 1)
+    chats = prompts(200)
+    llm = embedded(tmp_path)
+    expected, _ = answers(llm, chats)
+    flush(llm)
+    second = embedded(tmp_path)
+    engine = second.engine
+    output = engine.add_request("x", chats[0], GREEDY)
+    engine.step()
+    assert engine._kv.restorations  # interrupted with blocks on their way
+    store = engine._offloading._store
+    segments = list(store._index._segments.values())
+    engine._recovery.is_whole = False
+    assert engine.recover() and not store._pins
+    while engine.has_unfinished:
+        engine.step()
+        engine.check_integrity()
+    assert output.outputs[0].token_ids == expected[0]
+    assert engine.stats().counters.num_restored_tokens == 192
+    store._reader.close()
+    assert not any(segment._num_users for segment in segments)
+
+
 # --- Why a prompt was not cached ------------------------------------------------------------------
 
 

@@ -95,6 +95,8 @@ class Offloading:
         """Makes a tier for a new KV manager; the one before is given up."""
         if self._levels is not None:
             self._past = self.stats
+            if self._store is not None:
+                self._store.unpin_all()
         self._memory = HostMemory(self._blocks, self._capacity)
         sizes, size = self._blocks.num_bytes, self._block_size
         memory = MemoryTier(self._memory, sizes, self._capacity, size)
