@@ -25,6 +25,7 @@ from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.graph_runner import Refusals, Repeat
 from mlx_paged.model.kv_formats import FORMATS
 from mlx_paged.model.plan import build_plan
+from mlx_paged.model.taps import FINAL
 
 pytestmark = needs_simulator
 
@@ -95,6 +96,30 @@ def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
     for mine, theirs in zip(ours.caches, graphs.caches, strict=True):
         for pool, other in ((mine.key_pool, theirs.key_pool), (mine.value_pool, theirs.value_pool)):
             np.testing.assert_allclose(np.array(pool), np.array(other), atol=2e-5)
+
+
+def test_hidden_states_are_further_outputs(rng) -> None:
+    """The inputs of layers are sums that a program otherwise keeps to itself."""
+    ours, graphs = driver_of(CONFIGS["llama"]), driver_of(CONFIGS["llama"])
+    steps = with_programs(ours)
+    for driver in (ours, graphs):
+        driver.runner.model.tap([1, 3, FINAL])
+    for work in ({"a": 7, "b": 1}, {"a": 1, "b": 1}):
+        tokens = {name: new_tokens(rng, count) for name, count in work.items()}
+        hidden = []
+        for driver in (graphs, ours):
+            rows = [driver.schedule(name, own) for name, own in tokens.items()]
+            if driver is graphs:
+                launched, expected = driver.launch(*rows)
+            else:
+                with simulated():
+                    launched, actual = driver.launch(*rows)
+            assert launched.hidden is not None
+            hidden.append(np.array(launched.hidden))
+        np.testing.assert_allclose(hidden[1], hidden[0], atol=2e-5)
+        for name, logits in expected.items():
+            np.testing.assert_allclose(actual[name], logits, atol=2e-5)
+    assert len(steps.made) == 2
 
 
 @pytest.mark.one_in(4)

@@ -46,16 +46,21 @@ class ProgramSteps(GraphRunner):
         end = 1 + len(arrays)
         of_step = _step_of(unknown[1:end], tuple(step.plans), _further_inputs(step))
         with patches.graph_for_program():
-            logits, written, *_ = self._forward(unknown[0], of_step, unknown[end:])
+            logits, written, _, taps = StepOutput(
+                *self._forward(unknown[0], of_step, unknown[end:])
+            )
         greedy = ops.greedy_tokens(logits)
-        program = executables.GpuExecutable(unknown, [logits, *greedy, *written], **self.options)
+        program = executables.GpuExecutable(
+            unknown, [logits, *greedy, *taps, *written], **self.options
+        )
         inputs = [tokens, *arrays, *pools]
         self.made.append((program, inputs))
         logits, *rest = program(inputs)
-        found, pools = Greedy(*rest[:3]), rest[3:]
+        num_taps = len(taps)
+        found, taps, pools = Greedy(*rest[:3]), rest[3 : 3 + num_taps], rest[3 + num_taps :]
         mx.eval(logits)  # first, because the pools are written in place
         self._newest = found
-        return StepOutput(logits, pools, found)
+        return StepOutput(logits, pools, found, taps)
 
 
 def with_programs(driver: StepDriver, **options: Any) -> ProgramSteps:
