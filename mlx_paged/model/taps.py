@@ -37,7 +37,9 @@ class Taps:
     ) -> None:
         layers = getattr(model, "layers", None)
         if not isinstance(layers, list):
-            raise ValueError("the model has no list of layers to read hidden states from")
+            if set(places) != {FINAL}:
+                raise ValueError("the model has no list of layers to read hidden states from")
+            layers = []
         wrong = [place for place in places if not FINAL <= place <= len(layers)]
         if wrong:
             raise ValueError(f"the model has {len(layers)} layers, and none before {wrong[0]}")

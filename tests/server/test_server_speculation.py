@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
 from support.server_helpers import ENGINE, running
 
+from mlx_paged.demo import model_path
+
 BODY = {"prompt": "def add(a, b):\n", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-OPTIONS = {"method": "suffix", "adaptive": False}
+OPTIONS = {
+    "suffix": {"method": "suffix", "adaptive": False},
+    "draft_model": {"model": str(model_path()), "adaptive": False},
+}
 
 
-def test_usage_and_metrics() -> None:
+@pytest.mark.parametrize("method", list(OPTIONS))
+def test_usage_and_metrics(method: str) -> None:
     with running(**ENGINE) as server, server.client() as client:
         plain = client.post("/v1/completions", json=BODY).json()
         assert "completion_tokens_details" not in plain["usage"]
         assert "spec_decode" not in client.get("/metrics").text
-    with running(**ENGINE, speculative_config=OPTIONS) as server, server.client() as client:
+    with running(**ENGINE, speculative_config=OPTIONS[method]) as server, server.client() as client:
         accepted = num_drafts = 0
         for _ in range(2):  # The second answer is drafted from the first one.
             drafted = client.post("/v1/completions", json=BODY).json()

@@ -75,6 +75,14 @@ class DFlashConfig:
         for name in ("conv_kernel_size", "selector_rank"):
             if own.get(name):
                 raise ValueError(f"{name} belongs to DFlash 2, which is not supported")
+        for name, plain in (
+            ("final_logit_softcapping", None),
+            ("input_embedding_scale", 1.0),
+            ("output_multiplier", 1.0),
+            ("is_causal", False),
+        ):
+            if own.get(name, plain) not in (plain, None):
+                raise ValueError(f"{name} must be {plain} but is {own[name]}")
         if set(own.get("layer_types") or ["full_attention"]) != {"full_attention"}:
             raise ValueError(f"layer_types must be full_attention but are {own['layer_types']}")
         rope = own.get("rope_parameters") or own.get("rope_scaling") or {}
