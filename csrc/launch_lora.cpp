@@ -6,12 +6,12 @@
 
 namespace mlx_paged {
 
-// Computes x @ a.T in float32 for every row, then base + hidden @ b.T.
+// Computes x @ a.T in float32 for every row, then base + hidden @ b.
 LaunchList Lora::launches(const Arrays& in, const Arrays& out, Gpu) const {
   const auto& a = in[kA];
   int rank = a.shape(1);
   int num_rows = int(in[kAdapters].size());
-  paged::LoraParams params{a.shape(0), rank, a.shape(2), in[kB].shape(1)};
+  paged::LoraParams params{a.shape(0), rank, a.shape(2), in[kB].shape(2)};
   int hidden = int(in.size() + out.size());
   uint64_t hidden_bytes = uint64_t(num_rows) * rank * sizeof(float);
   auto kernel = [&](const char* function, int columns_per_group, int columns) {

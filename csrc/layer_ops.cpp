@@ -375,7 +375,7 @@ mx::array lora(
   v.floating(a, "a");
   v.require(base.ndim() > 1, "base", "of at least two axes", base.shape());
   v.shape(a, "a", {-1, -1, x.shape(-1)});
-  v.shape(b, "b", {a.shape(0), base.shape(-1), a.shape(1)});
+  v.shape(b, "b", {a.shape(0), a.shape(1), base.shape(-1)});
   v.same_dtype(b, "b", a, "a");
   v.same_dtype(x, "x", base, "base");
   if (s.device == mx::Device::gpu) {

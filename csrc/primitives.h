@@ -448,10 +448,10 @@ class ExpertLinear : public Node {
   bool has_bias_;
 };
 
-// base + (x @ a[adapter].T) @ b[adapter].T: low-rank adapters, one per row. A row whose adapter is
+// base + (x @ a[adapter].T) @ b[adapter]: low-rank adapters, one per row. A row whose adapter is
 // out of range keeps its base. Adapters of a smaller rank are padded with zeros.
 // in: base [num_rows, ..., n], x [num_rows, ..., k], adapters [num_rows] int32, a [num_adapters,
-// rank, k], b [num_adapters, n, rank], scaled. On a GPU all have one dtype; on the CPU base and x
+// rank, k], b [num_adapters, rank, n], scaled. On a GPU all have one dtype; on the CPU base and x
 // are float32. out: like base.
 class Lora : public KernelNode {
  public:

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Low-rank adapters: base + (x @ a[adapter].T) @ b[adapter].T with an adapter per row. A row's sums
+// Low-rank adapters: base + (x @ a[adapter].T) @ b[adapter] with an adapter per row. A row's sums
 // do not depend on other rows.
 
 #pragma once
@@ -50,7 +50,7 @@ lora_down(
   }
 }
 
-// Computes out = base + hidden @ b[adapter].T; copies rows without an adapter.
+// Computes out = base + hidden @ b[adapter]; copies rows without an adapter.
 // grid: (n / LORA_THREADS rounded up, rows).
 template <typename T>
 PAGED_KERNEL(paged::LORA_THREADS)
@@ -70,10 +70,10 @@ lora_up(
     out[at] = base[at];
     return;
   }
-  device const T* weights = b + (ulong(adapter) * params.n + column) * params.rank;
+  device const T* weights = b + ulong(adapter) * params.rank * params.n + column;
   float sum = 0.0f;
   for (int r = 0; r < params.rank; r++) {
-    sum += hidden[row * params.rank + r] * float(weights[r]);
+    sum += hidden[row * params.rank + r] * float(weights[ulong(r) * params.n]);
   }
   out[at] = T(float(base[at]) + sum);
 }

@@ -790,7 +790,7 @@ def lora(
     *,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Adds the low-rank adapter of each row: ``base + (x @ a[adapter].T) @ b[adapter].T``.
+    """Adds the low-rank adapter of each row: ``base + (x @ a[adapter].T) @ b[adapter]``.
 
     The sums of a row do not depend on the other rows.
 
@@ -801,7 +801,7 @@ def lora(
         adapters: ``[num_rows]`` int32. A row whose adapter is out of range keeps its base.
         a: ``[num_adapters, rank, k]`` float32, float16 or bfloat16. Pad adapters of a smaller rank
             with zeros.
-        b: ``[num_adapters, n, rank]`` like `a`, multiplied with the adapter's scale.
+        b: ``[num_adapters, rank, n]`` like `a`, multiplied with the adapter's scale.
 
     Returns:
         Like `base`.

@@ -196,7 +196,7 @@ def lora(
     out = base.copy()
     for i, adapter in enumerate(adapters):
         if 0 <= adapter < len(a):
-            out[i] += (x[i] @ a[adapter].T) @ b[adapter].T
+            out[i] += (x[i] @ a[adapter].T) @ b[adapter]
     return out
 
 

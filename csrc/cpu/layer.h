@@ -100,7 +100,21 @@ struct NucleusArgs {
   int64_t size;
 };
 
-// Each kernel processes rows or elements [begin, end).
+// One row of a low-rank adapter: out = base + (x @ a.T) @ b.
+struct LoraArgs {
+  DType dtype;        // of a and b
+  const float* base;  // [n]
+  const float* x;     // [k]
+  const void* a;      // [rank, k]
+  const void* b;      // [rank, n]
+  int rank;
+  int k;
+  int n;
+  float* hidden;  // [rank], scratch
+  float* out;     // [n]; may be base
+};
+
+// Each kernel but `lora` processes rows or elements [begin, end).
 struct LayerKernels {
   void (*rope)(const RopeArgs& args, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
@@ -111,6 +125,7 @@ struct LayerKernels {
   void (*greedy)(const GreedyArgs& args, int64_t begin, int64_t end);
   void (*bitmask)(const BitmaskArgs& args, int64_t begin, int64_t end);
   void (*nucleus)(const NucleusArgs& args, int64_t begin, int64_t end);
+  void (*lora)(const LoraArgs& args);
 };
 
 }  // namespace mlx_paged::cpu

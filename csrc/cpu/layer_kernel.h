@@ -305,4 +305,72 @@ inline void greedy(const GreedyArgs& args, int64_t begin, int64_t end) {
   });
 }
 
+// hidden[r] = x . a[r] for `Rows` rows of a, which share the loads of x.
+template <int Rows, typename T>
+inline void lora_down(const float* x, const T* a, int k, float* hidden) {
+  VecF sums[Rows] = {};
+  int i = 0;
+  for (; i + kWidth <= k; i += kWidth) {
+    VecF v = load(x + i);
+    for (int r = 0; r < Rows; r++) {
+      sums[r] += v * load(a + int64_t(r) * k + i);
+    }
+  }
+  if (i < k) {
+    VecF v = load_tail(x + i, k - i);
+    for (int r = 0; r < Rows; r++) {
+      sums[r] += v * load_tail(a + int64_t(r) * k + i, k - i);
+    }
+  }
+  for (int r = 0; r < Rows; r++) {
+    hidden[r] = sum(sums[r]);
+  }
+}
+
+// `Vectors` vectors of out, from column i on.
+template <int Vectors, typename T>
+inline void lora_up(const LoraArgs& args, const T* b, int i) {
+  VecF sums[Vectors] = {};
+  for (int r = 0; r < args.rank; r++) {
+    VecF h = splat(args.hidden[r]);
+    for (int v = 0; v < Vectors; v++) {
+      sums[v] += h * load(b + int64_t(r) * args.n + i + v * kWidth);
+    }
+  }
+  for (int v = 0; v < Vectors; v++) {
+    store(args.out + i + v * kWidth, load(args.base + i + v * kWidth) + sums[v]);
+  }
+}
+
+inline void lora(const LoraArgs& args) {
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    const T* a = static_cast<const T*>(args.a);
+    const T* b = static_cast<const T*>(args.b);
+    int r = 0;
+    for (; r + 8 <= args.rank; r += 8) {
+      lora_down<8>(args.x, a + int64_t(r) * args.k, args.k, args.hidden + r);
+    }
+    for (; r < args.rank; r++) {
+      lora_down<1>(args.x, a + int64_t(r) * args.k, args.k, args.hidden + r);
+    }
+    int i = 0;
+    for (; i + 4 * kWidth <= args.n; i += 4 * kWidth) {
+      lora_up<4>(args, b, i);
+    }
+    for (; i + kWidth <= args.n; i += kWidth) {
+      lora_up<1>(args, b, i);
+    }
+    if (i < args.n) {
+      VecF sums = {};
+      for (r = 0; r < args.rank; r++) {
+        sums += splat(args.hidden[r]) * load_tail(b + int64_t(r) * args.n + i, args.n - i);
+      }
+      for (int j = i; j < args.n; j++) {
+        args.out[j] = args.base[j] + sums[j - i];
+      }
+    }
+  });
+}
+
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Low-rank adapters on the CPU: base + (x @ A.T) @ B.T with an adapter per row. Each row is
+// Low-rank adapters on the CPU: base + (x @ A.T) @ B with an adapter per row. Each row is
 // computed alone, so its bits do not depend on other rows.
 
 #pragma once
@@ -28,7 +28,7 @@ struct LoraRow {
   const float* x;     // [k]
   int adapter;        // no adapter if outside of [0, num_adapters)
   const char* a;      // [num_adapters, rank, k]
-  const char* b;      // [num_adapters, n, rank]
+  const char* b;      // [num_adapters, rank, n]
   float* out;         // [n]; may be base
 };
 void add_lora(const LoraShape& shape, const LoraRow& row);

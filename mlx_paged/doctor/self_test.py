@@ -217,7 +217,7 @@ def _silu_mul(data: Data) -> None:
 
 def _lora(data: Data) -> None:
     base, x = data.normal(4, 96), data.normal(4, 64)
-    a, b = data.normal(3, 8, 64) / 8, data.normal(3, 96, 8) / 4
+    a, b = data.normal(3, 8, 64) / 8, data.normal(3, 8, 96) / 4
     adapters = [2, -1, 0, 2]
     expected = reference.lora(exact(base), exact(x), adapters, exact(a), exact(b))
     data.check(ops.lora(base, x, mx.array(adapters, mx.int32), a, b), expected)

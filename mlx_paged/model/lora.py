@@ -1,7 +1,8 @@
 """Low-rank adapters on the device: a stack of slots for each linear layer that an adapter changes.
 
-A linear layer with a stack computes ``W x + B[slot] (A[slot] x)`` for the rows that name a slot, in
-steps that have such rows; all other steps are the graphs that they would be without adapters.
+A linear layer with a stack computes ``W(x) + (x @ A[slot].T) @ B[slot]`` for the rows that name a
+slot, in steps that have such rows; all other steps are the graphs that they would be without
+adapters.
 
 Slots are written in place, through the operation that writes keys and values. So compiled steps,
 which hold the stacks as constants, remain valid when an adapter is loaded. Only the first adapter
@@ -31,11 +32,11 @@ _BLOCK, _MAX_DIM, _NO_VALUES = 8, 512, 8
 
 
 class LowRank(NamedTuple):
-    """The change of one linear layer's weight: ``b @ a``.
+    """The change of one linear layer: ``x -> (x @ a.T) @ b``.
 
     Attributes:
         a: ``[rank, in_features]`` float32.
-        b: ``[out_features, rank]`` float32, with the adapter's scale.
+        b: ``[rank, out_features]`` float32, with the adapter's scale.
     """
 
     a: np.ndarray
@@ -129,7 +130,7 @@ class _Layer:
         width, out_features = shape_of(module)
         self._stacks = (
             _Stack(num_slots, (rank, width), dtype),
-            _Stack(num_slots, (out_features, rank), dtype),
+            _Stack(num_slots, (rank, out_features), dtype),
         )
         self._in_use: set[int] = set()
         self.a, self.b = (stack.array for stack in self._stacks)

@@ -311,6 +311,23 @@ def test_an_interrupted_engine_recovers_its_adapters(adapters: list[Path]) -> No
     assert_fused(outputs, adapters[:2], PROMPTS[:2])
 
 
+def test_drafts_are_verified_with_the_adapter(adapters: list[Path]) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    llm = llama(max_loras=3, speculative_config={**config, "adaptive": False})
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    given, prompts = [*requests_of(adapters), None], [PROMPTS[1]] * 4
+    outputs, plain = (
+        [
+            output.outputs[0].token_ids
+            for output in each.generate(prompts, params, lora_request=given)
+        ]
+        for each in (llm, llama(max_loras=3))
+    )
+    assert outputs == plain
+    found = llm.stats().spec_decoding
+    assert found is not None and found.num_draft_tokens > 0
+
+
 def test_statistics(adapters: list[Path]) -> None:
     engine: Engine = llama(max_loras=1).engine
     assert engine.stats().lora == LoraStats(1)

@@ -46,7 +46,7 @@ def read(path: Path, targets: AdapterTargets) -> Adapter:
 def assert_change(change: LowRank, layers: Layers, scale: float) -> None:
     a, b = layers[Q]
     np.testing.assert_array_equal(change.a, a)
-    np.testing.assert_array_equal(change.b, b * np.float32(scale))
+    np.testing.assert_array_equal(change.b, b.T * np.float32(scale))
 
 
 def test_mlx_lm(tmp_path: Path, layers: Layers, targets: AdapterTargets) -> None:
@@ -68,7 +68,8 @@ def test_peft(tmp_path: Path, layers: Layers, targets: AdapterTargets) -> None:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_dtypes(tmp_path: Path, layers: Layers, targets: AdapterTargets, dtype: mx.Dtype) -> None:
     adapter = read(write_peft(tmp_path, layers, alpha=4, dtype=dtype), targets)
-    for want, got in zip(layers[Q], adapter.layers[Q], strict=True):
+    a, b = layers[Q]
+    for want, got in zip((a, b.T), adapter.layers[Q], strict=True):
         np.testing.assert_array_equal(
             got, np.array(mx.array(want).astype(dtype).astype(mx.float32))
         )

@@ -42,7 +42,7 @@ def lora_inputs(rng: np.random.Generator, dtype: mx.Dtype, of_rows: mx.Dtype) ->
         normal(rng, ROWS, K, dtype=of_rows),
         mx.array(CHOSEN, mx.int32),
         normal(rng, ADAPTERS, RANK, K, dtype=dtype),
-        normal(rng, ADAPTERS, N, RANK, dtype=dtype),
+        normal(rng, ADAPTERS, RANK, N, dtype=dtype),
     ]
 
 

@@ -139,7 +139,7 @@ class _Reader:
     """
 
     pattern: re.Pattern[str]  # of a tensor's name: path of the layer, and "a" or "b"
-    transposed: bool  # True for a as [in, r] and b as [r, out]
+    transposed: bool  # True for a as [in, r] and b as [r, out]; False for both transposed
 
     def __init__(self, path: str, config: dict[str, Any], targets: AdapterTargets) -> None:
         self.path, self.config, self.targets = path, config, targets
@@ -227,11 +227,13 @@ class _Reader:
                 f"the tensors of {layer!r}", expected, f"shapes {a.shape} and {b.shape}"
             )
         if self.transposed:
-            a, b = a.T, b.T
+            a = a.T
+        else:
+            b = b.T
         rank, (width, out_features) = len(a), self.targets.linear[path]
-        if a.shape != (rank, width) or b.shape != (out_features, rank):
+        if a.shape != (rank, width) or b.shape != (rank, out_features):
             expected = f"of one rank, from {width} to {out_features} features"
-            given = f"a rank of {rank} and {b.shape[1]}, from {a.shape[1]} to {b.shape[0]}"
+            given = f"a rank of {rank} and {b.shape[0]}, from {a.shape[1]} to {b.shape[1]}"
             raise self.error(f"the tensors of {layer!r}", expected, given)
         scale = np.float32(self.scale_of(layer, rank))
         return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b) * scale)
