@@ -70,7 +70,7 @@ def test_results_do_not_depend_on_the_layout(rng) -> None:
 
 @pytest.mark.long
 def test_every_line_is_executed() -> None:
-    library = tensor_library(METAL)  # the one that the checks use
+    library = tensor_library()
     for run in checks_of(CHECKS).values():
         run(library)
     coverage = library.coverage()

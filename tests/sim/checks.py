@@ -44,13 +44,19 @@ def library(root: Path | str) -> SimLibrary:
     return SimLibrary(files=sorted(root.glob("*.metal")), root=root)
 
 
+def library_for(module: str, root: Path | str) -> SimLibrary:
+    """The kernels that the checks of a module run on: `library_of(root)` if the module has it."""
+    make = getattr(importlib.import_module(module), "library_of", library)
+    return make(Path(root).resolve())
+
+
 def first_failure(root: Path, module: str, names: Iterable[str] = ()) -> tuple[int, str]:
     """Verdict and what was said."""
     checks = checks_of(module)
     wanted = list(names) or list(checks)
     name = ""
     try:
-        kernels = library(root)
+        kernels = library_for(module, root)
         for name in wanted:
             checks[name](kernels)
     except SimCompileError as error:

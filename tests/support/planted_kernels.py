@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from sim import METAL, SimLibrary, abi, launcher
-from sim.checks import library
+from sim import SimLibrary, abi, launcher
 
 from mlx_paged import kernels
-from support.simulated import sim_ext, simulated_extension, tensor_library
+from support.simulated import metal_library, sim_ext, simulated_extension, tensor_library
 
 # Faults by kernel, as JSON: {"greedy_tokens_float32": "crash"}.
 VARIABLE = "MLX_PAGED_TEST_PLANTED"
@@ -87,7 +86,7 @@ def simulated_with_faults(
         library_: None: metal/ for every Mac, or with `TENSOR_UNITS` that for the M5.
     """
     if library_ is None:
-        library_ = tensor_library() if os.environ.get(TENSOR_UNITS) else library(METAL)
+        library_ = tensor_library() if os.environ.get(TENSOR_UNITS) else metal_library()
     sim_ext.set_simulator(_launcher(planted(), clock or Clock(), library_))
     sim_ext.simulated_launches()
     with (

@@ -19,7 +19,8 @@ from sim.checks import check
 from mlx_paged import ops
 from support.quantised import FORMATS, quantised
 from support.reference import PagedBatch, alibi_slopes, assert_close, make_batch, spans_of, to_numpy
-from support.simulated import launches, simulated_tensor_units, tensor_library
+from support.simulated import launches, simulated_tensor_units
+from support.simulated import tensor_library as library_of  # noqa: F401  for `sim.checks`
 
 mx.set_default_device(mx.cpu)
 
@@ -33,7 +34,7 @@ def batch_of(rows: list[int], heads: int, window: int | None = None, **shape) ->
 
 def attend(library: SimLibrary, batch: PagedBatch, limits=None, **options) -> mx.array:
     pools = (batch.key_pool, batch.value_pool)
-    with simulated_tensor_units(tensor_library(library.root)):
+    with simulated_tensor_units(library):
         plan = batch.plan(**(limits or {}))
         out = ops.paged_attention(batch.queries, *pools, plan, scale=0.125, **options)
         mx.eval(out)
@@ -88,7 +89,7 @@ def prefill_of_quantised_pools(library: SimLibrary) -> None:
     for name in FORMATS:
         plain = batch_of([20], 4)
         batch = quantised(plain, name)
-        with simulated_tensor_units(tensor_library(library.root)):
+        with simulated_tensor_units(library):
             out = batch.attend(plain.plan(), scale=0.125)
             mx.eval(out)
         assert_close(out, batch.expected(scale=0.125))
