@@ -25,8 +25,8 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 
 #: Limits of (files, changes of file, calls) on the path.
-STEP = (22, 61, 110)
-CHAT = (77, 720, 1260)
+STEP = (24, 64, 112)
+CHAT = (80, 735, 1270)
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/architecture.md"

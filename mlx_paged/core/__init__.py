@@ -4,7 +4,6 @@ from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.encoder_cache import EncoderCacheStats, ScheduledMedia
 from mlx_paged.core.kv.elastic import DevicePools, ElasticKVManager
 from mlx_paged.core.kv.forking import ForkingKVManager
-from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.manager import KVCounters, KVManager, KVUsage
 from mlx_paged.core.kv.memory_tier import MemoryTier
 from mlx_paged.core.kv.misses import CacheMiss, MissReason, PromptHistory
@@ -17,6 +16,7 @@ from mlx_paged.core.kv.specs import (
     StepTable,
     WindowGroupSpec,
 )
+from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.kv.tree import PrefixMatch, PrefixNode, PrefixQuery, PrefixTree
 from mlx_paged.core.media import MediaSpan, PromptMedia
 from mlx_paged.core.outputs import SchedulerOutput

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.manager import KVManager
+from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.kv.tree import PrefixQuery
 from mlx_paged.core.request import Request, Sequence
 

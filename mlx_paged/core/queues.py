@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, merge
 
-from mlx_paged.core.kv.groups import BlockTables
+from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.request import Request, Sequence
 from mlx_paged.errors import IntegrityError
 

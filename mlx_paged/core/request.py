@@ -35,8 +35,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from mlx_paged.core.encoder_cache import HeldFeatures
-from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.misses import CacheMiss
+from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.kv.tree import TOKEN_TYPE, PrefixQuery
 from mlx_paged.core.media import MediaSpan, PromptMedia, TreeTokens
 from mlx_paged.errors import InvalidParameterError

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mlx_paged.core.kv.forking import ForkingKVManager
-from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.specs import BlockCopy, StateGroupSpec, WindowGroupSpec
+from mlx_paged.core.kv.tables import BlockTables
 
 # Tokens that every group has room for.
 _LEAST_TOKENS = 1024

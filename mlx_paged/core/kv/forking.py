@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from mlx_paged.core.kv.groups import BlockTables, PrefixSource
 from mlx_paged.core.kv.manager import KVManager
 from mlx_paged.core.kv.pool import NULL_BLOCK
 from mlx_paged.core.kv.specs import BlockCopy
+from mlx_paged.core.kv.tables import BlockTables, PrefixSource
 from mlx_paged.core.kv.tree import PrefixNode, PrefixTree
 from mlx_paged.errors import IntegrityError
 

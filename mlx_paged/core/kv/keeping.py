@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlx_paged.core.kv.groups import AttentionGroup, BlockTables, KVCacheGroup
+from mlx_paged.core.kv.attention_group import AttentionGroup
+from mlx_paged.core.kv.groups import KVCacheGroup
 from mlx_paged.core.kv.stored import StoredPrefix
+from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.kv.tree import PrefixNode
 
 #: Prefixes of at least this many tokens are written the first time.

@@ -28,18 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_paged.core.kv.groups import (
-    AttentionGroup,
-    BlockTables,
-    KVCacheGroup,
-    PrefixSource,
-    Supply,
-)
+from mlx_paged.core.kv.attention_group import AttentionGroup
+from mlx_paged.core.kv.groups import KVCacheGroup, Supply
 from mlx_paged.core.kv.pool import BlockPool
 from mlx_paged.core.kv.restoration import BlockRead, Restoration
 from mlx_paged.core.kv.specs import BlockCopy, StateGroupSpec, StateMove, WindowGroupSpec
 from mlx_paged.core.kv.state_group import StateGroup
 from mlx_paged.core.kv.stored import StoredPrefix
+from mlx_paged.core.kv.tables import BlockTables, PrefixSource
 from mlx_paged.core.kv.tier import ABSENT, DropTier, Tier
 from mlx_paged.core.kv.tree import (
     NO_MATCH,

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from mlx_paged.core.kv.groups import BlockTables
 from mlx_paged.core.kv.stored import LookUp
+from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.kv.tier import OnLost, TierOwner
 from mlx_paged.core.kv.tree import TOKEN_BYTES, PrefixNode, PrefixQuery
 from mlx_paged.errors import IntegrityError

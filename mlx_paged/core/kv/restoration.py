@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from mlx_paged.core.kv.groups import BlockTables
+    from mlx_paged.core.kv.tables import BlockTables
 
 
 class BlockRead(NamedTuple):

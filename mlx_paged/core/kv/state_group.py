@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from mlx_paged.core.kv.groups import BlockTables, KVCacheGroup, PrefixSource
+from mlx_paged.core.kv.groups import KVCacheGroup
 from mlx_paged.core.kv.pool import NULL_BLOCK
 from mlx_paged.core.kv.restoration import BlockRead
 from mlx_paged.core.kv.specs import (
@@ -17,6 +17,7 @@ from mlx_paged.core.kv.specs import (
     StateSlot,
 )
 from mlx_paged.core.kv.stored import StoredPrefix
+from mlx_paged.core.kv.tables import BlockTables, PrefixSource
 from mlx_paged.core.kv.tier import ABSENT, Tier
 from mlx_paged.core.kv.tree import PrefixNode, PrefixQuery
 from mlx_paged.core.media import outside

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 from mlx_paged.core.kv.tree import PrefixNode, PrefixQuery
 
 if TYPE_CHECKING:
-    from mlx_paged.core.kv.groups import BlockTables, KVCacheGroup
+    from mlx_paged.core.kv.groups import KVCacheGroup
     from mlx_paged.core.kv.stored import LookUp
+    from mlx_paged.core.kv.tables import BlockTables
 
 ABSENT = 0
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mlx_paged.core import BlockCopy
-from mlx_paged.core.kv.groups import BlockTables
+from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.kv.tree import common_prefix_len
 
 _START = 0  # fingerprint of no tokens
