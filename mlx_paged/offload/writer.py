@@ -139,7 +139,7 @@ class SegmentWriter:
                 self._write(batch)
             except NoSpace as error:
                 self._fail("space", "nothing is written: %s", error)
-            except OSError as error:
+            except Exception as error:  # of the disk, or no memory: the thread goes on
                 self._fail("write", "cannot write to %s: %s", self._model_folder, error)
             with self._changed:
                 self._release(batch)

@@ -141,6 +141,20 @@ def test_salts_have_blocks_of_their_own(tmp_path: Path) -> None:
     assert cached(embedded(tmp_path), "a") == cached(embedded(tmp_path), None) == 192
 
 
+def test_a_prompt_with_log_probabilities_is_computed(tmp_path: Path) -> None:
+    [chat] = prompts(200)
+    llm = embedded(tmp_path, kv_offloading_size=0.1)
+    answers(llm, [chat])
+    llm.engine._kv.evict_idle()
+    flush(llm)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    for each in (llm, embedded(tmp_path)):
+        [output] = each.generate([chat], params)
+        assert output.num_cached_tokens == 0 and output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == 200 and output.prompt_logprobs[199] is not None
+    assert answers(embedded(tmp_path), [chat])[1] == [192]
+
+
 def test_changed_weights_are_another_model(tmp_path: Path) -> None:
     [chat] = prompts(200)
     llm = embedded(tmp_path)

@@ -576,6 +576,8 @@ class KVManager:
                 match.num_partial_tokens,
                 num_known_blocks=indexed.num_full_blocks,
             )
+        if source.num_tokens(size) >= query.num_tokens // size * size or not read_cache:
+            return source
         stored = self._stored_source(query, indexed)
         if stored is not None and stored.num_tokens(size) > source.num_tokens(size):
             return stored

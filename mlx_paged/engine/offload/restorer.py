@@ -15,8 +15,9 @@ from mlx_paged.engine.offload.host_memory import HostMemory
 from mlx_paged.model.block_bytes import BlockBytes, Bytes
 from mlx_paged.offload.store import FIRST_KEY, BlockStore
 
-# Bytes of blocks that are read from disk ahead of their use, for one restoration.
+# Bytes of blocks that are read from disk ahead of their use, for one restoration and for all.
 _AHEAD_BYTES = 64 << 20
+_MAX_AHEAD_BYTES = 256 << 20
 # Seconds that an idle engine waits for the disk at once. An abort waits for as long.
 _WAIT_SECONDS = 0.02
 
@@ -79,6 +80,8 @@ class Restorer:
                 data = memory[key]
             else:
                 ahead = self._read_ahead(restoration)
+                if not ahead.reads:
+                    break  # until others have used what was read for them
                 read = ahead.reads[0]
                 if read.done is not None and not read.done.done():
                     break
@@ -101,10 +104,12 @@ class Restorer:
         ahead, store = self._ahead.setdefault(restoration, _Ahead()), self._store
         assert store is not None
         ahead.next = max(ahead.next, restoration.num_done)
+        room = _MAX_AHEAD_BYTES - sum(each.num_bytes for each in self._ahead.values())
         while ahead.next < len(restoration.reads):
             group, _, key = restoration.reads[ahead.next]
             size = self._blocks.num_bytes[group]
-            if ahead.reads and ahead.num_bytes + size > _AHEAD_BYTES:
+            is_enough = ahead.num_bytes + size > _AHEAD_BYTES or size > room
+            if is_enough and (ahead.reads or room < _MAX_AHEAD_BYTES):
                 break
             ahead.next += 1
             if key < FIRST_KEY:
@@ -112,4 +117,5 @@ class Restorer:
             data = np.empty(size, dtype=np.uint8)
             ahead.reads.append(_Read(data, store.read(key, data.data, self._arrived)))
             ahead.num_bytes += size
+            room -= size
         return ahead
