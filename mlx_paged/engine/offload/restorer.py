@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -55,23 +56,29 @@ class Restorer:
         self._ahead: WeakKeyDictionary[Restoration, _Ahead] = WeakKeyDictionary()
         self._arrived = threading.Event()
 
-    def advance(self, kv: KVManager, memory: HostMemory, most: int, *, waits: bool) -> None:
-        """Brings up to about `most` bytes back, of the oldest restorations first.
+    def advance(
+        self, kv: KVManager, memory: HostMemory, most: int, seconds: float, *, waits: bool
+    ) -> None:
+        """Brings blocks back, of the oldest restorations first; at least one that is there.
 
         Args:
+            most: About the maximum of bytes.
+            seconds: Begins no block after that time.
             waits: Wait a little for the disk, because there is nothing else to do.
         """
         self._arrived.clear()
-        left = most
+        left, until = most, time.perf_counter() + seconds
         for restoration in kv.restorations.values():
-            left -= self._advance(restoration, memory, left)
-            if left <= 0:
+            left -= self._advance(restoration, memory, left, until)
+            if left <= 0 or time.perf_counter() >= until:
                 return
         some_wait = any(not r.is_done and not r.has_failed for r in kv.restorations.values())
         if waits and left == most and some_wait:
             self._arrived.wait(_WAIT_SECONDS)
 
-    def _advance(self, restoration: Restoration, memory: HostMemory, most: int) -> int:
+    def _advance(
+        self, restoration: Restoration, memory: HostMemory, most: int, until: float
+    ) -> int:
         """Returns the bytes that have come back."""
         num_bytes = 0
         while num_bytes < most and not restoration.is_done and not restoration.has_failed:
@@ -97,6 +104,8 @@ class Restorer:
             self._blocks.write(group, block, data)
             restoration.num_done += 1
             num_bytes += max(1, data.size)
+            if time.perf_counter() >= until:
+                break
         return num_bytes
 
     def _read_ahead(self, restoration: Restoration) -> _Ahead:
