@@ -236,6 +236,36 @@ def test_a_drafter_with_a_price_is_asked_for_what_pays() -> None:
     assert priced(slow)[0] != [] and priced(slow, num_missing=2000)[0] == []
 
 
+def test_drafts_that_turn_out_slower_end_for_a_while() -> None:
+    """Whatever costs and acceptance promise, what counts is the time that passes."""
+    now = 0.0
+    config = SpeculativeConfig(num_speculative_tokens=8)
+    speculator = Speculator(config, Always(8, 20), FREE, clock=lambda: now)
+    seq = sequence()
+    batch = SimpleNamespace(
+        has_drafts=True, samples=[True], is_decode=False, starts=[40], num_seqs=1, num_tokens=9,
+        num_drafts=[8],
+    )  # fmt: skip
+    seq.request = SimpleNamespace(state=None)
+    seq.is_finished = False
+    output: Any = SimpleNamespace(batch=batch, sequences=[seq])
+
+    def step(seconds: float, gained: int) -> None:
+        nonlocal now
+        now += seconds
+        speculator.observe(output, [[7] * gained])
+
+    speculator.is_active = True
+    for _ in range(60):
+        step(2.0, 3)  # three tokens in the time of two steps
+        assert speculator.is_active
+    for _ in range(60):
+        step(3.5, 3)
+    assert not speculator.is_active
+    looks = [step(1.0, 1) or speculator.is_active for _ in range(400)]
+    assert not any(looks[:190]) and any(looks), "it tries again later"
+
+
 def test_old_experience_with_a_model_is_forgotten() -> None:
     """Otherwise, one bad answer could end its drafts for good."""
     acceptance, kind = Acceptance(), kind_of(Source.MODEL, 1)

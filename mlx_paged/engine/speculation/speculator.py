@@ -37,6 +37,9 @@ _BEGIN_AT, _END_AT = 1.05, 1.01
 _GAIN_WEIGHT = 0.25
 # Rows of a step, at most: beyond, they would hold up the others.
 _MAX_ROWS = 256
+# Steps of a trial, and its largest ratio; steps after which it counts as good; steps of rest.
+_TRIAL_STEPS, _MAX_RATIO, _GOOD_STEPS = 24, 4.0, 200
+_MIN_REST, _MAX_REST = 256, 8192
 # A sequence is expected to go on for as many tokens as its answer has, and for these at least.
 _MIN_FUTURE = 16
 
@@ -57,6 +60,46 @@ class _Proposal:
     gains: list[float]
     draft: Draft | None = None
     seconds: float = 0.0
+
+
+class Trial:
+    """Compares the speed while drafts are made with the speed without.
+
+    The choice of drafts trusts measured costs and past acceptance. If these are wrong, for example
+    because the machine does other work now, drafts end, for longer each time.
+    """
+
+    def __init__(self) -> None:
+        self._ratio = 1.0
+        self._num_steps = 0  # since drafts began
+        self._num_resting = 0  # steps until they may begin again
+        self._next_rest = _MIN_REST
+        self.has_failed = False
+
+    def add(self, ratio: float) -> None:
+        """Notes a step while drafts are made.
+
+        Args:
+            ratio: Its tokens per second, relative to what is expected without drafts.
+        """
+        self._num_steps += 1
+        weight = 1 / min(self._num_steps, _TRIAL_STEPS)
+        self._ratio += weight * (min(ratio, _MAX_RATIO) - self._ratio)
+        self.has_failed = self._num_steps >= _TRIAL_STEPS and self._ratio < 1
+        if self.has_failed:
+            self._num_steps, self._num_resting = 0, self._next_rest
+            self._next_rest = min(2 * self._next_rest, _MAX_REST)
+        elif self._num_steps >= _GOOD_STEPS:
+            self._next_rest = _MIN_REST
+
+    def rest(self) -> None:
+        """Notes a step without drafts."""
+        self._num_steps, self._num_resting = 0, max(0, self._num_resting - 1)
+
+    @property
+    def may_begin(self) -> bool:
+        """False for a while after drafts were slower than none."""
+        return self._num_resting == 0
 
 
 class Speculator:
@@ -86,6 +129,7 @@ class Speculator:
         self._clock = clock
         self._acceptance = Acceptance()
         self._gain = 1.0  # expected tokens per second, relative to no drafts
+        self._trial = Trial()
         self._num_watched = 0  # steps since the last look
         self._num_looks = 0  # since the last draft
         self._committed_at: float | None = None
@@ -267,7 +311,7 @@ class Speculator:
             counts[i] += 1
         self._gain += _GAIN_WEIGHT * (best / plain - self._gain)
         is_worth_it = self._gain > (_END_AT if self.is_active else _BEGIN_AT)
-        self.is_active = is_worth_it and not self._is_broken
+        self.is_active = is_worth_it and self._trial.may_begin and not self._is_broken
         return counts
 
     @property
@@ -336,6 +380,15 @@ class Speculator:
             context_len = sum(batch.starts) / batch.num_seqs
             seconds = now - before - drafting
             self._costs.observe(batch.num_tokens, batch.num_seqs, context_len, seconds)
+            has_prompts = batch.num_tokens > batch.num_seqs + sum(batch.num_drafts)
+            if self.is_active and not has_prompts:
+                plain = self._costs.seconds(batch.num_seqs, batch.num_seqs, context_len)
+                num_tokens = sum(map(len, token_ids))
+                self._trial.add(num_tokens / batch.num_seqs * plain / max(now - before, 1e-9))
+                if self._trial.has_failed:
+                    self.is_active, self._gain = False, 1.0
+        if not self.is_active:
+            self._trial.rest()
         if not self.is_active:
             self._watch(output.sequences)
 
