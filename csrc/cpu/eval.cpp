@@ -257,32 +257,41 @@ void Lora::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto shape = cpu::lora_shape(in);
   const int32_t* adapters = in[kAdapters].data<int32_t>();
   bool is_float32 = in[kBase].dtype() == mx::float32;
-  auto add_row = [=, out = mx::array::unsafe_weak_copy(out[0])](
-                     int64_t i, std::vector<float>& memory) mutable {
+  auto add_rows = [=, out = mx::array::unsafe_weak_copy(out[0])](
+                      int64_t first, int num_rows, std::vector<float>& memory) mutable {
     int64_t n = shape.n, k = shape.k;
-    cpu::LoraRow row{nullptr, nullptr, adapters[i], in[kA].data<char>(), in[kB].data<char>(),
-                     nullptr};
-    if (is_float32) {
-      row.base = in[kBase].data<float>() + i * n;
-      row.x = in[kX].data<float>() + i * k;
-      row.out = out.data<float>() + i * n;
-      return cpu::add_lora(shape, row);
+    cpu::LoraRow rows[cpu::kMaxLoraRows];
+    memory.resize(is_float32 ? 0 : num_rows * (n + k));
+    for (int j = 0; j < num_rows; j++) {
+      int64_t i = first + j;
+      auto& row = rows[j];
+      row.adapter = adapters[i];
+      row.a = in[kA].data<char>();
+      row.b = in[kB].data<char>();
+      if (is_float32) {
+        row.base = in[kBase].data<float>() + i * n;
+        row.x = in[kX].data<float>() + i * k;
+        row.out = out.data<float>() + i * n;
+        continue;
+      }
+      float* wide = memory.data() + j * (n + k);
+      widen(in[kBase], i * n, n, wide);
+      widen(in[kX], i * k, k, wide + n);
+      row.base = row.out = wide;
+      row.x = wide + n;
     }
-    memory.resize(n + k);
-    widen(in[kBase], i * n, n, memory.data());
-    widen(in[kX], i * k, k, memory.data() + n);
-    row.base = row.out = memory.data();
-    row.x = memory.data() + n;
-    cpu::add_lora(shape, row);
-    round_to(out, i * n, n, row.out);
+    cpu::add_lora(shape, rows, num_rows);
+    for (int j = 0; j < num_rows && !is_float32; j++) {
+      round_to(out, (first + j) * n, n, rows[j].out);
+    }
   };
-  int64_t rows = in[kAdapters].size();
+  int64_t num_rows = in[kAdapters].size();
   cpu::dispatch(encoder, out, [=] {
-    cpu::for_ranges(rows, shape.n * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
-      auto add = add_row;
+    cpu::for_ranges(num_rows, shape.n * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
+      auto add = add_rows;
       std::vector<float> memory;
-      for (int64_t i = begin; i < end; i++) {
-        add(i, memory);
+      for (int64_t i = begin; i < end; i += cpu::kMaxLoraRows) {
+        add(i, int(std::min<int64_t>(end - i, cpu::kMaxLoraRows)), memory);
       }
     });
   });

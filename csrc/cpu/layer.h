@@ -100,18 +100,22 @@ struct NucleusArgs {
   int64_t size;
 };
 
-// One row of a low-rank adapter: out = base + (x @ a.T) @ b.
+// Rows that share one pass over the matrices of their adapter.
+constexpr int kLoraRows = 4;
+
+// Rows of one low-rank adapter: out = base + (x @ a.T) @ b. A row's sums do not depend on num_rows.
 struct LoraArgs {
-  DType dtype;        // of a and b
-  const float* base;  // [n]
-  const float* x;     // [k]
-  const void* a;      // [rank, k]
-  const void* b;      // [rank, n]
+  DType dtype;  // of a and b
+  int num_rows;
+  const float* base[kLoraRows];  // [n] each
+  const float* x[kLoraRows];     // [k] each
+  float* out[kLoraRows];         // [n] each; may be base
+  const void* a;                 // [rank, k]
+  const void* b;                 // [rank, n]
   int rank;
   int k;
   int n;
-  float* hidden;  // [rank], scratch
-  float* out;     // [n]; may be base
+  float* hidden;  // [num_rows, rank], scratch
 };
 
 // Each kernel but `lora` processes rows or elements [begin, end).

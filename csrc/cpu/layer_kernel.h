@@ -305,70 +305,106 @@ inline void greedy(const GreedyArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-// hidden[r] = x . a[r] for `Rows` rows of a, which share the loads of x.
-template <int Rows, typename T>
-inline void lora_down(const float* x, const T* a, int k, float* hidden) {
-  VecF sums[Rows] = {};
+// hidden[row, r...] = x[row] . a[r...] for `Rows` rows of x and `Columns` rows of a.
+template <int Rows, int Columns, typename T>
+inline void lora_down(const LoraArgs& args, int r) {
+  const T* a = static_cast<const T*>(args.a) + int64_t(r) * args.k;
+  VecF sums[Rows][Columns] = {};
   int i = 0;
-  for (; i + kWidth <= k; i += kWidth) {
-    VecF v = load(x + i);
-    for (int r = 0; r < Rows; r++) {
-      sums[r] += v * load(a + int64_t(r) * k + i);
+  for (; i + kWidth <= args.k; i += kWidth) {
+    VecF x[Rows];
+    for (int row = 0; row < Rows; row++) {
+      x[row] = load(args.x[row] + i);
+    }
+    for (int c = 0; c < Columns; c++) {
+      VecF v = load(a + int64_t(c) * args.k + i);
+      for (int row = 0; row < Rows; row++) {
+        sums[row][c] += x[row] * v;
+      }
     }
   }
-  if (i < k) {
-    VecF v = load_tail(x + i, k - i);
-    for (int r = 0; r < Rows; r++) {
-      sums[r] += v * load_tail(a + int64_t(r) * k + i, k - i);
+  if (i < args.k) {
+    for (int c = 0; c < Columns; c++) {
+      VecF v = load_tail(a + int64_t(c) * args.k + i, args.k - i);
+      for (int row = 0; row < Rows; row++) {
+        sums[row][c] += load_tail(args.x[row] + i, args.k - i) * v;
+      }
     }
   }
-  for (int r = 0; r < Rows; r++) {
-    hidden[r] = sum(sums[r]);
+  for (int row = 0; row < Rows; row++) {
+    for (int c = 0; c < Columns; c++) {
+      args.hidden[row * args.rank + r + c] = sum(sums[row][c]);
+    }
   }
 }
 
-// `Vectors` vectors of out, from column i on.
-template <int Vectors, typename T>
-inline void lora_up(const LoraArgs& args, const T* b, int i) {
-  VecF sums[Vectors] = {};
+// `Vectors` vectors of `Rows` rows of out, from column i on.
+template <int Rows, int Vectors, typename T>
+inline void lora_up(const LoraArgs& args, int i) {
+  const T* b = static_cast<const T*>(args.b) + i;
+  VecF sums[Rows][Vectors] = {};
   for (int r = 0; r < args.rank; r++) {
-    VecF h = splat(args.hidden[r]);
-    for (int v = 0; v < Vectors; v++) {
-      sums[v] += h * load(b + int64_t(r) * args.n + i + v * kWidth);
+    VecF v[Vectors];
+    for (int j = 0; j < Vectors; j++) {
+      v[j] = load(b + int64_t(r) * args.n + j * kWidth);
+    }
+    for (int row = 0; row < Rows; row++) {
+      VecF h = splat(args.hidden[row * args.rank + r]);
+      for (int j = 0; j < Vectors; j++) {
+        sums[row][j] += h * v[j];
+      }
     }
   }
-  for (int v = 0; v < Vectors; v++) {
-    store(args.out + i + v * kWidth, load(args.base + i + v * kWidth) + sums[v]);
+  for (int row = 0; row < Rows; row++) {
+    for (int j = 0; j < Vectors; j++) {
+      int at = i + j * kWidth;
+      store(args.out[row] + at, load(args.base[row] + at) + sums[row][j]);
+    }
+  }
+}
+
+template <int Rows, typename T>
+inline void lora_rows(const LoraArgs& args) {
+  constexpr int Columns = Rows == 1 ? 8 : 4;  // independent sums for each row
+  int r = 0;
+  for (; r + Columns <= args.rank; r += Columns) {
+    lora_down<Rows, Columns, T>(args, r);
+  }
+  for (; r < args.rank; r++) {
+    lora_down<Rows, 1, T>(args, r);
+  }
+  int i = 0;
+  for (; i + 4 * kWidth <= args.n; i += 4 * kWidth) {
+    lora_up<Rows, 4, T>(args, i);
+  }
+  for (; i + kWidth <= args.n; i += kWidth) {
+    lora_up<Rows, 1, T>(args, i);
+  }
+  const T* b = static_cast<const T*>(args.b) + i;
+  for (int row = 0; row < Rows && i < args.n; row++) {
+    VecF sums = {};
+    for (r = 0; r < args.rank; r++) {
+      VecF h = splat(args.hidden[row * args.rank + r]);
+      sums += h * load_tail(b + int64_t(r) * args.n, args.n - i);
+    }
+    for (int j = i; j < args.n; j++) {
+      args.out[row][j] = args.base[row][j] + sums[j - i];
+    }
   }
 }
 
 inline void lora(const LoraArgs& args) {
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
-    const T* a = static_cast<const T*>(args.a);
-    const T* b = static_cast<const T*>(args.b);
-    int r = 0;
-    for (; r + 8 <= args.rank; r += 8) {
-      lora_down<8>(args.x, a + int64_t(r) * args.k, args.k, args.hidden + r);
-    }
-    for (; r < args.rank; r++) {
-      lora_down<1>(args.x, a + int64_t(r) * args.k, args.k, args.hidden + r);
-    }
-    int i = 0;
-    for (; i + 4 * kWidth <= args.n; i += 4 * kWidth) {
-      lora_up<4>(args, b, i);
-    }
-    for (; i + kWidth <= args.n; i += kWidth) {
-      lora_up<1>(args, b, i);
-    }
-    if (i < args.n) {
-      VecF sums = {};
-      for (r = 0; r < args.rank; r++) {
-        sums += splat(args.hidden[r]) * load_tail(b + int64_t(r) * args.n + i, args.n - i);
-      }
-      for (int j = i; j < args.n; j++) {
-        args.out[j] = args.base[j] + sums[j - i];
-      }
+    switch (args.num_rows) {
+      case 1:
+        return lora_rows<1, T>(args);
+      case 2:
+        return lora_rows<2, T>(args);
+      case 3:
+        return lora_rows<3, T>(args);
+      default:
+        return lora_rows<4, T>(args);
     }
   });
 }

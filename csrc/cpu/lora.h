@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Low-rank adapters on the CPU: base + (x @ A.T) @ B with an adapter per row. Each row is
-// computed alone, so its bits do not depend on other rows.
+// Low-rank adapters on the CPU: base + (x @ A.T) @ B with an adapter per row. A row's
+// bits do not depend on other rows.
 
 #pragma once
 
@@ -31,6 +31,10 @@ struct LoraRow {
   const char* b;      // [num_adapters, rank, n]
   float* out;         // [n]; may be base
 };
-void add_lora(const LoraShape& shape, const LoraRow& row);
+
+// Rows of one call: those with the same adapter share passes over its matrices.
+constexpr int kMaxLoraRows = 64;
+
+void add_lora(const LoraShape& shape, const LoraRow* rows, int num_rows);
 
 }  // namespace mlx_paged::cpu

@@ -226,11 +226,19 @@ void CpuLowering::lower_lora(const GraphNode& node) {
   add_row_task(
       to, {base, x, adapters}, {down.buffer, up.buffer},
       [=](const Bases& bases, int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
-          add_lora(
-              shape, {base.row(bases, i), x.row(bases, i), *adapters.row<int32_t>(bases, i),
-                      bases[down.buffer] + down.offset * shape.item_size,
-                      bases[up.buffer] + up.offset * shape.item_size, to.row(bases, i)});
+        LoraRow rows[kMaxLoraRows];
+        for (int64_t i = begin; i < end; i += kMaxLoraRows) {
+          int num_rows = int(std::min<int64_t>(end - i, kMaxLoraRows));
+          for (int j = 0; j < num_rows; j++) {
+            rows[j] = {
+                base.row(bases, i + j),
+                x.row(bases, i + j),
+                *adapters.row<int32_t>(bases, i + j),
+                bases[down.buffer] + down.offset * shape.item_size,
+                bases[up.buffer] + up.offset * shape.item_size,
+                to.row(bases, i + j)};
+          }
+          add_lora(shape, rows, num_rows);
         }
       });
 }

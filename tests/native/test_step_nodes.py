@@ -71,6 +71,27 @@ def test_each_row_has_its_adapter(rng, dtype: mx.Dtype, of_rows: mx.Dtype | None
         np.testing.assert_array_equal(exact(row)[0], exact(together)[i])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("k", "n", "rank"), [(64, 96, 8), (77, 101, 19)])
+def test_rows_of_one_adapter_share_its_matrices(
+    rng, dtype: mx.Dtype, k: int, n: int, rank: int
+) -> None:
+    """A row has the same bits alone, and with any number of others."""
+    chosen = [0, 0, 1, 0, 0, 0, 0, 1, 0, 2, -1, 1, 0] * 6
+    base, x = (
+        normal(rng, len(chosen), n, dtype=mx.float32),
+        normal(rng, len(chosen), k, dtype=mx.float32),
+    )
+    a, b = normal(rng, 3, rank, k, dtype=dtype), normal(rng, 3, rank, n, dtype=dtype)
+    together = exact(ops.lora(base, x, mx.array(chosen, mx.int32), a, b, stream=mx.cpu))
+    expected = reference.lora(exact(base), exact(x), chosen, exact(a), exact(b))
+    assert reference.relative_errors(together, expected).max() < 1e-5
+    for i, adapter in enumerate(chosen[:13]):
+        ids = mx.array([adapter], mx.int32)
+        alone = ops.lora(base[i : i + 1], x[i : i + 1], ids, a, b, stream=mx.cpu)
+        np.testing.assert_array_equal(exact(alone)[0], together[i])
+
+
 @needs_cpu_steps
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("are_inputs", [False, True], ids=["constants", "inputs"])
