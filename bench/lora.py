@@ -9,6 +9,7 @@ Adapters are random; those of real tasks cost the same. The ratio is that of tok
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -112,7 +113,13 @@ def step_seconds(
 
 
 def measure(
-    loaded: LoadedModel, targets: str, rank: int, rows: int, num_tokens: int, rounds: int
+    loaded: LoadedModel,
+    targets: str,
+    rank: int,
+    rows: int,
+    num_tokens: int,
+    rounds: int,
+    lora_dtype: str,
 ) -> list[dict[str, Any]]:
     """Decodes per second of each run, in turns, and their ratio to the base's.
 
@@ -127,6 +134,7 @@ def measure(
         llm = LLM(
             loaded, enable_lora=True, max_loras=len(given), max_lora_rank=rank, max_num_seqs=rows,
             max_model_len=1024, enable_prefix_caching=False, kv_cache_memory=1 << 30,
+            lora_dtype=lora_dtype,
         )  # fmt: skip
         seconds: dict[str, list[tuple[float, float]]] = {run.name: [] for run in RUNS}
         for turn in range(rounds + 1):
@@ -146,6 +154,7 @@ def measure(
         {
             "run": run.name,
             "targets": targets,
+            "lora_dtype": lora_dtype,
             "rank": rank,
             "rows": rows,
             "step_ms": 1000 * step[run.name],
@@ -166,15 +175,17 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rows", type=int, nargs="+", default=[32])
     parser.add_argument("--targets", nargs="+", choices=sorted(TARGETS), default=[*TARGETS])
+    parser.add_argument("--lora-dtypes", nargs="+", default=["auto", "bfloat16"])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", default="lora-cpu", help="name in bench/results")
     given = parser.parse_args()
     results = []
     for targets in given.targets:
-        for rows in given.rows:
+        for rows, lora_dtype in itertools.product(given.rows, given.lora_dtypes):
             loaded = model_of(given.shape, given.bits or None, given.dtype)
-            results += measure(loaded, targets, given.rank, rows, given.tokens, given.rounds)
+            rounds = given.tokens, given.rounds
+            results += measure(loaded, targets, given.rank, rows, *rounds, lora_dtype)
     path = save(
         given.output,
         {
@@ -186,9 +197,10 @@ def main() -> None:
         },
     )
     print_table(
-        ["targets", "rows", "run", "step (ms)", "CPU (ms)", "tokens/s", "ratio", "CPU ratio"],
+        ["targets", "format", "rows", "run", "step (ms)", "CPU (ms)", "tokens/s", "ratio",
+         "CPU ratio"],
         [
-            [r["targets"], str(r["rows"]), r["run"], f"{r['step_ms']:.2f}",
+            [r["targets"], r["lora_dtype"], str(r["rows"]), r["run"], f"{r['step_ms']:.2f}",
              f"{r['cpu_ms']:.2f}", f"{r['tokens_per_second']:.0f}", f"{r['ratio']:.3f}",
              f"{r['cpu_ratio']:.3f}"]
             for r in results

@@ -610,6 +610,14 @@ class ServeOptions:
     ] = None
     max_loras: Annotated[int, option(_LORA, "Maximum different adapters in a step.", min=1)] = 1
     max_lora_rank: Annotated[int, option(_LORA, "Maximum rank of an adapter.", min=1)] = 16
+    lora_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        option(
+            _LORA,
+            "Format of adapters on the device. auto: that of the model's computation. CPU only: "
+            "float16 and bfloat16 take half the memory and less time.",
+        ),
+    ] = "auto"
     max_cpu_loras: Annotated[
         int | None,
         option(_LORA, "Maximum adapters in main memory.", min=1, show_default="--max-loras"),

@@ -244,6 +244,7 @@ def _adapters(
 
     Raises:
         AdapterError: See `read_adapter`.
+        InvalidParameterError: A format that the device does not take.
     """
     if not config.num_adapter_slots:
         return None, None
@@ -257,7 +258,8 @@ def _adapters(
         rank = max(rank, config.max_lora_rank)
         kept = config.max_cpu_loras or config.max_loras
         store = AdapterStore(targets, max_rank=rank, max_adapters=kept)
-    paged.enable_adapters(config.num_adapter_slots, -(-rank // RANK_STEP) * RANK_STEP)
+    rank = -(-rank // RANK_STEP) * RANK_STEP
+    paged.enable_adapters(config.num_adapter_slots, rank, config.lora_dtype)
     return store, default
 
 

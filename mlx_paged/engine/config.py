@@ -34,6 +34,7 @@ DEFAULT_STEP_TOKENS = 2048
 _SMOOTH_STEP_MS = 50
 CALIBRATE = ("auto", "off", "force")
 MEMORY_PRESSURE = ("auto", "off")
+LORA_DTYPES = ("auto", "float32", "float16", "bfloat16")
 CPU_ACTIVATIONS = ("float32", "bfloat16", "int8")
 
 
@@ -129,6 +130,9 @@ class EngineConfig:
         enable_lora: Take requests with a `LoRARequest`: a low-rank adapter on top of the model.
         max_loras: Maximum different adapters of one step. Requests for others wait.
         max_lora_rank: Maximum rank of an adapter. Memory and time of adapters grow with it.
+        lora_dtype: Format of adapters on the device: "auto" is that of the model's computation;
+            "float16" or "bfloat16" halve the memory and the time to read them on the CPU, which
+            computes in float32.
         max_cpu_loras: Maximum adapters kept in main memory; None: max_loras.
         adapter_path: Directory of an adapter for all requests that name none (mlx-lm's name). Its
             rank may exceed max_lora_rank.
@@ -178,6 +182,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    lora_dtype: str = "auto"
     max_cpu_loras: int | None = None
     adapter_path: str | Path | None = None
 
@@ -342,6 +347,9 @@ class EngineConfig:
         if self.max_lora_rank > _MAX_LORA_RANK:
             expected = f"at most {_MAX_LORA_RANK}"
             raise InvalidParameterError("max_lora_rank", expected, self.max_lora_rank)
+        if self.lora_dtype not in LORA_DTYPES:
+            expected = " or ".join(map(repr, LORA_DTYPES))
+            raise InvalidParameterError("lora_dtype", expected, self.lora_dtype)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             expected = f"None or at least max_loras ({self.max_loras})"
             raise InvalidParameterError("max_cpu_loras", expected, self.max_cpu_loras)

@@ -254,20 +254,28 @@ class PagedModel:
         """The layers that adapters may change."""
         return AdapterTargets.of(self.model, self._output_rows.module)
 
-    def enable_adapters(self, num_slots: int, rank: int) -> None:
+    def enable_adapters(self, num_slots: int, rank: int, dtype: str = "auto") -> None:
         """Prepares slots for adapters. Their memory is allocated as adapters are loaded.
 
         Args:
             num_slots: Maximum different adapters of a step.
             rank: Maximum rank, a multiple of `lora.RANK_STEP`.
+            dtype: Format of the slots; "auto" is that of the model's rows.
+
+        Raises:
+            InvalidParameterError: Another format on a GPU, whose kernels take one.
         """
+        own = self.layout.compute_dtype
+        chosen: mx.Dtype = own if dtype == "auto" else getattr(mx, dtype)
+        if chosen != own and not self.platform.on_cpu:
+            raise InvalidParameterError("lora_dtype", f"'auto' on a GPU ({own})", dtype)
         self._adapters = AdapterLayers(
             self.model,
             self.adapter_targets(),
             self._context,
             num_slots=num_slots,
             rank=rank,
-            dtype=self.layout.compute_dtype,
+            dtype=chosen,
             platform=self.platform,
         )
 

@@ -20,6 +20,7 @@ from support.embedded_llm import check_at_rest, make
 from support.family_configs import config_of
 from support.models import embedded, embedded_twin, tiny_config, tiny_model
 from support.parity import family_model
+from support.reference import ON_GPU
 
 from mlx_paged import LLM, AsyncEngine, LoadedModel, LoRARequest, SamplingParams
 from mlx_paged.engine import memory
@@ -384,6 +385,22 @@ def test_requests_with_adapters_are_checked(adapters: list[Path]) -> None:
     ):
         with pytest.raises(InvalidParameterError):
             llama(**options)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU takes one format")
+def test_adapters_of_16_bits(adapters: list[Path]) -> None:
+    """The logits of adapters that were rounded, almost; not those of the files."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    found = {}
+    for dtype in ("auto", "float16", "bfloat16"):
+        llm = llama(lora_dtype=dtype)
+        assert llm.engine._runner.model.adapter_bytes > 0
+        [output] = llm.generate([PROMPTS[2]], params, lora_request=requests_of(adapters)[1])
+        [first] = output.outputs[0].logprobs
+        found[dtype] = max(each.logprob for each in first.values())
+    assert 0 < abs(found["float16"] - found["auto"]) < abs(found["bfloat16"] - found["auto"]) < 0.1
+    with pytest.raises(InvalidParameterError, match="lora_dtype must be 'auto' or 'float32' or"):
+        llama(lora_dtype="int8")
 
 
 def test_a_client_cannot_choose_the_salt_of_an_adapter(adapters: list[Path]) -> None:
