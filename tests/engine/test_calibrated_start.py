@@ -87,7 +87,7 @@ def test_right_kernels_run_and_the_second_start_runs_no_child(
         assert not caplog.records
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("fault", ["wrong", "crash", "slow"])
 def test_a_faulty_kernel_is_named_and_replaced(monkeypatch, caplog, expected, fault) -> None:
     plant(monkeypatch, **{DECODE: fault})
@@ -113,6 +113,7 @@ def test_a_kernel_that_hangs_is_ended_and_not_tried_again(monkeypatch, caplog, e
         assert PREFILL in kernels.rejected
 
 
+@pytest.mark.long
 def test_without_any_attention_kernel_mlx_computes_it(monkeypatch, expected) -> None:
     plant(monkeypatch, write_kv="wrong", **dict.fromkeys(EVERY_ATTENTION, "wrong"))
     with simulated_with_faults():
@@ -120,6 +121,7 @@ def test_without_any_attention_kernel_mlx_computes_it(monkeypatch, expected) -> 
         assert not ran_kernels() & {"write_kv", *EVERY_ATTENTION}
 
 
+@pytest.mark.long
 def test_a_kernel_that_nothing_replaces_is_an_error_with_its_name(monkeypatch) -> None:
     plant(monkeypatch, fill_zero="wrong")
     with simulated_with_faults(), pytest.raises(RejectedKernelError, match=r"fill_zero .*row 0 is"):
@@ -139,7 +141,7 @@ def test_whole_steps_run_if_they_are_right_and_faster(
     assert "whole steps: up to 16 rows" in caplog.text
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(64)
 @pytest.mark.parametrize("kernel", ["product_rows_float32_m4", "rope_write_float32"])
 @pytest.mark.parametrize("fault", ["wrong", "crash"])
 def test_a_faulty_kernel_of_whole_steps_does_not_run(
