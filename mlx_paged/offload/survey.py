@@ -47,12 +47,13 @@ def model_folders(folder: Path) -> Iterator[Path]:
 
 
 def survey(folder: Path, *, verifies: bool = False) -> list[ModelFiles]:
-    """Reads the headers of all segments.
+    """Reads the headers of all segments. A model without files is left out.
 
     Args:
         verifies: Also read all blocks, and check their sums.
     """
-    return [_survey(path, verifies) for path in model_folders(folder)]
+    found = (_survey(path, verifies) for path in model_folders(folder))
+    return [each for each in found if each.num_bytes]
 
 
 def _survey(folder: Path, verifies: bool) -> ModelFiles:

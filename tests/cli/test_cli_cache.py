@@ -39,6 +39,7 @@ def run(*args: object):
 
 
 def test_show(folder: Path) -> None:
+    (folder / (16 * "ab")).mkdir()  # a process that has written nothing yet
     shown = run("show", folder)
     assert shown.exit_code == 0
     line = next(line for line in shown.stdout.splitlines() if line.startswith("m1"))
