@@ -37,8 +37,9 @@ def lora(base: mx.array, x: mx.array, adapters: mx.array, a: mx.array, b: mx.arr
     num_rows = adapters.size
     exists = mx.logical_and(adapters >= 0, adapters < a.shape[0])
     chosen = mx.where(exists, adapters, 0)
-    rows = x.reshape(num_rows, -1, 1).astype(mx.float32)
-    added = b[chosen].astype(mx.float32) @ (a[chosen].astype(mx.float32) @ rows)
+    rows = x.reshape(num_rows, 1, -1).astype(mx.float32)
+    down = rows @ mx.swapaxes(a[chosen], 1, 2).astype(mx.float32)
+    added = down @ b[chosen].astype(mx.float32)
     total = base.astype(mx.float32) + added.reshape(base.shape)
     keeps = exists.reshape(-1, *[1] * (base.ndim - 1))
     return mx.where(keeps, total.astype(base.dtype), base)

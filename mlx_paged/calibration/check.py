@@ -302,7 +302,7 @@ def lora(dtype: str) -> None:
     num_adapters, rank, n, k = 3, 6, 136, 544  # not multiples of what a threadgroup does
     base, x = (_normal(rng, 5, size, dtype=kind) for size in (n, k))
     a = (_normal(rng, num_adapters, rank, k) / k**0.5).astype(kind)
-    b = _normal(rng, num_adapters, n, rank, dtype=kind)
+    b = _normal(rng, num_adapters, rank, n, dtype=kind)
     adapters = mx.array([2, -1, 0, num_adapters, 2], mx.int32)
     expected = plain_ops.lora(base, x, adapters, a, b)
     mx.eval(expected)

@@ -628,7 +628,7 @@ def adapters(library: SimLibrary) -> None:
     chosen = [2, -1, 0, 3, 2]
     for dtype, n, k in ((mx.float32, 130, 136), (mx.bfloat16, 40, 264), (mx.float16, 24, 64)):
         base, x = (normal(rng, len(chosen), size, dtype=dtype) for size in (n, k))
-        a, b = normal(rng, 3, 6, k, dtype=dtype), normal(rng, 3, n, 6, dtype=dtype)
+        a, b = normal(rng, 3, 6, k, dtype=dtype), normal(rng, 3, 6, n, dtype=dtype)
         with simulated(library):
             out = ops.lora(base, x, mx.array(chosen, mx.int32), a, b)
             mx.eval(out)
