@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+from support.fake_model import FakeEngine, generate
+from support.fake_tier import FakeTier
 from support.recording_tier import RecordingTier
 
-from mlx_paged.core import KVManager, MemoryTier, PrefixQuery, StateGroupSpec, WindowGroupSpec
+from mlx_paged.core import (
+    KVManager,
+    MemoryTier,
+    PrefixQuery,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    StateGroupSpec,
+    StopPolicy,
+    WindowGroupSpec,
+)
 
 TEXT = list(range(8))
 
@@ -267,3 +280,48 @@ def test_less_memory_drops_the_oldest() -> None:
     kv.tier.limit(0)
     assert kv.tier.num_bytes == 0 and not contents.keys
     kv.check_integrity()
+
+
+def test_room_for_a_window_may_cost_the_node_itself() -> None:
+    """Full memory: what is dropped for a window's block is the node's own full attention."""
+    kv, contents = in_memory(1, 8, windows=[window(4, 8)])
+    compute(kv, TEXT[:4])
+    kv.attention[0].evict_idle()
+    node = kv.tree.match(PrefixQuery(TEXT, limit=4)).node
+    assert node is not None and node.entries[0] < 0 < node.entries[1]
+    kv.attention[1].evict_idle()
+    kv.check_integrity()
+    assert not node.is_indexed and not contents.keys and len(kv.tree) == 0
+
+
+# --- Content that is lost -------------------------------------------------------------------------
+
+
+def test_a_sequence_whose_content_is_lost_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_paged.core.kv.keeping.LEAST_TOKENS", 4)
+    kv = KVManager(8, 4, tier=FakeTier(0, 1, 4, has_disk=True))
+    tier = kv.tier
+    assert isinstance(tier, FakeTier)
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64), kv)
+    engine = FakeEngine(scheduler)
+    tier.device = engine.device
+    prompt = [i % 50 for i in range(22)]
+    stop = StopPolicy(max_tokens=2)
+    for name in ("first", "again"):  # kept on disk once it is seen twice
+        scheduler.add(Request(name, prompt, stop))
+        engine.run()
+    kv.evict_idle()
+    request = Request("lost", prompt, stop)
+    [seq] = scheduler.add(request)
+    engine.step()
+    assert len(kv.restorations) == 1 and seq.num_cached_tokens == 20
+    tier.restore(2)
+    tier.lose(4)
+    tier.restore(100)
+    scheduler.check_integrity()
+    engine.step()  # it waits again, for what is left
+    tier.restore(100)
+    engine.run()
+    scheduler.check_integrity()
+    assert list(seq.tokens[22:]) == generate(prompt, 2, frozenset())
+    assert seq.num_preemptions == 0 and seq.num_cached_tokens == 16
