@@ -166,18 +166,24 @@ class LLM:
                 yield from updates
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | None = None,
+        *,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Returns the vectors of texts, all in one batch; for `LLM(runner="pooling")`.
 
         Args:
             prompts: A text, a list or array of token ids, or a sequence of these.
             params: For all prompts.
+            lora_request: The adapter of all prompts, or of each; None: the model alone.
 
         Returns:
             One output for each prompt, in order.
 
         Raises:
+            AdapterError: An adapter that cannot be read, or is of a kind that is not served.
             InvalidParameterError: The runner is "generate", or the model classifies; see also
                 `PoolingParams`.
             StepError: The model failed on one of them.
@@ -189,7 +195,7 @@ class LLM:
         if self.engine.labels:
             expected = "one that makes embeddings; `classify` has what this one makes of texts,"
             raise InvalidParameterError("model", expected, self.engine.labels)
-        return self._pool(prompts_of(prompts), pooling_params_of(params))
+        return self._pool(prompts_of(prompts), pooling_params_of(params), lora_request)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None
@@ -339,9 +345,14 @@ class LLM:
             batch.submit(request, f"prompts[{i}]")
 
     def _pool(
-        self, prompts: list[str | list[int]], params: PoolingParams
+        self,
+        prompts: list[str | list[int]],
+        params: PoolingParams,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
+        adapters = lora_requests_for(lora_request, len(prompts))
         with self._client.batch() as batch:
             for i, prompt in enumerate(prompts):
-                batch.submit(EngineRequest(prompt, params), f"prompts[{i}]")
+                request = EngineRequest(prompt, params, lora_request=adapters[i])
+                batch.submit(request, f"prompts[{i}]")
             return [EmbeddingRequestOutput.of(output) for output in batch.run()]

@@ -12,6 +12,7 @@ from unittest import mock
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
@@ -327,6 +328,19 @@ def test_drafts_are_verified_with_the_adapter(adapters: list[Path]) -> None:
     assert outputs == plain
     found = llm.stats().spec_decoding
     assert found is not None and found.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("pooling_type", ["LAST", "MEAN"])
+def test_embeddings(adapters: list[Path], pooling_type: str) -> None:
+    config = {"pooling_type": pooling_type, "normalize": False}
+    llm = llama(runner="pooling", pooler_config=config, max_loras=3, max_num_batched_tokens=32)
+    given = [*requests_of(adapters), None]
+    outputs = llm.embed([PROMPTS[2]] * 4, lora_request=given)
+    for path, output in zip([*adapters, None], outputs, strict=True):
+        model = tiny_model(LLAMA) if path is None else _fused(path)
+        states = np.array(model.model(mx.array([PROMPTS[2]]))[0])
+        want = states[-1] if pooling_type == "LAST" else states.mean(axis=0)
+        np.testing.assert_allclose(output.outputs.embedding, want, atol=1e-4)
 
 
 def test_statistics(adapters: list[Path]) -> None:
