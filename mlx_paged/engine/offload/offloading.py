@@ -25,7 +25,7 @@ from mlx_paged.model.block_bytes import BlockBytes, Bytes
 from mlx_paged.offload.store import BlockStore
 
 # Bytes that come back between two steps while other sequences run, and the seconds that this takes.
-_STEP_BYTES, _STEP_SECONDS = 32 << 20, 0.004
+_STEP_BYTES, _STEP_SECONDS = 32 << 20, 0.002
 # The same if nothing runs. An abort waits for that long.
 _IDLE_BYTES, _IDLE_SECONDS = 512 << 20, 0.25
 # Bytes that are copied for the disk between two steps, and by an engine without work.
