@@ -130,3 +130,15 @@ def test_an_adapter_without_slots_is_refused() -> None:
     engine = make()
     with pytest.raises(InvalidParameterError, match="adapter must be None where max_loras is 0"):
         engine.scheduler.add(with_adapter("x", "x"))
+
+
+def test_a_slot_is_free_as_soon_as_its_last_sequence_ends() -> None:
+    engine = make(max_loras=2)
+    requests = [with_adapter("x", "x", 20), with_adapter("y", "y", 2), with_adapter("z", "z", 2)]
+    for each in requests:
+        engine.scheduler.add(each)
+    engine.run()
+    steps = [adapters_of(engine, i) for i in range(len(engine.batches))]
+    assert {"x": "x", "z": "z"} in steps, "z runs while x does"
+    assert not any({"x", "y", "z"} <= step.keys() for step in steps)
+    check_outputs(engine, *requests)
