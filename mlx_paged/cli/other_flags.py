@@ -92,7 +92,7 @@ _HINTS: dict[str, str] = {
     "--rate-limit": "--max-queue limits the requests that wait",
     "--request-timeout-s": "it is --request-timeout here",
     "--rerank-model": "serve it with --runner pooling, in a server of its own",
-    "--revision": "give the directory of the revision, as `mlx-paged pull --revision` prints it",
+    "--revision": "give the directory of the revision, as `mlx-paged pull` prints it",
     "--specprefill": "prompts are computed whole",
     "--ssd-cache-dir": _NO_DISK,
     "--ssd-cache-max-gb": _NO_DISK,

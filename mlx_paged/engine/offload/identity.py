@@ -106,7 +106,7 @@ def _sums(weight: mx.array) -> list[int]:
     sums = []
     for begin in range(0, flat.size, _PIECE):
         piece = flat[begin : begin + _PIECE]
-        factors = mx.arange(piece.size, dtype=mx.uint32) * 2654435761 + 1
+        factors = mx.arange(piece.size, dtype=mx.uint32) * 2246822507 + 1
         factors = (factors ^ (factors >> 15)) | 1
         sums += [(piece * factors).sum(), ((piece ^ (piece >> 16)) * (factors + 2)).sum()]
     mx.eval(sums)
