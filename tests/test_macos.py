@@ -101,7 +101,7 @@ def test_weights_that_do_not_fit(on_a_mac, monkeypatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise RuntimeError("[metal::malloc] Unable to allocate 9 bytes.")
 
-    monkeypatch.setattr(loader, "_convert", full)
+    monkeypatch.setattr(loader, "convert", full)
     with pytest.raises(ModelLoadError, match="its weights do not fit into memory") as found:
         loader.load()
     assert ADVICE in str(found.value) and "Unable to allocate" in str(found.value)

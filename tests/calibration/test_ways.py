@@ -185,7 +185,7 @@ def test_wrong_kernels_of_adapters_are_found_and_replaced(rng, outcome, kernel) 
     assert kernel in verdicts.rejected
     base, x, a, b = (
         mx.array(rng.standard_normal(shape).astype(np.float32))
-        for shape in ((3, 24), (3, 64), (2, 4, 64), (2, 24, 4))
+        for shape in ((3, 24), (3, 64), (2, 4, 64), (2, 4, 24))
     )
     mx.eval(base, x, a, b)
     with simulated():
@@ -193,7 +193,7 @@ def test_wrong_kernels_of_adapters_are_found_and_replaced(rng, outcome, kernel) 
         out = ops.lora(base, x, mx.array([1, -1, 2], mx.int32), a, b)
         mx.eval(out)
         assert not launches()
-    added = np.array(b[1]) @ (np.array(a[1]) @ np.array(x[0]))
+    added = (np.array(a[1]) @ np.array(x[0])) @ np.array(b[1])
     np.testing.assert_allclose(np.array(out[0]), np.array(base[0]) + added, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(np.array(out[1:]), np.array(base[1:]))
 
@@ -204,7 +204,7 @@ def test_adapters_in_mlxs_operations_give_the_kernels_result(rng, shape) -> None
     base, x = (mx.array(rng.standard_normal((3, *shape, n)).astype(np.float16)) for n in (24, 64))
     if shape:  # one vector per row
         base, x = base[:, :1], x[:, :1]
-    a, b = (mx.array(rng.standard_normal(s).astype(np.float16)) for s in ((2, 4, 64), (2, 24, 4)))
+    a, b = (mx.array(rng.standard_normal(s).astype(np.float16)) for s in ((2, 4, 64), (2, 4, 24)))
     adapters = mx.array([0, -1, 1], mx.int32)
     mx.eval(base, x, a, b)
     with simulated():

@@ -15,7 +15,7 @@ from support.offloading import answers, contents_of
 from support.parity import family_model
 from support.pressure import fake_source
 
-from mlx_paged import LLM, SamplingParams
+from mlx_paged import LLM, SamplingParams, ops
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.offload import offloading
 from mlx_paged.engine.pressure_sources import PressureLevel
@@ -35,6 +35,7 @@ def chats(count: int = 5, length: int = 100) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", [*WINDOWED, *HYBRIDS])
 def test_every_kind_of_cache_comes_back(name: str) -> None:
+    copies = ops.pool_copies()  # other tests make some on purpose
     llm = engine_of(name, **SMALL, kv_offloading_size=0.1)
     prompts = chats()
     expected = [dense_answer(name, prompt, NUM_TOKENS) for prompt in prompts]
@@ -47,7 +48,7 @@ def test_every_kind_of_cache_comes_back(name: str) -> None:
         assert cached == [96] * 5  # all full blocks before the last token
         assert contents_of(llm.engine, prompts[-1]) == before
     stats = llm.stats()
-    assert stats.counters.num_restored_tokens > 5 * 96 and stats.pool_copies == 0
+    assert stats.counters.num_restored_tokens > 5 * 96 and stats.pool_copies == copies
     assert stats.offloading is not None and stats.offloading.num_lost_blocks == 0
 
 

@@ -812,7 +812,7 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, name: str) -> No
             expected = graphs.step(tokens)
             for sequence, logits in expected.items():
                 np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
-    assert made == [0, 0, 1, 1, 0, 1], "the third of a shape, and those after it"
+    assert made == [1] * 6
     assert steps.refusals == Refusals()
 
 
@@ -840,7 +840,7 @@ def test_steps_as_metal_runs_them(rng, name: str) -> None:
             sim_ext.capture_steps(True)
     assert not steps.refusals.executables and steps._graphs
     # (The graph's operations that are no kernels of ours run on the CPU here.)
-    assert min(num_launches[3:]) > max(num_launches[:3])
+    assert min(num_launches[1:]) > num_launches[0]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
@@ -874,7 +874,7 @@ def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> Non
     with simulated():
         for _ in range(5):
             driver.step({"a": new_tokens(rng, 1)})
-    assert made == [0, 0, 1, 1, 1]
+    assert made == [1] * 5
 
 
 def test_all_that_is_asked_of_a_step_is_under_way_when_it_is_launched(rng, monkeypatch) -> None:
@@ -909,14 +909,12 @@ def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng) -> None:
     steps = driver.runner.model._compiled
     run_as_on(driver.runner.model, **CUDA_PROGRAMS)
     with simulated():
-        for sequence in "ab":
-            driver.step({sequence: new_tokens(rng, 5)})
         sim_ext.fail_next_preparation()
-        driver.step({"c": new_tokens(rng, 5)})
+        driver.step({"a": new_tokens(rng, 5)})
         assert steps.refusals.prompts and not steps.refusals.executables
         five = steps.repetition_of(5, 1, 1, is_of_arrays=True, may_pad=True)
         assert five.repeat is Repeat.NOT and five.num_rows == 5
         with counted() as found:
             for _ in range(4):
                 driver.step({"a": new_tokens(rng, 1)})
-        assert found == {"steps": 2, "captures": 1, "replays": 1}
+        assert found == {"steps": 4, "captures": 1, "replays": 3}

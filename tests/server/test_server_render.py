@@ -154,7 +154,7 @@ def test_wrong_ids_are_refused(client) -> None:
 
 def test_texts_are_ended_too() -> None:
     with running(runner="pooling", max_num_seqs=1) as server:
-        answer = begun(server, "/v1/embeddings", "mine", input=["word " * 900] * 200)
+        answer = begun(server, "/v1/embeddings", "mine", input=["word " * 900] * 500)
         assert httpx.post(
             f"{server.url}/abort_requests", json={"request_ids": ["embd-mine"]}
         ).json() == {"aborted": ["embd-mine"]}

@@ -66,7 +66,7 @@ def sdk(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 class Gate:
-    """Holds generations before a piece."""
+    """Holds generations before a piece, or the last one if there are fewer."""
 
     def __init__(self, before: int) -> None:
         self.opened = threading.Event()
@@ -77,7 +77,8 @@ class Gate:
         async def held(generation: Generation) -> AsyncIterator[Piece]:
             place = 0
             async for piece in pieces(generation):
-                if place == self._before:
+                is_last = piece.finish_reason is not None
+                if place == self._before or (is_last and place < self._before):
                     self.reached.set()
                     await asyncio.to_thread(self.opened.wait, 300)
                 place += 1
