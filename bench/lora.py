@@ -43,7 +43,7 @@ VOCAB_SIZE = 32768
 
 @dataclass(frozen=True)
 class Run:
-    """Which adapters the rows of a step have: row i has adapter i modulo their number."""
+    """The adapters of a step. Row i uses adapter ``i % num_adapters``."""
 
     name: str
     num_adapters: int

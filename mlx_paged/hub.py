@@ -170,8 +170,8 @@ def plan(name: str, *, revision: str | None = None, include: Sequence[str] = ())
     if missing and missing + RESERVE > free:
         raise ModelLoadError(
             name,
-            f"{missing // _MIB:,} MiB are to be downloaded to {place}, where {free // _MIB:,} MiB "
-            "are free (1 GiB stays free): remove models (`mlx-paged rm`), or set HF_HUB_CACHE",
+            f"the download needs {missing // _MIB:,} MiB, and {place} has {free // _MIB:,} MiB "
+            "free, of which 1 GiB must remain: remove models (`mlx-paged rm`), or set HF_HUB_CACHE",
         )
     return Download(files[0].commit_hash, len(files), missing, free)
 

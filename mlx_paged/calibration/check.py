@@ -296,7 +296,7 @@ def strided(dtype: str) -> None:
 
 
 def lora(dtype: str) -> None:
-    """Checks low-rank adapters of rows, some of which have none."""
+    """Checks LoRA kernels in a step where some rows have no adapter."""
     announce([f"lora_down_{dtype}", f"lora_up_{dtype}"])
     rng, kind = np.random.default_rng(0), getattr(mx, dtype)
     num_adapters, rank, n, k = 3, 6, 136, 544  # not multiples of what a threadgroup does

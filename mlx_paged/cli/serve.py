@@ -614,8 +614,8 @@ class ServeOptions:
         Literal["auto", "float32", "float16", "bfloat16"],
         option(
             _LORA,
-            "Format of adapters on the device. auto: that of the model's computation. CPU only: "
-            "float16 and bfloat16 take half the memory and less time.",
+            "Dtype of adapters on the device. auto: the dtype of activations. On the CPU, float16 "
+            "and bfloat16 halve the memory and are faster.",
         ),
     ] = "auto"
     max_cpu_loras: Annotated[

@@ -130,9 +130,9 @@ class EngineConfig:
         enable_lora: Take requests with a `LoRARequest`: a low-rank adapter on top of the model.
         max_loras: Maximum different adapters of one step. Requests for others wait.
         max_lora_rank: Maximum rank of an adapter. Memory and time of adapters grow with it.
-        lora_dtype: Format of adapters on the device: "auto" is that of the model's computation;
-            "float16" or "bfloat16" halve the memory and the time to read them on the CPU, which
-            computes in float32.
+        lora_dtype: Dtype of adapters on the device. "auto" is the dtype of activations. On the CPU,
+            which computes in float32, "float16" and "bfloat16" halve the memory and the time to
+            read adapters.
         max_cpu_loras: Maximum adapters kept in main memory; None: max_loras.
         adapter_path: Directory of an adapter for all requests that name none (mlx-lm's name). Its
             rank may exceed max_lora_rank.

@@ -214,7 +214,7 @@ class Engine:
     def synchronize(self) -> None:
         """Waits for a step in flight that no request needs any more, so that it holds no blocks.
 
-        An engine without work also copies the blocks that are to be written to disk.
+        If the engine is idle, also copies pending blocks to the disk writer.
         """
         self._enter()
         with self._guard.lock:

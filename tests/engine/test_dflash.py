@@ -10,19 +10,16 @@ from typing import Any
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
-import mlx.core as mx
 import numpy as np
 import pytest
 from support.dflash import Reference, make_dflash
-from support.draft_oracle import Oracle, recorded
+from support.draft_oracle import Oracle, chooser, recorded
 from support.eagle3 import states_of
 from support.mixed_requests import assert_same
 from support.models import embedded, random_tokens, tiny_config, tiny_model
 from support.reference import ON_GPU
 
 from mlx_paged import LLM, SamplingParams
-from mlx_paged.engine.sampling.sampler import sample
-from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.speculation.block_drafter import BlockDrafter
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
 from mlx_paged.model.loader import LoadedModel
@@ -96,12 +93,7 @@ def test_blocks_are_those_of_the_reference(tmp_path: Path, oracle: Oracle) -> No
     for tokens, row, draft in rng.sample(oracle.made, 30):
         states = states_of(model, tokens[:-1], PLACES)
 
-        def choose(logits: np.ndarray, position: int, row: SamplingRow = row) -> int:
-            settings = row._replace(position=position, logprobs=None)
-            scores = mx.array(logits.astype(np.float32))[None]
-            return int(sample(scores, [settings]).tokens.item())
-
-        found = reference.drafts(tokens, states, choose, len(draft.tokens))
+        found = reference.drafts(tokens, states, chooser(row), len(draft.tokens))
         assert tuple(found) == draft.tokens
 
 

@@ -13,7 +13,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.draft_oracle import Oracle, recorded
+from support.draft_oracle import Oracle, chooser, recorded
 from support.mixed_requests import assert_same
 from support.models import random_tokens
 from support.mtp import CASES, MtpReference
@@ -22,7 +22,6 @@ from support.reference import ON_GPU
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.loading import load
-from mlx_paged.engine.sampling.sampler import sample
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
 
 pytestmark = [
@@ -70,13 +69,7 @@ def test_drafts_are_those_of_the_reference(name: str, tmp_path: Path, oracle: Or
     made = random.Random(2).sample(oracle.made, 16)
     num_same = 0
     for tokens, row, draft in made:
-
-        def choose(logits: np.ndarray, position: int, row: Any = row) -> int:
-            settings = row._replace(position=position, logprobs=None)
-            scores = mx.array(logits.astype(np.float32))[None]
-            return int(sample(scores, [settings]).tokens.item())
-
-        found = reference.drafts(tokens, choose, len(draft.tokens))
+        found = reference.drafts(tokens, chooser(row), len(draft.tokens))
         num_same += tuple(found) == draft.tokens
     # An expert may be chosen by the last bit.
     assert num_same >= len(made) - 1

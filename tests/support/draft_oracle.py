@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_paged import RequestOutput
+from mlx_paged.engine.sampling.sampler import sample
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.speculation.acceptance import Draft
 from mlx_paged.engine.speculation.drafter import Wanted
@@ -58,3 +61,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch, right: float) -> Oracle:
 
     monkeypatch.setattr(HeadDrafter, "draft", draft)
     return oracle
+
+
+def chooser(row: SamplingRow) -> Callable[[np.ndarray, int], int]:
+    """Returns a function from logits and a position to the token that a sequence draws there."""
+
+    def choose(logits: np.ndarray, position: int) -> int:
+        settings = row._replace(position=position, logprobs=None)
+        scores = mx.array(logits.astype(np.float32))[None]
+        return int(sample(scores, [settings]).tokens.item())
+
+    return choose

@@ -31,7 +31,7 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """What a prompt shares with the closest one before it.
+    """Why part of a prompt was not cached, and where it departs from the closest earlier prompt.
 
     Attributes:
         num_cached_tokens: Its tokens that came from the cache.

@@ -31,10 +31,10 @@ class BlockRead(NamedTuple):
 
 @dataclass(eq=False)
 class Restoration:
-    """What one sequence waits for.
+    """Blocks that are read from a tier before their sequence can run.
 
     Attributes:
-        tables: Tables of the sequence; their blocks are to be filled.
+        tables: Tables of the sequence. Their blocks receive the contents.
         num_tokens: Tokens of the sequence that need no computation afterwards.
         num_restored_tokens: Tokens among these that full attention did not have on the device.
         reads: What to write where. The order does not matter.

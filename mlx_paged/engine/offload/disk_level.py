@@ -49,7 +49,7 @@ class DiskLevel:
         self._copy_out = copy_out
         self._keeper = Keeper(owner.groups, block_bytes, block_size, self._is_kept)
         self._roots: dict[str | None, bytes] = {}
-        # What is to be written, in order.
+        # Blocks that wait to be written, oldest first.
         self._pending: OrderedDict[tuple[PrefixNode, int], None] = OrderedDict()
 
     # Finding.
@@ -90,7 +90,7 @@ class DiskLevel:
 
     @property
     def has_pending(self) -> bool:
-        """True if blocks are to be copied, and the disk takes some now."""
+        """True if blocks wait to be written and the writer has room for some."""
         return bool(self._pending) and self._store.room > 0
 
     def settle(self, tables: BlockTables, depth: int) -> None:
@@ -124,7 +124,7 @@ class DiskLevel:
         return node.digest is not None and self._store.has(node.digest, group)
 
     def write(self, most: int) -> int:
-        """Copies up to `most` bytes of what is to be written; returns how many."""
+        """Copies up to `most` bytes of pending blocks; returns how many bytes it copied."""
         num_bytes = 0
         while self._pending and num_bytes < most:
             node, group = next(iter(self._pending))
@@ -135,7 +135,7 @@ class DiskLevel:
         return num_bytes
 
     def drain(self, timeout: float) -> bool:
-        """Copies everything that is to be written; may wait for the disk."""
+        """Copies all pending blocks. May block until the disk has caught up."""
         while self._pending:
             _, group = next(iter(self._pending))
             if not self._store.wait_for_room(self._block_bytes[group], timeout):
@@ -159,6 +159,6 @@ class DiskLevel:
             self._store.write(node.digest, group, data.data)
 
     def distrust(self) -> None:
-        """Forgets what is to be written, and deletes what this process has written."""
+        """Drops pending blocks, and deletes the files that this process wrote."""
         self._pending.clear()
         self._store.distrust()

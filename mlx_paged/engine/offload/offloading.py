@@ -154,7 +154,7 @@ class Offloading:
             self._disk.write(_WRITE_IDLE_BYTES)
 
     def drain(self) -> None:
-        """Copies everything that is to be written to disk, which may take a wait for the disk."""
+        """Copies all pending blocks to the disk writer. May block until the disk has caught up."""
         if self._disk is not None:
             self._disk.drain(_DRAIN_SECONDS)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -31,7 +30,7 @@ from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.speculation.acceptance import Draft
 from mlx_paged.engine.speculation.drafter import Wanted
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
-from mlx_paged.engine.speculation.rounds import Member
+from mlx_paged.engine.speculation.rounds import Member, draft_settings
 from mlx_paged.engine.step_columns import edits_of
 
 
@@ -126,13 +125,7 @@ class BlockDrafter(HeadDrafter):
                     edits.append((len(rows), edit))
             rows += [seq.sampler.row] * member.max_drafts
             positions += range(begin, begin + member.max_drafts)
-        return replace(
-            SamplingMetadata.of(rows),
-            position=np.array(positions, dtype=np.uint32),
-            edits=edits,
-            logprobs=[],
-            logprob_token_ids=[],
-        )
+        return draft_settings(rows, positions, edits)
 
 
 def _features(

@@ -17,22 +17,21 @@ seen another next token; that costs next to nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.core import BlockCopy, SchedulerOutput, StepBatch, StepTable
+from mlx_paged.core import SchedulerOutput, StepTable
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.masks import SequenceMasks
 from mlx_paged.engine.speculation.acceptance import Draft
-from mlx_paged.engine.speculation.costs import StepCosts
-from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
-from mlx_paged.engine.speculation.model_drafter import kind_of_model
-from mlx_paged.engine.speculation.rounds import DraftRounds, Member
+from mlx_paged.engine.speculation.drafter import DraftState, Wanted
+from mlx_paged.engine.speculation.paged_drafter import PagedDrafter
+from mlx_paged.engine.speculation.rounds import Member
 
 
 @dataclass(frozen=True)
@@ -53,20 +52,8 @@ class _Rows:
     table: StepTable
 
 
-class HeadDrafter(Drafter):
-    """Drafts with a head of the model.
-
-    Args:
-        runner: Runs the head, which takes features. The drafter owns it from now on.
-        masks: Makes the masks of grammars for the runner.
-        max_model_len: Maximum tokens of a sequence that it drafts for; None: no limit.
-        num_tokens: Tokens from here on are unknown to the head.
-
-    Attributes:
-        rounds: See `Price`.
-    """
-
-    drafts_at_once = False
+class HeadDrafter(PagedDrafter):
+    """Drafts with a head of the model, whose runner takes features. See `PagedDrafter`."""
 
     def __init__(
         self,
@@ -76,27 +63,16 @@ class HeadDrafter(Drafter):
         max_model_len: int | None,
         num_tokens: int,
     ) -> None:
+        super().__init__(runner, masks, max_model_len=max_model_len, num_tokens=num_tokens)
         self.price = self
-        self.runner = runner
-        self.rounds: StepCosts | None = None
-        self.max_model_len = max_model_len
-        self._run = DraftRounds(runner, masks, num_tokens=num_tokens)
         self._rows: dict[int, _Rows] = {}  # by seq_id
         self._hidden: mx.array | None = None  # of the step that these are from
 
     # The seam, see `Drafter` and `Price`.
 
-    def kind(self, seq: CoreSequence) -> int:
-        """See `Price`."""
-        return kind_of_model(seq)
-
     def num_missing(self, seq: CoreSequence, state: DraftState) -> int:
         """See `Price`. It never lacks more than the tokens of one step."""
         return 1
-
-    def launched(self, batch: StepBatch) -> None:
-        """See `Drafter`."""
-        self.copied(batch.block_copies[0])
 
     def observe(self, output: SchedulerOutput, hidden: mx.array | None) -> None:
         """See `Drafter`. Sequences that have ended are computed, too: their blocks are cached."""
@@ -121,36 +97,9 @@ class HeadDrafter(Drafter):
 
     def reset(self) -> None:
         """See `Drafter`."""
-        self._run.reset()
+        super().reset()
         self._rows.clear()
         self._hidden = None
-
-    # Its pools follow those of the model, see `engine.pool_memory.Companion`.
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token in its pools."""
-        return self.runner.model.layout.bytes_per_token()
-
-    def copied(self, copies: Iterable[BlockCopy]) -> None:
-        """Notes copies of blocks that the model makes."""
-        self._run.copy_later(copies)
-
-    def allocate(self, num_blocks: int) -> None:
-        """Allocates its pools anew."""
-        self.runner.allocate(num_blocks)
-
-    def resize(self, num_blocks: int) -> None:
-        """Changes the number of blocks; keeps the first ones."""
-        self._run.make_copies()
-        for group_spec in self.runner.model.layout.group_specs:
-            self.runner.model.resize(num_blocks, group_spec)
-
-    def discard_blocks(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Gives the memory of free blocks back to the system."""
-        self._run.make_copies()
-        for group_spec in self.runner.model.layout.group_specs:
-            self.runner.model.discard_blocks(runs, group_spec)
 
     # Drafting.
 

@@ -14,39 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mlx_paged.core import BlockCopy, StepBatch, StepTable
+from mlx_paged.core import BlockCopy, StepTable
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.masks import SequenceMasks
-from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
+from mlx_paged.engine.speculation.acceptance import Draft
 from mlx_paged.engine.speculation.contents import BlockContents, Followed
-from mlx_paged.engine.speculation.costs import StepCosts
-from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
-from mlx_paged.engine.speculation.rounds import DraftRounds, Member
-
-_GREEDY, _SAMPLED = kind_of(Source.MODEL, 1), kind_of(Source.MODEL, 2)
+from mlx_paged.engine.speculation.drafter import DraftState, Wanted
+from mlx_paged.engine.speculation.paged_drafter import PagedDrafter
+from mlx_paged.engine.speculation.rounds import Member
 
 
-def kind_of_model(seq: CoreSequence) -> int:
-    """The kind of a model's drafts for a sequence."""
-    return _GREEDY if seq.sampler.row.temperature == 0 else _SAMPLED
-
-
-class ModelDrafter(Drafter):
-    """Drafts with a model.
+class ModelDrafter(PagedDrafter):
+    """Drafts with a model. See `PagedDrafter`.
 
     Args:
-        runner: Runs the draft model. The drafter owns it from now on.
-        masks: Makes the masks of grammars for the runner.
         max_rows: Maximum rows of a round; longer prompts are computed in chunks.
-        max_model_len: Maximum tokens of a sequence that it drafts for; None: no limit.
-        num_tokens: Tokens from here on are unknown to the draft model.
-
-    Attributes:
-        rounds: See `Price`.
     """
-
-    drafts_at_once = False
 
     def __init__(
         self,
@@ -57,19 +41,12 @@ class ModelDrafter(Drafter):
         max_model_len: int | None,
         num_tokens: int,
     ) -> None:
+        super().__init__(runner, masks, max_model_len=max_model_len, num_tokens=num_tokens)
         self.price = self
-        self.runner = runner
-        self.rounds: StepCosts | None = None
-        self.max_model_len = max_model_len
-        self._run = DraftRounds(runner, masks, num_tokens=num_tokens)
         self._max_rows = max_rows
         self._contents = BlockContents(runner.block_size)
 
     # The seam, see `Drafter` and `Price`.
-
-    def kind(self, seq: CoreSequence) -> int:
-        """See `Price`."""
-        return kind_of_model(seq)
 
     def num_missing(self, seq: CoreSequence, state: DraftState) -> int:
         """See `Price`."""
@@ -77,44 +54,31 @@ class ModelDrafter(Drafter):
         self._contents.follow(_followed(state), seq.tokens, seq.tables)
         return len(seq.tokens) - _followed(state).num_computed
 
-    def launched(self, batch: StepBatch) -> None:
-        """See `Drafter`. A block that the model copies is copied before the next draft."""
-        self.copied(batch.block_copies[0])
-
     def reset(self) -> None:
         """See `Drafter`."""
-        self._run.reset()
+        super().reset()
         self._contents.clear()
 
-    # Its pools follow those of the model, see `engine.pool_memory.Companion`.
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token in its pools."""
-        return self.runner.model.layout.bytes_per_token()
+    # Its pools.
 
     def copied(self, copies: Iterable[BlockCopy]) -> None:
-        """Notes copies of blocks that the model makes."""
-        self._run.copy_later(self._contents.copied(copies))
+        """See `PagedDrafter`."""
+        super().copied(self._contents.copied(copies))
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocates its pools anew."""
-        self.runner.allocate(num_blocks)
+        """See `PagedDrafter`."""
+        super().allocate(num_blocks)
         self._contents.clear()
 
     def resize(self, num_blocks: int) -> None:
-        """Changes the number of blocks; keeps the first ones."""
-        self._run.make_copies()
+        """See `PagedDrafter`."""
+        super().resize(num_blocks)
         self._contents.cut(num_blocks)
-        for group_spec in self.runner.model.layout.group_specs:
-            self.runner.model.resize(num_blocks, group_spec)
 
     def discard_blocks(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Gives the memory of free blocks back to the system."""
-        self._run.make_copies()
+        """See `PagedDrafter`."""
+        super().discard_blocks(runs)
         self._contents.drop(runs)
-        for group_spec in self.runner.model.layout.group_specs:
-            self.runner.model.discard_blocks(runs, group_spec)
 
     # Drafting.
 

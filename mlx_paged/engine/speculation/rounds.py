@@ -225,13 +225,24 @@ class DraftRounds:
                 edit = edits_of(member.seq, key)
                 if edit is not None:
                     edits.append((len(rows) - 1, edit))
-        return replace(
-            SamplingMetadata.of(rows),
-            position=np.array(positions, dtype=np.uint32),
-            edits=edits,
-            logprobs=[],
-            logprob_token_ids=[],
-        )
+        return draft_settings(rows, positions, edits)
+
+
+def draft_settings(
+    rows: list[SamplingRow], positions: list[int], edits: list[tuple[int, LogitEdits]]
+) -> SamplingMetadata:
+    """The settings of sampled rows at other positions than the sequences' own, without reports.
+
+    Args:
+        edits: (row, what its request does to the logits).
+    """
+    return replace(
+        SamplingMetadata.of(rows),
+        position=np.array(positions, dtype=np.uint32),
+        edits=edits,
+        logprobs=[],
+        logprob_token_ids=[],
+    )
 
 
 def _features_after(

@@ -1,0 +1,88 @@
+"""PagedDrafter: a drafter whose keys and values lie in the blocks of the model.
+
+Its pools have the block ids of the model's full attention, so they follow every change of those
+(`engine.pool_memory.Companion`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mlx_paged.core import BlockCopy, StepBatch
+from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.sampling.masks import SequenceMasks
+from mlx_paged.engine.speculation.acceptance import Source, kind_of
+from mlx_paged.engine.speculation.costs import StepCosts
+from mlx_paged.engine.speculation.drafter import Drafter
+from mlx_paged.engine.speculation.rounds import DraftRounds
+
+_GREEDY, _SAMPLED = kind_of(Source.MODEL, 1), kind_of(Source.MODEL, 2)
+
+
+class PagedDrafter(Drafter):
+    """Drafts with a model or a head.
+
+    Args:
+        runner: Runs it. The drafter owns it from now on.
+        masks: Makes the masks of grammars for the runner.
+        max_model_len: Maximum tokens of a sequence that it drafts for; None: no limit.
+        num_tokens: Tokens from here on are unknown to it.
+
+    Attributes:
+        rounds: See `Price`.
+    """
+
+    drafts_at_once = False
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        masks: SequenceMasks,
+        *,
+        max_model_len: int | None,
+        num_tokens: int,
+    ) -> None:
+        self.runner = runner
+        self.rounds: StepCosts | None = None
+        self.max_model_len = max_model_len
+        self._run = DraftRounds(runner, masks, num_tokens=num_tokens)
+
+    def kind(self, seq: CoreSequence) -> int:
+        """See `Price`."""
+        return _GREEDY if seq.sampler.row.temperature == 0 else _SAMPLED
+
+    def launched(self, batch: StepBatch) -> None:
+        """See `Drafter`. A block that the model copies is copied before the next draft."""
+        self.copied(batch.block_copies[0])
+
+    def reset(self) -> None:
+        """See `Drafter`."""
+        self._run.reset()
+
+    # Its pools.
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in its pools."""
+        return self.runner.model.layout.bytes_per_token()
+
+    def copied(self, copies: Iterable[BlockCopy]) -> None:
+        """Notes copies of blocks that the model makes."""
+        self._run.copy_later(copies)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocates its pools anew."""
+        self.runner.allocate(num_blocks)
+
+    def resize(self, num_blocks: int) -> None:
+        """Changes the number of blocks; keeps the first ones."""
+        self._run.make_copies()
+        for group_spec in self.runner.model.layout.group_specs:
+            self.runner.model.resize(num_blocks, group_spec)
+
+    def discard_blocks(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Gives the memory of free blocks back to the system."""
+        self._run.make_copies()
+        for group_spec in self.runner.model.layout.group_specs:
+            self.runner.model.discard_blocks(runs, group_spec)
