@@ -72,7 +72,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        parts = [_Part(each) for each in _parts(Path(path))]
+        parts = [_Part(each) for each in parts_of(Path(path))]
         self.path = parts[0].path
         self.metadata: Mapping[str, Any] = parts[0].metadata
         self._parts = parts
@@ -260,7 +260,7 @@ class _Header:
         return name, shape, self._number("I", what), self._number("Q", what)
 
 
-def _parts(path: Path) -> list[Path]:
+def parts_of(path: Path) -> list[Path]:
     """Returns the files of a split model, in order; the file itself if it is whole."""
     match = _PART.search(path.name)
     if match is None:

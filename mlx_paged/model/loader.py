@@ -157,11 +157,7 @@ def load(
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be 'auto' or one of {sorted(DTYPES)} but got {dtype!r}")
     use_supported_device()
-    if path_or_hub_id is None:
-        from mlx_paged.demo import model_path
-
-        path_or_hub_id = model_path()
-    name = str(path_or_hub_id)
+    name = str(embedded_model() if path_or_hub_id is None else path_or_hub_id)
     check_path(name)
     if is_gguf(name):
         return _load_gguf(name, dtype, generation_config)
@@ -329,6 +325,13 @@ def _of_inner_weights(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         return sanitize(self, weights)
 
     return overridden(model_class, "sanitize", of_inner), args_class
+
+
+def embedded_model() -> Path:
+    """Returns the directory of the model that this package has."""
+    from mlx_paged.demo import model_path
+
+    return model_path()
 
 
 def model_directory(name: str) -> Path | None:

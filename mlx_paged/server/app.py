@@ -42,6 +42,7 @@ from mlx_paged.server.batches import bodies as batch_bodies
 from mlx_paged.server.batches import endpoints as batches
 from mlx_paged.server.batches import messages as message_batches
 from mlx_paged.server.batches.setup import add_batches, start_batches
+from mlx_paged.server.catalog import OneModelCatalog
 from mlx_paged.server.chat import chat_completions
 from mlx_paged.server.completions import completions
 from mlx_paged.server.config import ServerConfig
@@ -112,6 +113,8 @@ class Operation(NamedTuple):
         query: Names that the query may have.
         error: Body of its errors.
         content: Type of its body.
+        of_catalog: It needs no engine, only the models' states (`server.catalog`), so a server of
+            several models answers it itself.
     """
 
     path: str
@@ -128,6 +131,7 @@ class Operation(NamedTuple):
     error: type = responses.ErrorAnswer
     content: str = "application/json"
     answer_type: str = "text/plain"
+    of_catalog: bool = False
 
     @property
     def needs_runner(self) -> str | None:
@@ -489,6 +493,7 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
     )
     app.router.redirect_slashes = False
     app.state.context = context
+    app.state.catalog = OneModelCatalog(models, config)
     return app
 
 

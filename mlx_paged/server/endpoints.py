@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged import __version__, extension
-from mlx_paged.content import KINDS
 from mlx_paged.engine.media import image_types
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import EngineDeadError
@@ -90,18 +89,17 @@ def _model(context: Context, name: str) -> responses.Model:
     if model.is_loaded:
         found["max_model_len"] = model.renderer.max_model_len
         # The same field as OpenRouter's.
-        found["input_modalities"] = ["text", *_media(model)["kinds"]]
+        found["input_modalities"] = list(model.input_modalities)
     return found
 
 
 def _media(served: ServedModel) -> responses.MediaInfo:
     """The media the model takes, and their limits; once it is loaded."""
-    model, options = served.engine.media, served.info.config.media_options
+    options = served.info.config.media_options
     return {
         "kinds": {
             kind: {"max_items": options.most(kind), "max_bytes": options.limits.max_bytes(kind)}
-            for kind in KINDS
-            if model is not None and kind in model.kinds and options.most(kind)
+            for kind in served.media_kinds
         },
         "max_image_pixels": options.limits.max_image_pixels,
         "image_types": image_types(),

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import logging
 
+from mlx_paged.content import KINDS, Kind
 from mlx_paged.engine.client import EngineClient, EngineInfo
 from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.media import IoOptions
@@ -141,6 +142,18 @@ class ServedModel:
     def media_io(self) -> IoOptions:
         """How media are read if a request does not say."""
         return self.info.config.media_options.io
+
+    @property
+    def media_kinds(self) -> tuple[Kind, ...]:
+        """Kinds of media that requests may have."""
+        media, options = self.engine.media, self.info.config.media_options
+        kinds = () if media is None else media.kinds
+        return tuple(kind for kind in KINDS if kind in kinds and options.most(kind))
+
+    @property
+    def input_modalities(self) -> tuple[str, ...]:
+        """Kinds of input: text, and media."""
+        return ("text", *self.media_kinds)
 
     @property
     def max_body_size(self) -> int:

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.server.app import create_app
+from mlx_paged.server.catalog import ModelCatalog
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
 from mlx_paged.server.run import bind, with_timeouts
@@ -72,6 +73,7 @@ class RunningServer:
         self.engine = engine
         app = create_app(engine, config)
         self.context: Context = app.state.context
+        self.catalog: ModelCatalog = app.state.catalog
         self._socket = bind("127.0.0.1", 0, config.read_timeout)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
