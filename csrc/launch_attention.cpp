@@ -190,6 +190,20 @@ std::optional<AttentionVariant> allowed_variant(int query_rows, const LayerShape
 
 PlanSummary read_plan(const Arrays& in, const LayerShape& layer) {
   PlanSummary plan;
+  // A step has hundreds of items with few different numbers of rows, and a kernel is found by name.
+  std::map<int, AttentionVariant> by_rows;
+  auto variant_of = [&](int rows) {
+    auto known = by_rows.find(rows);
+    if (known == by_rows.end()) {
+      auto variant = allowed_variant(rows, layer);
+      if (!variant) {
+        throw std::runtime_error(
+            "[paged_attention] calibration rejected every kernel for this layer");
+      }
+      known = by_rows.emplace(rows, *variant).first;
+    }
+    return known->second;
+  };
   auto [work_copy, work] = host_view<WorkItem>(in[Inputs::kWork]);
   for (int i = 0; i < in[Inputs::kWork].shape(0); i++) {
     int rows = work[i].row_end - work[i].row_begin;
@@ -197,12 +211,7 @@ PlanSummary read_plan(const Arrays& in, const LayerShape& layer) {
       continue;
     }
     plan.has_one_row_each &= rows == 1 && work[i].row_begin == work[i].sequence;
-    auto variant = allowed_variant(rows, layer);
-    if (!variant) {
-      throw std::runtime_error(
-          "[paged_attention] calibration rejected every kernel for this layer");
-    }
-    auto& range = plan.variants[*variant];
+    auto& range = plan.variants[variant_of(rows)];
     range.fewest = std::min(range.fewest, rows);
     range.most = std::max(range.most, rows);
     if (work[i].partial_begin < 0) {
