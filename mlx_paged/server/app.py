@@ -58,6 +58,11 @@ from mlx_paged.server.middleware import (
     RequestMiddleware,
     digest,
 )
+from mlx_paged.server.ollama import answers as ollama_answers
+from mlx_paged.server.ollama import bodies as ollama_bodies
+from mlx_paged.server.ollama import embeddings as ollama_embeddings
+from mlx_paged.server.ollama import endpoints as ollama
+from mlx_paged.server.ollama import models as ollama_models
 from mlx_paged.server.page_mcp import PageServers
 from mlx_paged.server.rate_limits import HEADERS, Limits, RateLimitMiddleware, keys_of
 from mlx_paged.server.registry import ModelRegistry
@@ -93,6 +98,7 @@ _ERRORS = {
     "503": "Unavailable: loading, shutting down, or failed.",
     "529": "Unavailable: loading, shutting down, or failed.",
 }
+_NDJSON = "application/x-ndjson"
 _GENERATION = tuple(status for status in _ERRORS if status not in ("507", "529"))
 # Events of OpenAI's older APIs.
 _UNNAMED = (responses.ChatChunk, responses.CompletionAnswer)
@@ -113,6 +119,7 @@ class Operation(NamedTuple):
         query: Names that the query may have.
         error: Body of its errors.
         content: Type of its body.
+        stream_type: Type of a stream; "application/x-ndjson" has an answer on each line.
         of_catalog: It needs no engine, only the models' states (`server.catalog`), so a server of
             several models answers it itself.
     """
@@ -131,6 +138,7 @@ class Operation(NamedTuple):
     error: type = responses.ErrorAnswer
     content: str = "application/json"
     answer_type: str = "text/plain"
+    stream_type: str = "text/event-stream"
     of_catalog: bool = False
 
     @property
@@ -328,6 +336,42 @@ API = (
         for prefix in ("", "/v1")
     ),
     Operation(
+        "/api/chat", "POST", ollama.chat, "Answer a conversation, in Ollama's API.",
+        ollama_answers.OllamaChatAnswer, _GENERATION, ollama_bodies.OllamaChatBody,
+        ollama_answers.OllamaChatAnswer, error=ollama_answers.OllamaError, stream_type=_NDJSON,
+    ),
+    Operation(
+        "/api/generate", "POST", ollama.generate, "Answer a prompt, in Ollama's API.",
+        ollama_answers.GenerateAnswer, _GENERATION, ollama_bodies.GenerateBody,
+        ollama_answers.GenerateAnswer, error=ollama_answers.OllamaError, stream_type=_NDJSON,
+    ),
+    Operation(
+        "/api/embed", "POST", ollama_embeddings.embed, "Embed texts, in Ollama's API.",
+        ollama_answers.EmbedAnswer, _GENERATION, ollama_bodies.EmbedBody, runner="pooling",
+        error=ollama_answers.OllamaError,
+    ),
+    Operation(
+        "/api/embeddings", "POST", ollama_embeddings.embeddings,
+        "Embed one text, in Ollama's older API.", ollama_answers.EmbeddingsAnswer, _GENERATION,
+        ollama_bodies.EmbeddingsBody, runner="pooling", error=ollama_answers.OllamaError,
+    ),
+    Operation(
+        "/api/tags", "GET", ollama_models.tags, "List the models.", ollama_answers.ModelTags,
+        error=ollama_answers.OllamaError, of_catalog=True,
+    ),
+    Operation(
+        "/api/ps", "GET", ollama_models.ps, "List the loaded models.",
+        ollama_answers.LoadedModels, error=ollama_answers.OllamaError, of_catalog=True,
+    ),
+    Operation(
+        "/api/show", "POST", ollama_models.show, "Describe a model.", ollama_answers.ShownModel,
+        _BODY, ollama_bodies.ShowBody, error=ollama_answers.OllamaError, of_catalog=True,
+    ),
+    Operation(
+        "/api/version", "GET", ollama_models.version, "Get the version of Ollama's API.",
+        ollama_answers.OllamaVersion, error=ollama_answers.OllamaError, of_catalog=True,
+    ),
+    Operation(
         "/health", "GET", endpoints.health, "Check that requests are answered.", responses.Status,
         (), refusal=responses.Status,
     ),
@@ -437,6 +481,8 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
     ]
     routes.append(WebSocketRoute(response_websocket.PATH, response_websocket.responses_socket))
     routes.append(Route("/v1/responses/compact", response_endpoints.compact, methods=["POST"]))
+    # Ollama's ways to change models, which are refused.
+    routes += [Route(path, ollama_models.refuse, methods=[m]) for path, m in ollama_models.REFUSED]
     # For the page, and so not part of the API.
     if context.mcp_servers is not None or context.page_servers is not None:
         routes.append(Route("/mcp/tools", mcp_tools.tools, methods=["GET", "POST"]))
@@ -583,7 +629,7 @@ def openapi() -> dict[str, Any]:
         "info": {
             "title": "mlx-paged",
             "version": __version__,
-            "description": "OpenAI's and Anthropic's APIs, with vLLM's extras.",
+            "description": "OpenAI's, Anthropic's and Ollama's APIs, with vLLM's extras.",
         },
         "paths": paths,
         "components": {
@@ -600,8 +646,9 @@ def _described(operation: Operation) -> dict[str, Any]:
     if operation.chunk is not None:
         # A chat's last event is not JSON. Events of the other APIs have names.
         ending = ", then [DONE]" if operation.chunk in _UNNAMED else ""
-        description = f"Events of {operation.chunk.__name__}{ending}."
-        content["text/event-stream"] = {"schema": {"description": description}}
+        kind = "Lines" if operation.stream_type == _NDJSON else "Events"
+        description = f"{kind} of {operation.chunk.__name__}{ending}."
+        content[operation.stream_type] = {"schema": {"description": description}}
     described: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {"200": {"description": "Done.", "content": content}},

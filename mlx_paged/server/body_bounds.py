@@ -19,7 +19,7 @@ MAX_TOKEN_IDS = 1 << 18
 MAX_FIELDS = 256
 MAX_DEPTH = 100
 
-_ID_FIELDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
+_ID_FIELDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids", "context"})
 # The inside of a string, and bytes without structure. Possessive, so it never backtracks.
 _IN_STRING = re.compile(rb"(?:[^\"\\]++|\\.)*+", re.DOTALL)
 _PLAIN = re.compile(rb"[^\"\[\]{}]*+")

@@ -24,6 +24,8 @@ OVERRIDES = (*SAMPLING, "max_new_tokens")
 
 #: Clients without a model name send this as `model`; it means the served one.
 DEFAULT_MODEL = "default"
+#: Ollama's clients may append this to a name.
+DEFAULT_TAG = ":latest"
 #: Default maximum bytes of a body.
 MAX_BODY_SIZE = 16 << 20
 #: The same for models with media, whose base64 takes four bytes for three. OpenAI's API allows 50

@@ -24,7 +24,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mlx_paged.server.deadline import Deadline
-from mlx_paged.server.errors import ApiError, message_error, speaks_anthropic
+from mlx_paged.server.errors import ApiError
 
 #: Maximum bytes of a request's line and headers.
 MAX_HEAD_SIZE = 64 << 10
@@ -233,8 +233,7 @@ class TimeoutProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         if not in_body or not (cycle.response_started or self.pipeline):
             error = ApiError(status, message, code=code)
-            is_anthropic = in_body and speaks_anthropic(cast(Scope, cycle.scope))
-            answer = message_error(error, None) if is_anthropic else error.body
+            answer = error.body_for(cast(Scope, cycle.scope)) if in_body else error.body
             body = json.dumps(answer).encode()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n"
             self.transport.write(STATUS_LINE[status] + head % len(body) + b"\r\n" + body)

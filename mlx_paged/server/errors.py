@@ -1,6 +1,6 @@
 """Errors in the form that clients expect: a status, and a body that names the field.
 
-There are two forms, OpenAI's and Anthropic's. The path decides which one a client gets.
+There are three forms, OpenAI's, Anthropic's and Ollama's. The path decides which one a client gets.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mlx_paged.errors import (
     RequestTooLargeError,
 )
 from mlx_paged.server.messages.answers import MessageError
+from mlx_paged.server.ollama.answers import OllamaError
 from mlx_paged.server.responses import ErrorAnswer
 
 #: Codes of requests that are refused because memory is short now: for the bodies of requests under
@@ -102,20 +103,38 @@ class ApiError(Exception):
             }
         }  # fmt: skip
 
+    def body_for(self, scope: Scope) -> ErrorAnswer | MessageError | OllamaError:
+        """The body, in the form that the client of a request expects."""
+        if speaks_ollama(scope):
+            return {"error": self.message}
+        if not speaks_anthropic(scope):
+            return self.body
+        trace = scope.get("state", {}).get("trace")
+        return message_error(self, getattr(trace, "request_id", None))
+
     def response(self, scope: Scope) -> JSONResponse:
         """The whole answer, in the form that the client of a request expects."""
-        if not speaks_anthropic(scope):
-            return JSONResponse(self.body, self.status, self.headers)
-        trace = scope.get("state", {}).get("trace")
-        body = message_error(self, getattr(trace, "request_id", None))
-        return JSONResponse(body, message_status(self.status), self.headers)
+        is_anthropic = speaks_anthropic(scope)
+        status = message_status(self.status) if is_anthropic else self.status
+        return JSONResponse(self.body_for(scope), status, self.headers)
 
 
 def speaks_anthropic(scope: Scope) -> bool:
     """True if a request is one of Anthropic's API: by its path, or by the header of its SDKs."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = _path_of(scope)
     of_messages = path == "/v1/messages" or path.startswith("/v1/messages/")
     return of_messages or "anthropic-version" in Headers(scope=scope)
+
+
+def speaks_ollama(scope: Scope) -> bool:
+    """True if a request is one of Ollama's API, by its path. (`/api/v0` is LM Studio's.)"""
+    path = _path_of(scope)
+    return path.startswith("/api/") and not path.startswith("/api/v0/")
+
+
+def _path_of(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def message_error(error: ApiError, request_id: str | None) -> MessageError:

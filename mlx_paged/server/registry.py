@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.config import DEFAULT_TAG, ServerConfig
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.served_model import ServedModel
 
@@ -49,6 +49,8 @@ class ModelRegistry:
         if name is None:
             return FoundModel(self.default, self.default.name)
         found = self._config.served_name(name)
+        if found is None and name.endswith(DEFAULT_TAG):
+            return self.find(name.removesuffix(DEFAULT_TAG))
         if found is None:
             adapter = self.default.lora_modules.get(name)
             if adapter is not None:

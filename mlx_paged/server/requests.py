@@ -43,6 +43,7 @@ B = TypeVar("B", bound=BaseModel)
 
 _MAX_NAMED_FIELDS = 8
 _SCANNED_AT_ONCE = 1 << 13  # bytes of a body
+_SMALL_BODY = 1 << 16  # bytes
 _TURN = 0.002  # seconds of scanning after which other tasks run
 # Names that pydantic puts into the path of a field for the branches of a union.
 _BRANCHES = frozenset(
@@ -79,6 +80,24 @@ async def read_body(request: Request, model: type[B]) -> B:
             if getattr(body, name) is not None:
                 trace.fields[name] = getattr(body, name)
     return body
+
+
+async def read_small_body(request: Request, model: type[B]) -> B:
+    """The body of a request about models, which needs no engine; unknown fields are ignored.
+
+    Raises:
+        ApiError: 400 with the field, 413 or 415.
+    """
+    check_content(request)
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > _SMALL_BODY:
+            raise too_large(_SMALL_BODY)
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise _from_validation(error, is_openai=True) from None
 
 
 def validated(request: Request, raw: bytes | bytearray, model: type[B]) -> B:
@@ -226,9 +245,9 @@ def _check_unknown(body: BaseModel, config: ServerConfig, request_id: str) -> No
 
 def _unknown(body: BaseModel) -> Iterator[str]:
     yield from body.model_extra or ()
-    for field in ("stream_options", "reasoning"):
+    for field in ("stream_options", "reasoning", "options"):
         options = getattr(body, field, None)
-        if options is not None:
+        if isinstance(options, BaseModel):
             yield from (f"{field}.{name}" for name in options.model_extra or ())
 
 

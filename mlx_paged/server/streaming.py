@@ -1,4 +1,4 @@
-"""Turns a generation into an HTTP response, whole or as server-sent events, for all APIs.
+"""Turns a generation into an HTTP response, whole or as a stream, for all APIs.
 
 An API is an adapter, which formats its answer and the events of its stream. `OpenAIAdapter` is the
 common part of chats and plain completions.
@@ -10,7 +10,15 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 import anyio
@@ -60,10 +68,12 @@ class Adapter(ABC):
     Attributes:
         done: The end of a stream, also after an error.
         ping: Sent at intervals while a stream is silent; None sends a comment.
+        lines: True if a stream has a JSON object on each line, instead of server-sent events.
     """
 
     done = b""
     ping: ServerSentEvent | None = None
+    lines = False
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -119,6 +129,11 @@ async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Respon
     """
     if stream:
         await adapter.generation.submit()
+        if adapter.lines:
+            return LineStream(
+                events_of(adapter), adapter.generation.trace, adapter.generation.context.config,
+                headers=adapter.headers,
+            )  # fmt: skip
         return EventStream(
             events_of(adapter), adapter.generation.trace, adapter.generation.context.config,
             ping=adapter.ping, headers=adapter.headers,
@@ -255,6 +270,47 @@ async def events_of(adapter: Adapter) -> AsyncIterator[bytes]:
         yield adapter.done
 
 
+class _Reader:
+    """Watches that a client reads a stream: drops one that takes nothing for `read_timeout`.
+
+    Args:
+        trace: The log of the request that the stream answers, or that reads it.
+    """
+
+    def __init__(self, trace: RequestLog, config: ServerConfig) -> None:
+        self._trace = trace
+        self._patience = config.read_timeout
+        self._sending_since: float | None = None
+
+    async def send(self, send: Send, stream: Callable[[Send], Awaitable[None]]) -> None:
+        """Runs a stream, whose messages go to `send`."""
+
+        async def noted_send(message: Message) -> None:
+            if self._sending_since is None:  # A ping may wait next to a chunk.
+                self._sending_since = time.monotonic()
+            await send(message)
+            self._sending_since = None
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch, group.cancel_scope)
+            await stream(noted_send)
+            group.cancel_scope.cancel()
+
+    async def _watch(self, stream: anyio.CancelScope) -> None:
+        while True:
+            await anyio.sleep(self._patience / 4)
+            since = self._sending_since
+            if since is not None and time.monotonic() - since > self._patience:
+                self._trace.fields["error"] = "the client did not read"
+                request_id = self._trace.request_id
+                logger.warning("a client did not read", extra={"request_id": request_id})
+                stream.cancel()
+                return
+
+
+_NOT_STORED = {"Cache-Control": "no-store"}
+
+
 class EventStream(EventSourceResponse):
     """Server-sent events. Drops a client that reads none for `read_timeout`.
 
@@ -272,44 +328,48 @@ class EventStream(EventSourceResponse):
         ping: ServerSentEvent | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._trace = trace
-        self._patience = config.read_timeout
-        self._sending_since: float | None = None
+        self._reader = _Reader(trace, config)
         super().__init__(
             events,
             ping=_PING_INTERVAL,
             ping_message_factory=(lambda: ping) if ping is not None else None,
             sep="\n",
-            headers={"Cache-Control": "no-store", **(headers or {})},
+            headers={**_NOT_STORED, **(headers or {})},
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def noted_send(message: Message) -> None:
-            if self._sending_since is None:  # A ping may wait next to a chunk.
-                self._sending_since = time.monotonic()
-            await send(message)
-            self._sending_since = None
-
         scope["state"]["filler"] = b":\n\n"  # see `server.connection`
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._watch, group.cancel_scope)
-            await super().__call__(scope, receive, noted_send)
-            group.cancel_scope.cancel()
+        stream = super().__call__
+        await self._reader.send(send, lambda noted_send: stream(scope, receive, noted_send))
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        # A timeout for each chunk cost more than making the chunk: `_watch` polls instead.
+        # A timeout for each chunk cost more than making the chunk: `_Reader` polls instead.
         await send(message)
 
-    async def _watch(self, stream: anyio.CancelScope) -> None:
-        while True:
-            await anyio.sleep(self._patience / 4)
-            since = self._sending_since
-            if since is not None and time.monotonic() - since > self._patience:
-                self._trace.fields["error"] = "the client did not read"
-                request_id = self._trace.request_id
-                logger.warning("a client did not read", extra={"request_id": request_id})
-                stream.cancel()
-                return
+
+class LineStream(StreamingResponse):
+    """JSON objects, each on a line. Drops a client that reads none for `read_timeout`.
+
+    Args:
+        trace: The log of the request that the lines answer.
+    """
+
+    def __init__(
+        self,
+        lines: AsyncIterator[bytes],
+        trace: RequestLog,
+        config: ServerConfig,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._reader = _Reader(trace, config)
+        super().__init__(
+            lines, media_type="application/x-ndjson", headers={**_NOT_STORED, **(headers or {})}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = super().__call__
+        await self._reader.send(send, lambda noted_send: stream(scope, receive, noted_send))
 
 
 def sse(body: Mapping[str, Any]) -> bytes:

@@ -115,6 +115,19 @@ class PreparedTurn:
         )
 
 
+def plain_turn(
+    model: ServedModel, prompt: list[int], params: SamplingParams, names: Mapping[str, str]
+) -> PreparedTurn:
+    """Returns a turn whose prompt no template renders, and whose whole answer is text.
+
+    Args:
+        names: See `PreparedTurn`.
+    """
+    return PreparedTurn(
+        prompt, None, params, (), (), False, names, model, None, False, True, Spelling(), 0
+    )
+
+
 async def prepare(
     request: Request, model: ServedModel, turn: Turn, params: SamplingParams
 ) -> PreparedTurn:

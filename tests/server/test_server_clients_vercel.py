@@ -1,20 +1,13 @@
-"""The Vercel AI SDK (npm `ai`) against the server: chat completions, and responses.
-
-Its packages are installed once into a folder of the user's cache: MLX_PAGED_TEST_NPM names another.
-"""
+"""The Vercel AI SDK (npm `ai`) against the server: chat completions, and responses."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.npm import packages_of_npm, run_node
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, running
 
@@ -32,40 +25,9 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</t
 
 
 @pytest.fixture(scope="module")
-def packages() -> Path:
-    """The folder with the packages."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("node and npm are not installed")
-    default = Path.home() / ".cache" / "mlx-paged-tests" / "npm"
-    root = Path(os.environ.get("MLX_PAGED_TEST_NPM", default))
-    folder = root / "-".join(PACKAGES.values())
-    if not (folder / "complete").exists():
-        _install(root, folder)
-    return folder
-
-
-def _install(root: Path, folder: Path) -> None:
-    """Installs beside the folder, and renames: another process may do the same."""
-    made = root / f"{os.getpid()}-{time.time_ns()}"
-    made.mkdir(parents=True)
-    (made / "package.json").write_text(json.dumps({"private": True, "dependencies": PACKAGES}))
-    command = ["npm", "install", "--no-fund", "--no-audit", "--ignore-scripts"]
-    done = subprocess.run(command, cwd=made, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        shutil.rmtree(made)
-        pytest.skip(f"npm could not install {', '.join(PACKAGES)}: {done.stderr.strip()[-300:]}")
-    (made / "complete").touch()
-    try:
-        made.rename(folder)
-    except OSError:
-        if not (folder / "complete").exists():
-            raise
-        shutil.rmtree(made)
-
-
-@pytest.fixture(scope="module")
-def found(packages: Path) -> dict[str, Any]:
+def found() -> dict[str, Any]:
     """What the script has printed."""
+    packages = packages_of_npm(PACKAGES)
     options: dict[str, Any] = {**ENGINE, "max_model_len": 2048}
     thinks = lambda: ScriptedEngine.from_model(**options, reasoning_parser="qwen3")  # noqa: E731
     config = ServerConfig(tool_template=True)
@@ -73,11 +35,9 @@ def found(packages: Path) -> dict[str, Any]:
         assert isinstance(scripted.engine, ScriptedEngine)
         for _ in range(2 * len(MODELS)):
             scripted.engine.says(f"<think>A call.</think>\n\nOne moment.\n{CALL}", "It rains.")
-        command = ["node", str(SCRIPT), scripted.url, free.url]
-        done = subprocess.run(command, cwd=packages, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        printed = run_node(SCRIPT, packages, scripted.url, free.url)
         prompts = scripted.engine.prompts
-    return {**json.loads(done.stdout), "prompts": prompts}
+    return {**printed, "prompts": prompts}
 
 
 @pytest.mark.parametrize("model", MODELS)

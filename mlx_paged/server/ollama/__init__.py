@@ -1,0 +1,1 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, `/api/embed`, and its lists of models."""
