@@ -30,7 +30,9 @@ from kv_quality import questions as first_turns
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.core import StepBatch
 from mlx_paged.demo.real_model import real_model_path
+from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
@@ -145,6 +147,7 @@ class ForcedDrafter(Drafter):
 
     def __init__(self, right: float, vocab_size: int) -> None:
         self.answers: dict[tuple[int, ...], Sequence[int]] = {}
+        self._answer_of: dict[int, Sequence[int]] = {}  # by sequence
         self._right, self._vocab_size = right, vocab_size
         self._random = random.Random(0)
 
@@ -152,13 +155,76 @@ class ForcedDrafter(Drafter):
         return [self._draft(each.seq, each.max_drafts) for each in wanted]
 
     def _draft(self, seq: CoreSequence, max_drafts: int) -> Draft | None:
-        prompt = tuple(seq.request.prompt_token_ids)
-        at = len(seq.tokens) - len(prompt)
-        known = self.answers.get(prompt, ())[at : at + max_drafts]
+        if seq.seq_id not in self._answer_of:
+            prompt = tuple(seq.request.prompt_token_ids)
+            self._answer_of[seq.seq_id] = self.answers.get(prompt, ())
+        at = seq.num_output_tokens
+        known = self._answer_of[seq.seq_id][at : at + max_drafts]
         drafts = tuple(
             t if self._random.random() < self._right else (t + 1) % self._vocab_size for t in known
         )
         return Draft(len(seq.tokens), drafts, kind_of(Source.SEQUENCE, 3)) if drafts else None
+
+
+class StepTimes:
+    """Where the time of an engine's steps goes, in milliseconds.
+
+    Attributes:
+        wait: Waiting for the device.
+        launch: Launching a step.
+        gap: From the tokens of a step until the next one is launched. The device has nothing to do
+            meanwhile, unless steps overlap.
+        step: From one launch to the next.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.reset()
+        executor = engine._executor
+        self._read, self._launch = executor.read, executor.launch
+        executor.read, executor.launch = self._timed_read, self._timed_launch  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        self.times: dict[str, list[float]] = {
+            name: [] for name in ("wait", "launch", "gap", "step")
+        }
+        self._last_read = self._last_launch = 0.0
+        self._num_graphs = self.num_graphs
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._engine._runner.model._compiled._graphs)
+
+    def _timed_read(self) -> Any:
+        start = time.perf_counter()
+        result = self._read()
+        self._last_read = time.perf_counter()
+        self.times["wait"].append(self._last_read - start)
+        return result
+
+    def _timed_launch(self, batch: StepBatch) -> None:
+        start = time.perf_counter()
+        self._launch(batch)
+        end = time.perf_counter()
+        self.times["launch"].append(end - start)
+        if self._last_read > self._last_launch:
+            self.times["gap"].append(end - self._last_read)
+        if self._last_launch:
+            self.times["step"].append(end - self._last_launch)
+        self._last_launch = end
+
+    def summary(self) -> dict[str, float]:
+        """Medians, the number of steps, and the number of graphs that were made meanwhile."""
+        found = {
+            name: round(1e3 * statistics.median(times), 3)
+            for name, times in self.times.items()
+            if times
+        }
+        return {
+            **found,
+            "num_steps": len(self.times["launch"]),
+            "new_graphs": self.num_graphs - self._num_graphs,
+        }
 
 
 def forced(
@@ -166,16 +232,22 @@ def forced(
 ) -> Iterator[dict[str, Any]]:
     """Verifies guesses in every step."""
     llm = LLM(model, max_num_seqs=64, enable_prefix_caching=True)
-    drafter = ForcedDrafter(right, llm.engine.vocab_size)
+    vocab_size = llm.engine.vocab_size
+    drafter = ForcedDrafter(right, vocab_size)
     config = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=False)
     rng = random.Random(1)
     speculator = Speculator(config, drafter, None)
     llm.engine._runner._orders_all = True
+    step_times = StepTimes(llm.engine)
     for num_seqs, length in cases:
-        prompts = [[rng.randrange(3, 1000) for _ in range(length)] for _ in range(num_seqs)]
+        prompts = [
+            [rng.randrange(3, min(1000, vocab_size)) for _ in range(length)]
+            for _ in range(num_seqs)
+        ]
         long = SamplingParams(temperature=0, max_tokens=129, ignore_eos=True)
         short = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         times: dict[str, list[float]] = {"plain": [], "speculation": []}
+        steps: dict[str, dict[str, float]] = {}
         same = dict.fromkeys(times, True)
         expected: list[list[int]] = []
         for turn in range(rounds + 2):
@@ -184,8 +256,10 @@ def forced(
                 start = time.perf_counter()
                 llm.generate(prompts, short)
                 middle = time.perf_counter()
+                step_times.reset()
                 outputs = llm.generate(prompts, long)
                 end = time.perf_counter()
+                steps[name] = step_times.summary()
                 tokens = [list(o.outputs[0].token_ids) for o in outputs]
                 if not expected:
                     expected = tokens
@@ -200,6 +274,7 @@ def forced(
             "same_tokens": same,
             "seconds": {"plain": plain, "speculation": fast},
             "ratio": plain / fast,
+            "milliseconds": steps,
         }
 
 

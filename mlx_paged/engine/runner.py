@@ -62,10 +62,11 @@ class LaunchedStep:
     """A step that is running on the device, with the arrays of its results."""
 
     batch: StepBatch
-    tokens: mx.array  # [num_sampled] int32, in the order of the sequences that sample
+    # [num_sampled] int32, in the order of the sequences that sample; then those of padding, if any.
+    tokens: mx.array
     # The last pool it writes, to wait for in a step without samples.
     written: mx.array
-    reported: mx.array  # [num_sampled] int32, for the host: the tokens; -1: see `sample_failure`
+    reported: mx.array  # like `tokens`, int32, for the host; -1: see `sample_failure`
     pools_before: list[mx.array]  # handles of the pools, before it
     sample_failure: SampleFailure | None = None  # None if nothing is sampled
     logprobs: Reported | None = None  # of sampled tokens, if requested
@@ -229,7 +230,8 @@ class ModelRunner:
         """
         mx.eval(*launched.results, launched.written)
         batch = launched.batch
-        sampled: list[int] = np.array(launched.reported).tolist()
+        num_sampled = sum(batch.num_samples()) if batch.has_drafts else None
+        sampled: list[int] = np.array(launched.reported)[:num_sampled].tolist()
         if len(sampled) == len(batch.seq_ids) and not batch.has_drafts:
             tokens = [[token] for token in sampled]
         else:
@@ -354,6 +356,10 @@ class ModelRunner:
         if self._to_vocabulary is not None:
             mapped = self._to_vocabulary(logits)
             logits, greedy = mapped, greedy if mapped is logits else None
+        if logits.shape[0] > len(wanted) and not _is_greedy(metadata):
+            # The host ignores greedy tokens of padding; nothing else is computed for it.
+            logits = logits[: len(wanted)]
+            greedy = None if greedy is None else Greedy(*(a[: len(wanted)] for a in greedy))
         if num_sampled:
             raw = logits
             if targets:
@@ -427,6 +433,7 @@ class ModelRunner:
             media=media,
             num_ordered_rows=num_ordered_rows,
             adapters=adapters,
+            may_pad=self.splits_drafts and batch.has_drafts,
         )
 
     def _num_ordered_rows(self, batch: StepBatch, query_lens: np.ndarray) -> int:
@@ -497,6 +504,11 @@ def _joined(taps: Sequence[mx.array], num_rows: int) -> mx.array:
     """``[num_rows, total width]``: a copy, because the next step may reuse the memory of taps."""
     joined = mx.concatenate(list(taps), axis=-1) if len(taps) > 1 else taps[0] + 0
     return joined[:num_rows]
+
+
+def _is_greedy(metadata: SamplingMetadata) -> bool:
+    """True if the largest logits decide about all tokens, and nothing else is asked of them."""
+    return not (metadata.edits or metadata.logprobs or len(metadata.drawn))
 
 
 def _newest(

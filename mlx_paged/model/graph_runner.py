@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 _MAX_GRAPHS = 64
 _SEEN_BEFORE = 2  # occurrences of a shape before `mx.compile` repeats it
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
+# Steps of padded decodes have multiples of these, up to a number of rows. Their products cost as
+# much as those of fewer rows, because they read the same weights.
+_STRIDES_OF_DECODES = ((32, 8), (64, 16), (1 << 31, 32))
 _FEW_ROWS = ops.max_product_rows()
 _MAX_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth a graph.
 # Decodes have no bounds.
@@ -175,7 +178,8 @@ class GraphRunner:
         num_samples: int,
         *,
         is_of_arrays: bool,
-        may_pad: bool = False,
+        may_pad_prompts: bool = False,
+        may_pad_decodes: bool = False,
     ) -> Repetition:
         """Decides how a step repeats.
 
@@ -184,11 +188,19 @@ class GraphRunner:
             num_samples: Number of rows whose logits are needed.
             is_of_arrays: True if it depends only on arrays whose sizes such steps share: no
                 recurrent state, no media features, and no row that sees later positions.
-            may_pad: True if a step with prompts may get more rows, so that it repeats an earlier
-                one.
+            may_pad_prompts: True if a step with prompts may get more rows, so that it repeats an
+                earlier one.
+            may_pad_decodes: The same for a step of decodes; its new rows are sequences, too, and
+                have logits.
         """
-        if may_pad and num_samples and num_rows != num_sequences and self.takes_prompts(num_rows):
-            num_rows = -(-num_rows // _ROWS_OF_PROMPTS) * _ROWS_OF_PROMPTS
+        if num_rows != num_sequences:
+            if may_pad_prompts and num_samples and self.takes_prompts(num_rows):
+                num_rows = _rounded_up(num_rows, _ROWS_OF_PROMPTS)
+        elif may_pad_decodes and num_samples == num_rows and is_of_arrays:
+            stride = next(stride for most, stride in _STRIDES_OF_DECODES if num_rows <= most)
+            padded = _rounded_up(num_rows, stride)
+            if self.platform.repeats_steps and self.reads_once(padded):
+                num_rows = num_sequences = num_samples = padded
         repeat = self.repeat_of(num_rows, num_sequences, num_samples, is_of_arrays=is_of_arrays)
         # A step without samples is no executable.
         reads_once = repeat is not Repeat.NOT and num_samples > 0 and self.reads_once(num_rows)
@@ -384,6 +396,10 @@ class GraphRunner:
         self._graphs[shape] = graph
         if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
+
+
+def _rounded_up(count: int, stride: int) -> int:
+    return -(-count // stride) * stride
 
 
 def _arrays_of(step: Step) -> list[mx.array]:

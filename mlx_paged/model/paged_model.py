@@ -413,6 +413,8 @@ class PagedModel:
     def run(self, tokens: mx.array, inputs: StepInputs, repetition: Repetition) -> StepOutput:
         """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
 
+        A step of decodes that was padded (`StepInputs.may_pad`) has logits of all its rows.
+
         After `keep_hidden_states`: -> ``[len(logit_rows), hidden_size]`` last hidden states, with
         the model's final norm applied.
 
@@ -434,6 +436,9 @@ class PagedModel:
             _check_media(self.model, inputs)
         if self._is_gathered:
             return StepOutput(self._forward_in_groups(tokens, inputs), self.pools())
+        is_longer = repetition.num_rows > inputs.query_lens.sum()
+        if is_longer and repetition.repeat is Repeat.AS_GRAPH:
+            inputs = inputs.padded(repetition.num_rows)
         step = self._step(inputs, repetition)
         before = self.pools()
         output = self._compiled.run(tokens, step, before, repetition.repeat)
@@ -485,7 +490,7 @@ class PagedModel:
             num_rows: Tokens of the step, if they have been padded already; None decides that too.
         """
         media = inputs.media
-        may_pad = num_rows is None and media is None and self._may_pad and inputs.features is None
+        may_pad = num_rows is None and media is None and self._may_pad
         if num_rows is None:
             num_rows = int(inputs.query_lens.sum())
         if self._is_gathered:
@@ -498,7 +503,8 @@ class PagedModel:
             is_of_arrays=not self.layout.has_states
             and inputs.bounds is None
             and (media is None or (not len(media.rows) and media.bounds is None)),
-            may_pad=may_pad,
+            may_pad_prompts=may_pad and inputs.features is None,
+            may_pad_decodes=may_pad and inputs.may_pad,
         )
 
     def _step(self, inputs: StepInputs, repetition: Repetition) -> Step:
@@ -514,7 +520,9 @@ class PagedModel:
         tables = by_group.get(FULL, some)
         alone = len(group_specs) == 1 and group_specs[0].chunk is None
         longest = int(inputs.query_lens.max(initial=0))
-        num_rows = repetition.num_rows if repeat is Repeat.WITH_PROMPTS else None
+        num_rows: int | None = repetition.num_rows
+        if repeat is not Repeat.WITH_PROMPTS and num_rows == inputs.query_lens.sum():
+            num_rows = None
         stays = self.platform.pinned_uploads and repetition.reads_once
         plan = self._plan(inputs, tables, group_specs[0] if alone else FULL, num_rows, stays)
         has_bounds = inputs.media is not None and inputs.media.bounds is not None

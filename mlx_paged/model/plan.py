@@ -8,7 +8,7 @@ cannot check a block table before they use it. C++ makes the attention work from
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import mlx.core as mx
@@ -180,6 +180,8 @@ class StepInputs:
             from media.
         adapters: ``[num_rows]``: the slot of each row's adapter, from 1; 0 for none. None if no row
             has one.
+        may_pad: True if the caller expects that a step of decodes gets further rows, and ignores
+            their logits, which come last.
     """
 
     context_lens: np.ndarray
@@ -192,6 +194,43 @@ class StepInputs:
     features: mx.array | None = None
     bounds: np.ndarray | None = None
     adapters: np.ndarray | None = None
+    may_pad: bool = False
+
+    def padded(self, num_rows: int) -> StepInputs:
+        """Returns a step of decodes with further rows, up to `num_rows`.
+
+        They belong to sequences without tokens, write nothing, and have logits like the others.
+        """
+        more = num_rows - len(self.query_lens)
+        none = np.zeros(more, dtype=np.int64)
+
+        def longer(tables: Tables) -> PaddedTables:
+            if not isinstance(tables, PaddedTables):
+                tables = PaddedTables.of(tables)
+            empty = np.zeros((more, tables.blocks.shape[1]), dtype=np.int32)
+            return PaddedTables(
+                np.concatenate([tables.blocks, empty]), np.concatenate([tables.lengths, none])
+            )
+
+        if isinstance(self.tables, Mapping):
+            # Groups that share their tables must go on sharing them.
+            done = {id(each): longer(each) for each in self.tables.values()}
+            tables: PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables] = {
+                group_spec: done[id(each)] for group_spec, each in self.tables.items()
+            }
+        else:
+            tables = longer(self.tables)
+        features = self.features
+        if features is not None:
+            features = mx.pad(features, [(0, more), (0, 0)])
+        return replace(
+            self,
+            context_lens=np.concatenate([self.context_lens, none]),
+            query_lens=np.concatenate([self.query_lens, none]),
+            tables=tables,
+            logit_rows=np.arange(num_rows),
+            features=features,
+        )
 
     def tables_of(self, group_spec: KVCacheGroupSpec) -> Tables:
         """Returns the block tables of these layers."""

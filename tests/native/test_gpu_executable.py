@@ -912,7 +912,7 @@ def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng) -> None:
         sim_ext.fail_next_preparation()
         driver.step({"a": new_tokens(rng, 5)})
         assert steps.refusals.prompts and not steps.refusals.executables
-        five = steps.repetition_of(5, 1, 1, is_of_arrays=True, may_pad=True)
+        five = steps.repetition_of(5, 1, 1, is_of_arrays=True, may_pad_prompts=True)
         assert five.repeat is Repeat.NOT and five.num_rows == 5
         with counted() as found:
             for _ in range(4):

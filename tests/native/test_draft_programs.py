@@ -1,0 +1,69 @@
+"""Steps that verify drafts on the simulated GPU: programs whose rows are padded, so they repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.guesses import guess
+from support.mixed_requests import assert_same
+from support.models import embedded, random_tokens, tiny_config, tiny_model
+from support.platforms import CUDA_PROGRAMS, run_as_on
+from support.simulated import needs_simulator, simulated
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.model.graph_runner import Refusals
+from mlx_paged.model.loader import LoadedModel
+
+pytestmark = needs_simulator
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": tiny_config("llama", head_dim=32, num_hidden_layers=2),
+    "windows": tiny_config(
+        "llama",
+        head_dim=32,
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=8,
+    ),
+}
+
+
+def engine_of(config: dict[str, Any]) -> LLM:
+    tokenizer = embedded().tokenizer
+    model = LoadedModel(tiny_model(config), tokenizer, config, "tiny")
+    llm = LLM(model, max_model_len=128, block_size=8, num_gpu_blocks_override=64)
+    run_as_on(llm.engine._runner.model, **CUDA_PROGRAMS)
+    return llm
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.one_in(2)
+def test_any_numbers_of_drafts_share_few_programs(name: str) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [random_tokens(rng, count) for count in (5, 9, 21)]
+    params = [
+        SamplingParams(temperature=0.9 * (i == 1), seed=i, max_tokens=14, ignore_eos=True)
+        for i in range(3)
+    ]
+    plain, llm = engine_of(CONFIGS[name]), engine_of(CONFIGS[name])
+    with simulated():
+        expected = plain.generate(prompts, params)
+        drafter = guess(llm, 0.7, splits=True)
+        for output in expected:
+            drafter.answers[tuple(output.prompt_token_ids), 0] = output.outputs[0].token_ids
+        steps = llm.engine._runner.model._compiled
+        sizes, run = [], steps.run
+
+        def watched(tokens: Any, *args: Any) -> Any:
+            sizes.append(tokens.shape[0])
+            return run(tokens, *args)
+
+        steps.run = watched
+        assert_same(llm.generate(prompts, params), expected)
+    found = llm.stats().spec_decoding
+    assert found is not None and found.num_accepted_tokens > 10
+    assert found.num_draft_tokens > found.num_accepted_tokens
+    assert steps.refusals == Refusals()
+    assert len(sizes) > 5 and set(sizes) <= {1, 8, 16, 48}, "plain decodes, or multiples of 8"
