@@ -214,7 +214,7 @@ class Engine:
     def synchronize(self) -> None:
         """Waits for a step in flight that no request needs any more, so that it holds no blocks.
 
-        If the engine is idle, also copies pending blocks to the disk writer.
+        If the engine is idle, also copies pending blocks to host memory and to the disk writer.
         """
         self._enter()
         with self._guard.lock:
@@ -241,7 +241,7 @@ class Engine:
 
     def on_idle(self) -> None:
         """Does what is left to an engine without requests: it follows the system's memory pressure,
-        and copies some blocks for the disk."""
+        and copies some blocks to host memory and for the disk."""
         self.follow_pressure()
         if self._offloading is None or not self._offloading.has_idle_work:
             return

@@ -355,6 +355,8 @@ def _offload_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
          stats.offloading.num_stored_blocks),
         ("mlx_paged:kv_offload_lost_blocks", "Those dropped again for lack of room.",
          stats.offloading.num_lost_blocks),
+        ("mlx_paged:kv_offload_skipped_blocks", "Evicted blocks not kept, to keep a step short.",
+         stats.offloading.num_skipped_blocks),
         ("mlx_paged:kv_offload_written_bytes", "Bytes written to disk.",
          stats.offloading.num_written_bytes),
         ("mlx_paged:kv_offload_read_bytes", "Bytes read from disk.",

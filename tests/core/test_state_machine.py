@@ -487,6 +487,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             tier.memory.limit(max(most * BLOCK_BYTES, tier.memory.num_bytes * (choice % 2)))
         self.scheduler.check_integrity()
 
+    @rule(count=st.integers(1, 20), allowance=st.sampled_from([None, None, 0, 1, 3]))
+    def tiers_copy(self, count: int, allowance: int | None) -> None:
+        """Blocks are copied ahead of their eviction; the next evictions copy few or many."""
+        for tier in self.tiers:
+            tier.memory.copy_ahead(count * BLOCK_BYTES)
+            tier.memory.allowance = None if allowance is None else allowance * BLOCK_BYTES
+        self.scheduler.check_integrity()
+
     @rule(sure=st.integers(0, 5))
     def reset_cache(self, sure: int) -> None:
         if sure == 0:

@@ -294,6 +294,97 @@ def test_room_for_a_window_may_cost_the_node_itself() -> None:
     assert not node.is_indexed and not contents.keys and len(kv.tree) == 0
 
 
+# --- Copies ahead of evictions --------------------------------------------------------------------
+
+
+def memory_of(kv: KVManager) -> MemoryTier:
+    assert isinstance(kv.tier, MemoryTier)
+    return kv.tier
+
+
+def test_an_eviction_copies_nothing_that_was_copied_ahead() -> None:
+    kv, contents = in_memory(16, 4)
+    compute(kv, TEXT)
+    memory = memory_of(kv)
+    assert memory.has_pending and memory.copy_ahead(512) == 512
+    assert memory.copy_ahead(512) == 512 and not memory.has_pending
+    assert len(contents.keys) == 2 and memory.is_empty  # the device still has all of it
+    copied = set(contents.keys)
+    memory.allowance = 0
+    compute(kv, [50] * 12)
+    assert contents.keys == copied and memory.num_stored == 2 and not memory.num_skipped
+    assert restored(kv, TEXT) == 8
+
+
+def test_a_step_copies_no_more_than_it_may() -> None:
+    kv, contents = in_memory(16, 4)
+    compute(kv, TEXT)
+    memory_of(kv).allowance = 512
+    compute(kv, [50] * 12)
+    # The end was copied and its beginning was not, so neither can come back.
+    assert not contents.keys and memory_of(kv).num_skipped == 1
+    assert restored(kv, TEXT) == 0
+
+
+def test_a_prefix_is_copied_from_its_beginning() -> None:
+    kv, contents = in_memory(16, 4)
+    compute(kv, TEXT)
+    memory = memory_of(kv)
+    memory.copy_ahead(1)
+    memory.allowance = 0
+    compute(kv, [50] * 12)
+    assert len(contents.keys) == 1 and restored(kv, TEXT) == 4
+
+
+def test_copies_ahead_leave_room_for_evicted_blocks() -> None:
+    kv, contents = in_memory(8, 6)
+    compute(kv, range(20))
+    memory = memory_of(kv)
+    while memory.has_pending:
+        memory.copy_ahead(1)
+    assert len(contents.keys) == 2  # a quarter
+    compute(kv, [50] * 20)
+    # As a block is evicted, its copy no longer counts, and the next one may be copied.
+    assert memory.num_stored == 5 and memory.has_pending
+    assert restored(kv, range(16)) == 16
+
+
+def test_a_copy_of_a_block_that_is_replaced_is_dropped() -> None:
+    """Equal tokens, and perhaps other last bits."""
+    kv, contents = in_memory(16, 8)
+    compute(kv, TEXT)
+    memory_of(kv).copy_ahead(1024)
+    assert len(contents.keys) == 2
+    compute(kv, TEXT, read_cache=False)
+    assert not contents.keys
+    kv.reset_prefix_cache()
+    kv.check_integrity()
+
+
+def test_less_memory_drops_copies_ahead_first() -> None:
+    kv, contents = in_memory(16, 5)
+    compute(kv, [50] * 4)
+    compute(kv, TEXT)
+    compute(kv, [60] * 8)  # the fifties are stored
+    memory = memory_of(kv)
+    memory.copy_ahead(2048)
+    assert len(contents.keys) == 5
+    memory.limit(3 * 512)
+    assert len(contents.keys) == 1 and not memory.is_empty and not memory.has_pending
+    kv.check_integrity()
+    memory.limit(16 * 512)
+    assert restored(kv, [50] * 4) == 4
+
+
+def test_a_window_is_copied_before_the_blocks_of_full_attention() -> None:
+    kv, _ = in_memory(16, 4, windows=[window(4, 8)])
+    compute(kv, TEXT)
+    memory = memory_of(kv)
+    memory.copy_ahead(1)
+    node = kv.tree.match(PrefixQuery(TEXT, limit=4)).node  # where an equal prompt continues
+    assert node is not None and memory.copy_of(node, 1) and not memory.copy_of(node, 0)
+
+
 # --- Content that is lost -------------------------------------------------------------------------
 
 

@@ -119,6 +119,34 @@ def test_other_requests_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
         assert output.outputs[0].token_ids == follows(prompt, 60)
 
 
+def test_evictions_copy_little_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is copied ahead comes back; the step that evicts it copies nothing."""
+    monkeypatch.setattr(offloading, "_EVICT_STEP_BYTES", 0)
+    engine = LLM(
+        hash_model(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1
+    ).engine
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    running = engine.add_request("running", [9] * 10, params)
+    outputs = []
+    for first in (0, 1, 2, 0):  # each evicts the one before the last
+        outputs.append(engine.add_request(f"chat {first}", [first] * 90, GREEDY))
+        while not outputs[-1].finished:
+            engine.step()
+            engine.check_integrity()
+    assert not running.finished
+    stats = engine.stats()
+    assert outputs[-1].num_cached_tokens == 88 and stats.counters.num_restored_tokens >= 40
+    assert stats.offloading.num_stored_blocks >= 10 and not stats.offloading.num_skipped_blocks
+    assert outputs[-1].outputs[0].token_ids == follows([0] * 90, NUM_TOKENS)
+
+
+def test_an_idle_engine_copies_what_it_may_evict() -> None:
+    llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1)
+    answers(llm, chats(1))
+    memory = llm.engine._offloading._levels.memory
+    assert memory.num_bytes and memory.is_empty and not llm.engine._offloading.has_idle_work
+
+
 def test_equal_prompts_come_back_once() -> None:
     llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=60, kv_offloading_size=0.1)
     prompts = chats(8)

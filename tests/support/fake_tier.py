@@ -78,6 +78,7 @@ class FakeTier:
         return key
 
     def settle(self, tables: BlockTables, depth: int) -> None:
+        self.memory.settle(tables, depth)
         if not self.has_disk or tables.tip is None:
             return
         nodes = tables.tip.path()[:depth]
@@ -92,6 +93,9 @@ class FakeTier:
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:
         return self.memory.store(node, group, block)
+
+    def forget(self, node: PrefixNode, group: int) -> None:
+        self.memory.forget(node, group)
 
     def drop(self, key: int) -> None:
         self.memory.drop(key)

@@ -50,6 +50,9 @@ class RecordingTier:
         self.kept[len(self.handed)] = handed
         return len(self.handed)
 
+    def forget(self, node: PrefixNode, group: int) -> None:
+        pass
+
     def drop(self, key: int) -> None:
         del self.kept[key]
 

@@ -130,8 +130,7 @@ class AttentionGroup(KVCacheGroup):
             return
         self.num_deduplicated += 1
         if not self.pool.ref_count(present):
-            self.pool.uncache(present)
-            node.entries[self.number] = ABSENT
+            self.forget(node)
             self.cache_block(node, own)
             return
         self.pool.retain(present)

@@ -80,6 +80,7 @@ class KVCacheGroup(ABC):
         node.entries[self.number] = ABSENT
         if entry > ABSENT:
             self.pool.uncache(entry)
+            self._tier.forget(node, self.number)
         elif entry < ABSENT:
             self._tier.drop(-entry)
 
@@ -101,8 +102,11 @@ class KVCacheGroup(ABC):
         What running sequences have passed is dropped: others rarely continue there.
         """
         block = node.entries[self.number]
-        is_kept = self.sees_everything or not self.pool.is_passed(block)
-        key = self._tier.store(node, self.number, block) if is_kept else 0
+        key = 0
+        if self.sees_everything or not self.pool.is_passed(block):
+            key = self._tier.store(node, self.number, block)
+        else:
+            self._tier.forget(node, self.number)
         if not node.is_indexed:
             pass  # The tier made room by dropping what the node had of another group.
         elif not key and self.sees_everything:

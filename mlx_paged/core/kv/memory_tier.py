@@ -1,7 +1,17 @@
 """MemoryTier: keeps evicted blocks in host memory, within a quota.
 
-This is the bookkeeping half; `Contents` moves the bytes. A device evicts the last block of a prefix
-first, so the oldest content is always that of a leaf: dropping it takes nothing else along.
+This is the bookkeeping half; `Contents` moves the bytes. A step that needs many blocks at once
+would wait for as many copies, so blocks are copied ahead of their eviction::
+
+      settle          a sequence is through: its blocks wait to be copied, in order
+      copy_ahead      some of them are copied between two steps; they are still on the device
+      store           a block is evicted: its copy becomes its content, and takes no time
+
+A block that is evicted without a copy is copied then, within what a step may copy.
+
+A device evicts the last block of a prefix first, so the oldest content is always that of a leaf:
+dropping it takes nothing else along. Copies made ahead are never dropped for room, because then a
+prefix might lack its beginning; they take up to a quarter of the quota.
 """
 
 from __future__ import annotations
@@ -12,12 +22,16 @@ from typing import NamedTuple, Protocol
 
 from mlx_paged.core.kv.stored import LookUp
 from mlx_paged.core.kv.tables import BlockTables
-from mlx_paged.core.kv.tier import OnLost, TierOwner
+from mlx_paged.core.kv.tier import ABSENT, TierOwner
 from mlx_paged.core.kv.tree import TOKEN_BYTES, PrefixNode, PrefixQuery
 from mlx_paged.errors import IntegrityError
 
 # Counted for every stored block: a group without layers has none, but its nodes take memory.
 _LEAST_BYTES = 512
+# Copies of blocks that are still on the device take up to this part of the quota (1 / n).
+_AHEAD_SHARE = 4
+# Blocks that may wait to be copied; the oldest are given up first.
+_MAX_PENDING = 1 << 16
 
 
 class Contents(Protocol):
@@ -30,7 +44,9 @@ class Contents(Protocol):
         """Frees the copy stored under a key."""
 
 
-class _Stored(NamedTuple):
+class _Place(NamedTuple):
+    """Where content belongs."""
+
     node: PrefixNode
     group: int
 
@@ -44,24 +60,30 @@ class MemoryTier:
         block_size: Tokens of a block.
 
     Attributes:
-        num_bytes: Bytes stored now, pinned ones included.
+        num_bytes: Bytes of all copies now, pinned and made ahead included.
         num_stored, num_lost: Blocks of all groups that were stored, and dropped for lack of room.
+        num_skipped: Blocks that were evicted without a copy because the step had copied enough.
+        allowance: Bytes that may still be copied at evictions; None: any number.
     """
 
     def __init__(
         self, contents: Contents, block_bytes: Sequence[int], capacity: int, block_size: int
     ) -> None:
         self.capacity = capacity
-        self.num_bytes = self.num_stored = self.num_lost = 0
+        self.num_bytes = self.num_stored = self.num_lost = self.num_skipped = 0
+        self.allowance: int | None = None
         self._contents = contents
         self._block_bytes = tuple(max(size, _LEAST_BYTES) for size in block_bytes)
         self._key_bytes = block_size * TOKEN_BYTES
-        self._on_lost: OnLost | None = None
+        self._owner: TierOwner | None = None
         self._next_key = 1
-        self._stored: dict[int, _Stored] = {}  # by key; what has been dropped is not in here
-        self._sizes: dict[int, int] = {}  # bytes by key; includes dropped content that is pinned
+        self._sizes: dict[int, int] = {}  # bytes by key, of all copies
+        self._stored: dict[int, _Place] = {}  # by key; what has been dropped is not in here
         self._pins: dict[int, int] = {}
         self._oldest: OrderedDict[int, None] = OrderedDict()  # stored and not pinned
+        self._ahead: OrderedDict[_Place, int] = OrderedDict()  # keys of what the device still has
+        self._num_ahead_bytes = 0
+        self._pending: OrderedDict[_Place, None] = OrderedDict()  # to be copied ahead
 
     @property
     def is_empty(self) -> bool:
@@ -71,29 +93,109 @@ class MemoryTier:
     def attach(self, owner: TierOwner) -> None:
         """See `Tier`."""
         assert not self._sizes, "a tier serves one KV manager"
-        self._on_lost = owner.on_lost
+        self._owner = owner
 
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         """See `Tier`. All content is in the prefix tree."""
         return None
 
+    # Copies ahead of evictions.
+
     def settle(self, tables: BlockTables, depth: int) -> None:
-        """See `Tier`. Blocks are stored when they are evicted."""
+        """See `Tier`. The blocks that another sequence continues with wait to be copied."""
+        if tables.tip is None or not self.capacity:
+            return
+        assert self._owner is not None
+        nodes = tables.tip.ancestor(min(depth, tables.tip.depth)).path()
+        # Full attention last: it is most of the bytes, and useless without the rest.
+        for group in reversed(self._owner.groups) if nodes else ():
+            for index in group.view(len(nodes)):
+                place = _Place(nodes[index], group.number)
+                if self._may_copy(place):
+                    self._pending[place] = None
+        while len(self._pending) > _MAX_PENDING:
+            self._pending.popitem(last=False)
+
+    def _may_copy(self, place: _Place) -> bool:
+        node, group = place
+        on_device = node.is_indexed and node.entries[group] > ABSENT
+        return on_device and place not in self._ahead and len(node.key) == self._key_bytes
+
+    @property
+    def has_pending(self) -> bool:
+        """True if blocks wait to be copied, and there is room for the first of them."""
+        place = next(iter(self._pending), None)
+        return place is not None and self._has_room_ahead(self._block_bytes[place.group])
+
+    def _has_room_ahead(self, size: int) -> bool:
+        return self._num_ahead_bytes + size <= self.capacity // _AHEAD_SHARE
+
+    def copy_ahead(self, most: int) -> int:
+        """Copies blocks that are still on the device; returns how many bytes.
+
+        Call it between two steps. No step in flight may write the indexed blocks, and none does.
+
+        Args:
+            most: No block is begun after this many bytes.
+        """
+        num_bytes = 0
+        while num_bytes < most and self.has_pending:
+            place, _ = self._pending.popitem(last=False)
+            size = self._block_bytes[place.group]
+            if not self._may_copy(place) or not self._make_room(size) or not self._may_copy(place):
+                continue
+            key = self._save(place)
+            if key:
+                self._ahead[place] = key
+                self._num_ahead_bytes += size
+                num_bytes += size
+        return num_bytes
+
+    def copy_of(self, node: PrefixNode, group: int) -> int:
+        """The key of a copy of a block that is still on the device; 0 if there is none."""
+        return self._ahead.get(_Place(node, group), 0)
+
+    def forget(self, node: PrefixNode, group: int) -> None:
+        """See `Tier`."""
+        if self._ahead:
+            key = self._take_ahead(_Place(node, group))
+            if key:
+                self._free(key)
+
+    def _take_ahead(self, place: _Place) -> int:
+        """Takes the key of a copy made ahead; 0 if there is none."""
+        key = self._ahead.pop(place, 0)
+        self._num_ahead_bytes -= self._sizes.get(key, 0)
+        return key
+
+    # Stored content.
+
+    def spend(self, size: int) -> bool:
+        """Takes the bytes of a copy at an eviction from the allowance; False if they exceed it."""
+        if self.allowance is not None:
+            if self.allowance < size:
+                self.num_skipped += 1
+                return False
+            self.allowance -= size
+        return True
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:
         """See `Tier`. A partly filled block is dropped: sequences copy from it and never begin
         after it."""
-        size = self._block_bytes[group]
-        if len(node.key) < self._key_bytes or not self._make_room(size) or not node.is_indexed:
-            return 0
-        key = self._next_key
-        if not self._contents.save(key, group, block):
-            return 0
-        self._next_key += 1
-        self._stored[key] = _Stored(node, group)
-        self._sizes[key] = size
+        place, size = _Place(node, group), self._block_bytes[group]
+        key = self._take_ahead(place)
+        if not key:
+            if len(node.key) < self._key_bytes or size > self.capacity:
+                return 0
+            if not self.spend(size):
+                return 0
+            if not self._make_room(size) or not node.is_indexed:
+                return 0
+            key = self._save(place)
+            if not key:
+                return 0
+        self._stored[key] = place
         self._oldest[key] = None
-        self.num_bytes += size
         self.num_stored += 1
         return key
 
@@ -123,6 +225,8 @@ class MemoryTier:
     def limit(self, capacity: int) -> int:
         """Changes the quota, and drops what exceeds it; returns the bytes that this freed."""
         before, self.capacity = self.num_bytes, capacity
+        while self._ahead and not self._has_room_ahead(0):
+            self.forget(*next(reversed(self._ahead)))  # the end of a prefix first
         self._make_room(0)
         return before - self.num_bytes
 
@@ -134,9 +238,19 @@ class MemoryTier:
             node, group = self._stored.pop(key)
             self._free(key)
             self.num_lost += 1
-            assert self._on_lost is not None
-            self._on_lost(node, group)
+            assert self._owner is not None
+            self._owner.on_lost(node, group)
         return True
+
+    def _save(self, place: _Place) -> int:
+        """Copies a block from the device; returns the new key, or 0."""
+        key, size = self._next_key, self._block_bytes[place.group]
+        if not self._contents.save(key, place.group, place.node.entries[place.group]):
+            return 0
+        self._next_key += 1
+        self._sizes[key] = size
+        self.num_bytes += size
+        return key
 
     def _free(self, key: int) -> None:
         self.num_bytes -= self._sizes.pop(key)
@@ -149,7 +263,12 @@ class MemoryTier:
         for key, (node, group) in self._stored.items():
             if node.entries[group] != -key or not node.is_indexed:
                 raise IntegrityError(f"no node of the prefix tree has content {key}")
-        if {*self._stored, *self._pins} != set(self._sizes):
-            raise IntegrityError("content is kept that is neither stored nor pinned")
+        for (node, group), key in self._ahead.items():
+            if node.entries[group] <= ABSENT or not node.is_indexed:
+                raise IntegrityError(f"content {key} is of a block that the device does not have")
+        if self._num_ahead_bytes != sum(self._sizes[key] for key in self._ahead.values()):
+            raise IntegrityError(f"{self._num_ahead_bytes} bytes are counted as copied ahead")
+        if {*self._stored, *self._pins, *self._ahead.values()} != set(self._sizes):
+            raise IntegrityError("content is kept that is neither stored, pinned nor copied ahead")
         if self._stored.keys() - self._pins.keys() != self._oldest.keys():
             raise IntegrityError("content is in use by a restoration, and may be dropped")

@@ -9,7 +9,6 @@ A node of the prefix tree has one integer entry per KV cache group::
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from mlx_paged.core.kv.tree import PrefixNode, PrefixQuery
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from mlx_paged.core.kv.tables import BlockTables
 
 ABSENT = 0
-
-#: Called with (node, group) when a tier drops that content by itself.
-OnLost = Callable[[PrefixNode, int], None]
 
 
 class TierOwner(Protocol):
@@ -64,7 +60,8 @@ class Tier(Protocol):
     def settle(self, tables: BlockTables, depth: int) -> None:
         """Told when a sequence has computed its prompt, and before its blocks are released.
 
-        The tier may store its indexed blocks, now or later, to have them after a restart.
+        The tier may copy its indexed blocks, now or later: to have them after a restart, or so that
+        their eviction takes no time.
 
         Args:
             depth: Number of blocks after which another sequence may continue.
@@ -83,6 +80,12 @@ class Tier(Protocol):
 
         Returns:
             A key greater than 0 for the stored content, or 0 if it was dropped.
+        """
+
+    def forget(self, node: PrefixNode, group: int) -> None:
+        """Told when the device drops or replaces a block without `store`.
+
+        A copy that the tier made of it ahead of its eviction is useless now.
         """
 
     def drop(self, key: int) -> None:
@@ -114,6 +117,9 @@ class DropTier:
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:
         return 0
+
+    def forget(self, node: PrefixNode, group: int) -> None:
+        pass
 
     def drop(self, key: int) -> None:
         raise AssertionError(f"nothing is stored, and yet key {key} is dropped")

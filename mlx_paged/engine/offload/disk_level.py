@@ -119,8 +119,10 @@ class DiskLevel:
         return tip.depth
 
     def _is_kept(self, node: PrefixNode, group: int) -> bool:
-        if (node, group) in self._pending:
-            return True
+        return (node, group) in self._pending or self.has(node, group)
+
+    def has(self, node: PrefixNode, group: int) -> bool:
+        """True if a block is on disk, or has been copied and will be."""
         return node.digest is not None and self._store.has(node.digest, group)
 
     def write(self, most: int) -> int:
@@ -145,9 +147,14 @@ class DiskLevel:
             self.write(self._block_bytes[group])
         return True
 
-    def on_evicted(self, node: PrefixNode, group: int) -> None:
-        """Copies a block that is about to be evicted and still has to be written."""
-        if (node, group) in self._pending and self._block_bytes[group] <= self._store.room:
+    def on_evicted(self, node: PrefixNode, group: int, spend: Callable[[int], bool]) -> None:
+        """Copies a block that is about to be evicted and still has to be written.
+
+        Args:
+            spend: Returns True if a number of bytes may be copied now.
+        """
+        size = self._block_bytes[group]
+        if (node, group) in self._pending and size <= self._store.room and spend(size):
             self._write(node, group)
 
     def _write(self, node: PrefixNode, group: int) -> None:

@@ -43,14 +43,35 @@ class Levels:
 
     def settle(self, tables: BlockTables, depth: int) -> None:
         """See `Tier`."""
+        self.memory.settle(tables, depth)
         if self.disk is not None:
             self.disk.settle(tables, depth)
 
+    @property
+    def has_pending(self) -> bool:
+        """True if blocks wait to be copied, and there is room for them."""
+        return self.memory.has_pending or (self.disk is not None and self.disk.has_pending)
+
+    def copy_ahead(self, most: int) -> None:
+        """Copies up to `most` bytes of blocks that wait for it, to memory first."""
+        most -= self.memory.copy_ahead(most)
+        if self.disk is not None and most > 0:
+            self.disk.write(most)
+
     def store(self, node: PrefixNode, group: int, block: int) -> int:
+        """See `Tier`. While other sequences run, what is on disk is not copied to memory."""
+        disk, memory = self.disk, self.memory
+        is_hurried = memory.allowance is not None and not memory.copy_of(node, group)
+        if disk is not None and is_hurried and disk.has(node, group):
+            return 0
+        key = memory.store(node, group, block)
+        if disk is not None and not key:
+            disk.on_evicted(node, group, memory.spend)
+        return key
+
+    def forget(self, node: PrefixNode, group: int) -> None:
         """See `Tier`."""
-        if self.disk is not None:
-            self.disk.on_evicted(node, group)
-        return self.memory.store(node, group, block)
+        self.memory.forget(node, group)
 
     def drop(self, key: int) -> None:
         """See `Tier`."""

@@ -1,7 +1,8 @@
 """Offloading: connects an engine's KV store to host memory and disk, and moves bytes between steps.
 
-Eviction copies a block to host memory at once. A prompt whose prefix is there is admitted with
-blocks of its own, which are filled a few at a time, so that running sequences do not stall::
+Blocks are copied a few at a time, so that running sequences do not stall: out, ahead of their
+eviction, once their sequence is through; and back, to a prompt that was admitted with blocks of its
+own and waits::
 
       step 7                   step 8                   step 9
       [decodes]                [decodes]                [decodes + the rest of the prompt]
@@ -12,6 +13,7 @@ What is worth keeping on disk is copied in the same way, and then written by a t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from weakref import finalize
@@ -28,9 +30,14 @@ from mlx_paged.offload.store import BlockStore
 _STEP_BYTES, _STEP_SECONDS = 32 << 20, 0.002
 # The same if nothing runs. An abort waits for that long.
 _IDLE_BYTES, _IDLE_SECONDS = 512 << 20, 0.25
-# Bytes that are copied for the disk between two steps, and by an engine without work.
-_WRITE_STEP_BYTES = 8 << 20
-_WRITE_IDLE_BYTES = 64 << 20
+# Bytes that are copied off the device between two steps, and for each second that the last step
+# took, if that is more: a long prompt fills many blocks in one step.
+_COPY_STEP_BYTES = 8 << 20
+_COPY_BYTES_PER_SECOND = 512 << 20
+# The same by an engine without work.
+_COPY_IDLE_BYTES = 64 << 20
+# Bytes that one step may copy of blocks that it evicts, while other sequences run.
+_EVICT_STEP_BYTES = 16 << 20
 # Seconds that a call without work may wait for the disk to take more.
 _DRAIN_SECONDS = 30.0
 
@@ -42,8 +49,9 @@ class OffloadStats:
     Attributes:
         memory_bytes: Bytes stored in host memory.
         memory_capacity: Their maximum.
-        num_stored_blocks: Blocks of all groups that were copied to host memory.
+        num_stored_blocks: Evicted blocks of all groups that were kept in host memory.
         num_lost_blocks: Those dropped again for lack of room.
+        num_skipped_blocks: Evicted blocks that were not kept, because a step had copied enough.
         disk_bytes: Bytes of this model's blocks on disk; 0 without a disk.
         num_written_bytes, num_read_bytes: Bytes written to and read from disk.
         num_damaged_blocks: Blocks that could not be read.
@@ -54,6 +62,7 @@ class OffloadStats:
     memory_capacity: int = 0
     num_stored_blocks: int = 0
     num_lost_blocks: int = 0
+    num_skipped_blocks: int = 0
     disk_bytes: int = 0
     num_written_bytes: int = 0
     num_read_bytes: int = 0
@@ -87,6 +96,7 @@ class Offloading:
         self._restorer = Restorer(blocks, store)
         self._memory = HostMemory(blocks, capacity)
         self._levels: Levels | None = None
+        self._advanced_at = 0.0
         if store is not None:
             # Also at the interpreter's exit: what was copied is written.
             finalize(self, store.close)
@@ -115,7 +125,9 @@ class Offloading:
     def _copy_out(self, node: PrefixNode, group: int, out: Bytes) -> bool:
         """Copies a block from the device or from host memory, see `CopyOut`."""
         entry = node.entries[group]
-        if entry > 0:
+        if self._levels is not None and (key := self._levels.memory.copy_of(node, group)):
+            out[:] = self._memory[key]
+        elif entry > 0:
             self._blocks.read(group, entry, out)
         elif entry < 0:
             out[:] = self._memory[-entry]
@@ -136,25 +148,35 @@ class Offloading:
         Args:
             is_idle: True if no sequence runs meanwhile.
         """
+        assert self._levels is not None
+        now, before = time.perf_counter(), self._advanced_at
+        self._advanced_at = now
+        self._levels.memory.allowance = None if is_idle else _EVICT_STEP_BYTES
         if kv.restorations:
             most = _IDLE_BYTES if is_idle else _STEP_BYTES
             seconds = _IDLE_SECONDS if is_idle else _STEP_SECONDS
             self._restorer.advance(kv, self._memory, most, seconds, waits=is_idle)
-        elif self._disk is not None and self._disk.has_pending:
-            self._disk.write(_WRITE_STEP_BYTES)
+        elif self._levels.has_pending:
+            self._levels.copy_ahead(
+                max(_COPY_STEP_BYTES, int((now - before) * _COPY_BYTES_PER_SECOND))
+            )
 
     @property
     def has_idle_work(self) -> bool:
         """True if `advance_idle` has something to do."""
-        return self._disk is not None and self._disk.has_pending
+        return self._levels is not None and self._levels.has_pending
 
     def advance_idle(self) -> None:
-        """Copies blocks for the disk, in an engine without work."""
-        if self._disk is not None:
-            self._disk.write(_WRITE_IDLE_BYTES)
+        """Copies blocks off the device, in an engine without work."""
+        if self._levels is not None:
+            self._levels.copy_ahead(_COPY_IDLE_BYTES)
 
     def drain(self) -> None:
-        """Copies all pending blocks to the disk writer. May block until the disk has caught up."""
+        """Copies all pending blocks. May block until the disk has caught up."""
+        if self._levels is None:
+            return
+        while self._levels.memory.has_pending:
+            self._levels.memory.copy_ahead(_COPY_IDLE_BYTES)
         if self._disk is not None:
             self._disk.drain(_DRAIN_SECONDS)
 
@@ -190,6 +212,7 @@ class Offloading:
             memory_capacity=tier.capacity,
             num_stored_blocks=past.num_stored_blocks + tier.num_stored,
             num_lost_blocks=past.num_lost_blocks + tier.num_lost,
+            num_skipped_blocks=past.num_skipped_blocks + tier.num_skipped,
             disk_bytes=0 if store is None else store.num_bytes,
             num_written_bytes=0 if store is None else store.num_written_bytes,
             num_read_bytes=0 if store is None else store.num_read_bytes,
