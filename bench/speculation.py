@@ -291,6 +291,7 @@ def main() -> None:
     parser.add_argument("--forced", type=float, help="share of right guesses, such as 0.7")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--shape", default="Llama-3.2-3B", help="for --forced, see cuda_engine.py")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64], help="for --forced")
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
     mlx_paged.unpatch()
@@ -298,7 +299,7 @@ def main() -> None:
         from cuda_engine import random_model
 
         model = random_model(args.shape)
-        cases = ((1, 1024), (8, 1024), (64, 1024))
+        cases = [(num_seqs, 1024) for num_seqs in args.sequences]
         results = list(forced(model, args.forced, args.drafts, cases, args.rounds))
         for each in results:
             print(each, flush=True)

@@ -318,9 +318,8 @@ class ModelRunner:
             if False in batch.samples:
                 wanted = wanted[np.array(batch.samples)]
             if batch.has_drafts:
-                wanted = np.concatenate(
-                    [np.arange(end - n, end) for end, n in zip(ends, batch.num_samples())]
-                )
+                num_samples = np.array(batch.num_samples(), dtype=np.int64)
+                wanted = np.flatnonzero(_rows_behind(num_rows) < num_samples.repeat(num_rows))
         num_sampled = len(wanted)
         if targets:
             # First the sampled rows, then the rows before reported prompt tokens.
@@ -485,7 +484,7 @@ def _split_drafts(
     num_drafts = np.frombuffer(batch.num_drafts, dtype=np.int32)
     counts = np.where(num_drafts > 0, query_lens, 1)
     sequence = np.repeat(np.arange(len(counts)), counts)
-    later = np.concatenate([np.arange(count - 1, -1, -1) for count in counts])
+    later = _rows_behind(counts)
 
     def split(padded: PaddedTables) -> PaddedTables:
         return PaddedTables(padded.blocks[sequence], padded.lengths[sequence])
@@ -498,6 +497,11 @@ def _split_drafts(
         by_row = {group_spec: done[id(each)] for group_spec, each in tables.items()}
     lens = np.where(num_drafts > 0, 1, query_lens)[sequence]
     return context_lens[sequence] - later, lens, by_row
+
+
+def _rows_behind(counts: np.ndarray) -> np.ndarray:
+    """For each row: the rows of its sequence that follow. `counts`: those of each sequence."""
+    return np.cumsum(counts).repeat(counts) - np.arange(1, counts.sum() + 1)
 
 
 def _joined(taps: Sequence[mx.array], num_rows: int) -> mx.array:
