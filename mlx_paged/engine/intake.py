@@ -197,8 +197,9 @@ class Intake:
             compiler = self.grammar_compiler
             grammar = await compiler.compile_async(params.structured_outputs)
             return await in_thread(partial(check, grammar=grammar))
-        # Tokenizing hundreds of bad words takes longer than a step, and so do an adapter's files.
-        is_slow = params.bad_words or request.lora_request is not None
+        # Tokenizing bad words or a prediction can take longer than a step, and so do an adapter's
+        # files.
+        is_slow = params.bad_words or params.prediction or request.lora_request is not None
         return await in_thread(check) if is_slow else check()
 
     def encode(self, prompt: str | list[int] | TextWithMedia, field: str) -> EncodedPrompt:

@@ -66,6 +66,8 @@ class SamplingParams:
             themselves, or a mapping of their fields. See `docs/structured-output.md`.
         thinking_token_budget: Maximum tokens of reasoning, after which its end is forced; None
             means no limit.
+        prediction: A guess of the answer's text, such as a file before an edit. With speculative
+            decoding, drafts come from it; the answer is the same. (OpenAI's, not vLLM's.)
 
     Raises:
         InvalidParameterError: An invalid value; the error names the field. NumPy's numbers and
@@ -97,6 +99,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     thinking_token_budget: int | None = None
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         self._take_several_values()
@@ -120,6 +123,8 @@ class SamplingParams:
             self._check("min_tokens", self.min_tokens <= self.max_tokens, expected)
         for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             self._check(name, isinstance(getattr(self, name), bool), "a boolean")
+        is_text = self.prediction is None or isinstance(self.prediction, str)
+        self._check("prediction", is_text, "None or a text")
         if self.seed is not None:
             expected = "None or an integer in [-2**63, 2**63)"
             self._take_integer("seed", expected, -_MAX_INT - 1, _MAX_INT)

@@ -67,10 +67,30 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class PredictionPart(Body):
+    """A part of a predicted answer."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[PredictionPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """The whole predicted answer."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class Unsupported(Body):
     """Hints, and fields that are refused (`server.request_fields`)."""
 
-    prediction: Any = Field(None, description="A hint.")
     service_tier: Label | None = Field(None, description="A hint: there is one tier.")
     prompt_cache_key: Label | None = Field(None, description="A hint: there is one cache.")
     prompt_cache_options: Any = Field(None, description="A hint.")
@@ -199,6 +219,12 @@ class GenerationBody(Unsupported, RequestFields):
     structural_tag: dict[str, Any] | str | None = Field(None, description=_OLDER)
     thinking_token_budget: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(
         None, description="Maximum tokens of reasoning; then its end is forced. -1: no limit."
+    )
+
+    prediction: Prediction | None = Field(
+        None,
+        description="A guess of the answer: drafts for a server with --speculative-config. "
+        "The answer is the same.",
     )
 
     # The contents of the answer.

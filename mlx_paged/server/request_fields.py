@@ -15,11 +15,12 @@ WORKS = {
     "all": """
         allowed_token_ids bad_words cache_salt frequency_penalty ignore_eos
         include_stop_str_in_output logit_bias logprob_token_ids metadata min_p min_tokens model
-        presence_penalty priority repetition_penalty request_id return_tokens_as_token_ids
-        safety_identifier seed skip_special_tokens spaces_between_special_tokens stop stop_token_ids
-        stream stream_interval stream_options structural_tag structured_outputs temperature
-        thinking_token_budget top_k top_p user guided_choice guided_grammar guided_json
-        guided_json_object guided_regex guided_whitespace_pattern
+        prediction presence_penalty priority repetition_penalty request_id
+        return_tokens_as_token_ids safety_identifier seed skip_special_tokens
+        spaces_between_special_tokens stop stop_token_ids stream stream_interval stream_options
+        structural_tag structured_outputs temperature thinking_token_budget top_k top_p user
+        guided_choice guided_grammar guided_json guided_json_object guided_regex
+        guided_whitespace_pattern
     """,
     "chat": """
         add_generation_prompt add_special_tokens chat_template chat_template_kwargs
@@ -52,7 +53,6 @@ class Hint(NamedTuple):
 
 
 HINTS = (
-    Hint("prediction", "a guess of the answer makes it faster elsewhere; the answer is the same"),
     Hint("service_tier", "there is one tier"),
     Hint("prompt_cache_key", "there is one cache"),
     Hint("prompt_cache_options", "prefixes are cached without it"),

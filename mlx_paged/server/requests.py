@@ -429,6 +429,8 @@ def sampling_params(
     values = {name: getattr(body, name) for name in _SAMPLING}
     if body.logit_bias is not None:
         values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    if body.prediction is not None:
+        values["prediction"] = body.prediction.text
     if body.allowed_token_ids is not None:
         # There may be many, and each is looked at several times.
         values["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))

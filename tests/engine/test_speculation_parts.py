@@ -143,7 +143,7 @@ def sequence(num_left: int = 1) -> Any:
         num_output_tokens=10,
         max_num_tokens=400,
         drafts=None,
-        sampler=SimpleNamespace(takes_drafts=True, forced=lambda tokens: ()),
+        sampler=SimpleNamespace(takes_drafts=True, prediction=(), forced=lambda tokens: ()),
         is_running=True,
     )
 

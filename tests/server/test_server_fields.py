@@ -180,8 +180,8 @@ def test_what_asks_for_nothing_special_is_taken(client, path) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_hints_change_no_answer(client, path) -> None:
     hints = {
-        "prediction": {"type": "content", "content": "x"}, "service_tier": "flex",
-        "prompt_cache_key": "k", "prompt_cache_options": {"mode": "explicit"},
+        "service_tier": "flex", "prompt_cache_key": "k",
+        "prompt_cache_options": {"mode": "explicit"},
         "prompt_cache_retention": "24h", "session_id": "s", "return_token_offsets": True,
         "return_mm_kwargs": False,
     }  # fmt: skip

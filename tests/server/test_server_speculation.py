@@ -43,3 +43,27 @@ def test_usage_and_metrics(method: str) -> None:
         with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
             text = "".join(stream.iter_text())
         assert text.count("data: ") < 40, "accepted drafts come in one event"
+
+
+def test_a_predicted_answer_is_drafted() -> None:
+    chat = {
+        "messages": [{"role": "user", "content": "Write add."}],
+        "max_tokens": 40, "temperature": 0, "ignore_eos": True,
+    }  # fmt: skip
+    options = {"method": "suffix", "adaptive": False, "suffix_decoding_max_cached_requests": 0}
+    with running(**ENGINE, speculative_config=options) as server, server.client() as client:
+        plain = client.post("/v1/chat/completions", json=chat).json()
+        text = plain["choices"][0]["message"]["content"]
+        parts = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
+        accepted = []
+        for content in ("?", text, parts):
+            asked = chat | {"prediction": {"type": "content", "content": content}}
+            answer = client.post("/v1/chat/completions", json=asked).json()
+            assert answer["choices"] == plain["choices"]
+            details = answer["usage"].get("completion_tokens_details", {})
+            accepted.append(details.get("accepted_prediction_tokens", 0))
+        assert accepted[1] > accepted[0] + 10 and accepted[2] == accepted[1]
+        for wrong in ("x", {"type": "content"}, {"type": "other", "content": "x"}):
+            refused = client.post("/v1/chat/completions", json=chat | {"prediction": wrong})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"].startswith("prediction")

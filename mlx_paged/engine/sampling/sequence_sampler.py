@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -73,6 +73,7 @@ class RequestSampling:
 
     Attributes:
         grammar: The grammar of the answers; None if there is none.
+        prediction: The tokens of `params.prediction` that the model has; empty without one.
     """
 
     def __init__(
@@ -122,6 +123,10 @@ class RequestSampling:
         self.early_permitted = self._permitted(early_bans, vocab_size)
         if self.grammar is not None and self.rules is not None:
             self._require_a_token_of_the_grammar(self.grammar, self.rules, first_bans)
+        self.prediction: tuple[int, ...] = ()
+        if params.prediction:
+            ids = tokenizer.encode(params.prediction, add_special_tokens=False)
+            self.prediction = tuple(takewhile(lambda token: token < vocab_size, ids))
         self.has_edits = bool(
             self.additions
             or self.early_additions
@@ -402,6 +407,11 @@ class SequenceSampler:
         if narrowed.any():
             mask[:size] = narrowed
             mask[size:] = 0
+
+    @property
+    def prediction(self) -> tuple[int, ...]:
+        """The tokens that the caller expects as the answer; empty if there are none."""
+        return self._sampling.prediction
 
     @property
     def takes_drafts(self) -> bool:

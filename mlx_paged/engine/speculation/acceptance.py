@@ -26,12 +26,14 @@ class Source(IntEnum):
     SHARED = 1  # another answer
     GRAMMAR = 2  # the only continuation
     MODEL = 3  # a model; its kinds differ by how the sequence samples instead of by a match
+    PREDICTION = 4  # the caller's guess of the answer
 
 
 # The first draft, by length of the match. Measured on chats and edits with SmolLM2-135M.
 _FIRST = (0.15, 0.25, 0.45, 0.6, 0.7, 0.8, 0.9)
 _NEXT = 0.85
 _MODEL = (0.6, 0.7)
+_LEAST_PREDICTED = 0.5
 _NUM_KINDS = len(Source) * len(_FIRST)
 
 
@@ -105,6 +107,8 @@ class Acceptance:
                 first, later = 0.9, 0.95
             elif source == Source.MODEL:
                 first, later = _MODEL
+            elif source == Source.PREDICTION:  # The caller expects it to be right.
+                first = max(first, _LEAST_PREDICTED)
             self._all.tried[kind] = [_START, _START]
             self._all.accepted[kind] = [_START * first, _START * later]
         self._prior = self._all.copy()

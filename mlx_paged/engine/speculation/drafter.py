@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_paged.core import SchedulerOutput, Sequence, StepBatch
 from mlx_paged.engine.speculation.acceptance import Counts, Draft, new_counts
 from mlx_paged.engine.speculation.costs import StepCosts
+from mlx_paged.engine.speculation.predicted import PredictedAnswer
 
 
 class DraftState:
@@ -23,11 +24,13 @@ class DraftState:
         own: The drafter's state; None until it first drafts.
         counts: Its drafts and the accepted ones.
         pending: Drafts whose tokens are not all known yet.
+        predicted: The caller's guess of the answer; None without one.
     """
 
-    __slots__ = ("counts", "own", "pending")
+    __slots__ = ("counts", "own", "pending", "predicted")
 
-    def __init__(self) -> None:
+    def __init__(self, predicted: PredictedAnswer | None = None) -> None:
+        self.predicted = predicted
         self.own: Any = None
         self.counts: Counts = new_counts()
         self.pending: Draft | None = None

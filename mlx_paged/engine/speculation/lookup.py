@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.drafter import Drafter, Wanted
+from mlx_paged.engine.speculation.matches import Match, common_length
 
 # Occurrences that are compared, the latest first. More rarely have a longer match.
 _MAX_CANDIDATES = 16
@@ -26,18 +26,6 @@ _MAX_SALTS = 16
 _NO_TOKEN = 0xFFFFFFFF  # separates texts
 # Shorter matches are right too seldom.
 _MIN_SUFFIX_MATCH = 2
-
-
-class Match(NamedTuple):
-    """An earlier occurrence of the latest tokens.
-
-    Attributes:
-        length: Number of equal tokens.
-        drafts: The tokens that followed it.
-    """
-
-    length: int
-    drafts: tuple[int, ...]
 
 
 class SequenceIndex:
@@ -77,7 +65,7 @@ class SequenceIndex:
             return None
         best, place = min_match - 1, -1
         for end in self._ends(tokens[last - 1] << 32 | tokens[last], last):
-            length = _common(tokens, end, tokens, last, max_match)
+            length = common_length(tokens, end, tokens, last, max_match)
             if length > best:
                 best, place = length, end
                 if length >= max_match:
@@ -160,7 +148,7 @@ class SharedText:
         end = self._ends.get(tokens[last - 1] << 32 | tokens[last]) if last > 0 else None
         if end is None:
             return None
-        length = _common(self._tokens, end, tokens, last, max_match)
+        length = common_length(self._tokens, end, tokens, last, max_match)
         if length < min_match:
             return None
         drafts = self._tokens[end + 1 : end + 1 + max_drafts].tolist()
@@ -235,12 +223,3 @@ class LookupDrafter(Drafter):
         if self._is_suffix:
             answer = seq.tokens[seq.request.num_prompt_tokens :]
             self._shared.of(seq.request.cache_salt).add(answer)
-
-
-def _common(one: array[int], end: int, other: array[int], last: int, most: int) -> int:
-    """Number of equal tokens before and at two positions, at most `most`."""
-    length = 0
-    most = min(most, end + 1, last + 1)
-    while length < most and one[end - length] == other[last - length]:
-        length += 1
-    return length

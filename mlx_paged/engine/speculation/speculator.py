@@ -24,6 +24,7 @@ from mlx_paged.engine.speculation.acceptance import Acceptance, Draft, Source, k
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.costs import StepCosts
 from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
+from mlx_paged.engine.speculation.predicted import PredictedAnswer
 from mlx_paged.engine.stats import SpecDecodingStats
 
 logger = logging.getLogger(__name__)
@@ -231,10 +232,14 @@ class Speculator:
             if room <= 0:
                 continue
             each = Wanted(seq, state, room)
-            # What a grammar forces needs no guess.
+            # What a grammar forces, or the caller predicts, needs no other guess.
             forced: tuple[int, ...] = seq.sampler.forced(seq.tokens)[:room]
+            draft = None
             if forced:
                 draft = Draft(len(seq.tokens), forced, kind_of(Source.GRAMMAR, 1))
+            elif state.predicted is not None:
+                draft = _predicted(each, state.predicted)
+            if draft is not None:
                 proposals.append(self._proposal(each, draft))
             else:
                 wanted.append(each)
@@ -431,11 +436,24 @@ class Speculator:
         self.stats = self.stats.plus(num_drafts, drafted, positions)
 
 
+def _predicted(wanted: Wanted, predicted: PredictedAnswer) -> Draft | None:
+    """Returns drafts from the caller's guess of the answer, or None."""
+    tokens = wanted.seq.tokens
+    match = predicted.find(tokens, wanted.max_drafts)
+    drafts = () if match is None else wanted.seq.sampler.legal(tokens, match.drafts)
+    if match is None or not drafts:
+        return None
+    return Draft(len(tokens), drafts, kind_of(Source.PREDICTION, match.length))
+
+
 def _state_of(seq: CoreSequence) -> DraftState | None:
     """Returns the speculator's state of a sequence; None if it takes no drafts."""
     if seq.drafts is None:
         if seq.sampler is None or not seq.sampler.takes_drafts:
             return None
-        seq.drafts = DraftState()
+        predicted = None
+        if prediction := seq.sampler.prediction:
+            predicted = PredictedAnswer(prediction, seq.request.num_prompt_tokens)
+        seq.drafts = DraftState(predicted)
     state: DraftState = seq.drafts
     return state

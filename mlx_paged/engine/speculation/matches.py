@@ -1,0 +1,27 @@
+"""Matches: earlier occurrences of a sequence's latest tokens, and how long they are."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of the latest tokens.
+
+    Attributes:
+        length: Number of equal tokens.
+        drafts: The tokens that followed it.
+    """
+
+    length: int
+    drafts: tuple[int, ...]
+
+
+def common_length(one: array[int], end: int, other: array[int], last: int, most: int) -> int:
+    """Returns the number of equal tokens before and at two positions, at most `most`."""
+    length = 0
+    most = min(most, end + 1, last + 1)
+    while length < most and one[end - length] == other[last - length]:
+        length += 1
+    return length

@@ -1,0 +1,63 @@
+"""PredictedAnswer: drafts from the caller's own guess of the answer, such as a file before an edit.
+
+The answer is followed through the guess. Where it differs, drafts go on as soon as its latest
+tokens occur in the guess again, preferably close behind the place that was reached before.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from mlx_paged.engine.speculation.matches import Match, common_length
+
+# Compared occurrences of the latest pair of tokens, on each side of the place reached before.
+_MAX_CANDIDATES = 8
+_MAX_MATCH = 24
+
+
+class PredictedAnswer:
+    """A guess of one answer.
+
+    Args:
+        tokens: The tokens of the guess, at least one.
+        num_prompt_tokens: Tokens of the sequence before its answer.
+    """
+
+    def __init__(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
+        self._guess = array("I", tokens)
+        self._begin = num_prompt_tokens
+        self._place = 0  # in the guess, of the next token
+        self._ends: dict[int, list[int]] = {}  # pair -> where it ends in the guess, ascending
+        for end in range(1, len(tokens)):
+            self._ends.setdefault(tokens[end - 1] << 32 | tokens[end], []).append(end)
+
+    def find(self, tokens: array[int], max_drafts: int) -> Match | None:
+        """Returns what the guess goes on with after the latest tokens, or None.
+
+        Args:
+            tokens: Prompt and answer; the answer has at least one token.
+        """
+        last = len(tokens) - 1
+        length, end = 0, -1
+        for candidate in self._candidates(tokens, last):
+            most = min(_MAX_MATCH, last - self._begin + 1)
+            found = common_length(self._guess, candidate, tokens, last, most)
+            if found > length:
+                length, end = found, candidate
+        # One token alone is found everywhere, but an answer and its guess often begin alike.
+        if not length or (length == 1 and last > self._begin):
+            return None
+        self._place = end + 1
+        drafts = tuple(self._guess[self._place : self._place + max_drafts])
+        return Match(length, drafts) if drafts else None
+
+    def _candidates(self, tokens: array[int], last: int) -> list[int]:
+        """Where the latest tokens may end in the guess, the most likely place first."""
+        if last == self._begin:
+            return [0]
+        ends = self._ends.get(tokens[last - 1] << 32 | tokens[last], [])
+        middle = bisect_left(ends, self._place)
+        before = ends[max(0, middle - _MAX_CANDIDATES) : middle]
+        return ends[middle : middle + _MAX_CANDIDATES] + before[::-1]
