@@ -236,7 +236,8 @@ def forced(
     drafter = ForcedDrafter(right, vocab_size)
     config = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=False)
     rng = random.Random(1)
-    speculator = Speculator(config, drafter, None)
+    max_rows = llm.engine._runner.model.platform.max_exact_rows
+    speculator = Speculator(config, drafter, None, max_rows=max_rows)
     llm.engine._runner._orders_all = True
     step_times = StepTimes(llm.engine)
     for num_seqs, length in cases:

@@ -73,6 +73,11 @@ class Platform:
         )
 
     @property
+    def max_exact_rows(self) -> int | None:
+        """Maximum rows of a step in which each row has the bits that it has alone; None: any."""
+        return ops.max_product_rows() if self.has_cuda else None
+
+    @property
     def draws_screen(self) -> bool:
         """True on an Apple GPU, which also draws the screen."""
         return not self.on_cpu and not self.has_cuda

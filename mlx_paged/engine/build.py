@@ -375,8 +375,9 @@ def _speculator(
         return None
     assert isinstance(options, SpeculativeConfig)
     drafter: Drafter = LookupDrafter(options) if draft_model is None else draft_model
+    max_rows = runner.model.platform.max_exact_rows
     if not options.adaptive:
-        return Speculator(options, drafter, None)
+        return Speculator(options, drafter, None, max_rows=max_rows)
 
     def measure(runner: ModelRunner, longest: int | None) -> costs.StepCosts | None:
         return costs.measure(
@@ -387,7 +388,7 @@ def _speculator(
 
     if draft_model is not None:
         draft_model.rounds = measure(draft_model.runner, draft_model.max_model_len)
-    return Speculator(options, drafter, measure(runner, max_model_len))
+    return Speculator(options, drafter, measure(runner, max_model_len), max_rows=max_rows)
 
 
 def _offloading(

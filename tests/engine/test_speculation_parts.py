@@ -148,13 +148,20 @@ def sequence(num_left: int = 1) -> Any:
     )
 
 
-def proposed(costs: StepCosts | None, sequences: list[Any], match: int, **options: Any) -> Any:
+def proposed(
+    costs: StepCosts | None,
+    sequences: list[Any],
+    match: int,
+    *,
+    max_rows: int | None = None,
+    **options: Any,
+) -> Any:
     given: list[int] = []
     scheduler = SimpleNamespace(
         running=sequences, propose=lambda seq, tokens: given.append(len(tokens))
     )
     config = SpeculativeConfig(num_speculative_tokens=8, **options)
-    speculator = Speculator(config, Always(8, match), costs)
+    speculator = Speculator(config, Always(8, match), costs, max_rows=max_rows)
     speculator.is_active = True
     speculator.propose(scheduler)  # type: ignore[arg-type]
     return speculator, given
@@ -171,6 +178,13 @@ def test_free_rows_are_used_and_dear_ones_are_not() -> None:
     assert given == [] and not speculator.is_active
     some = StepCosts((1, 3, 5), (1.0, 1.0, 9.0), (1.0, 1.0, 1.0))
     assert proposed(some, [sequence()], match=20)[1] == [2], "as many as cost nothing"
+
+
+@pytest.mark.parametrize("costs", [None, FREE], ids=["fixed", "adaptive"])
+def test_no_step_is_larger_than_products_with_one_order_of_sums(costs: StepCosts | None) -> None:
+    sequences = [sequence(), sequence(num_left=3), sequence()]
+    assert sum(proposed(costs, sequences, 20, max_rows=15)[1]) == 10
+    assert proposed(costs, sequences, 20, max_rows=5)[1] == []
 
 
 def test_unlikely_drafts_are_not_verified() -> None:

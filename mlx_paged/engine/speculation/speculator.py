@@ -36,7 +36,7 @@ _LOOKS_UNTIL_AGED = 32  # 256 steps
 # The expected gain at which drafts begin, and below which they end.
 _BEGIN_AT, _END_AT = 1.05, 1.01
 _GAIN_WEIGHT = 0.25
-# Rows of a step, at most: beyond, they would hold up the others.
+# Rows of a step with drafts, at most: beyond, they would hold up the others.
 _MAX_ROWS = 256
 # Steps of a trial, and its largest ratio; steps after which it counts as good; steps of rest.
 _TRIAL_STEPS, _MAX_RATIO, _GOOD_STEPS = 24, 4.0, 200
@@ -109,6 +109,8 @@ class Speculator:
     Args:
         drafter: Guesses the tokens. If it raises, speculation ends.
         costs: How long steps take; None verifies all drafts.
+        max_rows: Drafts make no step larger than this, because products of more rows may have
+            other sums.
         clock: Seconds of a monotonic clock.
 
     Attributes:
@@ -122,11 +124,13 @@ class Speculator:
         drafter: Drafter,
         costs: StepCosts | None,
         *,
+        max_rows: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config = config
         self._drafter = drafter
         self._costs = costs if config.adaptive else None
+        self._max_rows = _MAX_ROWS if max_rows is None else min(max_rows, _MAX_ROWS)
         self._clock = clock
         self._acceptance = Acceptance()
         self._gain = 1.0  # expected tokens per second, relative to no drafts
@@ -281,9 +285,17 @@ class Speculator:
 
     def _choose(self, ready: Sequence[CoreSequence], proposals: list[_Proposal]) -> list[int]:
         """Returns how many drafts of each proposal pay, and updates the expected gain."""
-        if self._costs is None:
-            return [len(proposal.gains) for proposal in proposals]
         counts = [0] * len(proposals)
+        # A sequence with a recurrent state also computes what it accepted again.
+        num_rows = sum(len(seq.tokens) - seq.num_scheduled_tokens for seq in ready)
+        room = max(0, self._max_rows - num_rows)
+        if self._costs is None:
+            places = [
+                (place, i) for i, each in enumerate(proposals) for place in range(len(each.gains))
+            ]
+            for _, i in sorted(places)[:room]:
+                counts[i] += 1
+            return counts
         if not ready:
             return counts
         num_seqs = len(ready)
@@ -301,7 +313,7 @@ class Speculator:
         best, num_best, tokens = plain, 0, float(num_seqs)
         drafting = 0.0  # seconds
         rounds: Counter[int] = Counter()  # sequences in each round of the drafter
-        for count, (gain, place, i) in enumerate(ordered[: _MAX_ROWS - num_seqs], 1):
+        for count, (gain, place, i) in enumerate(ordered[:room], 1):
             tokens += gain
             if proposals[i].draft is None and not (place and self._drafts_at_once):
                 drafting -= self._round_seconds(rounds[place], context_len)
@@ -378,6 +390,8 @@ class Speculator:
         for seq, gained in zip(output.sequences, token_ids):
             if seq.is_finished and gained:
                 self._drafter.finish(seq)
+        if self._costs is None:
+            self.is_active = batch.num_seqs < self._max_rows
         if self._costs is None or False in batch.samples:
             return
         is_plain = has_drafts or batch.is_decode
