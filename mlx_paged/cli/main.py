@@ -15,6 +15,7 @@ from mlx_paged.cli.demo import demo
 from mlx_paged.cli.doctor import doctor
 from mlx_paged.cli.eval import evaluate
 from mlx_paged.cli.generate import generate
+from mlx_paged.cli.launch.verb import launch
 from mlx_paged.cli.models import list_models, pull, remove, show
 from mlx_paged.cli.serve import serve
 
@@ -43,6 +44,7 @@ def _options(
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
+app.command()(launch)
 app.command()(pull)
 app.command("list")(list_models)
 app.command()(show)

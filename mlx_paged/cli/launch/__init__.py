@@ -1,0 +1,1 @@
+"""`mlx-paged launch`: starts a coding agent on a server of this machine."""

@@ -1,0 +1,173 @@
+"""The server of a launched agent: one that runs already, or one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from mlx_paged.cli.entry import print_line
+from mlx_paged.cli.launch.agents import KEY_VARIABLE, Target
+from mlx_paged.errors import InvalidParameterError, MlxPagedError
+
+_TIMEOUT = 10.0  # seconds for an answer
+_POLL = 0.2  # seconds between two looks at a server that loads
+_GOODBYE = 40.0  # seconds for a server to end: more than its --shutdown-timeout
+_LAST_LINES = 5
+
+
+class Server:
+    """A server with OpenAI's API.
+
+    Args:
+        url: Its URL, with or without ``/v1``.
+        api_key: Its key, if it has one.
+
+    Raises:
+        InvalidParameterError: No URL.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidParameterError("server", "a URL like http://127.0.0.1:8000", url)
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.host, self.port = (
+            parts.hostname,
+            parts.port or (443 if parts.scheme == "https" else 80),
+        )
+        self.is_local = parts.scheme == "http" and self.host in ("127.0.0.1", "localhost", "::1")
+        self._api_key = api_key
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT)
+
+    def is_up(self) -> bool:
+        """True if something listens there."""
+        with contextlib.suppress(httpx.ConnectError, httpx.ConnectTimeout):
+            self._get("/v1/models")
+            return True
+        return False
+
+    def is_ready(self) -> bool:
+        """True if it takes requests; a server of another kind does if it answers."""
+        return self._get("/ready").status_code in (200, 404)
+
+    def target(self, model: str | None) -> Target:
+        """Returns a model of the server.
+
+        Args:
+            model: A served name; None: the first one.
+
+        Raises:
+            MlxPagedError: It does not serve that, or needs another key.
+        """
+        response = self._get("/v1/models")
+        if response.status_code == 401:
+            raise MlxPagedError(f"{self.url} needs a key: give --api-key")
+        try:
+            listed = {str(each["id"]): each for each in response.json()["data"]}
+        except (ValueError, LookupError, TypeError):
+            raise MlxPagedError(f"{self.url} lists no models: it is no server for agents") from None
+        name = next(iter(listed), None) if model is None else model
+        if name is None or name not in listed:
+            raise MlxPagedError(
+                f"{self.url} does not serve {name!r}, only: {', '.join(listed)}; stop it, or give "
+                "another --server, to start one with that model"
+            )
+        context = listed[name].get("max_model_len")
+        return Target(
+            self.url, name, context if isinstance(context, int) else None, self._api_key,
+            self._takes_tools(),
+        )  # fmt: skip
+
+    def _takes_tools(self) -> bool:
+        """True unless the server says that its model takes none."""
+        with contextlib.suppress(MlxPagedError, httpx.HTTPError, ValueError):
+            parsing = self._get("/server_info").json().get("parsing")
+            return not parsing or parsing.get("tool_calls") is not None
+        return True
+
+    def _get(self, path: str) -> httpx.Response:
+        try:
+            return self._client.get(path)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            raise
+        except httpx.HTTPError as error:
+            raise MlxPagedError(f"{self.url} does not answer: {error}") from error
+
+
+def command_of(server: Server, model: str | None, config: Path | None) -> list[str]:
+    """Returns the arguments of `mlx-paged` that start a server."""
+    return [
+        "serve", *([model] if model is not None else []),
+        *(["--config", str(config)] if config is not None else []),
+        "--host", server.host, "--port", str(server.port),
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def own_server(
+    server: Server, arguments: Sequence[str], api_key: str | None, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a server, waits until it is ready, and ends it afterwards.
+
+    It is in a session of its own, so that Ctrl-C reaches the agent alone, and it ends with this
+    process, even if that is killed.
+
+    Args:
+        arguments: See `command_of`.
+        log: The file for its output.
+
+    Raises:
+        MlxPagedError: It does not start; the message has its last lines.
+    """
+    theirs, ours = os.pipe()
+    environment: Mapping[str, str] = os.environ | ({KEY_VARIABLE: api_key} if api_key else {})
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mlx_paged.cli.launch.owned", str(theirs), *arguments],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs],
+                start_new_session=True, env=environment,
+            )  # fmt: skip
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    try:
+        _wait(server, process, log)
+        yield process
+        if process.poll() is not None:
+            print_line(f"the server has ended: {last_lines(log)}")
+    finally:
+        process.terminate()
+        try:
+            process.wait(_GOODBYE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        os.close(ours)
+
+
+def _wait(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
+    while True:
+        if process.poll() is not None:
+            raise MlxPagedError(f"the server did not start: {last_lines(log)}")
+        with contextlib.suppress(MlxPagedError, httpx.TransportError):
+            if server.is_ready():
+                return
+        time.sleep(_POLL)
+
+
+def last_lines(log: Path) -> str:
+    """Returns the end of a server's output."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return " | ".join(lines[-_LAST_LINES:]) or "it has said nothing"
