@@ -258,8 +258,17 @@ void bind_extension(nb::module_& m) {
       "Lets kernels for tensor units run unless they are rejected.");
 
   m.def(
-      "allow_products", &allow_products, "host_names"_a,
-      "Replaces the set of kernels of quantized products that may run outside of whole steps.");
+      "allow_products",
+      [](const std::vector<std::tuple<std::string, int, int>>& products) {
+        std::vector<AllowedProduct> allowed;
+        for (const auto& [host_name, min_rows, max_rows] : products) {
+          allowed.push_back({host_name, min_rows, max_rows});
+        }
+        allow_products(allowed);
+      },
+      "products"_a,
+      "Replaces the kernels that may multiply outside of whole steps: host name, minimum and "
+      "maximum rows.");
 
   m.def(
       "set_piece_tokens", &set_piece_tokens, "num_tokens"_a,

@@ -384,6 +384,12 @@ std::vector<Pipeline> pipelines_to_come(Gpu gpu) {
       pipelines.push_back({kernel, {}});
     }
   }
+  for (const auto& product : allowed_products()) {
+    Pipeline pipeline{kernel_named(product.host_name), {}};
+    if (std::find(pipelines.begin(), pipelines.end(), pipeline) == pipelines.end()) {
+      pipelines.push_back(std::move(pipeline));
+    }
+  }
   auto& [mutex, layers] = noted();
   std::lock_guard lock(mutex);
   for (const auto& layer : layers) {

@@ -16,6 +16,7 @@
 #include "cpu/blas.h"
 #include "cpu/kernels.h"
 #include "dense.h"
+#include "gpu/separate_products.h"
 #include "graph/passes.h"
 #include "primitives.h"
 #include "validate.h"
@@ -203,17 +204,21 @@ mx::array linear(
   if (bias) {
     v.shape(*bias, "bias", {weight.shape(0)});
   }
-  bool on_cpu = s.device == mx::Device::cpu;
-  if (!(on_cpu ? served_on_cpu(x, weight, bias, by_rows)
-               : Linear::served_on_gpu(x, weight, bias))) {
-    auto transposed = mx::transpose(weight, s);
-    return bias ? mx::addmm(*bias, x, transposed, 1.0f, 1.0f, s) : mx::matmul(x, transposed, s);
-  }
   auto shape = x.shape();
   shape.back() = weight.shape(0);
   Arrays inputs{x, weight};
   if (bias) {
     inputs.push_back(*bias);
+  }
+  if (int tile_rows = separate_product_tile(inputs, std::nullopt, s)) {
+    auto node = std::make_shared<SeparateProduct>(s, std::nullopt, tile_rows);
+    return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
+  }
+  bool on_cpu = s.device == mx::Device::cpu;
+  if (!(on_cpu ? served_on_cpu(x, weight, bias, by_rows)
+               : Linear::served_on_gpu(x, weight, bias))) {
+    auto transposed = mx::transpose(weight, s);
+    return bias ? mx::addmm(*bias, x, transposed, 1.0f, 1.0f, s) : mx::matmul(x, transposed, s);
   }
   auto node = std::make_shared<Linear>(s, rounded, by_rows);
   return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
@@ -270,7 +275,9 @@ mx::array quantized_linear(
                 is_dense(scales) && bool(biases) == is_affine &&
                 (!biases || (biases->dtype() == scales.dtype() && is_dense(*biases)));
   WeightCodes codes{quantized.format, bits, group_size};
-  served = served && (on_cpu || QuantizedLinear::served_on_gpu(inputs, codes, for_program));
+  int tile_rows = served && !for_program ? separate_product_tile(inputs, codes, s) : 0;
+  served =
+      served && (tile_rows || on_cpu || QuantizedLinear::served_on_gpu(inputs, codes, for_program));
   if (!served) {  // MLX checks its arguments
     auto out = mx::quantized_matmul(x, weight, scales, biases, true, group_size, bits, mode, s);
     return bias ? mx::add(out, *bias, s) : out;
@@ -289,6 +296,10 @@ mx::array quantized_linear(
   }
   auto shape = x.shape();
   shape.back() = n;
+  if (tile_rows) {
+    auto node = std::make_shared<SeparateProduct>(s, codes, tile_rows);
+    return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
+  }
   if (!on_cpu) {
     return mx::array(
         std::move(shape), x.dtype(), std::make_shared<QuantizedLinear>(s, codes, rounded, by_rows),
@@ -523,6 +534,23 @@ void bind_layer_ops(nb::module_& m) {
       "stream"_a = nb::none());
   m.def("add_in_product", &add_in_product, "sum"_a);
   m.def("select_rows", &select_rows, "a"_a, "rows"_a, nb::kw_only(), "kept"_a, "known"_a);
+  m.def(
+      "product_kernels",
+      [](mx::Dtype dtype, const std::string& mode, int bits, int num_rows) {
+        std::optional<WeightCodes> codes;
+        if (bits > 0) {
+          codes = WeightCodes{quantized_mode(mode).format, bits, 0};
+        }
+        std::vector<std::string> names;
+        for (int rows : separate_product_tiles(dtype_of(dtype), codes, num_rows)) {
+          names.push_back(separate_product_kernel(dtype_of(dtype), codes, rows).host_name);
+        }
+        return names;
+      },
+      "dtype"_a, "mode"_a, "bits"_a, "num_rows"_a,
+      "Host names of the kernels that can multiply this many rows outside of whole steps, best "
+      "first. bits: 0 for dense weights.");
+
   m.def("serves_rope", &Rope::served_on_gpu, "x"_a, "rotations"_a, "traditional"_a);
   m.def("serves_silu_mul", &SiluMul::served_on_gpu, "gate"_a);
   m.def(

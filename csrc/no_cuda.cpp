@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cuda/products.h"
+#include "gpu/portable_products.h"
 #include "primitives.h"
 #include "transfer.h"
 
@@ -47,6 +48,14 @@ bool Linear::served_on_gpu(const mx::array&, const mx::array&, const std::option
 }
 
 void Linear::eval_gpu(const Arrays& in, Arrays& out) {
+  Node::eval_gpu(in, out);
+}
+
+bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes, bool for_program) {
+  return for_program && serves_quantized_linear(in, codes);
+}
+
+void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
   Node::eval_gpu(in, out);
 }
 

@@ -7,7 +7,6 @@
 
 #include "gpu.h"
 #include "gpu/executable.h"
-#include "gpu/portable_products.h"
 #include "primitives.h"
 
 namespace mlx_paged {
@@ -20,14 +19,6 @@ void gpu::prepare(const Pipeline&) {}
 
 int gpu::max_step_rows() {
   return 0;
-}
-
-bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes, bool for_program) {
-  return for_program && serves_quantized_linear(in, codes);
-}
-
-void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
-  Node::eval_gpu(in, out);
 }
 
 void KernelNode::eval_gpu(const Arrays&, Arrays&) {

@@ -363,7 +363,7 @@ class Linear : public Node {
 };
 
 // The same with a weight from mx.quantize: float32 rows on the CPU; 16 bits and up to 64 rows with
-// CUDA; up to 16 rows with Metal.
+// CUDA.
 // in: x [..., k], weight [n, k * bits / 32] uint32, scales [n, k / group_size][, biases like
 // scales, if the format has them][, bias [n]]. out: [..., n] with the dtype of x; so have bias, and
 // on GPUs scales and biases that are not bytes.
@@ -379,8 +379,9 @@ class QuantizedLinear : public Node {
   }
   const WeightCodes& codes() const { return codes_; }
   bool has_biases() const { return codes_.format == WeightFormat::affine; }
-  // In cuda/linear_launch.cpp and metal/linear_launch.cpp. in: as above. for_program: the node will
-  // not run by itself, but become part of an executable; builds without a GPU have those for tests.
+  // In cuda/linear_launch.cpp; elsewhere in no_cuda.cpp, for programs only. in: as above.
+  // for_program: the node will not run by itself, but become part of an executable; builds without
+  // a GPU have those for tests.
   static bool served_on_gpu(const Arrays& in, const WeightCodes& codes, bool for_program);
   void eval_gpu(const Arrays& in, Arrays& out) override;
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
@@ -399,6 +400,32 @@ class QuantizedLinear : public Node {
   WeightCodes codes_;
   Activations activations_;  // on the CPU
   int by_rows_;              // on the CPU; see Linear
+};
+
+// A Linear or QuantizedLinear by a kernel of metal/ on an Apple GPU, outside of executables
+// (gpu/separate_products.h). in: as those, with scales and biases of the dtype of x unless they are
+// bytes. out: likewise.
+class SeparateProduct : public KernelNode {
+ public:
+  SeparateProduct(mx::Stream s, std::optional<WeightCodes> codes, int tile_rows)
+      : KernelNode(s), codes_(codes), tile_rows_(tile_rows) {}
+  MLX_PAGED_KERNEL_NODE("separate_product")
+  // True on a stream of an Apple GPU. Where a simulated GPU takes the CPU's place: on any.
+  static bool runs_on(mx::Stream stream);
+  Pools pools(const Arrays&) const override { return {0, 0, false}; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const SeparateProduct&>(other);
+    return codes_ == o.codes_ && tile_rows_ == o.tile_rows_;
+  }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    auto shape = in[0].shape();
+    shape.back() = in[1].shape(0);
+    return {shape};
+  }
+
+ private:
+  std::optional<WeightCodes> codes_;  // nothing: a dense weight
+  int tile_rows_;                     // rows of x per threadgroup, which name the kernel
 };
 
 // Rows of an embedding's weight. Ids out of range are not read; their rows are NaN. On the CPU in

@@ -2,6 +2,7 @@
 
 #include "rejected_kernels.h"
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
 #include <mutex>
@@ -12,10 +13,11 @@ namespace mlx_paged {
 namespace {
 
 std::mutex names_mutex;
-std::set<std::string> rejected;          // guarded by it
-std::set<std::string> allowed_products;  // likewise
+std::set<std::string> rejected;       // guarded by it
+std::vector<AllowedProduct> allowed;  // likewise
 std::atomic<int> count{0};
 std::atomic<bool> rejects_any{false};
+std::atomic<bool> allows_any{false};
 std::atomic<int> step_rows{-1};  // -1: not set
 std::atomic<bool> tensor_kernels{false};
 std::atomic<int> shortest_piece{0};
@@ -64,14 +66,27 @@ void allow_step_rows(int num_rows) {
   step_rows = num_rows;
 }
 
-void allow_products(const std::vector<std::string>& host_names) {
+void allow_products(const std::vector<AllowedProduct>& products) {
   std::lock_guard lock(names_mutex);
-  allowed_products = {host_names.begin(), host_names.end()};
+  allowed = products;
+  allows_any = !products.empty();
 }
 
-bool allows_product(const std::string& host_name) {
+std::vector<AllowedProduct> allowed_products() {
   std::lock_guard lock(names_mutex);
-  return allowed_products.count(host_name) > 0;
+  return allowed;
+}
+
+bool allows_any_product() {
+  return allows_any;
+}
+
+bool allows_product(const std::string& host_name, int num_rows) {
+  std::lock_guard lock(names_mutex);
+  return std::any_of(allowed.begin(), allowed.end(), [&](const auto& product) {
+    return product.host_name == host_name && product.min_rows <= num_rows &&
+           num_rows <= product.max_rows;
+  });
 }
 
 int piece_tokens() {

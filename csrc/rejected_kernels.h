@@ -30,10 +30,18 @@ void allow_tensor_kernels(bool allowed);
 int allowed_step_rows(Gpu gpu);
 void allow_step_rows(int num_rows);
 
-// Kernels of quantized products, by host name, that may run outside of whole steps on Apple's GPUs:
-// those that calibration found no slower than MLX's. None until then.
-void allow_products(const std::vector<std::string>& host_names);
-bool allows_product(const std::string& host_name);
+// A kernel that calibration found no slower than MLX's for products of these rows.
+struct AllowedProduct {
+  std::string host_name;
+  int min_rows;
+  int max_rows;
+};
+
+// Replaces the kernels that may multiply outside of whole steps on Apple's GPUs. None until then.
+void allow_products(const std::vector<AllowedProduct>& products);
+std::vector<AllowedProduct> allowed_products();
+bool allows_any_product();
+bool allows_product(const std::string& host_name, int num_rows);
 
 // Minimum tokens of context per work item of a decode on a GPU; 0: the built-in number.
 int piece_tokens();

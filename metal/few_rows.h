@@ -46,9 +46,14 @@ struct DenseWeight {
     }
   }
 
+  // The same by a lane alone; the unit exists.
+  METAL_FUNC void load_alone(WeightRows rows, uint unit) thread { load(rows, unit, true, 0); }
+
   METAL_FUNC void unpack_chunk(int, thread float* out) const thread {
     unpack(elements, out, T(0.0f));
   }
+
+  METAL_FUNC uint4 packed_chunk(int) const thread { return elements; }
 };
 
 // Rows of x that a product skips together if none of them exists.

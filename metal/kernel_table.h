@@ -68,7 +68,10 @@ enum {
   ROPE_SIMD_GROUPS = 4,  // of rope_write, one head each
   PRODUCT_ROWS = 16,     // rows of x for which products.h and experts.h read a weight once
   PRODUCT_SIMD_GROUPS = 4,
-  GREEDY_THREADS = 1024,  // of greedy_tokens, maximum
+  GREEDY_THREADS = 1024,   // of greedy_tokens, maximum
+  TENSOR_SIMD_GROUPS = 4,  // of tensor_product, which share a tile of results
+  TENSOR_COLUMNS = 64,     // of a tile: rows of the weight
+  TENSOR_DEPTH = 64,       // elements of each row that are multiplied at a time
   LORA_THREADS = 128,
   ROUTE_THREADS = 512,  // of route_experts, maximum
   ROUTE_CHUNKS = 8,     // of 32 experts: maximum number to choose from
@@ -80,6 +83,17 @@ enum {
 // because they share each load of x.
 constexpr int product_columns(int rows) {
   return rows > 1 ? 2 : 4;
+}
+
+// Elements between rows of tensor_product's tiles: the padding spreads a column over the banks of
+// threadgroup memory.
+constexpr int tensor_pitch() {
+  return TENSOR_DEPTH + 8;
+}
+
+// Bytes of threadgroup memory for tiles of `rows` rows of x and of TENSOR_COLUMNS of the weight.
+constexpr int tensor_scratch(int rows) {
+  return (rows + TENSOR_COLUMNS) * tensor_pitch() * 2;
 }
 
 // Counts of `chunks` are in units of 16 bytes.
@@ -227,6 +241,16 @@ struct LookupParams {
   int group_shift;
 };
 static_assert(sizeof(LookupParams) == 12, "the same for every compiler");
+
+// Params of tensor_product.h. Rows of x and of a dense weight have k elements.
+struct TensorProductParams {
+  int num_rows;
+  int n;
+  int k;
+  int has_bias;
+  int group_shift;  // as above
+};
+static_assert(sizeof(TensorProductParams) == 20, "the same for every compiler");
 
 // Params of experts.h.
 struct RouteParams {
@@ -497,5 +521,15 @@ static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
   X("tensor_prefill_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, tensor_prefill, type, k_dim, v_dim, \
     rows)
 
-#define PAGED_FOR_EACH_TENSOR_TEMPLATE(X) \
-  PAGED_FOR_EACH_16_BIT_DTYPE(PAGED_FOR_EACH_TENSOR_PREFILL, X)
+// X(host name, function, type, weight, rows of x per tile).
+#define PAGED_TENSOR_PRODUCT_ROWS(X, function, name, ...) \
+  X(#function "_" name "_m32", function, __VA_ARGS__, 32) \
+  X(#function "_" name "_m64", function, __VA_ARGS__, 64) \
+  X(#function "_" name "_m128", function, __VA_ARGS__, 128)
+#define PAGED_FOR_EACH_TENSOR_PRODUCT(X, dtype, type)                                  \
+  PAGED_TENSOR_PRODUCT_ROWS(X, tensor_product, #dtype, type, paged::DenseWeight<type>) \
+  PAGED_FOR_EACH_QUANTIZED_WEIGHT(PAGED_TENSOR_PRODUCT_ROWS, X, tensor_product, dtype, type)
+
+#define PAGED_FOR_EACH_TENSOR_TEMPLATE(X)                       \
+  PAGED_FOR_EACH_16_BIT_DTYPE(PAGED_FOR_EACH_TENSOR_PREFILL, X) \
+  PAGED_FOR_EACH_16_BIT_DTYPE(PAGED_FOR_EACH_TENSOR_PRODUCT, X)

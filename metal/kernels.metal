@@ -29,6 +29,7 @@ PAGED_FOR_EACH_ATTENTION_TEMPLATE(INSTANTIATE)
 
 #if __METAL_VERSION__ >= 400 && defined(__HAVE_TENSOR__)
 #include "tensor_prefill.h"
+#include "tensor_product.h"
 
 PAGED_FOR_EACH_TENSOR_TEMPLATE(INSTANTIATE)
 #endif

@@ -60,6 +60,14 @@ struct Codes {
   }
 };
 
+// A chunk of a unit as elements of T.
+template <typename T, typename Weight>
+METAL_FUNC uint4 pack_chunk(Weight weight, int chunk) {
+  float values[chunk_size<T>()];
+  weight.unpack_chunk(chunk, values);
+  return pack(values, T(0.0f));
+}
+
 // Values: code * scale + bias.
 template <typename T, int BITS>
 struct AffineWeight {
@@ -75,16 +83,25 @@ struct AffineWeight {
       codes.load(rows, unit);
     }
     int first_lane = lane >> rows.group_shift << rows.group_shift;
-    float first_scale = 0.0f;
-    float first_bias = 0.0f;
+    scale = 0.0f;
+    bias = 0.0f;
     if (exists && lane == first_lane) {
-      ulong first = rows.first_unit() >> rows.group_shift;
-      uint group = unit >> rows.group_shift;
-      first_scale = float(((device const T*)rows.scales + first)[group]);
-      first_bias = float(((device const T*)rows.biases + first)[group]);
+      load_group(rows, unit);
     }
-    scale = simd_shuffle(first_scale, ushort(first_lane));
-    bias = simd_shuffle(first_bias, ushort(first_lane));
+    scale = simd_shuffle(scale, ushort(first_lane));
+    bias = simd_shuffle(bias, ushort(first_lane));
+  }
+
+  METAL_FUNC void load_alone(WeightRows rows, uint unit) thread {
+    codes.load(rows, unit);
+    load_group(rows, unit);
+  }
+
+  METAL_FUNC void load_group(WeightRows rows, uint unit) thread {
+    ulong first = rows.first_unit() >> rows.group_shift;
+    uint group = unit >> rows.group_shift;
+    scale = float(((device const T*)rows.scales + first)[group]);
+    bias = float(((device const T*)rows.biases + first)[group]);
   }
 
   METAL_FUNC void unpack_chunk(int chunk, thread float* out) const thread {
@@ -94,6 +111,8 @@ struct AffineWeight {
       out[e] = fma(float(codes.code(chunk * CHUNK + e)), scale, bias);
     }
   }
+
+  METAL_FUNC uint4 packed_chunk(int chunk) const thread { return pack_chunk<T>(*this, chunk); }
 };
 
 // The numbers of a code. Shifted, its exponent and fraction are those of a half, with another bias.
@@ -127,6 +146,8 @@ struct MxWeight {
     }
   }
 
+  METAL_FUNC void load_alone(WeightRows rows, uint unit) thread { load(rows, unit, true, 0); }
+
   METAL_FUNC void unpack_chunk(int chunk, thread float* out) const thread {
     constexpr int CHUNK = chunk_size<T>();
     PAGED_UNROLL
@@ -135,6 +156,8 @@ struct MxWeight {
       out[e] = (BITS == 4 ? e2m1(code) : e4m3(code)) * scale;
     }
   }
+
+  METAL_FUNC uint4 packed_chunk(int chunk) const thread { return pack_chunk<T>(*this, chunk); }
 };
 
 // Values: e2m1 * an e4m3 scale per 16.
@@ -154,6 +177,8 @@ struct Nvfp4Weight {
     }
   }
 
+  METAL_FUNC void load_alone(WeightRows rows, uint unit) thread { load(rows, unit, true, 0); }
+
   METAL_FUNC void unpack_chunk(int chunk, thread float* out) const thread {
     constexpr int CHUNK = chunk_size<T>();
     PAGED_UNROLL
@@ -162,6 +187,8 @@ struct Nvfp4Weight {
       out[e] = e2m1(codes.code(i)) * scales[i / 16];
     }
   }
+
+  METAL_FUNC uint4 packed_chunk(int chunk) const thread { return pack_chunk<T>(*this, chunk); }
 };
 
 }  // namespace paged

@@ -43,6 +43,11 @@ def add_in_product(sum: mlx.core.array) -> mlx.core.array | None: ...
 
 def select_rows(a: mlx.core.array, rows: mlx.core.array, *, kept: Sequence[mlx.core.array], known: Sequence[tuple[mlx.core.array, mlx.core.array]]) -> mlx.core.array: ...
 
+def product_kernels(dtype: mlx.core.Dtype, mode: str, bits: int, num_rows: int) -> list[str]:
+    """
+    Host names of the kernels that can multiply this many rows outside of whole steps, best first. bits: 0 for dense weights.
+    """
+
 def serves_rope(x: mlx.core.array, rotations: mlx.core.array, traditional: bool) -> bool: ...
 
 def serves_silu_mul(gate: mlx.core.array) -> bool: ...
@@ -174,9 +179,9 @@ def reject_kernels(host_names: Sequence[str]) -> None:
 def allow_tensor_kernels(allowed: bool) -> None:
     """Lets kernels for tensor units run unless they are rejected."""
 
-def allow_products(host_names: Sequence[str]) -> None:
+def allow_products(products: Sequence[tuple[str, int, int]]) -> None:
     """
-    Replaces the set of kernels of quantized products that may run outside of whole steps.
+    Replaces the kernels that may multiply outside of whole steps: host name, minimum and maximum rows.
     """
 
 def set_piece_tokens(num_tokens: int) -> None:

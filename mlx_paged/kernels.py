@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -79,10 +80,46 @@ def allow_step_rows(num_rows: int) -> None:
     ext.allow_step_rows(num_rows)
 
 
-def allow_products(host_names: Iterable[str]) -> None:
-    """Replaces the set of kernels of quantized products that may run outside of whole steps on
-    Apple's GPUs, by the names of metal/kernel_table.h. MLX computes all other products there."""
-    ext.allow_products(sorted(host_names))
+MAX_ROWS = (1 << 31) - 1
+
+
+class AllowedProduct(NamedTuple):
+    """A kernel that may multiply this many rows, by the name of metal/kernel_table.h."""
+
+    kernel: str
+    min_rows: int
+    max_rows: int  # MAX_ROWS: no limit
+
+    def __str__(self) -> str:
+        if self.max_rows == MAX_ROWS:
+            rows = f"{self.min_rows} or more"
+        elif self.max_rows > self.min_rows:
+            rows = f"{self.min_rows} to {self.max_rows}"
+        else:
+            rows = str(self.min_rows)
+        return f"{self.kernel} (rows: {rows})"
+
+
+def allow_products(products: Iterable[AllowedProduct]) -> None:
+    """Replaces the kernels that may multiply outside of whole steps on Apple's GPUs.
+
+    MLX computes all other products there.
+    """
+    ext.allow_products(sorted(products))
+
+
+def product_kernels(dtype: str, mode: str, bits: int, rows: int) -> list[str]:
+    """Returns the GPU kernels that can multiply outside of whole steps, the preferred one first.
+
+    Up to 16 rows it is the kernel of whole steps. Above them they are those for tensor units, if
+    they are allowed. Rejected kernels are left out.
+
+    Args:
+        dtype: Dtype of the rows.
+        mode: The weight's mode of `mx.quantize`.
+        bits: Its bits; 0: a dense weight.
+    """
+    return ext.product_kernels(getattr(mx, dtype), mode, bits, rows)
 
 
 def set_piece_tokens(num_tokens: int) -> None:

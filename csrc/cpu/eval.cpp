@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../allocation.h"
+#include "../gpu.h"
 #include "../gpu/executable.h"
 #include "../primitives.h"
 #include "dense.h"
@@ -163,6 +164,14 @@ void GatherKV::eval_cpu(const Arrays& inputs, Arrays& out) {
           }
         });
       });
+}
+
+bool SeparateProduct::runs_on(mx::Stream stream) {
+  return stream.device == mx::Device::gpu && gpu::kind() == Gpu::apple;
+}
+
+void SeparateProduct::eval_cpu(const Arrays&, Arrays&) {
+  throw std::logic_error("[separate_product] runs on GPUs only");
 }
 
 void ApplyTokenBitmask::eval_cpu(const Arrays& inputs, Arrays& out) {

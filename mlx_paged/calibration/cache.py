@@ -28,7 +28,7 @@ from mlx_paged.wheels import cache_directory
 logger = logging.getLogger(__name__)
 
 # Raised when names of jobs or fields change their meaning.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from mlx_paged import kernels
-from mlx_paged.kernels import AttentionLayer
+from mlx_paged.kernels import MAX_ROWS, AttentionLayer
 
 # (layer, rows of each sequence) -> the kernel that serves them
 KernelOf = Callable[[AttentionLayer, int], str]
@@ -25,8 +25,11 @@ TIMED_ROWS = (1, 4, 16, 64)
 PIECE_TOKENS = (0, 192, 768, 1536)
 # Rows of the whole steps that are timed.
 STEP_ROWS = (1, 8, 16)
-# Rows for which quantized products are timed: those of the tiles of metal/products.h.
-PRODUCT_ROWS = (1, 4, 16)
+# Rows for which products outside of whole steps are timed. Each stands for those above the previous
+# one, and the last also for more. Up to 16 rows they are the tiles of metal/products.h, above them
+# chunks of prompts for tensor units.
+PRODUCT_ROWS = (1, 4, 16, 32, 128, 512)
+MLX = "mlx"  # in the place of a kernel
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def checks(needs: Needs, kernel_of: KernelOf) -> list[str]:
         jobs += _attention_checks(layer, needs.block_size, kernel_of)
     if needs.step_rows > 0:
         jobs += _step_checks(needs)
+    jobs += _tensor_product_checks(needs)
     return list(dict.fromkeys(jobs))
 
 
@@ -165,6 +169,14 @@ def _step_checks(needs: Needs) -> Iterator[str]:
         yield f"experts/{dtype}/{experts}"
 
 
+def _tensor_product_checks(needs: Needs) -> Iterator[str]:
+    for products in _by_format(needs).values():
+        longest = max(products, key=lambda product: product.k)
+        for kernel in product_kernels(needs.dtype, longest, PRODUCT_ROWS[-1]):
+            # More columns than a tile has.
+            yield f"tensor-product/{needs.dtype}/{replace(longest, n=72)}/{kernel}"
+
+
 def timings(needs: Needs, kernel_of: KernelOf, reject: Callable[[set[str]], None]) -> list[str]:
     """The jobs that time alternatives.
 
@@ -192,7 +204,9 @@ def timings(needs: Needs, kernel_of: KernelOf, reject: Callable[[set[str]], None
             if rows <= needs.step_rows
             for way in ("whole", "graph")
         ]
-        jobs += [f"{job}/{way}" for job in product_jobs(needs) for way in ("ours", "mlx")]
+    for job, product, rows in product_jobs(needs):
+        if candidates := product_kernels(needs.dtype, product, rows):
+            jobs += [f"{job}/{way}" for way in (*candidates, MLX)]
     return list(dict.fromkeys(jobs))
 
 
@@ -204,18 +218,32 @@ def split_jobs(layer: AttentionLayer, block_size: int, kernel_of: KernelOf) -> l
     return [f"time-split/{text}/{block_size}/{tokens}" for tokens in PIECE_TOKENS]
 
 
-def product_jobs(needs: Needs) -> list[str]:
-    """The jobs that time the quantized products of a layer by format, without "ours" or "mlx"."""
-    by_format: dict[Product, list[Product]] = {}
+def product_jobs(needs: Needs) -> Iterator[tuple[str, Product, int]]:
+    """The jobs that time a layer's products of one format, without the way, which is a kernel or
+    `MLX`; with one of the products, and the rows."""
+    for products in _by_format(needs).values():
+        for rows in PRODUCT_ROWS:
+            yield f"time-products/{needs.dtype}/{_shapes(products)}/{rows}", products[0], rows
+
+
+def product_rows(rows: int) -> tuple[int, int]:
+    """The minimum and maximum rows for which a number of `PRODUCT_ROWS` stands."""
+    place = PRODUCT_ROWS.index(rows)
+    first = PRODUCT_ROWS[place - 1] + 1 if place else 1
+    return first, rows if rows != PRODUCT_ROWS[-1] else MAX_ROWS
+
+
+def product_kernels(dtype: str, product: Product, rows: int) -> list[str]:
+    """The kernels that can multiply outside of whole steps, the preferred one first."""
+    return kernels.product_kernels(dtype, product.mode, product.bits, rows)
+
+
+def _by_format(needs: Needs) -> dict[Product, list[Product]]:
+    """The products of a layer by format."""
+    found: dict[Product, list[Product]] = {}
     for product in needs.products:
-        if product.bits:
-            by_format.setdefault(product.smallest, []).append(product)
-    return [
-        f"time-products/{needs.dtype}/{_shapes(products)}/{rows}"
-        for products in by_format.values()
-        for rows in PRODUCT_ROWS
-        if rows <= needs.step_rows
-    ]
+        found.setdefault(product.smallest, []).append(product)
+    return found
 
 
 def _shapes(products: Iterable[Product]) -> str:

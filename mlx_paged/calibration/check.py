@@ -6,7 +6,8 @@ slots hold NaN. A check raises `WrongResult` with the row and the size of its er
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import executables, kernels, ops, plain_ops
-from mlx_paged.calibration.cases import Product, layer_of
+from mlx_paged.calibration.cases import Product, layer_of, product_kernels
 from mlx_paged.child_jobs import announce
-from mlx_paged.kernels import AttentionLayer
+from mlx_paged.kernels import MAX_ROWS, AllowedProduct, AttentionLayer
 from mlx_paged.model import patches
 from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
@@ -425,8 +426,9 @@ def rows(dtype: str, hidden: str) -> None:
 def linear_module(product: Product, dtype: mx.Dtype, seed: int = 0) -> nn.Module:
     """A random linear layer of this shape."""
     made: nn.Module = nn.Linear(product.k, product.n, bias=False)
-    weight = _normal(np.random.default_rng(seed), product.n, product.k) / product.k**0.5
-    made.weight = weight.astype(dtype)
+    shape, key = (product.n, product.k), mx.random.key(seed)
+    # In float32, whose numbers are the same on every device. A GPU makes them, as there are many.
+    made.weight = (mx.random.normal(shape, key=key) / product.k**0.5).astype(dtype)
     if product.bits:
         made = nn.QuantizedLinear.from_linear(
             made, product.group_size, product.bits, mode=product.mode
@@ -441,6 +443,49 @@ def multiplied(module: nn.Module, x: mx.array) -> mx.array:
     with patches.native_ops(mx.zeros(x.shape[0], mx.int32)):
         # Not module(x): a process without a model has not installed these.
         return patches.quantized_linear(module, x) if is_quantized else patches.linear(module, x)
+
+
+def multiplied_separately(module: nn.Module, x: mx.array) -> mx.array:
+    """A product outside of whole steps, by the kernel that is allowed for its rows."""
+    if not isinstance(module, nn.QuantizedLinear):
+        return ops.linear(x, module.weight, module.get("bias"))
+    return ops.quantized_linear(
+        x, module.weight, module.scales, module.get("biases"), module.get("bias"),
+        group_size=module.group_size, bits=module.bits, mode=module.mode,
+    )  # fmt: skip
+
+
+def width_of(module: nn.Module) -> int:
+    """The columns of a linear layer's weight."""
+    bits = module.bits if isinstance(module, nn.QuantizedLinear) else 32
+    return int(module.weight.shape[1]) * 32 // bits
+
+
+@contextmanager
+def only_product(kernel: str) -> Iterator[None]:
+    """Within it, this kernel multiplies any number of rows that it can, and no other one does."""
+    kernels.allow_products([AllowedProduct(kernel, 1, MAX_ROWS)])
+    try:
+        yield
+    finally:
+        kernels.allow_products(())
+
+
+def tensor_product(dtype: str, shape: str, kernel: str) -> None:
+    """Checks a product of many rows on tensor units, and the bits of rows beside fewer others."""
+    announce([kernel])
+    made, tile = Product.of(shape), int(kernel.rpartition("_m")[2])
+    if kernel not in product_kernels(dtype, made, tile):
+        raise Unsupported(f"{kernel} is not allowed")
+    module = linear_module(made, getattr(mx, dtype))
+    module.bias = _normal(np.random.default_rng(2), made.n, dtype=getattr(mx, dtype))
+    x = _normal(np.random.default_rng(1), tile + 9, made.k, dtype=getattr(mx, dtype))
+    want = _plain_product(module, x) + module.bias.astype(mx.float32)
+    mx.eval(x, want, module.parameters())
+    with only_product(kernel):
+        found = multiplied_separately(module, x)
+        _close(found, want, dtype)
+        _same(multiplied_separately(module, x[:20]), found[:20], _COMPANY)
 
 
 # Rows for which a product has kernels of its own: the most, one and a few.
@@ -609,9 +654,9 @@ class _Experts:
 
 
 CHECKS: dict[str, Callable[..., None]] = {
-    function.__name__: function
+    function.__name__.replace("_", "-"): function
     for function in (
         attention, merge, uncovered, pool, blocks, strided, lora, greedy, bitmask,
-        norm, silu, rows, product, lookup, heads, experts,
+        norm, silu, rows, product, tensor_product, lookup, heads, experts,
     )
 }  # fmt: skip

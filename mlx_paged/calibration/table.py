@@ -18,8 +18,8 @@ class KernelVerdict(TypedDict):
 
 
 class Timing(TypedDict):
-    """A measured alternative for a shape: a kernel, "whole" and "graph" for steps, "ours" and "mlx"
-    for products, or the minimum tokens of a piece of a split context."""
+    """A measured alternative for a shape: a kernel, "whole" and "graph" for steps, "mlx" for
+    products, or the minimum tokens of a piece of a split context."""
 
     shape: str
     way: str
@@ -30,8 +30,8 @@ class Table(TypedDict):
     """The results of calibration.
 
     `step_rows` is the maximum of a whole step; 0 disables those. `piece_tokens`: minimum tokens of
-    context per work item of a decode; 0: the built-in number. `products`: kernels of quantized
-    products that run outside of whole steps.
+    context per work item of a decode; 0: the built-in number. `products`: kernels of products that
+    run outside of whole steps, with the rows that they multiply.
     """
 
     machine: dict[str, str]
@@ -54,7 +54,7 @@ def table_of(verdicts: Verdicts, machine: dict[str, str]) -> Table:
         ],
         "step_rows": verdicts.step_rows,
         "piece_tokens": verdicts.piece_tokens,
-        "products": sorted(verdicts.products),
+        "products": [str(product) for product in sorted(verdicts.products)],
     }
 
 
@@ -70,7 +70,7 @@ def _shape(job: str) -> str:
     dtype, shapes, rows = parts
     if kind == "time-products":
         *_, bits, group, mode = json.loads(shapes)[0].split(",")
-        form = f"{mode} of {bits} bits in groups of {group}"
+        form = f"{mode} of {bits} bits in groups of {group}" if int(bits) else "dense"
         return f"{len(json.loads(shapes))} products in {dtype}, {form}, {rows} rows"
     return f"{len(json.loads(shapes))} products in {dtype}, {rows} rows"
 
@@ -88,6 +88,6 @@ def lines(table: Table) -> Iterator[str]:
         yield f"{shape}: {ways}"
     rows = table["step_rows"]
     yield f"whole steps: {f'up to {rows} rows' if rows else 'not used'}"
-    yield f"quantized products outside of them: {', '.join(table['products']) or 'all by MLX'}"
+    yield f"products outside of them: {', '.join(table['products']) or 'all by MLX'}"
     tokens = table["piece_tokens"]
     yield f"pieces of contexts: {f'{tokens} tokens or more' if tokens else 'the built-in length'}"

@@ -12,8 +12,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged import kernels, ops
-from mlx_paged.calibration.cases import Product, layer_of, merge_kernel
-from mlx_paged.calibration.check import Sequences, linear_module, multiplied, program_of
+from mlx_paged.calibration.cases import MLX, Product, layer_of, merge_kernel
+from mlx_paged.calibration.check import (
+    Sequences,
+    linear_module,
+    multiplied,
+    multiplied_separately,
+    only_product,
+    program_of,
+    width_of,
+)
 from mlx_paged.child_jobs import announce
 from mlx_paged.kernels import AttentionLayer
 
@@ -22,6 +30,7 @@ clock: Callable[[], float] = time.perf_counter
 CONTEXT = 2048  # tokens of the longest of three sequences
 LONG_CONTEXTS = 4, 8192  # number and tokens of sequences whose contexts are split
 CALLS = 8  # in one measurement, so that the GPU is busy
+FEW_ROWS = 16  # above them, one call is enough
 REPEATS = 5
 
 
@@ -75,40 +84,45 @@ def _long_sequences(layer: AttentionLayer, block_size: int, count: int, length: 
 
 
 def products(dtype: str, shapes: str, rows: str, way: str) -> float:
-    """Times quantized products of one format, by our kernels or MLX's."""
+    """Times products of one format outside of whole steps, by one of our kernels or MLX's."""
     kind = getattr(mx, dtype)
-    shaped = [Product.of(text) for text in json.loads(shapes)]
-    modules = [linear_module(product, kind) for product in shaped]
-    inputs = {k: mx.ones((int(rows), k), kind) for k in {product.k for product in shaped}}
+    modules = _layers(dtype, shapes)
+    inputs = {k: mx.ones((int(rows), k), kind) for k in {width_of(module) for module in modules}}
     mx.eval(list(inputs.values()))
 
-    def multiply_all(
-        multiply: Callable[..., mx.array], given: dict[int, mx.array]
-    ) -> list[mx.array]:
-        return [multiply(module, given[p.k]) for module, p in zip(modules, shaped, strict=True)]
+    def run(multiply: Callable[..., mx.array]) -> float:
+        calls = CALLS if int(rows) <= FEW_ROWS else 1
+        return fastest(
+            lambda: _evaluate(lambda: [multiply(m, inputs[width_of(m)]) for m in modules], calls)
+        )
 
-    if way == "mlx":
-        return fastest(lambda: _evaluate(lambda: multiply_all(_multiplied_by_mlx, inputs)))
-    program = program_of(
-        lambda *given: multiply_all(multiplied, dict(zip(inputs, given))), list(inputs.values())
-    )
-    announce(list(program.kernels))
-    return fastest(lambda: _evaluate(lambda: program(list(inputs.values()))))
+    if way == MLX:
+        return run(_multiplied_by_mlx)
+    announce([way])
+    with only_product(way):
+        return run(multiplied_separately)
 
 
 def _multiplied_by_mlx(module: nn.Module, x: mx.array) -> mx.array:
+    if not isinstance(module, nn.QuantizedLinear):
+        return x @ module.weight.T
     return mx.quantized_matmul(
         x, module.weight, module.scales, module.get("biases"), transpose=True,
         group_size=module.group_size, bits=module.bits, mode=module.mode,
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1)  # one after another, jobs time the same layers in other ways
+def _layers(dtype: str, shapes: str) -> list[nn.Module]:
+    products = [Product.of(text) for text in json.loads(shapes)]
+    return [linear_module(product, getattr(mx, dtype)) for product in products]
+
+
 def step(dtype: str, shapes: str, rows: str, way: str) -> float:
     """Times the norms and products of one decoder layer, as a whole step or as MLX's graph."""
     kind = getattr(mx, dtype)
-    products = [Product.of(text) for text in json.loads(shapes)]
-    modules = [linear_module(product, kind) for product in products]
-    widths = list(dict.fromkeys(product.k for product in products))
+    modules = _layers(dtype, shapes)
+    widths = list(dict.fromkeys(width_of(module) for module in modules))
     weights = {k: mx.ones(k, kind) for k in widths}
     inputs = [mx.ones((int(rows), k), kind) for k in widths]
     mx.eval(inputs, list(weights.values()))
@@ -116,9 +130,7 @@ def step(dtype: str, shapes: str, rows: str, way: str) -> float:
     def build(is_whole: bool, *given: mx.array) -> list[mx.array]:
         norm = ops.rms_norm if is_whole else mx.fast.rms_norm
         normed = {k: norm(x, weights[k], 1e-5) for k, x in zip(widths, given)}
-        return [
-            multiplied(module, normed[p.k]) for module, p in zip(modules, products, strict=True)
-        ]
+        return [multiplied(module, normed[width_of(module)]) for module in modules]
 
     if way == "graph":
         return fastest(lambda: _evaluate(lambda: build(False, *inputs)))
@@ -127,9 +139,9 @@ def step(dtype: str, shapes: str, rows: str, way: str) -> float:
     return fastest(lambda: _evaluate(lambda: program(inputs)))
 
 
-def _evaluate(build: Callable[[], list[mx.array]]) -> None:
-    """One step after another, as an engine without overlap runs them."""
-    for _ in range(CALLS):
+def _evaluate(build: Callable[[], list[mx.array]], calls: int | None = None) -> None:
+    """One step after another, as an engine without overlap runs them; None: `CALLS`."""
+    for _ in range(CALLS if calls is None else calls):
         mx.eval(build())
 
 

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from mlx_paged import kernels
 from mlx_paged.calibration.cache import Result
 from mlx_paged.calibration.cases import (
+    MLX,
     PIECE_TOKENS,
     STEP_ROWS,
     Needs,
     layer_of,
     layer_text,
     product_jobs,
+    product_rows,
 )
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.kernels import AttentionLayer
+from mlx_paged.kernels import AllowedProduct, AttentionLayer
 
 # A preferred kernel is replaced if another takes less than 1 / this of its time: timings vary.
 _MARGIN = 1.1
@@ -56,7 +58,8 @@ class Verdicts:
         step_rows: Maximum rows of a whole step.
         step_error: Why no step may run as a whole although its kernels are proven; None: it may.
         piece_tokens: Minimum tokens of context per work item of a decode; 0: the built-in number.
-        products: Kernels of quantized products that took no longer than MLX's.
+        products: Kernels of products outside of whole steps that took no longer than MLX's, with
+            the rows for which they did.
         seconds: Measured seconds by job, for reports.
         tensor_units: True if kernels for tensor units may run if they are proven.
     """
@@ -66,7 +69,7 @@ class Verdicts:
     step_rows: int = 0
     step_error: str | None = None
     piece_tokens: int = 0
-    products: set[str] = field(default_factory=set)
+    products: set[AllowedProduct] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
     tensor_units: bool = False
 
@@ -92,7 +95,7 @@ class Verdicts:
         verdicts._reject_slow()
         verdicts.step_rows = verdicts._rows_of_steps(needs)
         verdicts.piece_tokens = verdicts._best_piece(needs)
-        verdicts.products = verdicts._fast_products(results, needs)
+        verdicts.products = verdicts._fast_products(needs)
         return verdicts
 
     def __str__(self) -> str:
@@ -152,14 +155,19 @@ class Verdicts:
         best = min(totals, key=totals.__getitem__)
         return best if totals[0] > _MARGIN * totals[best] else 0
 
-    def _fast_products(self, results: Mapping[str, Result], needs: Needs) -> set[str]:
-        """The proven kernels that took no longer than MLX's for a layer's products together."""
-        found: set[str] = set()
-        for job in product_jobs(needs):
-            ours, theirs = (self.seconds.get(f"{job}/{way}") for way in ("ours", "mlx"))
-            if ours is not None and theirs is not None and ours <= theirs:
-                found.update(results[f"{job}/ours"].kernels)
-        return found & self.proven
+    def _fast_products(self, needs: Needs) -> set[AllowedProduct]:
+        """For each number of rows the proven kernel that took least time for a layer's products
+        together, if MLX's took no less."""
+        found: set[AllowedProduct] = set()
+        for job, _, rows in product_jobs(needs):
+            theirs = self.seconds.get(f"{job}/{MLX}")
+            ours = {
+                k: self.seconds[f"{job}/{k}"] for k in self.proven if f"{job}/{k}" in self.seconds
+            }
+            best = min(ours, key=ours.__getitem__, default=None)
+            if best is not None and theirs is not None and ours[best] <= theirs:
+                found.add(AllowedProduct(best, *product_rows(rows)))
+        return found
 
     @property
     def unproven(self) -> set[str]:

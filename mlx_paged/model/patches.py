@@ -170,8 +170,9 @@ def native_ops(
         _building.linear_dtypes = platform.native_dtypes
         _building.rotations = _Rotations(positions)
         _building.is_native = _building.for_program
-    elif platform.max_gpu_step_rows > 0:
-        # With Metal, quantized products give a row the same bits in programs and outside of them.
+    else:
+        # With Metal, `ops` has products of its own where calibration chose them. Up to 16 rows, a
+        # row has the same bits in programs and outside of them.
         _building.linear_dtypes = platform.native_dtypes
     try:
         yield

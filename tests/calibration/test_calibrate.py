@@ -264,6 +264,6 @@ def test_the_table_lists_kernels_and_times() -> None:
         "attention float16, group 1, dims 64/64, 1 rows: b 1.000 ms, a 2.000 ms",
         "2 products in float16, 1 rows: whole 1000.000 ms, graph 2000.000 ms",
         "whole steps: up to 1 rows",
-        "quantized products outside of them: all by MLX",
+        "products outside of them: all by MLX",
         "pieces of contexts: the built-in length",
     ]

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from support.planted_kernels import VARIABLE, Clock, simulated_with_faults
-from support.simulated import needs_simulator, tensor_library
+from support.simulated import launches, needs_simulator, tensor_library
 
 from mlx_paged import kernels
 from mlx_paged.calibration import cases, check, child, machine, tensor_units, timing
 from mlx_paged.calibration.cache import Result
-from mlx_paged.calibration.cases import Needs, layer_text
+from mlx_paged.calibration.cases import Needs, Product, layer_text
 from mlx_paged.calibration.verdicts import Verdicts
 from mlx_paged.kernels import AttentionLayer
 
@@ -22,6 +23,9 @@ FLOATS = AttentionLayer("float32", 1, 64, 64, 0, 0, 0)
 NEEDS = Needs("float16", (LAYER,), 32, tensor_units=True)
 LARGE, SMALL = (f"tensor_prefill_float16_64_64_m{rows}" for rows in (64, 32))
 PORTABLE = "paged_prefill_float16_64_64_m64"
+PRODUCTS = (Product(72, 96, 4, 32, "affine"), Product(24, 64))
+WITH_PRODUCTS = Needs("float16", (), 32, 96, PRODUCTS, tensor_units=True)
+TILES = [f"tensor_product_float16_affine_4_m{rows}" for rows in (128, 64, 32)]
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +88,22 @@ def test_candidates_are_checked_and_timed_where_there_are_tensor_units() -> None
     ]
 
 
+def test_products_are_checked_and_timed_with_every_tile() -> None:
+    checks, timings = jobs_of(WITH_PRODUCTS)
+    assert [job for job in checks if job.startswith("tensor-product/")] == [
+        *(f"tensor-product/float16/72,96,4,32,affine/{kernel}" for kernel in TILES),
+        *(f"tensor-product/float16/72,64,0,0,/{k.replace('_affine_4', '')}" for k in TILES),
+    ]
+    for job, product, rows in cases.product_jobs(WITH_PRODUCTS):
+        ways = [other.rpartition("/")[2] for other in timings if other.startswith(f"{job}/")]
+        if rows > 16 and product.bits:
+            assert ways == [*TILES, "mlx"]
+        assert len(ways) == (4 if rows > 16 else 2)
+
+
 def test_they_are_no_candidates_elsewhere() -> None:
     for needs in (
+        replace(WITH_PRODUCTS, tensor_units=False),
         Needs("float16", (LAYER,), 32),
         Needs("float32", (FLOATS,), 32, tensor_units=True),
     ):
@@ -146,6 +164,36 @@ def test_a_wrong_kernel_is_found(monkeypatch, announced) -> None:
             child.run(PREFILL_JOB)
         assert announced[-1] == [SMALL] and SMALL in kernels.rejected
         assert "unsupported" in child.run(PREFILL_JOB), "later jobs do not run it"
+
+
+@needs_simulator
+@pytest.mark.parametrize("product", PRODUCTS, ids=["quantized", "dense"])
+def test_right_products_are_proven_and_timed(announced, product) -> None:
+    kernel = TILES[2] if product.bits else TILES[2].replace("_affine_4", "")
+    with simulated_with_faults(clock := Clock(), tensor_library()):
+        timing.clock, before = clock, timing.clock
+        try:
+            child.run(known())
+            assert child.run(f"tensor-product/float16/{product}/{kernel}") == {}
+            assert announced[-1] == [kernel]
+            assert [launch["kernel"] for launch in launches()] == [kernel] * 2
+            timed = f"time-products/float16/{json.dumps([str(product)])}/32"
+            assert child.run(f"{timed}/{kernel}")["seconds"] == 1
+            assert child.run(f"{timed}/mlx")["seconds"] == 0
+        finally:
+            timing.clock = before
+
+
+@needs_simulator
+def test_a_wrong_product_is_found(monkeypatch, announced) -> None:
+    monkeypatch.setenv(VARIABLE, json.dumps({TILES[1]: "wrong"}))
+    job = f"tensor-product/float16/{PRODUCTS[0]}/{TILES[1]}"
+    with simulated_with_faults(library_=tensor_library()):
+        child.run(known())
+        with pytest.raises(check.WrongResult):
+            child.run(job)
+        assert announced[-1] == [TILES[1]] and TILES[1] in kernels.rejected
+        assert "unsupported" in child.run(job), "later jobs do not run it"
 
 
 @needs_simulator

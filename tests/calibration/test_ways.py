@@ -1,11 +1,14 @@
 """Alternatives that calibration times besides tiles of attention: pieces of split contexts, and
-quantized products by our kernels or by MLX's. The simulated GPU counts seconds by kernel."""
+products outside of whole steps by our kernels or by MLX's. The simulated GPU counts seconds by
+kernel."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +21,7 @@ from mlx_paged.calibration import cases, check, child, table, timing
 from mlx_paged.calibration.cache import Result
 from mlx_paged.calibration.cases import Needs, Product, layer_text
 from mlx_paged.calibration.verdicts import Verdicts
-from mlx_paged.kernels import AttentionLayer
+from mlx_paged.kernels import AllowedProduct, AttentionLayer
 from mlx_paged.model import patches
 from mlx_paged.model.plan import build_plan
 
@@ -26,8 +29,11 @@ LAYER = AttentionLayer("float32", 1, 32, 32, 0, 0, 0)
 OTHER = AttentionLayer("float32", 1, 64, 64, 0, 0, 0)
 PRODUCTS = (Product(40, 64, 4, 32, "affine"), Product(64, 40, 0), Product(24, 64, 4, 32, "affine"))
 NEEDS = Needs("float32", (LAYER,), 16, 64, PRODUCTS, step_rows=16)
-OURS = "product_rows_float32_affine_4_m"
-SPLIT, [ONE, FEW, MANY] = f"time-split/{layer_text(LAYER)}/16", cases.product_jobs(NEEDS)
+SPLIT = f"time-split/{layer_text(LAYER)}/16"
+# Products have kernels in 16 bits.
+HALVES = Needs("float16", (), 16, 64, PRODUCTS)
+OURS, DENSE = "product_rows_float16_affine_4_m", "product_rows_float16_m"
+ONE, FEW, MANY = (job for job, *_ in list(cases.product_jobs(HALVES))[:3])
 
 
 @pytest.fixture(autouse=True)
@@ -51,17 +57,28 @@ def test_pieces_and_quantized_products_are_timed() -> None:
     assert [job for job in jobs if job.startswith("time-split/")] == [
         f"{SPLIT}/{tokens}" for tokens in cases.PIECE_TOKENS
     ]
-    assert [job for job in jobs if job.startswith("time-products/")] == [
-        f"{job}/{way}" for job in (ONE, FEW, MANY) for way in ("ours", "mlx")
+    assert not any("products" in job for job in jobs), "float32"
+
+
+def test_products_are_timed_by_format_and_rows() -> None:
+    jobs = [job for job in timings_of(HALVES) if job.startswith("time-products/")]
+    dense = json.dumps([str(PRODUCTS[1])], separators=(",", ":"))
+    assert jobs == [
+        f"{job}/{way}"
+        for base, kernel in (
+            (ONE.rpartition("/")[0], OURS),
+            (f"time-products/float16/{dense}", DENSE),
+        )
+        for job, tile in ((f"{base}/1", 1), (f"{base}/4", 4), (f"{base}/16", 16))
+        for way in (f"{kernel}{tile}", "mlx")
     ]
     assert json.loads(ONE.split("/")[2]) == [str(PRODUCTS[0]), str(PRODUCTS[2])]
 
 
-def test_nothing_is_timed_that_has_no_alternative() -> None:
-    dense = Needs("float32", (), 16, 64, PRODUCTS[1:2], step_rows=16)
-    assert not any("products" in job for job in timings_of(dense))
-    no_steps = Needs("float32", (LAYER,), 16, 64, PRODUCTS)
-    assert not any("products" in job for job in timings_of(no_steps))
+def test_the_rows_that_were_measured_stand_for_all() -> None:
+    ranges = [cases.product_rows(rows) for rows in cases.PRODUCT_ROWS]
+    assert ranges[0] == (1, 1) and ranges[-1] == (129, kernels.MAX_ROWS)
+    assert all(end + 1 == begin for (_, end), (begin, _) in pairwise(ranges))
 
 
 def seconds_of(*seconds: float, layer: AttentionLayer = LAYER) -> dict[str, Result]:
@@ -84,18 +101,42 @@ def test_the_built_in_pieces_stay_unless_others_are_clearly_better() -> None:
     assert Verdicts.of({}, NEEDS).piece_tokens == 0
 
 
+def timed(job: str, **seconds: float) -> dict[str, Result]:
+    """Outcomes of a job's ways; `mlx` has no kernel."""
+    return {
+        f"{job}/{way}": Result(() if way == cases.MLX else (way,), None, s)
+        for way, s in seconds.items()
+    }
+
+
 def test_products_are_ours_where_they_are_proven_and_not_slower() -> None:
     results = {"check": Result((f"{OURS}1", f"{OURS}4", f"{OURS}16"))}
-    for job, ours, mlx in ((ONE, 1.0, 1.0), (FEW, 1.0, 0.9), (MANY, 1.0, 2.0)):
-        kernel = OURS + {ONE: "1", FEW: "4", MANY: "16"}[job]
-        results |= {f"{job}/ours": Result((kernel,), None, ours)}
-        results |= {f"{job}/mlx": Result((), None, mlx)}
-    assert Verdicts.of(results, NEEDS).products == {f"{OURS}1", f"{OURS}16"}
+    results |= timed(ONE, **{f"{OURS}1": 1.0, "mlx": 1.0})
+    results |= timed(FEW, **{f"{OURS}4": 1.0, "mlx": 0.9})
+    results |= timed(MANY, **{f"{OURS}16": 1.0, "mlx": 2.0})
+    one, many = AllowedProduct(f"{OURS}1", 1, 1), AllowedProduct(f"{OURS}16", 5, 16)
+    assert Verdicts.of(results, HALVES).products == {one, many}
     results["wrong"] = Result((f"{OURS}1",), "WrongResult")
-    assert Verdicts.of(results, NEEDS).products == {f"{OURS}16"}
-    results[f"{MANY}/ours"] = Result((f"{OURS}16",), "Crash")
-    verdicts = Verdicts.of(results, NEEDS)
+    assert Verdicts.of(results, HALVES).products == {many}
+    results[f"{MANY}/{OURS}16"] = Result((f"{OURS}16",), "Crash")
+    verdicts = Verdicts.of(results, HALVES)
     assert verdicts.products == set() and f"{OURS}16" not in verdicts.rejected
+    assert not Verdicts.of(timed(ONE, **{f"{OURS}1": 1.0, "mlx": 2.0}), HALVES).products
+
+
+def test_the_fastest_of_several_tiles_is_ours() -> None:
+    """Also if another model, whose kernels were rejected meanwhile, was loaded before."""
+    tiles = [f"tensor_product_float16_affine_4_m{rows}" for rows in (32, 64, 128)]
+    kernels.reject_kernels(tiles)
+    jobs = {rows: job for job, product, rows in cases.product_jobs(HALVES) if product.bits}
+    results = {"check": Result((tiles[0], tiles[2]))}
+    results |= timed(jobs[32], **dict(zip(tiles, (2.0, 1.0, 2.5))), mlx=3.0)
+    results |= timed(jobs[128], **dict(zip(tiles, (2.0, 1.0, 1.5))), mlx=1.0)
+    results |= timed(jobs[512], **dict(zip(tiles, (2.0, 1.0, 1.5))), mlx=3.0)
+    assert Verdicts.of(results, HALVES).products == {
+        AllowedProduct(tiles[0], 17, 32),
+        AllowedProduct(tiles[2], 129, kernels.MAX_ROWS),
+    }
 
 
 @needs_simulator
@@ -162,14 +203,16 @@ def test_slow_merges_make_pieces_longer(outcome) -> None:
 
 @needs_simulator
 def test_slow_and_wrong_products_are_left_to_mlx(outcome) -> None:
-    shape = PRODUCTS[0].small
-    right = {"check": outcome(f"product/float32/{shape}")}
+    shape, few = PRODUCTS[0].small, AllowedProduct(f"{OURS}1", 1, 1)
+    right = {"check": outcome(f"product/float16/{shape}")}
     assert set(right["check"].kernels) == {f"{OURS}{rows}" for rows in (1, 4, 16)}
-    timed = {f"{job}/mlx": outcome(f"{job}/mlx") for job in (ONE, MANY)}
-    timed |= {f"{job}/ours": outcome(f"{job}/ours", **{f"{OURS}16": "slow"}) for job in (ONE, MANY)}
-    assert Verdicts.of({**right, **timed}, NEEDS).products == {f"{OURS}1"}
-    wrong = {"check": outcome(f"product/float32/{shape}", **{f"{OURS}1": "wrong"})}
-    verdicts = Verdicts.of({**wrong, **timed}, NEEDS)
+    jobs = [
+        f"{job}/{way}" for job, tile in ((ONE, 1), (MANY, 16)) for way in (f"{OURS}{tile}", "mlx")
+    ]
+    times = {job: outcome(job, **{f"{OURS}16": "slow"}) for job in jobs}
+    assert Verdicts.of({**right, **times}, HALVES).products == {few}
+    wrong = {"check": outcome(f"product/float16/{shape}", **{f"{OURS}1": "wrong"})}
+    verdicts = Verdicts.of({**wrong, **times}, HALVES)
     assert not verdicts.products and "of its norm" in verdicts.rejected[f"{OURS}1"]
 
 
@@ -217,16 +260,15 @@ def test_adapters_in_mlxs_operations_give_the_kernels_result(rng, shape) -> None
 
 def test_the_table_says_what_was_chosen() -> None:
     results = {"check": Result((f"{OURS}1",)), **seconds_of(3.0, 2.0, 1.0, 9.0)}
-    results |= {f"{ONE}/ours": Result((f"{OURS}1",), None, 0.001)}
-    results |= {f"{ONE}/mlx": Result((), None, 0.002)}
-    made = table.table_of(Verdicts.of(results, NEEDS), {})
+    results |= timed(ONE, **{f"{OURS}1": 0.001, "mlx": 0.002})
+    made = table.table_of(Verdicts.of(results, replace(HALVES, layers=(LAYER,))), {})
     assert list(table.lines(made)) == [
         f"{OURS}1: right",
         "pieces of contexts, float32, group 1, dims 32/32: 768 1000.000 ms, 192 2000.000 ms, "
         "0 3000.000 ms, 1536 9000.000 ms",
-        "2 products in float32, affine of 4 bits in groups of 32, 1 rows: ours 1.000 ms, "
+        f"2 products in float16, affine of 4 bits in groups of 32, 1 rows: {OURS}1 1.000 ms, "
         "mlx 2.000 ms",
         "whole steps: not used",
-        f"quantized products outside of them: {OURS}1",
+        f"products outside of them: {OURS}1 (rows: 1)",
         "pieces of contexts: 768 tokens or more",
     ]

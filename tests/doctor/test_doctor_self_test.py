@@ -36,7 +36,7 @@ NOT_PRIMITIVES = {
     "max_product_rows",
     *("ArrayContents", "allocator_function", "make_room", "outlast_interpreter"),
     *("attention_layers", "attention_kernel", "reject_kernels", "rejected_kernels"),
-    *("allow_tensor_kernels", "allow_products", "set_piece_tokens"),
+    *("allow_tensor_kernels", "allow_products", "product_kernels", "set_piece_tokens"),
     *("allowed_step_rows", "allow_step_rows", "supported_step_rows", "gpu_executable_kernels"),
 }
 

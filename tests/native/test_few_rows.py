@@ -12,7 +12,7 @@ import pytest
 from support.gpu_executables import with_programs
 from support.mixtures import Experts, chosen_by, logits_apart
 from support.models import StepDriver, tiny_config, tiny_model
-from support.platforms import platform_with, run_as_on
+from support.platforms import run_as_on
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, simulated
 from support.weight_formats import FORMATS, dequantised, quantised
@@ -289,18 +289,3 @@ def test_embeddings_outside_of_programs_are_mlxs(rng) -> None:
         embedding.weight[ids], embedding.scales[ids], embedding.biases[ids], 32, 4
     )
     np.testing.assert_array_equal(np.array(embedding(ids)), np.array(expected))
-
-
-@pytest.mark.parametrize("rows", [0, 16])
-def test_quantized_products_outside_of_programs_are_ours_if_calibrated(monkeypatch, rows) -> None:
-    """On Metal, whose node for them then runs the kernel of a program (csrc/metal)."""
-    layer, called = nn.QuantizedLinear(64, 32, bias=False, group_size=32, bits=4), []
-    monkeypatch.setattr(patches, "is_cpu_default", lambda: False)
-    monkeypatch.setattr(ops, "quantized_linear", lambda *args, **options: called.append(options))
-    platform = platform_with(
-        on_cpu=False, max_gpu_step_rows=rows, native_dtypes=(mx.float16, mx.bfloat16)
-    )
-    with patches.native_ops(mx.zeros(1, mx.int32), platform=platform):
-        assert patches._building.rotations is None
-        patches.quantized_linear(layer, mx.zeros((1, 64), mx.float16))
-    assert [options["for_program"] for options in called] == [False] * (rows > 0)

@@ -32,7 +32,7 @@ FILES = (
     "data.h", "experts.h", "greedy.h", "layer.h", "lora.h", "paged_decode.h",
     "paged_decode_matrix.h", "paged_prefill.h", "paged_merge.h", "products.h", "quantised_pool.h",
 )  # fmt: skip
-TENSOR_FILES = ("tensor_prefill.h",)
+TENSOR_FILES = ("tensor_prefill.h", "tensor_product.h")
 STRICT = ["-Wall", "-Wextra", "-pedantic-errors", "-Werror", "-Werror=c++17-extensions"]
 GPU = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1030", "-nogpulib", "-O2", "-w"]
 TOGETHER = 8  # kernels of one call of the compiler

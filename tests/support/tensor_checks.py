@@ -17,8 +17,10 @@ from sim import SimLibrary
 from sim.checks import check
 
 from mlx_paged import ops
+from support import separate_products
 from support.quantised import FORMATS, quantised
 from support.reference import PagedBatch, alibi_slopes, assert_close, make_batch, spans_of, to_numpy
+from support.separate_products import DENSE, Form, Layer, kernel_of, multiply, normal
 from support.simulated import launches, simulated_tensor_units
 from support.simulated import tensor_library as library_of  # noqa: F401  for `sim.checks`
 
@@ -116,3 +118,77 @@ def mixed_step(library: SimLibrary) -> None:
     kernels = [launch["kernel"].partition("_float16")[0] for launch in launches()]
     assert kernels == ["paged_decode", "paged_decode_matrix", "tensor_prefill"]
     assert_close(out, batch.expected(scale=0.125))
+
+
+# --- Products of many rows ------------------------------------------------------------------------
+
+
+def product(
+    library: SimLibrary,
+    form: Form,
+    tile: int,
+    shape: tuple[int, int, int],
+    dtype: mx.Dtype = mx.float16,
+    *,
+    bias: bool = True,
+) -> None:
+    """Rows, columns and depth of `shape` end within tiles. No memory is behind an array's end."""
+    rows, n, k = shape
+    rng = np.random.default_rng(0)
+    layer = Layer(rng, form, dtype, n, k, bias=bias)
+    x = normal(rng, rows, k, dtype=dtype) / 16
+    mx.eval(x)
+    out = multiply(layer, x, tile, library)
+    [launch] = launches()
+    assert launch["kernel"] == kernel_of(dtype, form, tile)
+    separate_products.assert_close(out, layer.expected(x, rounds_weight=True))
+
+
+@check
+def tensor_products_of_dense_weights(library: SimLibrary) -> None:
+    product(library, DENSE, 32, (41, 72, 152))
+    product(library, DENSE, 32, (17, 8, 40))  # less than a tile's depth, whose rest is not read
+
+
+@check
+def tensor_products_of_quantized_weights(library: SimLibrary) -> None:
+    """Four units have a scale, and the depth is one of a unit more than a tile."""
+    product(library, Form("affine", 4, 128), 64, (70, 72, 256), mx.bfloat16)
+    product(library, Form("affine", 3, 32), 32, (33, 66, 96), bias=False)
+
+
+@check
+def tensor_products_of_float_codes(library: SimLibrary) -> None:
+    product(library, Form("mxfp4", 4, 32), 32, (17, 8, 96))
+    product(library, Form("nvfp4", 4, 16), 32, (17, 8, 96))
+
+
+@check
+def tensor_products_of_128_rows(library: SimLibrary) -> None:
+    product(library, Form("affine", 8, 32), 128, (130, 8, 32), mx.bfloat16)
+
+
+@check
+def biases_follow_the_rounding(library: SimLibrary) -> None:
+    """A sum has its dtype before the bias is added, as in MLX's two operations."""
+    rng = np.random.default_rng(0)
+    layer = Layer(rng, DENSE, mx.bfloat16, 64, 64, bias=True)
+    x = normal(rng, 32, 64, dtype=mx.bfloat16)
+    out = multiply(layer, x, 32, library)
+    bias, layer.bias = layer.bias, None
+    assert bias is not None
+    separate = multiply(layer, x, 32, library) + bias
+    np.testing.assert_array_equal(to_numpy(out), to_numpy(separate))
+
+
+@check
+def nan_stays_in_its_row_of_a_product(library: SimLibrary) -> None:
+    """Also that of the last row, which tiles repeat."""
+    rng = np.random.default_rng(0)
+    layer = Layer(rng, DENSE, mx.float16, 8, 64, bias=False)
+    x = normal(rng, 40, 64, dtype=mx.float16)
+    clean = to_numpy(multiply(layer, x, 32, library))
+    x[39, 3] = float("nan")
+    out = to_numpy(multiply(layer, x, 32, library))
+    assert np.isnan(out[39]).all()
+    np.testing.assert_array_equal(out[:39], clean[:39])

@@ -9,7 +9,15 @@ from sim.mutants import Mutant
 
 PREFILL = "tensor_prefill.h"
 PREFILL_TILES = "prefill_tiles.h"
+PRODUCT, WEIGHTS, ROWS, TABLE = (
+    "tensor_product.h",
+    "quantized_weights.h",
+    "few_rows.h",
+    "kernel_table.h",
+)
 SHAPE = "attention_shape.h"
+DENSE, AFFINE = "tensor_products_of_dense_weights", "tensor_products_of_quantized_weights"
+FLOATS, LARGE = "tensor_products_of_float_codes", "tensor_products_of_128_rows"
 TILES = ("prefill", "prefill_splits", "prefill_options")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 SIMD_BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
@@ -59,4 +67,45 @@ MUTANTS = [
     _mutant(PREFILL, "normaliser(per_head, ours.head(q)", "normaliser(per_head, ours.kv_head", "another head's sink", "prefill_options"),
     _mutant(PREFILL, "partials.maxima[at] = state.maximum;", "partials.maxima[at] = 0.0f;", "partials without their maximum", "prefill_splits"),
     _mutant(SHAPE, "at.weights = at.scores + rows * MATMUL_TOKENS * 4;", "at.weights = at.scores + rows * MATMUL_TOKENS * 2;", "weights overlap scores", *TILES),
+    # Products: inputs
+    _mutant(PRODUCT, "min(first + chunk / ROW_CHUNKS, params.num_rows - 1)", "first + chunk / ROW_CHUNKS", "rows of x past the last are read", DENSE),
+    _mutant(PRODUCT, "if (element < params.k) {", "if (true) {", "x is read past a row's end", DENSE, AFFINE),
+    _mutant(PRODUCT, "chunks[i] = uint4(0);", "chunks[i] = uint4(0x7e007e00u);", "x has NaN past a row's end", DENSE),
+    _mutant(PRODUCT, "x + ulong(row) * params.k + element", "x + ulong(row) * params.k + element % TENSOR_DEPTH", "the first elements of a row again", DENSE),
+    _mutant(PRODUCT, "int element = begin + chunk % ROW_CHUNKS * chunk_size<T>();", "int element = begin + chunk % ROW_CHUNKS;", "chunks of x overlap", DENSE),
+    _mutant(PRODUCT, "inputs.load(x, first_row, begin, params, thread_id);", "inputs.load(x, 0, begin, params, thread_id);", "every tile has the first rows", DENSE),
+    _mutant(PRODUCT, "inputs.load(x, first_row, begin, params, thread_id);", "inputs.load(x, first_row, 0, params, thread_id);", "every depth has the first elements", DENSE),
+    _mutant(PRODUCT, "*(threadgroup uint4*)(tile + at) = chunks[i];", "*(threadgroup uint4*)(tile + at) = chunks[0];", "a thread stores its first chunk for all", DENSE),
+    # Products: weights
+    _mutant(PRODUCT, "min(first + at / ROW_UNITS, params.n - 1)", "first + at / ROW_UNITS", "rows of the weight past the last are read", DENSE, AFFINE),
+    _mutant(PRODUCT, "units[i] = {};", "", "numbers past the end are anything", DENSE, AFFINE),
+    _mutant(PRODUCT, "if (unit < weight.row_units) {", "if (true) {", "the weight is read past a row's end", DENSE, AFFINE),
+    _mutant(PRODUCT, "int unit = begin / Weight::unit_size() + at % ROW_UNITS;", "int unit = at % ROW_UNITS;", "the first units of a row again", AFFINE),
+    _mutant(PRODUCT, "columns.load(weights, first_column, begin, params, thread_id);", "columns.load(weights, 0, begin, params, thread_id);", "every tile has the first columns", DENSE, AFFINE),
+    _mutant(PRODUCT, "packed_chunk(chunk);", "packed_chunk(0);", "a unit's first chunk for all", AFFINE),
+    _mutant(PRODUCT, "unit % ROW_UNITS * Weight::unit_size() + chunk * CHUNK;", "chunk * CHUNK;", "units of a row are at one place", AFFINE, DENSE),
+    _mutant(PRODUCT, "tile + unit / ROW_UNITS * tensor_pitch();", "tile + unit / ROW_UNITS * TENSOR_DEPTH;", "rows of the tile without padding", DENSE),
+    _mutant(PRODUCT, "params.k / Weight::unit_size(), params.group_shift};", "params.k / Weight::unit_size(), 0};", "every unit has a scale", AFFINE),
+    _mutant(WEIGHTS, "    codes.load(rows, unit);\n    load_group(rows, unit);", "    codes.load(rows, unit);\n    load_group(rows, 0);", "all units have the first one's scale", AFFINE),
+    _mutant(WEIGHTS, "    codes.load(rows, unit);\n    load_group(rows, unit);", "    codes.load(rows, 0);\n    load_group(rows, unit);", "all units have the first one's codes", AFFINE),
+    _mutant(WEIGHTS, "    weight.unpack_chunk(chunk, values);".replace("    ", "  ", 1), "  weight.unpack_chunk(0, values);", "a packed unit repeats its first chunk", AFFINE, FLOATS),
+    _mutant(ROWS, "METAL_FUNC uint4 packed_chunk(int) const thread { return elements; }", "METAL_FUNC uint4 packed_chunk(int) const thread { return elements.xxzw; }", "a dense chunk with two equal pairs", DENSE),
+    # Products: barriers, tiles, results
+    _mutant(PRODUCT, f"{BARRIER}  // The previous tiles have been read.", "", "tiles are overwritten while in use", DENSE, AFFINE),
+    _mutant(PRODUCT, f"inputs.store(input_tile, thread_id);\n    {BARRIER}", "inputs.store(input_tile, thread_id);", "tiles are used unfinished", DENSE),
+    _mutant(PRODUCT, "ROWS, TENSOR_COLUMNS, TENSOR_DEPTH, false, true, false,", "ROWS, TENSOR_COLUMNS, TENSOR_DEPTH, false, false, false,", "the weight is not transposed", DENSE),
+    _mutant(PRODUCT, "matmul2d_descriptor::mode::multiply_accumulate);", "matmul2d_descriptor::mode::multiply);", "only the last depth counts", DENSE, AFFINE),
+    _mutant(PRODUCT, "      sums[i] = 0.0f;\n", "", "sums begin as anything", DENSE),
+    _mutant(PRODUCT, "input_tile + ROWS * tensor_pitch();", "input_tile + 16 * tensor_pitch();", "tiles overlap", DENSE),
+    _mutant(PRODUCT, "begin += TENSOR_DEPTH", "begin += 2 * TENSOR_DEPTH", "every second depth is left out", DENSE, AFFINE),
+    _mutant(PRODUCT, "int(group_id.x) * TENSOR_COLUMNS;", "int(group_id.x) * ROWS;", "tiles of columns overlap", DENSE),
+    _mutant(PRODUCT, "int(group_id.y) * ROWS;", "int(group_id.y) * TENSOR_COLUMNS;", "tiles of rows have gaps", LARGE, DENSE),
+    _mutant(PRODUCT, "int row = first_row + int(place[1]);", "int row = first_row + int(place[0]) % ROWS;", "columns are rows", DENSE),
+    _mutant(PRODUCT, "row < params.num_rows && column < params.n", "column < params.n", "rows past the last are written", DENSE),
+    _mutant(PRODUCT, "row < params.num_rows && column < params.n", "row < params.num_rows", "columns past the last are written", DENSE),
+    _mutant(PRODUCT, "sum = rounded<T>(sum) + float(bias[column]);", "sum += float(bias[column]);", "a sum that is not rounded before its bias", "biases_follow_the_rounding"),
+    _mutant(PRODUCT, "float(bias[column]);", "float(bias[int(place[0])]);", "the first tile's biases for all", DENSE),
+    _mutant(PRODUCT, "if (params.has_bias) {", "if (!params.has_bias) {", "a bias that is not added", DENSE),
+    _mutant(PRODUCT, "ulong(row) * params.n + column", "ulong(row) * params.k + column", "rows of the result are as long as those of x", DENSE),
+    _mutant(TABLE, "return TENSOR_DEPTH + 8;", "return TENSOR_DEPTH + 16;", "more threadgroup memory than there is", DENSE),
 ]  # fmt: skip

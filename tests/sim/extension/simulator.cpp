@@ -350,5 +350,10 @@ SIMULATED(ApplyTokenBitmask)
 SIMULATED(GreedyTokens)
 SIMULATED(GpuStep)
 SIMULATED(Lora)
+SIMULATED(SeparateProduct)
+
+bool SeparateProduct::runs_on(mx::Stream) {
+  return true;
+}
 
 }  // namespace mlx_paged
