@@ -137,12 +137,17 @@ def make_eagle3(
         ("vocab_size", target.vocab_size, config.layer.vocab_size),
         ("target_hidden_size", size, config.target_hidden_size),
     )
-    head, tokens = load_eagle3(path, config, embeddings)
+    projection = paged.output_projection
+    output = None if projection is None else (projection.module, projection.method)
+    head, tokens = load_eagle3(path, config, embeddings, output)
     places = config.places(len(getattr(target.model, "layers", ())))
     _tap(paged, places, target, str(options.model))
     spread = None if tokens is None else _Spread(tokens, target.vocab_size)
     runner = ModelRunner(
-        page_head(head, paged, len(head.layers)), masks=masks, orders_all=True, to_vocabulary=spread
+        page_head(head, paged, head.returned_place),
+        masks=masks,
+        orders_all=True,
+        to_vocabulary=spread,
     )
     return HeadDrafter(
         runner, masks, max_model_len=max_model_len, num_tokens=config.layer.vocab_size
