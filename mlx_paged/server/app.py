@@ -29,6 +29,7 @@ from mlx_paged.server import (
     bodies,
     cohere,
     endpoints,
+    lm_studio,
     lora,
     mcp_tools,
     pages,
@@ -370,6 +371,29 @@ API = (
     Operation(
         "/api/version", "GET", ollama_models.version, "Get the version of Ollama's API.",
         ollama_answers.OllamaVersion, error=ollama_answers.OllamaError, of_catalog=True,
+    ),
+    Operation(
+        "/api/v0/models", "GET", lm_studio.models, "List the models, in LM Studio's API.",
+        lm_studio.StudioModels, of_catalog=True,
+    ),
+    Operation(
+        "/api/v0/models/{model:path}", "GET", lm_studio.model, "Get a model, in LM Studio's API.",
+        lm_studio.StudioModel, ("401", "403", "404", "500"), of_catalog=True,
+    ),
+    Operation(
+        "/api/v0/chat/completions", "POST", lm_studio.chat_completions,
+        "Answer a conversation, with LM Studio's statistics.", lm_studio.StudioChatAnswer,
+        _GENERATION, lm_studio.StudioChatBody, responses.ChatChunk,
+    ),
+    Operation(
+        "/api/v0/completions", "POST", lm_studio.text_completions,
+        "Continue prompts, with LM Studio's statistics.", lm_studio.StudioCompletionAnswer,
+        _GENERATION, lm_studio.StudioCompletionBody, responses.CompletionAnswer,
+    ),
+    Operation(
+        "/api/v0/embeddings", "POST", pooling.embeddings, "Embed texts, in LM Studio's API.",
+        pooling_bodies.EmbeddingAnswer, _GENERATION, pooling_bodies.EmbeddingBody,
+        runner="pooling",
     ),
     Operation(
         "/health", "GET", endpoints.health, "Check that requests are answered.", responses.Status,

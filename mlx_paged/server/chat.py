@@ -27,7 +27,22 @@ from mlx_paged.server.turn import AnswerReaders, PreparedTurn, Turn, check_takes
 
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation, as a whole or as a stream."""
-    body, turn, prompt = await prepared_chat(request)
+    body, turn, generation = await prepared_generation(request, ChatBody)
+    return await respond(request, ChatAdapter(generation, turn, body), stream=bool(body.stream))
+
+
+async def prepared_generation(
+    request: Request, kind: type[ChatBody]
+) -> tuple[ChatBody, PreparedTurn, Generation]:
+    """Returns the body of a chat, its turn, and its generation, which is not submitted yet.
+
+    Args:
+        kind: The body's type.
+
+    Raises:
+        ApiError, MlxPagedError: See `prepared_chat`.
+    """
+    body, turn, prompt = await prepared_chat(request, kind)
     generation = Generation(
         request,
         context_of(request).models.of(body.model),
@@ -39,16 +54,18 @@ async def chat_completions(request: Request) -> Response:
         media=turn.media,
         names=turn.names,
     )
-    return await respond(request, ChatAdapter(generation, turn, body), stream=bool(body.stream))
+    return body, turn, generation
 
 
-async def prepared_chat(request: Request) -> tuple[ChatBody, PreparedTurn, list[int]]:
+async def prepared_chat(
+    request: Request, kind: type[ChatBody] = ChatBody
+) -> tuple[ChatBody, PreparedTurn, list[int]]:
     """Returns the body of a chat, its turn, and its prompt as the model gets it.
 
     Raises:
         ApiError, MlxPagedError: See `requests.read_body`, `turn_of` and `turn.prepare`.
     """
-    body = await requests.read_body(request, ChatBody)
+    body = await requests.read_body(request, kind)
     context = context_of(request)
     model = context.models.of(body.model)
     params = chat_params(body, context.config, model.defaults)
@@ -141,6 +158,12 @@ class ChatAdapter(OpenAIAdapter):
     @property
     def relaxed(self) -> tuple[str, ...]:
         return self._turn.relaxed
+
+    @property
+    def has_calls(self) -> bool:
+        """True if an answer ends with a call."""
+        calls = [reader.answer.calls for reader in self._readers or ()]
+        return any(each and each[-1].is_complete for each in calls)
 
     async def run(self) -> None:
         if self._readers is None:

@@ -34,7 +34,23 @@ _MAX_TOKENS = 16
 
 async def completions(request: Request) -> Response:
     """Completes prompts, as a whole or as a stream."""
-    body, params, prompts, tokens = await prepared_completion(request)
+    body, echoes, generation = await prepared_generation(request, CompletionBody)
+    adapter = CompletionAdapter(generation, body, echoes)
+    return await respond(request, adapter, stream=bool(body.stream))
+
+
+async def prepared_generation(
+    request: Request, kind: type[CompletionBody]
+) -> tuple[CompletionBody, list[str], Generation]:
+    """Returns a body, the beginnings of its answers (`echo`), and a generation not submitted yet.
+
+    Args:
+        kind: The body's type.
+
+    Raises:
+        ApiError, MlxPagedError: See `prepared_completion`.
+    """
+    body, params, prompts, tokens = await prepared_completion(request, kind)
     model = context_of(request).models.of(body.model)
     generation = Generation(
         request,
@@ -46,20 +62,18 @@ async def completions(request: Request) -> Response:
         stream_interval=body.stream_interval,
         names=names_of(body),
     )
-    echoes = await _echoes(model.renderer, body, prompts, tokens)
-    adapter = CompletionAdapter(generation, body, echoes)
-    return await respond(request, adapter, stream=bool(body.stream))
+    return body, await _echoes(model.renderer, body, prompts, tokens), generation
 
 
 async def prepared_completion(
-    request: Request,
+    request: Request, kind: type[CompletionBody] = CompletionBody
 ) -> tuple[CompletionBody, SamplingParams, list[str | list[int]], list[list[int]]]:
     """The body of a completion, how it is generated, its prompts, and their tokens.
 
     Raises:
         ApiError, MlxPagedError: see `read_body`, `completion_params` and `Renderer.encode`.
     """
-    body = await read_body(request, CompletionBody)
+    body = await read_body(request, kind)
     context = context_of(request)
     model = context.models.of(body.model)
     prompts = _prompts(body)
