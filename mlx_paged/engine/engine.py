@@ -449,6 +449,8 @@ class Engine:
             is_idle = not in_flight and len(self._kv.restorations) == self._scheduler.num_running
             self._offloading.advance(self._kv, is_idle=is_idle)
         output = self._scheduler.schedule()
+        if self._offloading is not None:
+            self._offloading.begin_reads(self._kv.pool.launched_step)
         if output is None:
             return None
         self._num_steps += 1

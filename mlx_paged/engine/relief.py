@@ -86,6 +86,8 @@ class Relief:
             if wanted != self.pools.num_blocks:
                 if in_flight:
                     return True
+                if self.offloading is not None:
+                    self.offloading.prepare_resize()
                 num_bytes = self.pools.resize(kv, wanted)
                 if num_bytes > 0:
                     self._count(num_bytes)

@@ -1,35 +1,54 @@
 """BlockBytes: the host's access to the bytes of blocks and state slots, between and during steps.
 
-It reads and writes the pools' memory directly, in no stream. So a caller may only touch blocks that
-no step in flight reads or writes; a step launched afterwards sees what was written. This takes
-memory that host and device share: the CPU's, or Metal's.
+A caller may only touch blocks that no step in flight writes, and write only those that none reads,
+either. A step that is launched afterwards sees what was written.
+
+- `SharedBlockBytes` reads and writes the pools' memory directly, in no stream, where host and
+  device share it: the CPU's, and Metal's.
+- `StagedBlockBytes` (`staged_blocks.py`) moves bytes through the stream of a device with memory of
+  its own: NVIDIA's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged import kernels
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.pages import host_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
+#: Called on the thread of the engine once a block has been read.
+OnRead = Callable[[], object]
 
-class _Rows(NamedTuple):
-    """The part of a block that one pool holds."""
 
-    rows: Bytes  # [num_blocks, num_bytes]
-    begin: int  # within the bytes of a block
+class NoAccessError(ValueError):
+    """The blocks cannot be read or written on this device; the message says why."""
+
+
+class Rows(NamedTuple):
+    """A pool, and the part of each block that it holds.
+
+    Attributes:
+        num_rows: Number of blocks, or of state slots, which the pool's memory consists of.
+        begin, end: Where the bytes of a row are within those of a block.
+    """
+
+    pool: mx.array
+    num_rows: int
+    begin: int
     end: int
 
 
-class BlockBytes:
+class BlockBytes(ABC):
     """The bytes of the blocks of each KV cache group, as the KV manager numbers the groups.
 
     The bytes of a block are those of the key pool and the value pool of each layer, in order.
@@ -37,6 +56,9 @@ class BlockBytes:
     Args:
         groups: Specs of the layers of each group with blocks. Recurrent layers come after these.
         companion: Another model whose layers have the blocks of the first group, too.
+
+    Raises:
+        NoAccessError: The blocks cannot be read or written on this device.
     """
 
     def __init__(
@@ -45,44 +67,69 @@ class BlockBytes:
         groups: Sequence[Sequence[KVCacheGroupSpec]],
         companion: PagedModel | None = None,
     ) -> None:
+        # The operations in the place of these write to other memory every time.
+        for kernel in {"write_kv", "copy_blocks"} & kernels.rejected:
+            raise NoAccessError(f"calibration rejected the kernel {kernel}")
         self._model = model
         self._companion = companion
         self._specs = [tuple(specs) for specs in groups]
         self._pools: list[mx.array] = []
-        self._rows: list[list[_Rows]] = []
+        self._rows: list[list[Rows]] = []
 
     @property
     def num_bytes(self) -> list[int]:
         """Bytes of one block of each group, and of a state slot if the model has any."""
         return [rows[-1].end if rows else 0 for rows in self._current()]
 
-    def read(self, group: int, block: int, out: Bytes) -> None:
-        """Copies a block to ``[num_bytes]`` uint8."""
-        for rows, begin, end in self._current()[group]:
-            out[begin:end] = rows[block]
+    @abstractmethod
+    def read(self, group: int, block: int, out: Bytes, on_read: OnRead | None = None) -> None:
+        """Copies a block to ``[num_bytes]`` uint8, now or later.
 
+        Args:
+            on_read: Called once `out` has the bytes; `out` must not be used before.
+        """
+
+    @abstractmethod
     def write(self, group: int, block: int, data: Bytes) -> None:
-        """Overwrites a block with ``[num_bytes]`` uint8."""
-        for rows, begin, end in self._current()[group]:
-            rows[block] = data[begin:end]
+        """Overwrites a block with ``[num_bytes]`` uint8, now or in `begin_writes`."""
 
-    def _current(self) -> list[list[_Rows]]:
+    @abstractmethod
+    def begin_reads(self, step: int) -> None:
+        """Begins what `read` was asked for. Call it before `step` is launched, whose blocks may be
+        the same."""
+
+    @abstractmethod
+    def begin_writes(self) -> None:
+        """Begins what `write` was asked for; the data may change afterwards."""
+
+    @abstractmethod
+    def collect(self, evaluated_step: int | None = None) -> None:
+        """Ends the reads that were begun before a step that has been evaluated; None: waits for all
+        reads, begun or not."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forgets all reads and writes that have not ended, after an interrupted step."""
+
+    def _current(self) -> list[list[Rows]]:
         """The parts of each group's blocks. Pools are replaced when their sizes change."""
-        pools = [*self._model.allocated_pools, *self._further]
+        further = () if self._companion is None else self._companion.allocated_pools
+        pools = [*self._model.allocated_pools, *further]
         if len(pools) != len(self._pools) or any(a is not b for a, b in zip(pools, self._pools)):
             self._pools = pools
-            self._rows = self._all_rows()
+            self._rows = self._all_rows(further)
+            self._on_new_pools()
         return self._rows
 
-    @property
-    def _further(self) -> Sequence[mx.array]:
-        return () if self._companion is None else self._companion.allocated_pools
+    @abstractmethod
+    def _on_new_pools(self) -> None:
+        """Called when `_rows` has changed."""
 
-    def _all_rows(self) -> list[list[_Rows]]:
+    def _all_rows(self, further: Sequence[mx.array]) -> list[list[Rows]]:
         caches = self._model.attention_caches
-        pools, further = self._model.allocated_pools, list(self._further)
+        pools = self._model.allocated_pools
         attention, states = pools[: 2 * len(caches)], pools[2 * len(caches) :]
-        found: list[list[_Rows]] = []
+        found: list[list[Rows]] = []
         for specs in self._specs:
             own = [
                 attention[2 * i + part]
@@ -98,7 +145,7 @@ class BlockBytes:
         return found
 
 
-def _parts(pools: Sequence[tuple[mx.array, int]]) -> list[_Rows]:
+def _parts(pools: Sequence[tuple[mx.array, int]]) -> list[Rows]:
     """Lays the parts of a block end to end.
 
     Args:
@@ -106,7 +153,49 @@ def _parts(pools: Sequence[tuple[mx.array, int]]) -> list[_Rows]:
     """
     parts, begin = [], 0
     for pool, num_rows in pools:
-        rows = host_bytes(pool).reshape(num_rows, -1)
-        parts.append(_Rows(rows, begin, begin + rows.shape[1]))
-        begin += rows.shape[1]
+        end = begin + pool.nbytes // num_rows
+        parts.append(Rows(pool, num_rows, begin, end))
+        begin = end
     return parts
+
+
+class SharedBlockBytes(BlockBytes):
+    """Blocks in memory that the host shares. Every call ends at once."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        groups: Sequence[Sequence[KVCacheGroupSpec]],
+        companion: PagedModel | None = None,
+    ) -> None:
+        super().__init__(model, groups, companion)
+        # ``[num_rows, row_bytes]`` of each pool of each group
+        self._memory: list[list[Bytes]] = []
+
+    def _on_new_pools(self) -> None:
+        self._memory = [
+            [host_bytes(rows.pool).reshape(rows.num_rows, -1) for rows in group]
+            for group in self._rows
+        ]
+
+    def read(self, group: int, block: int, out: Bytes, on_read: OnRead | None = None) -> None:
+        for rows, memory in zip(self._current()[group], self._memory[group], strict=True):
+            out[rows.begin : rows.end] = memory[block]
+        if on_read is not None:
+            on_read()
+
+    def write(self, group: int, block: int, data: Bytes) -> None:
+        for rows, memory in zip(self._current()[group], self._memory[group], strict=True):
+            memory[block] = data[rows.begin : rows.end]
+
+    def begin_reads(self, step: int) -> None:
+        pass
+
+    def begin_writes(self) -> None:
+        pass
+
+    def collect(self, evaluated_step: int | None = None) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass

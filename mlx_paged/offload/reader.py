@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mlx_paged.offload.segments import Record, read_block
 
-#: Threads that read. bench/kv_offload.py measures them.
-NUM_THREADS = 4
+#: Threads that read. A checksum takes longer than a read of the page cache, and half of the cores
+#: are left to the steps of other sequences. bench/kv_offload.py measures them.
+NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
 
 
 class BlockReader:

@@ -16,12 +16,21 @@ import numpy as np
 import pytest
 from support.embedded_llm import make
 from support.grouped_models import HYBRIDS, WINDOWED, dense_answer, engine_of
-from support.hash_model import follows, hash_model
-from support.models import embedded_twin, random_tokens
+from support.hash_model import hash_model
+from support.models import embedded_twin
 
 # isort: split
 import mlx.core as mx
-from support.offloading import answers, contents_of
+from support.offloading import (
+    GREEDY,
+    NUM_TOKENS,
+    answers,
+    contents_of,
+    flush,
+    random_prompts,
+    run_beside,
+    run_load,
+)
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams, ops
 from mlx_paged.core import MissReason
@@ -33,9 +42,6 @@ from mlx_paged.engine.offload.identity import identity_of
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.offload import index
 
-NUM_TOKENS = 12
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-
 
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,15 +49,6 @@ def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "LONG_TOKENS", 128)
     monkeypatch.setattr(keeping, "LEAST_TOKENS", 32)
     monkeypatch.setattr(index, "_LOOK_SECONDS", 0.0)
-
-
-def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [random_tokens(rng, length) for length in lengths]
-
-
-def flush(llm: LLM) -> None:
-    assert llm.engine._offloading is not None and llm.engine._offloading.flush()
 
 
 def embedded(folder: Path, **options: Any) -> LLM:
@@ -63,7 +60,7 @@ def embedded(folder: Path, **options: Any) -> LLM:
 def test_every_kind_of_cache_survives_a_restart(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"kv_offload_dir": tmp_path, "num_gpu_blocks_override": 200}
     copies = ops.pool_copies()  # other tests make some on purpose
-    first, chats = engine_of(name, **options), prompts(200, 328)
+    first, chats = engine_of(name, **options), random_prompts(200, 328)
     expected = [dense_answer(name, chat, NUM_TOKENS) for chat in chats]
     assert answers(first, chats) == (expected, [0, 0])
     before = [contents_of(first.engine, chat) for chat in chats]
@@ -80,7 +77,7 @@ def test_every_kind_of_cache_survives_a_restart(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8_k_int4_v", "fp8"])
 def test_quantized_blocks_survive_as_they_are(kv_cache_dtype: str, tmp_path: Path) -> None:
-    chats = prompts(200)
+    chats = random_prompts(200)
     first = embedded(tmp_path, kv_cache_dtype=kv_cache_dtype)
     expected, _ = answers(first, chats)
     before = contents_of(first.engine, chats[0])[:24]  # the next one is computed in another chunk
@@ -94,7 +91,7 @@ def test_quantized_blocks_survive_as_they_are(kv_cache_dtype: str, tmp_path: Pat
 
 
 def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
-    [chat] = prompts(140)
+    [chat] = random_prompts(140)
     for turn in range(3):
         llm = embedded(tmp_path)
         [tokens], [cached] = answers(llm, [chat])
@@ -102,12 +99,12 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
         cold = make(embedded_twin(), block_size=8)
         assert answers(cold, [chat])[0] == [tokens]
         flush(llm)
-        chat = chat + tokens + prompts(50, seed=turn + 5)[0]
+        chat = chat + tokens + random_prompts(50, seed=turn + 5)[0]
 
 
 def test_only_what_is_worth_it_is_written(tmp_path: Path) -> None:
     llm = embedded(tmp_path)
-    short, short_again, long = prompts(60, 60, 200)
+    short, short_again, long = random_prompts(60, 60, 200)
     answers(llm, [short])
     flush(llm)
     assert llm.stats().offloading.num_written_bytes == 0
@@ -126,7 +123,7 @@ def test_only_what_is_worth_it_is_written(tmp_path: Path) -> None:
 
 
 def test_salts_have_blocks_of_their_own(tmp_path: Path) -> None:
-    [chat] = prompts(200)
+    [chat] = random_prompts(200)
 
     def cached(llm: LLM, salt: str | None) -> int:
         engine = llm.engine
@@ -143,7 +140,7 @@ def test_salts_have_blocks_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_prompt_with_log_probabilities_is_computed(tmp_path: Path) -> None:
-    [chat] = prompts(200)
+    [chat] = random_prompts(200)
     llm = embedded(tmp_path, kv_offloading_size=0.1)
     answers(llm, [chat])
     llm.engine._kv.evict_idle()
@@ -157,7 +154,7 @@ def test_a_prompt_with_log_probabilities_is_computed(tmp_path: Path) -> None:
 
 
 def test_changed_weights_are_another_model(tmp_path: Path) -> None:
-    [chat] = prompts(200)
+    [chat] = random_prompts(200)
     llm = embedded(tmp_path)
     answers(llm, [chat])
     flush(llm)
@@ -185,7 +182,7 @@ def test_the_same_model_has_one_identity() -> None:
 def test_memory_and_disk_together(tmp_path: Path) -> None:
     """A pool of a few blocks, a memory of a few more, and everything else on disk."""
     options: dict[str, Any] = {"num_gpu_blocks_override": 60, "kv_offloading_size": 5e-4}
-    chats = prompts(200, 201, 202, 203)
+    chats = random_prompts(200, 201, 202, 203)
     llm = embedded(tmp_path, **options)
     expected, _ = answers(llm, chats)
     for _ in range(2):
@@ -201,61 +198,34 @@ def test_memory_and_disk_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
 def test_under_load(name: str, tmp_path: Path) -> None:
     """Requests share prefixes, are aborted or preempted; few blocks in the pool and in memory."""
-    rng, stems = random.Random(3), prompts(150, 180)
+    rng, stems = random.Random(3), random_prompts(150, 180)
     chats = [stems[i % 2][: rng.choice([100, 150])] + [i] * rng.randint(1, 30) for i in range(10)]
     for start in range(2):
         llm = engine_of(
             name, num_gpu_blocks_override=50, typical_context_len=300, kv_offloading_size=1e-4,
             kv_offload_dir=tmp_path,
         )  # fmt: skip
-        engine, outputs = llm.engine, {}
-        for i, chat in enumerate(chats * 2):
-            outputs[i] = engine.add_request(str(i), chat, GREEDY)
-            for _ in range(rng.randint(0, 6)):
-                engine.step()
-                engine.check_integrity()
-            if i % 5 == 4:
-                engine.abort(str(i - 2))
-        while engine.has_unfinished:
-            engine.step()
-            engine.check_integrity()
+        run_load(name, llm.engine, chats, rng)
         flush(llm)
-        for i, output in outputs.items():
-            tokens = output.outputs[0].token_ids
-            assert tokens == dense_answer(name, chats[i % 10], NUM_TOKENS)[: len(tokens)]
         assert start == 0 or llm.stats().offloading.num_read_bytes > 0
 
 
 def test_other_requests_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(offloading, "_STEP_BYTES", 1)  # a block a step
     options: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 60}
-    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     first = LLM(hash_model(), kv_offload_dir=tmp_path, **options)
-    first.generate([[0] * 150], params)
+    first.generate([[0] * 150], GREEDY)
     flush(first)
     engine = LLM(hash_model(), kv_offload_dir=tmp_path, **options).engine
-    running = engine.add_request("running", [9] * 10, params)
-    engine.step()
-    engine.step()
-    waiting = engine.add_request("waiting", [0] * 150, params)
-    num_meanwhile = 0
-    while engine.has_unfinished:
-        before = len(running.outputs[0].token_ids)
-        engine.step()
-        engine.check_integrity()
-        if engine._kv.restorations:
-            num_meanwhile += 1
-            assert len(running.outputs[0].token_ids) == before + 1
-    assert num_meanwhile >= 17 and waiting.num_cached_tokens == 144
-    for prompt, output in (([9] * 10, running), ([0] * 150, waiting)):
-        assert output.outputs[0].token_ids == follows(prompt, 80)
+    num_meanwhile, num_cached = run_beside(engine, [0] * 150)
+    assert num_meanwhile >= 17 and num_cached == 144
 
 
 # --- Faults ---------------------------------------------------------------------------------------
 
 
 def test_damaged_files_cost_time_and_nothing_else(tmp_path: Path, caplog) -> None:
-    chats = prompts(200, 201)
+    chats = random_prompts(200, 201)
     llm = embedded(tmp_path)
     expected, _ = answers(llm, chats)
     flush(llm)
@@ -274,7 +244,7 @@ def test_damaged_files_cost_time_and_nothing_else(tmp_path: Path, caplog) -> Non
 
 
 def test_a_read_only_folder_serves_and_takes_nothing(tmp_path: Path, monkeypatch, caplog) -> None:
-    chats = prompts(200, 210)
+    chats = random_prompts(200, 210)
     llm = embedded(tmp_path)
     expected, _ = answers(llm, chats[:1])
     flush(llm)
@@ -294,7 +264,7 @@ def test_a_read_only_folder_serves_and_takes_nothing(tmp_path: Path, monkeypatch
 
 
 def test_a_step_that_computes_a_nan_takes_its_files_along(tmp_path: Path) -> None:
-    chats = prompts(200)
+    chats = random_prompts(200)
     llm = embedded(tmp_path)
     answers(llm, chats)
     flush(llm)
@@ -337,7 +307,7 @@ llm.engine._offloading.flush()
 def test_a_killed_process_leaves_nothing_wrong(tmp_path: Path) -> None:
     size = make(embedded_twin(), block_size=8, kv_offloading_size=0.1)
     assert size.engine._offloading._blocks.num_bytes[0] > 3 * 4096
-    chats = prompts(200, 328)
+    chats = random_prompts(200, 328)
     cold = make(embedded_twin(), block_size=8, num_gpu_blocks_override=400)
     expected, _ = answers(cold, chats)
     run = subprocess.run([sys.executable, "-c", KILLED, tmp_path, "40"], check=False, timeout=120)
@@ -352,7 +322,7 @@ def test_a_killed_process_leaves_nothing_wrong(tmp_path: Path) -> None:
 def test_a_process_writes_what_is_left_when_it_ends(tmp_path: Path) -> None:
     code = KILLED.replace("llm.engine._offloading.flush()\n", "")
     subprocess.run([sys.executable, "-c", code, tmp_path, "0"], check=True, timeout=120)
-    assert answers(embedded(tmp_path), prompts(200, 328))[1] == [192, 320]
+    assert answers(embedded(tmp_path), random_prompts(200, 328))[1] == [192, 320]
 
 
 def test_a_server_writes_when_it_is_idle(tmp_path: Path) -> None:
@@ -360,7 +330,7 @@ def test_a_server_writes_when_it_is_idle(tmp_path: Path) -> None:
         config = EngineConfig(block_size=8, num_gpu_blocks_override=200, kv_offload_dir=tmp_path)
         engine = AsyncEngine(lambda: Engine(embedded_twin(), config))
         await engine.ready()
-        await engine.generate(prompts(200)[0], GREEDY)
+        await engine.generate(random_prompts(200)[0], GREEDY)
         deadline = time.monotonic() + 60
         while not list(tmp_path.rglob("*.kv")):
             assert time.monotonic() < deadline
@@ -368,7 +338,7 @@ def test_a_server_writes_when_it_is_idle(tmp_path: Path) -> None:
         await engine.shutdown()
 
     asyncio.run(serve())
-    assert answers(embedded(tmp_path), prompts(200))[1] == [192]
+    assert answers(embedded(tmp_path), random_prompts(200))[1] == [192]
 
 
 @pytest.mark.parametrize(
@@ -395,7 +365,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_a_repaired_engine_keeps_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "_STEP_BYTES", 1)
     monkeypatch.setattr(offloading, "_IDLE_BYTES", 1)
-    chats = prompts(200)
+    chats = random_prompts(200)
     llm = embedded(tmp_path)
     expected, _ = answers(llm, chats)
     flush(llm)
@@ -422,7 +392,7 @@ def test_a_repaired_engine_keeps_its_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_miss_is_explained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "mlx_paged.engine.output_processor")
-    chat, other = prompts(200, 160)
+    chat, other = random_prompts(200, 160)
     llm = embedded(tmp_path)
     [first] = llm.generate([chat], GREEDY)
     assert first.cache_miss is not None and first.cache_miss.reason is MissReason.NEVER_SEEN
@@ -443,7 +413,7 @@ def test_a_miss_is_explained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 def test_an_evicted_prompt_says_so() -> None:
     llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=40)
-    chats = prompts(200, 201)
+    chats = random_prompts(200, 201)
     llm.generate([chats[0]], GREEDY)
     llm.generate([chats[1]], GREEDY)
     [again] = llm.generate([chats[0]], GREEDY)

@@ -5,32 +5,36 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 from support.embedded_llm import make, tokens_of
 from support.grouped_models import HYBRIDS, WINDOWED, dense_answer, engine_of
 from support.hash_model import follows, hash_model
-from support.models import embedded_twin, random_tokens, tiny_config
-from support.offloading import answers, contents_of
+from support.models import embedded_twin, tiny_config
+from support.offloading import (
+    GREEDY,
+    NUM_TOKENS,
+    answers,
+    contents_of,
+    random_prompts,
+    run_beside,
+    run_load,
+)
 from support.parity import family_model
 from support.pressure import fake_source
 
-from mlx_paged import LLM, SamplingParams, ops
+from mlx_paged import LLM, RequestOutput, SamplingParams, ops
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.offload import offloading
 from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
 
-NUM_TOKENS = 12
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 #: Room for about two of the prompts on the device, and for all of them in memory.
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 40, "typical_context_len": 300}
 
 
 def chats(count: int = 5, length: int = 100) -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [random_tokens(rng, length) for _ in range(count)]
+    return random_prompts(*[length] * count)
 
 
 @pytest.mark.parametrize("name", [*WINDOWED, *HYBRIDS])
@@ -93,30 +97,21 @@ def test_other_requests_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
     engine = LLM(
         hash_model(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1
     ).engine
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     for first in range(4):
-        engine.add_request(f"old {first}", [first] * 90, params)
+        engine.add_request(f"old {first}", [first] * 90, GREEDY)
         while engine.has_unfinished:
             engine.step()
-    running = engine.add_request("running", [9] * 10, params)
-    engine.step()
-    engine.step()
-    waiting = engine.add_request("waiting", [0] * 90, params)
-    aborted = engine.add_request("aborted", [1] * 90, params)
-    num_meanwhile = 0
-    while engine.has_unfinished:
-        before = len(running.outputs[0].token_ids)
-        engine.step()
-        engine.check_integrity()
-        if engine._kv.restorations:
-            num_meanwhile += 1
-            assert len(running.outputs[0].token_ids) == before + 1
-            if num_meanwhile == 5:
-                engine.abort("aborted")
+    aborted: list[RequestOutput] = []
+
+    def on_step(count: int) -> None:
+        if count == 0:
+            aborted.append(engine.add_request("aborted", [1] * 90, GREEDY))
+        elif count == 5:
+            engine.abort("aborted")
+
+    num_meanwhile, num_cached = run_beside(engine, [0] * 90, on_step)
     assert num_meanwhile > 8  # 11 blocks
-    assert waiting.num_cached_tokens == 88 and not aborted.outputs[0].token_ids
-    for prompt, output in (([9] * 10, running), ([0] * 90, waiting)):
-        assert output.outputs[0].token_ids == follows(prompt, 60)
+    assert num_cached == 88 and not aborted[0].outputs[0].token_ids
 
 
 def test_evictions_copy_little_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,24 +157,11 @@ def test_in_a_small_pool_under_load(name: str) -> None:
     llm = engine_of(
         name, num_gpu_blocks_override=30, typical_context_len=300, kv_offloading_size=1e-4
     )
-    engine, rng = llm.engine, random.Random(3)
+    rng = random.Random(3)
     stems = chats(3, 60)
     prompts = [stems[i % 3][: rng.choice([30, 60])] + [i] * rng.randint(1, 20) for i in range(12)]
-    outputs = {}
-    for i, prompt in enumerate(prompts * 2):
-        outputs[i] = engine.add_request(str(i), prompt, GREEDY)
-        for _ in range(rng.randint(0, 6)):
-            engine.step()
-            engine.check_integrity()
-        if i % 5 == 4:
-            engine.abort(str(i - 2))
-    while engine.has_unfinished:
-        engine.step()
-        engine.check_integrity()
+    run_load(name, llm.engine, prompts, rng)
     assert llm.stats().counters.num_restored_tokens > 0
-    for i, output in outputs.items():
-        tokens = output.outputs[0].token_ids
-        assert tokens == dense_answer(name, prompts[i % 12], NUM_TOKENS)[: len(tokens)]
 
 
 def test_a_repaired_engine_begins_with_empty_memory() -> None:

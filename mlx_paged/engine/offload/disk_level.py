@@ -16,9 +16,12 @@ from mlx_paged.model.block_bytes import Bytes
 from mlx_paged.offload.digests import next_digest, root_digest
 from mlx_paged.offload.store import BlockStore
 
-#: Copies the content of (node, group) to a buffer; returns False if it is gone.
-CopyOut = Callable[[PrefixNode, int, Bytes], bool]
+#: Copies the content of (node, group) to a buffer, and calls back once it is there; returns False
+#: if it is gone.
+CopyOut = Callable[[PrefixNode, int, Bytes, Callable[[], None]], bool]
 
+# Bytes that `drain` copies at once.
+_DRAIN_BYTES = 32 << 20
 # Blocks that may wait to be copied; the oldest are given up first.
 _MAX_PENDING = 1 << 16
 
@@ -51,6 +54,8 @@ class DiskLevel:
         self._roots: dict[str | None, bytes] = {}
         # Blocks that wait to be written, oldest first.
         self._pending: OrderedDict[tuple[PrefixNode, int], None] = OrderedDict()
+        # Digest and group of blocks that are being copied.
+        self._copying: set[tuple[bytes, int]] = set()
 
     # Finding.
 
@@ -91,7 +96,13 @@ class DiskLevel:
     @property
     def has_pending(self) -> bool:
         """True if blocks wait to be written and the writer has room for some."""
-        return bool(self._pending) and self._store.room > 0
+        return bool(self._pending) and self._room > 0
+
+    @property
+    def _room(self) -> int:
+        """Bytes that the writer takes, with those that are being copied for it."""
+        copying = sum(self._block_bytes[group] for _, group in self._copying)
+        return self._store.room - copying
 
     def settle(self, tables: BlockTables, depth: int) -> None:
         """See `Tier.settle`."""
@@ -123,28 +134,36 @@ class DiskLevel:
 
     def has(self, node: PrefixNode, group: int) -> bool:
         """True if a block is on disk, or has been copied and will be."""
-        return node.digest is not None and self._store.has(node.digest, group)
+        if node.digest is None:
+            return False
+        return (node.digest, group) in self._copying or self._store.has(node.digest, group)
 
     def write(self, most: int) -> int:
         """Copies up to `most` bytes of pending blocks; returns how many bytes it copied."""
         num_bytes = 0
         while self._pending and num_bytes < most:
             node, group = next(iter(self._pending))
-            if self._block_bytes[group] > self._store.room:
+            if self._block_bytes[group] > self._room:
                 break
             self._write(node, group)
             num_bytes += self._block_bytes[group]
         return num_bytes
 
-    def drain(self, timeout: float) -> bool:
-        """Copies all pending blocks. May block until the disk has caught up."""
+    def drain(self, timeout: float, collect: Callable[[], None]) -> bool:
+        """Copies all pending blocks. May block until the disk has caught up.
+
+        Args:
+            collect: Waits for the copies that have begun.
+        """
         while self._pending:
+            collect()
             _, group = next(iter(self._pending))
             if not self._store.wait_for_room(self._block_bytes[group], timeout):
                 return False
             if self._store.is_paused:
                 self._pending.clear()
-            self.write(self._block_bytes[group])
+            self.write(_DRAIN_BYTES)
+        collect()
         return True
 
     def on_evicted(self, node: PrefixNode, group: int, spend: Callable[[int], bool]) -> None:
@@ -154,18 +173,26 @@ class DiskLevel:
             spend: Returns True if a number of bytes may be copied now.
         """
         size = self._block_bytes[group]
-        if (node, group) in self._pending and size <= self._store.room and spend(size):
+        if (node, group) in self._pending and size <= self._room and spend(size):
             self._write(node, group)
 
     def _write(self, node: PrefixNode, group: int) -> None:
         del self._pending[node, group]
         if not node.is_indexed or node.digest is None:
             return
-        data = np.empty(self._block_bytes[group], dtype=np.uint8)
-        if self._copy_out(node, group, data):
-            self._store.write(node.digest, group, data.data)
+        digest, data = node.digest, np.empty(self._block_bytes[group], dtype=np.uint8)
+
+        def copied() -> None:
+            if (digest, group) in self._copying:  # else distrusted meanwhile
+                self._copying.remove((digest, group))
+                self._store.write(digest, group, data.data)
+
+        self._copying.add((digest, group))
+        if not self._copy_out(node, group, data, copied):
+            self._copying.remove((digest, group))
 
     def distrust(self) -> None:
         """Drops pending blocks, and deletes the files that this process wrote."""
         self._pending.clear()
+        self._copying.clear()
         self._store.distrust()

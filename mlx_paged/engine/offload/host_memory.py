@@ -23,6 +23,7 @@ class HostMemory:
         self._capacity = capacity
         self._num_bytes = blocks.num_bytes
         self._kept: dict[int, Bytes] = {}  # by key
+        self._arriving: set[int] = set()  # keys whose bytes are still on their way
         self._free: dict[int, list[Bytes]] = {}  # by size
         self._num_free_bytes = self._num_kept_bytes = 0
 
@@ -32,10 +33,15 @@ class HostMemory:
         buffer = self._take(size)
         if buffer is None:
             return False
-        self._blocks.read(group, block, buffer)
         self._kept[key] = buffer
+        self._arriving.add(key)
         self._num_kept_bytes += size
+        self._blocks.read(group, block, buffer, lambda: self._arriving.discard(key))
         return True
+
+    def has(self, key: int) -> bool:
+        """True if the bytes under a key have arrived."""
+        return key not in self._arriving
 
     def __getitem__(self, key: int) -> Bytes:
         """``[num_bytes]`` uint8: the content stored under a key."""
@@ -45,6 +51,9 @@ class HostMemory:
         """See `Contents`."""
         buffer = self._kept.pop(key)
         self._num_kept_bytes -= buffer.size
+        if key in self._arriving:
+            self._arriving.remove(key)
+            return  # what arrives late must not overwrite another block
         self._num_free_bytes += buffer.size
         self._free.setdefault(buffer.size, []).append(buffer)
 

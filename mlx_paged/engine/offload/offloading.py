@@ -14,7 +14,7 @@ What is worth keeping on disk is copied in the same way, and then written by a t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from weakref import finalize
 
@@ -105,6 +105,7 @@ class Offloading:
         """Makes a tier for a new KV manager; the one before is given up."""
         if self._levels is not None:
             self._past = self.stats
+            self._blocks.abandon()
             if self._store is not None:
                 self._store.unpin_all()
         self._memory = HostMemory(self._blocks, self._capacity)
@@ -122,16 +123,21 @@ class Offloading:
                 self._store, self._identity, sizes, self._block_size, kv, self._copy_out
             )
 
-    def _copy_out(self, node: PrefixNode, group: int, out: Bytes) -> bool:
-        """Copies a block from the device or from host memory, see `CopyOut`."""
+    def _copy_out(
+        self, node: PrefixNode, group: int, out: Bytes, on_read: Callable[[], None]
+    ) -> bool:
+        """Copies a block from host memory or from the device, see `CopyOut`."""
+        assert self._levels is not None
         entry = node.entries[group]
-        if self._levels is not None and (key := self._levels.memory.copy_of(node, group)):
+        key = self._levels.memory.copy_of(node, group) if entry > 0 else -entry
+        if key and self._memory.has(key):
             out[:] = self._memory[key]
+            on_read()
         elif entry > 0:
-            self._blocks.read(group, entry, out)
-        elif entry < 0:
-            out[:] = self._memory[-entry]
-        return entry != 0
+            self._blocks.read(group, entry, out, on_read)
+        else:
+            return False
+        return True
 
     @property
     def has_other_formats(self) -> bool:
@@ -152,6 +158,7 @@ class Offloading:
         now, before = time.perf_counter(), self._advanced_at
         self._advanced_at = now
         self._levels.memory.allowance = None if is_idle else _EVICT_STEP_BYTES
+        self._blocks.collect(None if is_idle else kv.pool.evaluated_step)
         if kv.restorations:
             most = _IDLE_BYTES if is_idle else _STEP_BYTES
             seconds = _IDLE_SECONDS if is_idle else _STEP_SECONDS
@@ -160,6 +167,18 @@ class Offloading:
             self._levels.copy_ahead(
                 max(_COPY_STEP_BYTES, int((now - before) * _COPY_BYTES_PER_SECOND))
             )
+
+    def begin_reads(self, step: int) -> None:
+        """Begins to copy what was evicted. Call it before `step` is launched, which may reuse the
+        blocks."""
+        self._blocks.begin_reads(step)
+
+    def prepare_resize(self) -> None:
+        """Ends all copies off the device, and begins none until the next `advance`, because the
+        pools are about to be replaced."""
+        assert self._levels is not None
+        self._blocks.collect()
+        self._levels.memory.allowance = 0
 
     @property
     def has_idle_work(self) -> bool:
@@ -170,6 +189,7 @@ class Offloading:
         """Copies blocks off the device, in an engine without work."""
         if self._levels is not None:
             self._levels.copy_ahead(_COPY_IDLE_BYTES)
+            self._blocks.collect()
 
     def drain(self) -> None:
         """Copies all pending blocks. May block until the disk has caught up."""
@@ -177,8 +197,9 @@ class Offloading:
             return
         while self._levels.memory.has_pending:
             self._levels.memory.copy_ahead(_COPY_IDLE_BYTES)
+            self._blocks.collect()
         if self._disk is not None:
-            self._disk.drain(_DRAIN_SECONDS)
+            self._disk.drain(_DRAIN_SECONDS, self._blocks.collect)
 
     def flush(self) -> bool:
         """Waits until everything is on disk; returns False if that takes too long."""

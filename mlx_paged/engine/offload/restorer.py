@@ -71,7 +71,8 @@ class Restorer:
         for restoration in kv.restorations.values():
             left -= self._advance(restoration, memory, left, until)
             if left <= 0 or time.perf_counter() >= until:
-                return
+                break
+        self._blocks.begin_writes()
         some_wait = any(not r.is_done and not r.has_failed for r in kv.restorations.values())
         if waits and left == most and some_wait:
             self._arrived.wait(_WAIT_SECONDS)
@@ -84,6 +85,8 @@ class Restorer:
         while num_bytes < most and not restoration.is_done and not restoration.has_failed:
             group, block, key = restoration.reads[restoration.num_done]
             if key < FIRST_KEY:
+                if not memory.has(key):
+                    break  # it was evicted a moment ago
                 data = memory[key]
             else:
                 ahead = self._read_ahead(restoration)

@@ -1,0 +1,212 @@
+"""StagedBlockBytes: reads and writes blocks of a device with memory of its own, through its stream.
+
+Reads and writes are collected and run as few operations, which are ordered with the steps by the
+stream. No call waits for a step that runs meanwhile::
+
+      host     begin_reads  launch 8            collect(7)           launch 9    collect(8)
+      device   ... step 7 ][ gather ][ step 8                       ][ step 9
+                                   '-> pinned memory, complete by the end of step 8
+
+Blocks that step 8 reuses may be read until it is launched, since the gather comes before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.model.block_bytes import BlockBytes, Bytes, NoAccessError, OnRead, Rows
+from mlx_paged.model.layout import KVCacheGroupSpec
+from mlx_paged.model.paged_model import PagedModel
+
+# Bytes of blocks that one transfer takes, which bounds pinned memory.
+_TRANSFER_BYTES = 32 << 20
+# Writes under way at once: the host prepares one while the device takes the other.
+_MAX_WRITES = 2
+# An attention block is written as 8 tokens of heads of at most 512 words, see `_Words`.
+_TOKENS = 8
+_MAX_HEAD = 512
+# Words of the "values" beside the "keys" that `ops.write_kv` writes, too; this is the minimum.
+_NO_VALUES = 8
+
+
+class _Read(NamedTuple):
+    block: int
+    out: Bytes
+    on_read: OnRead | None
+
+
+class _Reading(NamedTuple):
+    """Reads of a group that have begun.
+
+    Attributes:
+        host: ``[num_reads, num_bytes / 4]`` int32, in memory that the host reads once it is
+            evaluated.
+        step: The step that was launched next.
+    """
+
+    host: mx.array
+    reads: Sequence[_Read]
+    step: int
+
+
+class _Words:
+    """A pool as one that `ops.write_kv` takes, over the same memory.
+
+    Whole blocks are written without a look at what they hold, such as packed codes and scales: a
+    block counts as a few "tokens" with "keys" of words.
+
+    Attributes:
+        array: ``[blocks, 8, num_heads, head_dim]``.
+        num_tokens: Tokens of a block, or 1 for a state slot.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        pool, row_bytes = rows.pool, rows.pool.nbytes // rows.num_rows
+        if rows.num_rows != pool.shape[0]:  # states: a slot counts as a token already
+            self.array, self.num_tokens = pool, 1
+        else:
+            word = mx.float32 if row_bytes % (_TOKENS * 8 * 4) == 0 else mx.float16
+            width, rest = divmod(row_bytes, _TOKENS * word.size)
+            dim = next((d for d in range(_MAX_HEAD, 0, -8) if width % d == 0), 0)
+            if rest or not dim:
+                raise NoAccessError(
+                    f"the keys of a block and a layer have {row_bytes} bytes, which is no multiple "
+                    f"of {_TOKENS * 8 * 2}; with block_size 32 they do"
+                )
+            words = pool.reshape(rows.num_rows, -1).view(word)
+            self.array = words.reshape(rows.num_rows, _TOKENS, width // dim, dim)
+            self.num_tokens = _TOKENS
+        blocks, tokens, num_heads, _ = self.array.shape
+        self.dtype = self.array.dtype
+        self.beside_shape = blocks, tokens, num_heads, _NO_VALUES
+
+    def rows_of(self, data: mx.array) -> mx.array:
+        """Cuts ``[num_blocks, row_bytes / 4]`` int32 into the "keys" of tokens."""
+        _, _, num_heads, dim = self.array.shape
+        return mx.contiguous(data).view(self.dtype).reshape(-1, num_heads, dim)
+
+
+class StagedBlockBytes(BlockBytes):
+    """Blocks in memory that only the device reads and writes.
+
+    Raises:
+        NoAccessError: See `BlockBytes`; also if the blocks have a size that cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        groups: Sequence[Sequence[KVCacheGroupSpec]],
+        companion: PagedModel | None = None,
+    ) -> None:
+        super().__init__(model, groups, companion)
+        self._to_read: dict[int, list[_Read]] = {}
+        self._to_write: dict[int, list[tuple[int, Bytes]]] = {}
+        self._reading: deque[_Reading] = deque()
+        self._writing: deque[list[mx.array]] = deque()
+        self._words: list[list[_Words]] = []
+        self._beside: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
+        self._current()
+        self._compile()
+
+    def _on_new_pools(self) -> None:
+        self._words = [[_Words(rows) for rows in group] for group in self._rows]
+        self._beside = {}
+
+    def _compile(self) -> None:
+        """Reads the padding block of each group and writes it back, which compiles all kernels."""
+        for group, size in enumerate(self.num_bytes):
+            if size:
+                block = np.empty(size, dtype=np.uint8)
+                self.read(group, 0, block)
+                self.collect()
+                self.write(group, 0, block)
+        self.begin_writes()
+
+    # Reads.
+
+    def read(self, group: int, block: int, out: Bytes, on_read: OnRead | None = None) -> None:
+        self._to_read.setdefault(group, []).append(_Read(block, out, on_read))
+
+    def begin_reads(self, step: int) -> None:
+        if not self._to_read:
+            return
+        begun = []
+        for group, reads in self._to_read.items():
+            most = max(1, _TRANSFER_BYTES // max(1, self.num_bytes[group]))
+            for first in range(0, len(reads), most):
+                part = reads[first : first + most]
+                begun.append(_Reading(self._gather(group, part), part, step))
+        self._to_read = {}
+        mx.async_eval([reading.host for reading in begun])  # type: ignore[no-untyped-call]
+        self._reading += begun
+
+    def _gather(self, group: int, reads: Sequence[_Read]) -> mx.array:
+        [blocks] = ops.upload(np.array([read.block for read in reads], dtype=np.int32))
+        parts = [
+            rows.pool.reshape(rows.num_rows, -1).view(mx.int32)[blocks]
+            for rows in self._current()[group]
+        ]
+        return ops.to_host(mx.concatenate(parts, axis=1))
+
+    def collect(self, evaluated_step: int | None = None) -> None:
+        if evaluated_step is None:
+            self.begin_reads(0)
+        while self._reading and (evaluated_step is None or self._reading[0].step <= evaluated_step):
+            host, reads, _ = self._reading.popleft()
+            mx.eval(host)
+            rows = np.frombuffer(host, dtype=np.uint8).reshape(len(reads), -1)  # type: ignore[call-overload]
+            for row, read in zip(rows, reads, strict=True):
+                read.out[:] = row
+            for read in reads:
+                if read.on_read is not None:
+                    read.on_read()
+
+    # Writes.
+
+    def write(self, group: int, block: int, data: Bytes) -> None:
+        self._to_write.setdefault(group, []).append((block, data))
+
+    def begin_writes(self) -> None:
+        to_write, self._to_write = self._to_write, {}
+        for group, writes in to_write.items():
+            most = max(1, _TRANSFER_BYTES // max(1, self.num_bytes[group]))
+            for first in range(0, len(writes), most):
+                self._scatter(group, writes[first : first + most])
+
+    def _scatter(self, group: int, writes: Sequence[tuple[int, Bytes]]) -> None:
+        """Begins to write blocks of a group; waits for earlier writes if there are many."""
+        while len(self._writing) >= _MAX_WRITES:
+            mx.eval(self._writing.popleft())
+        numbers = np.array([block for block, _ in writes], dtype=np.int32)
+        blocks, *uploaded = ops.upload(numbers, *(data.view(np.int32) for _, data in writes))
+        data = mx.stack(uploaded)
+        written: list[mx.array] = []
+        for rows, words in zip(self._current()[group], self._words[group], strict=True):
+            count = words.num_tokens
+            slots = (blocks[:, None] * count + mx.arange(count, dtype=mx.int32)).reshape(-1)
+            keys = words.rows_of(data[:, rows.begin // 4 : rows.end // 4])
+            nothing = mx.zeros((*keys.shape[:2], _NO_VALUES), words.dtype)
+            beside = self._beside_of(words)
+            # In place: the results have the memory of the pools, and are not needed.
+            written += ops.write_kv(words.array, beside, keys, nothing, slots)
+        mx.async_eval(written)  # type: ignore[no-untyped-call]
+        self._writing.append(written)
+
+    def _beside_of(self, words: _Words) -> mx.array:
+        """The pool of "values" beside a pool of words; nothing reads it."""
+        key = words.beside_shape, words.dtype
+        if key not in self._beside:
+            self._beside[key] = ops.allocate_pool(*words.beside_shape, words.dtype)
+        return self._beside[key]
+
+    def abandon(self) -> None:
+        self._to_read, self._to_write = {}, {}
+        self._reading.clear()
+        self._writing.clear()
