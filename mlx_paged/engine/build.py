@@ -43,9 +43,10 @@ from mlx_paged.engine.speculation.lookup import LookupDrafter
 from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.engine.speculation.speculator import Speculator
 from mlx_paged.engine.step_columns import StepColumns
-from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
+from mlx_paged.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from mlx_paged.model import option_costs
 from mlx_paged.model.block_bytes import NoAccessError, SharedBlockBytes
+from mlx_paged.model.draft_heads.mtp import has_mtp
 from mlx_paged.model.loader import LoadedModel, model_directory
 from mlx_paged.model.lora import RANK_STEP
 from mlx_paged.model.paged_model import PagedModel
@@ -348,6 +349,8 @@ def _model_drafter(
         return make_eagle3(options, target, paged, masks, max_model_len=max_model_len)
     if options.method == "dflash":
         return make_dflash(options, target, paged, masks, max_model_len=max_model_len)
+    if options.method == "auto":
+        return _own_head(options, target, paged, masks, max_model_len)
     if options.method == "mtp":
         return make_mtp(options, target, paged, masks, max_model_len=max_model_len)
     if options.method != "draft_model":
@@ -364,6 +367,24 @@ def _model_drafter(
     )
 
 
+def _own_head(
+    options: SpeculativeConfig,
+    target: LoadedModel,
+    paged: PagedModel,
+    masks: SequenceMasks,
+    max_model_len: int | None,
+) -> HeadDrafter | None:
+    """Makes the drafter of the head that the checkpoint has; None if it has none that is known."""
+    path = model_directory(target.name)
+    if path is None or not has_mtp(path, target.config):
+        return None
+    try:
+        return make_mtp(options, target, paged, masks, max_model_len=max_model_len)
+    except (InvalidParameterError, ModelLoadError, UnsupportedModelError) as error:
+        logger.warning("the head of %s is not used: %s", target.name, error)
+        return None
+
+
 def _speculator(
     runner: ModelRunner,
     config: EngineConfig,
@@ -376,9 +397,12 @@ def _speculator(
         return None
     assert isinstance(options, SpeculativeConfig)
     drafter: Drafter = LookupDrafter(options) if draft_model is None else draft_model
+    lookup = None
+    if options.looks_up_all and draft_model is not None:
+        lookup = LookupDrafter(options)
     max_rows = runner.model.platform.max_exact_rows
     if not options.adaptive:
-        return Speculator(options, drafter, None, max_rows=max_rows)
+        return Speculator(options, drafter, None, lookup=lookup, max_rows=max_rows)
 
     def measure(runner: ModelRunner, longest: int | None) -> costs.StepCosts | None:
         return costs.measure(
@@ -389,7 +413,8 @@ def _speculator(
 
     if draft_model is not None:
         draft_model.rounds = measure(draft_model.runner, draft_model.max_model_len)
-    return Speculator(options, drafter, measure(runner, max_model_len), max_rows=max_rows)
+    step_costs = measure(runner, max_model_len)
+    return Speculator(options, drafter, step_costs, lookup=lookup, max_rows=max_rows)
 
 
 def _offloading(

@@ -83,10 +83,12 @@ class Counts:
         counts.accepted = [[*each] for each in self.accepted]
         return counts
 
-    def approach(self, other: Counts) -> None:
-        """Moves halfway to others."""
+    def approach(self, other: Counts, source: Source) -> None:
+        """Moves the counts of a source halfway to others."""
+        kinds = slice(source * len(_FIRST), (source + 1) * len(_FIRST))
         for own, theirs in ((self.tried, other.tried), (self.accepted, other.accepted)):
-            own[:] = [[(a + b) / 2 for a, b in zip(*pair)] for pair in zip(own, theirs)]
+            pairs = zip(own[kinds], theirs[kinds])
+            own[kinds] = [[(a + b) / 2 for a, b in zip(*pair)] for pair in pairs]
 
     def add(self, kind: int, is_later: bool, is_accepted: bool) -> None:
         """Notes one draft."""
@@ -114,8 +116,8 @@ class Acceptance:
         self._prior = self._all.copy()
 
     def fade(self) -> None:
-        """Moves the estimates halfway back to where they began, because they have aged."""
-        self._all.approach(self._prior)
+        """Moves what is known of a model halfway back to where it began, because it has aged."""
+        self._all.approach(self._prior, Source.MODEL)
 
     def settle(self, draft: Draft, tokens: Sequence[int], own: Counts) -> None:
         """Compares a draft with the tokens that came, as far as these are known.

@@ -13,9 +13,11 @@ from mlx_paged.errors import InvalidParameterError
 if TYPE_CHECKING:
     from mlx_paged.model.loader import LoadedModel
 
-#: "ngram" finds drafts in the sequence's own tokens, "suffix" in those and in earlier answers, and
-#: the others ask another model or a head of the model.
-METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "dflash")
+#: "ngram" finds drafts in the sequence's own tokens, "suffix" in those and in earlier answers,
+#: "auto" there and with the head of the checkpoint, if it has one, and the others ask another model
+#: or a head of the model.
+METHODS = ("auto", "ngram", "suffix", "draft_model", "eagle3", "mtp", "dflash")
+_LOOKS_UP_ALL = ("auto", "suffix")
 _WITH_MODEL = ("draft_model", "eagle3", "dflash")
 # Others of vLLM.
 _NOT_YET = ("eagle", "medusa", "mlp_speculator")
@@ -32,7 +34,8 @@ class SpeculativeConfig:
     `adaptive`.
 
     Args:
-        method: "ngram" and "suffix" draft what followed when the latest tokens occurred before,
+        method: "auto" is "suffix", and "mtp" where the checkpoint has a head for it. "ngram" and
+            "suffix" draft what followed when the latest tokens occurred before,
             "draft_model" what a smaller model continues with, "eagle3" and "mtp" what a head reads
             from the model's hidden states, and "dflash" what a head does for a block at once. None
             means "draft_model" if there is a `model` ("eagle3" or "dflash" if its name contains
@@ -41,7 +44,8 @@ class SpeculativeConfig:
             must have the vocabulary of the model that it drafts for. For "mtp", None reads the
             head from the checkpoint of the model.
         num_speculative_tokens: Maximum drafts of a sequence in one step. None:
-            `suffix_decoding_max_tree_depth` for "suffix", 3 for heads, and else 5.
+            `suffix_decoding_max_tree_depth` for "suffix" and "auto" (3 of them by a head), 3 for
+            heads, and else 5.
         prompt_lookup_min: Minimum tokens of a match ("ngram").
         prompt_lookup_max: Maximum tokens that are compared ("ngram").
         suffix_decoding_max_tree_depth: Maximum tokens of a match and its drafts together.
@@ -126,7 +130,7 @@ class SpeculativeConfig:
             self._check("prompt_lookup_min", least <= most, f"at most prompt_lookup_max ({most})")
         if self.num_speculative_tokens is None:
             default = self.suffix_decoding_max_tree_depth
-            if self.method != "suffix":
+            if not self.looks_up_all:
                 default = _DEFAULT_OF_HEADS if self.method in _HEADS else _DEFAULT_TOKENS
             self._set("num_speculative_tokens", default)
 
@@ -138,10 +142,21 @@ class SpeculativeConfig:
             raise InvalidParameterError(f"{_FIELD}.{name}", expected, getattr(self, name))
 
     @property
+    def looks_up_all(self) -> bool:
+        """True if drafts are looked up in the sequence and in earlier answers."""
+        return self.method in _LOOKS_UP_ALL
+
+    @property
     def max_drafts(self) -> int:
         """Maximum drafts of a sequence in one step."""
         assert self.num_speculative_tokens is not None
         return self.num_speculative_tokens
+
+    @property
+    def max_model_drafts(self) -> int:
+        """The same, of a model or a head."""
+        is_auto = self.method == "auto"
+        return min(self.max_drafts, _DEFAULT_OF_HEADS) if is_auto else self.max_drafts
 
 
 def speculative_config_of(given: Any) -> SpeculativeConfig | None:

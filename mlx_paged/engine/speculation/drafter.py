@@ -21,17 +21,19 @@ class DraftState:
     """The state of speculation for one sequence.
 
     Attributes:
-        own: The drafter's state; None until it first drafts.
+        own: The state of a drafter that is a model; None until it first drafts.
+        index: That of a lookup.
         counts: Its drafts and the accepted ones.
         pending: Drafts whose tokens are not all known yet.
         predicted: The caller's guess of the answer; None without one.
     """
 
-    __slots__ = ("counts", "own", "pending", "predicted")
+    __slots__ = ("counts", "index", "own", "pending", "predicted")
 
     def __init__(self, predicted: PredictedAnswer | None = None) -> None:
         self.predicted = predicted
         self.own: Any = None
+        self.index: Any = None
         self.counts: Counts = new_counts()
         self.pending: Draft | None = None
 

@@ -180,7 +180,7 @@ class LookupDrafter(Drafter):
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
-        self._is_suffix = config.method == "suffix"
+        self._is_suffix = config.looks_up_all
         self._shared = SharedTexts(config.suffix_decoding_max_cached_requests)
         if self._is_suffix:
             least, most = _MIN_SUFFIX_MATCH, config.suffix_decoding_max_tree_depth
@@ -196,9 +196,9 @@ class LookupDrafter(Drafter):
     def _draft(self, wanted: Wanted) -> Draft | None:
         seq, state, max_drafts = wanted
         tokens = seq.tokens
-        if state.own is None:
-            state.own = SequenceIndex(tokens, seq.request.num_prompt_tokens)
-        index: SequenceIndex = state.own
+        if state.index is None:
+            state.index = SequenceIndex(tokens, seq.request.num_prompt_tokens)
+        index: SequenceIndex = state.index
         index.update()
         source, least, most = Source.SEQUENCE, self._min_match, self._max_match
         match = index.find(min_match=least, max_match=most, max_drafts=max_drafts)

@@ -108,6 +108,8 @@ class Speculator:
 
     Args:
         drafter: Guesses the tokens. If it raises, speculation ends.
+        lookup: Guesses without a price, which go before those of the drafter if they promise more.
+            None if the drafter is all.
         costs: How long steps take; None verifies all drafts.
         max_rows: Drafts make no step larger than this, because products of more rows may have
             other sums.
@@ -124,11 +126,13 @@ class Speculator:
         drafter: Drafter,
         costs: StepCosts | None,
         *,
+        lookup: Drafter | None = None,
         max_rows: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config = config
         self._drafter = drafter
+        self._lookup = lookup
         self._costs = costs if config.adaptive else None
         self._max_rows = _MAX_ROWS if max_rows is None else min(max_rows, _MAX_ROWS)
         self._clock = clock
@@ -146,7 +150,12 @@ class Speculator:
     def reset(self) -> None:
         """Forgets the step before, because an exception may have interrupted it."""
         self._committed_at, self._drafting = None, 0.0
-        self._call(self._drafter.reset)
+        for drafter in self._drafters:
+            self._call(drafter.reset)
+
+    @property
+    def _drafters(self) -> tuple[Drafter, ...]:
+        return (self._drafter,) if self._lookup is None else (self._lookup, self._drafter)
 
     def _give_up(self, error: Exception) -> None:
         """Ends speculation, because the drafter failed. Requests go on without it."""
@@ -194,7 +203,7 @@ class Speculator:
         if not chosen:
             return
         began = self._clock()
-        drafts = self._draft([wanted for _, wanted in chosen])
+        drafts = self._draft(self._drafter, [wanted for _, wanted in chosen])
         self._drafting = self._clock() - began
         self._num_looks = 0
         for (proposal, wanted), draft in zip(chosen, drafts):
@@ -202,10 +211,10 @@ class Speculator:
         if all(proposal.seconds == 0 for proposal, _ in chosen):
             self._learn_price([wanted for _, wanted in chosen])
 
-    def _draft(self, wanted: list[Wanted]) -> list[Draft | None]:
-        """Asks the drafter. Its errors end speculation, and nothing else."""
+    def _draft(self, drafter: Drafter, wanted: list[Wanted]) -> list[Draft | None]:
+        """Asks a drafter. Its errors end speculation, and nothing else."""
         try:
-            return self._drafter.draft(wanted)
+            return drafter.draft(wanted)
         except Exception as error:
             self._give_up(error)
             return [None] * len(wanted)
@@ -247,12 +256,26 @@ class Speculator:
                 proposals.append(self._proposal(each, draft))
             else:
                 wanted.append(each)
-        if self._drafter.price is not None:
-            return proposals + [self._priced(each) for each in wanted]
-        for each, found in zip(wanted, self._draft(wanted)):
-            if found is not None:
-                proposals.append(self._proposal(each, found))
+        if self._drafter.price is None:
+            return proposals + self._found(self._drafter, wanted)
+        priced = [self._priced(each) for each in wanted]
+        if self._lookup is None or not wanted:
+            return proposals + priced
+        found = {id(each.wanted.state): each for each in self._found(self._lookup, wanted)}
+        for of_model in priced:
+            state = of_model.wanted.state
+            looked_up = found.get(id(state))
+            if looked_up is None or sum(looked_up.gains) < sum(of_model.gains):
+                state.pending = None
+                proposals.append(of_model)
+            else:
+                proposals.append(looked_up)
         return proposals
+
+    def _found(self, drafter: Drafter, wanted: list[Wanted]) -> list[_Proposal]:
+        """The drafts of a drafter without a price."""
+        drafts = zip(wanted, self._draft(drafter, wanted))
+        return [self._proposal(each, draft) for each, draft in drafts if draft is not None]
 
     def _proposal(self, wanted: Wanted, draft: Draft) -> _Proposal:
         wanted.state.pending = draft
@@ -263,6 +286,7 @@ class Speculator:
         """A proposal of drafts that are not made yet."""
         price = self._drafter.price
         assert price is not None
+        wanted = wanted._replace(max_drafts=min(wanted.max_drafts, self._config.max_model_drafts))
         seq, state, max_drafts = wanted
         kind = price.kind(seq)
         proposal = _Proposal(wanted, kind, self._gains(wanted, kind, max_drafts))
@@ -346,7 +370,7 @@ class Speculator:
     @property
     def _rows_of_round(self) -> int:
         """Rows of each sequence in a round of the drafter."""
-        return 1 + self._config.max_drafts if self._drafts_at_once else 1
+        return 1 + self._config.max_model_drafts if self._drafts_at_once else 1
 
     # After a step.
 
@@ -389,7 +413,8 @@ class Speculator:
             return
         for seq, gained in zip(output.sequences, token_ids):
             if seq.is_finished and gained:
-                self._drafter.finish(seq)
+                for drafter in self._drafters:
+                    drafter.finish(seq)
         if self._costs is None:
             self.is_active = batch.num_seqs < self._max_rows
         if self._costs is None or False in batch.samples:

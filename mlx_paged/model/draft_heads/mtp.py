@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
+from safetensors import safe_open
 
 from mlx_paged.errors import ModelLoadError
 from mlx_paged.model.deviations import conform
@@ -161,6 +162,25 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         x = self.layers[0](x, create_attention_mask(x, cache[0], return_array=True), cache[0])
         logits: mx.array = getattr(self.project, self._method)(self.norm(x))
         return logits
+
+
+def has_mtp(path: Path, config: Mapping[str, Any]) -> bool:
+    """True if a checkpoint's files have weights of a head of a known kind.
+
+    Args:
+        path, config: See `load_mtp`.
+    """
+    module = module_of(config)
+    if module not in FORMATS:
+        return False
+    text = config.get("text_config", config)
+    prefix = FORMATS[module].prefix.format(text["num_hidden_layers"])
+    for file in _files(path, lambda name: _rest(name, prefix) is not None):
+        with safe_open(str(file), framework="numpy") as weights:
+            names = weights.keys()  # The file itself is no iterable.
+            if any(_rest(name, prefix) is not None for name in names):
+                return True
+    return False
 
 
 def load_mtp(path: Path, config: Mapping[str, Any], dtype: str) -> tuple[MtpHead, nn.Module | None]:
