@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from mlx_paged.server.errors import unavailable
 from mlx_paged.server.generation import Generation
 from mlx_paged.server.ollama import answers
 from mlx_paged.server.ollama.bodies import OllamaChatBody, Options, seconds_of
+from mlx_paged.server.ollama.endpoints import _without_bos
 from mlx_paged.server.ollama.turns import chat_turn
 
 PACKAGE = Path(mlx_paged.server.ollama.__path__[0])
@@ -132,7 +134,8 @@ def test_thinking_is_a_field_of_its_own(client, engine) -> None:
 
 
 def test_a_tool_is_called_and_its_result_answered(client, engine) -> None:
-    engine.says(f"One moment.\n{CALL}", f"{CALL}{CALL}", "It rains.")
+    both = CALL + CALL.replace("Oslo", "Rome")
+    engine.says(f"One moment.\n{CALL}", both, "It rains.")
     whole = client.chat(MODEL, ASK, tools=[get_weather])
     [call] = whole.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Oslo"})
@@ -140,7 +143,7 @@ def test_a_tool_is_called_and_its_result_answered(client, engine) -> None:
     assert "The weather of a city." in engine.prompts[0]
     pieces = list(client.chat(MODEL, ASK, tools=[get_weather], stream=True))
     calls = [call for piece in pieces for call in piece.message.tool_calls or ()]
-    assert [call.function.arguments for call in calls] == 2 * [{"city": "Oslo"}]
+    assert [call.function.arguments["city"] for call in calls] == ["Oslo", "Rome"]
     results = [
         {"role": "tool", "tool_name": "get_weather", "content": get_weather("Oslo")},
         {"role": "tool", "content": get_weather("Rome")},
@@ -149,6 +152,27 @@ def test_a_tool_is_called_and_its_result_answered(client, engine) -> None:
     last = client.chat(MODEL, [*ASK, message, *results], tools=[get_weather])
     assert last.message.content == "It rains."
     assert "It rains in Oslo." in engine.prompts[2] and "It rains in Rome." in engine.prompts[2]
+
+
+def test_results_find_their_calls() -> None:
+    calls: list[Any] = [
+        {"function": {"name": name, "arguments": {}}} for name in ("one", "two", "one")
+    ]
+    calls[0]["id"] = "given"
+    results: list[Any] = [
+        {"role": "tool", "tool_name": "two", "content": "b"},
+        {"role": "tool", "content": "a"},
+        {"role": "tool", "tool_name": "one", "content": "c"},
+        {"role": "tool", "tool_call_id": "other", "content": "d"},
+        {"role": "tool", "content": "too many"},
+    ]
+    messages = [{"role": "assistant", "tool_calls": calls}, *results]
+    body = OllamaChatBody.model_validate({"messages": messages})
+    answer, *found = chat_turn(body).conversation.messages
+    first, second, third = (call["id"] for call in answer["tool_calls"])
+    assert first == "given" and len({first, second, third}) == 3
+    ids = [result["tool_call_id"] for result in found]
+    assert ids[:4] == [second, first, third, "other"] and ids[4] not in ids[:4]
 
 
 def test_calls_are_numbered_and_have_ids(http, engine) -> None:
@@ -294,6 +318,14 @@ def test_a_prompt_and_its_context(client, engine) -> None:
     assert second.response == "Two."
     assert engine.prompts[1].startswith(engine.prompts[0]) and "One." in engine.prompts[1]
     assert list(second.context[: len(first.context)]) == list(first.context)
+
+
+def test_a_context_is_followed_by_no_second_beginning() -> None:
+    tokenizer = SimpleNamespace(bos_token_id=7)
+    model: Any = SimpleNamespace(renderer=SimpleNamespace(tokenizer=tokenizer))
+    assert _without_bos(model, [7, 1, 7]) == [1, 7] and _without_bos(model, [1, 7]) == [1, 7]
+    tokenizer.bos_token_id = None
+    assert _without_bos(model, [7, 1]) == [7, 1]
 
 
 def test_a_raw_prompt_is_taken_as_it_is(client, engine) -> None:
@@ -486,6 +518,8 @@ def test_embeddings(pooling) -> None:
         long = " ".join(map(str, range(200)))
         tokens = client.embed(MODEL, long)
         assert tokens.prompt_eval_count == 64
+        [more] = client.embed(MODEL, f"{long} and more").embeddings
+        assert more == pytest.approx(tokens.embeddings[0], abs=1e-3)
         with pytest.raises(ollama.ResponseError, match="maximum context length is 64"):
             client.embed(MODEL, long, truncate=False)
         body = http.post("/api/embed", json={"model": MODEL, "input": ["a"]}).json()
