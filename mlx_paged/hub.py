@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Container, Iterator, Sequence
@@ -31,6 +32,9 @@ RESERVE = 1 << 30
 
 _WEIGHTS = (".safetensors", ".gguf")
 _MIB = 1 << 20
+# The number of a part of a GGUF model, and the names of towers in files of their own.
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_PROJECTOR = "mmproj"
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,14 @@ class Download:
     Attributes:
         revision: The commit.
         num_files: Number of files.
+        weight_bytes: Bytes of the weights among them.
         missing: Bytes that are not here yet.
         free: Bytes that are free on the cache's disk.
     """
 
     revision: str
     num_files: int
+    weight_bytes: int
     missing: int
     free: int
 
@@ -173,7 +179,59 @@ def plan(name: str, *, revision: str | None = None, include: Sequence[str] = ())
             f"the download needs {missing // _MIB:,} MiB, and {place} has {free // _MIB:,} MiB "
             "free, of which 1 GiB must remain: remove models (`mlx-paged rm`), or set HF_HUB_CACHE",
         )
-    return Download(files[0].commit_hash, len(files), missing, free)
+    weights = sum(f.file_size or 0 for f in files if f.filename.endswith(_WEIGHTS))
+    return Download(files[0].commit_hash, len(files), weights, missing, free)
+
+
+def largest_gguf(name: str, most: int, *, revision: str | None = None) -> list[str]:
+    """Returns the files of the largest GGUF model of a repository that fits.
+
+    Args:
+        most: Maximum bytes of its weights.
+
+    Returns:
+        Names of its files; several if it is split. Empty if the repository has safetensors, or no
+        GGUF file.
+
+    Raises:
+        ModelLoadError: None fits, or the hub does not give it.
+    """
+    files = _snapshot(name, revision, ["*.gguf", "*.safetensors"], dry_run=True)
+    models: dict[str, list[Any]] = {}
+    for file in files:
+        if file.filename.endswith(".safetensors"):
+            return []
+        if not Path(file.filename).name.startswith(_PROJECTOR):
+            models.setdefault(_SPLIT.sub(".gguf", file.filename), []).append(file)
+    if not models:
+        return []
+    sizes = {key: sum(file.file_size or 0 for file in each) for key, each in models.items()}
+    fitting = [key for key, size in sizes.items() if size <= most]
+    if not fitting:
+        smallest = min(sizes.values())
+        raise ModelLoadError(name, _too_large("the smallest of its GGUF files", smallest, most))
+    largest = max(fitting, key=lambda key: (sizes[key], key))
+    return [file.filename for file in models[largest]]
+
+
+def check_fits(name: str, wanted: Download, most: int) -> None:
+    """Refuses a download whose weights do not fit.
+
+    Args:
+        most: Maximum bytes of weights.
+
+    Raises:
+        ModelLoadError: They are larger.
+    """
+    if wanted.weight_bytes > most:
+        raise ModelLoadError(name, _too_large("its weights", wanted.weight_bytes, most))
+
+
+def _too_large(what: str, size: int, most: int) -> str:
+    return (
+        f"{what} would take {size // _MIB:,} MiB, and this machine has {most // _MIB:,} MiB for "
+        "weights"
+    )
 
 
 def pull(name: str, *, revision: str | None = None, include: Sequence[str] = ()) -> Path:

@@ -28,6 +28,13 @@ def pull(
         list[str] | None,
         typer.Option("--include", help="Only files like this pattern; may be given repeatedly."),
     ] = None,
+    fits: Annotated[
+        bool,
+        typer.Option(
+            "--fits",
+            help="Only weights that fit into the memory: of several GGUF files the largest one.",
+        ),
+    ] = False,
 ) -> None:
     """Fetch a model, or the files of it that are missing.
 
@@ -37,10 +44,16 @@ def pull(
       mlx-paged pull mlx-community/Qwen3-0.6B-4bit
       mlx-paged pull mlx-community/Qwen3-0.6B-4bit --revision 3b1b1f2
       mlx-paged pull bartowski/SmolLM2-135M-Instruct-GGUF --include "*Q4_K_M.gguf"
+      mlx-paged pull bartowski/Qwen_Qwen3-8B-GGUF --fits
     """
     from mlx_paged import hub
 
+    usable = _usable_memory() if fits else None
+    if usable is not None and not include:
+        include = hub.largest_gguf(model, usable, revision=revision)
     wanted = hub.plan(model, revision=revision, include=include or ())
+    if usable is not None:
+        hub.check_fits(model, wanted, usable)
     if wanted.missing:
         print_line(f"fetching {_size(wanted.missing)} of {model}, {wanted.num_files} files")
     path = hub.pull(model, revision=wanted.revision if revision else None, include=include or ())

@@ -36,6 +36,13 @@ MODELS = {
         "model.safetensors": b"weights",
     },
     "tiny/gguf": {"a.Q4_0.gguf": b"GGUF4", "a.Q8_0.gguf": b"GGUF8"},
+    "tiny/sizes": {
+        "a-Q2.gguf": bytes(1 << 20),
+        "a-Q4.gguf": bytes(9 << 20),
+        "b/a-Q8-00001-of-00002.gguf": bytes(10 << 20),
+        "b/a-Q8-00002-of-00002.gguf": bytes(10 << 20),
+        "mmproj-F16.gguf": bytes(12 << 20),
+    },
 }
 
 
@@ -203,3 +210,35 @@ def test_a_full_disk_is_noticed_before(shell: Shell, hub: FakeHub) -> None:
         hub.sizes.clear()
     assert done.status == 1 and "the download needs " in done.stderr
     assert not list(shell.cache.rglob("*.incomplete"))
+
+
+def test_pull_takes_the_largest_gguf_file_that_fits(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(18 MiB fit.)"""
+    done = shell("pull", "tiny/sizes", "--fits")
+    assert done.status == 0, done.stderr
+    assert [file.name for file in done.path.glob("**/*.gguf")] == ["a-Q4.gguf"]
+    large = {"on_gpu": False, "device_bytes": 20 << 20, "utilization": 0.9}
+    monkeypatch.setattr(jobs, "run_in_child", lambda names: {jobs.MEMORY: Outcome(large)})
+    done = shell("pull", "tiny/sizes", "--fits")
+    assert len(list((done.path / "b").iterdir())) == 2
+    little = {**large, "device_bytes": 1000}
+    monkeypatch.setattr(jobs, "run_in_child", lambda names: {jobs.MEMORY: Outcome(little)})
+    done = shell("pull", "tiny/sizes", "--fits")
+    assert done.status == 1 and "the smallest of its GGUF files would take 1 MiB" in done.stderr
+
+
+def test_pull_refuses_weights_that_do_not_fit(
+    shell: Shell, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enough = jobs.run_in_child
+    little = {"on_gpu": True, "device_bytes": 13 << 20, "utilization": 0.9}
+    monkeypatch.setattr(jobs, "run_in_child", lambda names: {jobs.MEMORY: Outcome(little)})
+    hub.sent = 0
+    for options in ([], ["--include", "*.safetensors"]):
+        done = shell("pull", "tiny/llama", "--fits", *options)
+        assert done.status == 1 and "its weights would take 12 MiB" in done.stderr
+        assert "11 MiB for weights" in done.stderr and hub.sent == 0
+    monkeypatch.setattr(jobs, "run_in_child", enough)
+    assert shell("pull", "tiny/llama", "--fits").status == 0 and hub.sent > 0
