@@ -4,7 +4,7 @@ from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.encoder_cache import EncoderCacheStats, ScheduledMedia
 from mlx_paged.core.kv.elastic import DevicePools, ElasticKVManager
 from mlx_paged.core.kv.forking import ForkingKVManager
-from mlx_paged.core.kv.manager import KVCounters, KVManager, KVUsage
+from mlx_paged.core.kv.manager import KVManager
 from mlx_paged.core.kv.memory_tier import MemoryTier
 from mlx_paged.core.kv.misses import CacheMiss, MissReason, PromptHistory
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
@@ -18,6 +18,7 @@ from mlx_paged.core.kv.specs import (
 )
 from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.kv.tree import PrefixMatch, PrefixNode, PrefixQuery, PrefixTree
+from mlx_paged.core.kv.usage import KVCounters, KVUsage
 from mlx_paged.core.media import MediaSpan, PromptMedia
 from mlx_paged.core.outputs import SchedulerOutput
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus, StopPolicy

@@ -81,12 +81,12 @@ class PrefixSharing:
         if not reads_cache:
             return None
         query = self.query(seq)
-        tables = self._kv.computing_next_block(seq.tree_tokens, query)
+        tables = self._kv.prefixes.computing_next_block(seq.tree_tokens, query)
         # A sequence of a lower class may starve, and one of another user of the KV manager gives no
         # notice when it ends; do not wait for these.
         if tables is None or not self._owns(tables) or tables.owner.order[0] > seq.order[0]:
             return None
-        return tables, self._kv.part_after(tables, query)
+        return tables, self._kv.prefixes.part_after(tables, query)
 
     def _owns(self, tables: BlockTables) -> bool:
         """True if a sequence of the scheduler has these tables."""
@@ -106,7 +106,9 @@ class PrefixSharing:
 
     def _prompt_source(self, request: Request) -> Sequence | None:
         """The running sibling to fork, now or once it has computed the prompt."""
-        if request.n == 1 or not self._kv.keeps_last_token_forkable(request.num_prompt_tokens):
+        if request.n == 1 or not self._kv.prefixes.keeps_last_token_forkable(
+            request.num_prompt_tokens
+        ):
             return None
         source = request.prompt_source
         if source is None or not self._may_be_forked(source):
@@ -119,5 +121,5 @@ class PrefixSharing:
     def _may_be_forked(self, seq: Sequence) -> bool:
         """True if a sequence runs and its windows still cover the end of the prompt."""
         return seq.tables is not None and (
-            self._kv.can_fork(seq.tables, seq.request.num_prompt_tokens - 1)
+            self._kv.prefixes.can_fork(seq.tables, seq.request.num_prompt_tokens - 1)
         )

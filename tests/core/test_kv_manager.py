@@ -402,9 +402,9 @@ def test_who_needs_what_is_being_computed_learns_how_far_that_goes():
 
     def part_after(text: str) -> int:
         query = PrefixQuery(tokens_of(text))
-        running = kv.kv.computing_next_block(tokens_of(text), query)
+        running = kv.kv.prefixes.computing_next_block(tokens_of(text), query)
         assert running is kv.tables[1]
-        return kv.kv.part_after(running, query)
+        return kv.kv.prefixes.part_after(running, query)
 
     assert part_after("systemprompt world") == 12
     assert part_after("systemprompt hello, you") == part_after("systemprompt hello, y") == 20

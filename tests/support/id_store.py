@@ -39,7 +39,7 @@ class IdStore:
         return self.kv.match(PrefixQuery(tokens, salt))
 
     def computing_next_block(self, tokens: Sequence[int], salt: str | None = None) -> int | None:
-        running = self.kv.computing_next_block(tokens, PrefixQuery(tokens, salt))
+        running = self.kv.prefixes.computing_next_block(tokens, PrefixQuery(tokens, salt))
         return None if running is None else running.owner
 
     def will_have_room(

@@ -123,7 +123,7 @@ class PlainScheduler(Scheduler):
             assert tables.owner.is_running and tables.num_computed_tokens < num_tokens
             assert tables.owner.order[0] <= seq.order[0]
             num_prompt_tokens = seq.request.num_prompt_tokens
-            forks = self.kv.keeps_last_token_forkable(num_prompt_tokens)
+            forks = self.kv.prefixes.keeps_last_token_forkable(num_prompt_tokens)
             if forks and tables.owner.request is seq.request:
                 assert num_tokens == num_prompt_tokens
             else:

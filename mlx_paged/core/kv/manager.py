@@ -25,12 +25,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mlx_paged.core.kv.attention_group import AttentionGroup
 from mlx_paged.core.kv.groups import KVCacheGroup, Supply
 from mlx_paged.core.kv.pool import BlockPool
+from mlx_paged.core.kv.prefix_finder import PrefixFinder
 from mlx_paged.core.kv.restoration import BlockRead, Restoration
 from mlx_paged.core.kv.specs import BlockCopy, StateGroupSpec, StateMove, WindowGroupSpec
 from mlx_paged.core.kv.state_group import StateGroup
@@ -38,7 +39,6 @@ from mlx_paged.core.kv.stored import StoredPrefix
 from mlx_paged.core.kv.tables import BlockTables, PrefixSource
 from mlx_paged.core.kv.tier import ABSENT, DropTier, Tier
 from mlx_paged.core.kv.tree import (
-    NO_MATCH,
     TOKEN_BYTES,
     PrefixMatch,
     PrefixNode,
@@ -46,70 +46,9 @@ from mlx_paged.core.kv.tree import (
     PrefixTree,
     token_bytes,
 )
+from mlx_paged.core.kv.usage import KVCounters, KVUsage
 from mlx_paged.core.media import MediaIds, outside
 from mlx_paged.errors import IntegrityError, InvalidParameterError
-
-
-@dataclass
-class KVCounters:
-    """Counters since the store was created; they only grow.
-
-    Attributes:
-        num_admissions: Admitted sequences; a resumed one counts again.
-        num_queried_tokens: Tokens of admitted sequences.
-        num_cached_tokens: Tokens among these that came from the cache.
-        num_copied_tokens: Tokens among the cached ones that came by copy-on-write.
-        num_block_copies: Blocks copied on write.
-        num_evictions: Blocks of the first group evicted to make room.
-        num_restored_tokens: Tokens among the cached ones that came back from a tier.
-        num_deduplicated_blocks: Computed blocks that equaled an indexed one; one of both went.
-        num_resets: Calls of `reset_prefix_cache`.
-    """
-
-    num_admissions: int = 0
-    num_queried_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_copied_tokens: int = 0
-    num_block_copies: int = 0
-    num_evictions: int = 0
-    num_restored_tokens: int = 0
-    num_deduplicated_blocks: int = 0
-    num_resets: int = 0
-
-
-@dataclass(frozen=True)
-class KVUsage:
-    """Block counts by state; the first four below add up to `num_usable_blocks`.
-
-    Attributes:
-        num_used_blocks: Referenced by sequences.
-        num_cached_blocks: Held only by the prefix tree, so they can be evicted.
-        num_free_blocks: Empty.
-        num_quarantined_blocks: Freed, but a step in flight may still read them.
-        num_shared_blocks: Used blocks referenced by more than one sequence.
-        num_indexed_blocks: In the prefix tree, used or not.
-    """
-
-    num_usable_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    num_free_blocks: int
-    num_quarantined_blocks: int
-    num_shared_blocks: int
-    num_indexed_blocks: int
-
-    @classmethod
-    def of(cls, pool: BlockPool) -> KVUsage:
-        """Reads the counts of a pool."""
-        return cls(
-            num_usable_blocks=pool.num_usable,
-            num_used_blocks=pool.num_used,
-            num_cached_blocks=pool.num_cached,
-            num_free_blocks=pool.num_free,
-            num_quarantined_blocks=pool.num_quarantined,
-            num_shared_blocks=pool.num_shared,
-            num_indexed_blocks=pool.num_indexed,
-        )
 
 
 class KVManager:
@@ -127,6 +66,7 @@ class KVManager:
     Attributes:
         groups: All KV cache groups. `attention` lists the groups with blocks, full attention first,
             then `windows` in order; `states` is the group with slots.
+        prefixes: Finds where a sequence can continue.
         media_ids: Ids that stand for media in the prefix tree.
         restorations: Content that admitted sequences wait for, oldest first. Whoever moves the
             bytes counts them in `Restoration.num_done`; `finish_restoration` then lets the
@@ -168,6 +108,9 @@ class KVManager:
         self._by_eviction = sorted(self.groups, key=lambda group: group.sees_everything)
         self._advancing = [group for group in self.groups if not group.sees_everything]
         self.tree = PrefixTree(block_size, len(self.groups))
+        self.prefixes = PrefixFinder(
+            self.tree, self.attention, self.states, tier, is_on=enable_prefix_caching
+        )
         self.media_ids = MediaIds()
         self._counters = KVCounters()
         self._sequences: set[BlockTables] = set()  # sequences that hold blocks
@@ -198,133 +141,7 @@ class KVManager:
 
     def match(self, query: PrefixQuery) -> PrefixMatch:
         """Returns the longest cached prefix that every group can continue from."""
-        match = self._continuable(query)
-        return self._cut(match, query) if query.atomic else match
-
-    def num_indexed_blocks(self, query: PrefixQuery) -> int:
-        """Number of leading full blocks indexed, even if some group cannot continue there."""
-        return self._indexed(query).num_full_blocks
-
-    def _indexed(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest indexed prefix, even if some group cannot continue from it."""
-        return self.tree.match(query) if self.enable_prefix_caching else NO_MATCH
-
-    def _present(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest indexed prefix whose blocks of full attention are on the device."""
-        match = self._indexed(query)
-        if match.node is None:
-            return match
-        depth = self.attention[0].usable_depth(match.node, match.node.depth)
-        if depth == match.node.depth:
-            return match
-        return PrefixMatch(match.node.ancestor(depth), None, 0)
-
-    def _continuable(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest cached prefix; may end in the middle of an atomic span."""
-        return self.limit(self._indexed(query))
-
-    def _cut(self, match: PrefixMatch, query: PrefixQuery) -> PrefixMatch:
-        """Shortens a match until it splits no atomic span."""
-        while True:
-            num_tokens = match.num_tokens(self.block_size)
-            end = outside(query.atomic, num_tokens)
-            if end == num_tokens:
-                return match
-            node = match.node
-            assert node is not None
-            depth, num_partial = divmod(end, self.block_size)
-            partial = None
-            if num_partial:
-                partial = match.partial if depth == node.depth else node.ancestor(depth + 1)
-            match = self.limit(PrefixMatch(node.ancestor(depth), partial, num_partial))
-
-    def limit(self, match: PrefixMatch) -> PrefixMatch:
-        """Shortens a match until every group can continue from it."""
-        node = match.node
-        if node is None:
-            return match
-        depth = node.depth
-        while depth:
-            usable = min(group.usable_depth(node, depth) for group in self.groups)
-            if usable == depth:
-                break
-            depth = usable
-        if depth < node.depth:
-            return PrefixMatch(node.ancestor(depth), None, 0)
-        partial = match.partial
-        if partial is not None and not all(group.can_copy_from(partial) for group in self.groups):
-            return PrefixMatch(node, None, 0)
-        return match
-
-    def _stored_source(self, query: PrefixQuery, indexed: PrefixMatch) -> PrefixSource | None:
-        """The longest prefix that every group can continue from, once all of it is on the device;
-        None if there is none."""
-        if self.tier.is_empty:
-            return None
-        size = self.block_size
-        nodes = [] if indexed.node is None else indexed.node.path()
-        stored = StoredPrefix(nodes, self.tier.look_up(query))
-        stored.extend(query.num_tokens // size)
-        while stored.num_blocks:
-            depth = stored.num_blocks
-            usable = min(group.usable_stored(stored, depth) for group in self.groups)
-            usable = outside(query.atomic, usable * size) // size
-            if usable == depth:
-                num_known = max(depth, indexed.num_full_blocks)
-                return PrefixSource(depth, None, num_known_blocks=num_known, stored=stored)
-            stored.shorten(usable)
-        return None
-
-    def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> BlockTables | None:
-        """Returns the running sequence about to fill the first block that `tokens` lacks, or None.
-
-        A sequence that waits for it need not compute that block. If `tokens` ends inside the block,
-        it must use at least half of the block to make the wait worthwhile.
-        """
-        match = self._continuable(query) if self.states is None else self._present(query)
-        if match.node is None:
-            return None
-        size, first = self.block_size, match.node.depth
-        start = first * size * TOKEN_BYTES
-        wanted = query.tokens[start : start + size * TOKEN_BYTES]
-        num_wanted = len(wanted) // TOKEN_BYTES
-        if num_wanted <= match.num_partial_tokens or 2 * num_wanted < size:
-            return None
-        running = self.tree.filler(match.node, wanted)
-        assert running is None or isinstance(running, BlockTables)
-        if running is None or self.states is None or self.states.request_snapshot(running, query):
-            return running
-        return None
-
-    def part_after(self, running: BlockTables, query: PrefixQuery) -> int:
-        """Number of leading tokens that a waiting sequence can take from a running one.
-
-        Args:
-            running: The result of `computing_next_block` for `query`.
-
-        Returns:
-            The end of the last full block in common, or the end of the next block if `query` ends
-            inside that one.
-        """
-        assert running.tip is not None
-        size, first = self.block_size, running.tip.depth
-        num_equal = running.num_equal(query, first * size)
-        return max(first + 1, num_equal // size) * size
-
-    def can_fork(self, tables: BlockTables, num_tokens: int) -> bool:
-        """True if a running sequence still holds all that a fork after `num_tokens` tokens
-        reads."""
-        return all(group.can_fork(tables, num_tokens) for group in self.groups)
-
-    def keeps_last_token_forkable(self, num_tokens: int) -> bool:
-        """True if a sequence with `num_tokens` computed tokens can be forked before the last one.
-
-        False if a window slides with that token, or if there are recurrent layers.
-        """
-        return self.states is None and all(
-            group.first_block(num_tokens) <= group.first_block(num_tokens - 1)
-            for group in self.attention
-        )
+        return self.prefixes.match(query)
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix tree; returns how many nodes it had.
@@ -424,7 +241,9 @@ class KVManager:
         """
         assert len(tokens)
         query = PrefixQuery(tokens, salt) if query is None else query
-        source: PrefixSource | None = self._source(query, read_cache, fork_of, num_fork_tokens)
+        source: PrefixSource | None = self.prefixes.source(
+            query, read_cache, fork_of, num_fork_tokens
+        )
         tables = None
         missing: list[list[int]] = []
         while source is not None:
@@ -437,7 +256,7 @@ class KVManager:
             for group in self.groups:
                 group.end(tables)
             # In a full pool, the source of a copy may be the one block that is missing.
-            source = self._without_copy(source, query)
+            source = self.prefixes.without_copy(source, query)
         if source is None or tables is None:
             return None
         reads: list[BlockRead] = []
@@ -513,75 +332,6 @@ class KVManager:
         for group in self.groups:
             group.begin(tables, source)
         return tables
-
-    def _without_copy(self, source: PrefixSource, query: PrefixQuery) -> PrefixSource | None:
-        """Returns `source` without its copy, shortened until it splits no atomic span.
-
-        None if there is no copy, or if the windows of a forked sequence do not reach back that far.
-        """
-        tip, depth, size = source.tip, source.num_full_blocks, self.block_size
-        if not source.num_partial_tokens:
-            return None
-        while (end := outside(query.atomic, depth * size)) < depth * size:
-            depth = end // size
-            if source.fork_of is None:
-                assert tip is not None
-                tip = self.limit(PrefixMatch(tip.ancestor(depth), None, 0)).node
-                assert tip is not None
-                depth = tip.depth
-        if source.fork_of is not None and not self.can_fork(source.fork_of, depth * size):
-            return None
-        tip = None if tip is None else tip.ancestor(depth)
-        return source._replace(num_full_blocks=depth, tip=tip, partial=None, num_partial_tokens=0)
-
-    def _source(
-        self,
-        query: PrefixQuery,
-        read_cache: bool,
-        fork_of: BlockTables | None,
-        num_fork_tokens: int,
-    ) -> PrefixSource:
-        """Chooses the source of a new sequence's head: the tree, a running sequence that has
-        computed more than is indexed, or what a tier has."""
-        indexed = self._indexed(query) if read_cache else NO_MATCH
-        match = self.limit(indexed)
-        size = self.block_size
-        if fork_of is None and read_cache and match.node is not None and self.states is None:
-            start = match.node.depth * size
-            wanted = query.tokens[start * TOKEN_BYTES : (start + size) * TOKEN_BYTES]
-            running, num_tokens = self.tree.computed_by(
-                match.node, wanted, match.num_partial_tokens + 1
-            )
-            assert running is None or isinstance(running, BlockTables)
-            fork_of, num_fork_tokens = running, start + num_tokens
-        if query.atomic:
-            match = self._cut(match, query)
-            num_fork_tokens = outside(query.atomic, num_fork_tokens)
-        if (
-            fork_of is not None
-            and num_fork_tokens > match.num_tokens(size)
-            and self.can_fork(fork_of, num_fork_tokens)
-            # A step makes its copies in any order, so none may read what another one writes.
-            and not any(group.awaits_copy(fork_of, num_fork_tokens) for group in self.attention)
-        ):
-            num_full, num_partial = divmod(num_fork_tokens, size)
-            tip = None if fork_of.tip is None else fork_of.tip.ancestor(num_full)
-            num_known = indexed.num_full_blocks
-            source = PrefixSource(num_full, tip, None, num_partial, fork_of, num_known)
-        else:
-            source = PrefixSource(
-                match.num_full_blocks,
-                match.node,
-                match.partial,
-                match.num_partial_tokens,
-                num_known_blocks=indexed.num_full_blocks,
-            )
-        if source.num_tokens(size) >= query.num_tokens // size * size or not read_cache:
-            return source
-        stored = self._stored_source(query, indexed)
-        if stored is not None and stored.num_tokens(size) > source.num_tokens(size):
-            return stored
-        return source
 
     def _has_room(self, tables: BlockTables, headroom: int) -> bool:
         return all(g.make_room_for(tables, self._headroom(g, headroom)) for g in self.groups)
@@ -840,7 +590,7 @@ class KVManager:
         if query is None:
             self.states.plan(tables, None)
         else:
-            self.states.plan(tables, query.num_tokens + 1, self.num_indexed_blocks(query))
+            self.states.plan(tables, query.num_tokens + 1, self.prefixes.num_indexed_blocks(query))
 
     # Statistics.
 
