@@ -17,7 +17,7 @@ from mlx_paged.cli.eval import evaluate
 from mlx_paged.cli.generate import generate
 from mlx_paged.cli.launch.verb import launch
 from mlx_paged.cli.models import list_models, pull, remove, show
-from mlx_paged.cli.serve import serve
+from mlx_paged.cli.serve.verb import serve
 
 app = typer.Typer(name=entry.PROGRAM, no_args_is_help=True, pretty_exceptions_enable=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -73,7 +73,8 @@ def _parameters(group: Any, environment: bool) -> list[inspect.Parameter]:
             flag = info.default if isinstance(info.default, str) else name
             variable = flag.partition("/")[0].removeprefix("--").replace("-", "_")
             variable = variable.replace(".", "_").upper()
-            info.envvar, info.show_envvar = f"{ENV_PREFIX}_{variable}", False
+            if info.envvar is None:
+                info.envvar, info.show_envvar = f"{ENV_PREFIX}_{variable}", False
         made.append(
             inspect.Parameter(
                 name,
@@ -275,31 +276,66 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path} cannot be read: {error}") from error
     if not isinstance(entries, dict):
         raise typer.BadParameter(f"{path} must hold options as `name: value`")
-    parameters = _by_name(context.command)
     defaults: dict[str, Any] = {}
-    for key, value in entries.items():
-        found, is_negated = parameters.get(str(key).replace("-", "_"), (None, False))
-        if found is None or found.name == "config":
-            raise typer.BadParameter(f"{path}: there is no option {key!r}")
-        if is_negated:
-            if not isinstance(value, bool):
-                raise typer.BadParameter(f"{path}: {key} must be true or false but is {value!r}")
-            defaults[found.name] = not value
-        elif isinstance(value, dict):
-            defaults[found.name] = json.dumps(value)  # The command line takes it as JSON.
-        elif isinstance(value, (list, tuple)):
-            defaults[found.name] = [str(v) for v in value]
-        else:
-            several = getattr(found, "multiple", False)
-            defaults[found.name] = [str(value)] if several else value
+    for parameter, value in _values(context, str(path), entries):
+        if parameter.name == "config":
+            raise typer.BadParameter(f"{path}: there is no option 'config'")
+        defaults[parameter.name] = value
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
+
+
+def option_values(
+    context: typer.Context, place: str, entries: Mapping[Any, Any], names: Collection[str]
+) -> dict[str, Any]:
+    """Converts options of a file as if they were on the command line.
+
+    Args:
+        place: Where they are, for errors.
+        entries: By name, in any spelling that a file of options may have.
+        names: The parameters that may occur.
+
+    Raises:
+        typer.BadParameter: An unknown option, or a wrong value.
+    """
+    found: dict[str, Any] = {}
+    for parameter, value in _values(context, place, entries):
+        if parameter.name not in names:
+            raise typer.BadParameter(f"{place}: {parameter.name} is no option of a model")
+        try:
+            found[parameter.name] = parameter.process_value(context, value)
+        except typer.BadParameter as error:
+            raise typer.BadParameter(f"{place}.{parameter.name}: {error.message}") from error
+    return found
+
+
+def _values(
+    context: typer.Context, place: str, entries: Mapping[Any, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yields a command's parameters and their values in a file, as the command line has them."""
+    parameters = _by_name(context.command)
+    for key, value in entries.items():
+        found, is_negated = parameters.get(str(key).replace("-", "_"), (None, False))
+        if found is None:
+            raise typer.BadParameter(f"{place}: there is no option {key!r}")
+        if is_negated:
+            if not isinstance(value, bool):
+                raise typer.BadParameter(f"{place}: {key} must be true or false but is {value!r}")
+            yield found, not value
+        elif isinstance(value, dict):
+            yield found, json.dumps(value)  # The command line takes it as JSON.
+        elif isinstance(value, (list, tuple)):
+            yield found, [json.dumps(v) if isinstance(v, dict) else str(v) for v in value]
+        else:
+            several = getattr(found, "multiple", False)
+            yield found, [str(value)] if several else value
 
 
 def _by_name(command: Any) -> dict[str, tuple[Any, bool]]:
     """Returns a command's parameters by each name, and True for names that turn them off."""
     found: dict[str, tuple[Any, bool]] = {}
-    for parameter in command.params:
+    # Arguments last: `model` is the argument of `serve`, not its option of that name.
+    for parameter in sorted(command.params, key=lambda p: p.param_type_name == "argument"):
         for names, is_negated in ((parameter.opts, False), (parameter.secondary_opts, True)):
             for name in names:
                 found[name.lstrip("-").replace("-", "_")] = parameter, is_negated

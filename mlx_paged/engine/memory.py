@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _DEFAULT_GPU_UTILIZATION = 0.9
+# Share of main memory for all models of a server on the CPU.
+_CPU_BUDGET = 0.8
+# Bytes of a process with an engine besides MLX's: the interpreter, its modules, a tokenizer.
+_INTERPRETER_BYTES = 350 << 20
 # MLX keeps freed buffers for the next step. Without a measured activation peak, it may keep this
 # share of the pool, but at least a few arrays of logits and at most a GiB.
 _CACHE_SHARE = 4
@@ -102,6 +106,23 @@ def with_step_tokens(config: EngineConfig, platform: Platform) -> EngineConfig:
         if free >= least:
             return replace(config, max_num_batched_tokens=num_tokens)
     return config
+
+
+def default_budget() -> int:
+    """Returns the bytes that all models of a server may take together, if no option says so."""
+    if is_cpu_default():
+        return int(physical_memory() * _CPU_BUDGET)
+    return int(device_memory() * _DEFAULT_GPU_UTILIZATION)
+
+
+def process_memory(memory: MemoryUsage) -> int:
+    """Returns the bytes of a process that has an engine: its arrays, and all else.
+
+    A pool counts in full, although its untouched part takes no memory yet. On an NVIDIA GPU, only
+    arrays count, as all else is in another memory.
+    """
+    arrays = memory.active + (memory.cache_limit or memory.cached)
+    return arrays if Platform.current().has_cuda else arrays + _INTERPRETER_BYTES
 
 
 #: (bytes of the largest step of text, maximum tokens of a prompt or None, maximum bytes for

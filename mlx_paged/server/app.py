@@ -6,24 +6,18 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from mlx_paged import __version__
-from mlx_paged.addresses import Reach
 from mlx_paged.engine.client import EngineClient
-from mlx_paged.errors import MlxPagedError
 from mlx_paged.server import (
     abort,
     bodies,
@@ -31,13 +25,12 @@ from mlx_paged.server import (
     endpoints,
     lm_studio,
     lora,
-    mcp_tools,
-    pages,
     pooling,
     pooling_bodies,
     render,
     requests,
     responses,
+    shell,
 )
 from mlx_paged.server.batches import bodies as batch_bodies
 from mlx_paged.server.batches import endpoints as batches
@@ -47,42 +40,26 @@ from mlx_paged.server.catalog import OneModelCatalog
 from mlx_paged.server.chat import chat_completions
 from mlx_paged.server.completions import completions
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.context import Context, context_of, request_log_of
-from mlx_paged.server.errors import ApiError, from_engine, message_status, shorten
+from mlx_paged.server.context import Context, context_of
+from mlx_paged.server.errors import message_status
 from mlx_paged.server.messages import answers
 from mlx_paged.server.messages import endpoints as anthropic
 from mlx_paged.server.messages.bodies import CountBody, MessagesBody
 from mlx_paged.server.metrics import Metrics
-from mlx_paged.server.middleware import (
-    KeyMiddleware,
-    PrefixMiddleware,
-    RequestMiddleware,
-    digest,
-)
 from mlx_paged.server.ollama import answers as ollama_answers
 from mlx_paged.server.ollama import bodies as ollama_bodies
 from mlx_paged.server.ollama import embeddings as ollama_embeddings
 from mlx_paged.server.ollama import endpoints as ollama
 from mlx_paged.server.ollama import models as ollama_models
-from mlx_paged.server.page_mcp import PageServers
-from mlx_paged.server.rate_limits import HEADERS, Limits, RateLimitMiddleware, keys_of
 from mlx_paged.server.registry import ModelRegistry
 from mlx_paged.server.responses_api import answers as response_answers
 from mlx_paged.server.responses_api import endpoints as response_endpoints
 from mlx_paged.server.responses_api import websocket as response_websocket
 from mlx_paged.server.responses_api.body import InputTokensBody, ResponseBody
 from mlx_paged.server.served_model import ServedModel
-from mlx_paged.server.sites import SiteMiddleware, known_hosts
-from mlx_paged.server.streaming import RELAXED
+from mlx_paged.server.shell import Endpoint
 
 logger = logging.getLogger(__name__)
-
-# Paths that need no key: health checks, and pages without user data.
-OPEN_PATHS = ("/health", "/ping", "/live", "/ready", "/", "/web/", "/docs", "/openapi.json")
-# Need a key only with `metrics_need_key`: numbers for other programs.
-METRICS_PATHS = ("/metrics", "/load")
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 _ERRORS = {
     "400": "A field is wrong; `param` names it.",
@@ -454,22 +431,12 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
         address: The address that the server listens on.
     """
     models = ModelRegistry(ServedModel(engine, config), config)
-    context = Context(models, config, Metrics())
+    context = Context(config, Metrics(), models=models)
     if config.otlp_traces_endpoint is not None:
         from mlx_paged.server.tracing import Tracing
 
         context.tracing = Tracing(config.otlp_traces_endpoint, config.model_name)
-    if config.mcp_config is not None:
-        from mlx_paged.mcp import McpServers, read_config
-
-        context.mcp_servers = McpServers(
-            read_config(Path(config.mcp_config)),
-            lambda name, reason: logger.warning("the MCP server %r does not run: %s", name, reason),
-        )
-
-    if config.page_mcp != "off":
-        reach = Reach.PUBLIC if config.page_mcp == "public" else Reach.NO_METADATA
-        context.page_servers = PageServers(reach)
+    shell.add_tools(context)
 
     async def start() -> None:
         model = context.models.default
@@ -480,16 +447,10 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         starting = asyncio.create_task(start())
-        if context.mcp_servers is not None:
-            tools = asyncio.create_task(context.mcp_servers.__aenter__())
-        yield
-        starting.cancel()
-        await context.background.close()
-        if context.mcp_servers is not None:
-            tools.cancel()
-            await context.mcp_servers.__aexit__(None, None, None)
-        if context.page_servers is not None:
-            await context.page_servers.close()
+        async with shell.running_tools(context):
+            yield
+            starting.cancel()
+            await context.background.close()
         if context.batches is not None:
             await context.batches.close()
         if context.tracing is not None:
@@ -501,61 +462,19 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
     for operation in API:
         methods.setdefault(operation.path, {})[operation.method] = _checked(operation)
     routes: list[BaseRoute] = [
-        Route(path, _by_method(found), methods=list(found)) for path, found in methods.items()
+        Route(path, shell.by_method(found), methods=list(found)) for path, found in methods.items()
     ]
     routes.append(WebSocketRoute(response_websocket.PATH, response_websocket.responses_socket))
     routes.append(Route("/v1/responses/compact", response_endpoints.compact, methods=["POST"]))
     # Ollama's ways to change models, which are refused.
     routes += [Route(path, ollama_models.refuse, methods=[m]) for path, m in ollama_models.REFUSED]
-    # For the page, and so not part of the API.
-    if context.mcp_servers is not None or context.page_servers is not None:
-        routes.append(Route("/mcp/tools", mcp_tools.tools, methods=["GET", "POST"]))
-        routes.append(Route("/mcp/call", mcp_tools.call, methods=["POST"]))
-        routes.append(Route("/mcp/prompt", mcp_tools.prompt, methods=["POST"]))
-        routes.append(Route("/mcp/resource", mcp_tools.resource, methods=["POST"]))
-    routes.append(Route("/openapi.json", _document))
-    routes.append(Route("/docs", pages.page("docs.html"), methods=["GET"]))
-    # Anthropic's clients first send HEAD here to see if there is a server.
-    page = pages.page("index.html") if config.serve_page else _no_page
-    routes.append(Route("/", page, methods=["GET"]))
-    routes.append(Mount("/web", pages.files()))
+    routes += shell.page_routes(context, _document)
     routes.append(WebSocketRoute("/{path:path}", response_websocket.no_socket))
     paths = [route.path for route in routes if isinstance(route, Route)]
 
     generating = [operation.path for operation in API if operation.needs_runner is not None]
-    middleware = [
-        Middleware(PrefixMiddleware, [*paths, "/web"]),
-        Middleware(
-            RequestMiddleware, context.metrics,
-            log=config.log_requests, paths=paths, generating=generating,
-            on_end=context.release_body,
-        ),
-        Middleware(
-            SiteMiddleware, known_hosts(address, config.allowed_hosts), config.allowed_origins
-        ),
-    ]  # fmt: skip
-    if config.allowed_origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=config.allowed_origins,
-                allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["*"],
-                expose_headers=["X-Request-Id", "request-id", "Retry-After", RELAXED, *HEADERS],
-            )
-        )
-    open_paths = (*OPEN_PATHS, *(() if config.metrics_need_key else METRICS_PATHS))
-    keys = keys_of(config)
-    middleware.append(Middleware(KeyMiddleware, list(keys), open_paths))
-    default = Limits(config.requests_per_minute, config.tokens_per_minute)
-    if any(limits != Limits() for limits in (default, *keys.values())):
-        by_digest = {digest(key): limits for key, limits in keys.items()}
-        middleware.append(
-            Middleware(RateLimitMiddleware, by_digest, default, context.metrics, generating)
-        )
-    handlers = {
-        ApiError: _on_api_error, MlxPagedError: _on_engine_error, HTTPException: _on_http_error,
-    }  # fmt: skip
+    middleware = shell.middleware_of(context, address, paths, generating)
+    handlers = dict(shell.HANDLERS)
     if config.files_dir is not None:
         add_batches(context, routes, handlers)
     app = Starlette(
@@ -584,45 +503,6 @@ def _checked(operation: Operation) -> Endpoint:
     return checked
 
 
-def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
-    """Returns one endpoint for all methods of a path, so that 405 can name them."""
-
-    async def endpoint(request: Request) -> Response:
-        method = "GET" if request.method == "HEAD" else request.method
-        return await endpoints[method](request)
-
-    return endpoint
-
-
-async def _no_page(request: Request) -> Response:
-    if request.method == "HEAD":
-        return Response()
-    raise HTTPException(404)
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    request_log_of(request).fields["error"] = error.message
-    return error.response(request.scope)
-
-
-async def _on_engine_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, MlxPagedError)
-    return await _on_api_error(request, from_engine(error, request_log_of(request).request_id))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = shorten(request.url.path)
-    message = {
-        404: f"there is no {path}",
-        405: f"{path} does not take {request.method}",
-    }.get(error.status_code, error.detail)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    found = ApiError(error.status_code, message, code=code, headers=error.headers)
-    return found.response(request.scope)
-
-
 # The OpenAPI document.
 
 
@@ -631,11 +511,16 @@ async def _document(request: Request) -> Response:
     return JSONResponse({**openapi(), "servers": [{"url": root}]})
 
 
-@lru_cache(maxsize=1)
 def openapi() -> dict[str, Any]:
-    """The document, without the servers' address."""
+    """The document of a server of one model, without the servers' address."""
+    return document_of(API)
+
+
+@lru_cache(maxsize=2)
+def document_of(operations: tuple[Operation, ...]) -> dict[str, Any]:
+    """Returns the OpenAPI document of operations, without the servers' address."""
     kinds: dict[type, None] = {}
-    for operation in API:
+    for operation in operations:
         used = (
             operation.body, operation.answer, operation.chunk, operation.refusal, operation.error,
         )  # fmt: skip
@@ -645,7 +530,7 @@ def openapi() -> dict[str, Any]:
         ref_template="#/components/schemas/{model}",
     )
     paths: dict[str, Any] = {}
-    for operation in API:
+    for operation in operations:
         path = operation.path.replace("{model:path}", "{model}")
         paths.setdefault(path, {})[operation.method.lower()] = _described(operation)
     return {

@@ -1,10 +1,11 @@
-"""Context: the state that all requests share. RequestLog: the log line of one."""
+"""ServerContext, Context: the state that all requests share. RequestLog: the log line of one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,6 +41,7 @@ class RequestLog:
             ttft, finish_reason, ...
         held_bytes: Bytes of its body, see `Context.hold_body`.
         background: True for a line of a batch, which gets only what other requests leave.
+        is_forwarded: True if another process has answered it, and writes its line.
     """
 
     request_id: str
@@ -51,6 +53,7 @@ class RequestLog:
     fields: dict[str, Any] = field(default_factory=dict)
     held_bytes: int = 0
     background: bool = False
+    is_forwarded: bool = False
 
     def log_fields(self) -> dict[str, Any]:
         """Everything, for one line."""
@@ -85,51 +88,49 @@ class Phase(StrEnum):
 
 
 @dataclass
-class Context:
-    """The state that all requests share: models, options and metrics.
+class ServerContext(ABC):
+    """The state that all requests of a server share, whether it serves one model or several.
 
     Attributes:
-        models: The models that are served.
-        background: Responses that run without a request.
-        tracing: Makes OpenTelemetry spans; None: there are none.
         drained: Set when the server takes no more requests.
         mcp_servers: MCP servers of the configuration, which the page may use.
         page_servers: MCP servers that users add on the page; None: they may not.
         documents: Extracts the text of PDFs.
-        batches: Files and batches of clients; None: this server has none.
-        underway: The requests that run in an engine now.
     """
 
-    models: ModelRegistry
     config: ServerConfig
     metrics: Metrics
     started: float = field(default_factory=time.time)
     draining: bool = False
-    background: BackgroundRuns = field(init=False)
     mcp_servers: McpServers | None = None
     page_servers: PageServers | None = None
     documents: Documents = field(default_factory=Documents)
-    batches: BatchManager | None = None
-    underway: set[Work] = field(default_factory=set)
-    tracing: Tracing | None = None
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     _held_bytes: int = 0
     _arriving: set[asyncio.Timeout] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        config = self.config
-        most, most_bytes = config.max_stored_responses, config.max_stored_bytes
-        self.background = BackgroundRuns(self.metrics, most, most_bytes, log=config.log_requests)
-
     @property
+    @abstractmethod
     def phase(self) -> Phase:
         """The state of the server now."""
-        model = self.models.default
-        if self.draining:
-            return Phase.DRAINING
-        if model.is_dead:
-            return Phase.DEAD
-        return Phase.READY if model.is_loaded else Phase.LOADING
+
+    @property
+    @abstractmethod
+    def max_body_size(self) -> int:
+        """Maximum bytes of a body, whose model is known only when it has been read."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int | None:
+        """Maximum tokens of prompt and answer of any model; None: no limit."""
+
+    @abstractmethod
+    def served_name(self, name: str) -> str:
+        """Returns the name that the answer to a request for a model uses.
+
+        Raises:
+            ApiError: 404, there is no such model.
+        """
 
     def hold_body(self, trace: RequestLog, size: int) -> None:
         """Counts a body that has grown to a size among those in memory, until its request ends.
@@ -175,9 +176,6 @@ class Context:
         """Takes no more requests, nor the rest of those that are still arriving."""
         self.draining = True
         self.drained.set()
-        self.background.drain()
-        if self.batches is not None:
-            self.batches.stop()
         for arriving in self._arriving:
             if not arriving.expired():
                 arriving.reschedule(asyncio.get_running_loop().time())
@@ -197,6 +195,67 @@ class Context:
             Phase.DRAINING: unavailable("the server is shutting down", "shutting_down"),
             Phase.DEAD: unavailable("the engine has stopped", "engine_unavailable"),
         }[self.phase]
+
+
+@dataclass
+class Context(ServerContext):
+    """The state that all requests share: models, options and metrics.
+
+    Attributes:
+        models: The models that are served.
+        background: Responses that run without a request.
+        tracing: Makes OpenTelemetry spans; None: there are none.
+        batches: Files and batches of clients; None: this server has none.
+        underway: The requests that run in an engine now.
+    """
+
+    models: ModelRegistry = field(kw_only=True)
+    background: BackgroundRuns = field(init=False)
+    batches: BatchManager | None = None
+    underway: set[Work] = field(default_factory=set)
+    tracing: Tracing | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        most, most_bytes = config.max_stored_responses, config.max_stored_bytes
+        self.background = BackgroundRuns(self.metrics, most, most_bytes, log=config.log_requests)
+
+    @property
+    def phase(self) -> Phase:
+        """See `ServerContext`."""
+        model = self.models.default
+        if self.draining:
+            return Phase.DRAINING
+        if model.is_dead:
+            return Phase.DEAD
+        return Phase.READY if model.is_loaded else Phase.LOADING
+
+    @property
+    def max_body_size(self) -> int:
+        """See `ServerContext`."""
+        return self.models.max_body_size
+
+    @property
+    def max_model_len(self) -> int | None:
+        """See `ServerContext`."""
+        return self.models.max_model_len
+
+    def served_name(self, name: str) -> str:
+        """See `ServerContext`."""
+        return self.models.find(name).name
+
+    def drain(self) -> None:
+        """See `ServerContext`."""
+        super().drain()
+        self.background.drain()
+        if self.batches is not None:
+            self.batches.stop()
+
+
+def server_context_of(request: Request) -> ServerContext:
+    """Returns the state that all requests share, of any server."""
+    context: ServerContext = request.app.state.context
+    return context
 
 
 def context_of(request: Request) -> Context:

@@ -18,7 +18,7 @@ from mlx_paged.errors import EngineDeadError
 from mlx_paged.parsing.derived import DerivedFormat
 from mlx_paged.server import documents, responses
 from mlx_paged.server.bodies import DetokenizeBody, DocumentBody, TokenizeBody
-from mlx_paged.server.context import Context, Phase, context_of
+from mlx_paged.server.context import Context, Phase, context_of, server_context_of
 from mlx_paged.server.errors import bad_request, speaks_anthropic
 from mlx_paged.server.messages.answers import ModelInfo, ModelPage
 from mlx_paged.server.requests import conversation_of, read_body
@@ -60,14 +60,23 @@ async def model(request: Request) -> Response:
     return JSONResponse(_model(context, name))
 
 
-def _model_info(context: Context, name: str) -> ModelInfo:
-    found: ModelInfo = {
+def model_info(name: str, started: float) -> ModelInfo:
+    """Returns a model's entry for Anthropic's clients, without its lengths.
+
+    Args:
+        started: Unix time of the server's start.
+    """
+    return {
         "type": "model",
         "id": name,
         "display_name": name,
-        "created_at": datetime.fromtimestamp(int(context.started), UTC).isoformat(),
+        "created_at": datetime.fromtimestamp(int(started), UTC).isoformat(),
         "lifecycle": "active",
     }
+
+
+def _model_info(context: Context, name: str) -> ModelInfo:
+    found = model_info(name, context.started)
     model = context.models.of(name)
     if model.is_loaded:
         found["max_input_tokens"] = found["max_tokens"] = model.renderer.max_model_len
@@ -115,7 +124,7 @@ def _media(served: ServedModel) -> responses.MediaInfo:
 async def extract_text(request: Request) -> Response:
     """The text of a PDF."""
     body = await read_body(request, DocumentBody)
-    text, num_pages = await context_of(request).documents.text_of(
+    text, num_pages = await server_context_of(request).documents.text_of(
         documents.decoded(body.data, "data"), "data"
     )
     return await json_response(responses.DocumentText(text=text, num_pages=num_pages))
@@ -174,7 +183,7 @@ async def ready(request: Request) -> Response:
 
 
 def _status(request: Request, *good: Phase) -> Response:
-    phase = context_of(request).phase
+    phase = server_context_of(request).phase
     return JSONResponse(responses.Status(status=phase.value), 200 if phase in good else 503)
 
 
@@ -199,7 +208,7 @@ async def metrics(request: Request) -> Response:
 
 async def load(request: Request) -> Response:
     """Requests for answers that have not ended, as in vLLM."""
-    return JSONResponse(responses.Load(server_load=context_of(request).metrics.server_load))
+    return JSONResponse(responses.Load(server_load=server_context_of(request).metrics.server_load))
 
 
 async def server_info(request: Request) -> Response:

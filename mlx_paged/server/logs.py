@@ -106,6 +106,17 @@ def configure(level: str = "info", style: str = "text", file: Path | None = None
         threading.excepthook = _log_thread_exception
 
 
+def add_field(name: str, value: str) -> None:
+    """Adds a field to every line of this process that has none of the name."""
+
+    def add(record: logging.LogRecord) -> bool:
+        vars(record).setdefault(name, value)
+        return True
+
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(add)
+
+
 def _redirect_library_loggers() -> None:
     """Has libraries log as we do, that brought handlers of their own (transformers, the hub)."""
     for each in list(logging.root.manager.loggerDict.values()):

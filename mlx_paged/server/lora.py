@@ -25,6 +25,7 @@ class LoadLoraBody(Body):
         description="Directory of the adapter on the server."
     )
     load_inplace: bool = Field(False, description="Replace an adapter of the same name.")
+    model: str | None = Field(None, description="Its model, in a server of several.")
 
 
 class UnloadLoraBody(Body):
@@ -32,6 +33,7 @@ class UnloadLoraBody(Body):
 
     lora_name: LoraName
     lora_int_id: int | None = Field(None, description="No effect: the name decides.")
+    model: str | None = Field(None, description="Its model, in a server of several.")
 
 
 async def load_adapter(request: Request) -> Response:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.server.bodies import Body
-from mlx_paged.server.context import context_of, request_log_of
+from mlx_paged.server.context import request_log_of, server_context_of
 from mlx_paged.server.errors import ApiError, shorten
 from mlx_paged.server.requests import read_body
 from mlx_paged.server.sites import check_origin
@@ -96,7 +96,7 @@ class ResourceBody(Body):
 async def tools(request: Request) -> Response:
     """Lists servers and their offers: `GET` those of --mcp, `POST` also the page's."""
     check_origin(request.headers)  # whatever --allowed-origins has
-    context = context_of(request)
+    context = server_context_of(request)
     found = [] if context.mcp_servers is None else _offers(context.mcp_servers, is_own=False)
     if request.method == "POST":
         body = await read_body(request, ToolsBody)
@@ -225,7 +225,7 @@ def _name_of(server: str | PageServer) -> str:
 async def _using(request: Request, server: str | PageServer) -> AsyncIterator[McpServers]:
     """Returns the connections that include a server: those of --mcp, or the page's one."""
     if isinstance(server, str):
-        servers = context_of(request).mcp_servers
+        servers = server_context_of(request).mcp_servers
         if servers is None:
             raise ApiError(404, "there are no servers of --mcp", param="server")
         yield servers
@@ -245,7 +245,7 @@ def _errors_of_servers() -> Iterator[None]:
 
 
 def _page_servers(request: Request) -> PageServers:
-    pages = context_of(request).page_servers
+    pages = server_context_of(request).page_servers
     if pages is None:
         raise ApiError(
             403, "this server takes no MCP servers from the page: it runs without --page-mcp",

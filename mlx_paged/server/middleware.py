@@ -114,7 +114,8 @@ def log_end(trace: RequestLog, metrics: Metrics, *, log: bool, path: str | None 
     """
     metrics.responses.labels(path or trace.path, str(trace.status)).inc()
     if log:
-        level = logging.DEBUG if trace.path in _QUIET_PATHS else logging.INFO
+        is_quiet = trace.is_forwarded or trace.path in _QUIET_PATHS
+        level = logging.DEBUG if is_quiet else logging.INFO
         access_logger.log(level, "request", extra=trace.log_fields())
 
 

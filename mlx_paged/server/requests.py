@@ -31,7 +31,7 @@ from mlx_paged.server.bodies import (
 )
 from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
-from mlx_paged.server.context import context_of, request_log_of
+from mlx_paged.server.context import request_log_of, server_context_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.documents import read_documents
 from mlx_paged.server.errors import ApiError, bad_request, shorten, speaks_anthropic
@@ -58,20 +58,14 @@ async def read_body(request: Request, model: type[B]) -> B:
         ApiError: 400 with the field, 404 for a model that is not served, 408, 413 or 415, 503 while
             the server takes no requests.
     """
-    context, trace = context_of(request), request_log_of(request)
-    context.check_takes_requests()
-    check_content(request)
-    limit = context.models.max_model_len
-    bounds = BodyBounds(max(MAX_TOKEN_IDS, limit or 0), limit)
-    async with context.reading_body():
-        raw = await _read_bytes(request, bounds)
-    body = validated(request, raw, model)
+    context, trace = server_context_of(request), request_log_of(request)
+    body = validated(request, await read_bytes(request), model)
     if isinstance(body, Unsupported):
         unsupported = body.unsupported()
         if unsupported is not None:
             raise bad_request(*unsupported, code="unsupported_parameter")
     if (name := getattr(body, "model", None)) is not None:
-        setattr(body, "model", context.models.find(name).name)  # noqa: B010 (not every body has it)
+        setattr(body, "model", context.served_name(name))  # noqa: B010 (not every body has it)
     await read_documents(body, context.documents)
     if isinstance(body, GenerationBody):
         trace.request_id = body.request_id or trace.request_id
@@ -100,6 +94,21 @@ async def read_small_body(request: Request, model: type[B]) -> B:
         raise _from_validation(error, is_openai=True) from None
 
 
+async def read_bytes(request: Request) -> bytes:
+    """The body of a request that the server can take now, not validated.
+
+    Raises:
+        ApiError: 408, 413 or 415, 503 while the server takes no requests.
+    """
+    context = server_context_of(request)
+    context.check_takes_requests()
+    check_content(request)
+    limit = context.max_model_len
+    bounds = BodyBounds(max(MAX_TOKEN_IDS, limit or 0), limit)
+    async with context.reading_body():
+        return await _received(request, bounds)
+
+
 def validated(request: Request, raw: bytes | bytearray, model: type[B]) -> B:
     """A body, or a part of one.
 
@@ -110,7 +119,7 @@ def validated(request: Request, raw: bytes | bytearray, model: type[B]) -> B:
         body = model.model_validate_json(raw)
     except ValidationError as error:
         raise _from_validation(error, is_openai=not speaks_anthropic(request.scope)) from None
-    _check_unknown(body, context_of(request).config, request_log_of(request).request_id)
+    _check_unknown(body, server_context_of(request).config, request_log_of(request).request_id)
     return body
 
 
@@ -153,9 +162,9 @@ def unsupported_content(message: str, headers: Mapping[str, str] | None = None) 
     )  # fmt: skip
 
 
-async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
-    context, trace = context_of(request), request_log_of(request)
-    limit, read_timeout = context.models.max_body_size, context.config.read_timeout
+async def _received(request: Request, bounds: BodyBounds) -> bytes:
+    context, trace = server_context_of(request), request_log_of(request)
+    limit, read_timeout = context.max_body_size, context.config.read_timeout
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise too_large(limit)

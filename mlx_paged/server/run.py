@@ -12,18 +12,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from mlx_paged import descriptors
-from mlx_paged.engine.client import EngineClient
-from mlx_paged.errors import InvalidParameterError, MlxPagedError
-from mlx_paged.server.app import create_app
+from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.batches.folder import Folder
-from mlx_paged.server.config import MAX_MEDIA_BODY_SIZE, GenerationDefaults, ServerConfig
+from mlx_paged.server.config import MAX_MEDIA_BODY_SIZE, ServerConfig
 from mlx_paged.server.connection import with_timeouts
-from mlx_paged.server.context import Context
 from mlx_paged.server.listener import Listener, bind, bound_unix
 from mlx_paged.server.sites import is_loopback, known_hosts
 from mlx_paged.server.websocket import SETTINGS, websockets
@@ -35,8 +33,8 @@ logger = logging.getLogger(__name__)
 # serialized.
 _SWITCH_INTERVAL = 0.0005
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds between checks of the engine's thread.
-_WATCH_INTERVAL = 0.25
+# Seconds for streams to send their errors when the service has failed.
+_LAST_WORDS = 0.5
 # Seconds for responses to end after the engine has ended their requests.
 _RESPONSE_GRACE = 5.0
 # Minimum seconds for clients to end a TLS connection that this server has closed.
@@ -99,7 +97,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    make_engine: Callable[[], EngineClient],
+    make_service: Callable[[str], Service],
     config: ServerConfig,
     *,
     host: str = "127.0.0.1",
@@ -107,15 +105,18 @@ def serve(
     ssl_keyfile: Path | None = None,
     ssl_certfile: Path | None = None,
     uds: Path | None = None,
+    is_behind_router: bool = False,
 ) -> int:
-    """Serves until a signal arrives or the engine fails.
+    """Serves until a signal arrives or the service fails.
 
     Args:
-        make_engine: called when the socket is bound.
+        make_service: Called when the socket is bound, with the address that it listens on ("" for a
+            Unix domain socket).
         uds: a Unix domain socket to listen on, instead of an address.
+        is_behind_router: Take the addresses of clients from the router's headers.
 
     Returns:
-        The process's exit status: 0 after SIGINT or SIGTERM, 1 if the engine failed.
+        The process's exit status: 0 after SIGINT or SIGTERM, 1 if the service failed.
 
     Raises:
         InvalidParameterError: the address or the certificates cannot be used.
@@ -134,8 +135,13 @@ def serve(
     with listening as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if config.files_dir is not None:
             Folder(Path(config.files_dir)).close()  # Refuses a bad folder before loading.
-        service = _Service(make_engine(), config, sock, ssl_keyfile, ssl_certfile)
-        status = runner.run(service.run())
+        is_unix = sock.family == socket.AF_UNIX
+        service = make_service("" if is_unix else sock.getsockname()[0])
+        status = runner.run(
+            _Run(
+                service, config, sock, ssl_keyfile, ssl_certfile, is_behind_router=is_behind_router
+            ).run()
+        )
     if service.is_loading:
         _leave(status)
     return status
@@ -179,30 +185,62 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-class _Service:
+class Service(Protocol):
+    """The application of a process, and what must end in order before the process does.
+
+    `server.engine_service` has that of one model, `server.router.service` that of several.
+    """
+
+    @property
+    def app(self) -> ASGIApp:
+        """The application."""
+
+    @property
+    def is_draining(self) -> bool:
+        """True once it takes no more requests."""
+
+    @property
+    def is_loading(self) -> bool:
+        """True while a thread of this process loads a model, which cannot be interrupted."""
+
+    def drain(self) -> None:
+        """Takes no more requests."""
+
+    async def finish(self, seconds: float) -> None:
+        """Ends the running requests: lets them finish for some seconds, then aborts them."""
+
+    async def watch(self, address: str) -> int | None:
+        """Returns when the process must end, with its status; None: it is about to end anyway.
+
+        Args:
+            address: The server's address, for the log.
+        """
+
+
+class _Run:
     """One run of the server."""
 
     def __init__(
         self,
-        engine: EngineClient,
+        service: Service,
         config: ServerConfig,
         sock: socket.socket,
         ssl_keyfile: Path | None,
         ssl_certfile: Path | None,
+        *,
+        is_behind_router: bool,
     ) -> None:
-        self._engine = engine
+        self._service = service
         self._config = config
         self._socket = sock
-        is_unix = sock.family == socket.AF_UNIX
-        app = create_app(engine, config, "" if is_unix else sock.getsockname()[0])
-        self._context: Context = app.state.context
         settings = uvicorn.Config(
-            app,
+            service.app,
             http=with_timeouts(config.read_timeout),
             lifespan="on",
             ws=websockets(config.read_timeout),
             ws_max_size=config.max_body_size or MAX_MEDIA_BODY_SIZE,
             **SETTINGS,
+            forwarded_allow_ips="*" if is_behind_router else None,
             access_log=False,
             log_config=None,
             server_header=False,
@@ -226,12 +264,6 @@ class _Service:
         self._status = 0
 
     @property
-    def is_loading(self) -> bool:
-        """True if the engine is neither ready nor failed."""
-        model = self._context.models.default
-        return not model.is_loaded and self._engine.is_alive
-
-    @property
     def _address(self) -> str:
         """Its address, for the log."""
         name = self._socket.getsockname()
@@ -251,8 +283,8 @@ class _Service:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-            self._context.drain()
-            await self._drain(0.0)
+            self._service.drain()
+            await self._service.finish(0.0)
             self._has_ended = True
         return self._status
 
@@ -264,43 +296,21 @@ class _Service:
         self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
 
     def _stop(self, cause: str) -> None:
-        if self._context.draining:
+        if self._service.is_draining:
             logger.warning("%s again: ending at once", cause)
             self._server.force_exit = True
-            self._draining = asyncio.ensure_future(self._drain(0.0))
+            self._draining = asyncio.ensure_future(self._service.finish(0.0))
             return
         seconds = self._config.shutdown_timeout
         logger.info("%s: finishing running requests, for at most %g s", cause, seconds)
-        self._context.drain()
+        self._service.drain()
         self._server.should_exit = True
-        self._draining = asyncio.ensure_future(self._drain(seconds))
-
-    async def _drain(self, seconds: float) -> None:
-        if self._context.models.default.is_loaded:
-            await self._engine.shutdown(seconds)
+        self._draining = asyncio.ensure_future(self._service.finish(seconds))
 
     async def _watch(self) -> None:
-        """Logs that the engine is ready; ends the process when it fails."""
-        model = self._context.models.default
-        await model.started_or_failed()
-        if model.failure is None:
-            logger.info("ready: model %s at %s", model.name, self._address)
-            defaults = model.defaults
-            if defaults != GenerationDefaults():
-                limit = defaults.max_new_tokens
-                logger.info(
-                    "default sampling parameters: %s",
-                    {**defaults.sampling, **({} if limit is None else {"max_new_tokens": limit})},
-                )
-            while self._engine.is_alive:
-                await asyncio.sleep(_WATCH_INTERVAL)
-            if self._context.draining:
-                return
-        self._status = 1
-        failure = model.failure
-        if failure is not None and self._engine.is_alive:
-            # Not the engine's: that has logged its own.
-            expected = isinstance(failure, MlxPagedError)
-            logger.critical("%s", failure, exc_info=None if expected else failure)
-        await asyncio.sleep(2 * _WATCH_INTERVAL)  # streams send their errors
-        self._server.should_exit = True
+        """Ends the process when the service cannot go on."""
+        status = await self._service.watch(self._address)
+        if status is not None:
+            self._status = status
+            await asyncio.sleep(_LAST_WORDS)
+            self._server.should_exit = True

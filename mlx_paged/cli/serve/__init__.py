@@ -1,0 +1,1 @@
+"""`mlx-paged serve`: options become engines and a server."""

@@ -1,0 +1,163 @@
+"""OneModel: a model of `mlx-paged serve` with its checked options, and how it is served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_paged.cli.options import fields_of
+from mlx_paged.cli.serve import access
+from mlx_paged.cli.serve.model_options import ModelOptions
+from mlx_paged.cli.serve.server_options import ServerOptions
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.extras import needs_extra
+
+if TYPE_CHECKING:
+    from mlx_paged.server.config import ServerConfig
+    from mlx_paged.server.served_model import ServedModel
+
+# Options of `EngineConfig` that are mappings.
+_JSON_OBJECTS = (
+    "hf_overrides", "limit_mm_per_prompt", "media_io_kwargs", "mm_processor_kwargs", "media_limits",
+    "speculative_config",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OneModel:
+    """A model with its options; wrong ones are refused before it is loaded.
+
+    Attributes:
+        model: Directory, GGUF file or hub id; None: the embedded model.
+        engine: Options of its engine.
+        config: Options of a server that has this model alone.
+        sampling: Sampling defaults in place of the model's own; None: its own.
+    """
+
+    model: str | None
+    dtype: str
+    engine: Mapping[str, Any]
+    config: ServerConfig
+    sampling: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, model: str | None, options: ModelOptions, server: ServerOptions) -> OneModel:
+        """Checks the options.
+
+        Raises:
+            InvalidParameterError: It names the option.
+        """
+        from mlx_paged.engine.config import EngineConfig
+        from mlx_paged.server.config import generation_config_of
+
+        engine = fields_of(EngineConfig, options)
+        engine["pooler_config"] = _pooler_config(options)
+        engine["kv_cache_dtype_skip_layers"] = options.kv_cache_dtype_skip_layers or ()
+        for name in _JSON_OBJECTS:
+            engine[name] = _json_object(name, getattr(options, name))
+        checked = EngineConfig(**engine)
+        if options.max_model_len is not None:
+            checked.scheduler_config(options.max_model_len)
+        if options.lora_modules and not options.enable_lora:
+            expected = "given with --enable-lora"
+            raise InvalidParameterError("lora_modules", expected, options.lora_modules)
+        config = _server_config(model, options, server)
+        return cls(
+            model, options.dtype, engine, config, generation_config_of(options.generation_config)
+        )
+
+    def run(
+        self,
+        server: ServerOptions,
+        on_started: Callable[[ServedModel], Awaitable[None]] | None = None,
+    ) -> int:
+        """Serves it alone; returns the exit status. See `server.run.serve`.
+
+        Args:
+            on_started: See `EngineService`; it is given in the process of a router.
+        """
+        from mlx_paged.cli.progress import kernel_bar
+        from mlx_paged.engine.async_engine import AsyncEngine
+        from mlx_paged.server import run
+        from mlx_paged.server.engine_service import EngineService
+
+        def make_service(address: str) -> EngineService:
+            engine = AsyncEngine.from_model(
+                self.model,
+                dtype=self.dtype,
+                generation_config=self.sampling,
+                on_kernel=kernel_bar(),
+                **self.engine,
+            )
+            return EngineService(engine, self.config, address, on_started)
+
+        return run.serve(
+            make_service,
+            self.config,
+            **access.listening(server),
+            is_behind_router=on_started is not None,
+        )
+
+
+def _server_config(model: str | None, options: ModelOptions, server: ServerOptions) -> ServerConfig:
+    from mlx_paged.server.config import ServerConfig, default_model_name, overrides_of
+    from mlx_paged.server.lora_modules import lora_modules_of
+    from mlx_paged.server.rate_limits import keys_of
+
+    access.check(server)
+    config = ServerConfig(
+        **{
+            **fields_of(ServerConfig, options),
+            **fields_of(ServerConfig, server),
+            **access.config_fields(server),
+            "served_model_names": tuple(options.served_model_names or (default_model_name(model),)),
+            "model": model,
+            "chat_template": _template(options.chat_template),
+            "override_generation_config": overrides_of(options.override_generation_config),
+            "priority_scheduling": options.policy == "priority",
+            "lora_modules": lora_modules_of(options.lora_modules or ()),
+        }
+    )
+    keys_of(config)
+    if server.otlp_traces_endpoint is not None:
+        with needs_extra("otel", "--otlp-traces-endpoint"):
+            from mlx_paged.server.tracing import checked_endpoint
+        checked_endpoint(server.otlp_traces_endpoint)
+    return config
+
+
+def _pooler_config(options: ModelOptions) -> dict[str, Any] | None:
+    """Combines the options for pooling; None if there are none."""
+    found = _json_object("pooler_config", options.pooler_config) or {}
+    if options.pooling_type is not None:
+        found["pooling_type"] = options.pooling_type
+    if options.pooling_normalize is not None:
+        found["normalize"] = options.pooling_normalize == "true"
+    return found or None
+
+
+def _json_object(name: str, given: str | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    try:
+        found = json.loads(given)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidParameterError(name, "a JSON object", given)
+    return found
+
+
+def _template(given: str | None) -> str | None:
+    """The source of a template: a file's content, or the text itself."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except OSError as error:
+        raise InvalidParameterError(
+            "chat_template", f"a Jinja file or source ({error.strerror})", given
+        ) from error

@@ -1,0 +1,134 @@
+"""Serves several models: checks their options, divides the memory, and runs the router."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mlx_paged.cli.options import fields_of
+from mlx_paged.cli.serve import access
+from mlx_paged.cli.serve.model_options import ModelOptions
+from mlx_paged.cli.serve.models import ServedModelOptions
+from mlx_paged.cli.serve.one_model import OneModel
+from mlx_paged.cli.serve.server_options import ServerOptions
+from mlx_paged.cli.serve.several_options import SeveralOptions
+from mlx_paged.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from mlx_paged.server.router.spec import ModelSpec
+
+_GIB = 1 << 30
+_ENTRY = "mlx_paged.cli.serve.child"
+# Bytes of a model's KV cache if no option sizes it; at most this share of the budget.
+_KV_BYTES, _KV_SHARE = 4 * _GIB, 4
+# Options of the server that its models' processes have, too.
+_SHARED = (
+    "read_timeout", "max_body_size", "max_body_memory", "max_logprobs", "request_timeout",
+    "shutdown_timeout", "max_stored_responses", "max_stored_bytes", "strict_requests",
+    "stream_interval", "stream_keepalive_deltas", "log_level", "log_format", "log_requests",
+    "log_config", "otlp_traces_endpoint",
+)  # fmt: skip
+
+
+def run_several(
+    models: Sequence[ServedModelOptions], server: ServerOptions, several: SeveralOptions
+) -> int:
+    """Serves models until a signal arrives; returns the exit status.
+
+    Raises:
+        InvalidParameterError: It names the option.
+    """
+    from mlx_paged.engine.memory import default_budget
+    from mlx_paged.server import run
+    from mlx_paged.server.config import ServerConfig
+    from mlx_paged.server.rate_limits import keys_of
+    from mlx_paged.server.router.service import RouterService
+    from mlx_paged.server.router.spec import ModelSpec, check_names
+
+    access.check(server)
+    for name in ("files_dir", "tokens_per_minute"):
+        if getattr(server, name) is not None:
+            raise InvalidParameterError(name, "given with one model only", getattr(server, name))
+    given = several.memory_budget
+    budget = default_budget() if given is None else int(given * _GIB)
+    shared = {name: getattr(server, name) for name in _SHARED}
+    own = ServerOptions(**shared, serve_page=False, page_mcp=False)
+    specs: list[ModelSpec] = []
+    for model in models:
+        options = replace(model.options, served_model_names=list(model.names) or None)
+        if not _is_sized(options):
+            kv_bytes = min(_KV_BYTES, budget // _KV_SHARE)
+            options = replace(options, kv_cache_memory=kv_bytes)
+        checked = OneModel.of(model.model, options, own)
+        name, *aliases = checked.config.served_model_names
+        specs.append(
+            ModelSpec(
+                name,
+                model.model,
+                tuple(aliases),
+                _kv_bytes(options),
+                model.pinned,
+                model.preload,
+                model.ttl,
+                tuple(adapter for adapter, _ in checked.config.lora_modules),
+                pickle.dumps((model.model, options, own)),
+            )
+        )
+    check_names(tuple(specs))
+    specs = _chosen(specs, several)
+    config = ServerConfig(
+        **{**fields_of(ServerConfig, server), **access.config_fields(server)},
+        served_model_names=tuple(spec.name for spec in specs),
+    )
+    keys = keys_of(config)
+    if any(limits.tokens is not None for limits in keys.values()):
+        expected = "without tokens_per_minute, which needs a server of one model"
+        raise InvalidParameterError("api_key_file", expected, str(server.api_key_file))
+
+    def make_service(address: str) -> RouterService:
+        return RouterService(specs, config, address, entry=_ENTRY, budget=budget)
+
+    return run.serve(make_service, config, **access.listening(server))
+
+
+def _chosen(specs: list[ModelSpec], several: SeveralOptions) -> list[ModelSpec]:
+    """Applies --pin-model and --preload-model; without a model to preload, it is the first.
+
+    Raises:
+        InvalidParameterError: A name that no model has.
+    """
+    for place in _places(specs, "pin_models", several.pin_models):
+        specs[place] = replace(specs[place], pinned=True)
+    for place in _places(specs, "preload_models", several.preload_models):
+        specs[place] = replace(specs[place], preload=True)
+    if not any(spec.preload for spec in specs):
+        specs[0] = replace(specs[0], preload=True)
+    return specs
+
+
+def _places(specs: Sequence[ModelSpec], option: str, names: Sequence[str] | None) -> Iterator[int]:
+    for name in names or ():
+        places = [place for place, spec in enumerate(specs) if name in spec.names]
+        if not places:
+            known = ", ".join(spec.name for spec in specs)
+            raise InvalidParameterError(option, f"a name of a model ({known})", name)
+        yield places[0]
+
+
+def _is_sized(options: ModelOptions) -> bool:
+    """True if an option determines the size of the KV cache."""
+    names = ("kv_cache_memory", "gpu_memory_utilization", "num_gpu_blocks_override")
+    return any(getattr(options, name) is not None for name in names)
+
+
+def _kv_bytes(options: ModelOptions) -> int:
+    """Estimates the bytes of a KV cache; blocks are counted once the model is loaded."""
+    from mlx_paged.engine.memory import device_memory
+
+    if options.kv_cache_memory is not None:
+        return options.kv_cache_memory
+    if options.gpu_memory_utilization is not None:
+        return int(options.gpu_memory_utilization * device_memory())
+    return 0

@@ -1,0 +1,86 @@
+"""EngineService: what `server.run` runs to serve one model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from mlx_paged.engine.client import EngineClient
+from mlx_paged.errors import MlxPagedError
+from mlx_paged.server.app import create_app
+from mlx_paged.server.config import GenerationDefaults, ServerConfig
+from mlx_paged.server.context import Context
+from mlx_paged.server.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+# Seconds between checks of the engine's thread.
+_WATCH_INTERVAL = 0.25
+
+
+class EngineService:
+    """Serves one engine.
+
+    Args:
+        engine: It may still be loading.
+        address: The address that the server listens on; "" for a Unix domain socket.
+        on_started: Called when the model is served, or failed.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        config: ServerConfig,
+        address: str,
+        on_started: Callable[[ServedModel], Awaitable[None]] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._on_started = on_started
+        self.app = create_app(engine, config, address)
+        self._context: Context = self.app.state.context
+
+    @property
+    def is_draining(self) -> bool:
+        """See `Service`."""
+        return self._context.draining
+
+    @property
+    def is_loading(self) -> bool:
+        """See `Service`."""
+        return not self._context.models.default.is_loaded and self._engine.is_alive
+
+    def drain(self) -> None:
+        """See `Service`."""
+        self._context.drain()
+
+    async def finish(self, seconds: float) -> None:
+        """See `Service`."""
+        if self._context.models.default.is_loaded:
+            await self._engine.shutdown(seconds)
+
+    async def watch(self, address: str) -> int | None:
+        """Logs that the engine is ready; returns when it has failed or stopped."""
+        model = self._context.models.default
+        await model.started_or_failed()
+        if self._on_started is not None:
+            await self._on_started(model)
+        if model.failure is None:
+            logger.info("ready: model %s at %s", model.name, address)
+            defaults = model.defaults
+            if defaults != GenerationDefaults():
+                limit = defaults.max_new_tokens
+                logger.info(
+                    "default sampling parameters: %s",
+                    {**defaults.sampling, **({} if limit is None else {"max_new_tokens": limit})},
+                )
+            while self._engine.is_alive:
+                await asyncio.sleep(_WATCH_INTERVAL)
+            if self._context.draining:
+                return None
+        failure = model.failure
+        if failure is not None and self._engine.is_alive:
+            # Not the engine's: that has logged its own.
+            expected = isinstance(failure, MlxPagedError)
+            logger.critical("%s", failure, exc_info=None if expected else failure)
+        return 1

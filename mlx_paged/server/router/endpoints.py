@@ -1,0 +1,279 @@
+"""Endpoints that a router answers itself: its models, their states, and sums over all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal, NotRequired, cast
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
+
+from mlx_paged import __version__, extension
+from mlx_paged.server import responses
+from mlx_paged.server.abort import AbortBody, Aborted
+from mlx_paged.server.bodies import Body
+from mlx_paged.server.catalog import ModelState, ModelStatus
+from mlx_paged.server.context import Phase
+from mlx_paged.server.endpoints import model_info
+from mlx_paged.server.errors import ApiError, speaks_anthropic
+from mlx_paged.server.messages.answers import ModelInfo, ModelPage
+from mlx_paged.server.requests import read_body
+from mlx_paged.server.router.context import RouterContext, router_of
+from mlx_paged.server.router.forward import forward, forward_query
+from mlx_paged.server.router.metrics import merged
+from mlx_paged.server.router.pool import PooledModel
+from mlx_paged.server.router.transport import Upstream, UpstreamError
+
+# Seconds for the processes to answer.
+_TIMEOUT = 2.0
+
+
+class ModelBody(Body):
+    """`POST /models/load` and `POST /models/unload`."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)] = Field(
+        description="A name of the model."
+    )
+
+
+class Done(TypedDict):
+    """The answer to both; the state of the model changes afterwards."""
+
+    success: bool
+
+
+class StateInfo(TypedDict):
+    """The state of a model, in llama.cpp's form: a failed one is unloaded."""
+
+    value: Literal["unloaded", "loading", "loaded"]
+    failed: NotRequired[bool]
+    reason: NotRequired[str]
+
+
+class Architecture(TypedDict):
+    """What a model reads and writes, in llama.cpp's form."""
+
+    input_modalities: list[str]
+    output_modalities: list[str]
+
+
+class RoutedModel(responses.Model):
+    """A name of a model, and the model's state."""
+
+    status: StateInfo
+    path: str | None
+    aliases: list[str]
+    pinned: bool
+    size: int | None
+    memory: int | None
+    expires_at: float | None
+    architecture: Architecture
+
+
+class RoutedModelList(TypedDict):
+    """`GET /v1/models` and `GET /models`."""
+
+    object: Literal["list"]
+    data: list[RoutedModel]
+
+
+# Models.
+
+
+async def models(request: Request) -> Response:
+    """All names of all models and adapters, with states."""
+    context = router_of(request)
+    named = [
+        (name, status)
+        for status in context.pool.statuses()
+        for name in (status.name, *status.aliases, *status.adapters)
+    ]
+    if speaks_anthropic(request.scope):
+        data = [_info(context, name, status) for name, status in named]
+        names = [name for name, _ in named]
+        page = ModelPage(data=data, has_more=False, first_id=names[0], last_id=names[-1])
+        return JSONResponse(page)
+    entries = [_model(context, name, status) for name, status in named]
+    return JSONResponse(RoutedModelList(object="list", data=entries))
+
+
+async def model(request: Request) -> Response:
+    """One name of a model or an adapter."""
+    context, name = router_of(request), request.path_params["model"]
+    status = context.pool.status(name)
+    if name not in (*status.aliases, *status.adapters):
+        name = status.name
+    if speaks_anthropic(request.scope):
+        return JSONResponse(_info(context, name, status))
+    return JSONResponse(_model(context, name, status))
+
+
+def _info(context: RouterContext, name: str, status: ModelStatus) -> ModelInfo:
+    found = model_info(name, context.started)
+    if status.input_modalities:  # It has been loaded.
+        found["max_input_tokens"] = found["max_tokens"] = status.max_model_len
+    return found
+
+
+def _model(context: RouterContext, name: str, status: ModelStatus) -> RoutedModel:
+    is_adapter = name in status.adapters
+    if status.state is ModelState.FAILED:
+        state = StateInfo(value="unloaded", failed=True, reason=status.failure or "")
+    else:
+        state = StateInfo(value=cast(Any, status.state.value))
+    found: RoutedModel = {
+        "id": name,
+        "object": "model",
+        "created": int(context.started),
+        "owned_by": "mlx-paged",
+        "root": status.name,
+        "parent": status.name if is_adapter else None,
+        "status": state,
+        "path": status.path,
+        "aliases": list(status.aliases),
+        "pinned": status.pinned,
+        "size": status.size_on_disk,
+        "memory": status.memory,
+        "expires_at": status.expires_at,
+        "architecture": {
+            "input_modalities": list(status.input_modalities) or ["text"],
+            "output_modalities": ["text"],
+        },
+    }
+    if status.input_modalities:  # It has been loaded.
+        found["max_model_len"] = status.max_model_len
+        found["input_modalities"] = list(status.input_modalities)
+    return found
+
+
+async def load_model(request: Request) -> Response:
+    """Begins to load a model. `GET /models` tells when it is loaded, or why it failed."""
+    body = await read_body(request, ModelBody)
+    pool = router_of(request).pool
+    pool.begin_loading(pool.find(body.model))
+    return JSONResponse(Done(success=True))
+
+
+async def unload_model(request: Request) -> Response:
+    """Unloads a model, as soon as its requests have ended."""
+    body = await read_body(request, ModelBody)
+    pool = router_of(request).pool
+    pool.begin_unloading(pool.find(body.model))
+    return JSONResponse(Done(success=True))
+
+
+# The server.
+
+
+async def ready(request: Request) -> Response:
+    """200 while new requests are taken and the models to preload are loaded."""
+    context = router_of(request)
+    phase = context.phase
+    if phase is Phase.READY and context.is_preloading:
+        phase = Phase.LOADING
+    return JSONResponse(responses.Status(status=phase.value), 200 if phase is Phase.READY else 503)
+
+
+async def server_info(request: Request) -> Response:
+    """Options in force; with `?model=` those of a loaded model and the state of its engine."""
+    context = router_of(request)
+    asked = request.query_params.get("model")
+    if asked is not None and context.pool.find(asked).is_loaded:
+        return await forward_query(request)
+    answer: dict[str, Any] = {
+        "version": __version__,
+        "status": context.phase.value,
+        "uptime_seconds": round(time.time() - context.started, 1),
+        "config": {**asdict(context.config), "api_keys": len(context.config.api_keys)},
+        "build": extension.build_info(),
+        "memory_budget": context.pool.budget,
+        "models": [_model(context, s.name, s) for s in context.pool.statuses()],
+    }
+    return JSONResponse(answer)
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus's text format: the metrics of all loaded models, and the router's own."""
+    context = router_of(request)
+    answers = await _ask_all(context, "GET", "/metrics")
+    texts = {model.name: body.decode() for model, status, body in answers if status == 200}
+    own = context.metrics.render(None).decode()
+    return Response(merged(own, texts), media_type=CONTENT_TYPE_LATEST)
+
+
+async def abort_requests(request: Request) -> Response:
+    """Ends requests of any model; their clients get 499."""
+    body = await read_body(request, AbortBody)
+    context = router_of(request)
+    answers = await _ask_all(
+        context, "POST", "/abort_requests", json.dumps({"request_ids": body.request_ids}).encode()
+    )
+    ids = [
+        each for _, status, body in answers if status == 200 for each in json.loads(body)["aborted"]
+    ]
+    return JSONResponse(Aborted(aborted=list(dict.fromkeys(ids))))
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forgets every cached prefix of every loaded model."""
+    context = router_of(request)
+    context.check_takes_requests()
+    answers = await _ask_all(context, "POST", "/reset_prefix_cache")
+    counts = [json.loads(body)["num_blocks"] for _, status, body in answers if status == 200]
+    return JSONResponse(responses.Reset(num_blocks=sum(counts)))
+
+
+async def no_batches(request: Request) -> Response:
+    """Refuses files and batches, which a server of several models does not have."""
+    message = "a server of several models keeps no files and batches: start one for one model"
+    raise ApiError(404, message, code="files_disabled")
+
+
+async def _ask_all(
+    context: RouterContext, method: str, path: str, body: bytes = b""
+) -> list[tuple[PooledModel, int, bytes]]:
+    """Sends a request to the processes of all loaded models; returns the answers in time."""
+    loaded = [model for model in context.pool.models if model.is_loaded]
+    found = await asyncio.gather(*(_ask(model, method, path, body) for model in loaded))
+    return [answer for answer in found if answer is not None]
+
+
+async def _ask(
+    model: PooledModel, method: str, path: str, body: bytes = b""
+) -> tuple[PooledModel, int, bytes] | None:
+    assert model.process is not None
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    upstream = None
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            socket = model.process.socket
+            upstream = await Upstream.send(socket, method, path, headers, body)
+            return model, upstream.status, await upstream.read()
+    except (TimeoutError, UpstreamError):
+        return None
+    finally:
+        if upstream is not None:
+            upstream.close()
+
+
+async def change_adapters(request: Request) -> Response:
+    """Has the model that the field `model` names load or unload an adapter.
+
+    The change lasts until the model is unloaded.
+    """
+    return await forward(request, before_answer=_refresh_adapters)
+
+
+async def _refresh_adapters(model: PooledModel) -> None:
+    """Asks a model's process for its adapters."""
+    answer = await _ask(model, "GET", "/v1/models")
+    if answer is not None and model.loaded is not None:
+        entries = json.loads(answer[2])["data"]
+        names = tuple(entry["id"] for entry in entries if entry["parent"] is not None)
+        model.loaded = replace(model.loaded, adapters=names)

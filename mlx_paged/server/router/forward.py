@@ -1,0 +1,356 @@
+"""Forwards requests to the process of their model, and its responses to the client.
+
+A request that names an unloaded model waits for it. A client that wants a stream gets comments
+meanwhile, so that it and the proxies before it know that its connection lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_paged.server import requests, responses
+from mlx_paged.server.context import RequestLog, request_log_of
+from mlx_paged.server.errors import (
+    ApiError,
+    bad_request,
+    message_error,
+    shorten,
+    speaks_anthropic,
+    unavailable,
+)
+from mlx_paged.server.messages.answers import MessageError
+from mlx_paged.server.responses import ErrorAnswer
+from mlx_paged.server.router.context import router_of
+from mlx_paged.server.router.pool import KeepAlive, Lease, PooledModel
+from mlx_paged.server.router.transport import Header, Upstream, UpstreamError
+
+# Seconds until a waiting stream begins with a comment, after which errors are events of status 200,
+# and between two comments.
+_PATIENCE, _COMMENT_INTERVAL = 1.0, 5.0
+# Headers about one connection, about keys, about the page that sent a request (all of which the
+# router has checked), and the body's length.
+_OWN_HEADERS = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"),
+        *(b"transfer-encoding", b"content-length", b"expect", b"accept-encoding"),
+        *(b"authorization", b"x-api-key", b"origin", b"x-request-id", b"x-forwarded-for"),
+        *(b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest", b"cookie"),
+    }
+)
+# Headers of responses that the router's own middleware sets.
+_SET_AGAIN = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"}) | {
+    b"x-content-type-options"
+}
+BeforeAnswer = Callable[[PooledModel], Awaitable[None]]
+
+_DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class _Routed(BaseModel):
+    """The fields of a body that decide where it goes; the process checks the others."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    stream: Any = None
+    keep_alive: Any = None
+
+
+async def forward(request: Request, *, before_answer: BeforeAnswer | None = None) -> Response:
+    """Forwards a request with a JSON body to the model that its field `model` names.
+
+    Args:
+        before_answer: Called with the model when the answer begins, before the client gets it.
+
+    Raises:
+        ApiError: 400 for a body without JSON, 404 for an unknown model; see `requests.read_bytes`.
+    """
+    body = await requests.read_bytes(request)
+    try:
+        routed = _Routed.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if first["loc"]:
+            raise bad_request("model", f"model: {first['msg']}") from None
+        raise ApiError(
+            400, f"the body is not a JSON object: {first['msg']}", code="invalid_json"
+        ) from None
+    keep_alive = keep_alive_of(routed.keep_alive)
+    router_of(request).pool.find(routed.model)
+    # Ollama's streams are lines of JSON, which have no comments.
+    comments = routed.stream is True and not _path_of(request).startswith("/api/")
+    return ForwardedResponse(
+        request, routed.model, body, keep_alive, comments=comments, before_answer=before_answer
+    )
+
+
+async def forward_query(request: Request) -> Response:
+    """Forwards a request without a body to the model that its query names.
+
+    Raises:
+        ApiError: 404 for an unknown model, 503 while the server takes no requests.
+    """
+    context, model = router_of(request), request.query_params.get("model")
+    context.check_takes_requests()
+    context.pool.find(model)
+    return ForwardedResponse(request, model, b"", KeepAlive.AS_BEFORE)
+
+
+async def forward_to_owner(request: Request) -> Response:
+    """Forwards a request about something that one of the loaded models has, such as a response.
+
+    Raises:
+        ApiError: 503.
+    """
+    context = router_of(request)
+    context.check_takes_requests()
+    loaded = [model for model in context.pool.models if model.is_loaded]
+    for model in loaded:
+        lease = context.pool.lease(model.name)
+        try:
+            upstream = await _send(request, lease, b"")
+            if upstream.status == 404 and model is not loaded[-1]:
+                upstream.close()
+                lease.release()
+                continue
+        except BaseException:
+            lease.release()
+            raise
+        return ForwardedResponse(request, None, b"", KeepAlive.AS_BEFORE, begun=(lease, upstream))
+    raise ApiError(404, "no loaded model has this", code="not_found")
+
+
+def keep_alive_of(given: Any) -> float | KeepAlive | None:
+    """Reads Ollama's `keep_alive`: seconds as a number, or a text such as "5m" or "1h30m".
+
+    Returns:
+        Seconds; None: forever, for a negative value.
+
+    Raises:
+        ApiError: 400.
+    """
+    if given is None:
+        return KeepAlive.AS_BEFORE
+    seconds: float | None = None
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        seconds = float(given)
+    elif isinstance(given, str):
+        parts = _DURATION.findall(given)
+        if parts and "".join(map("".join, parts)) == given:
+            seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        elif re.fullmatch(r"-?\d+(\.\d+)?", given):
+            seconds = float(given)
+    if seconds is None or seconds != seconds or seconds == float("inf"):
+        raise bad_request(
+            "keep_alive",
+            f"keep_alive must be seconds, or a time such as '5m', but is {shorten(repr(given))}",
+        )
+    return None if seconds < 0 else seconds
+
+
+class ForwardedResponse(Response):
+    """The response of a model's process, or the reason why there is none.
+
+    Args:
+        model: The name that the request gave; None: the first model.
+        comments: Begin a stream with comments if the model has to be loaded.
+        before_answer: See `forward`.
+        begun: A hold on the model and its response, if it is already there.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        model: str | None,
+        body: bytes,
+        keep_alive: float | KeepAlive | None,
+        *,
+        comments: bool = False,
+        before_answer: BeforeAnswer | None = None,
+        begun: tuple[Lease, Upstream] | None = None,
+    ) -> None:
+        self.background = None
+        self._request = request
+        self._model = model
+        self._body = body
+        self._keep_alive = keep_alive
+        self._comments = comments
+        self._before_answer = before_answer
+        self._begun = begun
+        self._upstream: Upstream | None = None
+        self._lease: Lease
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it; a client that leaves gives up its place, or ends its request."""
+        if self._begun is None:
+            self._lease = router_of(self._request).pool.lease(self._model, self._keep_alive)
+        else:
+            self._lease, self._upstream = self._begun
+        work = asyncio.ensure_future(self._answer(scope, receive, send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for task in (work, leaving):
+                task.cancel()
+            await asyncio.gather(work, leaving, return_exceptions=True)
+            if self._upstream is not None:
+                self._upstream.close()
+            self._lease.release()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace = request_log_of(self._request)
+        try:
+            if self._upstream is None:
+                await self._wait(send)
+                self._upstream = await _send(self._request, self._lease, self._body)
+            if self._before_answer is not None:
+                await self._before_answer(self._lease.model)
+            trace.is_forwarded = True  # The process logs it.
+            await self._relay(self._upstream, scope, send)
+        except (ApiError, UpstreamError) as error:
+            if isinstance(error, UpstreamError):
+                error = unavailable(str(error), "model_failed")
+            trace.fields |= {"model": self._lease.model.name, "error": error.message}
+            trace.is_forwarded = False
+            if not self._has_begun:
+                router_of(self._request).metrics.rejected.labels(_reason(error)).inc()
+                await error.response(scope)(scope, receive, send)
+            elif scope["state"].get("filler"):
+                await send(_body(_error_events(error, scope, trace), is_last=True))
+            else:
+                raise RuntimeError(error.message) from error  # The connection is cut off.
+
+    async def _wait(self, send: Send) -> None:
+        """Waits until the model is loaded."""
+        ready = asyncio.ensure_future(self._lease.ready())
+        patience = _PATIENCE if self._comments else None
+        try:
+            while True:
+                done, _ = await asyncio.wait({ready}, timeout=patience)
+                if done:
+                    break
+                patience = _COMMENT_INTERVAL
+                if not self._has_begun:
+                    kind = (b"content-type", b"text/event-stream; charset=utf-8")
+                    await self._begin(200, [kind, (b"cache-control", b"no-store")], send)
+                await send(_body(b": the model is being loaded\n\n"))
+            ready.result()
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+
+    async def _relay(self, upstream: Upstream, scope: Scope, send: Send) -> None:
+        """Sends a response on, as it comes."""
+        headers = [header for header in upstream.headers if header[0] not in _SET_AGAIN]
+        kind = dict(headers).get(b"content-type", b"")
+        if (own := dict(headers).get(b"x-request-id")) is not None:
+            request_log_of(self._request).request_id = own.decode()  # The body may have one.
+        if not self._has_begun:
+            await self._begin(upstream.status, headers, send)
+        elif not kind.startswith(b"text/event-stream"):
+            trace = request_log_of(self._request)
+            events = _as_events(await upstream.read(), scope, trace)
+            await send(_body(events, is_last=True))
+            return
+        async for chunk in upstream.chunks():
+            await send(_body(chunk))
+        await send(_body(b"", is_last=True))
+
+    async def _begin(self, status: int, headers: list[Header], send: Send) -> None:
+        self._has_begun = True
+        if dict(headers).get(b"content-type", b"").startswith(b"text/event-stream"):
+            self._request.scope["state"]["filler"] = b":\n\n"  # see `server.connection`
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _send(request: Request, lease: Lease, body: bytes) -> Upstream:
+    """Sends a request to the process of a model.
+
+    Raises:
+        ApiError: See `Lease.ready`.
+        UpstreamError: There is no response.
+    """
+    trace = request_log_of(request)
+    target = quote(_path_of(request), safe="/:@!$&'()*+,;=~")
+    query = request.scope.get("query_string", b"").decode("latin-1")
+    return await Upstream.send(
+        await lease.ready(),
+        request.method,
+        f"{target}?{query}" if query else target,
+        _headers_for(request.scope["headers"], trace),
+        body,
+    )
+
+
+def _headers_for(given: Iterable[Header], trace: RequestLog) -> list[Header]:
+    headers = [(name, value) for name, value in given if name.lower() not in _OWN_HEADERS]
+    headers.append((b"x-request-id", trace.request_id.encode()))
+    if trace.client:
+        headers.append((b"x-forwarded-for", trace.client.encode()))
+    return headers
+
+
+def _path_of(request: Request) -> str:
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", "")) or "/"
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _body(chunk: bytes, *, is_last: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": chunk, "more_body": not is_last}
+
+
+def _reason(error: ApiError) -> str:
+    """Returns why the router refused a request, as the metrics name it."""
+    return {"queue_full": "queue_full", "shutting_down": "draining"}.get(
+        error.code or "", "loading"
+    )
+
+
+def _error_events(error: ApiError, scope: Scope, trace: RequestLog) -> bytes:
+    """The last events of a stream that fails, in the form of its API."""
+    if speaks_anthropic(scope):
+        return _named_event("error", message_error(error, trace.request_id))
+    return _last_events(error.body, scope)
+
+
+def _as_events(body: bytes, scope: Scope, trace: RequestLog) -> bytes:
+    """Turns the body of an error into the last events of a stream."""
+    trace.fields["error"] = shorten(body.decode(errors="replace"))
+    if speaks_anthropic(scope):
+        return _named_event("error", json.loads(body))
+    return _last_events(json.loads(body), scope)
+
+
+def _last_events(body: ErrorAnswer, scope: Scope) -> bytes:
+    if scope["path"].endswith("/responses"):
+        error = body["error"]
+        event = {"type": "error", "sequence_number": 0}
+        return _named_event(
+            "error",
+            {**event, **{k: error[k] for k in ("code", "message", "param")}},  # type: ignore[literal-required]
+        )
+    return b"data: " + responses.json_bytes(body) + b"\n\ndata: [DONE]\n\n"
+
+
+def _named_event(name: str, body: MessageError | dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), responses.json_bytes(body))

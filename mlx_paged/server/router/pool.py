@@ -1,0 +1,499 @@
+"""ModelPool: loads models when requests need them, and unloads others to make room.
+
+A model is *in use* while a request runs on it or waits for it. One in use is never unloaded. All
+state belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_paged.server.catalog import ModelFiles, ModelState, ModelStatus
+from mlx_paged.server.errors import RETRY_AFTER, ApiError, shorten, unavailable
+from mlx_paged.server.router.process import LoadedModel, ProcessFailedError, ServingProcess
+from mlx_paged.server.router.spec import DEFAULT_NAMES, PROCESS_BYTES, ModelSpec, check_names
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_GIB = 1 << 30
+# Seconds for a process without requests to end.
+_IDLE_DRAIN = 10.0
+
+
+class KeepAlive(Enum):
+    """Stands for the time that the options give a model."""
+
+    AS_BEFORE = "as before"
+
+
+class PooledModel:
+    """One model of a pool.
+
+    Attributes:
+        process: Its process; None while there is none.
+        loading: Brings its process up, and returns the reason if it could not; None while nothing
+            does.
+        stopping: Ends its process; None while nothing does.
+        failure: Why it could not be loaded, or has ended; None unless it failed last time.
+        loaded: What its process told last; None: it was never loaded.
+        num_requests: Requests that run on it or wait for it.
+        num_waiting: Those that wait.
+        unused: Set while there are none.
+        keep_alive: Seconds that it stays loaded without requests; None: no limit.
+        last_used: Unix time of the end of its last request; None: there was none.
+        turn: Place of that in the order of all requests' ends.
+        timer: Unloads it when it has been idle for long.
+        expires_at: Unix time of that.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.files = ModelFiles(spec.path)
+        self.process: ServingProcess | None = None
+        self.loading: asyncio.Task[ApiError | None] | None = None
+        self.stopping: asyncio.Task[None] | None = None
+        self.failure: str | None = None
+        self.loaded: LoadedModel | None = None
+        self.num_requests = 0
+        self.num_waiting = 0
+        self.unused = asyncio.Event()
+        self.unused.set()
+        self.keep_alive = spec.ttl
+        self.last_used: float | None = None
+        self.turn = 0
+        self.timer: asyncio.TimerHandle | None = None
+        self.expires_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in answers."""
+        return self.spec.name
+
+    @property
+    def state(self) -> ModelState:
+        """Its state."""
+        if self.loading is not None:
+            return ModelState.LOADING
+        if self.failure is not None:
+            return ModelState.FAILED
+        # Until its process has ended, its memory is in use.
+        return ModelState.UNLOADED if self.process is None else ModelState.LOADED
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if requests can be sent to its process."""
+        return self.process is not None and self.loading is None and self.stopping is None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it is loaded and no request needs it."""
+        return self.is_loaded and self.num_requests == 0
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes while it is loaded: measured, or estimated before the first time."""
+        if self.loaded is not None:
+            return self.loaded.memory
+        return (self.files.weight_bytes or 0) + self.spec.kv_bytes + PROCESS_BYTES
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of its adapters."""
+        return self.spec.adapters if self.loaded is None else self.loaded.adapters
+
+
+class Lease:
+    """A request's hold on a model, from `ModelPool.lease` to `release`."""
+
+    def __init__(self, pool: ModelPool, model: PooledModel) -> None:
+        self._pool, self._model = pool, model
+        self._is_released = False
+
+    @property
+    def model(self) -> PooledModel:
+        """The model."""
+        return self._model
+
+    async def ready(self) -> Path:
+        """Waits until the model is loaded; returns the socket of its process.
+
+        Raises:
+            ApiError: 429, too many requests wait; 503, it cannot be loaded now, and why; 507, it
+                does not fit.
+        """
+        return await self._pool.wait_loaded(self._model)
+
+    def release(self) -> None:
+        """Ends the hold; the model may be unloaded from now on."""
+        if not self._is_released:
+            self._is_released = True
+            self._pool.end(self._model)
+
+
+class ModelPool:
+    """The models of a router (a `ModelCatalog`).
+
+    Args:
+        specs: The models; requests that name none mean the first.
+        start: Starts the process of a model.
+        budget: Maximum bytes of all loaded models together.
+        max_waiting: Maximum requests that wait for one model to be loaded.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[ModelSpec],
+        start: Callable[[ModelSpec], Awaitable[ServingProcess]],
+        *,
+        budget: int,
+        max_waiting: int = 1024,
+    ) -> None:
+        specs = tuple(specs)
+        check_names(specs)
+        self.models = tuple(PooledModel(spec) for spec in specs)
+        self.budget = budget
+        self._start = start
+        self._max_waiting = max_waiting
+        self._making_room = asyncio.Lock()
+        self._turn = 0
+        self._is_closing = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # The catalog.
+
+    def statuses(self) -> list[ModelStatus]:
+        """See `ModelCatalog`."""
+        return [self._status_of(model) for model in self.models]
+
+    def status(self, name: str | None) -> ModelStatus:
+        """See `ModelCatalog`."""
+        return self._status_of(self.find(name))
+
+    async def load(self, name: str) -> None:
+        """See `ModelCatalog`."""
+        lease = self.lease(name)
+        try:
+            await lease.ready()
+        finally:
+            lease.release()
+
+    async def unload(self, name: str) -> None:
+        """See `ModelCatalog`. A pinned model, too, is unloaded when it is asked for by name."""
+        model = self.find(name)
+        while model.loading is not None or model.num_requests:
+            if model.num_requests:
+                await model.unused.wait()
+            elif model.loading is not None:
+                model.loading.cancel()
+                await asyncio.wait({model.loading})
+        await self._unload(model)
+
+    def begin_loading(self, model: PooledModel) -> None:
+        """Loads a model, without waiting for it."""
+        self._spawn(_quietly(self.load(model.name)))
+
+    def begin_unloading(self, model: PooledModel) -> None:
+        """Unloads a model when its requests have ended, without waiting for it."""
+        self._spawn(self.unload(model.name))
+
+    def set_keep_alive(self, name: str, seconds: float | None) -> None:
+        """See `ModelCatalog`."""
+        model = self.find(name)
+        model.keep_alive = seconds
+        self._plan_end(model)
+
+    def _status_of(self, model: PooledModel) -> ModelStatus:
+        spec, loaded = model.spec, model.loaded
+        return ModelStatus(
+            spec.name,
+            model.state,
+            spec.aliases,
+            spec.path,
+            model.files,
+            memory=model.memory if model.process is not None else None,
+            pinned=spec.pinned,
+            expires_at=model.expires_at,
+            last_used=model.last_used,
+            failure=model.failure,
+            adapters=model.adapters,
+            max_model_len=None if loaded is None else loaded.max_model_len,
+            input_modalities=() if loaded is None else loaded.input_modalities,
+        )
+
+    # Names.
+
+    def find(self, name: str | None) -> PooledModel:
+        """Returns the model that a name means: its own, an alias, or an adapter; None: the first.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is None or name in DEFAULT_NAMES:
+            return self.models[0]
+        for model in self.models:
+            if name in model.spec.names:
+                return model
+        for model in self.models:
+            if name in model.adapters:
+                return model
+        names = [n for m in self.models for n in (m.name, *m.spec.aliases, *m.adapters)]
+        raise ApiError(
+            404,
+            f"there is no model named {shorten(name, 64)!r} here, only: {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    # Requests.
+
+    def lease(
+        self, name: str | None, keep_alive: float | KeepAlive | None = KeepAlive.AS_BEFORE
+    ) -> Lease:
+        """Begins a request to a model, which must `release` it.
+
+        Args:
+            keep_alive: Seconds that the model stays loaded after its last request; None: no limit.
+
+        Raises:
+            ApiError: 404.
+        """
+        model = self.find(name)
+        model.num_requests += 1
+        model.unused.clear()
+        self._plan_end(model)
+        if not isinstance(keep_alive, KeepAlive):
+            model.keep_alive = keep_alive
+        return Lease(self, model)
+
+    async def wait_loaded(self, model: PooledModel) -> Path:
+        """See `Lease.ready`."""
+        while not model.is_loaded:
+            if self._is_closing:
+                raise _shutting_down()
+            if model.num_waiting >= self._max_waiting:
+                raise ApiError(
+                    429,
+                    f"{model.num_waiting} requests wait for the model {model.name!r} to be loaded, "
+                    "and no more may",
+                    code="queue_full",
+                    headers={"Retry-After": str(RETRY_AFTER)},
+                )
+            if model.loading is None:
+                self._begin_loading(model)
+            loading = model.loading
+            assert loading is not None
+            model.num_waiting += 1
+            try:
+                # One task loads for all requests, some of which may leave before it is done.
+                await asyncio.wait({loading})
+            finally:
+                model.num_waiting -= 1
+            error = _given_up(model) if loading.cancelled() else loading.result()
+            if error is not None:
+                raise ApiError(
+                    error.status, error.message, code=error.code, headers=error.headers
+                ) from error
+        assert model.process is not None
+        return model.process.socket
+
+    def end(self, model: PooledModel) -> None:
+        """See `Lease.release`."""
+        model.num_requests -= 1
+        model.last_used = time.time()
+        self._turn += 1
+        model.turn = self._turn
+        if model.num_requests == 0:
+            model.unused.set()
+            self._plan_end(model)
+
+    # Loading.
+
+    def _begin_loading(self, model: PooledModel) -> None:
+        def end(_: object) -> None:  # It runs before those that wait for the task go on.
+            model.loading = None
+            self._plan_end(model)
+
+        model.loading = self._spawn(self._load(model))
+        model.loading.add_done_callback(end)
+
+    async def _load(self, model: PooledModel) -> ApiError | None:
+        """Brings up a model's process; returns the reason if it could not."""
+        began = time.monotonic()
+        model.failure = None
+        try:
+            if model.stopping is not None:
+                await asyncio.wait({model.stopping})
+            async with self._making_room:
+                await self._make_room(model)
+                logger.info("loading the model %s", model.name)
+                process = model.process = await self._start(model.spec)
+            model.loaded = await process.loaded()
+        except ApiError as no_room:
+            return no_room
+        except (ProcessFailedError, OSError) as failure:
+            model.failure = str(failure)
+            logger.error("the model %s could not be loaded: %s", model.name, failure)
+            error = unavailable(
+                f"the model {model.name!r} could not be loaded: {failure}", "model_failed"
+            )
+        except asyncio.CancelledError:
+            error = _shutting_down() if self._is_closing else _given_up(model)
+        else:
+            self._spawn(self._watch(model, process))
+            seconds = time.monotonic() - began
+            logger.info("the model %s is loaded, after %.1f s", model.name, seconds)
+            self._spawn(self._shrink())
+            return None
+        if model.process is not None:
+            await self._stop(model)
+        return error
+
+    async def _make_room(self, model: PooledModel) -> None:
+        """Unloads idle models, the least recently used first, until a model fits.
+
+        Raises:
+            ApiError: 503 or 507, it does not fit next to those that must stay.
+        """
+        while self._in_use(model) + model.memory > self.budget:
+            stopping = [m.stopping for m in self.models if m.stopping is not None]
+            if stopping:
+                await asyncio.wait(stopping)
+                continue
+            idle = [m for m in self.models if m.is_idle and not m.spec.pinned]
+            if not idle:
+                raise self._no_room(model)
+            await self._unload(min(idle, key=lambda m: m.turn))
+
+    async def _shrink(self) -> None:
+        """Unloads idle models while those loaded take more than was estimated."""
+        async with self._making_room:
+            while self._in_use() > self.budget:
+                idle = [m for m in self.models if m.is_idle and not m.spec.pinned]
+                if not idle:
+                    logger.warning(
+                        "the loaded models take %.1f GiB, and --memory-budget is %.1f GiB",
+                        self._in_use() / _GIB, self.budget / _GIB,
+                    )  # fmt: skip
+                    return
+                await self._unload(min(idle, key=lambda m: m.turn))
+
+    def _in_use(self, other_than: PooledModel | None = None) -> int:
+        """Bytes of the budget that processes take."""
+        return sum(m.memory for m in self.models if m.process is not None and m is not other_than)
+
+    def _no_room(self, model: PooledModel) -> ApiError:
+        others = [m for m in self.models if m.process is not None and m is not model]
+        stay = ", ".join(f"{m.name} {m.memory / _GIB:.1f} GiB ({_why_it_stays(m)})" for m in others)
+        message = (
+            f"the model {model.name!r} needs {model.memory / _GIB:.1f} GiB, but of the "
+            f"{self.budget / _GIB:.1f} GiB of --memory-budget {self._in_use(model) / _GIB:.1f} GiB "
+            f"are in use: {stay or 'by no model'}"
+        )
+        kept = sum(m.memory for m in others if m.spec.pinned)
+        if kept + model.memory > self.budget:
+            return ApiError(507, message, code="model_too_large")
+        return unavailable(message, "memory_budget")
+
+    async def _watch(self, model: PooledModel, process: ServingProcess) -> None:
+        """Notes that a process has ended by itself."""
+        how = await process.ended()
+        if model.process is process and model.stopping is None:
+            model.failure = f"its process has ended ({how})"
+            logger.error("the model %s is gone: %s", model.name, model.failure)
+            await self._stop(model)
+
+    # Unloading.
+
+    def _plan_end(self, model: PooledModel) -> None:
+        """Sets the timer of a model anew, by its state."""
+        if model.timer is not None:
+            model.timer.cancel()
+        model.timer = model.expires_at = None
+        if model.is_idle and not model.spec.pinned and model.keep_alive is not None:
+            loop = asyncio.get_running_loop()
+            model.expires_at = time.time() + model.keep_alive
+            model.timer = loop.call_later(model.keep_alive, self._expire, model)
+
+    def _expire(self, model: PooledModel) -> None:
+        self._spawn(self._unload(model))
+
+    async def _unload(self, model: PooledModel) -> None:
+        """Ends the process of a model, unless a request needs it."""
+        if model.is_idle:
+            logger.info("unloading the model %s", model.name)
+            await self._stop(model)
+
+    async def _stop(self, model: PooledModel, drain_timeout: float = _IDLE_DRAIN) -> None:
+        """Ends the process of a model, which has no requests by default."""
+        if model.process is None:
+            return
+        if model.stopping is None:
+            model.stopping = self._spawn(self._end_process(model, model.process, drain_timeout))
+            self._plan_end(model)
+        await asyncio.wait({model.stopping})
+
+    async def _end_process(
+        self, model: PooledModel, process: ServingProcess, drain_timeout: float
+    ) -> None:
+        try:
+            await process.stop(drain_timeout)
+        finally:
+            model.process = model.stopping = None
+
+    # The end.
+
+    def drain(self) -> None:
+        """Loads no more models; requests that wait for one get 503."""
+        self._is_closing = True
+        for model in self.models:
+            if model.loading is not None:
+                model.loading.cancel()
+
+    async def close(self, drain_timeout: float) -> None:
+        """Ends all processes.
+
+        Args:
+            drain_timeout: Seconds for running requests to finish.
+        """
+        self.drain()
+        loading = [model.loading for model in self.models if model.loading is not None]
+        if loading:
+            await asyncio.wait(loading)
+        running = [model for model in self.models if model.process is not None]
+        if drain_timeout == 0:  # They may be draining already.
+            await asyncio.gather(*(m.process.stop(0.0) for m in running if m.process is not None))
+        await asyncio.gather(*(self._stop(model, drain_timeout) for model in running))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)  # The loop itself holds tasks weakly.
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _quietly(loading: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(ApiError):  # The model's state tells of a failure.
+        await loading
+
+
+def _why_it_stays(model: PooledModel) -> str:
+    if model.num_requests:
+        return "1 request" if model.num_requests == 1 else f"{model.num_requests} requests"
+    return "pinned" if model.spec.pinned else str(model.state)
+
+
+def _given_up(model: PooledModel) -> ApiError:
+    return unavailable(f"the model {model.name!r} was unloaded", "unloaded")
+
+
+def _shutting_down() -> ApiError:
+    return unavailable("the server is shutting down", "shutting_down")

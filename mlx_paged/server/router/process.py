@@ -1,0 +1,150 @@
+"""ModelProcess: a child process that serves one model on a Unix domain socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from mlx_paged.server.router.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+# Seconds for a process to end after its requests have; then it is killed.
+_GRACE = 10.0
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a process tells of its model once that is loaded.
+
+    Attributes:
+        memory: Bytes of the process: weights, the whole KV cache, and the interpreter.
+        max_model_len: Maximum tokens of prompt and answer; None: no limit.
+        input_modalities: What the model reads: "text", and media.
+        adapters: Names of its LoRA adapters.
+    """
+
+    memory: int
+    max_model_len: int | None = None
+    input_modalities: tuple[str, ...] = ("text",)
+    adapters: tuple[str, ...] = ()
+
+
+class ProcessFailedError(Exception):
+    """A process ended before its model was loaded; the message gives the reason."""
+
+
+class ServingProcess(Protocol):
+    """A process that serves one model."""
+
+    @property
+    def socket(self) -> Path:
+        """The Unix domain socket that it listens on."""
+
+    async def loaded(self) -> LoadedModel:
+        """Waits until the model is loaded.
+
+        Raises:
+            ProcessFailedError: It gives the reason.
+        """
+
+    async def ended(self) -> str:
+        """Waits for the end of the process; returns how it ended, for the log."""
+
+    async def stop(self, drain_timeout: float) -> None:
+        """Ends the process, at once if it is still loading, and waits for it.
+
+        Args:
+            drain_timeout: Seconds for running requests to finish.
+        """
+
+    def kill(self) -> None:
+        """Ends the process now, without waiting."""
+
+
+class ModelProcess:
+    """See `ServingProcess`.
+
+    The child reads its options from stdin, whose end tells it that the router has ended. It writes
+    one line of JSON on stdout: the fields of `LoadedModel`, or why there is none.
+    """
+
+    def __init__(self, process: Process, socket: Path) -> None:
+        self.socket = socket
+        self._process = process
+        self._told: asyncio.Task[bytes] = asyncio.create_task(self._read_line())
+
+    @classmethod
+    async def start(cls, entry: str, spec: ModelSpec, socket: Path) -> ModelProcess:
+        """Starts a process.
+
+        Args:
+            entry: The module whose `main` the child runs.
+            socket: Path of the socket that it will listen on.
+        """
+        # The child finds the same modules, and none of the working directory.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {entry} import main; main()"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, str(socket),
+            stdin=PIPE, stdout=PIPE,
+            start_new_session=True,  # Ctrl-C is for the router, which ends its children in order.
+        )  # fmt: skip
+        started = cls(process, socket)
+        assert process.stdin is not None
+        process.stdin.write(len(spec.launch).to_bytes(8, "little") + spec.launch)
+        return started
+
+    async def loaded(self) -> LoadedModel:
+        """See `ServingProcess`."""
+        line = await asyncio.shield(self._told)
+        if not line:
+            how = await self.ended()
+            raise ProcessFailedError(f"its process ended while it was loading ({how})")
+        told = json.loads(line)
+        if "failure" in told:
+            raise ProcessFailedError(told["failure"])
+        return LoadedModel(
+            told["memory"],
+            told["max_model_len"],
+            tuple(told["input_modalities"]),
+            tuple(told["adapters"]),
+        )
+
+    async def ended(self) -> str:
+        """See `ServingProcess`."""
+        status = await self._process.wait()
+        if status >= 0:
+            return f"exit status {status}"
+        return signal.Signals(-status).name
+
+    async def stop(self, drain_timeout: float) -> None:
+        """See `ServingProcess`."""
+        ending = asyncio.ensure_future(self.ended())
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+            if drain_timeout == 0:  # The second signal ends running requests, too.
+                self._process.send_signal(signal.SIGINT)
+        done, _ = await asyncio.wait({ending}, timeout=drain_timeout + _GRACE)
+        if not done:
+            logger.warning("process %d does not end: it is killed", self._process.pid)
+            self.kill()
+        await ending
+        self._told.cancel()
+        self.socket.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """See `ServingProcess`."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _read_line(self) -> bytes:
+        assert self._process.stdout is not None
+        return await self._process.stdout.readline()

@@ -1,0 +1,89 @@
+"""RouterService: what `server.run` runs to serve several models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.router.app import create_router
+from mlx_paged.server.router.context import RouterContext
+from mlx_paged.server.router.pool import ModelPool
+from mlx_paged.server.router.process import ModelProcess
+from mlx_paged.server.router.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+
+
+class RouterService:
+    """Serves several models; see `run.Service`.
+
+    Args:
+        entry: The module whose `main` serves one model in a process of its own.
+        address: The address that the server listens on; "" for a Unix domain socket.
+        budget: Maximum bytes of all loaded models.
+        max_waiting: See `ModelPool`.
+    """
+
+    is_loading = False  # Processes of their own do.
+
+    def __init__(
+        self,
+        specs: Sequence[ModelSpec],
+        config: ServerConfig,
+        address: str,
+        *,
+        entry: str,
+        budget: int,
+        max_waiting: int = 1024,
+    ) -> None:
+        # Only this user may enter it. Paths of sockets must be short, about a hundred bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="mlx-paged-"))
+        self._numbers = count()
+        self._pool = ModelPool(
+            specs, partial(self._start, entry), budget=budget, max_waiting=max_waiting
+        )
+        self.app = create_router(self._pool, config, address)
+        self._context: RouterContext = self.app.state.context
+
+    @property
+    def is_draining(self) -> bool:
+        """See `Service`."""
+        return self._context.draining
+
+    def drain(self) -> None:
+        """See `Service`."""
+        self._context.drain()
+
+    async def finish(self, seconds: float) -> None:
+        """See `Service`."""
+        await self._pool.close(seconds)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def watch(self, address: str) -> int | None:
+        """Loads the models to preload. A router goes on without a model that fails."""
+        self._context.is_preloading = True
+        names = ", ".join(model.name for model in self._pool.models)
+        budget = self._pool.budget / _GIB
+        logger.info("ready: models %s at %s, within %.1f GiB", names, address, budget)
+        for model in self._pool.models:
+            if model.spec.preload:
+                try:
+                    await self._pool.load(model.name)
+                except ApiError as error:  # The reason is logged, unless there was no room.
+                    logger.warning("the model %s is not preloaded: %s", model.name, error.message)
+        self._context.is_preloading = False
+        await asyncio.Event().wait()
+        return None
+
+    async def _start(self, entry: str, spec: ModelSpec) -> ModelProcess:
+        return await ModelProcess.start(entry, spec, self._folder / f"{next(self._numbers)}.sock")

@@ -1,0 +1,59 @@
+"""ModelSpec: a model of the router, as the options describe it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_paged.errors import InvalidParameterError
+
+#: Bytes of a process besides weights and KV cache, as long as it has not been measured.
+PROCESS_BYTES = 400 << 20
+#: Names that mean the first model.
+DEFAULT_NAMES = frozenset({"default"})
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model of the router.
+
+    Attributes:
+        name: The name in answers.
+        path: Directory, GGUF file or hub id; None: the embedded model.
+        aliases: Other names that requests may use.
+        kv_bytes: Bytes of its KV cache.
+        pinned: Never unload it to make room or for idleness.
+        preload: Load it when the server starts.
+        ttl: Seconds without requests after which it is unloaded; None: no limit.
+        adapters: Names of the adapters of its options.
+        launch: What its process needs to start, for `ModelProcess`.
+    """
+
+    name: str
+    path: str | None
+    aliases: tuple[str, ...] = ()
+    kv_bytes: int = 0
+    pinned: bool = False
+    preload: bool = False
+    ttl: float | None = None
+    adapters: tuple[str, ...] = ()
+    launch: bytes = b""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model itself."""
+        return (self.name, *self.aliases, *(() if self.path is None else (self.path,)))
+
+
+def check_names(specs: tuple[ModelSpec, ...]) -> None:
+    """Refuses a name that means two models.
+
+    Raises:
+        InvalidParameterError: It names the second one.
+    """
+    owners: dict[str, ModelSpec] = {}
+    for spec in specs:
+        for name in (spec.name, *spec.aliases, *spec.adapters):
+            if name in DEFAULT_NAMES:
+                raise InvalidParameterError("model", "named other than 'default'", name)
+            if owners.setdefault(name, spec) is not spec:
+                raise InvalidParameterError("model", "of names that no other model has", name)

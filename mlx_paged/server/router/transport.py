@@ -1,0 +1,118 @@
+"""Upstream: a request to a process, as HTTP/1.1 over its Unix domain socket, and the response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import httptools
+
+Header = tuple[bytes, bytes]
+
+_READ_SIZE = 1 << 16
+
+
+class UpstreamError(Exception):
+    """The process has ended, or does not speak HTTP."""
+
+
+class Upstream:
+    """The response of a process. Its head is there; its body comes with `chunks`.
+
+    Attributes:
+        status: Its status.
+        headers: Its headers, with names in lower case.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.status = 0
+        self.headers: list[Header] = []
+        self._reader, self._writer = reader, writer
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._has_head = self._is_complete = False
+
+    @classmethod
+    async def send(
+        cls, socket: Path, method: str, target: str, headers: Iterable[Header], body: bytes
+    ) -> Upstream:
+        """Sends a request, and waits for the head of its response.
+
+        Args:
+            target: Path and query, encoded.
+            headers: Without those about the body and the connection.
+
+        Raises:
+            UpstreamError: There is no response.
+        """
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(socket))
+        except OSError as error:
+            raise UpstreamError("the process of the model does not answer") from error
+        made = cls(reader, writer)
+        try:
+            head = [f"{method} {target} HTTP/1.1\r\n".encode()]
+            head += [b"%b: %b\r\n" % header for header in headers]
+            head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
+            writer.write(b"".join(head) + body)
+            while not made._has_head:
+                await made._receive()
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body, in the pieces that arrive.
+
+        Raises:
+            UpstreamError: It breaks off.
+        """
+        while True:
+            if self._body:
+                body = b"".join(self._body)
+                self._body.clear()
+                yield body
+            if self._is_complete:
+                return
+            await self._receive()
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    def close(self) -> None:
+        """Ends the connection; the process aborts a request that is not answered."""
+        self._writer.transport.abort()
+
+    async def _receive(self) -> None:
+        try:
+            data = await self._reader.read(_READ_SIZE)
+            if not data:
+                raise UpstreamError("the process of the model has ended")
+            self._parser.feed_data(data)
+        except (OSError, httptools.HttpParserError) as error:
+            raise UpstreamError(f"the process of the model does not answer: {error}") from error
+
+    # The parser's callbacks.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header."""
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Takes the end of a head; one of status 1xx announces another."""
+        self.status = self._parser.get_status_code()
+        self._has_head = self.status >= 200
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a part of the body."""
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        """Takes the end of a response."""
+        if self._has_head:
+            self._is_complete = True
+        else:
+            self.headers.clear()

@@ -1,0 +1,302 @@
+"""`mlx-paged serve` with several models, as processes: the APIs of each, and the router's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.server_helpers import events, process, until
+
+from mlx_paged.demo import model_path
+
+PROMPT = "def is_even(n: int) -> bool:\n"
+GREEDY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+LONG = {**GREEDY, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+def other_weights(folder: Path) -> Path:
+    """A copy of the embedded model that says something else."""
+    shutil.copytree(model_path(), folder)
+    weights = mx.load(str(folder / "model.safetensors"))
+    key = mx.random.key(1)
+    for name, array in weights.items():
+        if array.ndim == 2 and array.dtype != mx.uint32:
+            key, now = mx.random.split(key)
+            weights[name] = (array + mx.random.normal(array.shape, key=now)).astype(array.dtype)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def router(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
+    """Serves "first" and "second" (other weights, options of its own), and "broken"."""
+    damaged = folder / "damaged"
+    damaged.mkdir()
+    (damaged / "config.json").write_text('{"model_type": "llama"}')
+    file = folder / "models.yaml"
+    second = {
+        "model": str(other_weights(folder / "other")),
+        "name": "second",
+        "aliases": ["2nd"],
+        "options": {"max-model-len": 256, "max_num_seqs": 4},
+    }
+    file.write_text(json.dumps([second, {"model": str(damaged), "name": "broken"}]))
+    # Nothing reads the log, which must fit into the pipe.
+    quiet = ("--disable-log-requests", "--log-level", "warning")
+    options = ("--model", f"first={model_path()}", "--models-config", str(file), *quiet)
+    with process(*options) as (started, url):
+        yield psutil.Process(started.pid), url
+
+
+@pytest.fixture
+def client(router: tuple[psutil.Process, str]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=router[1], timeout=300) as client:
+        yield client
+
+
+def complete(client: httpx.Client, model: str | None, **fields: Any) -> str:
+    answer = client.post("/v1/completions", json={**GREEDY, "model": model, **fields})
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def state_of(client: httpx.Client, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = client.get(f"/v1/models/{name}").json()["status"]
+    return found
+
+
+def unloaded(client: httpx.Client, name: str) -> None:
+    assert client.post("/models/unload", json={"model": name}).json() == {"success": True}
+    until(lambda: state_of(client, name)["value"] == "unloaded")
+
+
+def test_each_model_answers_its_requests(client: httpx.Client) -> None:
+    first, second = complete(client, "first"), complete(client, "second")
+    assert first != second
+    assert complete(client, None) == complete(client, "default") == first
+    assert complete(client, "2nd") == second
+    chat = {"model": "second", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        assert client.post(path, json=chat).json()["model"] == "second"
+    tokens = client.post("/tokenize", json={"model": "second", "prompt": PROMPT}).json()
+    assert tokens["max_model_len"] == 256
+    too_long = {**GREEDY, "model": "second", "max_tokens": 300}
+    answer = client.post("/v1/completions", json=too_long)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_streams_come_through_byte_for_byte(client: httpx.Client) -> None:
+    body = {**GREEDY, "model": "first", "stream": True}
+    streamed = client.post("/v1/completions", json=body)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    text = "".join(event["choices"][0]["text"] for event in events(streamed))
+    assert text == complete(client, "first")
+
+
+def test_models_and_their_states(client: httpx.Client) -> None:
+    complete(client, "second")
+    entries = client.get("/v1/models").json()["data"]
+    assert [entry["id"] for entry in entries] == ["first", "second", "2nd", "broken"]
+    found = {entry["id"]: entry for entry in entries}
+    assert found["second"]["status"] == found["2nd"]["status"] == {"value": "loaded"}
+    assert found["2nd"]["root"] == "second" and found["second"]["aliases"] == ["2nd"]
+    assert found["second"]["max_model_len"] == 256
+    assert found["second"]["memory"] > found["second"]["size"] > 1_000_000
+    assert client.get("/models").json()["data"] == client.get("/v1/models").json()["data"]
+    unloaded(client, "2nd")
+    assert client.get("/models/second").json()["memory"] is None
+    assert client.post("/models/load", json={"model": "second"}).json() == {"success": True}
+    until(lambda: state_of(client, "second")["value"] == "loaded")
+    headers = {"anthropic-version": "2023-06-01"}
+    assert client.get("/v1/models", headers=headers).json()["data"][1]["max_tokens"] == 256
+
+
+def test_a_stream_that_waits_gets_comments(client: httpx.Client) -> None:
+    expected = complete(client, "second")
+    unloaded(client, "second")
+    body = {**GREEDY, "model": "second", "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        text = "".join(answer.iter_text())
+    assert text.startswith(": the model is being loaded\n\n")
+    told = events(httpx.Response(200, text=text))
+    assert "".join(event["choices"][0]["text"] for event in told) == expected
+
+
+def test_an_error_after_comments_is_an_event(client: httpx.Client) -> None:
+    unloaded(client, "second")
+    body = {**LONG, "model": "second", "max_tokens": 300}
+    answer = client.post("/v1/completions", json=body)
+    [error] = events(answer)
+    assert error["error"]["code"] == "context_length_exceeded"
+    unloaded(client, "second")
+    chat = {"model": "second", "messages": [{"role": "user", "content": "x"}], "max_tokens": -1}
+    text = client.post("/v1/messages", json={**chat, "stream": True}).text
+    assert "event: error\ndata: " in text and "max_tokens" in text
+
+
+def test_a_model_that_cannot_be_loaded_says_why(client: httpx.Client) -> None:
+    for _ in range(2):  # It is tried each time.
+        answer = client.post("/v1/completions", json={**GREEDY, "model": "broken"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "model_failed"), error
+        assert "damaged" in error["message"]
+    state = state_of(client, "broken")
+    assert state["value"] == "unloaded" and state["failed"] and "damaged" in state["reason"]
+    assert client.get("/health").status_code == 200
+
+
+def test_wrong_requests(client: httpx.Client) -> None:
+    unknown = client.post("/v1/completions", json={**GREEDY, "model": "third"})
+    assert unknown.status_code == 404 and "first, second, 2nd" in unknown.text
+    for body in ("{", "[1]", '{"model": 5}'):
+        answer = client.post(
+            "/v1/completions", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400, answer.text
+    assert client.post("/models/unload", json={"model": "third"}).status_code == 404
+    assert client.post("/models/load", json={}).json()["error"]["param"] == "model"
+    answer = client.post("/v1/completions", json={**GREEDY, "keep_alive": "soon"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "keep_alive")
+    assert client.post("/v1/files", json={}).json()["error"]["code"] == "files_disabled"
+
+
+def test_stored_responses_are_found_on_any_model(client: httpx.Client) -> None:
+    complete(client, "first")
+    body = {"model": "second", "input": "hello", "max_output_tokens": 4}
+    made = client.post("/v1/responses", json=body).json()
+    assert client.get(f"/v1/responses/{made['id']}").json()["output"] == made["output"]
+    assert client.delete(f"/v1/responses/{made['id']}").json()["deleted"]
+    assert client.get(f"/v1/responses/{made['id']}").status_code == 404
+
+
+def test_metrics_name_their_model(client: httpx.Client) -> None:
+    complete(client, "first")
+    complete(client, "second")
+    answer = client.get("/metrics")
+    families = {f.name: f for f in text_string_to_metric_families(answer.text)}
+    tokens = families["vllm:generation_tokens"]
+    assert {s.labels["model_name"] for s in tokens.samples} == {"first", "second"}
+    by_model = {s.labels["model_name"]: s.value for s in tokens.samples if "total" in s.name}
+    assert by_model["first"] >= 12 and by_model["second"] >= 12
+    memory = {s.labels.get("model_name") for s in families["process_resident_memory_bytes"].samples}
+    assert memory == {None, "first", "second"}
+    assert answer.text.count("# TYPE vllm:generation_tokens_total counter") == 1
+
+
+def test_the_rest_of_the_api(client: httpx.Client) -> None:
+    complete(client, "second")
+    info = client.get("/server_info", params={"model": "second"}).json()
+    assert info["engine_config"]["max_num_seqs"] == 4
+    info = client.get("/server_info").json()
+    assert [model["id"] for model in info["models"]] == ["first", "second", "broken"]
+    assert info["status"] == "ready" and info["memory_budget"] > 1 << 30
+    assert client.post("/reset_prefix_cache").json()["num_blocks"] >= 0
+    assert client.get("/load").json() == {"server_load": 0}
+    assert "/models/load" in client.get("/openapi.json").json()["paths"]
+    assert client.get("/").status_code == client.get("/web/page.js").status_code == 200
+
+
+def test_an_unload_waits_for_a_stream_and_a_client_may_leave(client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/completions", json={**LONG, "model": "first"}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert client.post("/models/unload", json={"model": "first"}).json()["success"]
+        for _ in range(50):
+            next(lines)
+        assert state_of(client, "first") == {"value": "loaded"}
+    until(lambda: state_of(client, "first") == {"value": "unloaded"})  # It has left.
+    complete(client, "first")
+
+
+def test_a_request_can_be_aborted(router: tuple[psutil.Process, str], client: httpx.Client) -> None:
+    complete(client, "first")
+    ended: list[httpx.Response] = []
+
+    def ask() -> None:
+        body = {**LONG, "stream": False, "model": "first", "request_id": "mine"}
+        ended.append(httpx.post(f"{router[1]}/v1/completions", json=body, timeout=300))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: client.post("/abort_requests", json={"request_ids": ["mine"]}).json()["aborted"])
+    asking.join(300)
+    assert ended[0].status_code == 499 and ended[0].headers["x-request-id"] == "mine"
+
+
+def test_a_model_whose_process_is_killed_comes_back(
+    router: tuple[psutil.Process, str], client: httpx.Client
+) -> None:
+    expected = complete(client, "first")
+    unloaded(client, "second")
+    [child] = router[0].children()
+    with client.stream("POST", "/v1/completions", json={**LONG, "model": "first"}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        child.kill()
+        text = "\n".join(lines)
+    assert "model_failed" in text and text.rstrip().endswith("data: [DONE]")
+    until(lambda: state_of(client, "first").get("failed"))
+    assert "SIGKILL" in state_of(client, "first")["reason"]
+    assert complete(client, "first") == expected
+
+
+# Ends of the server.
+
+
+def test_sigterm_while_loading_and_with_a_stream() -> None:
+    models = (f"--model=a={model_path()}", f"--model=b={model_path()}")
+    with process(*models, "--log-format", "json") as (server, url):
+        lines: list[str] = []
+
+        def read(body: dict[str, Any]) -> None:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
+                lines.extend(answer.iter_lines())
+
+        first = threading.Thread(target=read, args=({**LONG, "model": "a", "max_tokens": 200},))
+        first.start()
+        until(lambda: lines)
+        [child] = psutil.Process(server.pid).children()
+        waiting: list[httpx.Response] = []
+
+        def wait() -> None:
+            body = {**GREEDY, "model": "b"}
+            waiting.append(httpx.post(f"{url}/v1/completions", json=body, timeout=300))
+
+        second = threading.Thread(target=wait)
+        second.start()
+        until(lambda: len(psutil.Process(server.pid).children()) == 2)
+        children = psutil.Process(server.pid).children()
+        server.send_signal(signal.SIGTERM)
+        second.join(300)
+        assert waiting[0].json()["error"]["code"] == "shutting_down", waiting[0].text
+        first.join(300)
+        assert lines[-2] == "data: [DONE]" and '"finish_reason":"length"' in "".join(lines)
+        _, log = server.communicate(timeout=300)
+        assert server.returncode == 0, log
+        assert child in children and not any(each.is_running() for each in children)
+        told = [json.loads(line) for line in log.splitlines()]
+        [line] = [t for t in told if t["message"] == "request" and "finish_reason" in t]
+        assert (line["model"], line["completion_tokens"]) == ("a", 200)
+
+
+def test_processes_end_with_a_router_that_is_killed() -> None:
+    with process(f"--model=a={model_path()}", f"--model=b={model_path()}") as (server, _):
+        children = psutil.Process(server.pid).children()
+        server.kill()
+        until(lambda: not any(each.is_running() for each in children))
