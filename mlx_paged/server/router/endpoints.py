@@ -25,7 +25,7 @@ from mlx_paged.server.errors import ApiError, speaks_anthropic
 from mlx_paged.server.messages.answers import ModelInfo, ModelPage
 from mlx_paged.server.requests import read_body
 from mlx_paged.server.router.context import RouterContext, router_of
-from mlx_paged.server.router.forward import forward, forward_query
+from mlx_paged.server.router.forward import forward
 from mlx_paged.server.router.metrics import merged
 from mlx_paged.server.router.pool import PooledModel
 from mlx_paged.server.router.transport import Upstream, UpstreamError
@@ -184,9 +184,13 @@ async def server_info(request: Request) -> Response:
     """Options in force; with `?model=` those of a loaded model and the state of its engine."""
     context = router_of(request)
     asked = request.query_params.get("model")
-    if asked is not None and context.pool.find(asked).is_loaded:
-        return await forward_query(request)
-    answer: dict[str, Any] = {
+    if asked is not None:
+        found = context.pool.find(asked)
+        # Without a lease: asking for it does not count as use.
+        answer = await _ask(found, "GET", "/server_info") if found.is_loaded else None
+        if answer is not None:
+            return Response(answer[2], answer[1], media_type="application/json")
+    info: dict[str, Any] = {
         "version": __version__,
         "status": context.phase.value,
         "uptime_seconds": round(time.time() - context.started, 1),
@@ -195,7 +199,7 @@ async def server_info(request: Request) -> Response:
         "memory_budget": context.pool.budget,
         "models": [_model(context, s.name, s) for s in context.pool.statuses()],
     }
-    return JSONResponse(answer)
+    return JSONResponse(info)
 
 
 async def metrics(request: Request) -> Response:

@@ -95,18 +95,6 @@ async def forward(request: Request, *, before_answer: BeforeAnswer | None = None
     )
 
 
-async def forward_query(request: Request) -> Response:
-    """Forwards a request without a body to the model that its query names.
-
-    Raises:
-        ApiError: 404 for an unknown model, 503 while the server takes no requests.
-    """
-    context, model = router_of(request), request.query_params.get("model")
-    context.check_takes_requests()
-    context.pool.find(model)
-    return ForwardedResponse(request, model, b"", KeepAlive.AS_BEFORE)
-
-
 async def forward_to_owner(request: Request) -> Response:
     """Forwards a request about something that one of the loaded models has, such as a response.
 

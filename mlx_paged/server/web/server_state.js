@@ -21,14 +21,15 @@ export async function poll() {
   try {
     const info = await get("server_info", settings.key);
     // Another server may answer after one that was not reached.
-    if (info.status !== state.status) showModels((await get("v1/models", settings.key)).data);
+    if (info.status !== state.status || info.models) showModels((await get("v1/models", settings.key)).data);
     state.status = info.status;
     parts.banner.clear("connection");
     parts.banner.clear("key");
     $("key-state").textContent = "";
-    showState(info);
-    showLimits(info);
-    const { num_running: running = 1, num_waiting: waiting = 1 } = info.stats ?? {}; // (a busy one says less)
+    const ofModel = info.models ? await infoOfModel() : info;
+    showState(ofModel);
+    showLimits(ofModel);
+    const { num_running: running = 1, num_waiting: waiting = 1 } = ofModel.stats ?? {}; // (a busy one says less)
     titles.write(running + waiting > 0);
     await showServers(info.config);
   } catch (error) {
@@ -67,11 +68,32 @@ async function showServers({ mcp_config: file, page_mcp: ofPage }) {
   }
 }
 
-function showModels(data) {
+// What the server of several models says about the chosen one. One that is not loaded takes text until it says more.
+async function infoOfModel() {
+  const chosen = state.models.find((m) => m.id === settings.model);
+  const status = chosen?.status?.value === "loading" ? "loading" : "ready";
+  if (chosen?.status?.value !== "loaded") return { status, config: {}, stats: null, isUnloaded: true };
+  return get(`server_info?model=${encodeURIComponent(settings.model)}`, settings.key);
+}
+
+// An option of the list, with the state of its model where there are several.
+function modelOption({ id, status }) {
+  const failed = status?.failed ? `failed: ${status.reason}` : "";
+  const told = { loaded: "", loading: "loading…", unloaded: status?.failed ? "failed" : "not loaded" }[status?.value ?? "loaded"];
+  return element("option", { value: id, textContent: told ? `${id} (${told})` : id, title: failed });
+}
+
+function showModels(all) {
+  const data = all.filter((m) => !m.status || m.root === m.id || m.parent); // (no aliases)
   const ids = data.map((m) => m.id);
   if (JSON.stringify(data) !== JSON.stringify(state.models)) {
     state.models = data;
-    $("model").replaceChildren(...ids.map((id) => element("option", { value: id, textContent: id })));
+    // An open list would close if its options were other elements.
+    const options = data.map(modelOption);
+    const before = [...$("model").options];
+    if (before.length === options.length && before.every((old, i) => old.value === options[i].value)) {
+      before.forEach((old, i) => Object.assign(old, { textContent: options[i].textContent, title: options[i].title }));
+    } else $("model").replaceChildren(...options);
     showContext();
   }
   if (!ids.includes(settings.model)) settings.setModel(ids[0] ?? "");
@@ -80,7 +102,7 @@ function showModels(data) {
 
 // Shows which files may be attached; a server that does not say so takes text only.
 function showLimits(info) {
-  if (info.status !== "ready" || !info.config || !info.stats) return; // (a busy one says less)
+  if (!info.isUnloaded && (info.status !== "ready" || !info.config || !info.stats)) return; // (a busy one says less)
   const limits = new Limits({ media: { kinds: {} }, ...info }, (data) => post("extract_text", settings.key, { data }));
   setLimits(limits);
   const label = `Attach ${limits.nouns.join(", ")}`;

@@ -1,0 +1,309 @@
+"""Measures a server of several models, and engines as threads of one process, which it is not.
+
+    python bench/models.py [--model PATH_OF_THE_SECOND_MODEL]
+
+- **gaps**: the largest time between two tokens of a stream while a second model is loaded, by a
+  thread of the same process and by a process of its own, next to the same stream when nothing
+  happens. Each is measured several times, in turns; the result is the median.
+- **freed**: the memory that unloading the second model gives back, of what loading it took.
+- **router**: the same gaps through `mlx-paged serve` with two models, and what the router adds to
+  the time of a token.
+- **shares**: tokens a second of two models under equal load, each alone and both together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import mlx.core as mx
+import psutil
+from harness import free_port, print_table, save, server_process
+
+from mlx_paged.demo import model_path
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.client import EngineRequest
+from mlx_paged.engine.sampling_params import SamplingParams
+
+PROMPT = "def add(a, b):\n"
+BLOCKS = 200
+ROUNDS = 5
+QUIET_SECONDS = 3.0
+LOAD_SECONDS = 6.0
+MIB = 1 << 20
+
+
+# Threads and processes, without a server.
+
+
+class Gaps:
+    """The times between the tokens of a stream that goes on and on."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._gaps: list[float] = []
+        self._task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        params = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0)
+        while True:
+            stream = await self._engine.submit(EngineRequest(PROMPT, params))
+            last = None
+            async for _ in stream:
+                now = time.perf_counter()
+                if last is not None:
+                    self._gaps.append(now - last)
+                last = now
+
+    async def during(self, work: Awaitable[Any]) -> float:
+        """Returns the largest one during something, in milliseconds."""
+        self._gaps.clear()
+        await work
+        return max(self._gaps) * 1000
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+def serve_in_child(path: str, told: Any, end: Any) -> None:
+    """Runs an engine in a process of its own until it may end."""
+
+    async def run() -> None:
+        engine = AsyncEngine.from_model(path, num_gpu_blocks_override=BLOCKS)
+        await engine.ready()
+        told.put("ready")
+        await asyncio.get_running_loop().run_in_executor(None, end.get)
+        await engine.shutdown()
+
+    asyncio.run(run())
+
+
+def resident() -> int:
+    """Bytes of this process and its children in main memory."""
+    own = psutil.Process()
+    return sum(each.memory_info().rss for each in (own, *own.children(recursive=True)))
+
+
+@contextlib.asynccontextmanager
+async def loaded_in_thread(path: str) -> AsyncIterator[None]:
+    engine = AsyncEngine.from_model(path, num_gpu_blocks_override=BLOCKS)
+    await engine.ready()
+    yield
+    await engine.shutdown()
+    del engine
+    gc.collect()
+    mx.clear_cache()
+
+
+@contextlib.asynccontextmanager
+async def loaded_in_process(path: str) -> AsyncIterator[None]:
+    context = multiprocessing.get_context("spawn")
+    told, end = context.Queue(), context.Queue()
+    child = context.Process(target=serve_in_child, args=(path, told, end))
+    child.start()
+    in_thread = asyncio.get_running_loop().run_in_executor
+    await in_thread(None, told.get)
+    yield
+    end.put("end")
+    await in_thread(None, child.join)
+
+
+async def compare(path: str) -> dict[str, Any]:
+    """Measures gaps and freed memory of both ways."""
+    sys.setswitchinterval(0.0005)  # as in `server.run`
+    first = AsyncEngine.from_model(num_gpu_blocks_override=2000)
+    await first.ready()
+    gaps = Gaps(first)
+    await asyncio.sleep(1.0)
+    ways: dict[str, Callable[[str], Any]] = {
+        "thread": loaded_in_thread,
+        "process": loaded_in_process,
+    }
+    found: dict[str, list[float]] = {name: [] for name in ("quiet", *ways)}
+    memory: dict[str, list[tuple[int, int]]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        found["quiet"].append(await gaps.during(asyncio.sleep(QUIET_SECONDS)))
+        for name, loaded in ways.items():
+            before = resident()
+            life = loaded(path)
+            found[name].append(await gaps.during(life.__aenter__()))
+            taken = resident() - before
+            await life.__aexit__(None, None, None)
+            memory[name].append((taken, before + taken - resident()))
+    await gaps.close()
+    await first.shutdown()
+    result: dict[str, Any] = {
+        "largest_gap_ms": {name: statistics.median(all_) for name, all_ in found.items()},
+        "largest_gaps_ms": found,
+    }
+    for name, pairs in memory.items():
+        taken = statistics.median(pair[0] for pair in pairs) / MIB
+        freed = statistics.median(pair[1] for pair in pairs) / MIB
+        result[f"memory_{name}"] = {"taken_mib": taken, "freed_mib": freed}
+    return result
+
+
+# A server of two models.
+
+
+async def stream_gaps(
+    session: aiohttp.ClientSession, model: str, work: Callable[[], Awaitable[Any]]
+) -> list[float]:
+    """Returns the gaps of a model's stream during something, in milliseconds."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 3000, "temperature": 0,
+            "ignore_eos": True, "stream": True}  # fmt: skip
+    gaps: list[float] = []
+
+    async def read() -> None:
+        while True:
+            async with session.post("/v1/completions", json=body) as answer:
+                last = None
+                async for _ in answer.content.iter_chunks():
+                    now = time.perf_counter()
+                    if last is not None:
+                        gaps.append((now - last) * 1000)
+                    last = now
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(1.0)
+    gaps.clear()
+    await work()
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    return gaps
+
+
+async def load_again(session: aiohttp.ClientSession, model: str) -> None:
+    """Loads a model and waits for it; unloads it before."""
+    await session.post("/models/unload", json={"model": model})
+    await state_is(session, model, "unloaded")
+    await session.post("/models/load", json={"model": model})
+    await state_is(session, model, "loaded")
+
+
+async def state_is(session: aiohttp.ClientSession, model: str, state: str) -> None:
+    while True:
+        async with session.get(f"/v1/models/{model}") as answer:
+            if (await answer.json())["status"]["value"] == state:
+                return
+        await asyncio.sleep(0.1)
+
+
+async def rates(session: aiohttp.ClientSession, models: list[str], num: int) -> dict[str, float]:
+    """Returns the tokens a second of models, each with some streams at once."""
+    counts = dict.fromkeys(models, 0)
+    ended = False
+
+    async def read(model: str) -> None:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 2000, "temperature": 1,
+                "ignore_eos": True, "stream": True}  # fmt: skip
+        while not ended:
+            async with session.post("/v1/completions", json=body) as answer:
+                async for line in answer.content:
+                    counts[model] += line.startswith(b"data: {")
+                    if ended:
+                        return
+
+    tasks = [asyncio.create_task(read(model)) for model in models for _ in range(num)]
+    await asyncio.sleep(1.5)
+    counts.update(dict.fromkeys(models, 0))
+    began = time.perf_counter()
+    await asyncio.sleep(LOAD_SECONDS)
+    seconds = time.perf_counter() - began
+    found = {model: count / seconds for model, count in counts.items()}
+    ended = True
+    await asyncio.gather(*tasks)
+    return found
+
+
+async def measure_router(url: str, pid: int) -> dict[str, Any]:
+    timeout = aiohttp.ClientTimeout(None)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+        for model in ("a", "b"):
+            await session.post("/models/load", json={"model": model})
+            await state_is(session, model, "loaded")
+        quiet, loading = [], []
+        for _ in range(ROUNDS):
+            gaps = await stream_gaps(session, "a", lambda: asyncio.sleep(QUIET_SECONDS))
+            quiet.append(max(gaps))
+            gaps = await stream_gaps(session, "a", lambda: load_again(session, "b"))
+            loading.append(max(gaps))
+        alone = {}
+        for model in ("a", "b"):
+            alone |= await rates(session, [model], 4)
+        both = await rates(session, ["a", "b"], 4)
+        server = psutil.Process(pid)
+        full = [each.memory_info().rss for each in server.children()]
+        router = server.memory_info().rss
+        await session.post("/models/unload", json={"model": "b"})
+        await state_is(session, "b", "unloaded")
+        left = [each.memory_info().rss for each in server.children()]
+    return {
+        "largest_gap_ms": {
+            "quiet": statistics.median(quiet),
+            "loading": statistics.median(loading),
+        },
+        "largest_gaps_ms": {"quiet": quiet, "loading": loading},
+        "tokens_per_second": {"alone": alone, "together": both},
+        "memory_mib": {
+            "router": router / MIB,
+            "models": [each / MIB for each in full],
+            "models_after_unloading_one": [each / MIB for each in left],
+        },
+    }
+
+
+async def token_time(url: str, model: str | None) -> float:
+    """Median time between the chunks of one stream, in milliseconds."""
+    async with aiohttp.ClientSession(url) as session:
+        name = model or "default"
+        gaps = await stream_gaps(session, name, lambda: asyncio.sleep(QUIET_SECONDS))
+        return statistics.median(gaps)
+
+
+def server_command(port: int, *options: str) -> list[str]:
+    return [sys.executable, "-m", "mlx_paged", "serve", "--port", str(port), "--log-level",
+            "warning", "--num-gpu-blocks-override", "1000", *options]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=str(model_path()), help="the model that is loaded")
+    given = parser.parse_args()
+    result: dict[str, Any] = {"rounds": ROUNDS}
+    result["engines"] = asyncio.run(compare(given.model))
+    print(json.dumps(result["engines"], indent=1), flush=True)
+    port = free_port()
+    with server_process("one model", server_command(port), port) as url:
+        asyncio.run(asyncio.sleep(1))
+        one = asyncio.run(token_time(url, None))
+    port = free_port()
+    models = (f"--model=a={model_path()}", f"--model=b={given.model}")
+    with server_process("router", server_command(port, *models), port) as url:
+        [pid] = [c.pid for c in psutil.Process().children() if str(port) in c.cmdline()]
+        result["router"] = asyncio.run(measure_router(url, pid))
+        result["router"]["token_time_ms"] = {
+            "one_model": one,
+            "routed": asyncio.run(token_time(url, "a")),
+        }
+    gaps = result["engines"]["largest_gap_ms"] | {
+        f"router, {name}": value for name, value in result["router"]["largest_gap_ms"].items()
+    }
+    print_table(["largest gap", "ms"], [[name, f"{value:.1f}"] for name, value in gaps.items()])
+    print(json.dumps(result["router"], indent=1))
+    print(save("models-cpu", result))
+
+
+if __name__ == "__main__":
+    main()
