@@ -15,6 +15,7 @@ from mlx_paged.server import lora, responses, shell
 from mlx_paged.server.app import API, Operation, document_of
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.metrics import Metrics
+from mlx_paged.server.ollama import models as ollama_models
 from mlx_paged.server.responses_api import websocket
 from mlx_paged.server.router import endpoints, forward
 from mlx_paged.server.router.context import RouterContext, router_of
@@ -97,6 +98,7 @@ def create_router(pool: ModelPool, config: ServerConfig, address: str = "127.0.0
     ]
     routes.append(Route("/models/{model:path}", endpoints.model, methods=["GET"]))
     routes.append(Route("/v1/responses/compact", forward.forward, methods=["POST"]))
+    routes += [Route(path, ollama_models.refuse, methods=[m]) for path, m in ollama_models.REFUSED]
     routes += shell.page_routes(context, _document)
     routes.append(WebSocketRoute("/{path:path}", websocket.no_socket))
     paths = [route.path for route in routes if isinstance(route, Route)]

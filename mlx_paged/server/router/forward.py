@@ -26,6 +26,7 @@ from mlx_paged.server.errors import (
     message_error,
     shorten,
     speaks_anthropic,
+    speaks_ollama,
     unavailable,
 )
 from mlx_paged.server.messages.answers import MessageError
@@ -89,7 +90,7 @@ async def forward(request: Request, *, before_answer: BeforeAnswer | None = None
     keep_alive = keep_alive_of(routed.keep_alive)
     router_of(request).pool.find(routed.model)
     # Ollama's streams are lines of JSON, which have no comments.
-    comments = routed.stream is True and not _path_of(request).startswith("/api/")
+    comments = routed.stream is True and not speaks_ollama(request.scope)
     return ForwardedResponse(
         request, routed.model, body, keep_alive, comments=comments, before_answer=before_answer
     )
