@@ -156,7 +156,8 @@ def build_engine(
     memory.limit_run_ahead(platform)
     if warm_up.is_needed(config, platform):
         for each in runners:
-            warm_up.warm_up(each, config, max_model_len, on_kernel)
+            adapter = default_adapter if each is runner else None
+            warm_up.warm_up(each, config, max_model_len, on_kernel, adapter)
     speculator = _speculator(runner, config, max_model_len, draft_model)
     classifier = _classifier(paged, model, config)
     report = LogprobReport(tokenizer)

@@ -21,6 +21,7 @@ from mlx_paged.core import StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.lora.files import Adapter
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
@@ -40,6 +41,7 @@ _LONG_CONTEXT = 4096
 # MLX's own attention handles.
 _PROMPTS = (16, 32, 48, 64, 512)
 _FEW = 64
+_SLOT = 1  # of the adapter; the scheduler fills this one first
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ def warm_up(
     config: EngineConfig,
     max_context_len: int | None,
     on_step: OnStep | None = None,
+    adapter: Adapter | None = None,
 ) -> int:
     """Runs the steps in the runner's pools, which no request uses yet. Returns the number of kinds.
 
@@ -109,6 +112,8 @@ def warm_up(
     Args:
         max_context_len: Maximum tokens of a sequence; None means no limit.
         on_step: Called before each kind of steps, and after the last.
+        adapter: The adapter of requests that name none. Steps with adapters are programs of their
+            own, and no others are needed then.
     """
     start = time.perf_counter()
     wanted = kinds(config, max_context_len, with_cuda=runner.model.platform.has_cuda)
@@ -116,7 +121,7 @@ def warm_up(
         if on_step is not None:
             on_step(done, len(wanted))
         try:
-            _run(runner, kind)
+            _run(runner, kind, adapter)
         except Exception as error:
             logger.warning("%s could not be prepared: %s", kind, reason_of(error))
             mx.clear_cache()
@@ -127,15 +132,15 @@ def warm_up(
     return len(wanted)
 
 
-def _run(runner: ModelRunner, kind: Kind) -> None:
+def _run(runner: ModelRunner, kind: Kind, adapter: Adapter | None) -> None:
     """Runs steps whose tokens come from the step before, which is unread, as in decoding."""
     before: LaunchedStep | None = None
     if kind.num_tokens > 1:  # each is the first of its sequences
         for _ in range(_STEPS if kind.num_tokens <= _FEW else 1):
-            runner.read(runner.launch(_step(runner, kind, 0), None))
+            runner.read(runner.launch(_step(runner, kind, 0, adapter), None))
         return
     for i in range(_STEPS):
-        launched = runner.launch(_step(runner, kind, i), before)
+        launched = runner.launch(_step(runner, kind, i, adapter), before)
         if before is not None:
             runner.read(before)
         before = launched
@@ -143,7 +148,7 @@ def _run(runner: ModelRunner, kind: Kind) -> None:
     runner.read(before)
 
 
-def _step(runner: ModelRunner, kind: Kind, index: int) -> StepBatch:
+def _step(runner: ModelRunner, kind: Kind, index: int, adapter: Adapter | None) -> StepBatch:
     """Returns step `index` of a chain. It does not write to block 0, which is padding."""
     model, size, num_seqs = runner.model, runner.block_size, kind.num_sequences
     num_blocks = min((len(c.key_pool) for c in model.attention_caches), default=2) - 1
@@ -165,7 +170,8 @@ def _step(runner: ModelRunner, kind: Kind, index: int) -> StepBatch:
         is_decode=num_tokens == 1,
         input_from=array("i", range(num_seqs)) if index else array("i", [-1]) * num_seqs,
         num_drafts=array("i", [0]) * num_seqs,
-        adapter_ids=array("i", [0]) * num_seqs,
+        adapter_ids=array("i", [0 if adapter is None else _SLOT]) * num_seqs,
+        adapters={} if adapter is None else {_SLOT: adapter},
         tables=tables,
         # Each begins without a state and leaves none.
         slots=[StateMove(0, -1)] * num_seqs if model.layout.has_states else [],

@@ -6,9 +6,11 @@ On the CPU there are none; here they are switched on, as what they compute does 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.adapters import random_layers, write_mlx
 from support.grouped_models import engine_of
 from support.models import embedded_twin
 from support.platforms import platform_with
@@ -19,6 +21,7 @@ from mlx_paged.engine import warm_up
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.warm_up import Kind, batch_sizes, kinds
+from mlx_paged.model.paged_model import PagedModel
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[3, 4, 5, 6], [7, 8], list(range(10, 60))]
@@ -107,6 +110,39 @@ def test_the_steps_come_before_the_first_request_and_change_no_answer(
     assert answers(llm) == expected
 
 
+def test_the_adapter_of_all_requests_is_in_the_steps(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps with adapters are programs of their own: the first request makes no other ones."""
+    path = write_mlx(tmp_path, random_layers(embedded_twin().model, 3))
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 40, "block_size": 8, "max_num_seqs": 3, "adapter_path": path,
+    }  # fmt: skip
+    expected = answers(LLM(embedded_twin(), **options, enforce_eager=True))
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    launched: list[set[int]] = []
+    loads: list[int] = []
+    launch, load = ModelRunner.launch, PagedModel.load_adapter
+    monkeypatch.setattr(
+        ModelRunner,
+        "launch",
+        lambda self, batch, previous: (
+            launched.append(set(batch.adapter_ids)) or launch(self, batch, previous)
+        ),
+    )
+    monkeypatch.setattr(
+        PagedModel,
+        "load_adapter",
+        lambda self, slot, layers: loads.append(slot) or load(self, slot, layers),
+    )
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(embedded_twin(), **options)
+    assert "could not be prepared" not in caplog.text
+    assert launched and all(slots == {1} for slots in launched) and loads == [1]
+    assert answers(llm) == expected
+    assert loads == [1], "requests find the adapter in its slot"
+
+
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3_next"])
 def test_models_with_windows_and_states(
     monkeypatch: pytest.MonkeyPatch, on_gpu: None, caplog: pytest.LogCaptureFixture, name: str
@@ -124,10 +160,10 @@ def test_a_step_that_fails_is_left_out(
 ) -> None:
     run = warm_up._run
 
-    def fail(runner: ModelRunner, kind: Kind) -> None:
+    def fail(runner: ModelRunner, kind: Kind, *rest: Any) -> None:
         if kind.context_len > 1:
             raise RuntimeError("[malloc] no memory for that")
-        run(runner, kind)
+        run(runner, kind, *rest)
 
     monkeypatch.setattr(warm_up, "_run", fail)
     with caplog.at_level(logging.WARNING):
