@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from mlx_paged.core.adapters import AdapterSlots
+from mlx_paged.core.admission import MAX_PARKED_TOKENS, Admission
+from mlx_paged.core.background import BackgroundShare
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.core.kv.manager import KVManager
 from mlx_paged.core.kv.misses import PromptHistory
@@ -24,8 +25,8 @@ from mlx_paged.core.outputs import SchedulerOutput
 from mlx_paged.core.prefix_sharing import PrefixSharing
 from mlx_paged.core.queues import Deadlines, SequenceQueue, WaitingQueue
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus
-from mlx_paged.core.step import StepBatch
-from mlx_paged.core.step_time import StepTimeBudget, StepTimeLimit
+from mlx_paged.core.step_builder import StepBuilder
+from mlx_paged.core.step_time import StepTimeLimit
 from mlx_paged.errors import (
     DuplicateRequestError,
     EngineOverloadedError,
@@ -36,15 +37,6 @@ from mlx_paged.errors import (
 
 #: Maximum steps launched but not committed: one whose tokens are being read, and one running.
 MAX_STEPS_IN_FLIGHT = 2
-
-#: Budget of a step for parking short sequences; long ones have the same budget again. Each parked
-#: sequence costs its tokens plus `PARKING_COST`. The rest waits for the next step, which bounds the
-#: cost of a burst of requests with a common prompt.
-MAX_PARKED_TOKENS = 1 << 17
-PARKING_COST = 1 << 12
-
-# Background requests get 1/8 of places and tokens while other requests are unfinished.
-_BACKGROUND_PART = 8
 
 
 class Scheduler:
@@ -89,6 +81,9 @@ class Scheduler:
             the pools were too small.
     """
 
+    #: A test replaces it by a naive one.
+    waiting_queue: type[WaitingQueue] = WaitingQueue
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -101,9 +96,8 @@ class Scheduler:
         assert step_time is None or config.enable_chunked_prefill
         self.config = config
         self.kv = kv
-        self._long_prefill_threshold = config.long_prefill_threshold
-        self._has_own_threshold = config.long_prefill_token_threshold is not None
-        self.waiting = WaitingQueue(self._is_long)
+        threshold = config.long_prefill_threshold
+        self.waiting = self.waiting_queue(lambda num_tokens: num_tokens > threshold)
         self.running = SequenceQueue()
         self.num_preemptions = 0
         self.holds_admission = False
@@ -114,12 +108,20 @@ class Scheduler:
         self._sharing = PrefixSharing(kv, self._requests)
         self._media = MediaScheduler(config, kv, self._begin_media)
         self.encoder_cache = self._media.encoder_cache
-        self._history = history if kv.enable_prefix_caching else None
+        self._background = BackgroundShare(config, self.running, self._requests)
+        self._admission = Admission(
+            config,
+            kv,
+            self.running,
+            self.waiting,
+            sharing=self._sharing,
+            media=self._media,
+            adapters=self.adapters,
+            background=self._background,
+            history=history if kv.enable_prefix_caching else None,
+        )
         self._clock = clock
         self._step_time = step_time
-        self._num_background = 0  # among them
-        self._background_places = max(1, config.max_num_seqs // _BACKGROUND_PART)
-        self._background_tokens = max(1, config.max_num_batched_tokens // _BACKGROUND_PART)
         self._deadlines = Deadlines()
         self._expired: list[Sequence] = []  # since the last `take_expired`
         self._num_arrived = 0
@@ -128,18 +130,19 @@ class Scheduler:
         self._step = 0
         self._committed_step = 0
         self._in_flight: deque[SchedulerOutput] = deque()
-        # State of the step being built.
-        self._batch = StepBatch()
-        self._scheduled: list[Sequence] = []  # its sequences, in order
-        self._num_drafts: dict[int, int] = {}  # by index; only sequences with drafts
-        self._num_sampled = 0
-        self._prefilling: list[Sequence] = []  # running, with prompt tokens left
-        self._budget = 0
-        self._prompt_budget = 0  # left by the decodes
-        self._time_budget: StepTimeBudget | None = None
-        self._long_budget = 0
-        self._preempted = False
-        self._parking_budgets = [0, 0]  # short, long
+        self._building = self._new_step()
+
+    def _new_step(self) -> StepBuilder:
+        return StepBuilder(
+            self._step,
+            self.config,
+            self.kv,
+            self._media,
+            self.running,
+            self.waiting,
+            committed_step=self._committed_step,
+            max_parked_tokens=self.max_parked_tokens,
+        )
 
     # Requests.
 
@@ -187,7 +190,7 @@ class Scheduler:
             self.waiting.add(seq)
         request.num_unfinished = request.n
         self._requests[request.request_id] = request
-        self._num_background += request.background
+        self._background.num_requests += request.background
         return request.sequences
 
     def _max_output_tokens(self, request: Request) -> int:
@@ -256,7 +259,7 @@ class Scheduler:
         seq.request.num_unfinished -= 1
         if seq.request.is_finished:
             del self._requests[seq.request.request_id]
-            self._num_background -= seq.request.background
+            self._background.num_requests -= seq.request.background
             self._deadlines.discard(seq.request)
         return True
 
@@ -297,58 +300,39 @@ class Scheduler:
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "commit a step before scheduling another"
         self._expire()
         self._step += 1
-        self._batch, self._scheduled, self._prefilling = StepBatch(self._step), [], []
-        self._num_drafts = {}
-        self._num_sampled = self._num_decodes = 0
-        self._budget = self.config.max_num_batched_tokens
-        self._preempted = self.lacks_room = False
-        self._parking_budgets = [self.max_parked_tokens] * 2
+        step = self._building = self._new_step()
+        self.lacks_room = False
         if self.kv.restorations:
             self._resume_restored()
-        waiting = self.waiting
+        waiting, background = self.waiting, self._background
         if waiting.size:
             waiting.wake()
             if waiting.first_held is not None and self.adapters.has_room:
                 waiting.release_held()
-            has_classes = self._num_background or self.config.policy is SchedulingPolicy.PRIORITY
+            has_classes = background.num_requests or self.config.policy is SchedulingPolicy.PRIORITY
             if has_classes and not self.holds_admission:
                 self._preempt_for_waiting()
         self._schedule_decodes()
-        if self.config.max_num_prompt_tokens is not None:
-            self._budget = min(self._budget, self.config.max_num_prompt_tokens)
-        if self._step_time is not None and (self._prefilling or waiting.size):
-            self._time_budget = self._step_time.budget(self._num_decodes)
-            self._limit_by_time()
-        self._prompt_budget = self._budget
-        if self._prefilling or waiting.size:
-            self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
+        step.begin_prompts(self._step_time)
+        if step.prefilling or waiting.size:
             # Background prompts get the rest, after all others including waiting ones.
-            for background in (False, True) if self._num_background else (False,):
-                if background and self._has_both_kinds and self.config.enable_chunked_prefill:
-                    self._budget = min(self._budget, self._background_tokens)
-                    self._long_budget = min(self._long_budget, self._background_tokens)
-                self._schedule_running_prefills(background)
+            for in_background in (False, True) if background.num_requests else (False,):
+                if in_background and background.is_limited and self.config.enable_chunked_prefill:
+                    step.limit_prompts(background.tokens)
+                self._schedule_running_prefills(in_background)
                 # Never give the blocks of a preempted sequence to waiting ones.
-                if waiting.size and not self._preempted:
-                    self._admit_waiting(background)
-        self.lacks_room |= self._preempted
-        if not self._scheduled:
+                if waiting.size and not step.has_preempted:
+                    most = 1 if self.holds_admission else None
+                    has_room = self._admission.fill(
+                        step, background=in_background, max_running=most
+                    )
+                    self.lacks_room |= not has_room
+        self.lacks_room |= step.has_preempted
+        if not step.sequences:
             self._step -= 1
             self.encoder_cache.cancel(self._step)
             return None
-        batch, num_seqs = self._batch, len(self._scheduled)
-        batch.seq_ids = [seq.seq_id for seq in self._scheduled]
-        batch.num_drafts = array("i", bytes(4 * num_seqs))
-        for index, num_drafts in self._num_drafts.items():
-            batch.num_drafts[index] = num_drafts
-        batch.adapter_ids = array("i", bytes(4 * num_seqs))
-        if self.adapters.num_in_use:
-            self._add_adapters()
-        batch.is_decode = len(batch.token_ids) == num_seqs and False not in batch.samples
-        batch.block_copies = self.kv.launch_step(self._step)
-        if self.encoder_cache.step == self._step:
-            batch.media = self.encoder_cache.end()
-        output = SchedulerOutput(batch, self._scheduled)
+        output = step.finish(self.adapters, self.encoder_cache)
         self._in_flight.append(output)
         return output
 
@@ -365,13 +349,6 @@ class Scheduler:
             elif restoration.is_done:
                 self.kv.finish_restoration(restoration)
                 seq.num_scheduled_tokens = restoration.num_tokens
-
-    def _add_adapters(self) -> None:
-        batch = self._batch
-        for index, seq in enumerate(self._scheduled):
-            if seq.adapter_slot:
-                batch.adapter_ids[index] = seq.adapter_slot
-                batch.adapters[seq.adapter_slot] = seq.request.adapter
 
     def update_from_output(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         """Commits the tokens of an evaluated step. Steps are committed in order.
@@ -517,7 +494,7 @@ class Scheduler:
                 self.waiting.add(seq)
             if unfinished:
                 self._requests[request.request_id] = request
-                self._num_background += request.background
+                self._background.num_requests += request.background
                 if request.deadline is not None:
                     self._deadlines.add(request)
 
@@ -526,8 +503,8 @@ class Scheduler:
     def _schedule_decodes(self) -> None:
         # Hot loop: this one and the one in `update_from_output` visit every running sequence in
         # every step. They avoid properties and most calls.
-        step, block_size = self._step, self.kv.block_size
-        batch, scheduled, running = self._batch, self._scheduled, SequenceStatus.RUNNING
+        step, number, block_size = self._building, self._step, self.kv.block_size
+        batch, scheduled, running = step.batch, step.sequences, SequenceStatus.RUNNING
         token_ids, starts, input_from = batch.token_ids, batch.starts, batch.input_from
         has_states, move_state = self.kv.states is not None, self.kv.move_state
         some_wait = bool(self.kv.restorations)
@@ -542,7 +519,7 @@ class Scheduler:
             if num_left > 1 or (
                 num_left and seq.tree_tokens is not tokens and start < seq.request.num_prompt_tokens
             ):
-                self._prefilling.append(seq)
+                step.prefilling.append(seq)
                 continue
             # Skip sequences whose last token or drafts are in flight, and those just preempted.
             if num_left < 0 or start + 1 >= seq.max_num_tokens or seq.status is not running:
@@ -552,10 +529,10 @@ class Scheduler:
                 continue
             num_drafts = 0
             if seq.draft_token_ids:
-                num_drafts = self._num_drafts_for(seq, start + 1) if num_left else 0
+                num_drafts = step.num_drafts_for(seq, start + 1) if num_left else 0
                 seq.draft_token_ids = seq.draft_token_ids[:num_drafts]
             end = seq.num_scheduled_tokens = start + 1 + num_drafts
-            seq.last_step = step
+            seq.last_step = number
             tables = seq.tables
             assert tables is not None
             if has_states:
@@ -567,7 +544,7 @@ class Scheduler:
                 input_from.append(-1)
                 if num_drafts:
                     token_ids.extend(seq.draft_token_ids)
-                    self._num_drafts[len(scheduled)] = num_drafts
+                    step.num_drafts[len(scheduled)] = num_drafts
                     seq.draft_token_ids = ()
             else:
                 token_ids.append(0)
@@ -577,46 +554,21 @@ class Scheduler:
             starts.append(start)
             batch.tables.append(tables.exported or tables.export())
             scheduled.append(seq)
-        num_decodes = self._num_decodes = len(scheduled)
-        self._num_sampled = num_sampled
+        num_decodes = step.num_decodes = len(scheduled)
+        step.num_sampled = num_sampled
         batch.query_lens = array("q", (1,)) * num_decodes
         batch.samples = [True] * num_decodes
-        for index, num_drafts in self._num_drafts.items():
+        for index, num_drafts in step.num_drafts.items():
             batch.query_lens[index] += num_drafts
-        self._budget -= len(token_ids)
-
-    def _num_drafts_for(self, seq: Sequence, end: int) -> int:
-        """Number of drafts that the step verifies for a sequence. Allocates room for them.
-
-        Reserves one token of the step for every running sequence. The last output token is never a
-        draft.
-
-        Args:
-            end: Number of its tokens before the drafts.
-        """
-        assert seq.tables is not None
-        spare = self._budget - len(self.running) - sum(self._num_drafts.values())
-        most = min(len(seq.draft_token_ids), spare, seq.max_num_tokens - len(seq.tokens) - 1)
-        if most <= 0:
-            return 0
-        return max(0, self.kv.allocate_up_to(seq.tables, end + most) - end)
+        step.budget -= len(token_ids)
 
     def _in_turn(self) -> list[Sequence]:
         """The running sequences that this step may schedule. Limits background ones if there are
         others."""
         items = self.running.items
-        if not self._has_both_kinds:
+        if not self._background.is_limited:
             return items.copy()  # preemption changes the queue
-        return items[: self._num_running_before_background() + self._background_places]
-
-    @property
-    def _has_both_kinds(self) -> bool:
-        """True while background requests and others are unfinished."""
-        return 0 < self._num_background < len(self._requests)
-
-    def _num_running_before_background(self) -> int:
-        """Number of running sequences ahead of the background ones."""
-        return bisect_left(self.running.items, True, key=lambda seq: seq.request.background)
+        return items[: self._background.num_others_running + self._background.places]
 
     def _secure(self, seq: Sequence) -> bool:
         """Finds room for one more token; may preempt the last sequences in service order."""
@@ -627,7 +579,7 @@ class Scheduler:
                 return False  # the step in flight will free enough: skip a step, preempt nothing
             victim = self.running.last
             self._preempt(victim)
-            self._preempted = True
+            self._building.has_preempted = True
             if victim is seq:
                 return False
         return True
@@ -649,14 +601,15 @@ class Scheduler:
     # Prompts.
 
     def _schedule_running_prefills(self, background: bool) -> None:
-        for seq in self._prefilling:
+        step = self._building
+        for seq in step.prefilling:
             # An earlier sequence may have preempted this one.
             if seq.is_running and seq.request.background == background:
                 start = seq.num_scheduled_tokens
-                num_tokens = self._until_stop(seq, self._chunk_for(len(seq.tokens) - start, start))
+                num_tokens = self._until_stop(seq, step.chunk_for(len(seq.tokens) - start, start))
                 if seq.request.prompt_media is not None:
-                    num_tokens = self._media_chunk(seq, num_tokens)
-                self._add(seq, self._secure_chunk(seq, num_tokens))
+                    num_tokens = step.media_chunk(seq, num_tokens)
+                step.add(seq, self._secure_chunk(seq, num_tokens))
 
     def _until_stop(self, seq: Sequence, num_tokens: int) -> int:
         """Number of tokens of a chunk before the request's next stop.
@@ -688,7 +641,7 @@ class Scheduler:
         while (
             end := outside(atomic, self.kv.allocate_up_to(seq.tables, start + num_tokens))
         ) <= start:
-            self._preempted = True
+            self._building.has_preempted = True
             least = start + 1
             if outside(atomic, least) == start:
                 least = next(end for _, end in atomic if end > start)
@@ -704,236 +657,19 @@ class Scheduler:
 
     def _begin_media(self) -> None:
         """Prepares the encoder cache; limits new items during decodes, which encoding delays."""
-        most = self.config.max_encoder_items_with_decodes if self._num_decodes else None
+        most = self.config.max_encoder_items_with_decodes if self._building.num_decodes else None
         self.encoder_cache.begin(self._step, self._committed_step, most)
-
-    def _media_chunk(self, seq: Sequence, num_tokens: int) -> int:
-        return self._media.chunk(seq, num_tokens, self._budget, self._prompt_budget)
-
-    def _is_long(self, num_tokens: int) -> bool:
-        return num_tokens > self._long_prefill_threshold
-
-    def _limit_by_time(self) -> None:
-        """Lowers the tokens of the step to what the time left allows to a new prompt."""
-        if self._time_budget is not None:
-            self._budget = min(self._budget, self._time_budget.num_tokens(0))
-
-    def _chunk_for(self, num_tokens: int, start: int) -> int:
-        """Tokens this step spends on a prompt with `num_tokens` left at position `start`."""
-        if self._is_long(num_tokens):
-            share = self._long_budget
-            # A long prompt that is alone may use the whole step.
-            if self._has_own_threshold or len(self.running) + self.waiting.size > 1:
-                share = min(share, self._long_prefill_threshold)
-            num_tokens = min(num_tokens, share)
-        if self._time_budget is not None:
-            num_tokens = min(num_tokens, self._time_budget.num_tokens(start))
-        return min(num_tokens, self._budget)
-
-    def _short_demand(self) -> int:
-        """Tokens that short prompts could use in this step. Stops counting at half the budget."""
-        enough = self._budget // 2
-        demand = 0
-        for seq in self._prefilling:
-            left = len(seq.tokens) - seq.num_scheduled_tokens
-            if seq.is_running and not self._is_long(left):
-                demand += left
-        num_free_places = self.config.max_num_seqs - len(self.running)
-        for seq in self.waiting.ready_short():
-            if demand >= enough or num_free_places == 0:
-                break
-            demand += len(seq.tokens)
-            num_free_places -= 1
-        return demand
-
-    def _add(self, seq: Sequence, num_tokens: int) -> None:
-        """Schedules the next tokens of a sequence."""
-        if num_tokens <= 0:
-            return
-        assert seq.tables is not None
-        start = seq.num_scheduled_tokens
-        end = start + num_tokens
-        batch, samples, num_drafts = self._batch, end >= len(seq.tokens), 0
-        if samples and seq.draft_token_ids and start < len(seq.tokens):
-            # A recurrent state that rejected drafts computes the accepted ones again.
-            num_drafts = self._num_drafts_for(seq, end)
-        end = seq.num_scheduled_tokens = end + num_drafts
-        batch.input_from.append(-1 if start < len(seq.tokens) else seq.sampled_index)
-        if samples:
-            seq.sampled_index = self._num_sampled
-            self._num_sampled += 1 + num_drafts
-        seq.last_step = self._step
-        slots = self.kv.move_state(seq.tables, end, keep=num_drafts > 0)
-        if slots is not None:
-            batch.slots.append(slots)
-        if seq.request.prompt_media is not None:
-            self._media.use(seq, start, end)
-        batch.token_ids.extend(seq.tokens[start:end] if start < len(seq.tokens) else (0,))
-        if num_drafts:
-            batch.token_ids.extend(seq.draft_token_ids[:num_drafts])
-            self._num_drafts[len(self._scheduled)] = num_drafts
-            num_tokens += num_drafts
-        if samples:
-            seq.draft_token_ids = ()
-        batch.starts.append(start)
-        batch.query_lens.append(num_tokens)
-        batch.samples.append(samples)
-        batch.tables.append(seq.tables.export())
-        self._scheduled.append(seq)
-        self._budget = max(0, self._budget - num_tokens)
-        if self._time_budget is not None:
-            self._time_budget.spend(start, num_tokens)
-            self._limit_by_time()
-        if self._is_long(len(seq.tokens) - start):
-            self._long_budget = max(0, self._long_budget - num_tokens)
-
-    # Admission.
-
-    def _admit_waiting(self, background: bool) -> None:
-        # The first sequence is admitted or parked, or it blocks all behind it.
-        most = len(self.running) + self._num_prefill_places()
-        if self.holds_admission:
-            most = min(most, 1)
-        while self._budget > 0 and len(self.running) < min(most, self.config.max_num_seqs):
-            # Once long prompts have had their share, short ones behind them use the rest.
-            seq = self._first_to_admit(with_long=self._long_budget > 0)
-            if seq is None or seq.request.background > background:
-                return
-            if seq.request.background and self._has_both_kinds:
-                num_others = self._num_running_before_background()
-                if len(self.running) - num_others >= self._background_places:
-                    return
-            if not self.config.enable_chunked_prefill and not self._fits_whole(seq):
-                return  # waits for a step with room for the whole prompt; nothing overtakes it
-            if not self._admit(seq):
-                self.lacks_room = True
-                return  # waits for memory; nothing overtakes it
-
-    def _watermark(self) -> int:
-        """Blocks that admission leaves free for running sequences."""
-        return int(self.config.watermark * self.kv.pool.num_usable)
-
-    def _num_prefill_places(self) -> int:
-        """Number of sequences that the limit on prompts lets in."""
-        most = self.config.max_num_prefills
-        if most is None:
-            return self.config.max_num_seqs
-        return most - sum(seq.is_running for seq in self._prefilling)
-
-    def _fits_whole(self, seq: Sequence) -> bool:
-        """True if the step has room for the whole prompt and may encode all its items."""
-        if len(seq.tokens) > self._budget:
-            return False
-        media = seq.request.prompt_media
-        return media is None or self._media.fits_whole(media)
-
-    def _may_have_slot(self, seq: Sequence) -> bool:
-        """True if a sequence has no adapter, or may take a slot for it.
-
-        No sequence takes a slot before an earlier one that waits for one. Otherwise, a stream of
-        requests for the adapters on the device could keep another one out forever.
-        """
-        if seq.request.adapter is None:
-            return True
-        held = self.waiting.first_held
-        if held is not None and held.order < seq.order:
-            return False
-        return self.adapters.can_take(seq.request.adapter)
-
-    def _first_to_admit(self, *, with_long: bool) -> Sequence | None:
-        """The first waiting sequence that need not wait for a running one; parks those before it,
-        and sets those aside that wait for a slot of their adapter."""
-        budgets = self._parking_budgets
-        while budgets[False] > 0:
-            seq = self.waiting.first(with_long=with_long and budgets[True] > 0)
-            if seq is None or seq.last_step > self._committed_step:
-                break  # preempted while in flight: its newest token is not known yet
-            if not self._may_have_slot(seq):
-                self.waiting.hold(seq)
-                continue
-            awaited = self._sharing.awaited(seq)
-            if awaited is None:
-                return seq
-            self.waiting.park(seq, *awaited)
-            budgets[self._is_long(len(seq.tokens))] -= PARKING_COST + len(seq.tokens)
-        return None
-
-    def _admit(self, seq: Sequence) -> bool:
-        request = seq.request
-        source = self._sharing.fork_source(request)
-        if self.running and source is None and self._sharing.is_still_blocked(seq):
-            return False
-        tables = self.kv.admit(
-            seq.tree_tokens,
-            query=self._sharing.query(seq),
-            headroom=self._watermark() if self.running else 0,
-            read_cache=request.read_prefix_cache,
-            fork_of=request.parent if source is None else source.tables,
-            num_fork_tokens=(
-                request.num_parent_tokens if source is None else request.num_prompt_tokens - 1
-            ),
-            owner=seq,
-        )
-        if tables is None:
-            seq.blocked_at = self.kv.num_freed
-            return False
-        self.waiting.remove(seq)
-        self.running.add(seq)
-        seq.status = SequenceStatus.RUNNING
-        seq.tables = tables
-        if request.adapter is not None:
-            seq.adapter_slot = self.adapters.take(request.adapter)
-        seq.query = None
-        seq.blocked_at = -1
-        num_cached = tables.num_cached_tokens
-        seq.num_scheduled_tokens = num_cached
-        is_first = seq.num_cached_tokens is None
-        if is_first:
-            seq.num_cached_tokens = num_cached
-            seq.first_admission = time.monotonic()
-            if self._history is not None and seq.index == 0 and request.read_prefix_cache:
-                request.cache_miss = self._history.note(
-                    seq.tree_tokens,
-                    request.cache_salt,
-                    request.adapter,
-                    num_cached=num_cached,
-                    block_size=self.kv.block_size,
-                )
-        if tables.restoration is not None:
-            seq.num_scheduled_tokens = tables.num_computed_tokens
-            if is_first and request.prompt_media is not None:
-                self.encoder_cache.count_prefix_hits(request.prompt_media.num_before(num_cached))
-            return True
-        num_tokens = self._chunk_for(len(seq.tokens) - num_cached, num_cached)
-        if request.stops:
-            stop = request.stop_after(num_cached)
-            if num_cached in request.stops:
-                num_tokens = 0
-            elif stop is not None:
-                num_tokens = min(num_tokens, stop - num_cached)
-        media = request.prompt_media
-        if media is None:
-            self._add(seq, self.kv.allocate_up_to(tables, num_cached + num_tokens) - num_cached)
-            return True
-        if is_first:
-            self.encoder_cache.count_prefix_hits(media.num_before(num_cached))
-        end = num_cached + self._media_chunk(seq, num_tokens)
-        end = outside(media.atomic, self.kv.allocate_up_to(tables, end))
-        if end <= num_cached < request.num_prompt_tokens:
-            self.kv.defer_copy(tables)
-        self._add(seq, end - num_cached)
-        return True
 
     # Priority.
 
     def _preempt_for_waiting(self) -> None:
         """Preempts running sequences of a lower class if the first waiting one needs room."""
-        head = self._first_to_admit(with_long=True)
+        head = self._admission.first(self._building, with_long=True)
         if head is None:
             return
         while self.running and self.running.last.order[0] > head.order[0]:
             if len(self.running) < self.config.max_num_seqs and self.kv.will_have_room(
-                len(head.tokens), self._sharing.query(head), headroom=self._watermark()
+                len(head.tokens), self._sharing.query(head), headroom=self._admission.watermark
             ):
                 return
             self._preempt(self.running.last)

@@ -42,8 +42,8 @@ from mlx_paged.core import (
     StopPolicy,
     WindowGroupSpec,
 )
+from mlx_paged.core.admission import MAX_PARKED_TOKENS, PARKING_COST
 from mlx_paged.core.media import MediaIds
-from mlx_paged.core.scheduler import MAX_PARKED_TOKENS, PARKING_COST
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
 
 NUM_OPS = int(os.environ.get("MLX_PAGED_STATE_OPS", "3000"))

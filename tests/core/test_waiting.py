@@ -19,8 +19,8 @@ from mlx_paged.core import (
     StateGroupSpec,
     WindowGroupSpec,
 )
+from mlx_paged.core.admission import MAX_PARKED_TOKENS, PARKING_COST
 from mlx_paged.core.queues import Deadlines
-from mlx_paged.core.scheduler import MAX_PARKED_TOKENS, PARKING_COST
 from mlx_paged.errors import IntegrityError
 
 STEM = list(range(100, 400))

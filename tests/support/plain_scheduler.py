@@ -8,7 +8,6 @@ in readable form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from mlx_paged.core import BlockTables, Scheduler, SchedulerOutput, Sequence
 from support.step_rows import as_rows
@@ -112,9 +111,7 @@ class PlainQueue:
 
 
 class PlainScheduler(Scheduler):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.waiting = PlainQueue(self._is_long)  # type: ignore[assignment]
+    waiting_queue = PlainQueue  # type: ignore[assignment]
 
     def _awaited(self, seq: Sequence) -> tuple[BlockTables, int] | None:
         awaited = super()._awaited(seq)
@@ -172,14 +169,15 @@ class PlainScheduler(Scheduler):
 
     def _schedule_decodes(self) -> None:
         in_turn = self._in_turn_as_defined()
-        self._prefilling = [seq for seq in in_turn if is_prefilling(seq) and not is_restoring(seq)]
+        step = self._building
+        step.prefilling = [seq for seq in in_turn if is_prefilling(seq) and not is_restoring(seq)]
         for seq in in_turn:
             if not seq.is_running or is_prefilling(seq):  # preempted for an earlier one
                 continue
             if is_restoring(seq):
                 continue
             if num_schedulable_tokens(seq) and self._secure(seq):
-                self._add(seq, 1)
+                step.add(seq, 1)
 
     def update_from_output(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         assert self._in_flight.popleft() is output

@@ -1,0 +1,43 @@
+"""BackgroundShare: limits background requests while there are others."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sized
+
+from mlx_paged.core.config import SchedulerConfig
+from mlx_paged.core.queues import SequenceQueue
+
+# Background requests get 1/8 of places and tokens while other requests are unfinished.
+_PART = 8
+
+
+class BackgroundShare:
+    """The places and the tokens of a step that background requests get.
+
+    Args:
+        running: The running sequences; background ones come last.
+        requests: The unfinished requests.
+
+    Attributes:
+        num_requests: The background requests among them.
+        places: Background sequences that may run beside others.
+        tokens: Tokens of a step for their prompts.
+    """
+
+    def __init__(self, config: SchedulerConfig, running: SequenceQueue, requests: Sized) -> None:
+        self._running = running
+        self._requests = requests
+        self.num_requests = 0
+        self.places = max(1, config.max_num_seqs // _PART)
+        self.tokens = max(1, config.max_num_batched_tokens // _PART)
+
+    @property
+    def is_limited(self) -> bool:
+        """True while background requests and others are unfinished."""
+        return 0 < self.num_requests < len(self._requests)
+
+    @property
+    def num_others_running(self) -> int:
+        """Number of running sequences ahead of the background ones."""
+        return bisect_left(self._running.items, True, key=lambda seq: seq.request.background)
