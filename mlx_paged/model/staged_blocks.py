@@ -1,7 +1,7 @@
 """StagedBlockBytes: reads and writes blocks of a device with memory of its own, through its stream.
 
 Reads and writes are collected and run as few operations, which are ordered with the steps by the
-stream. No call waits for a step that runs meanwhile::
+stream. No call waits for a step that runs meanwhile, unless it moves very many blocks::
 
       host     begin_reads  launch 8            collect(7)           launch 9    collect(8)
       device   ... step 7 ][ gather ][ step 8                       ][ step 9
@@ -28,6 +28,8 @@ from mlx_paged.model.paged_model import PagedModel
 _TRANSFER_BYTES = 32 << 20
 # Writes under way at once: the host prepares one while the device takes the other.
 _MAX_WRITES = 2
+# Reads under way at once. More are asked for only while no sequence runs, so they are waited for.
+_MAX_READS = 8
 # An attention block is written as 8 tokens of heads of at most 512 words, see `_Words`.
 _TOKENS = 8
 _MAX_HEAD = 512
@@ -135,17 +137,16 @@ class StagedBlockBytes(BlockBytes):
         self._to_read.setdefault(group, []).append(_Read(block, out, on_read))
 
     def begin_reads(self, step: int) -> None:
-        if not self._to_read:
-            return
-        begun = []
-        for group, reads in self._to_read.items():
+        to_read, self._to_read = self._to_read, {}
+        for group, reads in to_read.items():
             most = max(1, _TRANSFER_BYTES // max(1, self.num_bytes[group]))
             for first in range(0, len(reads), most):
+                if len(self._reading) >= _MAX_READS:
+                    self._end(self._reading.popleft())
                 part = reads[first : first + most]
-                begun.append(_Reading(self._gather(group, part), part, step))
-        self._to_read = {}
-        mx.async_eval([reading.host for reading in begun])  # type: ignore[no-untyped-call]
-        self._reading += begun
+                host = self._gather(group, part)
+                mx.async_eval(host)  # type: ignore[no-untyped-call]
+                self._reading.append(_Reading(host, part, step))
 
     def _gather(self, group: int, reads: Sequence[_Read]) -> mx.array:
         [blocks] = ops.upload(np.array([read.block for read in reads], dtype=np.int32))
@@ -159,14 +160,17 @@ class StagedBlockBytes(BlockBytes):
         if evaluated_step is None:
             self.begin_reads(0)
         while self._reading and (evaluated_step is None or self._reading[0].step <= evaluated_step):
-            host, reads, _ = self._reading.popleft()
-            mx.eval(host)
-            rows = np.frombuffer(host, dtype=np.uint8).reshape(len(reads), -1)  # type: ignore[call-overload]
-            for row, read in zip(rows, reads, strict=True):
-                read.out[:] = row
-            for read in reads:
-                if read.on_read is not None:
-                    read.on_read()
+            self._end(self._reading.popleft())
+
+    def _end(self, reading: _Reading) -> None:
+        """Waits for reads, and hands their bytes over."""
+        host, reads, _ = reading
+        mx.eval(host)
+        rows = np.frombuffer(host, dtype=np.uint8).reshape(len(reads), -1)  # type: ignore[call-overload]
+        for row, read in zip(rows, reads, strict=True):
+            read.out[:] = row
+            if read.on_read is not None:
+                read.on_read()
 
     # Writes.
 

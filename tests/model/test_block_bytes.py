@@ -84,6 +84,7 @@ def test_many_blocks_go_in_several_transfers(monkeypatch: pytest.MonkeyPatch) ->
     shared, staged = both(embedded())
     [num_bytes] = shared.num_bytes
     monkeypatch.setattr(staged_blocks, "_TRANSFER_BYTES", 2 * num_bytes)
+    monkeypatch.setattr(staged_blocks, "_MAX_READS", 2)
     data = [random_block(num_bytes, block) for block in range(1, 8)]
     for block, each in enumerate(data, 1):
         staged.write(0, block, each)
