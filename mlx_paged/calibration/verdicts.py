@@ -160,12 +160,11 @@ class Verdicts:
         together, if MLX's took no less."""
         found: set[AllowedProduct] = set()
         for job, _, rows in product_jobs(needs):
-            theirs = self.seconds.get(f"{job}/{MLX}")
-            ours = {
-                k: self.seconds[f"{job}/{k}"] for k in self.proven if f"{job}/{k}" in self.seconds
-            }
+            ways = {w: s for j, s in self.seconds.items() if (w := j.removeprefix(f"{job}/")) != j}
+            theirs = ways.pop(MLX, -math.inf)
+            ours = {kernel: s for kernel, s in ways.items() if kernel in self.proven}
             best = min(ours, key=ours.__getitem__, default=None)
-            if best is not None and theirs is not None and ours[best] <= theirs:
+            if best is not None and ours[best] <= theirs:
                 found.add(AllowedProduct(best, *product_rows(rows)))
         return found
 

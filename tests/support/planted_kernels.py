@@ -20,7 +20,7 @@ from support.simulated import metal_library, sim_ext, simulated_extension, tenso
 VARIABLE = "MLX_PAGED_TEST_PLANTED"
 # Set: the simulated GPU has tensor units, also in child processes.
 TENSOR_UNITS = "MLX_PAGED_TEST_TENSOR_UNITS"
-MLX = "mlx"  # in the place of a kernel: MLX's graphs, as an alternative to whole steps
+MLX = "mlx"  # in the place of a kernel: MLX's graphs and products, as alternatives
 _LAUNCHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(abi.CLaunch), ctypes.POINTER(abi.CReport))
 _kept: list[Any] = []
 
