@@ -110,7 +110,10 @@ class StepBuilder:
             self.long_budget = self.budget - min(self._short_demand(), self.budget // 2)
 
     def limit_prompts(self, num_tokens: int) -> None:
-        """Lowers what is left for prompts."""
+        """Lowers what is left for prompts, but for an atomic item at the start of the first chunk:
+        it would never be computed."""
+        if self.budget == self.prompt_budget:
+            self.prompt_budget = min(self.budget, num_tokens)
         self.budget = min(self.budget, num_tokens)
         self.long_budget = min(self.long_budget, num_tokens)
 

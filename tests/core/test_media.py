@@ -340,6 +340,21 @@ def test_an_atomic_picture_does_not_wait_for_decodes_to_end(overlap: bool) -> No
     check_outputs(engine, *texts, each)
 
 
+@OVERLAP
+def test_an_atomic_picture_does_not_wait_for_a_request_that_waits_for_it(overlap: bool) -> None:
+    """It is larger than the share of background requests, and the other one needs its
+    adapter's slot."""
+    engine = make(overlap=overlap, max_num_batched_tokens=16, max_loras=1)
+    cat = picture("cat", 0, 12, is_atomic=True)
+    each = asked("r", cat, before=6, background=True, adapter="x")
+    engine.scheduler.add(each)
+    engine.step()
+    other = request("other", [7, 8, 9], adapter="y")
+    engine.scheduler.add(other)
+    engine.run()
+    check_outputs(engine, each, other)
+
+
 def test_an_atomic_picture_larger_than_any_step_is_refused() -> None:
     engine = make(max_num_batched_tokens=12)
     with pytest.raises(InvalidParameterError, match="max_num_batched_tokens") as caught:
