@@ -127,6 +127,17 @@ Launch rotations_launch(const paged::RotationParams& params);
 // chunks.
 Launch silu_mul_launch(int64_t num_rows, const paged::SiluParams& params, DType dtype);
 
+// Params of lora.h for targets with matrices of the shape of `a` and results of these columns.
+paged::LoraParams lora_params(const mx::array& a, int num_rows, const std::vector<int>& columns);
+// Size of the float32 array between lora_down and lora_up.
+int lora_hidden_size(const paged::LoraParams& params, int num_targets);
+// Launches without bindings; with fewer than LORA_TARGETS targets, the others are placeholders. The
+// operands of lora_down are x, adapters, each target's `a`, and the hidden values; those of lora_up
+// each target's base, the hidden values, adapters, each target's `b`, a residual, and each target's
+// result.
+Launch lora_down_launch(const paged::LoraParams& params, int num_targets, mx::Dtype dtype);
+Launch lora_up_launch(const paged::LoraParams& params, int num_targets, mx::Dtype dtype);
+
 // Copies in[0] to a dense array of rank 4, or to a row-contiguous one.
 LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 

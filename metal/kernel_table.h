@@ -72,7 +72,12 @@ enum {
   TENSOR_SIMD_GROUPS = 4,  // of tensor_product, which share a tile of results
   TENSOR_COLUMNS = 64,     // of a tile: rows of the weight
   TENSOR_DEPTH = 64,       // elements of each row that are multiplied at a time
-  LORA_THREADS = 128,
+  LORA_TARGETS = 3,        // maximum products with adapters in a launch
+  LORA_ROWS = 4,           // rows of x for which lora.h reads a matrix once
+  LORA_COLUMNS = 8,        // of a per threadgroup of lora_down: with LORA_ROWS, a sum for each lane
+  LORA_DOWN_THREADS = 256,
+  LORA_UP_THREADS = 64,
+  LORA_STEP = 8,        // rows of b that a thread loads at once
   ROUTE_THREADS = 512,  // of route_experts, maximum
   ROUTE_CHUNKS = 8,     // of 32 experts: maximum number to choose from
   ROUTE_PAIRS = 2,      // per thread
@@ -286,12 +291,19 @@ static_assert(sizeof(CombineParams) == 8, "the same for every compiler");
 
 // Params of lora.h.
 struct LoraParams {
+  int num_rows;
   int num_adapters;
   int rank;
   int k;
-  int n;
+  int num_parts;  // of k, whose sums lora_up adds
+  int n_0;        // columns of each target
+  int n_1;
+  int n_2;
+  int is_gated;      // one result of two targets: silu(first) * second
+  int has_residual;  // added to the first target
 };
-static_assert(sizeof(LoraParams) == 16, "the same for every compiler");
+static_assert(sizeof(LoraParams) == 40, "the same for every compiler");
+static_assert(LORA_ROWS * LORA_COLUMNS == 32, "a sum for each lane");
 
 }  // namespace paged
 

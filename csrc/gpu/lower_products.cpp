@@ -8,7 +8,7 @@
 
 namespace mlx_paged {
 
-// Lowers up to three ready products of one input as one step.
+// Lowers up to three ready products of one input as one step, with their adapters.
 void GpuLowering::lower_linears(size_t index) {
   auto linear = linear_of(graph_, graph_.nodes()[index]);
   std::vector<size_t> together{index};
@@ -21,7 +21,14 @@ void GpuLowering::lower_linears(size_t index) {
   for (size_t i : together) {
     is_lowered_[i] = true;
   }
-  add_step(products_of(together, graph_.nodes()[index].outputs[0], false));
+  const auto& result = graph_.nodes()[index].outputs[0];
+  auto loras = loras_after(together);
+  if (loras.empty()) {
+    return add_step(products_of(together, result, false));
+  }
+  auto adapters = add_down(view(linear->x), loras);
+  add_step(products_of(together, result, false));
+  add_up(adapters, bases_of(loras), nullptr);
 }
 
 void GpuLowering::lower_gated(const GraphNode& node) {

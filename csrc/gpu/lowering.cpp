@@ -25,6 +25,7 @@ GpuLowering::GpuLowering(
   if (in_products) {
     fuse_residual(graph_, is_linear);
   }
+  fuse_adapters(graph_, in_products);
   fuse_add_norm(graph_);
   fuse_qkv_write(graph_, in_products);
 }
@@ -36,6 +37,9 @@ void GpuLowering::run() {
     is_lowered_[i] = nodes[i].is_absorbed;
     if (auto linear = linear_of(graph_, nodes[i])) {
       linears_of_[value_of(linear->x)].push_back(i);
+    }
+    if (auto product = adapted_product(graph_, nodes[i]); product && !nodes[i].is_absorbed) {
+      lora_of_[*product] = i;
     }
   }
   for (size_t i = 0; i < nodes.size(); i++) {
@@ -58,6 +62,9 @@ void GpuLowering::lower(const GraphNode& node) {
   }
   if (const auto* added = std::get_if<AddedProduct>(&node.fusion)) {
     return add_step(products_of({added->product}, node.outputs[0], false, &added->addend));
+  }
+  if (std::holds_alternative<AdaptedProducts>(node.fusion)) {
+    return lower_adapted(node);
   }
   if (const auto* norm = std::get_if<AddNorm>(&node.fusion)) {
     return lower_norm(graph_.nodes()[norm->norm], &node);
@@ -270,16 +277,6 @@ void GpuLowering::lower_greedy(const GraphNode& node) {
   }
   for_host_.insert(node.outputs[2].id());
   add_step(std::move(launch));
-}
-
-void GpuLowering::lower_lora(const GraphNode& node) {
-  std::vector<View> in;
-  for (const auto& a : node.inputs) {
-    in.push_back(dense_view(a, "adapters that are not dense"));
-    require(begins_at_chunk(in.back()), "adapters that do not begin at 16 bytes");
-  }
-  auto list = node.as<Lora>().launches(node.inputs, node.outputs, Gpu::apple);
-  add_launches(list, in, {new_value(node.outputs[0])});
 }
 
 void GpuLowering::lower_collective(const GraphNode& node) {

@@ -56,6 +56,19 @@ class GpuLowering {
   ProductStep expert_products(
       const std::vector<size_t>& products, const View& x, int num_pairs, View& result);
 
+  // --- Adapters (lower_adapters.cpp)
+  void lower_lora(const GraphNode& node);
+  void lower_adapted(const GraphNode& node);
+  std::vector<size_t> loras_after(const std::vector<size_t>& products);
+  struct Adapters {  // loras that share launches, after lora_down
+    std::vector<size_t> loras;
+    paged::LoraParams params;
+    View hidden;
+  };
+  Adapters add_down(const View& x, const std::vector<size_t>& loras);
+  void add_up(const Adapters& made, const std::vector<View>& bases, const GraphNode* finish);
+  std::vector<View> bases_of(const std::vector<size_t>& loras);
+
   // --- Heads and attention (lower_attention.cpp)
   void lower_write_kv(const GraphNode& node);
   void lower_attention(const GraphNode& node);
@@ -73,7 +86,6 @@ class GpuLowering {
   void lower_dequantize(const GraphNode& node);
   void lower_lookup(const GraphNode& node);
   void lower_greedy(const GraphNode& node);
-  void lower_lora(const GraphNode& node);
   void lower_collective(const GraphNode& node);
   void lower_view(const GraphNode& node);
   void resolve_views();
@@ -115,6 +127,7 @@ class GpuLowering {
   StepGraph graph_;
   std::vector<bool> is_lowered_;                            // nodes
   std::unordered_map<Id, std::vector<size_t>> linears_of_;  // by the value they multiply
+  std::unordered_map<size_t, size_t> lora_of_;              // by the product it changes
   std::vector<Buffer> buffers_;
   std::vector<int> buffer_of_operand_;
   std::vector<const GraphNode*> unresolved_;  // views of values that another step computes

@@ -2,6 +2,9 @@
 //
 // Passes that fuse products with the operations after them.
 
+#include <algorithm>
+#include <utility>
+
 #include "passes.h"
 
 namespace mlx_paged {
@@ -93,6 +96,89 @@ void fuse_residual(StepGraph& graph, IsProduct is_product) {
         break;
       }
     }
+  }
+}
+
+std::optional<size_t> adapted_product(const StepGraph& graph, const GraphNode& node) {
+  if (node.op != Op::lora) {
+    return std::nullopt;
+  }
+  const auto& base = node.inputs[Lora::kBase];
+  std::vector<const GraphNode*> passed;
+  const auto* product = graph.source_of(base, passed);
+  bool is_reordered = std::any_of(
+      passed.begin(), passed.end(), [](const GraphNode* one) { return !is_reshape(one->op); });
+  if (!product || product->is_absorbed || is_reordered) {
+    return std::nullopt;
+  }
+  auto linear = linear_of(graph, *product);
+  if (!linear || value_of(linear->x) != value_of(node.inputs[Lora::kX]) ||
+      linear->x.shape(-1) != node.inputs[Lora::kX].shape(-1) ||
+      product->outputs[0].shape(-1) != base.shape(-1)) {
+    return std::nullopt;
+  }
+  return graph.index_of(*product);
+}
+
+bool can_share_launch(const GraphNode& a, const GraphNode& b) {
+  return value_of(a.inputs[Lora::kX]) == value_of(b.inputs[Lora::kX]) &&
+         a.inputs[Lora::kAdapters].id() == b.inputs[Lora::kAdapters].id() &&
+         a.inputs[Lora::kA].shape() == b.inputs[Lora::kA].shape();
+}
+
+namespace {
+
+bool is_adapted(const StepGraph& graph, const GraphNode& node) {
+  return adapted_product(graph, node).has_value();
+}
+
+// The loras that make these arrays and their products, if nothing else reads either.
+std::optional<AdaptedProducts> own_adapted(const StepGraph& graph, const Arrays& made) {
+  AdaptedProducts found;
+  for (const auto& a : made) {
+    auto lora = own_product(graph, a, is_adapted);
+    if (!lora) {
+      return std::nullopt;
+    }
+    const auto& node = graph.nodes()[*lora];
+    auto product = own_product(graph, node.inputs[Lora::kBase], is_linear);
+    if (!product ||
+        (!found.loras.empty() && !(are_alike(graph, found.products[0], *product) &&
+                                   can_share_launch(graph.nodes()[found.loras[0]], node)))) {
+      return std::nullopt;
+    }
+    found.products.push_back(*product);
+    found.loras.push_back(*lora);
+  }
+  return found;
+}
+
+}  // namespace
+
+void fuse_adapters(StepGraph& graph, bool in_products) {
+  for (auto& node : graph.nodes()) {
+    std::optional<AdaptedProducts> found;
+    if (node.is_absorbed || !std::holds_alternative<std::monostate>(node.fusion)) {
+      continue;
+    }
+    if (node.op == Op::silu_mul) {
+      found = own_adapted(graph, node.inputs);
+    } else if (in_products && adds_rows(node)) {
+      for (int side : {1, 0}) {
+        if (!found && (found = own_adapted(graph, {node.inputs[side]}))) {
+          found->addend = node.inputs[1 - side];
+        }
+      }
+    }
+    if (!found) {
+      continue;
+    }
+    for (const auto* absorbed : {&found->products, &found->loras}) {
+      for (size_t i : *absorbed) {
+        graph.nodes()[i].is_absorbed = true;
+      }
+    }
+    node.fusion = std::move(*found);
   }
 }
 

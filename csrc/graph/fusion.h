@@ -28,6 +28,13 @@ struct AddedProduct {
   mx::array addend;
 };
 
+// silu_mul of two products with low-rank adapters, or an addition to one.
+struct AdaptedProducts {
+  std::vector<size_t> products;
+  std::vector<size_t> loras;  // of each product
+  std::optional<mx::array> addend;
+};
+
 // An addition whose sum is normalized.
 struct AddNorm {
   size_t norm;
@@ -58,6 +65,7 @@ struct Experts {
   size_t down = 0;
 };
 
-using Fusion = std::variant<std::monostate, GateUp, AddedProduct, AddNorm, QkvWrite, Experts>;
+using Fusion =
+    std::variant<std::monostate, GateUp, AddedProduct, AdaptedProducts, AddNorm, QkvWrite, Experts>;
 
 }  // namespace mlx_paged

@@ -23,6 +23,13 @@ void fuse_gate_up(StepGraph& graph, IsProduct is_product);
 // AddedProduct: a product that only an addition reads adds the residual itself.
 void fuse_residual(StepGraph& graph, IsProduct is_product);
 
+// AdaptedProducts: silu_mul of two products with adapters, and with `in_products` additions to one.
+void fuse_adapters(StepGraph& graph, bool in_products);
+// The product that makes the base of a lora from the same x; nothing for other nodes.
+std::optional<size_t> adapted_product(const StepGraph& graph, const GraphNode& node);
+// True if one launch can serve both loras: they have one x, and matrices of one rank.
+bool can_share_launch(const GraphNode& a, const GraphNode& b);
+
 // AddNorm: an addition followed by a norm, for additions that no product took in.
 void fuse_add_norm(StepGraph& graph);
 

@@ -117,6 +117,57 @@ def test_other_sums_stay_sums(build: Build) -> None:
     assert fusions("residual", build) == []
 
 
+# --- Adapters -------------------------------------------------------------------------------------
+
+
+def adapted(x: mx.array, slots: mx.array, rank: int = 8, base: mx.array | None = None) -> mx.array:
+    a, b = mx.ones((2, rank, x.shape[-1])), mx.ones((2, rank, SIZE))
+    return ops.lora(linear(x) if base is None else base, x, slots, a, b)
+
+
+def fused_adapters(build: Build) -> list[tuple[str, list[str]]]:
+    return fusions("adapters", build, mx.zeros(X), mx.zeros(3, mx.int32))
+
+
+@pytest.mark.parametrize(
+    ("build", "node", "count"),
+    [
+        (lambda x, s: ops.silu_mul(adapted(x, s), adapted(x, s)), "silu_mul", 2),
+        (lambda x, s: ops.silu_mul(adapted(x, s)[:, None], adapted(x, s)[:, None]), "silu_mul", 2),
+        (lambda x, s: x + adapted(x, s), "Add", 1),
+        (lambda x, s: adapted(x, s) + x, "Add", 1),
+    ],
+)
+def test_adapters_take_in_what_follows(build: Build, node: str, count: int) -> None:
+    assert fused_adapters(build) == [(node, ["Matmul", "lora"] * count)]
+
+
+def adapted_and_read(x: mx.array, slots: mx.array) -> list[mx.array]:
+    out = adapted(x, slots)
+    return [x + out, out]
+
+
+def base_is_read(x: mx.array, slots: mx.array) -> list[mx.array]:
+    base = linear(x)
+    return [x + adapted(x, slots, base=base), base]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        adapted_and_read,
+        base_is_read,
+        lambda x, s: x + adapted(x, s, base=x * 2.0),
+        lambda x, s: x + adapted(x, s, base=linear(x * 2.0)),
+        lambda x, s: ops.silu_mul(adapted(x, s), adapted(x, s, rank=16)),
+        lambda x, s: ops.silu_mul(adapted(x, s), adapted(x, s + 1)),
+        lambda x, s: ops.silu_mul(adapted(x, s), linear(x)),
+    ],
+)
+def test_other_adapters_stay_apart(build: Build) -> None:
+    assert fused_adapters(build) == []
+
+
 # --- Norms ----------------------------------------------------------------------------------------
 
 

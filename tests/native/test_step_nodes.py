@@ -144,6 +144,46 @@ def test_adapters_on_a_gpu(rng, dtype: mx.Dtype) -> None:
     assert_lora(alone, inputs)
 
 
+@pytest.mark.skipif(not ops.has_cuda(), reason="needs an NVIDIA GPU as the device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_adapters_of_products_on_a_gpu(rng, dtype: mx.Dtype) -> None:
+    """Adapters of three layers of one input, before a gate, and before a residual."""
+    rows, k, n, rank = 33, 2056, 1032, 16
+    chosen = ([2, 2, 2, 2, 0, 1, 2, 0, -1, 1, 3, 1, -1, -1, -1, -1] * 3)[:rows]
+    x, more = normal(rng, rows, k, dtype=dtype), normal(rng, rows, n, dtype=dtype)
+    layers = [
+        [normal(rng, *shape, dtype=dtype) / shape[-1] ** 0.5
+         for shape in ((n, k), (ADAPTERS, rank, k), (ADAPTERS, rank, n))]
+        for _ in range(3)
+    ]  # fmt: skip
+    mx.eval(layers)
+    inputs = [x, mx.array(chosen, mx.int32), more]
+
+    def run(build: Callable) -> list[np.ndarray]:
+        unknown = executables.placeholders(inputs)
+        outs = executables.GpuExecutable(unknown, build(*unknown))(inputs)
+        mx.eval(outs)
+        return [exact(out) for out in outs]
+
+    def adapted(x: mx.array, slots: mx.array, _: mx.array) -> list[mx.array]:
+        return [ops.lora(ops.linear(x, w), x, slots, a, b) for w, a, b in layers]
+
+    bases = run(lambda x, slots, more: [ops.linear(x, w) for w, _, _ in layers])
+    made = run(adapted)
+    for out, base, (_, a, b) in zip(made, bases, layers, strict=True):
+        expected = reference.lora(base, exact(x), chosen, exact(a), exact(b))
+        assert reference.relative_errors(out, expected).max() < TOLERANCE[dtype]
+        for i in (8, 10, 12):  # without an adapter
+            np.testing.assert_array_equal(out[i], base[i])
+    del layers[2]
+    [gated] = run(lambda *unknown: [ops.silu_mul(*adapted(*unknown))])
+    expected = made[1] * made[0] / (1 + np.exp(-made[0]))
+    assert reference.relative_errors(gated, expected).max() < TOLERANCE[dtype]
+    del layers[1]
+    [added] = run(lambda *unknown: [unknown[2] + adapted(*unknown)[0]])
+    assert reference.relative_errors(added, exact(more) + made[0]).max() < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -7,7 +7,7 @@ inside blocks and tiles; slots that must not be read hold NaN.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -622,24 +622,69 @@ def products(library: SimLibrary) -> None:
 
 @check
 def adapters(library: SimLibrary) -> None:
-    """Low-rank adapters of rows with and without one: more columns than a threadgroup has threads,
-    a rank that does not fill a threadgroup, and more chunks of x than a SIMD-group has lanes."""
+    """Low-rank adapters of rows with and without one: more columns than a threadgroup has, ranks
+    that do not fill a threadgroup or a step, more chunks of x than a threadgroup has threads, and
+    tiles with one adapter, several and none."""
     rng = np.random.default_rng(0)
-    chosen = [2, -1, 0, 3, 2]
-    for dtype, n, k in ((mx.float32, 130, 136), (mx.bfloat16, 40, 264), (mx.float16, 24, 64)):
+    chosen = [2, -1, 0, 3, 2, 2, 1, 2, -1, 3, -1, -1, 0, 0]
+    cases = ((mx.float32, 262, 1096, 9), (mx.bfloat16, 40, 264, 6), (mx.float16, 36, 64, 8))
+    for dtype, n, k, rank in cases:
         base, x = (normal(rng, len(chosen), size, dtype=dtype) for size in (n, k))
-        a, b = normal(rng, 3, 6, k, dtype=dtype), normal(rng, 3, 6, n, dtype=dtype)
+        a, b = normal(rng, 3, rank, k, dtype=dtype), normal(rng, 3, rank, n, dtype=dtype)
         with simulated(library):
             out = ops.lora(base, x, mx.array(chosen, mx.int32), a, b)
             mx.eval(out)
-        expected = plain_reference.lora(
-            *(to_numpy(v) for v in (base, x)), chosen, to_numpy(a), to_numpy(b)
-        )
-        scale = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1e-2}[dtype]
-        norms = np.linalg.norm(expected, axis=1)
-        assert (np.linalg.norm(to_numpy(out) - expected, axis=1) <= scale * norms).all()
-        for row in (1, 3):
-            np.testing.assert_array_equal(to_numpy(out)[row], to_numpy(base)[row])
+        assert_adapted(out, base, x, chosen, a, b)
+
+
+def assert_adapted(
+    out: mx.array, base: mx.array, x: mx.array, chosen: list[int], a: mx.array, b: mx.array
+) -> None:
+    expected = plain_reference.lora(
+        *(to_numpy(v) for v in (base, x)), chosen, to_numpy(a), to_numpy(b)
+    )
+    scale = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1e-2}[out.dtype]
+    norms = np.linalg.norm(expected, axis=1)
+    assert (np.linalg.norm(to_numpy(out) - expected, axis=1) <= scale * norms).all()
+    for row in (i for i, slot in enumerate(chosen) if not 0 <= slot < len(a)):
+        np.testing.assert_array_equal(to_numpy(out)[row], to_numpy(base)[row])
+
+
+@check
+def adapters_of_layers(library: SimLibrary) -> None:
+    """Adapters of three layers of one input; of two, whose results are gated; and of one, whose
+    result is added to other rows."""
+    rng = np.random.default_rng(0)
+    chosen, k, rank, dtype = [2, -1, 0, 3, 2], 72, 8, mx.float32
+    x, slots = normal(rng, len(chosen), k, dtype=dtype), mx.array(chosen, mx.int32)
+
+    def layers_of(sizes: list[int]) -> list[list[mx.array]]:
+        return [
+            [normal(rng, n, k), normal(rng, 3, rank, k), normal(rng, 3, rank, n)] for n in sizes
+        ]
+
+    def adapted(x: mx.array, slots: mx.array, layers: list[list[mx.array]]) -> list[mx.array]:
+        return [ops.lora(ops.linear(x, w), x, slots, a, b) for w, a, b in layers]
+
+    def run(build: Callable[[mx.array, mx.array, mx.array], list[mx.array]]) -> list[mx.array]:
+        with simulated(library):
+            unknown = executables.placeholders([x, slots, more])
+            got = executables.GpuExecutable(unknown, build(*unknown))([x, slots, more])
+            mx.eval(got)
+        return got
+
+    more = normal(rng, len(chosen), 40, dtype=dtype)
+    layers = layers_of([40, 280, 24])
+    bases = run(lambda x, slots, more: [ops.linear(x, weight) for weight, _, _ in layers])
+    made = run(lambda x, slots, more: adapted(x, slots, layers))
+    for out, base, (_, a, b) in zip(made, bases, layers, strict=True):
+        assert_adapted(out, base, x, chosen, a, b)
+    [added] = run(lambda x, slots, more: [more + adapted(x, slots, layers[:1])[0]])
+    np.testing.assert_array_equal(np.array(added), np.array(more) + np.array(made[0]))
+    layers = layers_of([40, 40])
+    gate, up = map(np.array, run(lambda x, slots, more: adapted(x, slots, layers)))
+    [gated] = run(lambda x, slots, more: [ops.silu_mul(*adapted(x, slots, layers))])
+    np.testing.assert_allclose(np.array(gated), up * gate / (1 + np.exp(-gate)), rtol=1e-5)
 
 
 @check

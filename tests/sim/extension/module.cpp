@@ -114,6 +114,8 @@ Fusions run_pass(const Arrays& inputs, const Arrays& outputs, const std::string&
     fuse_add_norm(graph);
   } else if (name == "qkv_write") {
     fuse_qkv_write(graph, true);
+  } else if (name == "adapters") {
+    fuse_adapters(graph, true);
   } else if (name == "experts") {
     fuse_experts(graph);
   } else {

@@ -1,0 +1,143 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Adapters: lora_down for all targets of one x, then the products that they change, then lora_up.
+// In this order a GPU that starts a kernel early, as NVIDIA's can, loads the products' weights
+// while lora_down runs.
+
+#include <algorithm>
+#include <utility>
+
+#include "lowering.h"
+
+namespace mlx_paged {
+
+namespace {
+
+// Repeats the last of these for targets that do not exist.
+std::vector<View> for_all_targets(std::vector<View> views) {
+  views.resize(paged::LORA_TARGETS, View(views.back()));
+  return views;
+}
+
+}  // namespace
+
+// A lora whose base is not made by a product of the same x.
+void GpuLowering::lower_lora(const GraphNode& node) {
+  std::vector<size_t> loras{graph_.index_of(node)};
+  View base = dense_view(node.inputs[Lora::kBase], "a base that is not dense");
+  require(begins_at_chunk(base), "a base that does not begin at 16 bytes");
+  add_up(add_down(view(node.inputs[Lora::kX]), loras), {base}, nullptr);
+}
+
+// Lowers products with adapters and what follows: silu_mul of two, or an addition to one.
+void GpuLowering::lower_adapted(const GraphNode& node) {
+  const auto& [products, loras, unused] = std::get<AdaptedProducts>(node.fusion);
+  const auto& first = graph_.nodes()[products[0]];
+  auto adapters = add_down(view(linear_of(graph_, first)->x), loras);
+  add_step(products_of(products, first.outputs[0], false));
+  add_up(adapters, bases_of(loras), &node);
+}
+
+// Returns the loras that can follow these products in one launch, now lowered.
+std::vector<size_t> GpuLowering::loras_after(const std::vector<size_t>& products) {
+  const auto& nodes = graph_.nodes();
+  std::vector<size_t> loras;
+  for (size_t product : products) {
+    auto found = lora_of_.find(product);
+    if (found == lora_of_.end()) {
+      continue;
+    }
+    const auto& node = nodes[found->second];
+    bool is_ready = true;
+    for (int i : {Lora::kAdapters, Lora::kA, Lora::kB}) {
+      is_ready = is_ready && (!graph_.depends(node.inputs[i]) || views_.count(node.inputs[i].id()));
+    }
+    if (is_ready && (loras.empty() || can_share_launch(nodes[loras[0]], node))) {
+      loras.push_back(found->second);
+      is_lowered_[found->second] = true;
+    }
+  }
+  return loras;
+}
+
+GpuLowering::Adapters GpuLowering::add_down(const View& x, const std::vector<size_t>& loras) {
+  const auto& nodes = graph_.nodes();
+  const auto& first = nodes[loras[0]].inputs;
+  std::vector<View> a;
+  std::vector<int> columns;
+  for (size_t i : loras) {
+    a.push_back(dense_view(nodes[i].inputs[Lora::kA], "adapters that are not dense"));
+    require(begins_at_chunk(a.back()), "adapters that do not begin at 16 bytes");
+    columns.push_back(nodes[i].inputs[Lora::kB].shape(2));
+  }
+  require(x.is_dense() && begins_at_chunk(x), "adapters of rows that are not dense");
+  View adapters = dense_view(first[Lora::kAdapters], "numbers of adapters that are not dense");
+  auto params = lora_params(first[Lora::kA], int(first[Lora::kAdapters].size()), columns);
+  int num_targets = int(loras.size());
+  View hidden = new_buffer({lora_hidden_size(params, num_targets)}, mx::float32);
+  Launch down = lora_down_launch(params, num_targets, first[Lora::kA].dtype());
+  read(down, x);
+  read(down, adapters);
+  for (const View& v : for_all_targets(a)) {
+    read(down, v);
+  }
+  write(down, hidden);
+  add_step(std::move(down));
+  return {loras, params, hidden};
+}
+
+// The results of the products that these loras change.
+std::vector<View> GpuLowering::bases_of(const std::vector<size_t>& loras) {
+  std::vector<View> bases;
+  for (size_t i : loras) {
+    std::vector<const GraphNode*> passed;
+    const auto* product = graph_.source_of(graph_.nodes()[i].inputs[Lora::kBase], passed);
+    bases.push_back(view(product->outputs[0]));
+  }
+  return bases;
+}
+
+// `finish`: the node that lora_up computes in the place of the loras' results, or null.
+void GpuLowering::add_up(
+    const Adapters& made, const std::vector<View>& bases, const GraphNode* finish) {
+  const auto& nodes = graph_.nodes();
+  const auto& first = nodes[made.loras[0]].inputs;
+  auto params = made.params;
+  std::vector<View> b;
+  for (size_t i : made.loras) {
+    b.push_back(dense_view(nodes[i].inputs[Lora::kB], "adapters that are not dense"));
+    require(begins_at_chunk(b.back()), "adapters that do not begin at 16 bytes");
+  }
+  View residual = bases[0];  // a placeholder
+  if (finish) {
+    const auto& addend = std::get<AdaptedProducts>(finish->fusion).addend;
+    params.is_gated = finish->op == Op::silu_mul;
+    params.has_residual = addend.has_value();
+    if (addend) {
+      residual = dense_view(*addend, "an addend that is not dense");
+      require(begins_at_chunk(residual), "an addend that does not begin at 16 bytes");
+    }
+  }
+  Launch up = lora_up_launch(params, int(made.loras.size()), first[Lora::kA].dtype());
+  for (const View& v : for_all_targets(bases)) {
+    read(up, v);
+  }
+  read(up, made.hidden);
+  read(up, view(first[Lora::kAdapters]));
+  for (const View& v : for_all_targets(b)) {
+    read(up, v);
+  }
+  read(up, residual);
+  std::vector<View> results;
+  for (size_t i : made.loras) {
+    if (results.empty() || !finish) {
+      results.push_back(new_value((finish ? *finish : nodes[i]).outputs[0]));
+    }
+  }
+  for (const View& v : for_all_targets(results)) {
+    write(up, v);
+  }
+  add_step(std::move(up));
+}
+
+}  // namespace mlx_paged
