@@ -180,10 +180,12 @@ def run_child(*args: object) -> dict[str, Any]:
     return found
 
 
-def restart() -> list[dict[str, Any]]:
+def restart(longest: int = 8192) -> list[dict[str, Any]]:
     """The first token cold, after a restart, and after a kill in the middle of a write."""
     found = []
     for name, num_tokens in CASES:
+        if num_tokens > longest:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             cold = run_child("cold", name, num_tokens, folder)
             warm = [run_child("warm", name, num_tokens, folder) for _ in range(3)]
@@ -672,6 +674,7 @@ def main() -> None:
         "parts", nargs="*", help=f"{', '.join(PARTS)}, device; default: all but device"
     )
     parser.add_argument("--shape", choices=SHAPES, default="8B", help="of the part `device`")
+    parser.add_argument("--longest", type=int, default=8192, help="tokens, of the part `restart`")
     arguments = parser.parse_args()
     parts = arguments.parts or list(PARTS)
     if parts[0] == "child":
@@ -681,7 +684,12 @@ def main() -> None:
     for part in parts:
         environment = harness.environment()
         where = "cpu" if environment["machine"]["device"] == "cpu" else "gpu"
-        rows = device(arguments.shape) if part == "device" else PARTS[part]()
+        if part == "device":
+            rows = device(arguments.shape)
+        elif part == "restart":
+            rows = restart(arguments.longest)
+        else:
+            rows = PARTS[part]()
         harness.save(f"kv_offload_{part}-{where}", {"environment": environment, part: rows})
 
 
