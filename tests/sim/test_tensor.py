@@ -7,6 +7,7 @@ import importlib.util
 import struct
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -141,30 +142,77 @@ def test_mlx_assumes_a_layout(rng, tensor_layout) -> None:
     assert is_right == (tensor_layout == 0)
 
 
-@pytest.mark.long
-def test_mlx_gemm(rng) -> None:
-    """Tiles of one SIMD-group, the last ones partly outside: `gemm_loop` meets its barriers in
-    another instantiation there, which the simulator reports where SIMD-groups differ in it."""
+@pytest.mark.parametrize(
+    ("shape", "tile", "is_aligned"),
+    [
+        # Tiles of one SIMD-group, the last ones partly outside: `gemm_loop` meets its barriers in
+        # another instantiation there, which the simulator reports where SIMD-groups differ in it.
+        ((50, 70, 72), (32, 32, 64, 1, 1), False),
+        # Four SIMD-groups, as MLX launches it for long prompts.
+        ((64, 128, 256), (64, 64, 128, 2, 2), True),
+    ],
+    ids=["edges", "four SIMD-groups"],
+)
+def test_mlx_gemm(rng, shape, tile, is_aligned) -> None:
+    rows, columns, depth, *groups = tile
     library = mlx_library(
         "steel/gemm/gemm_nax.h",
         "steel/gemm/kernels/steel_gemm_fused_nax.h",
-        instance='instantiate_kernel("gemm", gemm, half, 32, 32, 64, 1, 1, false, true, float)',
+        instance=f'instantiate_kernel("gemm", gemm, half, {rows}, {columns}, {depth}, '
+        f"{groups[0]}, {groups[1]}, false, true, float)",
     )
-    m, n, k = 50, 70, 72
+    m, n, k = shape
     a, b, out = halves(rng, m, k), halves(rng, n, k), np.zeros((m, n), np.float16)
-    tiles = (-(-n // 32), -(-m // 32))
-    params = struct.pack("8i3q3i4x", m, n, k, k, k, n, *tiles, 0, 0, 0, 0, k // 64, 1)
-    flags = ("has_batch", "use_out_source", "do_axpby", "align_M", "align_N", "align_K")
+    tiles = (-(-n // columns), -(-m // rows))
+    params = struct.pack("8i3q3i4x", m, n, k, k, k, n, *tiles, 0, 0, 0, 0, k // depth, 1)
+    flags = ("has_batch", "use_out_source", "do_axpby")
     report = library.launch(
         "gemm",
         {0: a, 1: b, 3: Buffer(out, "write")},
         grid=(*tiles, 1),
-        threads=(32, 1, 1),
+        threads=(32, *groups),
         constants={4: params},
-        function_constants=dict.fromkeys(flags, False),
+        function_constants={
+            **dict.fromkeys(flags, False),
+            **dict.fromkeys(("align_M", "align_N", "align_K"), is_aligned),
+        },
     )
-    np.testing.assert_allclose(out, wide(a) @ wide(b).T, atol=0.03)
-    assert report.matrix_ops == 4 * tiles[0] * tiles[1] * 6
+    np.testing.assert_allclose(out, wide(a) @ wide(b).T, atol=0.06)
+    # Products of 16 x 16 x 16 of whole tiles, in steps of 32 elements.
+    blocks = tiles[0] * tiles[1] * rows * columns // 256
+    assert report.matrix_ops == blocks * -(-k // 32) * 2
+
+
+def test_mlx_quantized_product(rng) -> None:
+    """`qmm` dequantizes its weight into threadgroup memory; the last tile of columns is partly
+    outside."""
+    name = "affine_qmm_t_nax<half, 32, 4, false, false, 64, 64, 64, 2, 2>"
+    library = mlx_library(
+        "steel/utils.h",
+        "quantized_utils.h",
+        "steel/gemm/nax.h",
+        "quantized_nax.h",
+        instance=f'template [[host_name("qmm")]] [[kernel]] decltype({name}) {name};',
+    )
+    m, n, k = 64, 96, 128
+    weight = mx.array(halves(rng, n, k))
+    codes, scales, biases = mx.quantize(weight, 32, 4)
+    exact = wide(np.array(mx.dequantize(codes, scales, biases, 32, 4).astype(mx.float32)))
+    x, out = halves(rng, m, k), np.zeros((m, n), np.float16)
+    report = library.launch(
+        "qmm",
+        {0: np.array(codes), 1: np.array(scales), 2: np.array(biases), 3: x,
+         4: Buffer(out, "write")},
+        grid=(2, 1, 1),
+        threads=(32, 2, 2),
+        constants={
+            **dict.fromkeys((8, 9, 11, 12), bytes(4)),  # no batch
+            **dict.fromkeys((10, 13, 14, 15), bytes(8)),
+            **{5 + i: struct.pack("i", size) for i, size in enumerate((k, n, m))},
+        },
+    )  # fmt: skip
+    np.testing.assert_allclose(out, wide(x) @ exact.T, atol=0.06)
+    assert report.matrix_ops == 2 * 16 * k // 16
 
 
 def test_mlx_attention(rng) -> None:
