@@ -443,9 +443,10 @@ def test_names_with_the_default_tag(client, engine) -> None:
 
 def test_durations() -> None:
     for given, seconds in (("5m", 300), ("1h30m", 5400), ("-1s", -1), ("0", 0), (7, 7),
-                           ("1.5s", 1.5), ("100ms", 0.1), (-1, -1)):  # fmt: skip
+                           ("1.5s", 1.5), ("100ms", 0.1), (-1, -1),
+                           ("-1", -1), ("30", 30)):  # fmt: skip
         assert seconds_of(given) == pytest.approx(seconds)
-    for wrong in ("", "5", "m", "5 m", "5x", "1h-3m"):
+    for wrong in ("", "-", "m", "5 m", "5x", "1h-3m"):
         with pytest.raises(ValueError):
             seconds_of(wrong)
 

@@ -6,12 +6,14 @@ import json
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import mlx.core as mx
+import ollama
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -125,6 +127,38 @@ def test_models_and_their_states(client: httpx.Client) -> None:
     until(lambda: state_of(client, "second")["value"] == "loaded")
     headers = {"anthropic-version": "2023-06-01"}
     assert client.get("/v1/models", headers=headers).json()["data"][1]["max_tokens"] == 256
+
+
+def test_clients_of_ollama(router: tuple[psutil.Process, str], client: httpx.Client) -> None:
+    ask = [{"role": "user", "content": "hello"}]
+    options = {"num_predict": 4, "temperature": 0}
+    with ollama.Client(host=router[1]) as asking:
+        names = [model.model for model in asking.list().models]
+        assert names == ["first", "second", "2nd", "broken"]
+        for name in ("first", "2nd:latest"):
+            pieces = list(asking.chat(name, ask, stream=True, options=options))
+            assert pieces[-1].done and 0 < pieces[-1].eval_count <= 4
+        assert {model.model for model in asking.ps().models} == {"first", "second"}
+        assert asking.show("second").modelinfo["llama.context_length"] == 256
+        # Without a question, keep_alive 0 only unloads, and does not load either.
+        for _ in range(2):
+            assert asking.generate("second", "", keep_alive=0).done_reason == "unload"
+            until(lambda: state_of(client, "second")["value"] == "unloaded")
+        assert asking.chat("2nd", [], keep_alive=0).message.content == ""
+        assert state_of(client, "second")["value"] == "unloaded"
+        assert asking.generate("second", "", keep_alive="1h").done_reason == "load"
+        [status] = [model for model in asking.ps().models if model.model == "second"]
+        assert 0 < status.expires_at.timestamp() - time.time() <= 3600
+        asking.generate("second", "", keep_alive=-1)
+        with pytest.raises(ollama.ResponseError, match="no model named 'third'"):
+            asking.chat("third:latest", ask)
+        with pytest.raises(ollama.ResponseError, match="keep_alive must be seconds"):
+            asking.chat("first", ask, keep_alive="soon")
+    listed = client.get("/api/v0/models").json()["data"]
+    assert [model["id"] for model in listed] == ["first", "second", "broken"]
+    assert listed[2]["state"] == "not-loaded"
+    chat = {"model": "first", "messages": ask, "max_tokens": 2}
+    assert client.post("/api/v0/chat/completions", json=chat).json()["stats"]
 
 
 def test_a_stream_that_waits_gets_comments(client: httpx.Client) -> None:

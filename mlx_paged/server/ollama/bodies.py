@@ -22,14 +22,15 @@ _LOADER = "Of Ollama's loader; taken, it changes nothing here."
 # Units of Go's durations, in seconds.
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
-_DURATION = re.compile(rf"-?(?:(?:{_PART.pattern})+|0)")
+_DURATION = re.compile(rf"-?(?:(?:{_PART.pattern})+|\d+(?:\.\d+)?)")
 
 
 def seconds_of(keep_alive: float | str) -> float:
     """Returns the seconds of a `keep_alive`; negative: forever.
 
     Args:
-        keep_alive: Seconds, or a duration as Go writes it, such as "5m" or "1h30m".
+        keep_alive: Seconds, or a duration as Go writes it, such as "5m" or "1h30m". A text without
+            a unit is in seconds.
 
     Raises:
         ValueError: It is neither.
@@ -38,7 +39,10 @@ def seconds_of(keep_alive: float | str) -> float:
         return float(keep_alive)
     if not _DURATION.fullmatch(keep_alive):
         raise ValueError("must be seconds, or a duration such as '5m' or '1h30m'; below 0: forever")
-    total = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(keep_alive))
+    parts = _PART.findall(keep_alive)
+    if not parts:
+        return float(keep_alive)
+    total = sum(float(number) * _UNITS[unit] for number, unit in parts)
     return -total if keep_alive.startswith("-") else total
 
 

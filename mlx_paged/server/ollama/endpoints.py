@@ -97,12 +97,34 @@ async def _read(request: Request, kind: type[Any]) -> Any:
 
 def _loaded(body: GenerationRequest, model: ServedModel) -> Ending:
     """The answer to a request that only loads its model, or with keep_alive 0 unloads it."""
-    return {
-        "model": body.model or model.name,
-        "created_at": now(),
-        "done": True,
-        "done_reason": "unload" if body.keep_alive == 0 else "load",
-    }
+    reason: Literal["load", "unload"] = "unload" if body.keep_alive == 0 else "load"
+    return _ended(body.model or model.name, reason)
+
+
+def _ended(model: str, reason: Literal["load", "unload"]) -> Ending:
+    return {"model": model, "created_at": now(), "done": True, "done_reason": reason}
+
+
+# The fields that a request asks something by, and the empty answer.
+_ASKING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "/api/chat": (("messages",), {"message": {"role": "assistant", "content": ""}}),
+    "/api/generate": (("prompt", "images"), {"response": ""}),
+}
+
+
+def answer_to_unload(path: str, body: bytes, model: str) -> Response | None:
+    """Returns the answer to a request with keep_alive 0 that asks nothing: it only unloads.
+
+    Args:
+        body: A JSON object.
+
+    Returns:
+        None if it asks something, or is of another path.
+    """
+    names, empty = _ASKING.get(path, ((), {}))
+    if not names or any(map(from_json(body).get, names)):
+        return None
+    return JSONResponse({**_ended(model, "unload"), **empty})
 
 
 async def _answer(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 from urllib.parse import quote
@@ -30,6 +30,8 @@ from mlx_paged.server.errors import (
     unavailable,
 )
 from mlx_paged.server.messages.answers import MessageError
+from mlx_paged.server.ollama.bodies import seconds_of
+from mlx_paged.server.ollama.endpoints import answer_to_unload
 from mlx_paged.server.responses import ErrorAnswer
 from mlx_paged.server.router.context import router_of
 from mlx_paged.server.router.pool import KeepAlive, Lease, PooledModel
@@ -53,9 +55,6 @@ _SET_AGAIN = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"da
     b"x-content-type-options"
 }
 BeforeAnswer = Callable[[PooledModel], Awaitable[None]]
-
-_DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)")
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class _Routed(BaseModel):
@@ -88,7 +87,13 @@ async def forward(request: Request, *, before_answer: BeforeAnswer | None = None
             400, f"the body is not a JSON object: {first['msg']}", code="invalid_json"
         ) from None
     keep_alive = keep_alive_of(routed.keep_alive)
-    router_of(request).pool.find(routed.model)
+    pool = router_of(request).pool
+    model = pool.find(routed.model)
+    if keep_alive == 0:
+        answer = answer_to_unload(_path_of(request), body, model.name)
+        if answer is not None:
+            pool.begin_unloading(model)
+            return answer
     # Ollama's streams are lines of JSON, which have no comments.
     comments = routed.stream is True and not speaks_ollama(request.scope)
     return ForwardedResponse(
@@ -131,20 +136,17 @@ def keep_alive_of(given: Any) -> float | KeepAlive | None:
     """
     if given is None:
         return KeepAlive.AS_BEFORE
-    seconds: float | None = None
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
-        seconds = float(given)
-    elif isinstance(given, str):
-        parts = _DURATION.findall(given)
-        if parts and "".join(map("".join, parts)) == given:
-            seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-        elif re.fullmatch(r"-?\d+(\.\d+)?", given):
-            seconds = float(given)
-    if seconds is None or seconds != seconds or seconds == float("inf"):
+    try:
+        if isinstance(given, bool) or not isinstance(given, (int, float, str)):
+            raise ValueError("must be seconds or a text")
+        seconds = seconds_of(given)
+        if not math.isfinite(seconds):
+            raise ValueError("must be finite")
+    except ValueError:
         raise bad_request(
             "keep_alive",
             f"keep_alive must be seconds, or a time such as '5m', but is {shorten(repr(given))}",
-        )
+        ) from None
     return None if seconds < 0 else seconds
 
 

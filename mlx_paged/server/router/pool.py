@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_paged.server.catalog import ModelFiles, ModelState, ModelStatus
+from mlx_paged.server.config import DEFAULT_TAG
 from mlx_paged.server.errors import RETRY_AFTER, ApiError, shorten, unavailable
 from mlx_paged.server.router.process import LoadedModel, ProcessFailedError, ServingProcess
 from mlx_paged.server.router.spec import DEFAULT_NAMES, PROCESS_BYTES, ModelSpec, check_names
@@ -245,6 +246,8 @@ class ModelPool:
         for model in self.models:
             if name in model.adapters:
                 return model
+        if name.endswith(DEFAULT_TAG):
+            return self.find(name.removesuffix(DEFAULT_TAG))
         names = [n for m in self.models for n in (m.name, *m.spec.aliases, *m.adapters)]
         raise ApiError(
             404,
