@@ -23,14 +23,13 @@ _MTP = (
     "model's own head"
 )
 _NO_DISK = "the prefix cache is in memory only"
-_ONE_MODEL = "a server has one model: start another one on another --port"
 _TEMPLATE = (
     "clients send chat_template_kwargs with each request; --chat-template sets another template"
 )
 _NO_CODE = "nothing is needed for the models of docs/models.md"
 
 _HINTS: dict[str, str] = {
-    "--auto-unload-idle-seconds": "a model stays loaded until its server ends",
+    "--auto-unload-idle-seconds": "it is --model-ttl here, for each of several models (--model)",
     "--cache-memory-mb": _MEMORY,
     "--cache-memory-percent": _MEMORY,
     "--cache-policy": "--no-enable-prefix-caching switches the prefix cache off",
@@ -50,7 +49,7 @@ _HINTS: dict[str, str] = {
     "--disable-log-stats": "GET /metrics has the statistics, and the log none",
     "--disable-prefix-cache": "it is --no-enable-prefix-caching here",
     "--draft-model": _DRAFT_MODEL,
-    "--embedding-model": "serve it with --runner pooling, in a server of its own",
+    "--embedding-model": "--models-config adds it, with the option runner: pooling",
     "--enable-metrics": "nothing is needed: GET /metrics is always there",
     "--enable-mtp": _MTP,
     "--enable-prefix-cache": "nothing is needed: prefixes are shared unless "
@@ -61,19 +60,17 @@ _HINTS: dict[str, str] = {
     "--kv-cache-quantization": _QUANTIZED_KV,
     "--kv-cache-quantization-bits": _QUANTIZED_KV,
     "--kv-group-size": _QUANTIZED_KV,
-    "--lazy-load-model": "the model is loaded at once; the port answers meanwhile",
+    "--lazy-load-model": "models besides the first (--model) are loaded when requests name them",
     "--max-cache-blocks": "it is --num-gpu-blocks-override here",
     "--max-kv-size": "--max-model-len sets the most tokens of prompt and answer",
     "--max-request-tokens": "--max-model-len sets the most tokens of prompt and answer",
     "--max-tokens": _ANSWER,
     "--mcp-config": "it is --mcp here",
-    "--memory-budget-gb": _MEMORY,
+    "--memory-budget-gb": "it is --memory-budget here, for several models (--model)",
     "--min-p": _SAMPLING % "min_p",
     "--mllm": _MEDIA,
     "--mllm-draft-model": _DRAFT_MODEL,
     "--mllm-prefill-step-size": _CHUNKS,
-    "--model": "the model is the first argument: mlx-paged serve MODEL",
-    "--models-config": _ONE_MODEL,
     "--mtp-num-draft-tokens": _MTP,
     "--no-memory-aware-cache": _MEMORY,
     "--num-draft-tokens": _DRAFT_MODEL,
@@ -91,7 +88,7 @@ _HINTS: dict[str, str] = {
     "--quantized-kv-start": _QUANTIZED_KV,
     "--rate-limit": "--max-queue limits the requests that wait",
     "--request-timeout-s": "it is --request-timeout here",
-    "--rerank-model": "serve it with --runner pooling, in a server of its own",
+    "--rerank-model": "--models-config adds it, with the option runner: pooling",
     "--revision": "give the directory of the revision, as `mlx-paged pull` prints it",
     "--specprefill": "prompts are computed whole",
     "--ssd-cache-dir": _NO_DISK,

@@ -285,6 +285,7 @@ async def test_the_end_while_loading() -> None:
     just_begun = asyncio.create_task(used(pool, "b"))
     await settled()
     pool.drain()
+    pool.drain()
     last = asyncio.create_task(used(pool, "c"))
     for error in await asyncio.gather(asking, just_begun, last, return_exceptions=True):
         assert isinstance(error, ApiError) and error.code == "shutting_down"

@@ -53,7 +53,9 @@ def test_every_option_of_engine_and_server_has_a_flag() -> None:
 def test_variables_follow_from_flags() -> None:
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     for option in serve.params:
-        if option.name != "help" and option.param_type_name == "option":
+        if option.name == "models":  # MLX_PAGED_MODEL is the argument.
+            assert option.envvar == "MLX_PAGED_MODELS"
+        elif option.name != "help" and option.param_type_name == "option":
             flag = option.opts[0].removeprefix("--").replace("-", "_").replace(".", "_")
             assert option.envvar == f"MLX_PAGED_{flag.upper()}"
 

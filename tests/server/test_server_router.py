@@ -18,8 +18,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.server_helpers import events, process, until
+from typer.testing import CliRunner
 
+from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.router.forward import keep_alive_of
 
 PROMPT = "def is_even(n: int) -> bool:\n"
 GREEDY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -334,3 +338,131 @@ def test_processes_end_with_a_router_that_is_killed() -> None:
         children = psutil.Process(server.pid).children()
         server.kill()
         until(lambda: not any(each.is_running() for each in children))
+
+
+# Loading and unloading under load.
+
+
+@pytest.mark.parametrize(
+    "rounds", [2, pytest.param(100, marks=pytest.mark.long)], ids=["short", "long"]
+)
+def test_models_come_and_go_under_load(client: httpx.Client, rounds: int) -> None:
+    """One model is unloaded and loaded while both get requests: every answer is the right one."""
+    expected = {name: complete(client, name) for name in ("first", "second")}
+    url, ended = str(client.base_url), threading.Event()
+    wrong: list[str] = []
+    counts = dict.fromkeys(expected, 0)
+
+    def ask(name: str) -> None:
+        with httpx.Client(base_url=url, timeout=300) as own:
+            while not ended.is_set():
+                answer = own.post("/v1/completions", json={**GREEDY, "model": name})
+                if (
+                    answer.status_code != 200
+                    or answer.json()["choices"][0]["text"] != expected[name]
+                ):
+                    wrong.append(answer.text)
+                counts[name] += 1
+
+    askers = [threading.Thread(target=ask, args=(name,)) for name in ("first", "second", "second")]
+    for asker in askers:
+        asker.start()
+    for _ in range(rounds):
+        before = counts["second"]
+        client.post("/models/unload", json={"model": "second"})
+        until(lambda before=before: counts["second"] > before + 4)
+    ended.set()
+    for asker in askers:
+        asker.join(300)
+    assert not wrong and counts["first"] > 4
+    assert client.get("/load").json() == {"server_load": 0}
+    unloaded(client, "second")  # No request is counted any more.
+
+
+def test_keep_alive_of_ollama_unloads_a_model(client: httpx.Client) -> None:
+    complete(client, "second")
+    chat = {"model": "second", "messages": [{"role": "user", "content": "hello"}], "stream": False}
+    answer = client.post("/api/chat", json={**chat, "keep_alive": 0, "options": {"num_predict": 4}})
+    assert answer.json()["model"] == "second", answer.text
+    until(lambda: state_of(client, "second")["value"] == "unloaded")
+    assert "second" not in [each["name"] for each in client.get("/api/ps").json()["models"]]
+    assert "second" in [each["name"] for each in client.get("/api/tags").json()["models"]]
+    body = {**GREEDY, "model": "second", "keep_alive": "10m"}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    expires_at = client.get("/v1/models/second").json()["expires_at"]
+    assert 0 < expires_at - time.time() <= 600
+    client.post("/v1/completions", json={**body, "keep_alive": -1})
+    assert client.get("/v1/models/second").json()["expires_at"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (5, 5.0),
+        ("90", 90.0),
+        ("1h30m", 5400.0),
+        ("500ms", 0.5),
+        (0, 0.0),
+        (-1, None),
+        ("-1m", None),
+    ],
+)
+def test_times_to_keep_a_model(given: Any, expected: float | None) -> None:
+    assert keep_alive_of(given) == expected
+
+
+@pytest.mark.parametrize("given", ["", "5 m", "m", True, [], "1d", float("inf")])
+def test_wrong_times_to_keep_a_model(given: Any) -> None:
+    with pytest.raises(ApiError, match="keep_alive"):
+        keep_alive_of(given)
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ("5", "a list of models"),
+        ("[{modle: x}]", "models_config[0] must be of model, name"),
+        ("[{model: x, ttl: -1}]", "models_config[0].ttl must be seconds"),
+        ("[{model: x, aliases: [y]}]", "models_config[0].name must be given with aliases"),
+        ("[{model: x, pinned: maybe}]", "models_config[0].pinned must be true or false"),
+        ("[{model: x, options: {port: 3}}]", "port is no option of a model"),
+        ("[{model: x, options: {bogus: 3}}]", "there is no option 'bogus'"),
+        ("[{model: x, options: {max-num-seqs: few}}]", "max_num_seqs"),
+        ("[{model: x, options: {block_size: 7}}]", "block_size"),
+        ("[{model: x, name: first}]", "of names that no other model has"),
+        ("[x, {model: y, name: x}]", "of names that no other model has"),
+        ("{a: {b: c}", "a file in YAML"),
+    ],
+)
+def test_a_wrong_file_of_models_is_refused(tmp_path: Path, entries: str, said: str) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(entries)
+    arguments = ["serve", "--model", f"first={model_path()}", "--models-config", str(file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code != 0
+    assert said in " ".join((result.output + str(result.exception)).split()).replace("│ ", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--memory-budget", "4"], "several models"),
+        (["--model", "a=x", "--model", "b=y", "--pin-model", "c"], "a name of a model (a, b)"),
+        (["--model", "a=x", "--model", "b=y", "--files-dir", "/tmp"], "one model only"),
+        (["--model", "a=x", "--model", "=y"], "NAME=PATH"),
+    ],
+)
+def test_wrong_options_of_several_models(options: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *options])
+    assert result.exit_code != 0 and said in str(result.exception), result.output
+
+
+def test_one_model_by_name_is_served_without_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("mlx_paged.server.run.serve", lambda *a, **_: seen.append(a[1]) or 0)
+    monkeypatch.setattr("mlx_paged.server.logs.configure", lambda *_: None)
+    assert CliRunner().invoke(app, ["serve", "--model", f"mine={model_path()}"]).exit_code == 0
+    assert seen[0].served_model_names == ("mine",) and seen[0].model == str(model_path())

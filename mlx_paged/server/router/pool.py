@@ -300,7 +300,7 @@ class ModelPool:
                 await asyncio.wait({loading})
             finally:
                 model.num_waiting -= 1
-            error = _given_up(model) if loading.cancelled() else loading.result()
+            error = self._broken_off(model) if loading.cancelled() else loading.result()
             if error is not None:
                 raise ApiError(
                     error.status, error.message, code=error.code, headers=error.headers
@@ -349,7 +349,7 @@ class ModelPool:
                 f"the model {model.name!r} could not be loaded: {failure}", "model_failed"
             )
         except asyncio.CancelledError:
-            error = _shutting_down() if self._is_closing else _given_up(model)
+            error = self._broken_off(model)
         else:
             self._spawn(self._watch(model, process))
             seconds = time.monotonic() - began
@@ -359,6 +359,11 @@ class ModelPool:
         if model.process is not None:
             await self._stop(model)
         return error
+
+    def _broken_off(self, model: PooledModel) -> ApiError:
+        if self._is_closing:
+            return _shutting_down()
+        return unavailable(f"the model {model.name!r} was unloaded", "unloaded")
 
     async def _make_room(self, model: PooledModel) -> None:
         """Unloads idle models, the least recently used first, until a model fits.
@@ -456,10 +461,11 @@ class ModelPool:
 
     def drain(self) -> None:
         """Loads no more models; requests that wait for one get 503."""
-        self._is_closing = True
-        for model in self.models:
-            if model.loading is not None:
-                model.loading.cancel()
+        if not self._is_closing:  # A second time would break off the end of their processes.
+            self._is_closing = True
+            for model in self.models:
+                if model.loading is not None:
+                    model.loading.cancel()
 
     async def close(self, drain_timeout: float) -> None:
         """Ends all processes.
@@ -492,10 +498,6 @@ def _why_it_stays(model: PooledModel) -> str:
     if model.num_requests:
         return "1 request" if model.num_requests == 1 else f"{model.num_requests} requests"
     return "pinned" if model.spec.pinned else str(model.state)
-
-
-def _given_up(model: PooledModel) -> ApiError:
-    return unavailable(f"the model {model.name!r} was unloaded", "unloaded")
 
 
 def _shutting_down() -> ApiError:
