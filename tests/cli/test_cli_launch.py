@@ -23,8 +23,10 @@ from support.server_helpers import RunningServer, running, until
 
 from mlx_paged.cli.entry import status_of
 from mlx_paged.cli.launch.agents import AGENTS, Setup, Target
+from mlx_paged.cli.launch.server import Server
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
+from mlx_paged.errors import MlxPagedError
 from mlx_paged.server.config import ServerConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
@@ -204,6 +206,34 @@ def test_a_dry_run_is_a_script(server, monkeypatch, capsys, tmp_path) -> None:
     shown = capsys.readouterr().out
     assert "secret" not in shown and "export OPENAI_API_KEY=$MLX_PAGED_API_KEY" in shown
     assert "export AIDER_MODEL=openai/demo" in shown and '"max_input_tokens": 512' in shown
+
+
+def test_a_model_of_several_is_loaded_first(capsys) -> None:
+    """Agents are told its context, which is known then."""
+    states = [{"value": "unloaded"}, {"value": "loading"}, {"value": "loaded"}]
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.url.path))
+        if request.url.path == "/server_info":
+            return httpx.Response(200, json={"parsing": {"tool_calls": None}})
+        if request.method == "POST":
+            assert json.loads(request.content) == {"model": "a/second"}
+            return httpx.Response(200, json={"success": True})
+        entry: dict[str, Any] = {"id": "a/second", "status": states.pop(0)}
+        if not states:
+            entry["max_model_len"] = 4096
+        is_list = request.url.path == "/v1/models"
+        return httpx.Response(200, json={"data": [{"id": "first"}, entry]} if is_list else entry)
+
+    server = Server("http://a")
+    server._client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://a")
+    assert server.target("a/second") == Target("http://a", "a/second", 4096, takes_tools=False)
+    assert ("POST", "/models/load") in asked and asked.count(("GET", "/v1/models/a/second")) == 2
+    assert "loads a/second" in capsys.readouterr().err
+    states[:] = [{"value": "unloaded"}, {"value": "unloaded", "failed": True, "reason": "broken"}]
+    with pytest.raises(MlxPagedError, match="cannot load a/second: broken"):
+        server.target("a/second")
 
 
 # Runs.

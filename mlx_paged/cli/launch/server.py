@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -81,16 +82,36 @@ class Server:
                 f"{self.url} does not serve {name!r}, only: {', '.join(listed)}; stop it, or give "
                 "another --server, to start one with that model"
             )
-        context = listed[name].get("max_model_len")
+        context = self._loaded(name, listed[name]).get("max_model_len")
         return Target(
             self.url, name, context if isinstance(context, int) else None, self._api_key,
-            self._takes_tools(),
+            self._takes_tools(name),
         )  # fmt: skip
 
-    def _takes_tools(self) -> bool:
-        """True unless the server says that its model takes none."""
+    def _loaded(self, name: str, entry: Any) -> Any:
+        """Waits until a model of several is loaded; returns its entry then.
+
+        Raises:
+            MlxPagedError: It cannot be loaded.
+        """
+        if not _is_waiting(entry):
+            return entry
+        print_line(f"{self.url} loads {name}")
+        begun = self._client.post("/models/load", json={"model": name})
+        if begun.status_code != 200:
+            raise MlxPagedError(f"{self.url} cannot load {name}: {begun.text[:200]}")
+        while _is_waiting(entry):
+            time.sleep(_POLL)
+            entry = self._get(f"/v1/models/{quote(name)}").json()
+            if entry["status"].get("failed"):
+                reason = entry["status"].get("reason") or "it does not say why"
+                raise MlxPagedError(f"{self.url} cannot load {name}: {reason}")
+        return entry
+
+    def _takes_tools(self, name: str) -> bool:
+        """True unless the server says that the model takes none."""
         with contextlib.suppress(MlxPagedError, httpx.HTTPError, ValueError):
-            parsing = self._get("/server_info").json().get("parsing")
+            parsing = self._get(f"/server_info?model={quote(name, safe='')}").json().get("parsing")
             return not parsing or parsing.get("tool_calls") is not None
         return True
 
@@ -101,6 +122,12 @@ class Server:
             raise
         except httpx.HTTPError as error:
             raise MlxPagedError(f"{self.url} does not answer: {error}") from error
+
+
+def _is_waiting(entry: Any) -> bool:
+    """True for an entry of a list of models that says that its model is not loaded yet."""
+    status = entry.get("status")
+    return isinstance(status, dict) and status.get("value") in ("unloaded", "loading")
 
 
 def command_of(server: Server, model: str | None, config: Path | None) -> list[str]:
