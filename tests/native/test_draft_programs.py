@@ -13,6 +13,7 @@ from support.platforms import CUDA_PROGRAMS, run_as_on
 from support.simulated import needs_simulator, simulated
 
 from mlx_paged import LLM, SamplingParams
+from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.model.graph_runner import Refusals
 from mlx_paged.model.loader import LoadedModel
 
@@ -30,10 +31,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(config: dict[str, Any]) -> LLM:
+def engine_of(config: dict[str, Any], speculation: dict[str, Any] | None = None) -> LLM:
     tokenizer = embedded().tokenizer
     model = LoadedModel(tiny_model(config), tokenizer, config, "tiny")
-    llm = LLM(model, max_model_len=128, block_size=8, num_gpu_blocks_override=64)
+    llm = LLM(
+        model,
+        max_model_len=128,
+        block_size=8,
+        num_gpu_blocks_override=64,
+        speculative_config=speculation,
+    )
     run_as_on(llm.engine._runner.model, **CUDA_PROGRAMS)
     return llm
 
@@ -67,3 +74,26 @@ def test_any_numbers_of_drafts_share_few_programs(name: str) -> None:
     assert found.num_draft_tokens > found.num_accepted_tokens
     assert steps.refusals == Refusals()
     assert len(sizes) > 5 and set(sizes) <= {1, 8, 16, 48}, "plain decodes, or multiples of 8"
+
+
+def test_a_draft_models_rounds_are_programs_too() -> None:
+    """A model that drafts for itself is accepted always, whatever its steps are padded to."""
+    rng = np.random.default_rng(2)
+    prompts = [random_tokens(rng, count) for count in (5, 9)]
+    params = [
+        SamplingParams(temperature=0.9 * i, seed=i, max_tokens=9, ignore_eos=True) for i in range(2)
+    ]
+    config = CONFIGS["llama"]
+    draft = LoadedModel(tiny_model(config), embedded().tokenizer, config, "draft")
+    options = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    plain, llm = engine_of(config), engine_of(config, {**options, "adaptive": False})
+    drafter = llm.engine._speculator._drafter  # type: ignore[union-attr]
+    assert isinstance(drafter, ModelDrafter)
+    llm.engine._runner.splits_drafts = drafter.runner.splits_drafts = True
+    run_as_on(drafter.runner.model, **CUDA_PROGRAMS)
+    with simulated():
+        expected = plain.generate(prompts, params)
+        assert_same(llm.generate(prompts, params), expected)
+    found = llm.stats().spec_decoding
+    assert found is not None and found.num_accepted_tokens == found.num_draft_tokens > 8
+    assert drafter.runner.model._compiled.refusals == Refusals()
