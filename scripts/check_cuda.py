@@ -127,6 +127,7 @@ def checks() -> list[Stage]:
         *pytest("company", "company", shards=3),
         *pytest("interleaving", "interleaving"),
         *pytest("speculation", "speculation"),
+        *pytest("offloading", "block_bytes", "kv_offload_staged"),
         # Kernels of this GPU are right, and planted faults are found: less than a minute.
         *pytest("calibration", "planted_faults"),
         # Without mlx-vlm this fails, because no test runs.

@@ -21,7 +21,7 @@ from mlx_paged.model.staged_blocks import StagedBlockBytes
 
 
 def both(llm: LLM) -> tuple[BlockBytes, StagedBlockBytes]:
-    """The two ways to the same pools."""
+    """The two ways to the same pools; on a device with memory of its own, one way twice."""
     assert llm.engine._offloading is not None
     shared = llm.engine._offloading._blocks
     return shared, StagedBlockBytes(shared._model, shared._specs, shared._companion)
