@@ -293,6 +293,7 @@ class Scheduler:
            the last sequence in service order is preempted, even if it needs the block itself.
         2. Running prompts, in chunks. Their blocks were reserved at admission.
         3. Waiting sequences in service order, while there is room for *all* their known tokens.
+           Before, those of a higher class may preempt running ones for room or for a slot.
 
         Steps 2 and 3 run for background requests after all others. While there are other requests,
         background requests get an eighth of the places and of the tokens of a step.
@@ -307,10 +308,13 @@ class Scheduler:
         waiting, background = self.waiting, self._background
         if waiting.size:
             waiting.wake()
+            has_classes = background.num_requests or self.config.policy is SchedulingPolicy.PRIORITY
+            preempts = has_classes and not self.holds_admission
+            if preempts:
+                self._preempt_for_slot()
             if waiting.first_held is not None and self.adapters.has_room:
                 waiting.release_held()
-            has_classes = background.num_requests or self.config.policy is SchedulingPolicy.PRIORITY
-            if has_classes and not self.holds_admission:
+            if preempts:
                 self._preempt_for_waiting()
         self._schedule_decodes()
         step.begin_prompts(self._step_time)
@@ -673,6 +677,21 @@ class Scheduler:
             ):
                 return
             self._preempt(self.running.last)
+
+    def _preempt_for_slot(self) -> None:
+        """Preempts the sequences of one adapter if the first sequence that waits for a slot is of a
+        higher class than all of them. Of several such adapters, the last in service order goes."""
+        head = self.waiting.first_held
+        if head is None or self.adapters.has_room:
+            return
+        users: dict[int, list[Sequence]] = {}
+        for seq in self.running:
+            if seq.adapter_slot:
+                users.setdefault(seq.adapter_slot, []).append(seq)
+        lower = [each for each in users.values() if min(s.order for s in each)[0] > head.order[0]]
+        if lower:
+            for seq in max(lower, key=lambda each: min(s.order for s in each)):
+                self._preempt(seq)
 
     # Prefix cache and counts.
 

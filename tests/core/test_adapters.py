@@ -8,7 +8,7 @@ import pytest
 from support.fake_model import FakeEngine
 from support.scheduling_helpers import OVERLAP, check_outputs, make, request
 
-from mlx_paged.core import Request
+from mlx_paged.core import Request, SchedulingPolicy
 from mlx_paged.core.adapters import AdapterSlots
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
@@ -79,6 +79,46 @@ def test_sequences_wait_for_a_slot_and_others_pass_them(overlap: bool) -> None:
     assert first["base"] < first["y"] < first["x again"]
     check_outputs(engine, *requests)
     assert scheduler.adapters.num_evictions == 2
+
+
+@OVERLAP
+def test_a_higher_priority_takes_the_slot_of_a_lower_one(overlap: bool) -> None:
+    engine = make(overlap=overlap, max_loras=2, policy=SchedulingPolicy.PRIORITY)
+    scheduler = engine.scheduler
+    x = [with_adapter(f"x{i}", "x", 12, priority=5) for i in range(2)]
+    mixed = [with_adapter("z5", "z", 12, priority=5), with_adapter("z1", "z", 12, priority=1)]
+    base = with_adapter("base", None, 12, priority=9)
+    for each in (*x, *mixed, base):
+        scheduler.add(each)
+    while scheduler.num_running < 5:  # Some wait for the prefix of others.
+        engine.step()
+    same = with_adapter("same", "same", 4, priority=5)
+    urgent = with_adapter("urgent", "y", 4, priority=2)
+    scheduler.add(same)
+    scheduler.add(urgent)
+    engine.run()
+    seen = [adapters_of(engine, i) for i in range(len(engine.batches))]
+    assert all(len(set(adapters.values()) - {None}) <= 2 for adapters in seen)
+    first = {name: next(i for i, s in enumerate(seen) if name in s) for s in seen for name in s}
+    last = {name: max(i for i, s in enumerate(seen) if name in s) for s in seen for name in s}
+    # Both of x made room, while z had a sequence of a higher class, and nothing else was hurt.
+    assert first["urgent"] < min(last["x0"], last["x1"]) and first["same"] > last["urgent"]
+    assert [each.sequences[0].num_preemptions for each in (*x, *mixed, base, same, urgent)] == [
+        1, 1, 0, 0, 0, 0, 0,
+    ]  # fmt: skip
+    check_outputs(engine, *x, *mixed, base, same, urgent)
+
+
+@OVERLAP
+def test_without_priorities_nothing_gives_up_its_slot(overlap: bool) -> None:
+    engine = make(overlap=overlap, max_loras=1)
+    x, y = with_adapter("x", "x", 12, priority=5), with_adapter("y", "y", priority=1)
+    engine.scheduler.add(x)
+    engine.step()
+    engine.scheduler.add(y)
+    engine.run()
+    assert x.sequences[0].num_preemptions == 0
+    check_outputs(engine, x, y)
 
 
 def test_a_request_that_waits_for_a_slot_may_end() -> None:
