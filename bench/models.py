@@ -19,6 +19,7 @@ import contextlib
 import gc
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -37,7 +38,6 @@ from mlx_paged.engine.sampling_params import SamplingParams
 
 PROMPT = "def add(a, b):\n"
 BLOCKS = 200
-ROUNDS = 5
 QUIET_SECONDS = 3.0
 LOAD_SECONDS = 6.0
 MIB = 1 << 20
@@ -119,7 +119,7 @@ async def loaded_in_process(path: str) -> AsyncIterator[None]:
     await in_thread(None, child.join)
 
 
-async def compare(path: str) -> dict[str, Any]:
+async def compare(path: str, rounds: int) -> dict[str, Any]:
     """Measures gaps and freed memory of both ways."""
     sys.setswitchinterval(0.0005)  # as in `server.run`
     first = AsyncEngine.from_model(num_gpu_blocks_override=2000)
@@ -132,7 +132,7 @@ async def compare(path: str) -> dict[str, Any]:
     }
     found: dict[str, list[float]] = {name: [] for name in ("quiet", *ways)}
     memory: dict[str, list[tuple[int, int]]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         found["quiet"].append(await gaps.during(asyncio.sleep(QUIET_SECONDS)))
         for name, loaded in ways.items():
             before = resident()
@@ -227,14 +227,14 @@ async def rates(session: aiohttp.ClientSession, models: list[str], num: int) -> 
     return found
 
 
-async def measure_router(url: str, pid: int) -> dict[str, Any]:
+async def measure_router(url: str, pid: int, rounds: int) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(None)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
         for model in ("a", "b"):
             await session.post("/models/load", json={"model": model})
             await state_is(session, model, "loaded")
         quiet, loading = [], []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             gaps = await stream_gaps(session, "a", lambda: asyncio.sleep(QUIET_SECONDS))
             quiet.append(max(gaps))
             gaps = await stream_gaps(session, "a", lambda: load_again(session, "b"))
@@ -280,9 +280,10 @@ def server_command(port: int, *options: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(model_path()), help="the model that is loaded")
+    parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    result: dict[str, Any] = {"rounds": ROUNDS}
-    result["engines"] = asyncio.run(compare(given.model))
+    result: dict[str, Any] = {"rounds": given.rounds, "load_before": os.getloadavg()}
+    result["engines"] = asyncio.run(compare(given.model, given.rounds))
     print(json.dumps(result["engines"], indent=1), flush=True)
     port = free_port()
     with server_process("one model", server_command(port), port) as url:
@@ -292,7 +293,7 @@ def main() -> None:
     models = (f"--model=a={model_path()}", f"--model=b={given.model}")
     with server_process("router", server_command(port, *models), port) as url:
         [pid] = [c.pid for c in psutil.Process().children() if str(port) in c.cmdline()]
-        result["router"] = asyncio.run(measure_router(url, pid))
+        result["router"] = asyncio.run(measure_router(url, pid, given.rounds))
         result["router"]["token_time_ms"] = {
             "one_model": one,
             "routed": asyncio.run(token_time(url, "a")),

@@ -17,6 +17,8 @@ import ollama
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.adapters import random_layers, write_mlx
+from support.models import embedded
 from support.server_helpers import events, process, until
 from typer.testing import CliRunner
 
@@ -38,9 +40,14 @@ def other_weights(folder: Path) -> Path:
     for name, array in weights.items():
         if array.ndim == 2 and array.dtype != mx.uint32:
             key, now = mx.random.split(key)
-            weights[name] = (array + mx.random.normal(array.shape, key=now)).astype(array.dtype)
+            noise = 1 + 0.5 * mx.random.normal(array.shape, key=now)
+            weights[name] = (array * noise).astype(array.dtype)
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
+
+
+def adapter(folder: Path, name: str, seed: int) -> Path:
+    return write_mlx(folder / name, random_layers(embedded().model, seed), scale=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,13 @@ def router(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
         "model": str(other_weights(folder / "other")),
         "name": "second",
         "aliases": ["2nd"],
-        "options": {"max-model-len": 256, "max_num_seqs": 4},
+        "options": {
+            "max-model-len": 256,
+            "max_num_seqs": 4,
+            "enable-lora": True,
+            "lora-modules": [f"sql={adapter(folder, 'sql', 1)}"],
+            "allow_runtime_lora_updating": True,
+        },
     }
     file.write_text(json.dumps([second, {"model": str(damaged), "name": "broken"}]))
     # Nothing reads the log, which must fit into the pipe.
@@ -118,7 +131,8 @@ def test_streams_come_through_byte_for_byte(client: httpx.Client) -> None:
 def test_models_and_their_states(client: httpx.Client) -> None:
     complete(client, "second")
     entries = client.get("/v1/models").json()["data"]
-    assert [entry["id"] for entry in entries] == ["first", "second", "2nd", "broken"]
+    assert [entry["id"] for entry in entries] == ["first", "second", "2nd", "sql", "broken"]
+    assert entries[3]["parent"] == "second"
     found = {entry["id"]: entry for entry in entries}
     assert found["second"]["status"] == found["2nd"]["status"] == {"value": "loaded"}
     assert found["2nd"]["root"] == "second" and found["second"]["aliases"] == ["2nd"]
@@ -201,7 +215,7 @@ def test_a_model_that_cannot_be_loaded_says_why(client: httpx.Client) -> None:
 
 def test_wrong_requests(client: httpx.Client) -> None:
     unknown = client.post("/v1/completions", json={**GREEDY, "model": "third"})
-    assert unknown.status_code == 404 and "first, second, 2nd" in unknown.text
+    assert unknown.status_code == 404 and "first, second, 2nd, sql" in unknown.text
     for body in ("{", "[1]", '{"model": 5}'):
         answer = client.post(
             "/v1/completions", content=body, headers={"content-type": "application/json"}
@@ -221,6 +235,21 @@ def test_stored_responses_are_found_on_any_model(client: httpx.Client) -> None:
     assert client.get(f"/v1/responses/{made['id']}").json()["output"] == made["output"]
     assert client.delete(f"/v1/responses/{made['id']}").json()["deleted"]
     assert client.get(f"/v1/responses/{made['id']}").status_code == 404
+
+
+def test_adapters_belong_to_their_model(client: httpx.Client, folder: Path) -> None:
+    unloaded(client, "second")
+    adapted = complete(client, "sql")  # It loads its model.
+    assert adapted != complete(client, "second")
+    assert client.get("/v1/models/sql").json()["parent"] == "second"
+    body = {"lora_name": "new", "lora_path": str(adapter(folder, "new", 2)), "model": "second"}
+    answer = client.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 200, answer.text
+    assert complete(client, "new") not in (adapted, complete(client, "second"))
+    refused = client.post("/v1/load_lora_adapter", json={**body, "model": "first"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "lora_disabled")
+    client.post("/v1/unload_lora_adapter", json={"lora_name": "new", "model": "second"})
+    assert client.post("/v1/completions", json={**GREEDY, "model": "new"}).status_code == 404
 
 
 def test_metrics_name_their_model(client: httpx.Client) -> None:

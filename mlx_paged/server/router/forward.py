@@ -281,7 +281,7 @@ async def _send(request: Request, lease: Lease, body: bytes) -> Upstream:
     query = request.scope.get("query_string", b"").decode("latin-1")
     return await Upstream.send(
         await lease.ready(),
-        request.method,
+        "GET" if request.method == "HEAD" else request.method,  # uvicorn leaves the body out.
         f"{target}?{query}" if query else target,
         _headers_for(request.scope["headers"], trace),
         body,
