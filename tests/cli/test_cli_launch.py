@@ -204,6 +204,9 @@ def test_a_dry_run_is_a_script(server, monkeypatch, capsys, tmp_path) -> None:
     given = ["launch", "aider", "--server", server.url, "--api-key", "secret", "--print"]
     assert status_of(app, given) == 0
     shown = capsys.readouterr().out
+    made, written = shown.splitlines()[:2]
+    folder = made.removeprefix("mkdir -p ")
+    assert written.startswith(f"cat > {folder}/") and not Path(folder).exists()
     assert "secret" not in shown and "export OPENAI_API_KEY=$MLX_PAGED_API_KEY" in shown
     assert "export AIDER_MODEL=openai/demo" in shown and '"max_input_tokens": 512' in shown
 

@@ -137,6 +137,8 @@ def _show(
     setup = agent.setup(target, folder)
     if start is not None:
         typer.echo(f"mlx-paged {shlex.join(start)} &")
+    if setup.files:
+        typer.echo(f"mkdir -p {shlex.quote(str(folder))}")
     for path, content in setup.files.items():
         typer.echo(f"cat > {shlex.quote(str(path))} <<'END'\n{content}\nEND")
     for variable in setup.without:
